@@ -3,7 +3,7 @@
     python bench/qlora_memory.py                            # Llama 2 7B in a world of 8: minutes
     python bench/qlora_memory.py --shape layers=4,width=512,heads=8,vocabulary=32000,sequence=512 --world 2
 
-Rank 0 of a world of torch's fake process group makes a decoder under fake tensors, block by block:
+Rank 0 of a world that is played makes a decoder under fake tensors, block by block:
 each is quantized and sharded before the next one is made. Then it trains adapters of rank 8 with AdamW, with activation
 checkpoints around blocks. All storages that exist are counted, as they are resized (`_live_bytes.py`). The pool does
 what it does on an accelerator: `PoolPolicy(keep_idle=False)`. The layers are stand-ins: the classes of bitsandbytes
@@ -22,12 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import _live_bytes
@@ -104,7 +102,12 @@ class CheckpointedBlock(Block):
 
 def run_child(base: str, engine: str, world: int, shape: Shape) -> None:
     """Prints the bytes as JSON."""
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    with cs.testing.fake(world):  # in such a world ours moves fake tensors as it moves those of an accelerator
+        print(json.dumps(figures_of(base, engine, world, shape)))
+
+
+def figures_of(base: str, engine: str, world: int, shape: Shape) -> dict[str, int]:
+    """The bytes of a rank by name: while the model is made, between steps, and at most in a step."""
     shard = partial(fsdp2 if engine == "fsdp2" else cs.fully_shard, mesh=init_device_mesh("cpu", (world,)))
     live = _live_bytes.LiveBytes()
     with FakeTensorMode(allow_non_fake_inputs=True), live.counting():
@@ -125,9 +128,7 @@ def run_child(base: str, engine: str, world: int, shape: Shape) -> None:
             loss_of(model, tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
-        figures = {"making": making, "between": live.now, "peak": live.peak}
-    dist.destroy_process_group()
-    print(json.dumps(figures))
+        return {"making": making, "between": live.now, "peak": live.peak}
 
 
 def measured(base: str, engine: str, options: argparse.Namespace) -> dict[str, int | str]:

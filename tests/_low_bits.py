@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from _blocks import Transformer, next_token_loss, token_batch
+from composable_shard import Ragged, fully_shard, make_plan
 from composable_shard._comm.rounding import Rounding, dequantise, noise_like, quantise, rounded, to_bf16
 from composable_shard._plan.parcel import block_of, parcel
 from composable_shard._policies import Wire
@@ -45,6 +47,21 @@ def arrived(pieces, wire, noise):
     return out
 
 
+def arrived_at_random(pieces, wire, generator):
+    """The same of numbers that are rounded stochastically."""
+    if parcel([pieces.shape[1:]], 4, wire) is None:
+        return pieces
+    blocks = pieces
+    if wire.form != "bf16":
+        blocks = pieces.reshape(len(pieces), -1, block_of(pieces.shape[2], wire.block))
+    return arrived(pieces, wire, noise_like(blocks, generator))
+
+
+def whole_of(pieces, like):
+    """Pieces, (world, rows, elements of a row), as the gradient that was cut into them."""
+    return pieces.flatten(0, 1)[: like.shape[0]].view(like.shape)
+
+
 class Ranks:
     """Ranks that round gradients and add up what arrives, in their order.
 
@@ -75,7 +92,7 @@ class Ranks:
                     got = self._arrived(rank, name, pieces, generator)
                     sums[name] = got if rank == 0 else sums[name] + got
         self.number += 1
-        return {name: self._whole(total, gradients[0][name]) / self.world for name, total in sums.items()}
+        return {name: whole_of(total, gradients[0][name]) / self.world for name, total in sums.items()}
 
     def _arrived(self, rank, name, pieces, generator):
         if self.feedback:
@@ -83,13 +100,79 @@ class Ranks:
             got = arrived(pieces, self.wire, None)
             self.left[rank, name] = pieces - got
             return got
-        if parcel([pieces.shape[1:]], 4, self.wire) is None:
-            return pieces
-        blocks = pieces
-        if self.wire.form != "bf16":
-            blocks = pieces.reshape(self.world, -1, block_of(pieces.shape[2], self.wire.block))
-        return arrived(pieces, self.wire, noise_like(blocks, generator))
+        return arrived_at_random(pieces, self.wire, generator)
 
-    @staticmethod
-    def _whole(pieces, like):
-        return pieces.flatten(0, 1)[: like.shape[0]].view(like.shape)
+
+# ---- decoders
+
+BLOCK = 16
+
+
+def sharded(policy, seed=0, arch=None, **options):
+    torch.manual_seed(seed)
+    model = Transformer(**(arch or {}))
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    model.set_comm_policy(policy)
+    return model
+
+
+def plain(seed=0, arch=None):
+    torch.manual_seed(seed)
+    return Transformer(**(arch or {}))
+
+
+def groups_of(model):
+    return [[param.fqn for param in group.params] for group in make_plan(model).groups]
+
+
+def gradients_of(model, rank, step):
+    """Of a plain model on a rank's batch."""
+    model.zero_grad()
+    loss = next_token_loss(model, *token_batch(rank, step))
+    loss.backward()
+    return loss.detach(), {name: param.grad.clone() for name, param in model.named_parameters()}
+
+
+def trains_as_one_that_rounds(rank, world, policy, rows=1, **options):
+    """Three steps and an evaluation of a sharded decoder have the bits of a model that rounds by itself.
+
+    Args:
+        rank, world: of this process.
+        policy: of communication.
+        rows: of which the cuts are multiples.
+        options: of `fully_shard`.
+    """
+    placed = (lambda param: Ragged(rows)) if rows > 1 else None
+    model = sharded(policy, shard_placement_fn=placed, **options)
+    masters, reference = plain(), plain()
+    ranks = Ranks(groups_of(model), policy.reduce and Wire(policy.reduce, BLOCK), world, policy.error_feedback, rows)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, masters)]
+
+    def renew():
+        reference.load_state_dict(masters.state_dict())
+        if policy.gather:
+            round_weights(reference, Wire(policy.gather, BLOCK))
+
+    for step in range(3):
+        renew()
+        gradients = [gradients_of(reference, each, step) for each in range(world)]
+        loss = next_token_loss(model, *token_batch(rank, step))
+        loss.backward()
+        assert torch.equal(loss, gradients[rank][0])
+        own = [by_name for _, by_name in gradients]
+        mean = ranks.mean(own) if policy.reduce else {n: sum([each[n] for each in own]) / world for n in own[0]}
+        for name, param in model.named_parameters():
+            assert torch.equal(param.grad.full_tensor(), mean[name]), name
+        for name, param in masters.named_parameters():
+            param.grad = mean[name]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, expected in zip(model.parameters(), masters.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), expected)
+    renew()
+    with torch.no_grad():
+        assert torch.equal(*[next_token_loss(each.eval(), *token_batch(rank, 3)) for each in (model, reference)])
+    return model

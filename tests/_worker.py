@@ -24,7 +24,7 @@ def prepare() -> None:
     from _pytest.assertion import install_importhook
     from _pytest.config import get_config
 
-    install_importhook(get_config()).mark_rewrite("_parity", "_sides", "_stepping")
+    install_importhook(get_config()).mark_rewrite("_low_bits", "_parity", "_sides", "_stepping")
 
 
 @contextlib.contextmanager

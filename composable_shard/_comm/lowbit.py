@@ -6,7 +6,9 @@ of them. What a rank sends is a parcel of bytes (`_plan/parcel.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import partial
 
@@ -29,9 +31,8 @@ from .rounding import Numbers, Rounder, Rounding, numbers_in
 class LowBitGather(GatherCopies):
     """The gather of a bucket in fewer bits.
 
-    This rank's shard is rounded into a parcel, which is kept; all ranks' parcels land in one buffer, and each parameter
-    is made of them by one copy and one product. This rank's own weights are rounded, too, so that all ranks compute
-    with the same.
+    This rank's shards are rounded into a parcel, which is kept; all ranks' parcels land in one buffer, and each part of
+    it is made numbers again at once. This rank's own weights are rounded, too, so that all ranks compute with the same.
 
     Args:
         layout: with a parcel.
@@ -46,7 +47,6 @@ class LowBitGather(GatherCopies):
         assert layout.parcel is not None
         self._parcel, self._like = layout.parcel, like
         self._sent: Tensor | None = None  # the parcel of this rank, once there was a gather
-        self._own: list[Numbers] = []
         self._again = False
 
     def send_again(self) -> None:
@@ -67,8 +67,8 @@ class LowBitGather(GatherCopies):
         assert self.transport is not None
         sent = self._rounded(shards)
         yield self.transport.all_gather([landing.flat], [sent])
-        for numbers, whole, at in zip(landing.numbers, wholes.packed, self.layout.places.params, strict=True):
-            _restore(numbers, whole, at)
+        for numbers in landing.numbers:
+            _restore(numbers, wholes.packed, self.layout.places.params)
 
     def _rounded(self, shards: Sequence[Tensor]) -> Tensor:
         again, self._again = self._again, False
@@ -77,29 +77,72 @@ class LowBitGather(GatherCopies):
         if self._sent is None:
             with torch.inference_mode(False):
                 self._sent = self._like.new_zeros(self._parcel.nbytes, dtype=torch.uint8)
-                whole = numbers_in(self._sent, self._parcel.parts, self._like.dtype)
-                pairs = zip(whole, self.layout.places.params, strict=True)
-                self._own = [numbers.narrowed(at.rows_of(self._rank) * at.row) for numbers, at in pairs]
-        for numbers, shard, at in zip(self._own, shards, self.layout.places.params, strict=True):
-            if shard.numel():
-                at_hand = shard.to(self._like.device, non_blocking=self._non_blocking)
-                numbers.put(_by_row(at_hand, at.dim).reshape(numbers.values.shape))
+        for numbers in numbers_in(self._sent, self._parcel.parts, self._like.dtype):
+            self._round(numbers, shards)
         return self._sent
+
+    def _round(self, numbers: Numbers, shards: Sequence[Tensor]) -> None:
+        """Round the shards of a part, with zeros behind those that are shorter than the others."""
+        params, members = self.layout.places.params, numbers.part.members
+        places = [params[index] for index in members]
+        rounds = numbers.scales is not None
+        flat = numbers.flat()
+        if rounds:
+            flat = self._room(flat, places, {shards[index].dtype for index in members})
+        to, given = [], []
+        for index, at, piece in zip(members, places, torch.split(flat, [at.piece for at in places]), strict=True):
+            shard = _by_row(shards[index], at.dim)
+            if shard.numel():
+                to.append(piece[: shard.numel()].view(shard.shape))
+                given.append(shard)
+        if to:
+            torch._foreach_copy_(to, given, non_blocking=self._non_blocking)
+        if rounds:
+            numbers.put(flat.view(numbers.values.shape))
+
+    def _room(self, flat: Tensor, places: Sequence[ParamLayout], dtypes: Set[torch.dtype]) -> Tensor:
+        """Memory for the numbers of shards of some dtypes, with zeros if not all of it will be filled."""
+        is_full = all(at.rows_of(self._rank) == at.chunk for at in places)
+        make = torch.empty if is_full else torch.zeros
+        return make(flat.shape, dtype=_widest(dtypes), device=flat.device)
 
 
 def _by_row(piece: Tensor, dim: int) -> Tensor:
     return piece.movedim(dim, 0) if dim else piece
 
 
-def _restore(numbers: Numbers, whole: Tensor, at: ParamLayout) -> None:
-    """Make one parameter of all ranks' numbers: `whole` is (world, piece), or (world, *local shape) if `at.dim` > 0."""
-    if at.dim == 0:
-        numbers.fill(whole.view(numbers.values.shape))
+def _widest(dtypes: Set[torch.dtype]) -> torch.dtype:
+    """The dtype that holds numbers of all these."""
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def _restore(numbers: Numbers, wholes: Sequence[Tensor], params: Sequence[ParamLayout]) -> None:
+    """Make the parameters of a part of all ranks' numbers.
+
+    Args:
+        numbers: of all ranks.
+        wholes: of all parameters, each (world, piece), or (world, *local shape) if it is cut along another dim than 0.
+        params: where they lie.
+    """
+    members = numbers.part.members
+    by_row = [_by_row_of_all(wholes[index], params[index].dim) for index in members]
+    if len(members) == 1 and not params[members[0]].dim:
+        numbers.fill(by_row[0].view(numbers.values.shape))
         return
-    made = torch.empty(numbers.values.shape, dtype=whole.dtype, device=whole.device)
-    numbers.fill(made)
-    by_row = whole.movedim(1 + at.dim, 1)
-    by_row.copy_(made.view(by_row.shape))
+    made = numbers.flat()
+    if numbers.scales is not None:
+        made = torch.empty(made.shape, dtype=by_row[0].dtype, device=made.device)
+        numbers.fill(made.view(numbers.values.shape))
+    sizes = [params[index].piece for index in members]
+    if made.dtype == by_row[0].dtype and not any(params[index].dim for index in members):
+        torch.split_with_sizes_copy(made, sizes, dim=-1, out=by_row)
+        return
+    pieces = zip(by_row, torch.split(made, sizes, -1), strict=True)
+    torch._foreach_copy_(by_row, [piece.view(whole.shape) for whole, piece in pieces])
+
+
+def _by_row_of_all(whole: Tensor, dim: int) -> Tensor:
+    return whole.movedim(1 + dim, 1) if dim else whole
 
 
 # ---- reductions
@@ -113,32 +156,73 @@ def _rows_of(pieces: Tensor, at: ParamLayout) -> Tensor:
     return pieces.view(*pieces.shape[:-1], *at.local_shape(0)).movedim(lead + at.dim, lead)
 
 
-def _cut(chunks: Tensor, layout: ReduceLayout, numbers: Sequence[Numbers]) -> list[Tensor]:
-    """The gradients in chunks, (..., chunk), each in the shape of its numbers."""
-    pairs = zip(layout.result.params, numbers, strict=True)
-    return [
-        _rows_of(chunks[..., at.offset : at.offset + at.piece], at).reshape(each.values.shape) for at, each in pairs
-    ]
+class _Chunks:
+    """Where the members of parts, the gradients and behind them the marks, lie in a chunk of a bucket.
+
+    Args:
+        layout: of the chunk.
+    """
+
+    def __init__(self, layout: ReduceLayout) -> None:
+        self._params = layout.result.params
+        self._begins = [*(at.offset for at in self._params), layout.result.numel]
+        self._ends = [*(at.offset + at.piece for at in self._params), layout.numel]
+
+    def _is_a_run(self, members: Sequence[int]) -> bool:
+        """Whether they lie in a chunk as they do in a parcel."""
+        touch = all(self._ends[one] == self._begins[two] for one, two in itertools.pairwise(members))
+        return (
+            touch
+            and not any(at.dim for at in map(self._params.__getitem__, members[:-1]))
+            and not self._dim(members[-1])
+        )
+
+    def _dim(self, member: int) -> int:
+        return self._params[member].dim if member < len(self._params) else 0
+
+    def _views(self, chunks: Tensor, members: Sequence[int]) -> list[Tensor]:
+        """Of each member its rows, (..., rows, *rest), or its piece, (..., elements)."""
+        pieces = [chunks[..., self._begins[index] : self._ends[index]] for index in members]
+        return [
+            _rows_of(piece, self._params[index]) if self._dim(index) else piece
+            for index, piece in zip(members, pieces, strict=True)
+        ]
+
+    def cut(self, chunks: Tensor, numbers: Numbers) -> Tensor:
+        """The members of a part in chunks, (..., chunk), in the shape of its values."""
+        members = numbers.part.members
+        if self._is_a_run(members):
+            return chunks[..., self._begins[members[0]] : self._ends[members[-1]]].view(numbers.values.shape)
+        flat = [each.reshape(*chunks.shape[:-1], -1) for each in self._views(chunks, members)]
+        return torch.cat(flat, -1).view(numbers.values.shape)
+
+    def set(self, chunk: Tensor, members: Sequence[int], values: Tensor) -> None:
+        """Set members of one chunk to values, (elements,)."""
+        if self._is_a_run(members):
+            chunk[self._begins[members[0]] : self._ends[members[-1]]].copy_(values)
+            return
+        views = self._views(chunk, members)
+        pieces = zip(views, torch.split(values, [view.numel() for view in views]), strict=True)
+        torch._foreach_copy_(views, [piece.view(view.shape) for view, piece in pieces])
 
 
-def _add_up(out: Tensor, parcels: Tensor, parts: Sequence[Part], layout: ReduceLayout) -> None:
+def _add_up(out: Tensor, parcels: Tensor, parts: Sequence[Part], places: _Chunks) -> None:
     """Set a chunk to the sum of what parcels, (ranks, bytes), stand for, in the order of the ranks."""
-    *gradients, marks = numbers_in(parcels, parts, out.dtype)
-    for numbers, at in zip(gradients, layout.result.params, strict=True):
-        piece = _rows_of(out[at.offset : at.offset + at.piece], at)
-        piece.copy_(_sum_of(numbers, out.dtype).view(piece.shape))
-    out[layout.result.numel :].copy_(_sum_of(marks, out.dtype))
 
+    def together(numbers: Numbers) -> tuple[int, torch.dtype]:
+        wide = not numbers.part.form and out.dtype.itemsize > 4
+        return numbers.part.turn, out.dtype if wide else torch.float32
 
-def _sum_of(numbers: Numbers, dtype: torch.dtype) -> Tensor:
-    ranks = numbers.values.shape[0]
-    kind = dtype if not numbers.part.form and dtype.itemsize > 4 else torch.float32
-    total, other = (torch.empty(numbers.values.shape[1:], dtype=kind, device=numbers.values.device) for _ in range(2))
-    numbers.of(0).fill(total)
-    for rank in range(1, ranks):
-        numbers.of(rank).fill(other)
-        total.add_(other)
-    return total
+    for (_, dtype), turn in itertools.groupby(numbers_in(parcels, parts, out.dtype), key=together):
+        every = list(turn)
+        sizes = [numbers.flat().shape[-1] for numbers in every]
+        made = torch.empty((len(parcels), sum(sizes)), dtype=dtype, device=out.device)
+        for numbers, columns in zip(every, torch.split(made, sizes, -1), strict=True):
+            numbers.fill(columns.view(numbers.values.shape))
+        total, *others = made.unbind()
+        for other in others:
+            total.add_(other)
+        places.set(out, [index for numbers in every for index in numbers.part.members], total)
 
 
 class _Around:
@@ -179,18 +263,18 @@ class LowBitReduce(_Around):
         super().__init__(inner, Route(inner.route.name, sums=True))
         assert layout.parcel is not None
         self._layout, self._parcel, self._rounder = layout, layout.parcel, rounder
+        self._places = _Chunks(layout)
 
     def reduce_scatter(self, out: Tensor, bucket: Tensor, scratch: Tensor | None, mean: bool = False) -> Awaitable:
         assert scratch is not None
         world, parts = self._layout.result.world, self._parcel.parts
         sent, received = scratch.view(torch.uint8).view(2, world, self._parcel.nbytes)
         chunks = bucket.view(world, -1)
-        *to, marks = numbers_in(sent, parts, bucket.dtype)
-        has = chunks[:, self._layout.result.numel :]
-        marks.put(has)
-        self._rounder.put(to, _cut(chunks, self._layout, to), has[0])
+        to = numbers_in(sent, parts, bucket.dtype)
+        has = chunks[0, self._layout.result.numel :]
+        self._rounder.put(to, [self._places.cut(chunks, numbers) for numbers in to], has)
         handle = self._inner.all_to_all(received.view(-1), sent.view(-1))
-        return All([handle], partial(_add_up, out, received, parts, self._layout), held=scratch)
+        return All([handle], partial(_add_up, out, received, parts, self._places), held=scratch)
 
 
 class LowBitReplicas(_Around):
@@ -207,17 +291,17 @@ class LowBitReplicas(_Around):
     def __init__(self, inner: Transport, ranks: int, layout: ReduceLayout, parcel: Parcel, rounder: Rounder) -> None:
         super().__init__(inner, inner.route)
         self._ranks, self._layout, self._parcel, self._rounder = ranks, layout, parcel, rounder
+        self._places = _Chunks(layout)
 
     def all_reduce(self, tensor: Tensor, mean: bool = False) -> Awaitable:
         parts, nbytes = self._parcel.parts, self._parcel.nbytes
         sent = tensor.new_empty(nbytes, dtype=torch.uint8)
         received = tensor.new_empty((self._ranks, nbytes), dtype=torch.uint8)
-        *to, marks = numbers_in(sent, parts, tensor.dtype)
-        has = tensor[self._layout.result.numel :]
-        marks.put(has)
-        self._rounder.put(to, _cut(tensor, self._layout, to), has.clamp(max=1))
+        to = numbers_in(sent, parts, tensor.dtype)
+        has = tensor[self._layout.result.numel :].clamp(max=1)
+        self._rounder.put(to, [self._places.cut(tensor, numbers) for numbers in to], has)
         handle = self._inner.all_gather([received.view(-1)], [sent])
-        return All([handle], partial(_add_up, tensor, received, parts, self._layout), held=sent)
+        return All([handle], partial(_add_up, tensor, received, parts, self._places), held=sent)
 
 
 BETWEEN_REPLICAS = " between replicas"  # what stands behind the name of a parameter in `Rounding.left`
@@ -241,7 +325,7 @@ def compressed(
         rounding: of the group.
         names: of the parameters.
     """
-    how = info.mesh.get_rank(), comm.error_feedback
+    how = [at.piece for at in layout.result.params], info.mesh.get_rank(), comm.error_feedback
     reduce, replicate = transports.reduce, transports.replicate
     if reduce is not None and layout.parcel is not None:
         reduce = LowBitReduce(reduce, layout, Rounder(rounding, names, *how))

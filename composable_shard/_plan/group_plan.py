@@ -268,7 +268,7 @@ class GroupPlan:
 def _rounded(layout: ReduceLayout, sent: Parcel | None) -> int:
     """Elements of a chunk that travel in fewer bits."""
     parts = () if sent is None else sent.parts
-    return sum(at.piece for at, part in zip(layout.result.params, parts, strict=False) if part.form)
+    return sum(layout.result.params[index].piece for part in parts if part.form for index in part.members)
 
 
 def _dtype(param: ParamPlan) -> str:

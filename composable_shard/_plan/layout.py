@@ -215,7 +215,7 @@ def gather_layout(
     """
     places = bucket_layout(shapes, world, itemsize, dims, rows)
     nbytes = world * _with_marks(places.numel, len(shapes), itemsize) * itemsize
-    sent = None if route is None else parcel([(at.chunk, at.row) for at in places.params], itemsize, wire)
+    sent = None if route is None else parcel([(at.chunk, at.row) for at in places.params], itemsize, wire, ranks=world)
     if sent is None:
         return _gather_as_it_is(places, nbytes, itemsize, route, rows)
     landing = BucketLayout(world, (), sent.nbytes)
@@ -312,7 +312,7 @@ def reduce_layout(
     nbytes = world * numel * itemsize
     roomy = [slot for slot in slots if nbytes <= slot <= nbytes * 9 // 8]
     room = min(roomy, default=nbytes)
-    sent = parcel([(at.chunk, at.row) for at in result.params], itemsize, wire, numel - result.numel)
+    sent = parcel([(at.chunk, at.row) for at in result.params], itemsize, wire, numel - result.numel, world)
     if sent is not None:
         return ReduceLayout(result, numel, room, 2 * world * sent.nbytes // itemsize, world * sent.nbytes, sent)
     return ReduceLayout(result, numel, room, world * numel if route.sums else 0, nbytes)

@@ -1,7 +1,8 @@
 """How the pieces of parameters travel in fewer bits: integers only.
 
-A *parcel* is what one rank sends in a collective: for each parameter its values, then, behind those of all parameters,
-the scales. Rows, the indices of the dim that is cut, are cut into equal blocks, each of which has a scale.
+A *parcel* is what one rank sends in a collective: parts, and behind the values of all of them the scales. Rows, the
+indices of the dim that is cut, are cut into equal blocks, each of which has a scale. Parameters whose blocks are of one
+size are one part, without gaps, so that one operator rounds all of them.
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ from .._policies import Wire
 
 SHARD_ALIGNMENT_BYTES = 16
 SCALE_BYTES = 4
+AT_ONCE = 1 << 24  # numbers of all ranks: rounding so many takes longer than to launch it, and some hundred megabytes
 _VALUE_BYTES = {"fp8": 1, "int8": 1, "bf16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One parameter in a parcel.
+    """Some parameters in a parcel that travel alike, one behind the other.
 
     Attributes:
-        form: what its values travel as; empty if as they are.
+        form: what their values travel as; empty if as they are.
         begin: byte at which they begin.
         nbytes: how many bytes they are.
         block: elements that share a scale; 0 if there are none.
         scales: byte at which the scales begin.
+        members: indices of the parameters; that behind the last one stands for the marks.
+        turn: parts of equal turns are rounded together.
     """
 
     form: str
@@ -33,6 +37,8 @@ class Part:
     nbytes: int
     block: int = 0
     scales: int = 0
+    members: tuple[int, ...] = (0,)
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,7 @@ class Parcel:
     """What one rank sends.
 
     Attributes:
-        parts: of the parameters, and behind them, in a reduction, of the marks.
+        parts: by turn.
         nbytes: of all of it, so that the next rank's is aligned.
     """
 
@@ -64,7 +70,9 @@ def _cut(row: int, itemsize: int, wire: Wire) -> tuple[str, int]:
     return (wire.form, block) if row * size + scales < row * itemsize else ("", 0)
 
 
-def parcel(pieces: Sequence[tuple[int, int]], itemsize: int, wire: Wire | None, marks: int = 0) -> Parcel | None:
+def parcel(
+    pieces: Sequence[tuple[int, int]], itemsize: int, wire: Wire | None, marks: int = 0, ranks: int = 1
+) -> Parcel | None:
     """Lay a parcel out; None if nothing in it would become smaller.
 
     Args:
@@ -72,28 +80,42 @@ def parcel(pieces: Sequence[tuple[int, int]], itemsize: int, wire: Wire | None, 
         itemsize: bytes of an element that travels as it is.
         wire: what the others travel as.
         marks: elements behind the pieces, which travel as they are.
+        ranks: how many parcels are rounded, or read, together.
     """
     if wire is None:
         return None
-    values = [_values(rows, row, itemsize, wire) for rows, row in pieces]
-    if not any(each.form and each.nbytes for each in values):
+    kinds, numels = [_cut(row, itemsize, wire) for _, row in pieces], [rows * row for rows, row in pieces]
+    if not any(form and numel for (form, _), numel in zip(kinds, numels, strict=True)):
         return None
-    values += [Part("", 0, marks * itemsize)] if marks else []
+    if marks:
+        kinds, numels = [*kinds, ("", 0)], [*numels, marks]
     end, parts = 0, []
-    for each in values:
-        parts.append(replace(each, begin=end))
-        end = _aligned(end + each.nbytes)
-    for index, each in enumerate(parts):
-        if each.block:
-            parts[index] = replace(each, scales=end)
-            end += SCALE_BYTES * (each.nbytes // each.block)
-    return Parcel(tuple(parts), _aligned(end))
+    for (turn, form, block), members in _batches(kinds, [ranks * numel for numel in numels]).items():
+        nbytes = sum(numels[index] for index in members) * _VALUE_BYTES.get(form, itemsize)
+        parts.append(Part(form, end, nbytes, block, 0, tuple(members), turn))
+        end = _aligned(end + nbytes)
+    return _with_scales(parts, end)
 
 
-def _values(rows: int, row: int, itemsize: int, wire: Wire) -> Part:
-    """What rows travel as, wherever that will be."""
-    form, block = _cut(row, itemsize, wire)
-    return Part(form, 0, rows * row * _VALUE_BYTES.get(form, itemsize), block)
+def _with_scales(parts: Sequence[Part], end: int) -> Parcel:
+    """The parcel of these parts, with their scales from byte `end` on."""
+    placed = []
+    for each in parts:
+        placed.append(replace(each, scales=end if each.block else 0))
+        end += SCALE_BYTES * (each.nbytes // each.block) if each.block else 0
+    return Parcel(tuple(placed), _aligned(end))
+
+
+def _batches(kinds: Sequence[tuple[str, int]], numels: Sequence[int]) -> dict[tuple[int, str, int], list[int]]:
+    """Indices of what travels alike, by turn, form and block. Turns are of `AT_ONCE` numbers, or of one parameter."""
+    batches: dict[tuple[int, str, int], list[int]] = {}
+    turn = together = 0
+    for index, (kind, numel) in enumerate(zip(kinds, numels, strict=True)):
+        if together and together + numel > AT_ONCE:
+            turn, together = turn + 1, 0
+        together += numel
+        batches.setdefault((turn, *kind), []).append(index)
+    return batches
 
 
 def _aligned(nbytes: int) -> int:

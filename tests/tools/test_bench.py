@@ -600,6 +600,17 @@ def test_adapters_over_a_base_in_four_bits_are_measured_beside_fsdp2(tmp_path: P
     assert fsdp2["ratios"]["peak_mb"]["median"] == 1
 
 
+@pytest.mark.timeout(360)
+@pytest.mark.matrix
+def test_of_the_live_bytes_of_adapters_over_a_base_no_more_than_fsdp2s_are_at_the_peak(tmp_path: Path) -> None:
+    file = tmp_path / "memory.json"
+    shape = "--shape=layers=3,width=512,heads=8,vocabulary=64,sequence=32"  # the peak is that of blocks in backward
+    bench("qlora_memory.py", shape, "--world=2", "--bases=bf16", f"--json={file}", limit_s=340.0)
+    fsdp2, ours = read(file)["results"]
+    assert (fsdp2["engine"], ours["engine"]) == ("fsdp2", "ours")
+    assert 0 < ours["peak"] <= 1.01 * fsdp2["peak"]
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.matrix
 def test_steps_by_regime_wait_more_on_slow_links_and_less_with_many_tokens(tmp_path: Path) -> None:

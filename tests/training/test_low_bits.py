@@ -14,10 +14,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import composable_shard as cs
-from _blocks import Transformer, next_token_loss, token_batch
+from _blocks import next_token_loss, token_batch
 from _compiling import even, graphs_of, three_steps
 from _gpt import build_gpt
-from _low_bits import Ranks, round_weights
+from _low_bits import (
+    BLOCK,
+    Ranks,
+    gradients_of,
+    groups_of,
+    plain,
+    round_weights,
+    sharded,
+    trains_as_one_that_rounds,
+)
 from _models import shard_blocks, vectors
 from _pool import distributed, more, simulated
 from _stepping import engine_of
@@ -26,35 +35,6 @@ from composable_shard._comm.rounding import Numbers, rounded
 from composable_shard._policies import Wire
 from composable_shard._torch.distributed import local_tensor
 from composable_shard._torch.ragged import DISPATCHES
-
-BLOCK = 16
-
-
-def sharded(policy, seed=0, arch=None, **options):
-    torch.manual_seed(seed)
-    model = Transformer(**(arch or {}))
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    model.set_comm_policy(policy)
-    return model
-
-
-def plain(seed=0, arch=None):
-    torch.manual_seed(seed)
-    return Transformer(**(arch or {}))
-
-
-def groups_of(model):
-    return [[param.fqn for param in group.params] for group in make_plan(model).groups]
-
-
-def gradients_of(model, rank, step):
-    """Of a plain model on a rank's batch."""
-    model.zero_grad()
-    loss = next_token_loss(model, *token_batch(rank, step))
-    loss.backward()
-    return loss.detach(), {name: param.grad.clone() for name, param in model.named_parameters()}
 
 
 @distributed(world=(2, more(3)))
@@ -72,32 +52,7 @@ def gradients_of(model, rank, step):
     ],
 )
 def test_a_step_has_the_bits_of_a_model_that_rounds_by_itself(rank, world, gather, reduce, feedback, rows):
-    placed = (lambda param: Ragged(rows)) if rows > 1 else None
-    policy = CommPolicy(gather, reduce, block=BLOCK, error_feedback=feedback)
-    model = sharded(policy, shard_placement_fn=placed)
-    masters, reference = plain(), plain()
-    names, wire = groups_of(model), reduce and Wire(reduce, BLOCK)
-    ranks = Ranks(names, wire or Wire("bf16", 8), world, feedback, rows)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, masters)]
-    for step in range(3):
-        reference.load_state_dict(masters.state_dict())
-        if gather:
-            round_weights(reference, Wire(gather, BLOCK))
-        gradients = [gradients_of(reference, each, step) for each in range(world)]
-        loss = next_token_loss(model, *token_batch(rank, step))
-        loss.backward()
-        assert torch.equal(loss, gradients[rank][0])
-        own = [by_name for _, by_name in gradients]
-        mean = ranks.mean(own) if reduce else {name: sum([each[name] for each in own]) / world for name in own[0]}
-        for name, param in model.named_parameters():
-            assert torch.equal(param.grad.full_tensor(), mean[name]), name
-        for name, param in masters.named_parameters():
-            param.grad = mean[name]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for ours, expected in zip(model.parameters(), masters.parameters(), strict=True):
-        assert torch.equal(ours.full_tensor(), expected)
+    trains_as_one_that_rounds(rank, world, CommPolicy(gather, reduce, block=BLOCK, error_feedback=feedback), rows)
 
 
 def stepped(model, rank, steps=2, optimizer=None, micro=1):
