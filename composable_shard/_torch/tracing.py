@@ -77,7 +77,10 @@ def collective_bytes(func: Any, outputs: Sequence[torch.Tensor]) -> int:
 
 
 _KNOWN_NUMBERS, _KNOWN_INTEGERS = 16, 1 << 16  # of a tensor, at most, for it to keep its values
-CONSTRUCTORS = {getattr(torch.ops.aten, name) for name in ("arange", "eye", "full", "ones", "scalar_tensor", "zeros")}
+CONSTRUCTORS = {
+    getattr(torch.ops.aten, name)
+    for name in ("arange", "eye", "full", "ones", "randint", "randperm", "scalar_tensor", "zeros")
+}
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

@@ -123,9 +123,7 @@ def _algorithm(checksum: str | None) -> str:
     if algorithm not in digests.ALGORITHMS:
         raise ShardConfigValueError(f"checksum: {checksum!r} is not one of {', '.join(digests.ALGORITHMS)}")
     if algorithm == "xxh3" and digests.best() != "xxh3":
-        raise ShardConfigValueError(
-            'checksum: "xxh3" needs the package xxhash: pip install composable-shard[checkpoint]'
-        )
+        raise ShardConfigValueError('checksum: "xxh3" needs the package xxhash: pip install xxhash')
     return algorithm
 
 

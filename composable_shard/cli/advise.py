@@ -9,7 +9,7 @@ from typing import Any
 
 from .._errors import ComposableShardError
 from .bits import add_bits, bits_of
-from .program import import_from_here
+from .program import described, import_from_here
 from .terminal import Table, add_debug, draw, say_error, size
 
 NAME = "advise"
@@ -98,8 +98,9 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             parsed.emit.write_text(text.script(advice, advice.recommended))
         if parsed.plot:
             draw_picture(advice, parsed.plot)
-    except (ComposableShardError, OSError, ImportError) as error:
-        say_error(parser, parsed, error)
+    except Exception as error:  # a model of the user's may raise anything
+        ours = isinstance(error, (ComposableShardError, OSError, ImportError))
+        say_error(parser, parsed, error, "" if ours else described(error))
         return 2
     if parsed.json:
         print(json.dumps(text.as_json(advice)))

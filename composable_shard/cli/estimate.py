@@ -85,7 +85,10 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error("give a script, -m MODULE, or a model")
     is_program = parsed.is_module or parsed.what[0].endswith(".py")
     if not is_program and len(parsed.what) > 1:
-        parser.error(f"{parsed.what[0]} is a model, and takes no arguments: {' '.join(parsed.what[1:])}")
+        parser.error(
+            f"{parsed.what[0]} is a model, and takes no arguments: {' '.join(parsed.what[1:])} "
+            "(options of this command stand before it)"
+        )
     try:
         seen = _of_program(parsed) if is_program else _of_model(parsed)
     except Exception as error:

@@ -7,6 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils._pytree import tree_map_only
 
 from .. import testing
 from .._api import fully_shard, make_plan
@@ -71,6 +73,9 @@ class Source:
             materialize(model, precision.compute)
             blocks = named_blocks(model)
             checkpoint_modules(blocks.values(), checkpointing)
+            if precision.compute != precision.stored:
+                for module in (model, *blocks.values()):
+                    module.register_forward_pre_hook(partial(_cast, precision.compute), with_kwargs=True)
             with loss_parallel():
                 traced = profile(model, blocks, lambda: step(model, sequences), sequences * self.sequence)
         if not small:
@@ -129,6 +134,11 @@ class Source:
         tokens = torch.zeros(sequences, self.sequence, dtype=torch.int64)
         caches = {"use_cache": False} if "use_cache" in names else {}
         return model(input_ids=tokens, labels=tokens, **caches).loss  # type: ignore[no-any-return]
+
+
+def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What a forward is given, with floating-point tensors in the dtype of compute, as mixed precision has it."""
+    return tree_map_only(Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, (args, kwargs))
 
 
 def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:

@@ -157,8 +157,7 @@ def figure(path: str | Path, *, width: float = 7.0, height: float = 4.5, rows: i
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "composable_shard.report draws with matplotlib, which is not installed; "
-            'install it with: pip install "composable-shard[plot]"'
+            "composable_shard.report draws with matplotlib, which is not installed: pip install matplotlib"
         ) from error
     made = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(made)

@@ -194,6 +194,47 @@ def test_models_of_language_are_called_as_in_training_and_may_ask_for_values(mak
     assert all(each.memory.peak.activations > 0 for each in estimates)
 
 
+class Rotated(nn.Module):
+    """A block that is given float32 angles, and multiplies what it has computed with what it has turned by them."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, hidden, angles):
+        return hidden + (self.query(hidden) * angles) @ self.key(hidden).mT @ hidden
+
+
+class WithBuffer(nn.Module):
+    """A decoder whose blocks all get one buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+        self.blocks = nn.ModuleList(Rotated() for _ in range(2))
+        self.register_buffer("angles", torch.ones(4, 8))
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden, self.angles)
+        return self.head(hidden)
+
+
+class Refuses(WithBuffer):
+    """Fails in its forward."""
+
+    def forward(self, tokens):
+        raise ValueError("no tokens")
+
+
+def test_blocks_are_given_the_dtype_of_compute_as_mixed_precision_has_it():
+    estimates = advise(WithBuffer, devices=2, sequence=4, precision="bfloat16-mixed").estimates
+    assert {each.strategy.checkpointing for each in estimates} == {"none", "selective", "full"}
+    with pytest.raises(RuntimeError, match="scalar type"):  # nothing casts where parameters are in bfloat16 themselves
+        advise(WithBuffer, devices=2, sequence=4, precision="bfloat16")
+
+
 # ---------------------------------------------------------------------- memory
 
 MIDDLE = Shape(layers=4, width=192, heads=6, vocabulary=512, sequence=256, key_value_heads=2)
@@ -441,6 +482,10 @@ def test_the_command_says_what_is_wrong(capsys):
     assert "Give one of gpt2-124m" in capsys.readouterr().err
     assert main(["advise", "lama", "--devices", "2", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"] == "ShardConfigValueError"
+    assert main(["advise", f"{__name__}:Refuses", "--devices", "2", "--sequence", "4"]) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"test_advise.py:\d+: ValueError: no tokens\n$", said)
+    assert said.count("\n") == 1
 
 
 @pytest.mark.matrix

@@ -135,6 +135,20 @@ def test_a_program_sees_its_ranks_and_small_tensors_keep_their_values():
     }
 
 
+def test_windows_of_text_are_cut_at_random_places():
+    text, widths = torch.arange(1 << 17), []
+
+    def look(model, loss):
+        begins = torch.randint(len(text) - 9, (2, 4), generator=torch.Generator().manual_seed(3))[0]
+        widths.extend(len(text[at : at + 9]) for at in begins)
+        assert sorted(torch.randperm(6).tolist()) == list(range(6))
+        begins = [int(at) for at in begins]
+        assert len(set(begins)) == 4, begins
+
+    rehearse(lambda: train(checks=look), 8, steps=1)
+    assert set(widths) == {9}
+
+
 def test_outputs_that_depend_on_values_are_as_large_as_they_can_be():
     sizes = []
 

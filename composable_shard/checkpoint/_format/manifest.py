@@ -188,8 +188,7 @@ def require(algorithm: str, where: str) -> None:
     """
     if algorithm == "xxh3" and best() != "xxh3":
         raise CheckpointError(
-            f"{where} has checksums of the package xxhash, which is not installed: "
-            "pip install composable-shard[checkpoint]"
+            f"{where} has checksums of the package xxhash, which is not installed: pip install xxhash"
         )
 
 
