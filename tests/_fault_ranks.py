@@ -89,10 +89,6 @@ def gather_alone(run):
     next(run.model.parameters()).full_tensor()
 
 
-def take_the_full_state_alone(run):
-    cs.full_state_dict(run.model)
-
-
 def save_alone(run):
     checkpoint.save(tempfile.mkdtemp(), {"model": run.model}, step=1)
 
