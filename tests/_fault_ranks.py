@@ -14,7 +14,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-import composable_shard as cs
 from _decoders import Training
 from composable_shard import checkpoint
 from composable_shard._faults.watch import WATCHER
