@@ -14,8 +14,8 @@ def set_debug(on: bool) -> bool:
 
     On, memory that held unsharded parameters or communication is filled with NaN when it is given up, so that whoever
     still reads it gets NaN and not old numbers; and unsharded parameters that were written to (in forward, say, where
-    such a change is lost) raise `ShardConfigStateError` when they are given up. It costs a fill and two sums over all
-    gathered bytes, and on an accelerator waits for the device each time.
+    such a change is lost) raise `StaleStateError`, with their names, when they are given up. It costs a fill and two
+    sums over all gathered bytes, and on an accelerator waits for the device for each parameter.
     """
     global debugging
     before, debugging = debugging, bool(on)

@@ -14,7 +14,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-import composable_shard as cs
 from _decoders import Training
 from composable_shard import checkpoint
 from composable_shard._faults.watch import WATCHER
@@ -87,10 +86,6 @@ def draw_a_number(run):
 
 def gather_alone(run):
     next(run.model.parameters()).full_tensor()
-
-
-def take_the_full_state_alone(run):
-    cs.full_state_dict(run.model)
 
 
 def save_alone(run):

@@ -392,7 +392,8 @@ class Ledger:
             RankMismatchError,
             f"{_ranks(gone)} did not come to action {place}, where rank {dist.get_rank()} is about to {note}, within "
             f"{self.limit:.0f} s. All ranks must run the same modules; a rank that runs a forward, a save or a "
-            "full_tensor alone keeps the others waiting",
+            "full_tensor alone keeps the others waiting. One that is only slow needs a longer "
+            "init_process_group(timeout=...)",
         )
         self.check()
 

@@ -162,6 +162,16 @@ class Seat:
         for ledger, plan in self._plans.items():
             ledger.begin(_begun(self._model, phase, plan))
 
+    def together(self, what: str) -> None:
+        """All ranks of the model are about to do something together that is no step: "gather full tensors", say.
+
+        Raises:
+            RankMismatchError: some are about to do something else, on all ranks.
+            PeerLostError: another rank is lost.
+        """
+        for ledger in self._fqns:
+            ledger.issue(f"{what} of {self._model}")
+
     def stepped(self, optimizer: Optimizer | None, having: Mapping[str, Having]) -> None:
         """An optimizer steps parameters of the model.
 

@@ -315,7 +315,7 @@ class GatherBucket(Bucket):
     """
 
     __slots__ = (
-        "_gatherer", "_pool", "_reserved", "_self", "_sum", "begins", "copies", "for_landing",
+        "_gatherer", "_pool", "_reserved", "_self", "_sums", "begins", "copies", "for_landing",
         "for_weights", "members", "nbytes", "places",
     )  # fmt: skip
 
@@ -346,7 +346,7 @@ class GatherBucket(Bucket):
         self._gatherer = Gatherer(copies, dtype, self.for_landing, pool, lane)
         self._pool = pool
         self._self = weakref.ref(self)
-        self._sum: int | None = None  # checksum of the gathered bytes, when debugging
+        self._sums: list[int] | None = None  # checksums of the gathered parameters, when debugging
         self._reserved: Slot | None = None  # the slot that the next gather must take
         self.nbytes = layout.nbytes
         requests = (self.for_weights, self.for_landing)
@@ -395,13 +395,13 @@ class GatherBucket(Bucket):
 
     def arrived(self) -> None:
         self.readable = True
-        self._sum = _debug.checksum(self._bytes_in(self.slot)) if _debug.debugging and self.slot is not None else None
+        self._sums = self._checksums(self.slot) if _debug.debugging and self.slot is not None else None
 
     def _give_up(self, slot: Slot | None, leaves: Leaves | None, after: torch.Event | None, reserve: bool) -> None:
         """Give the slot back, or reserve it for the next gather: if asked to, or if somebody keeps views of it."""
         if slot is None:
             return
-        if self._sum is not None:
+        if self._sums is not None:
             self._check_unchanged(slot)
         faces = self._faces
         assert faces is not None
@@ -414,15 +414,20 @@ class GatherBucket(Bucket):
 
     def lose(self) -> None:
         super().lose()
-        self._sum = None
+        self._sums = None
 
-    def _bytes_in(self, slot: Slot) -> torch.Tensor:
-        return slot.typed(torch.uint8)[: self.nbytes]
+    def _checksums(self, slot: Slot) -> list[int]:
+        memory, size = slot.typed(torch.uint8), self.dtype.itemsize
+        lying = zip(self.begins, self.places.params, strict=True)
+        return [_debug.checksum(memory.narrow(0, size * begin, size * each.numel)) for begin, each in lying]
 
     def _check_unchanged(self, slot: Slot) -> None:
-        before, self._sum = self._sum, None
-        if _debug.checksum(self._bytes_in(slot)) != before:
-            raise lost_edit(self.fqns)
+        before, self._sums = self._sums, None
+        assert before is not None
+        compared = zip(self.fqns, before, self._checksums(slot), strict=True)
+        edited = [fqn for fqn, was, now in compared if was != now]
+        if edited:
+            raise lost_edit(edited)
 
     def forget(self) -> None:
         if self._reserved is not None:

@@ -33,6 +33,7 @@ class StepWatcher(Protocol):
         """An optimizer is about to read the gradients of these parameters: none may still wait for its reduction."""
 
 
+_NAMED = 5  # parameters that an error names at most
 REDUCED, STEPPED, REDUCED_AND_STEPPED = 1, 2, 3  # what watchers are told of: each a method of theirs, and both
 
 # By id, and no WeakSet: the weak references can be listed at once while another thread adds a watcher.
@@ -107,14 +108,20 @@ def _check_are_of_the_model(params: Sequence[torch.Tensor]) -> None:
             old.append(getattr(param, SHARDED_IN))
     if copies:
         raise ShardConfigStateError(
-            f"the optimizer holds unsharded copies of {', '.join(copies)}, which get no gradients; "
+            f"the optimizer holds unsharded copies of {_some(copies)}, which get no gradients; "
             "build it before the first forward, or after reshard()"
         )
     if old:
         raise ShardConfigStateError(
-            f"the optimizer holds {', '.join(old)} as they were before fully_shard, and would train nothing; "
+            f"the optimizer holds {_some(old)} as they were before fully_shard, and would train nothing; "
             "build it after sharding, from model.parameters()"
         )
+
+
+def _some(names: Sequence[str]) -> str:
+    """Names, of which the first are enough where there are many."""
+    more = len(names) - _NAMED
+    return ", ".join(names) if more < 2 else f"{', '.join(names[:_NAMED])} and {more} more"
 
 
 def _avoid_mixed_lists(group: dict[str, Any]) -> None:

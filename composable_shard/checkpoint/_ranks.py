@@ -85,7 +85,8 @@ class Ranks:
             if isinstance(error, ComposableShardError):
                 raise
             raise CheckpointError(
-                f"rank {self.rank} of {self.size} does not reach the others, of which one may have died: {error}"
+                f"rank {self.rank} of {self.size} does not reach the others: one has died, or does something "
+                f"else (all ranks save and load together): {error}"
             ) from error
 
     def alike(self, call: str, arguments: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch._C import _distributed_c10d as c10d
+from torch._library.custom_ops import OPDEFS
 from torch.distributed.device_mesh import _mesh_resources
 from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
@@ -23,6 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard._comm.transports import PLAYED
 from composable_shard._torch.distributed import local_tensor
+
+
+def python_kernel(operator: Any) -> Callable[..., Any] | None:
+    """What an operator of `torch.library.custom_op` runs on a CPU; None for all others."""
+    defined = OPDEFS.get(str(operator._schema.name)) if isinstance(operator, torch._ops.OpOverload) else None
+    if defined is None:
+        return None
+    kernels: dict[str | None, Callable[..., Any]] = defined._backend_fns
+    return kernels.get("cpu", kernels.get(None))
 
 
 @contextlib.contextmanager

@@ -46,8 +46,10 @@ class Training:
 
     def forward_backward(self, run: Callable[..., Any], batch: int, step: int) -> Shot:
         """One forward and backward with the inputs of one data-parallel rank."""
+        seed = self.seed + 1_000_003 * step + batch
+        torch.manual_seed(seed + 500_009)  # both sides ask for the inputs, and must get the same
         given = map_tensors(_leaf, self.make_inputs(batch, step))
-        torch.manual_seed(self.seed + 1_000_003 * step + batch)  # for dropout and its kin
+        torch.manual_seed(seed)  # for dropout and its kin
         args, kwargs = ((), given) if isinstance(given, dict) else (given if isinstance(given, tuple) else (given,), {})
         output = run(*args, **kwargs)
         self.loss(output).backward()  # type: ignore[no-untyped-call]
@@ -255,7 +257,8 @@ def assert_matches_unsharded(
     Args:
         make_layer: makes the layer; it is called with the same random seed everywhere.
         make_inputs: ``make_inputs(batch, step)`` gives the inputs of a rank: a tensor, a tuple of arguments, or a dict
-            of keyword arguments. `batch` is the rank, unless `batch_axes` says otherwise.
+            of keyword arguments. `batch` is the rank, unless `batch_axes` says otherwise. It is called on both sides,
+            and may draw by torch's default generator, which is seeded for each batch and step.
         world_size: number of ranks.
         mesh: names and sizes of the axes of the mesh; one axis ``shard`` if None.
         batch_axes: those along which the inputs differ; all if None. Without the axis of tensor parallelism, say.

@@ -134,7 +134,29 @@ def run_two_copies_in_another_order(run):
         each(*token_batch(run.rank, 0))
 
 
+def gather_the_full_state_alone(run):
+    if run.rank:
+        cs.full_state_dict(run.model)
+    run.forward()
+
+
+def gather_the_full_state_of_an_optimizer_alone(run):
+    if run.rank:
+        cs.full_optimizer_state_dict(run.model, run.optimizer)
+    run.forward()
+
+
+def show_full_parameters_alone(run):
+    if run.rank:
+        with cs.full_parameters(run.model.blocks[1]):
+            pass
+    run.forward()
+
+
 CASES = {
+    gather_the_full_state_alone: r"begin a forward of model \d+ .* rank 1 to gather the full state of model \d+ \(",
+    gather_the_full_state_of_an_optimizer_alone: "rank 1 to gather the full state of an optimizer of model",
+    show_full_parameters_alone: "rank 1 to gather full parameters of model",
     leave_a_layer_out: "do different things: .*blocks.1",
     run_layers_in_another_order: "rank 0 is about to gather blocks.1 .* rank 1 to gather blocks.2",
     evaluate_alone: r"begin a forward of model \d+ \(train, .* begin a forward of model \d+ \(no_grad",
@@ -183,6 +205,7 @@ def test_what_all_ranks_do_alike_is_no_error_and_once_known_asks_nobody(rank, wo
             run.model.blocks[layer].set_reshard_after_backward(True)
         with torch.no_grad():
             run.forward()
+        cs.full_state_dict(run.model)
         run.step()
 
     for at in range(4):

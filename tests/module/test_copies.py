@@ -224,8 +224,11 @@ def test_an_optimizer_that_was_built_before_sharding_fails_at_its_first_step(ran
     if when == "after sharding":
         optimizer.step()
         return
-    with pytest.raises(RuntimeError, match=r"the optimizer holds .*weight.* as they were before fully_shard"):
+    with pytest.raises(RuntimeError, match=r"the optimizer holds .*weight.* as they were before fully_shard") as caught:
         optimizer.step()
+    count = len([*model.parameters()])
+    assert str(caught.value).count("weight") + str(caught.value).count("bias") <= 5 < count
+    assert f"and {count - 5} more as they were" in str(caught.value)
 
 
 @distributed(world=2)

@@ -67,7 +67,7 @@ def test_weights_that_are_written_to_while_gathered_are_named(rank, world):
 
     model = fully_shard(Writes(), reshard_after_forward=True)
     model(*vectors(rank, 0))  # silently lost
-    with debugging(), pytest.raises(StaleStateError, match=r"lin\.weight, lin\.bias: edited in place"):
+    with debugging(), pytest.raises(StaleStateError, match=r"^lin\.weight: edited in place"):
         model(*vectors(rank, 0))
 
 

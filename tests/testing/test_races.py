@@ -62,6 +62,37 @@ float32 [4, 4]: bytes 4 to 12 of the allocation, at 0x...
     assert not race.then.writes
 
 
+@pytest.mark.parametrize("fenced", [False, True])
+def test_a_custom_operator_is_seen_as_the_operators_that_it_runs_on_streams_of_its_own(fenced):
+    with testing.races(2, check=False) as checked:
+        side = checked.stream("mine")
+
+        @torch.library.custom_op("composable_shard_tests::twice", mutates_args=())
+        def twice(x: torch.Tensor) -> torch.Tensor:
+            if fenced:
+                side.wait_stream(torch.accelerator.current_stream())
+            with side:
+                result = x * 2
+            if fenced:
+                torch.accelerator.current_stream().wait_stream(side)
+                result.record_stream(torch.accelerator.current_stream())
+            return result
+
+        twice.register_autograd(lambda _, grad: grad * 2)
+        x = torch.zeros(4, requires_grad=True)
+        output = twice(x + 1).sum()
+        output.backward()
+    if fenced:
+        assert checked.races == ()
+    else:
+        assert pairs(checked)[:2] == [
+            ("aten.add.Tensor writes on stream 'compute'", "aten.mul.Tensor reads on stream 'mine'"),
+            ("aten.mul.Tensor writes on stream 'mine'", "aten.sum.default reads on stream 'compute'"),
+        ]
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0] * 4
+
+
 def test_other_bytes_of_the_same_rows_and_two_reads_are_no_race():
     with testing.races(2):
         table = torch.zeros(4, 4)

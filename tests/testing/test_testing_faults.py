@@ -50,6 +50,17 @@ def test_a_sharded_layer_matches_to_the_bit(world):
     check(**world)
 
 
+def test_inputs_may_be_drawn_by_the_default_generator():
+    drawn = []
+
+    def draw(batch, step):
+        drawn.append(torch.randn(4, 6))
+        return drawn[-1]
+
+    testing.assert_matches_unsharded(lambda: nn.Linear(6, 5), draw, world_size=2, steps=2)
+    assert len({each.sum().item() for each in drawn}) == 4, "each rank and step has inputs of its own"
+
+
 def test_a_compiled_layer_matches_to_the_bit():
     testing.assert_matches_unsharded(lambda: nn.Linear(6, 5), make_inputs, compile="aot_eager", steps=2)
 

@@ -229,6 +229,24 @@ def test_the_examples_on_the_how_to_pages_train(tmp_path, monkeypatch):
         assert len({tuple(each) for each in losses if each}) > 1, "batches differ by rank"
 
 
+def test_the_examples_about_testing_pass_and_print_a_network(tmp_path):
+    page = (ROOT / "docs" / "testing.md").read_text()
+    layer, network = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    (tmp_path / "test_layer.py").write_text(layer)
+    (tmp_path / "network.py").write_text(network)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    passed, printed = (
+        subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
+        )
+        for arguments in (["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_layer.py"], ["network.py"])
+    )
+    assert "3 passed" in passed.stdout, passed.stdout + passed.stderr
+    *log, exposed_s = printed.stdout.splitlines()
+    assert len(re.findall("^reduce_scatter ", "\n".join(log), flags=re.MULTILINE)) == 4
+    assert 0 < float(exposed_s) < 1e-3
+
+
 def test_the_examples_about_monitoring_run(tmp_path, monkeypatch):
     level = logging.getLogger("composable_shard").level
     try:

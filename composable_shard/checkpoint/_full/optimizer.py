@@ -50,6 +50,7 @@ def full_optimizer_state_dict(
     """
     held = Holdings(model)
     names = _names(held, optimizer)
+    held.together("gather the full state of an optimizer")
     wanted = held.ranks.leads or not rank0_only
     device = torch.device("cpu") if cpu_offload else None
     sharded = sharded_state_of(optimizer)
@@ -127,6 +128,7 @@ def load_full_optimizer_state_dict(
     """
     held = Holdings(model)
     names = _names(held, optimizer)
+    held.together("load the full state of an optimizer")
     given, offer = _offered(held, sd or {})
     if broadcast_from_rank0:
         offer = held.ranks.from_lead(offer)

@@ -69,6 +69,7 @@ def full_parameters(
     _reshard(module, states)
     held = Holdings(module)
     held.check_material("full_parameters")
+    held.together("gather full parameters")
     places = _places(module, held, recurse)
     parts = [Part.of(each, each.tensor) for each in dict.fromkeys(place.held for place in places)]
     device = torch.device("cpu") if offload_to_cpu else None

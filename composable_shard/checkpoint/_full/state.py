@@ -42,6 +42,7 @@ def full_state_dict(
     """
     held = Holdings(model)
     held.check_material("full_state_dict")
+    held.together("gather the full state")
     device = torch.device("cpu") if cpu_offload else None
     parts = [Part.of(each.name, each.tensor, each.as_kept(dtype)) for each in held.once()]
     full = dict(gathered(parts, held.ranks, limit=held.limit, lead_only=rank0_only, device=device))
@@ -72,6 +73,7 @@ def iter_full_state(model: nn.Module, *, dtype: torch.dtype | None = None) -> It
     """
     held = Holdings(model)
     held.check_material("iter_full_state")
+    held.together("stream the full state")
     parts = [Part.of(each.name, each.tensor, each.as_kept(dtype)) for each in held.once()]
     return gathered(parts, held.ranks, limit=held.limit, lead_only=False, device=None)
 
@@ -107,6 +109,7 @@ def load_full_state_dict(
             floating-point numbers to integers), is sharded, or the model is on the meta device without `assign`.
     """
     held = Holdings(model)
+    held.together("load a full state")
     given = {plain_name(name): value for name, value in (sd or {}).items()}
     offer = _Offer.of(given)
     if broadcast_from_rank0:

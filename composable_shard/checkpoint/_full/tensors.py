@@ -139,10 +139,10 @@ class Holdings:
     def __init__(self, model: nn.Module) -> None:
         with torch.no_grad():
             state = model.state_dict(keep_vars=True)  # torch's FSDP2 reshards now
+        states = states_with_parameters_in(model)
+        self._engines = list(dict.fromkeys(each.bound.engine for each in states if each.bound is not None))
         owners = {
-            id(param.sharded): Owner(param, each.declaration.info)
-            for each in states_with_parameters_in(model)
-            for param in each.entries.params
+            id(param.sharded): Owner(param, each.declaration.info) for each in states for param in each.entries.params
         }
         firsts: dict[int, str] = {}
         self.params = {
@@ -165,6 +165,16 @@ class Holdings:
                     self.tensors[name] = Held(name, key, value, first, cut_of(value), None, False, is_buffer)
         self.ranks = ModelRanks(meshes_of(held.tensor for held in self.tensors.values()))
         self.limit = limit_of(model, CPU_LIMIT if self.ranks.device.type == "cpu" else LIMIT)
+
+    def together(self, what: str) -> None:
+        """Compare with the other ranks that all are about to do this, once the model has run: see `Seat.together`.
+
+        Raises:
+            RankMismatchError: they are not; on all ranks.
+            PeerLostError: another rank is lost.
+        """
+        for engine in self._engines:
+            engine.review.seat.together(what)
 
     def once(self) -> list[Held]:
         """The tensors, tied ones under their first name alone."""

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..._torch.core import current_node
+from .._torch import python_kernel
 from .memory import Memory, Operator, Stack
 from .nodes import Nodes
 from .streams import Stream, Streams
@@ -57,17 +58,22 @@ class Launches:
                 self._memory.use(tensor, is_write, operator)
         return operator
 
-    def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run an operator of torch, on the current stream."""
+    def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], watch: Watch) -> Any:
+        """Run an operator of torch, on the current stream; of one that is written in Python `watch` sees the parts."""
         self._nodes.look()
         written, read = _arguments(func, args, kwargs)
-        result = func(*args, **kwargs)
+        parts = python_kernel(func)
+        if parts is None:
+            result = func(*args, **kwargs)
+        else:
+            with watch:
+                result = parts(*args, **kwargs)
         outputs = _tensors(result)
         given = {_key(tensor) for tensor in (*written, *read)}
         made = [tensor for tensor in outputs if _key(tensor) not in given]
         stream, adds = self._stream([*read, *written], made)
         self._nodes.note_given(read, stream)
-        if made or written or not outputs:  # and no view
+        if parts is None and (made or written or not outputs):  # and no view
             self._note(func, stream, read, written, made)
         if adds:
             self._nodes.added(read, stream)
@@ -129,7 +135,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # then the tensor's class comes first, and we see the operators that it calls
-        return self._launches.call(func, args, kwargs or {})
+        return self._launches.call(func, args, kwargs or {}, self)
 
 
 @functools.cache
