@@ -107,7 +107,14 @@ def overhead(results: Results) -> Iterable[Panel]:
     return added, param, growth, device
 
 
-OVERLAPPING = ("ours", "ours-auto", "ours-auto-whole", "ours-compiled", "fsdp2", "no order can")  # of all those measured
+OVERLAPPING = (
+    "ours",
+    "ours-auto",
+    "ours-auto-whole",
+    "ours-compiled",
+    "fsdp2",
+    "no order can",
+)  # of those measured
 
 
 def overlap(results: Results) -> Iterable[Panel]:

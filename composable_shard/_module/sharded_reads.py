@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
 from torch import nn
@@ -28,10 +28,14 @@ def explain_sharded_read(error: BaseException, groups: Sequence[ParamGroup]) -> 
         return
     names = {id(param.sharded): param.fqn for group in groups for param in group.params}
     for reader in reversed(list(_modules(error.__traceback__))):
-        for recurse in False, True:
-            if read := [names[id(param)] for param in reader.parameters(recurse) if id(param) in names]:
-                error.add_note(_note(read, reader))
-                return
+        if read := _within(reader, names, recurse=False) or _within(reader, names, recurse=True):
+            error.add_note(_note(read, reader))
+            return
+
+
+def _within(reader: nn.Module, names: Mapping[int, str], recurse: bool) -> list[str]:
+    """The names of a module's parameters that are among these, by id."""
+    return [names[id(param)] for param in reader.parameters(recurse) if id(param) in names]
 
 
 def _was_seen(trace: TracebackType) -> bool:

@@ -89,9 +89,10 @@ def parcel(
         return None
     if marks:
         kinds, numels = [*kinds, ("", 0)], [*numels, marks]
+    batches = _batches(kinds, [ranks * numel for numel in numels])
     end, parts = 0, []
-    for (turn, form, block), members in _batches(kinds, [ranks * numel for numel in numels]).items():
-        nbytes = sum(numels[index] for index in members) * _VALUE_BYTES.get(form, itemsize)
+    for (turn, form, block), members in batches.items():
+        nbytes = sum(map(numels.__getitem__, members)) * _VALUE_BYTES.get(form, itemsize)
         parts.append(Part(form, end, nbytes, block, 0, tuple(members), turn))
         end = _aligned(end + nbytes)
     return _with_scales(parts, end)
