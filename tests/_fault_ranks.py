@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -103,7 +104,17 @@ MEANWHILE = {  # what the other ranks do
 }
 
 
+def start_no_threads_in_the_end() -> None:
+    """While the interpreter ends, as in all of Python from 3.12 on."""
+
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    atexit.register(setattr, threading.Thread, "start", refuse)
+
+
 def main() -> None:
+    start_no_threads_in_the_end()
     what, who = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_S))

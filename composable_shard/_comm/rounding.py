@@ -57,7 +57,7 @@ def quantise(codes: Tensor, scales: Tensor, blocks: Tensor, form: str, noise: Te
 
 def _dithered(ratios: Tensor, form: str, noise: Tensor) -> Tensor:
     """Ratios rounded up or down, so that their expectation is what they are."""
-    chance = noise * _NOISE + 0.5
+    chance = (noise * _NOISE).add_(0.5)
     if form == "int8":
         return ratios.add_(chance).floor_()
     power = (ratios.view(torch.int32) & _EXPONENT).view(torch.float32)
@@ -264,8 +264,10 @@ class Rounder:
         members = sorted(index for numbers, _ in pairs if numbers.part.form for index in numbers.part.members)
         noise = self._noise_of(members, pairs[0][0].flat().shape[:-1], pairs[0][1].device, generator)
         for numbers, gradient in pairs:
-            wanted = [noise[index] for index in numbers.part.members] if numbers.part.form else []
-            numbers.put(gradient, _joined(wanted).reshape(gradient.shape) if wanted else None)
+            wanted = numbers.part.members if numbers.part.form else ()
+            # Taken out, so that what was drawn is freed before it is used.
+            joined = _joined([noise.pop(index) for index in wanted]).reshape(gradient.shape) if wanted else None
+            numbers.put(gradient, joined)
 
     def _noise_of(
         self, members: Sequence[int], lead: torch.Size, device: torch.device, generator: torch.Generator

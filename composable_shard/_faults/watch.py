@@ -291,6 +291,7 @@ class _Watcher:
         self._failed = ""
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
+        self._why = "ended"  # this process has ended
         self._interrupts = Interrupts()
         self._dump = Dump()
 
@@ -318,6 +319,9 @@ class _Watcher:
             is_stuck = self._interrupts.came_while_waiting()
             for ear in self._ears:
                 self._look(ear, is_stuck)
+        for own in self.ledgers():  # here, as from Python 3.12 on no thread can be started while an interpreter ends
+            with suppress(Exception):
+                own.end(self._why)
 
     def _look(self, ear: _Ear, is_stuck: bool) -> None:
         own = ear.ledger
@@ -379,13 +383,13 @@ class _Watcher:
 
     def end(self) -> None:
         """This process ends: say so, and why."""
-        self._ended.set()
-        why = "ended"
         if (raised := getattr(sys, "last_value", None)) is not None:
-            why = f"{type(raised).__name__}: {raised}"
-        _within(_ANSWERED_S, *[partial(own.end, why) for own in self.ledgers()])
+            self._why = f"{type(raised).__name__}: {raised}"
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(_ANSWERED_S)
         if raised is not None:
-            self.failed(why)
+            self.failed(self._why)
         if self._thread is not None:
             self._thread.join(_JOINED_S)  # a thread that comes back to an interpreter that is gone ends the process
 

@@ -14,7 +14,7 @@ from .._policies import Wire
 
 SHARD_ALIGNMENT_BYTES = 16
 SCALE_BYTES = 4
-AT_ONCE = 1 << 24  # numbers of all ranks: rounding so many takes longer than to launch it, and some hundred megabytes
+AT_ONCE = 1 << 16  # numbers of all ranks that are rounded together in any case; more if a parameter has more
 _VALUE_BYTES = {"fp8": 1, "int8": 1, "bf16": 2}
 
 
@@ -108,11 +108,15 @@ def _with_scales(parts: Sequence[Part], end: int) -> Parcel:
 
 
 def _batches(kinds: Sequence[tuple[str, int]], numels: Sequence[int]) -> dict[tuple[int, str, int], list[int]]:
-    """Indices of what travels alike, by turn, form and block. Turns are of `AT_ONCE` numbers, or of one parameter."""
+    """Indices of what travels alike, by turn, form and block.
+
+    A turn is of no more numbers than the largest parameter has, or `AT_ONCE`: so it takes no more memory than that one.
+    """
     batches: dict[tuple[int, str, int], list[int]] = {}
+    most = max(AT_ONCE, *numels)
     turn = together = 0
     for index, (kind, numel) in enumerate(zip(kinds, numels, strict=True)):
-        if together and together + numel > AT_ONCE:
+        if together and together + numel > most:
             turn, together = turn + 1, 0
         together += numel
         batches.setdefault((turn, *kind), []).append(index)

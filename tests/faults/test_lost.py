@@ -75,12 +75,13 @@ CASES = {
 )
 def test_ranks_that_are_left_say_which_one_is_lost(what):
     kind, words = CASES[what]
-    (said, code, errors), (of_lost, _, _) = ranks(what, 1)
+    (said, code, errors), (of_lost, _, errors_of_lost) = ranks(what, 1)
     assert said.get("error") == kind, errors
     assert re.search(words, said["text"])
     assert "rank 0 waits in action" in said["text"] or kind == "RankMismatchError"
     assert said["after"] < (SOON_S if kind == "PeerLostError" else 10.0)
     assert code == 1  # an ordinary end
+    assert "interpreter shutdown" not in errors + errors_of_lost
     if what == "be_late":
         assert of_lost["text"] == said["text"]
 
