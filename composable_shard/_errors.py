@@ -51,7 +51,7 @@ class ShardConfigTypeError(ShardConfigError, TypeError):
 
 
 class ShardConfigStateError(ShardConfigError, RuntimeError):
-    """A model that turns out, at its first forward, not to be ready to run."""
+    """A call at the wrong time, or a model that turns out, at its first forward, not to be ready to run."""
 
 
 class ShardConfigAttributeError(ShardConfigError, AttributeError):

@@ -90,8 +90,8 @@ def _failed(code: CodeType, guard: str) -> FailedGuard:
 
 @contextlib.contextmanager
 def watch_graphs() -> Iterator[WatchedGraphs]:
-    """Collect a report of each graph that the guard reads within the context, and the guards for whose failure
-    something was compiled again (`WatchedGraphs.failed_guards`).
+    """Collect a report of each graph that is compiled within the context, and torch's guards for whose failure something
+    was compiled again (`WatchedGraphs.failed_guards`).
 
     What a compile cache has is compiled anew within the context, since the cache holds no graphs.
     """
