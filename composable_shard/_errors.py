@@ -175,7 +175,7 @@ class DeadlockError(WorldError):
 
 
 class RankFailedError(WorldError):
-    """A rank that is a process of its own has failed; the message ends with its traceback."""
+    """A rank that is a process of its own has failed; the message begins with its traceback."""
 
 
 class WorldTimeoutError(WorldError, TimeoutError):
