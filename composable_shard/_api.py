@@ -105,8 +105,8 @@ def fully_shard(
             of one node, say), and backward gathers among these only.
         shard_placement_fn: called with each parameter; gives the `Shard` along whose dim it is cut, or None for dim 0.
             Another dim than 0 must divide by the number of ranks. `Ragged(rows)` cuts dim 0 at multiples of so many
-            rows. A `ShardPlacementResult` names a mesh as well: the
-            parameters of each such mesh become a group of their own (those of experts, say).
+            rows. A `ShardPlacementResult` names a mesh as well: the parameters of each such mesh become a group of
+            their own (those of experts, say).
         mp_policy: dtypes of the gathered parameters, of the reduction, and of inputs and outputs of forward.
         offload_policy: `CPUOffloadPolicy` keeps shards, gradients and with them the optimizer's state on the CPU, and
             copies shards to the accelerator before each gather. Without an accelerator it changes nothing.

@@ -34,18 +34,18 @@ def compile(  # noqa: A001 - the name of the function in torch that it stands fo
     regions: bool = False,
     **torch_compile_kwargs: Any,
 ) -> M:
-    """`torch.compile` for a sharded model: one whole graph by default, and read by the guard under every backend.
+    """`torch.compile` for a sharded model: one whole graph by default, and its graphs checked under every backend.
 
     ``torch.compile(model, fullgraph=True)`` alone is right and whole too. What this adds, for this model only (as does
     ``torch.compile(model, backend="composable_shard", fullgraph=True)``):
 
     - ``fullgraph=True`` is the default, so that a graph break is an error that shows the frame.
     - Communication overlaps with compute, under Inductor and ``aot_eager``: a gather is launched one group ahead, and a
-      reduction is waited for behind the launch of the next one, or as the model's policies and its plan say. It costs
-      the memory of these, and under Inductor
-      ``reorder_for_peak_memory``, which would undo it, is off unless ``options`` says otherwise.
-    - The guard reads the graphs also under ``aot_eager``, and for a callable that `torch._dynamo` knows as a backend of
-      AOTAutograd; with plain `torch.compile` it does so under Inductor only.
+      reduction is waited for after the launch of the next one, or as the model's policies and its plan say. It costs
+      the memory of these, and under Inductor ``reorder_for_peak_memory``, which would undo it, is off unless
+      ``options`` says otherwise.
+    - Graphs are checked for gathered weights that should not be saved also under ``aot_eager``, and for a callable that
+      `torch._dynamo` knows as a backend of AOTAutograd; with plain `torch.compile` under Inductor only.
 
     Args:
         model: the model, sharded before or after this call; its parameters, its optimizer and its state dict stay as
@@ -55,7 +55,7 @@ def compile(  # noqa: A001 - the name of the function in torch that it stands fo
         regions: whether blocks that are alike are to be compiled once (`torch.compiler.nested_compile_region`). True is
             refused now; the error says why.
         torch_compile_kwargs: the other arguments of `torch.compile`: ``dynamic``, ``mode``, ``options``. Under Inductor
-            a ``post_grad_custom_post_pass`` among the options runs before the guard.
+            a ``post_grad_custom_post_pass`` among the options runs before that check.
 
     Returns:
         what `torch.compile` returns: a module that shares everything with `model`.

@@ -51,7 +51,7 @@ class ShardConfigTypeError(ShardConfigError, TypeError):
 
 
 class ShardConfigStateError(ShardConfigError, RuntimeError):
-    """A model that turns out, at its first forward, not to be ready to run."""
+    """A call at the wrong time, or a model that turns out, at its first forward, not to be ready to run."""
 
 
 class ShardConfigAttributeError(ShardConfigError, AttributeError):
@@ -175,7 +175,7 @@ class DeadlockError(WorldError):
 
 
 class RankFailedError(WorldError):
-    """A rank that is a process of its own has failed; the message ends with its traceback."""
+    """A rank that is a process of its own has failed; the message begins with its traceback."""
 
 
 class WorldTimeoutError(WorldError, TimeoutError):

@@ -84,7 +84,7 @@ class CommPolicy:
 
     Attributes:
         gather: what weights travel as: ``"fp8"`` (e4m3), ``"int8"``, ``"bf16"``, or None for the dtype of compute.
-            Computed is with what comes out of it, on all ranks alike: each weight rounded to nearest.
+            What comes out of it is computed with, on all ranks alike: each weight rounded to nearest.
         reduce: what gradients travel as on the axis over which parameters are sharded, or None for the dtype of
             reduction. Every rank receives the others' quantised pieces and adds them up in float32, in the order of the
             ranks.

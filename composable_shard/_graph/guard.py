@@ -50,7 +50,7 @@ class FailedGuard:
     Attributes:
         function: its name.
         place: the file and the line in which it begins.
-        guard: in torch's words, behind the number of the compilation whose guard it is; a function that was compiled
+        guard: in torch's words, after the number of the compilation whose guard it is; a function that was compiled
             several times has one for each.
     """
 
@@ -90,7 +90,7 @@ def _failed(code: CodeType, guard: str) -> FailedGuard:
 
 @contextlib.contextmanager
 def watch_graphs() -> Iterator[WatchedGraphs]:
-    """Collect a report of each graph that the guard reads within the context, and the guards for whose failure
+    """Collect a report of each graph that is compiled within the context, and torch's guards for whose failure
     something was compiled again (`WatchedGraphs.failed_guards`).
 
     What a compile cache has is compiled anew within the context, since the cache holds no graphs.

@@ -88,7 +88,7 @@ class Methods(TorchFSDPModule):
         """Set whether each following backward is the last one before the optimizer's step.
 
         Pipelines set it. In any case backward waits, at its end, for the reductions that it has issued: what clips
-        gradients or sets them to zero behind it must find all of them. Call it on the root; it holds for all sharded
+        gradients or sets them to zero after it must find all of them. Call it on the root; it holds for all sharded
         modules below. It also installs the sharded parameters again: they are the leaves of the graph, and torch's
         zero-bubble pipelines look for leaves in the modules.
 
@@ -249,7 +249,7 @@ class Methods(TorchFSDPModule):
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the gathers of the next forward wait for `event` only, not for all work queued before that forward.
 
-        Call it on the root, after every optimizer's step, with an event that was recorded right behind that step.
+        Call it on the root, after every optimizer's step, with an event that was recorded right after that step.
         """
         self._own_state().set_for_root(changed_at=event)
 

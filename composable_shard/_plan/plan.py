@@ -72,7 +72,7 @@ class ShardPlan:
         phases: each phase that was seen, by name.
         around: FQNs of the groups that run in the forward of another group but the root's, each with its innermost
             enclosing group. At first this is how the modules are nested; what the first step has seen replaces it. A
-            use in `order` counts as inside if it is right behind its enclosing group or behind another use inside.
+            use in `order` counts as inside if it is right after its enclosing group or after another use inside.
         prefetch, pool, costs: what the schedule was made from; see `with_policies`.
         schedule: what is gathered ahead, kept and waited for; None for the default: one module ahead, and what settings
             keep.

@@ -297,7 +297,7 @@ def _link_here(members: tuple[int, ...]) -> LinkOfAlikeRanks:
 class Busy(torch.nn.Module):
     """The identity on a tensor that takes time in the fabric, compiled too: a stand-in for compute that is not there.
 
-    Put it behind the operations whose time it stands for, inside the module: its backward then comes before theirs, so
+    Put it after the operations whose time it stands for, inside the module: its backward then comes before theirs, so
     that their gradients are there when it is over.
 
     Args:

@@ -31,7 +31,7 @@ def full_parameters(
     recurse: bool = True,
     offload_to_cpu: bool = False,
 ) -> Iterator[None]:
-    """Within, the module has plain full parameters; behind, the sharded ones again. As FSDP1's `summon_full_params`.
+    """Within, the module has plain full parameters; afterwards, sharded ones again. As FSDP1's `summon_full_params`.
 
         with composable_shard.full_parameters(model):
             torch.nn.init.orthogonal_(model.head.weight)
@@ -41,8 +41,8 @@ def full_parameters(
     (quantized) ones are of their own class again, with all that belongs to them; new ones may be put in their places.
     Gradients are not handled: the full parameters have none. The memory of all these parameters is needed in full.
 
-    Behind, the same sharded parameter objects are back, also after an error in the body; values are written back only
-    if there was none. Parameters that are not sharded stay in place, so that changes of them always hold.
+    Afterwards the same sharded parameter objects are back, also after an error in the body; values are written back
+    only if there was none. Parameters that are not sharded stay in place, so that changes of them always hold.
 
     Args:
         module: sharded or not; a part of a sharded model, too.

@@ -58,7 +58,7 @@ def iter_full_state(model: nn.Module, *, dtype: torch.dtype | None = None) -> It
     For the weights of an inference engine after each step of reinforcement learning, say: there is never a second copy
     of the model. The tensors are on the device on which the ranks compute, own their memory, and may be kept.
 
-    A collective: all ranks must iterate alike, to the end, or stop behind the same tensor, and change no weights on the
+    A collective: all ranks must iterate alike, to the end, or stop after the same tensor, and change no weights on the
     way. A rank that stops early leaves the others waiting for it at the next gather.
 
     Args:
