@@ -68,6 +68,7 @@ def leave(run):
 
 
 def stop(run):
+    time.sleep(1.5)  # signs of life come once a second, and tell the last action
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
