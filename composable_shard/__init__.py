@@ -87,6 +87,8 @@ if _TYPE_CHECKING:
     from . import checkpoint as checkpoint
     from . import optim as optim
     from . import planner as planner
+    from . import report as report
+    from . import testing as testing
     from ._integrations.loggers import TrainingLog as TrainingLog
     from ._integrations.loggers import log_to as log_to
     from .checkpoint._full.optimizer import full_optimizer_state_dict as full_optimizer_state_dict
@@ -110,11 +112,14 @@ _LOADED_WHEN_USED = {
     "full_parameters": "checkpoint._full.parameters",
     "optim": "optim",
     "planner": "planner",
+    "report": "report",
+    "testing": "testing",
 }  # names, by the module that has them, or that they are
 
 _keep_from_dynamo(_sys.modules, __name__)
 __all__ = sorted(
-    {*_LOADED_WHEN_USED, *(name for name in globals() if not name.startswith("_"))} - {"checkpoint", "optim", "planner"}
+    {*_LOADED_WHEN_USED, *(name for name in globals() if not name.startswith("_"))}
+    - {"checkpoint", "optim", "planner", "report", "testing"}
 )
 
 

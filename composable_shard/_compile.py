@@ -42,8 +42,8 @@ def compile(  # noqa: A001 - the name of the function in torch that it stands fo
     - ``fullgraph=True`` is the default, so that a graph break is an error that shows the frame.
     - Communication overlaps with compute, under Inductor and ``aot_eager``: a gather is launched one group ahead, and a
       reduction is waited for after the launch of the next one, or as the model's policies and its plan say. It costs
-      the memory of these, and under Inductor ``reorder_for_peak_memory``, which would undo it, is off unless
-      ``options`` says otherwise.
+      the memory of these, and under Inductor ``reorder_for_peak_memory`` and ``reorder_for_locality``, which would undo
+      it, are off unless ``options`` says otherwise.
     - Graphs are checked for gathered weights that should not be saved also under ``aot_eager``, and for a callable that
       `torch._dynamo` knows as a backend of AOTAutograd; with plain `torch.compile` under Inductor only.
 
@@ -104,7 +104,9 @@ def _options(kwargs: dict[str, Any]) -> dict[str, Any]:
     if mode is not None:
         options = {**mode_options(mode, kwargs.get("dynamic")), **options}
     options["post_grad_custom_post_pass"] = guard_pass(options.get("post_grad_custom_post_pass"), places=True)
-    options.setdefault("reorder_for_peak_memory", False)  # it would undo that
+    # Both would undo that; the latter is for graphs without a backward of their own: evaluations, and whole steps.
+    options.setdefault("reorder_for_peak_memory", False)
+    options.setdefault("reorder_for_locality", False)
     return options
 
 

@@ -14,7 +14,9 @@ from expecttest import assert_expected_inline
 from torch.distributed.tensor import DTensor
 
 import composable_shard as cs
-from _compiling import LIMIT_S, graphs_of, same_gradients, text_of
+from _blocks import next_token_loss, token_batch
+from _compiling import LIMIT_S, graphs_of, same_gradients, text_of, under_inductor
+from _decoders import Training
 from _engines import fully_shard
 from _models import Stack, shard_blocks, vectors
 from _pool import POOL, distributed
@@ -126,6 +128,49 @@ inference GwGmwGmmwGmmmmmmmmmwGRmmmmwRmRwwwAw
 @distributed(world=2, limit_s=LIMIT_S)
 def test_without_the_flag_of_torch_a_whole_step_is_its_own_error(rank, world):
     refused(rank, world, flag=False)
+
+
+def token_step(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    loss = next_token_loss(model, tokens)
+    loss.backward()
+    return loss.detach()
+
+
+def in_order(rank: int, world: int) -> str:
+    """Steps and an evaluation of a decoder under Inductor, which gets the graphs that aot_eager gets."""
+    warnings.simplefilter("ignore")  # torch uses of its own what it says not to use
+    texts = []
+    for backend in (cs._compile.aot_eager(), "composable_shard"):
+        torch._dynamo.reset()
+        training = Training(rank, world)
+        model, plain, tokens = training.model, training.plain, token_batch(rank, 1000)
+        run, evaluate = (torch.compile(each, fullgraph=True, backend=backend) for each in (token_step, next_token_loss))
+        with under_inductor(0.0), watch_graphs() as found, torch._dynamo.config.patch(trace_autograd_ops=True):
+            for number in range(3):
+                run(model, *token_batch(rank, number))
+                training.backward_of_plain()
+                training.check_gradients()
+                training.update()
+            with torch.no_grad():
+                torch.testing.assert_close(evaluate(model, *tokens), next_token_loss(plain, *tokens))
+        texts.append(text_of(found))
+        assert cs.stats(model)["pool/live_bytes"] == 0
+        assert_at_rest(model)
+    assert texts[0] == texts[1]
+    return texts[1]
+
+
+@pytest.mark.matrix
+def test_inductor_overlaps_communication_in_a_whole_step_and_in_an_evaluation():
+    if not GRAPHS_GIVE_NONE:  # torch 2.11 traces no backward to parameters that are DTensors
+        return
+    assert_expected_inline(
+        graphs_of(in_order),
+        """\
+inference GwGwGmmmmmmmwGmmmmmmmwGmmmmmmmmmmmmmmmmmmmmmmmmwGRmmmmmmmmmmmmmmwwGRmmmmmmmmmmmmmmwRRwww
+inference GwGwGmmmmmmmwGmmmmmmmwmmmmmmmm
+""",
+    )
 
 
 class UsedByTheFirst(nn.Module):

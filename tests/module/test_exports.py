@@ -40,6 +40,13 @@ def test_every_exported_name_exists_and_calls_this_package_its_home():
         assert home.split(".")[0] in ("composable_shard", "torch"), f"{name} comes from {home}"
 
 
+def test_packages_are_there_without_an_import_of_their_own():
+    names = ("checkpoint", "optim", "planner", "report", "testing")
+    code = f"import composable_shard as cs; print(*(getattr(cs, name).__name__ for name in {names}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == [f"composable_shard.{name}" for name in names]
+
+
 def test_the_version_is_that_of_the_package():
     assert composable_shard.__version__ == importlib.metadata.version("composable-shard")
 
