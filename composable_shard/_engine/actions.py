@@ -148,7 +148,7 @@ class Actions:
             if leaf.requires_grad and "_watched" not in leaf.__dict__:
                 leaf.__dict__["_watched"] = True
                 self._watch_leaf(leaf, group, index)
-        entries.show(leaves)
+        entries.lend(leaves)
 
     def _show_again(self, use: Use, outputs: Outputs) -> None:
         """Install the outputs of a use's node again, for a recomputation; leaves where there is no node.
@@ -416,7 +416,7 @@ class Actions:
             self._act(Kind.SHRINK, group, group.shrink)
             self.history.lasted(group.layout.weight_bytes)  # for a moment weights and pieces were both live
             if (entries := group.entries()) is not None:
-                entries.show(group.pieces())
+                entries.lend(group.pieces())
         if not (self.pool.arena.keeps_idle or self.pool.backward) and self.order.all_have_begun():
             self.pool.rest()  # also where the loss is made within the root's forward
 

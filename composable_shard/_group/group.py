@@ -99,6 +99,9 @@ class Entries(Protocol):
     def show(self, tensors: Sequence[torch.Tensor]) -> None:
         """Install these tensors, in the order of the group's parameters, instead of the sharded ones."""
 
+    def lend(self, leaves: Sequence[torch.Tensor]) -> None:
+        """The same for leaves, which users may freeze or thaw; that counts from the next `show`, `hide` or `adopt` on."""
+
     def hide(self) -> None:
         """Install the sharded parameters again."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from operator import is_, setitem
+from operator import attrgetter, is_, setitem
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from .._group.faces import LEAF_OF
 from .._group.param import ShardedParam, run_all
 
 _setitem: Callable[[dict[str, Any], str, Any], None] = setitem
+_requires_grad = attrgetter("requires_grad")
 
 Place = tuple[dict[str, nn.Parameter | None], str, int]  # a module's `_parameters`, a name there, and the index
 
@@ -57,6 +58,7 @@ class ModuleEntries:
         self._columns = _Columns.of(places)
         self._shards = [param.sharded for param in params]
         self._installed: Sequence[torch.Tensor] = self._shards
+        self._lent: list[bool] = []  # `requires_grad` of what is installed, where users may set it
         self._recurrent: list[weakref.ref[nn.Module]] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -85,6 +87,9 @@ class ModuleEntries:
 
     def show(self, tensors: Sequence[torch.Tensor], traced: bool = False) -> None:
         """Install these tensors; with `traced`, one by one, which Dynamo can trace."""
+        if self._lent and not traced:
+            self._take_flags()
+            self._lent = []
         self.shown = True
         self._installed = tensors
         if traced:
@@ -96,6 +101,18 @@ class ModuleEntries:
         for known in self._recurrent:
             if (module := known()) is not None:
                 list_anew(module)
+
+    def lend(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Install leaves, which users may freeze or thaw: `adopt`, `show` and `hide` do so to the sharded ones."""
+        self.show(leaves)
+        self._lent = list(map(_requires_grad, leaves))
+
+    def _take_flags(self) -> None:
+        before, self._lent = self._lent, list(map(_requires_grad, self._installed))
+        if self._lent != before:
+            for param, was, wanted in zip(self.params, before, self._lent, strict=True):
+                if wanted != was:
+                    param.sharded.requires_grad_(wanted)
 
     def hide(self, traced: bool = False) -> None:
         """Install the sharded parameters again; `traced` as for `show`."""
@@ -154,6 +171,8 @@ class ModuleEntries:
             ShardConfigStateError: an entry is gone, or has no DTensor with the shape, mesh and placements of the old
                 one.
         """
+        if self._lent:
+            self._take_flags()
         if self.shown or self._hold(self._shards):
             changed, self.converted = self.converted, False
             return changed

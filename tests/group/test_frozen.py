@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn as nn
 from _engines import fully_shard
 from _models import Stack, shard_blocks, shard_lists, shard_nested, vectors
 from _parity import Case, check_parity, plain_step
-from _pool import distributed
+from _pool import distributed, more
 
 
 def frozen_stack(*prefixes):
@@ -73,6 +74,23 @@ def test_freezing_and_thawing_between_steps_is_exact(rank, world):
         return plain_step(run)
 
     check_parity(Case(model=Stack, train=train), rank, world)
+
+
+@pytest.mark.parametrize(("world", "reshard"), [(1, True), (2, False), more(2, True), more(4, 2)])
+@distributed(world=None)
+def test_freezing_and_thawing_what_a_forward_has_left_whole_is_exact(rank, world, reshard):
+    """A forward without a backward comes first, after which the root's parameters at least are not sharded."""
+
+    def train(run):
+        run.model(*run.batch())
+        for name, param in run.model.named_parameters():
+            if name.startswith("inp") or name.endswith("up.weight"):
+                param.requires_grad_(run.step % 2 == 0)
+        return plain_step(run)
+
+    shard = partial(shard_blocks, reshard_after_forward=reshard)
+    why = "FSDP2 leaves such a parameter without a gradient, and says that it requires one"
+    check_parity(Case(model=Stack, shard=shard, train=train, fsdp2=False, why=why), rank, world)
 
 
 class Probe(torch.autograd.Function):
