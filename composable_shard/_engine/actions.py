@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from .._comm.copies import Gradients
 from .._errors import StaleStateError
 from .._group.group import Entries, ParamGroup, Runtime
+from .._group.hooks import WATCHED
 from .._group.phases import AWAY, GATHERING, RESIDENT, SHARDED, UNSHARDED
 from .._group.reduction import GroupReduced, Reduction
 from .._plan.record import Record
@@ -145,8 +146,7 @@ class Actions:
             return
         leaves = group.leaves()
         for index, leaf in enumerate(leaves):
-            if leaf.requires_grad and "_watched" not in leaf.__dict__:
-                leaf.__dict__["_watched"] = True
+            if leaf.requires_grad and WATCHED not in leaf.__dict__:
                 self._watch_leaf(leaf, group, index)
         entries.lend(leaves)
 

@@ -20,6 +20,7 @@ import torch
 from .._comm.copies import Gradients
 from .._errors import ShardConfigStateError
 from .._group.group import ParamGroup
+from .._group.hooks import WATCHED
 from .._group.phases import SHARDED
 from .._torch.core import HANDLES, Fate
 from .._torch.distributed import dtensor_like
@@ -155,8 +156,9 @@ def watch_leaf(owner: Callable[[], LeafOwner | None], leaf: torch.Tensor, group:
     """Hand gradients of `leaf`, the unsharded parameter `index` of `group`, on to the owner, off `leaf.grad`."""
     # Kept for each parameter, and so small: a function made here would be three more objects, for its cells.
     hand_on = functools.partial(_hand_on, owner, weakref.ref(group), index)
-    leaf.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
+    handle = leaf.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
     HANDLES.ours += 1
+    leaf.__dict__[WATCHED] = handle.id
 
 
 def _hand_on(

@@ -100,7 +100,7 @@ class Entries(Protocol):
         """Install these tensors, in the order of the group's parameters, instead of the sharded ones."""
 
     def lend(self, leaves: Sequence[torch.Tensor]) -> None:
-        """The same for leaves, which users may freeze or thaw; that counts from the next `show`, `hide` or `adopt` on."""
+        """The same for leaves, which users may freeze, thaw or hook: `show`, `hide` and `adopt` take that over."""
 
     def hide(self) -> None:
         """Install the sharded parameters again."""

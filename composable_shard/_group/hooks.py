@@ -25,6 +25,9 @@ from .._torch.core import (
     take_gradient_hooks,
 )
 
+# Attribute of an unsharded parameter that is a leaf: the id of the handle of our own hook on it.
+WATCHED = "_watched_by"
+
 
 class ParamHooks:
     """The hooks of one sharded parameter; it is true while there are hooks to call with reduced gradients.
@@ -59,6 +62,15 @@ class ParamHooks:
             self._node.carry(carried)
         if self._node or any_gradient_hooks([sharded]):
             self.handles_seen = -1
+
+    def take_over(self, leaf: torch.Tensor, sharded: torch.Tensor) -> None:
+        """Let the sharded parameter have the hooks that users have registered on an unsharded copy, a leaf."""
+        for held, taken in zip(
+            (self._on_tensor, self._on_accumulated), take_gradient_hooks(leaf, leaf.__dict__.get(WATCHED)), strict=True
+        ):
+            if taken is not None:
+                held.append(taken)
+        self.give_back(sharded)
 
     def take(self, sharded: torch.Tensor) -> bool:
         """Take the hooks that users have registered since the last call from autograd; returns whether any are held."""

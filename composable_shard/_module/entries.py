@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from .._errors import ShardConfigStateError
 from .._group.faces import LEAF_OF
 from .._group.param import ShardedParam, run_all
+from .._torch.core import HANDLES
 
 _setitem: Callable[[dict[str, Any], str, Any], None] = setitem
 _requires_grad = attrgetter("requires_grad")
@@ -58,7 +59,8 @@ class ModuleEntries:
         self._columns = _Columns.of(places)
         self._shards = [param.sharded for param in params]
         self._installed: Sequence[torch.Tensor] = self._shards
-        self._lent: list[bool] = []  # `requires_grad` of what is installed, where users may set it
+        self._lent: list[bool] = []  # `requires_grad` of what is installed, if users may set it
+        self._handles_seen = 0  # hooks' handles that there were then
         self._recurrent: list[weakref.ref[nn.Module]] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -88,7 +90,7 @@ class ModuleEntries:
     def show(self, tensors: Sequence[torch.Tensor], traced: bool = False) -> None:
         """Install these tensors; with `traced`, one by one, which Dynamo can trace."""
         if self._lent and not traced:
-            self._take_flags()
+            self._take_over()
             self._lent = []
         self.shown = True
         self._installed = tensors
@@ -103,16 +105,21 @@ class ModuleEntries:
                 list_anew(module)
 
     def lend(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Install leaves, which users may freeze or thaw: `adopt`, `show` and `hide` do so to the sharded ones."""
+        """Install leaves, for users to freeze, thaw or hook: `adopt`, `show` and `hide` do the same to the sharded."""
         self.show(leaves)
         self._lent = list(map(_requires_grad, leaves))
+        self._handles_seen = HANDLES.of_others()
 
-    def _take_flags(self) -> None:
+    def _take_over(self) -> None:
         before, self._lent = self._lent, list(map(_requires_grad, self._installed))
         if self._lent != before:
             for param, was, wanted in zip(self.params, before, self._lent, strict=True):
                 if wanted != was:
                     param.sharded.requires_grad_(wanted)
+        if self._handles_seen != (seen := HANDLES.of_others()):
+            self._handles_seen = seen
+            for param, leaf in zip(self.params, self._installed, strict=True):
+                param.hooks.take_over(leaf, param.sharded)
 
     def hide(self, traced: bool = False) -> None:
         """Install the sharded parameters again; `traced` as for `show`."""
@@ -172,7 +179,7 @@ class ModuleEntries:
                 one.
         """
         if self._lent:
-            self._take_flags()
+            self._take_over()
         if self.shown or self._hold(self._shards):
             changed, self.converted = self.converted, False
             return changed

@@ -406,15 +406,18 @@ def has_post_accumulate_hooks(leaf: torch.Tensor) -> bool:
         return bool(_post_accumulate_hooks(leaf))
 
 
-def take_gradient_hooks(leaf: torch.Tensor) -> tuple[dict[int, Hook] | None, dict[int, Hook] | None]:
+def take_gradient_hooks(
+    leaf: torch.Tensor, but: int | None = None
+) -> tuple[dict[int, Hook] | None, dict[int, Hook] | None]:
     """Take the tensor hooks and the post-accumulate hooks of a leaf away, so that autograd does not call them.
 
-    Handles of the hooks stay valid: they remove from the dictionaries that are returned (None if there is no hook).
+    Handles of the hooks stay valid: they remove from the dictionaries that are returned (None if there is no hook). The
+    hook whose handle has the id `but` stays.
     """
     tensor_hooks, post_hooks = _tensor_hooks(leaf), _post_accumulate_hooks(leaf)
     for name, hooks in zip(_HOOKS, (tensor_hooks, post_hooks), strict=True):
         if hooks:
-            setattr(leaf, name, OrderedDict())
+            setattr(leaf, name, OrderedDict({} if but not in hooks else {but: hooks.pop(but)}))
     return tensor_hooks or None, post_hooks or None
 
 

@@ -250,3 +250,41 @@ def test_hooks_of_a_node_hold_in_compiled_steps(rank, world):
         loss_of(plain, step).backward()
         loss_of(compiled, step).backward()
         assert_same_values(model, plain)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@simulated(world=2)
+def test_hooks_on_what_a_forward_has_left_whole_get_reduced_gradients_too(rank, world, own):
+    """After a forward without a backward, users find whole copies; `own`: the sharded ones have hooks besides."""
+    plain, model = plain_and_sharded()
+    names = ("embed.weight", "head.weight")
+    doubled, seen, handles = [], [], []
+
+    def double(gradient):
+        doubled.append(isinstance(gradient, DTensor))
+        return 2 * gradient
+
+    def hook(each):
+        for name in names:
+            param = each.get_parameter(name)
+            handles.append(param.register_hook(double))
+            handles.append(param.register_post_accumulate_grad_hook(lambda p: seen.append(isinstance(p.grad, DTensor))))
+
+    for step in range(3):
+        for each in (plain, model):
+            if own and not step:
+                hook(each)
+            loss_of(each, step)
+            if not step:
+                hook(each)
+            loss_of(each, step).backward()
+        for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(mine.grad), other.grad, msg=lambda m, n=(name, step): f"{n}: {m}")
+            mine.grad = other.grad = None
+        calls = 2 * len(names) * (1 + own) if step < 2 else 0
+        assert doubled == seen == [False] * (calls // 2) + [True] * (calls // 2)
+        doubled.clear()
+        seen.clear()
+        if step == 1:
+            for handle in handles:
+                handle.remove()
