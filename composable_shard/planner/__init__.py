@@ -13,3 +13,19 @@ from .shape import NAMED as NAMED
 from .shape import Shape as Shape
 from .strategies import Layout as Layout
 from .strategies import Strategy as Strategy
+
+__all__ = [
+    "Advice",
+    "Estimate",
+    "KNOWN",
+    "Layout",
+    "Link",
+    "Machine",
+    "NAMED",
+    "Shape",
+    "Strategy",
+    "advise",
+    "checkpoint_modules",
+    "draw",
+    "repeated_blocks",
+]
