@@ -75,8 +75,8 @@ def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:
 
 def _note(names: list[str], reader: nn.Module) -> str:
     return (
-        f"{_TITLE} {_few(names)}, which {type(reader).__name__} could read. A weight is whole only while the module runs "
-        "that fully_shard was called on for it. Call that module instead of reading its weights; or do not call "
+        f"{_TITLE} {_few(names)}, which {type(reader).__name__} could read. A weight is whole only while the module "
+        "runs that fully_shard was called on for it. Call that module instead of reading its weights; or do not call "
         "fully_shard on it, so that its weights belong to a module around it; or call its unshard() before"
     )
 

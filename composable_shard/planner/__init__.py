@@ -15,13 +15,13 @@ from .strategies import Layout as Layout
 from .strategies import Strategy as Strategy
 
 __all__ = [
+    "KNOWN",
+    "NAMED",
     "Advice",
     "Estimate",
-    "KNOWN",
     "Layout",
     "Link",
     "Machine",
-    "NAMED",
     "Shape",
     "Strategy",
     "advise",
