@@ -41,7 +41,7 @@ def shard_by_class(
             ``zero1`` keeps unsharded parameters from their first use to the optimizer's step, ``zero2`` until the
             end of backward, ``zero3`` frees them after each use. ``hsdp`` is ``zero3`` within each of `replicas`
             groups of ranks.
-        replicas: for ``hsdp``: number of replicas, a divisor of the world size.
+        replicas: for ``hsdp``: number of replicas, a divisor of the world size; with 1 it is ``zero3``.
         mesh: the mesh to use in the place of the one that the strategy makes.
         root: shard the model itself too, for the parameters that no block holds.
         comm_policy: in how many bits weights and gradients travel; see `set_comm_policy`.

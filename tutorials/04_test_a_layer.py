@@ -1,7 +1,9 @@
 """Test a sharded layer: on a laptop, without a launcher, in one process.
 
 Copy this file, put your layer in the place of `Layer`, and run it: ``pytest tutorials/04_test_a_layer.py``.
-``python tutorials/04_test_a_layer.py`` draws the memory of a step first, in runs/04/memory.png (it needs matplotlib).
+``python tutorials/04_test_a_layer.py`` draws the memory of a step first, in runs/04/memory.png. It needs pytest, and
+matplotlib for the picture: ``pip install pytest matplotlib``.
+
 `composable_shard` brings a pytest plugin; it knows the marker `world`. A simulated world takes some hundredths of a
 second. Ranks are threads that take turns, so a test does the same every time, and what would hang is an error at once.
 """

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA) over a frozen base, sharded as the planner advises.
 
-    python tutorials/06_lora.py              # a minute or two, on two processes
+    python tutorials/06_lora.py              # two or three minutes, on two processes
     python tutorials/06_lora.py --memory 20  # what if a rank had 20 MiB?
 
 First the planner is asked what a large model needs, if all of its parameters are to train, and if adapters alone are.

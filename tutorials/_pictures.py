@@ -1,9 +1,13 @@
 """The frame of the tutorials' pictures, which need matplotlib (the extra `plot`)."""
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+if importlib.util.find_spec("matplotlib") is None:  # said before anything runs, not where the picture is drawn
+    raise SystemExit("this tutorial draws its pictures with matplotlib, which is not installed: pip install matplotlib")
 
 BLUE, PALE, SAND, RED = "#30638e", "#9cc3e0", "#e3a15f", "#d1495b"
 GREEN, GREY = "#66a182", "#d5dde4"
@@ -13,8 +17,7 @@ GREEN, GREY = "#66a182", "#d5dde4"
 def picture(path: Path, width: float, height: float, *, rows: int = 1, columns: int = 1, **how: Any) -> Iterator[Any]:
     """The axes of a new picture, an array if there are several, which is written at the end of the block.
 
-    `width` and `height` are in inches; `how` goes to matplotlib's `Figure.subplots`. Raises ImportError if matplotlib
-    is missing.
+    `width` and `height` are in inches; `how` goes to matplotlib's `Figure.subplots`.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -179,11 +179,11 @@ class _Ear:
 
     def _lost(self, own: Ledger, index: int, why: str, place: int, last: str = "") -> None:
         rank = own.ranks[index]
-        did = f" behind action {place - 1}" + (f" ({last})" if last else "")
         own.poison(
             PeerLostError,
-            f"rank {rank} {why}{did}; rank {own.ranks[own.rank]} waits in {_last(own)}. Training cannot go on without "
-            "it: look at the output of that rank, and start the job again from a checkpoint",
+            f"rank {rank} {why}; its last known action is {_known(place, last)}; rank {own.ranks[own.rank]} waits in "
+            f"{_last(own)}. Training cannot go on without rank {rank}: look at its output, and start the job "
+            "again from a checkpoint",
             self.store,
         )
 
@@ -191,10 +191,7 @@ class _Ear:
         behind = {own.ranks[rank]: _place_of(sign) for rank, (sign, _) in signs.items()}
         late = {rank: (place, last) for rank, (place, last) in behind.items() if place < own.place}
         if late:
-            did = "; ".join(
-                f"rank {rank} is behind action {place - 1} ({last or 'nothing'})"
-                for rank, (place, last) in late.items()
-            )
+            did = "; ".join(f"rank {rank}'s last known action is {_known(*at)}" for rank, at in late.items())
             own.poison(
                 RankMismatchError,
                 f"not all ranks came to action {own.place - 1}, {own.last}, within {own.limit:.0f} s: {did}. All ranks "
@@ -276,6 +273,13 @@ def _is_of_network(error: Exception) -> bool:
 
 def _last(own: Ledger) -> str:
     return f"action {own.place - 1} ({own.last})"
+
+
+def _known(place: int, last: str) -> str:
+    """The number of the action before a place, and in brackets what it was, if that is known."""
+    if place < 1:
+        return "none"
+    return f"{place - 1}" + (f" ({last})" if last else "")
 
 
 def _place_of(sign: bytes) -> tuple[int, str]:

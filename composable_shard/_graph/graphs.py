@@ -92,7 +92,11 @@ def computes(node: fx.Node) -> bool:
 
 
 def sequence(graph: fx.Graph) -> str:
-    """The graph as a sequence of letters."""
+    """The graph as a sequence of letters, in order.
+
+    G launches an all-gather, R a reduce-scatter, A an all-reduce, X an all-to-all; w waits for one of them; m is a
+    matrix product; k keeps gradients for a later reduction, s hands reduced ones over. Other operators have no letter.
+    """
     return "".join(letter_of(node) for node in graph.nodes)
 
 

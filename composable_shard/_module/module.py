@@ -51,7 +51,7 @@ from .._torch.core import (
 from .._torch.distributed import registered_by_torch
 from .build import build_engine, check_root
 from .methods import Methods
-from .sharded_reads import explain_sharded_read
+from .sharded_reads import explain_meta_buffers, explain_sharded_read
 from .state import EAGER, STATE, TRACED, Bound, ShardState, Way, states_below
 
 _BUILDER = "_shard_builder"  # key in a root's `__dict__`: the thread that builds its engine; `setdefault` is atomic
@@ -244,6 +244,7 @@ def _run(module: nn.Module, call: _Call | None, args: tuple[Any, ...], kwargs: d
     except BaseException as error:
         engine.failed(error)
         explain_sharded_read(error, engine.groups)
+        explain_meta_buffers(error, module, bound.is_root)
         state.abort(depth)
         engine.show_sharded()
         if refuses_saved_tensors_hooks(error) and not stays:

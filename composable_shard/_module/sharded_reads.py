@@ -1,4 +1,4 @@
-"""Weights that are read while they are sharded: a note on torch's error, which names neither parameter nor module."""
+"""Notes on torch's errors that name no tensor: weights read while they are sharded, and buffers on the meta device."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from .._group.group import ParamGroup
 
 _WORDS = "got mixed torch.Tensor and DTensor"  # of torch, for an operator that was given both
 _TITLE = "sharded at this point:"
+_MOST_NAMED = 3
 
 
 def explain_sharded_read(error: BaseException, groups: Sequence[ParamGroup]) -> None:
@@ -31,6 +32,24 @@ def explain_sharded_read(error: BaseException, groups: Sequence[ParamGroup]) -> 
         if read := _within(reader, names, recurse=False) or _within(reader, names, recurse=True):
             error.add_note(_note(read, reader))
             return
+
+
+def explain_meta_buffers(error: BaseException, module: nn.Module, is_root: bool) -> None:
+    """Say which buffers of the root are on the meta device, if that can be why torch's operator failed.
+
+    Args:
+        error: any; it has just ended the call of a sharded module.
+        module: that module.
+        is_root: whether it is the root, whose names are whole; else nothing is done.
+    """
+    if not is_root or "meta" not in str(error):
+        return
+    if names := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
+        error.add_note(
+            f"still on the meta device: {_few(names)} (buffers). A load fills only what the files hold, and so no "
+            "buffers that are not persistent: give these their values as the model's constructor does. "
+            "model.to_empty(device=...) makes room for them; call it before the load, for it empties all weights"
+        )
 
 
 def _within(reader: nn.Module, names: Mapping[int, str], recurse: bool) -> list[str]:
@@ -55,9 +74,13 @@ def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:
 
 
 def _note(names: list[str], reader: nn.Module) -> str:
-    named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
-        f"{_TITLE} {named}, which {type(reader).__name__} could read. A weight is whole only while the module runs "
-        "that fully_shard was called on for it. Call that module instead of reading its weights; or do not call "
+        f"{_TITLE} {_few(names)}, which {type(reader).__name__} could read. A weight is whole only while the module "
+        "runs that fully_shard was called on for it. Call that module instead of reading its weights; or do not call "
         "fully_shard on it, so that its weights belong to a module around it; or call its unshard() before"
     )
+
+
+def _few(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -119,8 +119,8 @@ def import_safetensors(
     """Fill a model, sharded or not, from files of safetensors; all ranks call it alike.
 
     Each rank reads the bytes of its own shards straight into them; nowhere is there a full copy of a sharded tensor.
-    A model on the meta device is materialised by its shards: make optimizers afterwards. All names, shapes, dtypes and
-    headers are looked at before anything changes.
+    A model on the meta device gets memory for what the files hold: make optimizers afterwards, and give buffers that
+    are not persistent their values. All names, shapes, dtypes and headers are looked at before anything changes.
 
     Args:
         path: a directory of Hugging Face's (`model.safetensors.index.json` or `model.safetensors`, else

@@ -64,9 +64,9 @@ def load(
     Args:
         directory: that `save` was given, or one checkpoint in it.
         state: what to load into, by the names it was saved under; entries of the checkpoint that it does not name are
-            left alone, so that ``{"model": model}`` loads weights alone. Modules and tensors are filled where they are,
-            those on the meta device are materialised; optimizers need not have stepped; plain values are set in the
-            dictionary.
+            left alone, so that ``{"model": model}`` loads weights alone. Modules and tensors are filled where they are;
+            those on the meta device get memory (buffers that are not persistent are not saved, and stay there).
+            Optimizers need not have stepped. Plain values are set in the dictionary.
         step: which checkpoint; by default the latest.
         strict: names of modules must be those of the checkpoint.
         cast: convert floating-point tensors where dtypes differ.

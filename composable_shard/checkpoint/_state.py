@@ -29,8 +29,11 @@ PLAIN_BESIDE_SHARDED = (
 class Stateful(Protocol):
     """An object that gives its state and takes it back, as schedulers and data loaders do."""
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+    def state_dict(self) -> dict[str, Any]:
+        """What to save: numbers, strings, tensors, dictionaries and lists of those."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take what `state_dict` gave in an earlier run."""
 
 
 class PerRank:

@@ -1,4 +1,10 @@
-"""Before a run: what a strategy takes of memory and time, on machines that need not be there."""
+"""Before a run: what a strategy takes of memory and time, on machines that need not be there.
+
+    advice = cs.advise("llama3-8b", devices=8, machine="h100")  # an `Advice`
+    print(advice.reason)
+
+`KNOWN` has a `Machine` by each name that ``machine=`` takes, and `NAMED` a `Shape` by each name of a model.
+"""
 
 from .._wrap import repeated_blocks as repeated_blocks
 from .advise import Advice as Advice
@@ -13,3 +19,19 @@ from .shape import NAMED as NAMED
 from .shape import Shape as Shape
 from .strategies import Layout as Layout
 from .strategies import Strategy as Strategy
+
+__all__ = [
+    "KNOWN",
+    "NAMED",
+    "Advice",
+    "Estimate",
+    "Layout",
+    "Link",
+    "Machine",
+    "Shape",
+    "Strategy",
+    "advise",
+    "checkpoint_modules",
+    "draw",
+    "repeated_blocks",
+]

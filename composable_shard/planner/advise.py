@@ -160,6 +160,9 @@ def advise(
             ``owned``, Muon of the matrices of blocks at their owners (`cs.optim.owned`), and AdamW of all others.
         comm_policy: in how many bits weights and gradients travel, of every strategy that shards.
 
+    Returns:
+        an estimate of each strategy, the one to take, and why.
+
     Raises:
         ShardConfigTypeError, ShardConfigValueError: an argument makes no sense; it says which and what would.
     """

@@ -83,7 +83,7 @@ class CompiledStep:
 
         Without times in the plan each launch, each wait and each piece of compute is drawn as long as any other.
 
-        Arguments:
+        Args:
             path: the picture to write; its ending gives the kind.
 
         Raises:
@@ -99,7 +99,7 @@ def compiled_step(model: nn.Module) -> CompiledStep:
     """The compiled step that a sharded model has run last, beside its plan: gathers, reductions, waits and compute in
     the order of the graphs, what each collective is hidden behind, and the bytes that are live.
 
-    Arguments:
+    Args:
         model: compiled by `composable_shard.compile`, or under Inductor.
 
     Returns:

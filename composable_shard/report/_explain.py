@@ -94,7 +94,7 @@ def explain(plan: ShardPlan, record: Record | None = None, *, budget: int | None
     look-aheads, more memory, weights that are kept, more reductions in flight, groups sharded together; and, apart from
     these, what changes the training too: bfloat16, and a larger batch.
 
-    Arguments:
+    Args:
         plan: `current_plan(model)`, for example. Its costs are the times; `PrefetchPolicy.auto` measures them. A plan
             without costs takes them from the record.
         record: `last_record(model)` of a step of that plan; measured times are shown beside the predicted ones if the

@@ -31,7 +31,7 @@ _LEAST_WIDTH, _LEAST_LENGTH = 0.012, 0.25  # ... and of its width and height to 
 def memory(plan: ShardPlan, path: str | Path, record: Record | None = None) -> None:
     """Draw the memory of a training step as the plan predicts it: bytes by kind above, offsets in the arena below.
 
-    Arguments:
+    Args:
         plan: whose step it is; its budget, if it has one, is a line.
         path: the picture to write; its ending gives the kind.
         record: what an iteration did; its live bytes are drawn beside, the i-th at the i-th action.
@@ -134,7 +134,7 @@ def _draw_arena(
 def _write_name(axes: Any, life: Lifetime, middle: tuple[float, float], share: tuple[float, float]) -> None:
     """The name of a slot's group in its middle, upright if it is narrow; nothing if it does not fit.
 
-    Arguments:
+    Args:
         share: of the picture's width and height, what the slot takes.
     """
     upright = share[0] < _LEAST_TEXT

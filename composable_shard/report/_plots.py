@@ -45,7 +45,7 @@ def plot_loss(
 ) -> None:
     """Draw the loss of each step, smoothed too, and the held-out loss where it was measured.
 
-    Arguments:
+    Args:
         metrics: rows with `step` and `loss` (nats a byte) and, here and there, `held_out`; or a
             metrics file.
         path: the picture to write; its ending gives the kind.
@@ -82,7 +82,7 @@ def plot_memory(
 ) -> None:
     """Draw the bytes that were live in the pool after each action of one iteration.
 
-    Arguments:
+    Args:
         record: what the iteration did; `live_bytes[i]` holds after `actions[i]`.
         path: the picture to write; its ending gives the kind.
         predicted_peak: bytes that the plan foresaw at the most, drawn as a line.
@@ -115,7 +115,7 @@ def plot_memory(
 def plot_resident_memory(metrics: Sequence[Row], path: str | Path) -> None:
     """Draw the memory of a process over its training.
 
-    Arguments:
+    Args:
         metrics: rows with `seconds` and `memory_bytes`.
         path: the picture to write; its ending gives the kind.
 

@@ -45,7 +45,7 @@ _ByGroup = dict[str, dict[str, float]]  # seconds by kind, by group
 def time(plan: ShardPlan, path: str | Path, record: Record | None = None) -> None:
     """Draw where the time of a training step goes: compute and waits in all, and below the waits of each group.
 
-    Arguments:
+    Args:
         plan: with costs, as `PrefetchPolicy.auto` measures them; a plan without takes them from the record.
         path: the picture to write; its ending gives the kind.
         record: what an iteration did. If the model was watched, its times are drawn beside the predicted ones; on an

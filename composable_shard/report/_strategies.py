@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def strategies(advice: Advice, path: str | Path, most: int = 12) -> None:
     """Draw what each strategy would do: its memory by kind beside what a device has, and its time against bandwidth.
 
-    Arguments:
+    Args:
         advice: what `composable_shard.advise` has given.
         path: the picture to write; its ending gives the kind.
         most: how many strategies, the recommended one first.

@@ -50,7 +50,7 @@ def timeline(plan: ShardPlan, record: Record | None, path: str | Path) -> None:
     The measured compute of a root lies around that of the groups below it, the predicted one where it begins. On an
     accelerator measured times are those of the host.
 
-    Arguments:
+    Args:
         plan: what was expected, for example `current_plan(model)`.
         record: what happened, `last_record(model)`; it has times if the model was watched.
         path: the JSON file to write; times in it are in microseconds.

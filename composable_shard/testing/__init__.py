@@ -22,3 +22,28 @@ from ._trace import assert_peak_bytes as assert_peak_bytes
 from ._trace import collectives as collectives
 from ._trace import trace as trace
 from ._unsharded import assert_matches_unsharded as assert_matches_unsharded
+
+__all__ = [
+    "Busy",
+    "Checked",
+    "Collective",
+    "CollectiveMismatchError",
+    "DeadlockError",
+    "Fabric",
+    "Race",
+    "RaceError",
+    "RankFailedError",
+    "World",
+    "WorldError",
+    "WorldTimeoutError",
+    "assert_collectives",
+    "assert_matches_unsharded",
+    "assert_peak_bytes",
+    "collectives",
+    "fabric",
+    "fake",
+    "processes",
+    "races",
+    "spmd",
+    "trace",
+]

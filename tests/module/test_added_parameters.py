@@ -449,3 +449,15 @@ def test_merging_and_late_adapters_hold_in_a_compiled_model(rank, world):
         model.requires_grad_(True)
     train(compiled, 1)
     assert_same(models)
+
+
+@pytest.mark.parametrize("trained_before", [False, True], ids=["first forward", "later"])
+@simulated(world=2)
+def test_an_added_parameter_has_the_name_of_its_block(rank, world, trained_before):
+    model = shard(made(), fully_shard)
+    batch = token_batch(rank, 0)
+    if trained_before:
+        next_token_loss(model, *batch).backward()
+    model.blocks[1].attention.extra = nn.Linear(2, 2, bias=False)
+    with pytest.raises(cs.ShardConfigStateError, match=rf"parameters blocks\.1\.attention\.extra\.weight: {ADDED}"):
+        next_token_loss(model, *batch)

@@ -184,7 +184,7 @@ def test_torchs_fsdp2_does_not_load_full_tensors(rank, world):
 def test_a_parameter_added_later_is_named(rank, world):
     model, _ = twins()
     model.blocks[1].up.scale = nn.Parameter(torch.ones(3))
-    with pytest.raises(RuntimeError, match=r"parameters up\.scale: were added after fully_shard"):
+    with pytest.raises(RuntimeError, match=r"parameters blocks\.1\.up\.scale: were added after fully_shard"):
         model(*vectors(0, 0))
     del model.blocks[1].up.scale
     train_step(model)

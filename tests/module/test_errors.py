@@ -258,6 +258,38 @@ def test_torchs_error_for_a_weight_that_is_read_while_sharded_names_it(rank, wor
     assert all(param.grad is not None for param in model[1].inner.parameters()), "training goes on"
 
 
+class Rotated(nn.Module):
+    """Has a table that no file holds, as rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(4), persistent=False)
+
+    def forward(self, x):
+        return self.inner(x) * self.table
+
+
+@simulated(world=2)
+def test_torchs_error_for_a_buffer_that_is_on_the_meta_device_still_names_it(rank, world):
+    with torch.device("meta"):
+        model = nn.Sequential(Rotated(), Rotated())
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    composable_shard.load_full_state_dict(model, nn.Sequential(Rotated(), Rotated()).state_dict(), assign=True)
+    with pytest.raises(RuntimeError, match="meta") as caught:
+        model(torch.randn(2, 4))
+    (note,) = caught.value.__notes__
+    assert "still on the meta device: 0.table, 1.table (buffers)" in note
+    for block in model:
+        block.table = torch.ones(4)
+    with pytest.raises(RuntimeError, match="meta") as caught:
+        model(torch.empty(2, 4, device="meta"))
+    assert not hasattr(caught.value, "__notes__"), "no buffer is to blame"
+    model(torch.randn(2, 4)).sum().backward()
+
+
 @simulated(world=2)
 def test_errors_of_dtensors_that_are_no_sharded_weights_have_no_note(rank, world):
     model = nn.Sequential(nn.Linear(4, 4))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+import composable_shard as cs
 from _engines import fully_shard
 from _models import Stack, shard_blocks, vectors
 from _parity import Case, check_parity, cut
@@ -57,6 +61,24 @@ def test_reset_parameters_on_shards_gives_a_trainable_model(rank, world):
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]
+
+
+@distributed(world=2)
+def test_initialised_within_full_parameters_a_model_has_the_values_of_an_unsharded_one(rank, world):
+    def reset(model, around):
+        torch.manual_seed(0)
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                with around(module):
+                    module.reset_parameters()
+
+    plain, model = Stack(), on_meta(Stack)()
+    shard_blocks(model, fully_shard)
+    model.to_empty(device="cpu")
+    reset(plain, nullcontext)
+    reset(model, partial(cs.full_parameters, recurse=False))
+    full = cs.full_state_dict(model, rank0_only=False)
+    assert all(torch.equal(full[name], value) for name, value in plain.state_dict().items())
 
 
 @distributed(world=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import pydoc
 import re
 import tempfile
 from importlib import import_module
@@ -145,3 +146,10 @@ def test_anchors_and_names_that_are_not_there_are_errors(small, tmp_path):
 def test_a_docstring_that_names_no_argument_is_an_error(small, tmp_path):
     text = GOOD.replace("first: a", "second: a")
     refused(small, tmp_path, "composable_shard/__init__.py", text, "'second' does not appear")
+
+
+def test_help_of_a_namespace_lists_every_public_name():
+    for page in SPACES:
+        name, module = space(page)
+        text = pydoc.plain(pydoc.render_doc(module))
+        assert public(module) <= set(re.findall(r"^    (?:class )?(\w+)\b", text, flags=re.MULTILINE)), name

@@ -92,8 +92,8 @@ def load_full_state_dict(
     run, with the tensors as the model holds them.
 
     Args:
-        model: the model. On the meta device, it is materialised with `assign`; no rank holds more than its shards and a
-            tensor.
+        model: the model. On the meta device it gets memory with `assign`, but for buffers that are not persistent; no
+            rank holds more than its shards and a tensor.
         sd: full tensors by name (FQN), as `full_state_dict` gives them. Of tied weights one name is enough.
         strict: whether the names must be those of the model.
         broadcast_from_rank0: whether only rank 0 has `sd`, and sends each rank its pieces, in bounded memory; what
