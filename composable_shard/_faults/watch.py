@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -414,3 +414,18 @@ def ledger_of(group: dist.ProcessGroup, device: torch.device) -> Ledger:
     ledger = Ledger(group, device, WATCHER.spread)
     WATCHER.add(ledger)
     return ledger
+
+
+def together(what: str, ranks: Collection[int]) -> None:
+    """All of these ranks are about to do something together that belongs to no model: "save a checkpoint", say.
+
+    Every process group of ours that lies within these ranks compares it, in an order that is the same on all of them.
+    One that cannot go on is left out: what it had to say has been raised before.
+
+    Raises:
+        RankMismatchError: some are about to do something else, on all ranks.
+        PeerLostError: another rank is lost.
+    """
+    for ledger in sorted(WATCHER.ledgers(), key=lambda each: each.group.group_name):
+        if ledger.fault is None and {*ledger.ranks} <= {*ranks}:
+            ledger.issue(what)

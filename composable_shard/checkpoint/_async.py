@@ -65,6 +65,7 @@ def async_save(
         CheckpointError: the save before this one has failed; besides, what `save` raises before it writes.
     """
     ranks = Ranks(process_group)
+    ranks.meet("save a checkpoint")
     writer = background().writer
 
     def asked() -> Request:

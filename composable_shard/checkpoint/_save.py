@@ -71,8 +71,10 @@ def save(
         CheckpointMismatchError: ranks save other steps, other names or other values.
         CheckpointError: a file could not be written; it says on which rank, and why. The checkpoints that were there
             are unharmed.
+        RankMismatchError: one of the ranks does something else, as trains on; on all ranks.
     """
     ranks = Ranks(process_group)
+    ranks.meet("save a checkpoint")
     prepared = prepare(ranks, lambda: Request.of(directory, step, overwrite, checksum, keep), state)
     path = finish(ranks, prepared, lambda: write_own(prepared))
     prune(ranks, prepared.request)
