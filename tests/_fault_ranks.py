@@ -65,6 +65,17 @@ def leave(run):
     sys.exit(0)
 
 
+def leave_in_order(run):
+    dist.destroy_process_group()
+    sys.exit(0)
+
+
+def destroy_the_group_and_evaluate(run):
+    dist.destroy_process_group()
+    time.sleep(LIMIT_S)
+    sys.exit(0)
+
+
 def stop(run):
     time.sleep(1.5)  # signs of life come once a second, and tell the last action
     os.kill(os.getpid(), signal.SIGSTOP)

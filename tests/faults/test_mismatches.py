@@ -185,7 +185,7 @@ CASES = {
     evaluate_alone: r"begin a forward of model \d+ \(train, .* begin a forward of model \d+ \(no_grad",
     skip_an_evaluation: r"begin a forward of model \d+ \(no_grad, .* begin a forward of model \d+ \(train",
     run_one_micro_batch_more: r"begin a forward of model \d+ \(train.* begin a forward of model \d+ \(train, no sync",
-    try_again_alone: "have different plans|do different things|has left the step: IndexError",
+    try_again_alone: "have different plans|do different things|failed after action .*IndexError",
     skip_a_step: "rank 0 is about to begin a forward .* rank 1 to step an optimizer",
     gather_alone: "rank 1 to gather blocks.1",
     set_reshard_alone: "have different plans: group blocks.1: reshard after forward -> after backward",
