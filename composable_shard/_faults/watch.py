@@ -429,11 +429,9 @@ class _Watcher:
             self._why = f"{type(raised).__name__}: {raised}"
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(_ANSWERED_S)
+            self._thread.join(_JOINED_S)  # a thread that comes back to an interpreter that is gone ends the process
         if raised is not None:
             self.failed(self._why)
-        if self._thread is not None:
-            self._thread.join(_JOINED_S)  # a thread that comes back to an interpreter that is gone ends the process
 
     def forked(self) -> None:
         """This is a child process: the connections are its parent's."""
