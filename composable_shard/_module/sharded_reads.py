@@ -8,8 +8,10 @@ from types import TracebackType
 from torch import nn
 
 from .._group.group import ParamGroup
+from .._plan.text import first_names
 
 _WORDS = "got mixed torch.Tensor and DTensor"  # of torch, for an operator that was given both
+_NAMED = 3  # weights that a note names
 _TITLE = "sharded at this point:"
 
 
@@ -55,9 +57,9 @@ def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:
 
 
 def _note(names: list[str], reader: nn.Module) -> str:
-    named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
-        f"{_TITLE} {named}, which {type(reader).__name__} could read. A weight is whole only while the module runs "
-        "that fully_shard was called on for it. Call that module instead of reading its weights; or do not call "
-        "fully_shard on it, so that its weights belong to a module around it; or call its unshard() before"
+        f"{_TITLE} {first_names(names, _NAMED)}, which {type(reader).__name__} could read. A weight is whole only "
+        "while the module runs that fully_shard was called on for it. Call that module instead of reading its weights; "
+        "or do not call fully_shard on it, so that its weights belong to a module around it; or call its unshard() "
+        "before"
     )
