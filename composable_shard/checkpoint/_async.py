@@ -19,7 +19,7 @@ from ._format.writing import FileLayout, stage
 from ._io.process import WriterProcess
 from ._pending import PendingSave, RunningSave, background
 from ._ranks import Ranks
-from ._save import Prepared, Request, finish, prepare, prune, see, write_own
+from ._save import Prepared, Request, finish, prepare, prune, remove, see, write_own
 from ._store import RankLostError, StoreRanks, can_talk
 
 
@@ -83,6 +83,7 @@ def async_save(
     prepared = prepare(ranks, asked, state, copy)
     pending = RunningSave(step, prepared.layout.size, progress)
     beside: StoreRanks | None = None
+    thread: threading.Thread | None = None
     try:
         beside = StoreRanks(process_group, prepared.attempt.partial.name)
         beside.start()
@@ -93,6 +94,8 @@ def async_save(
     except BaseException as error:  # the other ranks find this one silent, or are told
         if beside is not None:
             beside.give_up(error)
+        if ranks.rank == 0 and thread is None:  # else the thread may be about to commit, or removes it itself
+            remove(prepared.attempt)
         pending.fail(error)
         raise
     background().hold(pending)

@@ -178,7 +178,7 @@ def prepare(
         layout, attempts = ranks.together_and_tell(lay, lambda _: attempt)
     except BaseException:
         if attempt is not None:
-            _remove(attempt)
+            remove(attempt)
         raise
     first = attempts[0]
     assert first is not None
@@ -187,7 +187,8 @@ def prepare(
     return Prepared(request, first, layout, known)
 
 
-def _remove(attempt: commits.Attempt) -> None:
+def remove(attempt: commits.Attempt) -> None:
+    """Remove what a save that has failed has written; what cannot be removed is left to `prune`, and never loaded."""
     with contextlib.suppress(OSError):
         files.remove_tree(attempt.partial)
 
@@ -251,7 +252,7 @@ def _removed_if_it_fails(ranks: Ranks, attempt: commits.Attempt) -> Iterator[Non
         yield
     except BaseException:
         if ranks.rank == 0:
-            _remove(attempt)
+            remove(attempt)
         raise
 
 
