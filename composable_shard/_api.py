@@ -325,9 +325,10 @@ def _shard_all(params: list[Found], shares: dict[MeshInfo, _Share], cuts: dict[i
         share.places.append((owner._parameters, name, made[id(param)]))
     for share in shares.values():
         for names, name, index in share.places:
-            param, fqn = share.params[index].sharded, share.params[index].fqn
-            names[name].__dict__[SHARDED_IN] = param.__dict__[SHARDED_IN] = fqn
-            names[name] = param
+            whole, held = names[name], share.params[index]
+            if whole is not None:
+                held.replace(whole)
+            names[name] = held.sharded
 
 
 def _sharded(fqn: str, param: nn.Parameter, cut: Cut) -> ShardedParam:

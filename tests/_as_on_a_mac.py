@@ -10,11 +10,8 @@ beyond names (another gloo, another C library, another file system) is not seen 
 from __future__ import annotations
 
 import ctypes
-import importlib
-import importlib.util
 import mmap
 import os
-import pkgutil
 import platform
 import resource
 import select
@@ -31,6 +28,9 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
 
+sys.path.append(str(Path(__file__).parents[1] / "tools" / "release" / "smoke"))
+from imports import import_everything  # a file that runs without the checkout, too
+
 LINUX_ALONE = {
     os: "memfd_create posix_fallocate posix_fadvise fdatasync sched_getaffinity sched_setaffinity sched_getscheduler "
     "pidfd_open eventfd splice copy_file_range setns unshare preadv2 preadv pwritev getrandom O_TMPFILE O_DIRECT "
@@ -42,7 +42,6 @@ LINUX_ALONE = {
     socket: "SOCK_CLOEXEC SOCK_NONBLOCK AF_NETLINK AF_PACKET SO_BINDTODEVICE SO_PEERCRED",
 }
 NOT_THERE = ("/proc", "/sys", "/dev/shm")
-EXTRAS = {"matplotlib", "pytest", "rich", "safetensors", "xxhash"}
 WORLD = 2
 
 
@@ -72,20 +71,6 @@ def become_a_mac():
 def refuse(event, args):
     if event == "open" and isinstance(args[0], str) and args[0].startswith(NOT_THERE):
         raise FileNotFoundError(2, "No such file or directory", args[0])
-
-
-def import_everything():
-    """All modules of the package; gives their number."""
-    import composable_shard
-
-    names = [each.name for each in pkgutil.walk_packages(composable_shard.__path__, "composable_shard.")]
-    for name in (each for each in names if not each.endswith(".__main__")):
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name not in EXTRAS:
-                raise
-    return len(names)
 
 
 def model_of(seed):
@@ -144,7 +129,7 @@ def describes_itself():
 def main(rank, folder):
     become_a_mac()
     assert "composable_shard" not in sys.modules
-    count = import_everything()
+    count, _ = import_everything()
     describes_itself()
     store = dist.FileStore(str(folder / "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))

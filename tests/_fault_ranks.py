@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from _decoders import Training
-from composable_shard import checkpoint
 from composable_shard._faults.watch import WATCHER
 
 LIMIT_S = 8.0  # of collectives
@@ -67,6 +65,17 @@ def leave(run):
     sys.exit(0)
 
 
+def leave_in_order(run):
+    dist.destroy_process_group()
+    sys.exit(0)
+
+
+def destroy_the_group_and_evaluate(run):
+    dist.destroy_process_group()
+    time.sleep(LIMIT_S)
+    sys.exit(0)
+
+
 def stop(run):
     time.sleep(1.5)  # signs of life come once a second, and tell the last action
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -88,10 +97,6 @@ def draw_a_number(run):
 
 def gather_alone(run):
     next(run.model.parameters()).full_tensor()
-
-
-def save_alone(run):
-    checkpoint.save(tempfile.mkdtemp(), {"model": run.model}, step=1)
 
 
 def nothing(run):

@@ -135,6 +135,40 @@ def gradients_of(model, rank, step):
     return loss.detach(), {name: param.grad.clone() for name, param in model.named_parameters()}
 
 
+def assert_trains_alike(rank, world, model, masters, mean, reference=None, renew=lambda: None):
+    """Three steps of AdamW and an evaluation of a sharded decoder have the bits of a plain one.
+
+    Args:
+        rank, world: of this process.
+        model: sharded.
+        masters: the plain one, which is stepped.
+        mean: makes of the gradients of each rank, by name, the ones to step by.
+        reference: computes with the weights of `masters`; by default those themselves.
+        renew: is called before each step and the evaluation, to give `reference` the weights.
+    """
+    reference = masters if reference is None else reference
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, masters)]
+    for step in range(3):
+        renew()
+        gradients = [gradients_of(reference, each, step) for each in range(world)]
+        loss = next_token_loss(model, *token_batch(rank, step))
+        loss.backward()
+        assert torch.equal(loss, gradients[rank][0])
+        means = mean([by_name for _, by_name in gradients])
+        for name, param in model.named_parameters():
+            assert torch.equal(param.grad.full_tensor(), means[name]), name
+        for name, param in masters.named_parameters():
+            param.grad = means[name]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, expected in zip(model.parameters(), masters.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), expected)
+    renew()
+    with torch.no_grad():
+        assert torch.equal(*[next_token_loss(each.eval(), *token_batch(rank, 3)) for each in (model, reference)])
+
+
 def trains_as_one_that_rounds(rank, world, policy, rows=1, **options):
     """Three steps and an evaluation of a sharded decoder have the bits of a model that rounds by itself.
 
@@ -148,31 +182,14 @@ def trains_as_one_that_rounds(rank, world, policy, rows=1, **options):
     model = sharded(policy, shard_placement_fn=placed, **options)
     masters, reference = plain(), plain()
     ranks = Ranks(groups_of(model), policy.reduce and Wire(policy.reduce, BLOCK), world, policy.error_feedback, rows)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, masters)]
 
     def renew():
         reference.load_state_dict(masters.state_dict())
         if policy.gather:
             round_weights(reference, Wire(policy.gather, BLOCK))
 
-    for step in range(3):
-        renew()
-        gradients = [gradients_of(reference, each, step) for each in range(world)]
-        loss = next_token_loss(model, *token_batch(rank, step))
-        loss.backward()
-        assert torch.equal(loss, gradients[rank][0])
-        own = [by_name for _, by_name in gradients]
-        mean = ranks.mean(own) if policy.reduce else {n: sum([each[n] for each in own]) / world for n in own[0]}
-        for name, param in model.named_parameters():
-            assert torch.equal(param.grad.full_tensor(), mean[name]), name
-        for name, param in masters.named_parameters():
-            param.grad = mean[name]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for ours, expected in zip(model.parameters(), masters.parameters(), strict=True):
-        assert torch.equal(ours.full_tensor(), expected)
-    renew()
-    with torch.no_grad():
-        assert torch.equal(*[next_token_loss(each.eval(), *token_batch(rank, 3)) for each in (model, reference)])
+    def mean(own):
+        return ranks.mean(own) if policy.reduce else {n: sum([each[n] for each in own]) / world for n in own[0]}
+
+    assert_trains_alike(rank, world, model, masters, mean, reference, renew)
     return model

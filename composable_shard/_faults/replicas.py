@@ -18,6 +18,7 @@ from .. import _debug
 from .._comm.mesh import compute_device, default_device_type
 from .._comm.own_groups import own_group
 from .._errors import RankMismatchError, ShardConfigValueError
+from .._plan.text import first_names
 from .._torch.core import without_dispatch_modes
 from .._torch.distributed import local_tensor
 from .settings import put_sharded_state, sharded_state_of
@@ -229,10 +230,9 @@ def _difference(group: dist.ProcessGroup, values: list[_Value]) -> str:
     other = next(rank for rank, each in enumerate(all_prints) if each != all_prints[0])
     one, two = dict(all_prints[0]), dict(all_prints[other])
     differing = [name for name in dict.fromkeys([*one, *two]) if one.get(name) != two.get(name)]
-    shown = ", ".join(_shown(name, one, two) for name in differing[:_NAMED])
-    more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+    shown = first_names([_shown(name, one, two) for name in differing], _NAMED)
     return (
-        f"ranks {ranks[0]} and {ranks[other]} do not have alike: {shown}{more}. Seed and load all ranks alike, or call "
+        f"ranks {ranks[0]} and {ranks[other]} do not have alike: {shown}. Seed and load all ranks alike, or call "
         "broadcast_state(model) to give all of them what the first rank has"
     )
 

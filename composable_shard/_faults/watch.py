@@ -18,10 +18,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,8 +48,34 @@ _JOINED_S = 5.0
 _VAIN_S = 0.5  # a wait that lasts longer may be in vain
 _TAG, _NEVER_SENT = 0x7FFF_0001, 0x7FFF_0002  # of messages that never come
 _QUIET_S = 1.5  # a rank of which nothing is heard for longer may have ended
+_ENDED, _DESTROYED = "has ended", "has destroyed its process groups"  # how a rank leaves in order
+_OUTPUT = "look at its output, and start the job again from a checkpoint"
+_BATCHES = f"if it had fewer batches than the others, give all ranks equally many; else {_OUTPUT}"
 _OF_BACKEND = {"TIMEOUT": "a collective timed out"}  # by what NCCL's reports
 _OF_NETWORK = ("onnection", "losed", "imed out", "timeout", "reset by peer", "roken pipe", "gloo")  # in errors of waits
+
+
+class _Left(NamedTuple):
+    """A rank that has left.
+
+    Attributes:
+        place: of its ledger, at which it has left.
+        why: its error, `_ENDED` or `_DESTROYED`.
+        sign: its last sign of life.
+    """
+
+    place: int
+    why: str
+    sign: bytes
+
+    @property
+    def in_order(self) -> bool:
+        """Whether it has not failed, as far as is known."""
+        return self.why in (_ENDED, _DESTROYED)
+
+    def __str__(self) -> str:
+        action = f"after action {self.place - 1}"
+        return f"{self.why} {action}" if self.in_order else f"failed {action} ({self.why})"
 
 
 class _Ear:
@@ -64,7 +91,7 @@ class _Ear:
         self.store = another_client(ledger.store)  # a connection of its own: the other one's waits are long
         self.heard = self.missed = 0
         self.asked: set[int] = set()
-        self.left: dict[int, tuple[int, str]] = {}  # by index of a rank: its place, and why
+        self.left: dict[int, _Left] = {}  # by index of a rank
         self.signs: dict[int, tuple[bytes, float]] = {}
         self.looks = 0
         self.broken_at = self.searched_since = 0.0
@@ -116,7 +143,7 @@ class _Ear:
             self.asked.add(int(rest))
         elif kind == "left":
             rank, place, why = rest.split("|", 2)
-            self.left[int(rank)] = int(place), why
+            self.left[int(rank)] = _Left(int(place), why, self._sign(int(rank)))
 
     def _look_for_lost(self, own: Ledger, failed: str) -> None:
         """This rank waits: is there another one that will never come?"""
@@ -134,18 +161,22 @@ class _Ear:
     def _look_for_left(self, own: Ledger) -> bool:
         """Has a rank failed before it came to where this one waits?"""
         at = own.place + own.asks  # who asks is about to do what it asks for
-        for rank, (place, why) in self.left.items():
-            if rank != own.rank and at > place > own.left_at:
-                self._lost(own, rank, f"has left the step: {why}", place)
+        for rank, left in self.left.items():
+            if rank != own.rank and at > left.place > own.left_at and not self._is_back(rank, left):
+                self._lost(own, rank, str(left), _BATCHES if left.in_order else _OUTPUT)
                 return True
         return False
+
+    def _is_back(self, rank: int, left: _Left) -> bool:
+        """Whether a rank that had destroyed its process groups has made them again, in the same store."""
+        return left.why == _DESTROYED and self._sign(rank) != left.sign
 
     def _look_for_signs(self, own: Ledger, failed: str, longest_s: float) -> None:
         signs = self._signs(own)
         now = time.monotonic()
         for rank, (sign, seen) in signs.items():
             if now - seen > longest_s:
-                self._lost(own, rank, f"has given no sign of life for {now - seen:.0f} s", *_place_of(sign))
+                self._lost(own, rank, f"has given no sign of life for {now - seen:.0f} s{_known_of(sign)}")
                 return
         if ("imed out" in failed or "imeout" in failed) and now - self.searched_since > longest_s:
             self._late(own, signs)
@@ -161,7 +192,7 @@ class _Ear:
                 try:
                     own.group.recv([torch.zeros(1)], rank, _NEVER_SENT)
                 except RuntimeError:
-                    self._lost(own, rank, "has closed its connections", *_place_of(sign))
+                    self._lost(own, rank, f"has closed its connections{_known_of(sign)}")
                     return True
         return False
 
@@ -170,20 +201,21 @@ class _Ear:
         now = time.monotonic()
         self.searched_since = self.searched_since or now
         for rank in range(own.world):
-            key = f"sign/{rank}"
             if rank != own.rank:
-                sign = self.store.get(key) if self.store.check([key]) else b"0|0|"
+                sign = self._sign(rank)
                 if self.signs.get(rank, (None, 0.0))[0] != sign:
                     self.signs[rank] = sign, now
         return self.signs
 
-    def _lost(self, own: Ledger, index: int, why: str, place: int, last: str = "") -> None:
-        rank = own.ranks[index]
+    def _sign(self, rank: int) -> bytes:
+        key = f"sign/{rank}"
+        return self.store.get(key) if self.store.check([key]) else b"0|0|"
+
+    def _lost(self, own: Ledger, index: int, what: str, advice: str = _OUTPUT) -> None:
         own.poison(
             PeerLostError,
-            f"rank {rank} {why}; its last known action is {_known(place, last)}; rank {own.ranks[own.rank]} waits in "
-            f"{_last(own)}. Training cannot go on without rank {rank}: look at its output, and start the job "
-            "again from a checkpoint",
+            f"rank {own.ranks[index]} {what}; rank {own.ranks[own.rank]} waits for it in {_last(own)}. Training cannot "
+            f"go on without that rank: {advice}",
             self.store,
         )
 
@@ -191,12 +223,17 @@ class _Ear:
         behind = {own.ranks[rank]: _place_of(sign) for rank, (sign, _) in signs.items()}
         late = {rank: (place, last) for rank, (place, last) in behind.items() if place < own.place}
         if late:
-            did = "; ".join(f"rank {rank}'s last known action is {_known(*at)}" for rank, at in late.items())
+            did = "; ".join(
+                f"rank {rank} has come no further than action {place - 1} ({last})"
+                if place
+                else f"rank {rank} has done nothing yet"
+                for rank, (place, last) in late.items()
+            )
             own.poison(
                 RankMismatchError,
                 f"not all ranks came to action {own.place - 1}, {own.last}, within {own.limit:.0f} s: {did}. All ranks "
                 "must run the same modules; a rank that runs a forward, a save or a full_tensor alone keeps the "
-                "others waiting",
+                "others waiting, and so does one that has fewer batches",
                 self.store,
             )
 
@@ -275,11 +312,9 @@ def _last(own: Ledger) -> str:
     return f"action {own.place - 1} ({own.last})"
 
 
-def _known(place: int, last: str) -> str:
-    """The number of the action before a place, and in brackets what it was, if that is known."""
-    if place < 1:
-        return "none"
-    return f"{place - 1}" + (f" ({last})" if last else "")
+def _known_of(sign: bytes) -> str:
+    place, last = _place_of(sign)
+    return f"; the last that is known of it is action {place - 1} ({last})" if place else ""
 
 
 def _place_of(sign: bytes) -> tuple[int, str]:
@@ -295,7 +330,7 @@ class _Watcher:
         self._failed = ""
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
-        self._why = "ended"  # this process has ended
+        self._why = _ENDED
         self._interrupts = Interrupts()
         self._dump = Dump()
 
@@ -323,7 +358,9 @@ class _Watcher:
             is_stuck = self._interrupts.came_while_waiting()
             for ear in self._ears:
                 self._look(ear, is_stuck)
-        for own in self.ledgers():  # here, as from Python 3.12 on no thread can be started while an interpreter ends
+        for own in [
+            ear.ledger for ear in self._ears
+        ]:  # here, as from Python 3.12 on no thread can be started while an interpreter ends
             with suppress(Exception):
                 own.end(self._why)
 
@@ -331,6 +368,7 @@ class _Watcher:
         own = ear.ledger
         try:
             if not exists(own.group):
+                own.end(_DESTROYED)
                 raise RuntimeError("it was destroyed")
             ear.look(own, self._failed)
             ear.end_vain_waits(own, is_stuck)
@@ -391,11 +429,9 @@ class _Watcher:
             self._why = f"{type(raised).__name__}: {raised}"
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(_ANSWERED_S)
+            self._thread.join(_JOINED_S)  # a thread that comes back to an interpreter that is gone ends the process
         if raised is not None:
             self.failed(self._why)
-        if self._thread is not None:
-            self._thread.join(_JOINED_S)  # a thread that comes back to an interpreter that is gone ends the process
 
     def forked(self) -> None:
         """This is a child process: the connections are its parent's."""
@@ -418,3 +454,18 @@ def ledger_of(group: dist.ProcessGroup, device: torch.device) -> Ledger:
     ledger = Ledger(group, device, WATCHER.spread)
     WATCHER.add(ledger)
     return ledger
+
+
+def together(what: str, ranks: Collection[int]) -> None:
+    """All of these ranks are about to do something together that belongs to no model: "save a checkpoint", say.
+
+    Every process group of ours that lies within these ranks compares it, in an order that is the same on all of them.
+    One that cannot go on is left out: what it had to say has been raised before.
+
+    Raises:
+        RankMismatchError: some are about to do something else, on all ranks.
+        PeerLostError: another rank is lost.
+    """
+    for ledger in sorted(WATCHER.ledgers(), key=lambda each: each.group.group_name):
+        if ledger.fault is None and {*ledger.ranks} <= {*ranks}:
+            ledger.issue(what)

@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._errors import ShardConfigStateError
 from .._memory.offload import in_memory
+from .._plan.text import first_names
 from .._torch.core import HANDLES, has_side_effect, tree_tensors
 from .faces import LEAF_OF
 from .param import SHARDED_IN
@@ -108,20 +109,14 @@ def _check_are_of_the_model(params: Sequence[torch.Tensor]) -> None:
             old.append(getattr(param, SHARDED_IN))
     if copies:
         raise ShardConfigStateError(
-            f"the optimizer holds unsharded copies of {_some(copies)}, which get no gradients; "
+            f"the optimizer holds unsharded copies of {first_names(copies, _NAMED)}, which get no gradients; "
             "build it before the first forward, or after reshard()"
         )
     if old:
         raise ShardConfigStateError(
-            f"the optimizer holds {_some(old)} as they were before fully_shard, and would train nothing; "
+            f"the optimizer holds {first_names(old, _NAMED)} as they were before fully_shard, and would train nothing; "
             "build it after sharding, from model.parameters()"
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    """Names, of which the first are enough where there are many."""
-    more = len(names) - _NAMED
-    return ", ".join(names) if more < 2 else f"{', '.join(names[:_NAMED])} and {more} more"
 
 
 def _avoid_mixed_lists(group: dict[str, Any]) -> None:

@@ -106,8 +106,8 @@ class ShardedParam:
     """
 
     __slots__ = (
-        "__weakref__", "_cut", "carried", "dim", "fqn", "hooks", "keeps_dtype", "module", "parallel", "rows", "shape",
-        "sharded",
+        "__weakref__", "_cut", "_whole", "carried", "dim", "fqn", "hooks", "keeps_dtype", "module", "parallel", "rows",
+        "shape", "sharded",
     )  # fmt: skip
 
     def __init__(self, fqn: str, sharded: nn.Parameter, cut: Cut, shape: tuple[int, ...]) -> None:
@@ -117,8 +117,22 @@ class ShardedParam:
         self.carried = None if cut.carried is None else cut.carried.of(sharded)
         self.module: weakref.ref[nn.Module] | None = None
         self.hooks = ParamHooks()
+        self._whole: weakref.ref[nn.Parameter] | None = None
         self.fix_sizes()
         _all.add(self)
+
+    def replace(self, whole: nn.Parameter) -> None:
+        """It takes the place of this parameter, which an optimizer may still hold: both bear its name, for errors."""
+        self._whole = weakref.ref(whole)
+        self.rename(self.fqn)
+
+    def rename(self, fqn: str) -> None:
+        """Give it this name."""
+        self.fqn = fqn
+        whole = self._whole() if self._whole is not None else None
+        for tensor in (self.sharded, whole):
+            if tensor is not None:
+                tensor.__dict__[SHARDED_IN] = fqn
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
         sharded = self.sharded

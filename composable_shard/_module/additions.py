@@ -7,7 +7,7 @@ would train it, because nobody would average its gradients.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from operator import is_
 from typing import Any, NamedTuple
@@ -101,6 +101,7 @@ class WatchedEntries(ModuleEntries):
         super().__init__(places, params)
         self.claim: Callable[[nn.Module], None] | None = None
         self._tops = tops
+        self._prefixes = [""] * len(tops)  # of names within each top, once the root is known
         self._others = others
         self._seen = _Seen(tops)
         self._allows_unmanaged = False
@@ -109,6 +110,11 @@ class WatchedEntries(ModuleEntries):
     def allow_unmanaged(self) -> None:
         """Accept parameters that nobody shards."""
         self._allows_unmanaged = True
+
+    def name_modules(self, names: Mapping[int, str]) -> None:
+        """Name the call's modules in errors as the root does."""
+        known = [names.get(id(top.params), "") for top in self._tops]
+        self._prefixes = [f"{name}." if name else "" for name in known]
 
     def adopt(self) -> bool:
         """Follow parameters that have moved, refuse new ones that would train, then do what `ModuleEntries.adopt` does.
@@ -152,7 +158,7 @@ class WatchedEntries(ModuleEntries):
         places = {(id(params), name) for entries in family for params, name, _ in entries.places}
         idle = {*map(id, self._idle)}
         seen = self._seen.names()
-        for prefix, module, (own, _) in _below(self._tops):
+        for prefix, module, (own, _) in _below(self._tops, self._prefixes):
             known = seen.get(id(own), ())
             for name, param in own.items():
                 is_new = param is not None and (name not in known or id(param) in idle)
@@ -193,14 +199,21 @@ class WatchedEntries(ModuleEntries):
             each.move([place for entries, _, place in moved if entries is each])
 
 
-def _below(tops: Sequence[Top]) -> Iterator[tuple[str, nn.Module | None, Top]]:
+def _below(tops: Sequence[Top], prefixes: Iterable[str] = repeat("")) -> Iterator[tuple[str, nn.Module | None, Top]]:
     """The modules of `tops` and all below that no other call has sharded.
+
+    Args:
+        tops: where to begin.
+        prefixes: of the names within each of them; by default none.
 
     Yields:
         the prefix of its parameters' names, the module (None for one of `tops`), and what it holds.
     """
     seen: set[int] = set()
-    to_do: list[tuple[str, nn.Module | None, Top]] = [("", None, top) for top in reversed(tops)]
+    to_do: list[tuple[str, nn.Module | None, Top]] = [
+        (prefix, None, top) for prefix, top in zip(prefixes, tops, strict=False)
+    ]
+    to_do.reverse()
     while to_do:
         prefix, module, top = to_do.pop()
         if id(top.params) in seen:

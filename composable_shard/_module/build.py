@@ -60,7 +60,7 @@ class _Tree:
             first.setdefault(id(param), name)
         for state in self.states:
             for held in state.declaration.params:
-                held.fqn = first.get(id(held.sharded), held.fqn)
+                held.rename(first.get(id(held.sharded), held.fqn))
 
     def transports(self, runs: bool = False) -> dict[ShardState, Transports]:
         """The transports of each group; `runs` as for a `TransportCache`."""
@@ -148,10 +148,12 @@ class _Tree:
 
         An engine of another root, which has not run, may have unsharded them.
         """
+        names = {id(module._parameters): name for name, module in reversed(self.modules)}
         recurrent = [module for _, module in self.modules if vars(module).get("_flat_weights_names")]
         for state in self.states:
             state.release()
             state.entries.keep_lists(recurrent)
+            state.entries.name_modules(names)
             state.entries.adopt()
 
     def set_holders(self) -> None:

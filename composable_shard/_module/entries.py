@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, is_, setitem
 from typing import Any, NamedTuple
 
@@ -75,6 +75,9 @@ class ModuleEntries:
             for module in of_ours
             if module._parameters.keys() >= {*vars(module)["_flat_weights_names"]}
         ]
+
+    def name_modules(self, names: Mapping[int, str]) -> None:
+        """Modules have these names in the root, by id of their `_parameters`; here nothing asks for them."""
 
     def follow(self) -> None:
         """Do what `adopt` does, while Dynamo traces.

@@ -8,10 +8,11 @@ from types import TracebackType
 from torch import nn
 
 from .._group.group import ParamGroup
+from .._plan.text import first_names
 
 _WORDS = "got mixed torch.Tensor and DTensor"  # of torch, for an operator that was given both
+_NAMED = 3  # weights or buffers that a note names
 _TITLE = "sharded at this point:"
-_MOST_NAMED = 3
 
 
 def explain_sharded_read(error: BaseException, groups: Sequence[ParamGroup]) -> None:
@@ -46,7 +47,7 @@ def explain_meta_buffers(error: BaseException, module: nn.Module, is_root: bool)
         return
     if names := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
         error.add_note(
-            f"still on the meta device: {_few(names)} (buffers). A load fills only what the files hold, and so no "
+            f"still on the meta device: {first_names(names, _NAMED)} (buffers). A load fills only what the files hold, and so no "
             "buffers that are not persistent: give these their values as the model's constructor does. "
             "model.to_empty(device=...) makes room for them; call it before the load, for it empties all weights"
         )
@@ -75,12 +76,8 @@ def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:
 
 def _note(names: list[str], reader: nn.Module) -> str:
     return (
-        f"{_TITLE} {_few(names)}, which {type(reader).__name__} could read. A weight is whole only while the module "
-        "runs that fully_shard was called on for it. Call that module instead of reading its weights; or do not call "
-        "fully_shard on it, so that its weights belong to a module around it; or call its unshard() before"
+        f"{_TITLE} {first_names(names, _NAMED)}, which {type(reader).__name__} could read. A weight is whole only "
+        "while the module runs that fully_shard was called on for it. Call that module instead of reading its weights; "
+        "or do not call fully_shard on it, so that its weights belong to a module around it; or call its unshard() "
+        "before"
     )
-
-
-def _few(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -122,6 +122,12 @@ def _edges(schedule: Schedule) -> dict[str, str]:
     return edges
 
 
+def first_names(names: Sequence[str], most: int) -> str:
+    """Names for a message: all of them, or the first `most` and how many more there are, if that is more than one."""
+    more = len(names) - most
+    return ", ".join(names) if more < 2 else f"{', '.join(names[:most])} and {more} more"
+
+
 def mib(nbytes: int) -> str:
     """Bytes in MiB."""
     return f"{nbytes / 2**20:.2f} MiB"

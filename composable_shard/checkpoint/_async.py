@@ -17,9 +17,9 @@ from .._memory.disk import is_mapped
 from ._format.manifest import NAME, SavedFile
 from ._format.writing import FileLayout, stage
 from ._io.process import WriterProcess
-from ._pending import PendingSave, background
+from ._pending import PendingSave, RunningSave, background
 from ._ranks import Ranks
-from ._save import Prepared, Request, finish, prepare, prune, see, write_own
+from ._save import Prepared, Request, finish, prepare, prune, remove, see, write_own
 from ._store import RankLostError, StoreRanks, can_talk
 
 
@@ -65,6 +65,7 @@ def async_save(
         CheckpointError: the save before this one has failed; besides, what `save` raises before it writes.
     """
     ranks = Ranks(process_group)
+    ranks.meet("save a checkpoint")
     writer = background().writer
 
     def asked() -> Request:
@@ -80,8 +81,9 @@ def async_save(
         stage(layout, writer.buffer(layout.size))
 
     prepared = prepare(ranks, asked, state, copy)
-    pending = PendingSave(step, prepared.layout.size, progress)
+    pending = RunningSave(step, prepared.layout.size, progress)
     beside: StoreRanks | None = None
+    thread: threading.Thread | None = None
     try:
         beside = StoreRanks(process_group, prepared.attempt.partial.name)
         beside.start()
@@ -92,6 +94,8 @@ def async_save(
     except BaseException as error:  # the other ranks find this one silent, or are told
         if beside is not None:
             beside.give_up(error)
+        if ranks.rank == 0 and thread is None:  # else the thread may be about to commit, or removes it itself
+            remove(prepared.attempt)
         pending.fail(error)
         raise
     background().hold(pending)
@@ -102,7 +106,7 @@ def _has_state_on_disk(layout: FileLayout) -> bool:
     return any(is_mapped(part.box.local) for part in layout.parts)
 
 
-def _written_now(pending: PendingSave, prepared: Prepared) -> Callable[[], SavedFile]:
+def _written_now(pending: RunningSave, prepared: Prepared) -> Callable[[], SavedFile]:
     """Write this rank's file; gives what gives the file, or raises what went wrong, when all ranks ask for it."""
     outcome: Future[SavedFile] = Future()
     try:
@@ -113,7 +117,7 @@ def _written_now(pending: PendingSave, prepared: Prepared) -> Callable[[], Saved
     return outcome.result
 
 
-def _run(pending: PendingSave, ranks: StoreRanks, prepared: Prepared, write: Callable[[], SavedFile]) -> None:
+def _run(pending: RunningSave, ranks: StoreRanks, prepared: Prepared, write: Callable[[], SavedFile]) -> None:
     """Have the file written, commit with the other ranks, and note how that went."""
     with contextlib.suppress(Exception), ranks.alive():
         try:
@@ -136,7 +140,7 @@ def _finish(ranks: StoreRanks, prepared: Prepared, write: Callable[[], SavedFile
     return path
 
 
-def _write(pending: PendingSave, prepared: Prepared, writer: WriterProcess) -> SavedFile:
+def _write(pending: RunningSave, prepared: Prepared, writer: WriterProcess) -> SavedFile:
     layout, request = prepared.layout, prepared.request
     try:
         size, blocks = writer.write(
@@ -156,7 +160,7 @@ def _at_once(
 ) -> PendingSave:
     """Save before the call returns: in a simulated world, whose ranks are threads that take turns."""
     prepared = prepare(ranks, asked, state)
-    pending = PendingSave(prepared.request.step, prepared.layout.size, progress)
+    pending = RunningSave(prepared.request.step, prepared.layout.size, progress)
     path = finish(ranks, prepared, lambda: write_own(prepared))
     prune(ranks, prepared.request)
     pending.advance(prepared.layout.size)

@@ -60,6 +60,7 @@ def import_dcp(
         CheckpointUnsafeError: a pickle asks for more than DCP's own classes, or files are links or lie elsewhere.
     """
     ranks = Ranks(process_group)
+    ranks.meet("load a checkpoint of DCP")
     where = Path(path)
     names = None if isinstance(state, nn.Module) else tuple(state)
     stored = ranks.first_alone(lambda: read_stored(where, names))
@@ -96,6 +97,7 @@ def export_dcp(
         CheckpointError: it could not be written; the directory is then absent.
     """
     ranks = Ranks(process_group)
+    ranks.meet("export a checkpoint of DCP")
     directory = Path(path)
     partial = ranks.first_alone(lambda: begin(directory))
     try:

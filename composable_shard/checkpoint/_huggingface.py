@@ -143,6 +143,7 @@ def import_safetensors(
         CheckpointUnsafeError: links, or names that lead outside of the directory.
     """
     ranks = Ranks(process_group)
+    ranks.meet("import weights")
     model = unwrapped(model)
     where = Path(path)
     _check_renaming(rename, adapter)

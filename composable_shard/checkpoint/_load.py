@@ -81,8 +81,10 @@ def load(
         CheckpointMismatchError: names, shapes, dtypes or the number of ranks do not fit; it lists them.
         CheckpointCorruptError: files are missing, or not as they were written; it names them.
         CheckpointUnsafeError: links, or names that lead outside of the directory.
+        RankMismatchError: one of the ranks does something else, as trains on; on all ranks.
     """
     ranks = Ranks(process_group)
+    ranks.meet("load a checkpoint")
     root, said = ranks.together_and_tell(
         lambda: _checked(directory, step),
         lambda root: {"directory": str(root), "step": step, "strict": strict, "cast": cast, "verify": verify},

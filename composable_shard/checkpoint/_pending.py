@@ -66,6 +66,10 @@ class PendingSave:
         assert self._path is not None
         return self._path
 
+
+class RunningSave(PendingSave):
+    """The same save for those who write it."""
+
     def advance(self, written: int) -> None:
         """Note how many bytes are written."""
         self._written = written
@@ -104,9 +108,9 @@ class Background:
 
     def __init__(self) -> None:
         self.writer = WriterProcess()
-        self.pending: PendingSave | None = None
+        self.pending: RunningSave | None = None
 
-    def hold(self, pending: PendingSave) -> None:
+    def hold(self, pending: RunningSave) -> None:
         """Keep the save that goes on now."""
         self.pending = pending
 

@@ -19,6 +19,7 @@ from .._errors import (
     ShardConfigTypeError,
     ShardConfigValueError,
 )
+from .._faults.watch import together
 
 _T = TypeVar("_T")
 _U = TypeVar("_U")
@@ -48,6 +49,18 @@ class Ranks:
         self.size = dist.get_world_size(group) if together else 1
         if self.rank < 0:
             raise ShardConfigValueError("process_group: this process is not in it; call with a group that it is in")
+
+    def meet(self, what: str) -> None:
+        """All ranks are about to do this: see that none does something else, which would keep the others waiting.
+
+        It is known of ranks that have run a sharded model together, of others nothing is said.
+
+        Raises:
+            RankMismatchError: on all ranks, one does something else.
+            PeerLostError: on all that are left, one is lost.
+        """
+        if self.size > 1:
+            together(what, dist.get_process_group_ranks(self._group))
 
     def gather(self, value: _T) -> list[_T]:
         """Every rank's value, by rank, on every rank; values are plain Python data."""

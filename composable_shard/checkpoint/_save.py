@@ -71,8 +71,10 @@ def save(
         CheckpointMismatchError: ranks save other steps, other names or other values.
         CheckpointError: a file could not be written; it says on which rank, and why. The checkpoints that were there
             are unharmed.
+        RankMismatchError: one of the ranks does something else, as trains on; on all ranks.
     """
     ranks = Ranks(process_group)
+    ranks.meet("save a checkpoint")
     prepared = prepare(ranks, lambda: Request.of(directory, step, overwrite, checksum, keep), state)
     path = finish(ranks, prepared, lambda: write_own(prepared))
     prune(ranks, prepared.request)
@@ -176,7 +178,7 @@ def prepare(
         layout, attempts = ranks.together_and_tell(lay, lambda _: attempt)
     except BaseException:
         if attempt is not None:
-            _remove(attempt)
+            remove(attempt)
         raise
     first = attempts[0]
     assert first is not None
@@ -185,7 +187,8 @@ def prepare(
     return Prepared(request, first, layout, known)
 
 
-def _remove(attempt: commits.Attempt) -> None:
+def remove(attempt: commits.Attempt) -> None:
+    """Remove what a save that has failed has written; what cannot be removed is left to `prune`, and never loaded."""
     with contextlib.suppress(OSError):
         files.remove_tree(attempt.partial)
 
@@ -249,7 +252,7 @@ def _removed_if_it_fails(ranks: Ranks, attempt: commits.Attempt) -> Iterator[Non
         yield
     except BaseException:
         if ranks.rank == 0:
-            _remove(attempt)
+            remove(attempt)
         raise
 
 

@@ -64,7 +64,7 @@ class StoreRanks(Ranks):
         self._ended.set()
         if self.size > 1:
             with contextlib.suppress(RuntimeError):
-                self._store.compare_set(self._failed, "", f"rank {self.rank}: {error}")
+                self._store.compare_set(self._failed, "", f"rank {self.rank}: {str(error) or type(error).__name__}")
 
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:
@@ -78,7 +78,7 @@ class StoreRanks(Ranks):
             limit = LOST_AFTER_S
         except BaseException as error:
             with contextlib.suppress(RuntimeError):
-                self._store.compare_set(self._failed, "", f"rank {self.rank}: {error}")
+                self._store.compare_set(self._failed, "", f"rank {self.rank}: {str(error) or type(error).__name__}")
             raise
         finally:
             self._ended.set()

@@ -149,8 +149,6 @@ def _accelerator(
     )
 
 
-# Teraflops without sparsity, of tensor cores (TF32 for float32); NVLink or PCIe within, a network card for each device
-# outside. Memory is what is left beside the context of the driver.
 KNOWN = {
     "h100": _accelerator("H100 SXM 80 GB, NVLink, 400 Gb/s", 78.5, 989, 495, 3.35, 450, 50),
     "h100-96gb": _accelerator("H100 SXM 96 GB HBM2e, NVLink, 400 Gb/s", 94.5, 884, 442, 2.4, 450, 50),
@@ -160,3 +158,9 @@ KNOWN = {
     "l40s": _accelerator("L40S 48 GB, PCIe 4.0, 100 Gb/s", 44.0, 362, 183, 0.864, 25, 12.5),
     "rtx4090": _accelerator("RTX 4090 24 GB, PCIe 4.0, 25 Gb/s", 23.0, 165, 82, 1.01, 25, 3.1),
 }
+"""Machines by the name of their accelerator, as `composable-shard advise` takes them.
+
+They are made from data sheets: operations per second without sparsity, on tensor cores (TF32 for float32); NVLink or
+PCIe within a node, a network card for each device outside. Memory is what is left beside the context of the driver. For
+a machine that you have, `composable-shard measure-links` measures the links.
+"""

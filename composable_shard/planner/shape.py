@@ -156,3 +156,4 @@ NAMED = {
     "llama2-7b": Shape(32, 4096, 32, 32000, 4096, hidden=11008),
     "qwen2.5-7b": Shape(28, 3584, 28, 152064, 8192, 4, 18944),
 }
+"""Shapes of known decoders by name, as `composable-shard advise` takes them for a model."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from composable_shard._plan.plan import ShardPlan
 from composable_shard._plan.schedule import ROOT_NAME, Kind
-from composable_shard._plan.text import mib, table
+from composable_shard._plan.text import first_names, mib, table
 from composable_shard._plan.waits import Cause, Wait
 from composable_shard.report._changes import Change
 from composable_shard.report._measured import GroupSeconds, Measured
@@ -73,9 +73,7 @@ def _name(fqn: str) -> str:
 
 
 def _names(fqns: Sequence[str]) -> str:
-    distinct = [_name(fqn) for fqn in dict.fromkeys(fqns)]
-    more = len(distinct) - _NAMED
-    return ", ".join(distinct) if more < 2 else f"{', '.join(distinct[:_NAMED])} and {more} more"
+    return first_names([_name(fqn) for fqn in dict.fromkeys(fqns)], _NAMED)
 
 
 # ---- the whole

@@ -25,6 +25,11 @@ from composable_shard.checkpoint import _async, _store
 from composable_shard.checkpoint._pending import background
 
 
+def test_what_a_save_shows_users_is_how_far_it_is_and_what_came_of_it():
+    shown = {name for name in dir(checkpoint.PendingSave) if not name.startswith("_")}
+    assert shown == {"done", "progress", "result"}
+
+
 def names(directory):
     return sorted(each.name for each in Path(directory).iterdir())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 import composable_shard as cs
 from _offloading import assert_same, decoder, train
-from _pool import distributed
+from _pool import distributed, more
 from checkpoint.test_async import names
 from checkpoint.test_save_and_load import content
 from composable_shard import checkpoint
@@ -46,6 +47,30 @@ def test_a_save_in_the_background_is_that_of_the_call_though_its_files_change_at
     assert content(other).keys() == expected.keys()
     train(other["model"], other["optimizer"], range(2, 4), rank)
     assert_same((state["model"], state["optimizer"]), (other["model"], other["optimizer"]))
+
+
+@pytest.mark.parametrize("interrupted", [0, more(1)])
+@distributed(world=2)
+def test_ctrl_c_while_the_call_writes_leaves_no_folder_and_the_latest_as_it_was(rank, world, tmp_path, interrupted):
+    state = made(tmp_path, rank)
+    first = checkpoint.async_save(tmp_path / "saved", state, step=2).result(60)
+
+    def interrupt(written, total):
+        [partial] = (tmp_path / "saved").glob(".step-*")
+        while len(names(partial)) < world:  # the other rank writes, too
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    if rank == interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.async_save(tmp_path / "saved", state, step=3, progress=interrupt)
+    else:
+        with pytest.raises(cs.CheckpointError, match=f"rank {interrupted}: KeyboardInterrupt"):
+            checkpoint.async_save(tmp_path / "saved", state, step=3).result(60)
+    dist.barrier()  # rank 0 has removed it by now
+    assert names(tmp_path / "saved") == ["LATEST", first.name]
+    assert checkpoint.latest(tmp_path / "saved") == 2
+    assert checkpoint.async_save(tmp_path / "saved", state, step=4).result(60).name == "step-00000004"
 
 
 @distributed(world=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 
 import pytest
 import torch
@@ -153,7 +154,29 @@ def show_full_parameters_alone(run):
     run.forward()
 
 
+def save_alone(run):
+    if run.rank:
+        cs.checkpoint.save(tempfile.mkdtemp(), {"model": run.model}, step=1)
+    run.forward()
+
+
+def save_in_the_background_alone(run):
+    if run.rank:
+        cs.checkpoint.async_save(tempfile.mkdtemp(), {"weight": torch.zeros(2)}, step=1)
+    run.forward()
+
+
+def load_where_the_other_saves(run):
+    if run.rank:
+        cs.checkpoint.load(tempfile.mkdtemp(), {"model": run.model})
+    cs.checkpoint.save(tempfile.mkdtemp(), {"model": run.model}, step=1)
+    run.forward()
+
+
 CASES = {
+    save_alone: r"rank 0 is about to begin a forward of model \d+ .* rank 1 to save a checkpoint \(",
+    save_in_the_background_alone: r"begin a forward of model \d+ .* rank 1 to save a checkpoint \(",
+    load_where_the_other_saves: r"rank 0 is about to save a checkpoint, and rank 1 to load a checkpoint \(.*forward",
     gather_the_full_state_alone: r"begin a forward of model \d+ .* rank 1 to gather the full state of model \d+ \(",
     gather_the_full_state_of_an_optimizer_alone: "rank 1 to gather the full state of an optimizer of model",
     show_full_parameters_alone: "rank 1 to gather full parameters of model",
@@ -162,7 +185,7 @@ CASES = {
     evaluate_alone: r"begin a forward of model \d+ \(train, .* begin a forward of model \d+ \(no_grad",
     skip_an_evaluation: r"begin a forward of model \d+ \(no_grad, .* begin a forward of model \d+ \(train",
     run_one_micro_batch_more: r"begin a forward of model \d+ \(train.* begin a forward of model \d+ \(train, no sync",
-    try_again_alone: "have different plans|do different things|has left the step: IndexError",
+    try_again_alone: "have different plans|do different things|failed after action .*IndexError",
     skip_a_step: "rank 0 is about to begin a forward .* rank 1 to step an optimizer",
     gather_alone: "rank 1 to gather blocks.1",
     set_reshard_alone: "have different plans: group blocks.1: reshard after forward -> after backward",

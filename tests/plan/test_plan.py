@@ -18,6 +18,7 @@ from _models import Block, Stack, shard_blocks, shard_lists, shard_nested, shard
 from _pool import POOL, distributed, simulated
 from composable_shard import MixedPrecisionPolicy, Record, last_record, make_plan, shard_by_class
 from composable_shard._plan.plan import replan
+from composable_shard._plan.text import first_names
 
 # Jobs run in the workers; what they return is compared with goldens here, where these can be rewritten.
 
@@ -382,3 +383,11 @@ def test_parameters_have_the_names_that_their_root_gives_them(rank, world):
     model = fully_shard(checkpoint_wrapper(nn.Linear(4, 4)))
     assert [name for name, _ in model.named_parameters()] == ["weight", "bias"]
     assert [param.fqn for group in make_plan(model).groups for param in group.params] == ["weight", "bias"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(1, "a"), (3, "a, b, c"), (4, "a, b, c, d"), (5, "a, b, c and 2 more"), (7, "a, b, c and 4 more")],
+)
+def test_long_lists_of_names_are_cut_where_that_saves_more_than_one(count, text):
+    assert first_names("abcdefg"[:count], 3) == text

@@ -10,6 +10,7 @@ import tempfile
 from importlib import import_module
 from pathlib import Path
 
+import griffe
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +58,20 @@ def test_the_reference_has_every_public_name():
         torchs = {word for word in re.findall(r"`(\w+)`", text) if word in public(module)} - set(shown)
         assert set(shown) | torchs == public(module), page
         assert all(getattr(module, each).__module__.startswith("torch.") for each in torchs), page
+
+
+def test_public_data_has_a_docstring():
+    package = griffe.load("composable_shard", search_paths=[ROOT])
+    for page in SPACES:
+        name, module = space(page)
+        data = [each for each in public(module) if not callable(getattr(module, each))]
+        lacking = [each for each in data if not griffe_member(package, f"{name}.{each}").has_docstring]
+        assert lacking == [], page
+
+
+def griffe_member(package, name):
+    member = package[name.removeprefix("composable_shard.")]
+    return member.final_target if member.is_alias else member
 
 
 def test_every_public_namespace_has_a_page_of_reference():

@@ -15,8 +15,8 @@ from _low_bits import (
     BLOCK,
     Ranks,
     arrived_at_random,
+    assert_trains_alike,
     by_piece,
-    gradients_of,
     groups_of,
     plain,
     round_weights,
@@ -205,22 +205,7 @@ def test_between_replicas_alone_steps_have_the_bits_of_a_model_that_rounds_sums(
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     model, reference = sharded(CommPolicy(replicas=form, block=BLOCK), mesh=mesh), plain()
     replicas = Replicas(groups_of(model), Wire(form, BLOCK), shape)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, reference)]
-    for step in range(3):
-        gradients = [gradients_of(reference, each, step) for each in range(world)]
-        loss = next_token_loss(model, *token_batch(rank, step))
-        loss.backward()
-        assert torch.equal(loss, gradients[rank][0])
-        mean = replicas.mean([by_name for _, by_name in gradients])
-        for name, param in model.named_parameters():
-            assert torch.equal(param.grad.full_tensor(), mean[name]), name
-        for name, param in reference.named_parameters():
-            param.grad = mean[name]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    with torch.no_grad():
-        assert torch.equal(*[next_token_loss(each.eval(), *token_batch(rank, 3)) for each in (model, reference)])
+    assert_trains_alike(rank, world, model, reference, replicas.mean)
 
 
 # ---- numbers that hardly fit, and shards without any

@@ -13,6 +13,7 @@ from types import TracebackType
 import torch
 
 from ..._errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointUnsafeError
+from ..._plan.text import first_names
 from .._io import files
 from .._io.digests import BLOCK, digest
 from .boxes import Box, boxes_of
@@ -326,4 +327,4 @@ def _keys(manifest: Manifest, name: str, block: int) -> str:
         for key, tensor in manifest.tensors.items()
         if any(p.file == name and p.begin < end and begin < p.end for p in tensor.pieces)
     ]
-    return "its header" if not keys else ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+    return first_names(keys, 3) if keys else "its header"

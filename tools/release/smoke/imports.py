@@ -12,26 +12,34 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-import composable_shard
-
 EXTRAS = {"matplotlib", "pytest", "rich", "safetensors", "xxhash"}
 
 
-def main(expected: str) -> int:
-    folder = Path(composable_shard.__file__).parent
-    assert folder.is_relative_to(sys.prefix), f"imported from {folder}, which is not in {sys.prefix}"
-    assert composable_shard.__version__ == version("composable-shard") == expected, composable_shard.__version__
-    assert (folder / "py.typed").is_file(), "the marker of types is missing"
+def import_everything() -> tuple[int, int]:
+    """Import all modules of the package; gives how many there are, and how many lack an extra."""
+    import composable_shard
+
     names = [each.name for each in pkgutil.walk_packages(composable_shard.__path__, "composable_shard.")]
-    lacking = {}
+    lacking = 0
     for name in (each for each in names if not each.endswith(".__main__")):
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name not in EXTRAS:
                 raise
-            lacking[name] = error.name
-    print(f"{len(names)} modules of {composable_shard.__version__}, {len(lacking)} of them for extras")
+            lacking += 1
+    return len(names), lacking
+
+
+def main(expected: str) -> int:
+    import composable_shard
+
+    folder = Path(composable_shard.__file__).parent
+    assert folder.is_relative_to(sys.prefix), f"imported from {folder}, which is not in {sys.prefix}"
+    assert composable_shard.__version__ == version("composable-shard") == expected, composable_shard.__version__
+    assert (folder / "py.typed").is_file(), "the marker of types is missing"
+    count, lacking = import_everything()
+    print(f"{count} modules of {composable_shard.__version__}, {lacking} of them for extras")
     return 0
 
 
