@@ -143,12 +143,13 @@ class Actions:
         """Install a group's unsharded parameters as leaves, without autograd history."""
         if (entries := group.entries()) is None:
             return
+        entries.take_freezing()
         leaves = group.leaves()
         for index, leaf in enumerate(leaves):
             if leaf.requires_grad and "_watched" not in leaf.__dict__:
                 leaf.__dict__["_watched"] = True
                 self._watch_leaf(leaf, group, index)
-        entries.show(leaves)
+        entries.lend(leaves)
 
     def _show_again(self, use: Use, outputs: Outputs) -> None:
         """Install the outputs of a use's node again, for a recomputation; leaves where there is no node.
@@ -270,6 +271,8 @@ class Actions:
             adopted |= entries is not None and entries.adopt()
             if group.phase is SHARDED or group.running:
                 continue
+            if entries is not None:
+                entries.take_freezing()
             kept = waiting or group.pinned or not group.settings.current.reshard_after_backward
             if adopted or not kept or group.is_stale():
                 self.drop(group)
@@ -416,7 +419,7 @@ class Actions:
             self._act(Kind.SHRINK, group, group.shrink)
             self.history.lasted(group.layout.weight_bytes)  # for a moment weights and pieces were both live
             if (entries := group.entries()) is not None:
-                entries.show(group.pieces())
+                entries.lend(group.pieces())
         if not (self.pool.arena.keeps_idle or self.pool.backward) and self.order.all_have_begun():
             self.pool.rest()  # also where the loss is made within the root's forward
 

@@ -99,6 +99,12 @@ class Entries(Protocol):
     def show(self, tensors: Sequence[torch.Tensor]) -> None:
         """Install these tensors, in the order of the group's parameters, instead of the sharded ones."""
 
+    def lend(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Install leaf parameters, which users may freeze and unfreeze in the place of the sharded ones."""
+
+    def take_freezing(self) -> None:
+        """Freeze and unfreeze the sharded parameters as users have done with the leaves that are installed."""
+
     def hide(self) -> None:
         """Install the sharded parameters again."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from operator import is_, setitem
+from operator import attrgetter, is_, setitem
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from .._group.faces import LEAF_OF
 from .._group.param import ShardedParam, run_all
 
 _setitem: Callable[[dict[str, Any], str, Any], None] = setitem
+_requires_grad = attrgetter("requires_grad")
 
 Place = tuple[dict[str, nn.Parameter | None], str, int]  # a module's `_parameters`, a name there, and the index
 
@@ -57,6 +58,7 @@ class ModuleEntries:
         self._columns = _Columns.of(places)
         self._shards = [param.sharded for param in params]
         self._installed: Sequence[torch.Tensor] = self._shards
+        self._lent: list[bool] = []  # whether each leaf that is installed required a gradient when it was
         self._recurrent: list[weakref.ref[nn.Module]] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -85,6 +87,9 @@ class ModuleEntries:
 
     def show(self, tensors: Sequence[torch.Tensor], traced: bool = False) -> None:
         """Install these tensors; with `traced`, one by one, which Dynamo can trace."""
+        if self._lent and not traced:
+            self.take_freezing()
+            self._lent = []
         self.shown = True
         self._installed = tensors
         if traced:
@@ -102,6 +107,20 @@ class ModuleEntries:
         if self.shown:
             self.show(self._shards, traced)
             self.shown = False
+
+    def lend(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Install leaf parameters, which users may freeze and unfreeze in the place of the sharded ones."""
+        self.show(leaves)
+        self._lent = list(map(_requires_grad, leaves))
+
+    def take_freezing(self) -> None:
+        """Freeze and unfreeze the sharded parameters as users have done with the leaves that are installed."""
+        if not self._lent or (now := list(map(_requires_grad, self._installed))) == self._lent:
+            return
+        for shard, trains, lent in zip(self._shards, now, self._lent, strict=True):
+            if trains != lent:
+                shard.requires_grad_(trains)
+        self._lent = now
 
     def installed(self, index: int) -> torch.Tensor:
         """The installed tensor of a parameter, by index."""
