@@ -278,8 +278,8 @@ def _hooks_for(engine: Engine, group: ParamGroup | None, stays: bool) -> context
 def _hooks_of_recomputation(state: ShardState) -> contextlib.AbstractContextManager[Any] | None:
     """The saved-tensor hooks of a recomputation past our `__call__`, whose caller has set none.
 
-    A reentrant checkpoint sets none. One that is not reentrant counts what is saved in it, by hooks of its own, and must
-    find as much as in the forward, in which its hooks were within ours.
+    A reentrant checkpoint sets none. One that is not reentrant counts what is saved in it, by hooks of its own, and
+    must find as much as in the forward, in which its hooks were within ours.
     """
     if state.bound is None or active_saved_tensors_hooks() is not None:
         return None
