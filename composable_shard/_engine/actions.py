@@ -144,6 +144,7 @@ class Actions:
         """Install a group's unsharded parameters as leaves, without autograd history."""
         if (entries := group.entries()) is None:
             return
+        entries.take_over()
         leaves = group.leaves()
         for index, leaf in enumerate(leaves):
             if leaf.requires_grad and WATCHED not in leaf.__dict__:

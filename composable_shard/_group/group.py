@@ -100,7 +100,10 @@ class Entries(Protocol):
         """Install these tensors, in the order of the group's parameters, instead of the sharded ones."""
 
     def lend(self, leaves: Sequence[torch.Tensor]) -> None:
-        """The same for leaves, which users may freeze, thaw or hook: `show`, `hide` and `adopt` take that over."""
+        """Install leaves, which users may freeze, thaw or hook in the place of the sharded parameters."""
+
+    def take_over(self) -> None:
+        """Do to the sharded parameters what users have done to the leaves; `show`, `hide` and `adopt` do it, too."""
 
     def hide(self) -> None:
         """Install the sharded parameters again."""

@@ -92,8 +92,8 @@ class ModuleEntries:
 
     def show(self, tensors: Sequence[torch.Tensor], traced: bool = False) -> None:
         """Install these tensors; with `traced`, one by one, which Dynamo can trace."""
-        if self._lent and not traced:
-            self._take_over()
+        if not traced:
+            self.take_over()
             self._lent = []
         self.shown = True
         self._installed = tensors
@@ -108,12 +108,15 @@ class ModuleEntries:
                 list_anew(module)
 
     def lend(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Install leaves, for users to freeze, thaw or hook: `adopt`, `show` and `hide` do the same to the sharded."""
+        """Install leaves, which users may freeze, thaw or hook in the place of the sharded parameters."""
         self.show(leaves)
         self._lent = list(map(_requires_grad, leaves))
         self._handles_seen = HANDLES.of_others()
 
-    def _take_over(self) -> None:
+    def take_over(self) -> None:
+        """Do to the sharded parameters what users have done to the leaves that are installed, if any are."""
+        if not self._lent:
+            return
         before, self._lent = self._lent, list(map(_requires_grad, self._installed))
         if self._lent != before:
             for param, was, wanted in zip(self.params, before, self._lent, strict=True):
@@ -181,8 +184,7 @@ class ModuleEntries:
             ShardConfigStateError: an entry is gone, or has no DTensor with the shape, mesh and placements of the old
                 one.
         """
-        if self._lent:
-            self._take_over()
+        self.take_over()
         if self.shown or self._hold(self._shards):
             changed, self.converted = self.converted, False
             return changed

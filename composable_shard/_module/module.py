@@ -35,6 +35,7 @@ from .._group.saved_tensors import PLAIN, saved_weights, weights_in_place
 from .._torch.compiler import put_rng_states_before_meshes
 from .._torch.core import (
     HANDLES,
+    active_saved_tensors_hooks,
     address_of,
     any_global_hook,
     apart_from_checkpoints,
@@ -111,9 +112,13 @@ class FSDPModule(Methods):
         call goes on here, because the original call has been through our `__call__`.
         """
         state: ShardState = self.__dict__[STATE]
-        if state.way is EAGER and not state.calls and (torch.compiler.is_compiling() or current_backward() < 0):
+        call = super()._call_impl  # type: ignore[misc]
+        if state.way is not EAGER or state.calls:
+            return call(*args, **kwargs)
+        if torch.compiler.is_compiling() or current_backward() < 0:
             return self(*args, **kwargs)
-        return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
+        with _hooks_of_recomputation(state) or _NO_HOOKS:
+            return call(*args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         state: ShardState = self.__dict__[STATE]
@@ -269,6 +274,17 @@ def _hooks_for(engine: Engine, group: ParamGroup | None, stays: bool) -> context
     if engine.active and _saved_none(engine, group):
         return None
     return weights_in_place(engine) if stays else saved_weights(engine)
+
+
+def _hooks_of_recomputation(state: ShardState) -> contextlib.AbstractContextManager[Any] | None:
+    """The saved-tensor hooks of a recomputation past our `__call__`, whose caller has set none.
+
+    A reentrant checkpoint sets none. One that is not reentrant counts what is saved in it, by hooks of its own, and
+    must find as much as in the forward, in which its hooks were within ours.
+    """
+    if state.bound is None or active_saved_tensors_hooks() is not None:
+        return None
+    return _hooks_for(state.bound.engine, state.bound.group, state.declaration.settings.current.keep_storage)
 
 
 def _needs_storage(module: nn.Module, bound: Bound) -> ShardConfigStateError:

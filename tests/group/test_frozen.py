@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -76,21 +75,43 @@ def test_freezing_and_thawing_between_steps_is_exact(rank, world):
     check_parity(Case(model=Stack, train=train), rank, world)
 
 
-@pytest.mark.parametrize(("world", "reshard"), [(1, True), (2, False), more(2, True), more(4, 2)])
-@distributed(world=None)
-def test_freezing_and_thawing_what_a_forward_has_left_whole_is_exact(rank, world, reshard):
-    """A forward without a backward comes first, after which the root's parameters at least are not sharded."""
+GATHERED = {"unshard": None, "root": None, "kept": False, "few": 2}  # how weights are kept: `reshard_after_forward`
+LOST = "torch's FSDP2 forgets what was frozen or thawed on unsharded parameters"
+
+
+@pytest.mark.parametrize("gathered", GATHERED)
+@distributed(world=4)
+def test_freezing_and_thawing_while_weights_are_gathered_is_exact(rank, world, gathered):
+    def shard(model, fully_shard):
+        for block in model.blocks:
+            fully_shard(block, reshard_after_forward=GATHERED[gathered])
+        return fully_shard(model)
 
     def train(run):
-        run.model(*run.batch())
+        if run.step and not run.reference:
+            if gathered == "unshard":
+                run.model.unshard()
+                run.model.blocks[1].unshard()
+            else:
+                run.model(*run.batch())  # no backward follows
+        frozen = {1: ("blocks.1.up", "inp"), 2: ("head",), 3: ("blocks.1.down",)}.get(run.step, ("nothing",))
         for name, param in run.model.named_parameters():
-            if name.startswith("inp") or name.endswith("up.weight"):
-                param.requires_grad_(run.step % 2 == 0)
+            param.requires_grad_(not name.startswith(frozen))
         return plain_step(run)
 
-    shard = partial(shard_blocks, reshard_after_forward=reshard)
-    why = "FSDP2 leaves such a parameter without a gradient, and says that it requires one"
-    check_parity(Case(model=Stack, shard=shard, train=train, fsdp2=False, why=why), rank, world)
+    check_parity(Case(model=Stack, shard=shard, train=train, steps=5, fsdp2=False, why=LOST), rank, world)
+
+
+@distributed(world=2)
+def test_what_is_frozen_or_thawed_between_forward_and_backward_stays_so(rank, world):
+    def train(run):
+        loss = run.loss()
+        for name, param in run.model.named_parameters():
+            param.requires_grad_(not name.startswith("head" if run.step % 2 else "inp"))
+        run.backward(loss)
+        return loss
+
+    check_parity(Case(model=Stack, train=train, steps=5, fsdp2=False, why=LOST), rank, world)
 
 
 class Probe(torch.autograd.Function):

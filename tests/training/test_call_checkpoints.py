@@ -222,6 +222,17 @@ def test_in_mixed_precision_and_with_frozen_blocks(rank, world):
     compare(rank, frozen, shard_each)
 
 
+@pytest.mark.parametrize("shard", [shard_each, shard_parts])
+@pytest.mark.parametrize("kind", ["ReentrantBlock", more("CheckpointedBlock"), more("BoundBlock")])
+@distributed(world=2)
+def test_with_frozen_groups_between_trained_ones(rank, world, kind, shard):
+    plain = build(KINDS[kind])
+    plain.blocks[-1].requires_grad_(False)
+    for name, param in plain.blocks[0].named_parameters():  # with `shard_parts`, all that is left to the block's group
+        param.requires_grad_(name.startswith("attention"))
+    compare(rank, plain, shard)
+
+
 @distributed(world=2)
 def test_a_recomputation_that_fails_leaves_nothing_behind(rank, world):
     class FailingError(Exception):
