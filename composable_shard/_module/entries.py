@@ -92,7 +92,7 @@ class ModuleEntries:
 
     def show(self, tensors: Sequence[torch.Tensor], traced: bool = False) -> None:
         """Install these tensors; with `traced`, one by one, which Dynamo can trace."""
-        if not traced:
+        if self._lent and not traced:
             self.take_over()
             self._lent = []
         self.shown = True

@@ -48,8 +48,8 @@ def explain_meta_buffers(error: BaseException, module: nn.Module, is_root: bool)
     if names := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
         error.add_note(
             f"still on the meta device: {first_names(names, _NAMED)} (buffers). A load fills only what the "
-            "files hold, and so no buffers that are not persistent: give these their values as the model's constructor does. "
-            "model.to_empty(device=...) makes room for them; call it before the load, for it empties all weights"
+            "files hold, and so no buffers that are not persistent: give these their values as the model's constructor "
+            "does. model.to_empty(device=...) makes room for them; call it before the load, for it empties all weights"
         )
 
 

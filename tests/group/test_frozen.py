@@ -11,7 +11,7 @@ import torch.nn as nn
 from _engines import fully_shard
 from _models import Stack, shard_blocks, shard_lists, shard_nested, vectors
 from _parity import Case, check_parity, plain_step
-from _pool import distributed, more
+from _pool import distributed
 
 
 def frozen_stack(*prefixes):
