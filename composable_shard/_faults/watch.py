@@ -358,11 +358,10 @@ class _Watcher:
             is_stuck = self._interrupts.came_while_waiting()
             for ear in self._ears:
                 self._look(ear, is_stuck)
-        for own in [
-            ear.ledger for ear in self._ears
-        ]:  # here, as from Python 3.12 on no thread can be started while an interpreter ends
+        # Here, as from Python 3.12 on no thread can be started while an interpreter ends.
+        for ear in self._ears:
             with suppress(Exception):
-                own.end(self._why)
+                ear.ledger.end(self._why)
 
     def _look(self, ear: _Ear, is_stuck: bool) -> None:
         own = ear.ledger
