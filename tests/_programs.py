@@ -65,10 +65,8 @@ class Decoder(Transformer):
         self.around: bool | None = None
         self.left_out = self.twice = -1
 
-    def forward(self, tokens: Tensor, prompt: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        if prompt is not None:
-            x = x + prompt
         for number, block in enumerate(self.blocks):
             for _ in range(0 if number == self.left_out else 2 if number == self.twice else 1):
                 x = called(self.around, block, x, self.cos, self.sin)
@@ -95,8 +93,8 @@ def tokens_of(rank: int, step: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (2, LENGTH), generator=generator)
 
 
-def loss_of(model: nn.Module, tokens: Tensor, prompt: Tensor | None = None) -> Tensor:
-    logits = model(tokens, prompt)
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(tokens)
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -249,7 +247,7 @@ class Program:
         self._assert_same(Tensor.detach)
 
     def evaluate(self) -> None:
-        """A forward, with a graph or without, of which nothing follows; a prompt that wants a gradient, sometimes."""
+        """A forward, with a graph or without, after which no backward follows."""
         around = self.random.choice((torch.no_grad, torch.inference_mode, contextlib.nullcontext))
         self.said.append(f"evaluate under {around.__name__}")
         tokens = tokens_of(self.rank, 9000 + self.step)

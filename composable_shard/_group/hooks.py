@@ -65,22 +65,23 @@ class ParamHooks:
 
     def take_over(self, leaf: torch.Tensor, sharded: torch.Tensor) -> None:
         """Let the sharded parameter have the hooks that users have registered on an unsharded copy, a leaf."""
-        for held, taken in zip(
-            (self._on_tensor, self._on_accumulated), take_gradient_hooks(leaf, leaf.__dict__.get(WATCHED)), strict=True
-        ):
-            if taken is not None:
-                held.append(taken)
+        self._hold(take_gradient_hooks(leaf, but=leaf.__dict__.get(WATCHED)))
         self.give_back(sharded)
 
     def take(self, sharded: torch.Tensor) -> bool:
         """Take the hooks that users have registered since the last call from autograd; returns whether any are held."""
-        for held, taken in zip((self._on_tensor, self._on_accumulated), take_gradient_hooks(sharded), strict=True):
-            if taken is not None:
-                held.append(taken)
+        self._hold(take_gradient_hooks(sharded))
         self._look_at_node(sharded)
         if self._node:
             self._node.take()
         return bool(self._on_tensor or self._on_accumulated or self._node)
+
+    def _hold(self, taken: tuple[dict[int, Hook] | None, dict[int, Hook] | None]) -> None:
+        on_tensor, on_accumulated = taken
+        if on_tensor is not None:
+            self._on_tensor.append(on_tensor)
+        if on_accumulated is not None:
+            self._on_accumulated.append(on_accumulated)
 
     def _look_at_node(self, sharded: torch.Tensor) -> None:
         if self._node is not None and self._node.is_of(sharded):

@@ -168,23 +168,11 @@ class WatchedEntries(ModuleEntries):
     def _check_managed(self, added: dict[str, nn.Parameter]) -> None:
         trained = [name for name, param in added.items() if _trains(param)]
         if trained and not self._allows_unmanaged:
-            around = self._name_of_top()
-            trained = [around + name for name in trained]
             raise ShardConfigStateError(
                 f"parameters {', '.join(trained)}: were added after fully_shard, so nobody shards them or reduces "
                 "their gradients; call fully_shard on the module that was added, or, if you average their gradients "
                 "yourself, do so in post-accumulate hooks, or call allow_unmanaged_parameters() on the model"
             )
-
-    def _name_of_top(self) -> str:
-        """The FQN of the call's module with a dot, as that of its first parameter begins; empty where none tells."""
-        if len(self._tops) == 1:
-            for prefix, _, (own, _) in _below(self._tops):
-                for name, param in own.items():
-                    if (index := self.index_of(param)) is not None:
-                        fqn = self.params[index].fqn
-                        return fqn.removesuffix(prefix + name) if fqn.endswith(prefix + name) else ""
-        return ""
 
     def _follow_moved(self, moved: Sequence[tuple[ModuleEntries, nn.Module | None, Place]]) -> None:
         """Parameters, each of some entries, were put into other modules: note these, and the places there."""
@@ -210,10 +198,9 @@ def _below(tops: Sequence[Top], prefixes: Iterable[str] = repeat("")) -> Iterato
         the prefix of its parameters' names, the module (None for one of `tops`), and what it holds.
     """
     seen: set[int] = set()
-    to_do: list[tuple[str, nn.Module | None, Top]] = [
-        (prefix, None, top) for prefix, top in zip(prefixes, tops, strict=False)
-    ]
-    to_do.reverse()
+    to_do: list[tuple[str, nn.Module | None, Top]] = []
+    for prefix, top in zip(prefixes, tops, strict=False):
+        to_do.insert(0, (prefix, None, top))
     while to_do:
         prefix, module, top = to_do.pop()
         if id(top.params) in seen:

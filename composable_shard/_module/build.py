@@ -308,7 +308,6 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
         check_root(root)
     tree = _Tree(root)
     tree.check_ready()
-    tree.name_params()  # for errors of what follows
     tree.install_shards()
     tree.name_params()
     asked = [state.declaration for state in tree.states]

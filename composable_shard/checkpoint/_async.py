@@ -99,7 +99,7 @@ def async_save(
         pending.fail(error)
         raise
     background().hold(pending)
-    return pending
+    return PendingSave(pending)
 
 
 def _has_state_on_disk(layout: FileLayout) -> bool:
@@ -165,4 +165,4 @@ def _at_once(
     prune(ranks, prepared.request)
     pending.advance(prepared.layout.size)
     pending.succeed(path)
-    return pending
+    return PendingSave(pending)

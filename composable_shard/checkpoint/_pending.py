@@ -15,16 +15,18 @@ from .._errors import CheckpointError
 from ._io.process import WriterProcess
 
 
-class PendingSave:
-    """A save that goes on while training does; `async_save` gives it.
+class RunningSave:
+    """A save that goes on, for those who write it.
 
-    Attributes:
+    Args:
         step: that it saves.
+        total: bytes that this rank is to write.
+        progress: called with the bytes written so far and with `total`, whenever more are written.
     """
 
     def __init__(self, step: int, total: int, progress: Callable[[int, int], None] | None = None) -> None:
         self.step = step
-        self._written, self._total = 0, total
+        self.written, self.total = 0, total
         self._tell = progress
         self._ended = threading.Event()
         self._path: Path | None = None
@@ -33,49 +35,14 @@ class PendingSave:
 
     def __repr__(self) -> str:
         state = "failed" if self._error is not None else "done" if self.done() else "goes on"
-        return f"PendingSave(step={self.step}: {state}, {self._written} of {self._total} bytes written)"
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Bytes that this rank has written, and those that it is to write."""
-        return self._written, self._total
-
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._ended.is_set()
-
-    def result(self, timeout: float | None = None) -> Path:
-        """Wait for the end.
-
-        Args:
-            timeout: how many seconds to wait at most; by default as long as it takes.
-
-        Returns:
-            the path of the checkpoint, which is committed.
-
-        Raises:
-            CheckpointError: it has failed; on all ranks, and the checkpoints that were there are unharmed.
-            TimeoutError: it goes on.
-        """
-        if not self._ended.wait(timeout):
-            written, total = self.progress
-            raise TimeoutError(f"the save of step {self.step} goes on: {written:,} of {total:,} bytes are written")
-        if self._error is not None:
-            self._raised = True
-            raise self._error
-        assert self._path is not None
-        return self._path
-
-
-class RunningSave(PendingSave):
-    """The same save for those who write it."""
+        return f"PendingSave(step={self.step}: {state}, {self.written} of {self.total} bytes written)"
 
     def advance(self, written: int) -> None:
         """Note how many bytes are written."""
-        self._written = written
+        self.written = written
         if self._tell is not None:
             try:
-                self._tell(written, self._total)
+                self._tell(written, self.total)
             except Exception as error:
                 self._tell = None
                 print(f"composable_shard: progress was told no more, as {self!r} raised {error!r}", file=sys.stderr)
@@ -90,12 +57,67 @@ class RunningSave(PendingSave):
         self._error = error
         self._ended.set()
 
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def result(self, timeout: float | None) -> Path:
+        """See `PendingSave.result`."""
+        if not self._ended.wait(timeout):
+            raise TimeoutError(
+                f"the save of step {self.step} goes on: {self.written:,} of {self.total:,} bytes are written"
+            )
+        if self._error is not None:
+            self._raised = True
+            raise self._error
+        assert self._path is not None
+        return self._path
+
     @property
     def unseen(self) -> BaseException | None:
         """The error that nobody was told of; it is waited for, and asking counts as telling."""
         self._ended.wait()
         error, self._raised = None if self._raised else self._error, True
         return error
+
+
+class PendingSave:
+    """A save that goes on while training does; `async_save` gives it."""
+
+    def __init__(self, running: RunningSave) -> None:
+        self._running = running
+
+    def __repr__(self) -> str:
+        return repr(self._running)
+
+    @property
+    def step(self) -> int:
+        """The step that it saves."""
+        return self._running.step
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes that this rank has written, and those that it is to write."""
+        return self._running.written, self._running.total
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._running.done()
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait for the end.
+
+        Args:
+            timeout: how many seconds to wait at most; by default as long as it takes.
+
+        Returns:
+            the path of the checkpoint, which is committed.
+
+        Raises:
+            CheckpointError: it has failed; on all ranks, and the checkpoints that were there are unharmed.
+            TimeoutError: it goes on.
+        """
+        return self._running.result(timeout)
 
 
 class Background:

@@ -27,7 +27,7 @@ from composable_shard.checkpoint._pending import background
 
 def test_what_a_save_shows_users_is_how_far_it_is_and_what_came_of_it():
     shown = {name for name in dir(checkpoint.PendingSave) if not name.startswith("_")}
-    assert shown == {"done", "progress", "result"}
+    assert shown == {"done", "progress", "result", "step"}
 
 
 def names(directory):

@@ -326,7 +326,8 @@ def test_late_adapters_evaluate_and_are_refused_where_they_begin_to_train(rank, 
     assert_alike(torch.inference_mode)
     for _ in range(2):
         with pytest.raises(
-            cs.ShardConfigStateError, match=rf"blocks.0.attention.q.lora_a.default.weight, .*v\.lora_b.*{ADDED}"
+            cs.ShardConfigStateError,
+            match=rf"parameters blocks.0.attention.q.lora_a.default.weight, .*v\.lora_b.*{ADDED}",
         ) as caught:
             models["ours"](*token_batch(rank, 3))
         assert "lora_b.default.weight, blocks.0.attention.v.lora_a" not in str(caught.value), "that one is frozen"
