@@ -334,6 +334,7 @@ PASSED_ON = {
     "Actions.ahead": "Actions.parameters_changed",
     "Engine.end_backward_by_hand": "Job.finish",
     "GroupGradients.give_hooks_back": "no wait: hooks",
+    "ParamHooks.take_over": "no wait: hooks",
     "Review.begin": "no wait: a place in the record",
     "RankOrdered._share_sum": "gloo, whose handles the host waits for",
     "Roll.is_full": "the host, before a vote",
