@@ -14,6 +14,7 @@ import torch.distributed as dist
 from _accelerate_on_cpu import fsdp2_on_cpu
 from swift.pipelines.train import SwiftPretrain, SwiftRLHF, SwiftSft
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -127,13 +128,18 @@ def trains(run: Run, words: list[str], command: Any = SwiftSft, name: str = "") 
 
     made = Command(words)
     made.main()
-    for module in made.trainer.model.modules():  # torch leaves some gathered after an evaluation
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard(made.trainer.model)
     run.sharded(made.trainer.model, f"sharded{name}")
     run.note(f"training{name}", curve(made.trainer))
     run.weights(made.trainer.model, f"weights{name}")
     return made.trainer
+
+
+def reshard(model: nn.Module) -> None:
+    """Torch leaves some modules gathered after an evaluation."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def curve(trainer: Any) -> list[dict[str, Any]]:
@@ -228,6 +234,7 @@ def lora_saves(run: Run) -> None:
 def dpo(run: Run) -> None:
     words = arguments(run, {"activation_checkpointing": False}, dataset=preferences(run), rlhf_type="dpo")
     trainer = trains(run, words, SwiftRLHF)
+    reshard(trainer.ref_model)
     run.sharded(trainer.ref_model, "sharded reference")
     run.weights(trainer.ref_model, "reference")
 
@@ -242,7 +249,7 @@ def kto(run: Run) -> None:
     def one(source: random.Random) -> dict[str, Any]:
         return {"messages": said(source), "label": source.random() < 0.6}
 
-    words = arguments(run, dataset=written(run, "judged.jsonl", one), rlhf_type="kto", per_device_train_batch_size=4)
+    words = arguments(run, dataset=written(run, "judged.jsonl", one), rlhf_type="kto", gradient_accumulation_steps=1)
     trains(run, words, SwiftRLHF)
 
 
