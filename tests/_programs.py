@@ -149,6 +149,9 @@ class Program:
 
     Attributes:
         said: what it has done so far, for messages.
+        roots_blocks: whether parts of blocks belong to the root. If that reshards after forward, a checkpoint cannot
+            recompute them for a loss of their own, before the root's output has a gradient: torch's error, as under
+            FSDP2.
     """
 
     def __init__(self, seed: int, rank: int, world: int) -> None:
@@ -173,6 +176,7 @@ class Program:
             options["offload_policy"] = cs.CPUOffloadPolicy()
         cut = self.random.choice(("blocks", "blocks", "within blocks", "pairs", "every other block"))
         self.said.append(f"shard {cut}, {options}")
+        self.roots_blocks = cut in ("within blocks", "every other block")
         for number, block in enumerate(self.model.blocks):
             if cut == "within blocks":
                 fully_shard(block.feed_forward, **options)
@@ -230,6 +234,8 @@ class Program:
         for batch in range(batches):
             self.step += 1
             backward = self.random.choice(BACKWARDS)
+            if backward is _auxiliary_first and self.roots_blocks:  # see `roots_blocks`
+                backward = _with_auxiliary
             self.said.append(f"train {batch + 1} of {batches}: {backward.__name__}, reduces last: {reduce_last}")
             self.model.set_requires_gradient_sync(batch + 1 == batches or not reduce_last)
             for rank in range(self.world):
