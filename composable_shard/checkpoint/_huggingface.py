@@ -101,8 +101,7 @@ def export_safetensors(
         ),
     )
     compare("export_safetensors", [about for about, _ in said])
-    if len({digest for _, digest in said}) > 1:
-        raise _other_tensors(ranks.gather(described))
+    _compare_tensors(ranks, described, {digest for _, digest in said})
     stem = "model" if adapter is None else "adapter_model"
     parts, index = lay_out_parts(stem, described, max_shard_size, dict(metadata or {}))
     if index is not None:
@@ -245,12 +244,21 @@ def _described(chosen: Mapping[str, Held], dtype: torch.dtype | None) -> list[De
     return described
 
 
-def _other_tensors(said: list[list[Described]]) -> CheckpointMismatchError:
-    """The error for ranks that would write other tensors than rank 0; it names the first."""
+def _compare_tensors(ranks: Ranks, described: list[Described], digests: set[bytes]) -> None:
+    """See that all ranks write the same tensors as rank 0; the error names the first that differs.
+
+    Args:
+        ranks: that write.
+        described: what this one would write.
+        digests: of what each would write.
+    """
+    if len(digests) == 1:
+        return
+    said = ranks.gather(described)
     rank, other = next((rank, other) for rank, other in enumerate(said) if other != said[0])
     pairs = itertools.zip_longest(said[0], other)
     one, two = next((one, two) for one, two in pairs if one != two)
-    return CheckpointMismatchError(
+    raise CheckpointMismatchError(
         f"export_safetensors: rank 0 writes {_in_words(one)} where rank {rank} writes {_in_words(two)}; see that "
         "`rename` gives the same names on all ranks, and that all have built and sharded the model alike"
     )
