@@ -62,13 +62,7 @@ def import_dcp(
     """
     ranks = Ranks(process_group)
     ranks.meet("load a checkpoint of DCP")
-    (where, _), said = ranks.together_and_tell(
-        lambda: (Path(path), None if isinstance(state, nn.Module) else tuple(state)),
-        lambda asked: ({"path": str(asked[0]), "strict": strict, "cast": cast, "verify": verify}, asked[1]),
-    )
-    compare("import_dcp", [about for about, _ in said])
-    wanted = [names for _, names in said if names is not None]  # by rank: some entries may be of one rank alone
-    names = {name for some in wanted for name in some} if len(wanted) == len(said) else None
+    where, names = _agreed(ranks, path, state, {"strict": strict, "cast": cast, "verify": verify})
     stored = ranks.first_alone(lambda: read_stored(where, names))
     given = {ROOT: state} if isinstance(state, nn.Module) else state
     manifest = ranks.together(lambda: _Translation(stored, given).manifest(ranks.size))
@@ -127,6 +121,22 @@ def export_dcp(
                 files.remove_tree(partial)
         raise
     return directory
+
+
+def _agreed(
+    ranks: Ranks, path: str | os.PathLike[str], state: Mapping[str, Any] | nn.Module, options: dict[str, bool]
+) -> tuple[Path, set[str] | None]:
+    """The path of an import, alike on all ranks as its options are, and the entries that any rank wants; None for all.
+
+    Entries may be of one rank alone.
+    """
+    (where, _), said = ranks.together_and_tell(
+        lambda: (Path(path), None if isinstance(state, nn.Module) else tuple(state)),
+        lambda asked: ({"path": str(asked[0]), **options}, asked[1]),
+    )
+    compare("import_dcp", [about for about, _ in said])
+    wanted = [names for _, names in said if names is not None]
+    return where, {name for names in wanted for name in names} if len(wanted) == len(said) else None
 
 
 def _kinds_in(state: Mapping[str, Any]) -> dict[str, str]:
