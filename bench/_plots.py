@@ -195,6 +195,25 @@ def figures(results: Results) -> Iterable[Panel | Curves]:
     return *panels.values(), *memory(living), regimes, waits, losses, apart
 
 
+def qlora(results: Results) -> Iterable[Panel]:
+    """Over each base the engines beside each other: an engine that has failed there has no bar."""
+    titles = {
+        "peak_mb": ("Peak memory", "MB"),
+        "kept_mb": ("Kept between two steps", "MB"),
+        "start_s": ("Start-up", "s"),
+        "tokens_s": ("Speed", "tokens / s"),
+        "communication": ("Share of communication", "of a step"),
+        "received_mb": ("Received in a step", "MB"),
+        "write_s": ("Adapters written", "s"),
+        "read_s": ("Adapters read", "s"),
+    }
+    panels = {key: Panel(*title) for key, title in titles.items()}
+    for r in results:
+        for key, figure in r["figures"].items():
+            panels[key].add(r["base"], r["engine"], figure)
+    return panels.values()
+
+
 PANELS: dict[str, Callable[[Results], Iterable[Panel | Curves]]] = {
     "overhead": overhead,
     "overlap": overlap,
@@ -202,6 +221,7 @@ PANELS: dict[str, Callable[[Results], Iterable[Panel | Curves]]] = {
     "compile": compiled,
     "memory": memory,
     "figures": figures,
+    "qlora": qlora,
 }
 
 

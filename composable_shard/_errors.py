@@ -13,7 +13,7 @@
     ├── RankMismatchError           ranks have different plans, or do different things       (also a RuntimeError)
     ├── PeerLostError               another rank has ended, failed, or cannot be reached      (also a RuntimeError)
     ├── StaleStateError             weights were changed where or when the change is lost     (also a RuntimeError)
-    ├── SavedTensorModifiedError    a saved activation was written in place before backward (also a RuntimeError)
+    ├── SavedTensorModifiedError    what backward reads was written in place before it       (also a RuntimeError)
     ├── OffloadError                state on disk that could not be written or read          (also a RuntimeError)
     ├── CheckpointError             a checkpoint that could not be written or read           (also a RuntimeError)
     │   ├── CheckpointCorruptError  ... for its files are not as they were written
@@ -116,7 +116,7 @@ class StaleStateError(ComposableShardError, RuntimeError):
 
 
 class SavedTensorModifiedError(ComposableShardError, RuntimeError):
-    """An activation that backward needs was modified in place after it had been saved."""
+    """Something that backward reads was modified in place: a saved activation, or the unsharded copy of a weight."""
 
 
 class OffloadError(ComposableShardError, RuntimeError):

@@ -7,12 +7,14 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from _decoders import Training
 from composable_shard._faults.watch import WATCHER
@@ -97,6 +99,10 @@ def draw_a_number(run):
 
 def gather_alone(run):
     next(run.model.parameters()).full_tensor()
+
+
+def save_by_torch_alone(run):
+    dcp.save({"model": run.model.state_dict()}, checkpoint_id=tempfile.mkdtemp())
 
 
 def nothing(run):

@@ -214,15 +214,19 @@ def _add_up(out: Tensor, parcels: Tensor, parts: Sequence[Part], places: _Chunks
         return numbers.part.turn, out.dtype if wide else torch.float32
 
     for (_, dtype), turn in itertools.groupby(numbers_in(parcels, parts, out.dtype), key=together):
-        every = list(turn)
-        sizes = [numbers.flat().shape[-1] for numbers in every]
-        made = torch.empty((len(parcels), sum(sizes)), dtype=dtype, device=out.device)
-        for numbers, columns in zip(every, torch.split(made, sizes, -1), strict=True):
-            numbers.fill(columns.view(numbers.values.shape))
-        total, *others = made.unbind()
-        for other in others:
-            total.add_(other)
-        places.set(out, [index for numbers in every for index in numbers.part.members], total)
+        _add_up_at_once(out, list(turn), dtype, places)
+
+
+def _add_up_at_once(out: Tensor, every: Sequence[Numbers], dtype: torch.dtype, places: _Chunks) -> None:
+    """`_add_up` of the parts of a turn, in a function of its own: its memory is free before that of the next one."""
+    sizes = [numbers.flat().shape[-1] for numbers in every]
+    made = torch.empty((len(every[0].values), sum(sizes)), dtype=dtype, device=out.device)
+    for numbers, columns in zip(every, torch.split(made, sizes, -1), strict=True):
+        numbers.fill(columns.view(numbers.values.shape))
+    total, *others = made.unbind()
+    for other in others:
+        total.add_(other)
+    places.set(out, [index for numbers in every for index in numbers.part.members], total)
 
 
 class _Around:

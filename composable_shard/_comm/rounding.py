@@ -25,7 +25,7 @@ _MOST = {"fp8": 448.0, "int8": 127.0}  # the largest number of a form
 _LEAST = torch.finfo(torch.float32).tiny  # scale: blocks of zeros need no case of their own
 _EXPONENT = 0x7F80_0000  # bits of a float32
 _NOISE = 2.0**-16  # a step of the random numbers, which have 16 bits: sums with them are exact
-_CACHED = 1 << 16  # numbers that a CPU rounds at a time
+CACHED = 1 << 16  # numbers that a CPU rounds at a time
 _FP8_LEAST, _FP8_STEPS = 2.0**-6, 2.0**-3  # e4m3: the least normal number, and the steps of a power of two
 
 
@@ -133,7 +133,7 @@ class Numbers(NamedTuple):
         """Where to round at a time: on a CPU so much that its cache holds it, which saves a third of the time."""
         dim = -1 if self.scales is None else -2
         size = self.values.shape[dim]
-        some = size if self.values.device.type != "cpu" else max(1, _CACHED * size // max(1, self.values.numel()))
+        some = size if self.values.device.type != "cpu" else max(1, CACHED * size // max(1, self.values.numel()))
         rest = (slice(None),) * (-1 - dim)
         for begin in range(0, size, max(1, some)):
             yield ..., slice(begin, begin + some), *rest

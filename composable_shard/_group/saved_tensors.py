@@ -266,15 +266,17 @@ def _restored(packed: Any) -> torch.Tensor:
 
 def _stale(bucket: Bucket) -> StaleStateError:
     return StaleStateError(
-        f"weights of the group with {', '.join(bucket.fqns)}: an optimizer or a load has changed them between "
-        "forward and backward; run backward first, or forward again after it"
+        f"weights of the group with {', '.join(bucket.fqns)}: an optimizer, a load or a write to the sharded "
+        "parameters has changed them between forward and backward; run backward first, or forward again afterwards"
     )
 
 
 def _edited(fqn: str) -> SavedTensorModifiedError:
     return SavedTensorModifiedError(
-        f"parameter {fqn}: unsharded weights, saved in forward for backward, were modified by an in-place operation "
-        "afterwards. Change the sharded parameter instead, outside of forward and backward, or compute with a copy"
+        f"parameter {fqn}: its unsharded copy was modified by an in-place operation after it had been gathered and "
+        "before backward read it: in a forward, after one, or before one by code that called unshard(). The sharded "
+        "parameter does not have that edit, so the gradient would be that of other weights. Edit the sharded parameter "
+        "instead, between two steps, or compute with an edited copy"
     )
 
 

@@ -65,6 +65,22 @@ class _Members(NamedTuple):
     rows: list[int]
 
 
+class Reduced(NamedTuple):
+    """How gradients of one dtype are reduced.
+
+    Attributes:
+        dtype: of them.
+        layout: of the reduction over the shards.
+        sent: what a rank sends to each other one there in fewer bits; None if they travel as they are.
+        between: likewise, what a replica sends to each other one.
+    """
+
+    dtype: torch.dtype
+    layout: ReduceLayout
+    sent: Parcel | None
+    between: Parcel | None
+
+
 @dataclass(frozen=True)
 class GroupPlan:
     """A group of parameters that share their collectives.
@@ -199,12 +215,20 @@ class GroupPlan:
         """Bytes that a replica sends to each other one in fewer bits; None if its gradients travel as they are."""
         if self.comm_policy.replicas is None:
             return None
-        nbytes = 0
+        return sum(
+            each.layout.numel * each.dtype.itemsize if each.between is None else each.between.nbytes
+            for each in self.reductions
+        )
+
+    @property
+    def reductions(self) -> tuple[Reduced, ...]:
+        """Of each dtype, how its gradients are reduced, and in which bits."""
+        reductions = []
         for members in self._reduced:
             dtype, layout = members.dtype, self._reduce_layout(members)
-            sent = layout.between_replicas(dtype.itemsize, self.comm_policy.wire("replicas", dtype))
-            nbytes += layout.numel * dtype.itemsize if sent is None else sent.nbytes
-        return nbytes
+            between = layout.between_replicas(dtype.itemsize, self.comm_policy.wire("replicas", dtype))
+            reductions.append(Reduced(dtype, layout, layout.parcel, between))
+        return tuple(reductions)
 
     @property
     def rounding_bytes(self) -> int:
@@ -212,11 +236,9 @@ class GroupPlan:
         kept = sum(layout.parcel.nbytes for layout in self.gather_layouts if layout.parcel is not None)
         if not self.comm_policy.error_feedback:
             return kept
-        for members in self._reduced:
-            dtype, layout = members.dtype, self._reduce_layout(members)
-            between = layout.between_replicas(dtype.itemsize, self.comm_policy.wire("replicas", dtype))
-            for sent, ranks in ((layout.parcel, self.shard_size), (between, 1)):
-                kept += 4 * ranks * _rounded(layout, sent)
+        for each in self.reductions:
+            for sent, ranks in ((each.sent, self.shard_size), (each.between, 1)):
+                kept += 4 * ranks * _rounded(each.layout, sent)
         return kept
 
     @property

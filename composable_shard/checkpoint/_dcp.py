@@ -22,7 +22,7 @@ from ._format.manifest import Manifest, SavedTensor
 from ._format.values import encode
 from ._full.tensors import Holdings, parameters_of, plain_name
 from ._io import files
-from ._ranks import Ranks
+from ._ranks import Ranks, compare
 from ._state import Stateful, leaves
 
 
@@ -58,11 +58,11 @@ def import_dcp(
         CheckpointMismatchError: names, shapes or dtypes do not fit; it lists them.
         CheckpointCorruptError: files are missing, or not as they were written; it names them.
         CheckpointUnsafeError: a pickle asks for more than DCP's own classes, or files are links or lie elsewhere.
+        RankMismatchError: one of the ranks does something else, as trains on; on all ranks.
     """
     ranks = Ranks(process_group)
     ranks.meet("load a checkpoint of DCP")
-    where = Path(path)
-    names = None if isinstance(state, nn.Module) else tuple(state)
+    where, names = _agreed(ranks, path, state, {"strict": strict, "cast": cast, "verify": verify})
     stored = ranks.first_alone(lambda: read_stored(where, names))
     given = {ROOT: state} if isinstance(state, nn.Module) else state
     manifest = ranks.together(lambda: _Translation(stored, given).manifest(ranks.size))
@@ -94,11 +94,17 @@ def export_dcp(
 
     Raises:
         ShardConfigValueError: the directory exists, or the module of an optimizer is not in the state.
+        CheckpointMismatchError: ranks export to other paths, or have other modules and optimizers in their states.
+            Other entries may be of one rank alone.
         CheckpointError: it could not be written; the directory is then absent.
+        RankMismatchError: one of the ranks does something else, as trains on; on all ranks.
     """
     ranks = Ranks(process_group)
     ranks.meet("export a checkpoint of DCP")
-    directory = Path(path)
+    directory, said = ranks.together_and_tell(
+        lambda: Path(path), lambda directory: {"path": str(directory), "state": _kinds_in(state)}
+    )
+    compare("export_dcp", said)
     partial = ranks.first_alone(lambda: begin(directory))
     try:
         content = ranks.together(lambda: _state_dicts(state))
@@ -115,6 +121,30 @@ def export_dcp(
                 files.remove_tree(partial)
         raise
     return directory
+
+
+def _agreed(
+    ranks: Ranks, path: str | os.PathLike[str], state: Mapping[str, Any] | nn.Module, options: dict[str, bool]
+) -> tuple[Path, set[str] | None]:
+    """The path of an import, alike on all ranks as its options are, and the entries that any rank wants; None for all.
+
+    Entries may be of one rank alone.
+    """
+    (where, _), said = ranks.together_and_tell(
+        lambda: (Path(path), None if isinstance(state, nn.Module) else tuple(state)),
+        lambda asked: ({"path": str(asked[0]), **options}, asked[1]),
+    )
+    compare("import_dcp", [about for about, _ in said])
+    wanted = [names for _, names in said if names is not None]
+    return where, {name for names in wanted for name in names} if len(wanted) == len(said) else None
+
+
+def _kinds_in(state: Mapping[str, Any]) -> dict[str, str]:
+    """The modules and optimizers of a state, by name, as words."""
+    kinds = {torch.optim.Optimizer: "optimizer", nn.Module: "module"}
+    return {
+        name: word for name, value in sorted(state.items()) for kind, word in kinds.items() if isinstance(value, kind)
+    }
 
 
 def _state_dicts(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import os
 import re
@@ -15,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._errors import CheckpointCorruptError, CheckpointError, ShardConfigTypeError, ShardConfigValueError
+from .._errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    ShardConfigTypeError,
+    ShardConfigValueError,
+)
 from ._exchange import ROOT, Imported, Options, aliases_of, begin, commit, fill, unwrapped
 from ._format.huggingface import Described, Part, Stored, lay_out_parts, read_stored
 from ._format.manifest import SAFETENSORS, Manifest, SavedTensor, name_of
@@ -25,7 +32,7 @@ from ._full.tensors import Held, Holdings
 from ._full.transfer import Part as Gathered
 from ._full.transfer import gathered
 from ._io import files
-from ._ranks import Ranks
+from ._ranks import Ranks, compare
 
 Rename = Callable[[str], str | None]
 
@@ -49,9 +56,9 @@ def export_safetensors(
         checkpoint.export_safetensors("out", model, dtype=torch.bfloat16, extra_files=texts)
         transformers.AutoModelForCausalLM.from_pretrained("out")
 
-    All ranks of the model call it. Rank 0 gets the full tensors, some at a time, and writes them: besides the model it
-    holds at most the bytes of the largest group, or of the largest tensor; the other ranks hold no more than their
-    shards. The directory gets its name when all of it is on disk, so that it is whole, or not there.
+    All ranks of the model call it alike. Rank 0 gets the full tensors, some at a time, and writes them: besides the
+    model it holds at most the bytes of the largest group, or of the largest tensor; the other ranks hold no more than
+    their shards. The directory gets its name when all of it is on disk, so that it is whole, or not there.
 
     Args:
         path: a directory, which does not exist yet.
@@ -71,20 +78,30 @@ def export_safetensors(
     Raises:
         ShardConfigTypeError, ShardConfigValueError: an argument is wrong, the directory exists, or a value of the model
             cannot be in such a file.
+        CheckpointMismatchError: ranks export to other paths, by other arguments or other tensors.
         CheckpointError: a tensor is on the meta device, or a file could not be written; the directory is then absent.
+        RankMismatchError: one of the ranks does something else, as trains on; on all ranks.
     """
     model = unwrapped(model)
     held = Holdings(model)
     ranks = _RanksOf(held.ranks)
-    directory = Path(path)
+    ranks.meet("export weights")
 
-    def prepare() -> tuple[dict[str, Held], list[Described], dict[str, str | bytes]]:
+    def prepare() -> tuple[Path, dict[str, Held], list[Described], dict[str, str | bytes]]:
         held.check_material("export_safetensors")
         _check_arguments(dtype, max_shard_size, rename, adapter)
         chosen = _chosen(held, _renaming(rename, adapter))
-        return chosen, _described(chosen, dtype), _checked_files(extra_files)
+        return Path(path), chosen, _described(chosen, dtype), _checked_files(extra_files)
 
-    chosen, described, extra = ranks.together(prepare)
+    (directory, chosen, described, extra), said = ranks.together_and_tell(
+        prepare,
+        lambda made: (
+            {"path": str(made[0]), "dtype": dtype, "max_shard_size": max_shard_size, "adapter": adapter},
+            hashlib.sha256(repr(made[2]).encode()).digest(),
+        ),
+    )
+    compare("export_safetensors", [about for about, _ in said])
+    _compare_tensors(ranks, described, {digest for _, digest in said})
     stem = "model" if adapter is None else "adapter_model"
     parts, index = lay_out_parts(stem, described, max_shard_size, dict(metadata or {}))
     if index is not None:
@@ -141,12 +158,16 @@ def import_safetensors(
         CheckpointMismatchError: names, shapes or dtypes do not fit; it lists them.
         CheckpointCorruptError: a header or the index contradicts itself, or a file is missing.
         CheckpointUnsafeError: links, or names that lead outside of the directory.
+        RankMismatchError: one of the ranks does something else, as trains on; on all ranks.
     """
     ranks = Ranks(process_group)
     ranks.meet("import weights")
     model = unwrapped(model)
-    where = Path(path)
-    _check_renaming(rename, adapter)
+    where, said = ranks.together_and_tell(
+        lambda: _checked_path(path, rename, adapter),
+        lambda where: {"path": str(where), "strict": strict, "cast": cast, "adapter": adapter},
+    )
+    compare("import_safetensors", said)
     stored = ranks.first_alone(lambda: read_stored(where))
     manifest = ranks.together(lambda: _manifest(Holdings(model), stored, rename, adapter))
     concerns = None if adapter is None else lambda name: _adapter_name(name, adapter) is not None
@@ -163,6 +184,11 @@ def _check_renaming(rename: Rename | None, adapter: str | None) -> None:
         raise ShardConfigValueError(f"adapter: {adapter!r} is not the name of an adapter, such as 'default'")
     if rename is not None and adapter is not None:
         raise ShardConfigValueError("rename: names of an adapter are peft's; give `rename` or `adapter`")
+
+
+def _checked_path(path: str | os.PathLike[str], rename: Rename | None, adapter: str | None) -> Path:
+    _check_renaming(rename, adapter)
+    return Path(path)
 
 
 def _renaming(rename: Rename | None, adapter: str | None) -> Rename:
@@ -218,6 +244,33 @@ def _described(chosen: Mapping[str, Held], dtype: torch.dtype | None) -> list[De
     return described
 
 
+def _compare_tensors(ranks: Ranks, described: list[Described], digests: set[bytes]) -> None:
+    """See that all ranks write the same tensors as rank 0; the error names the first that differs.
+
+    Args:
+        ranks: that write.
+        described: what this one would write.
+        digests: of what each would write.
+    """
+    if len(digests) == 1:
+        return
+    said = ranks.gather(described)
+    rank, other = next((rank, other) for rank, other in enumerate(said) if other != said[0])
+    pairs = itertools.zip_longest(said[0], other)
+    one, two = next((one, two) for one, two in pairs if one != two)
+    raise CheckpointMismatchError(
+        f"export_safetensors: rank 0 writes {_in_words(one)} where rank {rank} writes {_in_words(two)}; see that "
+        "`rename` gives the same names on all ranks, and that all have built and sharded the model alike"
+    )
+
+
+def _in_words(described: Described | None) -> str:
+    if described is None:
+        return "nothing more"
+    name, dtype, shape = described
+    return f"{name} of shape {shape} in {name_of(dtype)}"
+
+
 # --------------------------------------------------------------------------------------------------- writing
 
 
@@ -243,6 +296,7 @@ class _RanksOf(Ranks):
 
     def __init__(self, ranks: ModelRanks) -> None:
         self._ranks = ranks
+        self.everyone = ranks.everyone
         self.rank = 0 if ranks.leads else max(ranks.rank, 1)
         self.size = ranks.size
 

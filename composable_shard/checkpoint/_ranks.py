@@ -40,6 +40,7 @@ class Ranks:
     Attributes:
         rank: of this process among them.
         size: how many they are.
+        everyone: their ranks in the world.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -47,6 +48,7 @@ class Ranks:
         together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if together else 0
         self.size = dist.get_world_size(group) if together else 1
+        self.everyone = dist.get_process_group_ranks(group) if together and self.rank >= 0 else [0]
         if self.rank < 0:
             raise ShardConfigValueError("process_group: this process is not in it; call with a group that it is in")
 
@@ -60,7 +62,7 @@ class Ranks:
             PeerLostError: on all that are left, one is lost.
         """
         if self.size > 1:
-            together(what, dist.get_process_group_ranks(self._group))
+            together(what, self.everyone)
 
     def gather(self, value: _T) -> list[_T]:
         """Every rank's value, by rank, on every rank; values are plain Python data."""

@@ -55,10 +55,12 @@ class Reducing:
 
     Attributes:
         nbytes: by group.
+        passing: by group, what lives beside that while gradients are rounded or added up.
         at_once: how many reductions may be in flight.
     """
 
     nbytes: Mapping[str, int]
+    passing: Mapping[str, int]
     at_once: int
 
 
@@ -153,12 +155,12 @@ def _moments(
 
     came: set[str] = set()
 
-    def moment(activations: int) -> Bytes:
+    def moment(activations: int, passing: int = 0) -> Bytes:
         return replace(
             held,
             gradients=held.gradients + sum(waiting),
             activations=held.activations + activations,
-            communication=held.communication + sum(flying),
+            communication=held.communication + sum(flying) + passing,
         )
 
     for segment in profile.segments:
@@ -169,6 +171,8 @@ def _moments(
         if segment.direction == BACKWARD and segment.begins and segment.group:
             waiting.append(gradients.nbytes[segment.group])
             came.add(segment.group)
+            # Its gradients are there until they are in the bucket, and rounded: the operators that made them have them.
+            yield moment(segment.activations, reducing.passing[segment.group])
             flying.append(reducing.nbytes[segment.group])
     waiting.extend([nbytes for group, nbytes in gradients.nbytes.items() if group not in came])
     if first is not None:

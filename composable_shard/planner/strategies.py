@@ -17,6 +17,7 @@ from .._plan.schedule import MAX_REDUCTIONS, Kind
 from .checkpointing import CHECKPOINTING, Checkpointing
 from .machine import Machine
 from .memory import Bytes, Pool, Reducing, pool_of
+from .rounding import passing_bytes, replica_buffers
 
 _KEEPS_AFTER_FORWARD = ("ddp", "zero1", "zero2")
 _STAYS = ("ddp", "zero1")
@@ -219,11 +220,20 @@ def off_device(strategy: Strategy, shards: Mapping[str, tuple[int, int]]) -> tup
 
 
 def reducing(plan: ShardPlan | None, strategy: Strategy, machine: Machine) -> Reducing:
-    """What reductions over replicas allocate: on gloo, which adds up in scratch memory as large as what is reduced."""
+    """What reductions allocate beside the pool.
+
+    Over replicas, that is on gloo scratch memory as large as what is reduced; in fewer bits, what is sent and received.
+    """
     groups = plan.groups if plan is not None else ()
-    adds = machine.backend == "gloo" and strategy.layout.replicas > 1
-    nbytes = {each.fqn: replicated_bytes(each) // strategy.layout.shard if adds else 0 for each in groups}
-    return Reducing(defaultdict(int, nbytes), MAX_REDUCTIONS)
+    replicas = strategy.layout.replicas
+    adds = machine.backend == "gloo" and replicas > 1
+    nbytes = {
+        each.fqn: replica_buffers(each, replicas)
+        or (replicated_bytes(each) // strategy.layout.shard if adds and each.replica_bytes is None else 0)
+        for each in groups
+    }
+    passing = {each.fqn: passing_bytes(each, replicas, machine.streams) for each in groups}
+    return Reducing(defaultdict(int, nbytes), defaultdict(int, passing), MAX_REDUCTIONS)
 
 
 def moved_bytes(plan: ShardPlan | None, strategy: Strategy) -> int:

@@ -141,6 +141,7 @@ def test_a_time_that_is_none_is_refused(monkeypatch):
 
 ALONE = {  # what one rank does alone while the other one trains, and what it is told at the limit of its collectives
     "gather_alone": "Timed out waiting",
+    "save_by_torch_alone": "Timed out waiting",
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn as nn
@@ -12,7 +14,7 @@ from _engines import fully_shard
 from _pool import simulated
 from _sides import assert_alike, models_of, noise, optimizers_of
 from _stepping import pool_of
-from composable_shard import StaleStateError
+from composable_shard import SavedTensorModifiedError, StaleStateError
 
 MODIFIED = r"modified by an in-?place operation"
 
@@ -165,6 +167,77 @@ def test_an_edit_between_forward_and_backward_of_a_weight_that_backward_does_not
         loss.backward()
     ours.zero_grad()
     go_on_exactly(models)
+
+
+def double(weight):
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def edit_before_the_forward(model):
+    model[1].unshard()
+    double(model[1].weight)
+    return loss_of(model)
+
+
+def edit_in_the_forward_of_an_earlier_module(model):
+    model[1].unshard()
+    hook = model[0].register_forward_hook(lambda *_: double(model[1].weight))
+    loss = loss_of(model)
+    hook.remove()
+    return loss
+
+
+def edit_after_the_forward(model):
+    loss = loss_of(model)
+    model[1].unshard()
+    double(model[1].weight)
+    return loss
+
+
+def edit_between_two_backwards(model):
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    model[1].unshard()
+    double(model[1].weight)
+    return loss
+
+
+KEPT = [edit_before_the_forward, edit_in_the_forward_of_an_earlier_module]
+EITHER = [edit_after_the_forward, edit_between_two_backwards]
+
+
+@pytest.mark.parametrize(
+    ("edit", "reshard"),
+    [*((edit, False) for edit in KEPT), *((edit, each) for edit in EITHER for each in (True, False))],
+)
+@simulated(world=2)
+def test_backward_does_not_say_when_weights_that_were_unsharded_by_hand_were_edited(rank, world, edit, reshard):
+    """It finds an edit and cannot tell its time, so its words hold for an edit before the forward, too."""
+    models = models_of(lambda: stack(Edits), shard_all, fsdp2=False, reshard=reshard)
+    go_on_exactly(models)
+    ours = models["ours"]
+    loss = edit(ours)
+    with pytest.raises(SavedTensorModifiedError) as caught:
+        loss.backward()
+    message = str(caught.value)
+    assert message.startswith("parameter 1.weight: its unsharded copy was modified by an in-place operation after it ")
+    assert "in a forward, after one, or before one by code that called unshard()" in message
+    with contextlib.suppress(StaleStateError):  # the edit is lost: where backward has not resharded, as we do here
+        ours[1].reshard()
+    for model in models.values():
+        model.zero_grad()
+    go_on_exactly(models)
+
+
+@simulated(world=2)
+def test_a_write_by_hand_to_sharded_parameters_before_backward_is_named_among_the_causes(rank, world):
+    models = models_of(lambda: stack(Edits), shard_all, fsdp2=False, reshard=True)
+    ours = models["ours"]
+    loss = loss_of(ours)
+    double(ours[1].weight)  # sharded: the forward of its block is over
+    with pytest.raises(StaleStateError, match=r"1\.weight.*an optimizer, a load or a write to the sharded parameters"):
+        loss.backward()
 
 
 class Caches(nn.Module):

@@ -162,7 +162,7 @@ def test_a_weight_that_was_edited_before_backward_is_named(rank, world, policy):
     loss = model(vectors(0, 0)[0].requires_grad_()).sum()
     with torch.no_grad():
         model.lin.weight.mul_(2)
-    with pytest.raises(SavedTensorModifiedError, match=r"parameter lin\.weight: unsharded weights, saved in forward"):
+    with pytest.raises(SavedTensorModifiedError, match=r"parameter lin\.weight: its unsharded copy was modified"):
         loss.backward()
 
 

@@ -94,7 +94,7 @@ def test_a_load_between_forward_and_backward_is_an_error_as_it_is_without_shardi
     losses = [loss_of(model), loss_of(plain)]
     for each in (model, plain):
         each.load_state_dict(each.state_dict())
-    with pytest.raises(StaleStateError, match="an optimizer or a load has changed them between forward and backward"):
+    with pytest.raises(StaleStateError, match=r"a load or .* has changed them between forward and backward"):
         losses[0].backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         losses[1].backward()

@@ -598,6 +598,33 @@ def test_adapters_over_a_base_in_four_bits_are_measured_beside_fsdp2(tmp_path: P
     assert ours["loss"] == fsdp2["loss"]
     assert ours["ratios"]["received_mb"]["median"] == pytest.approx(1, rel=0.02)
     assert fsdp2["ratios"]["peak_mb"]["median"] == 1
+    python(str(BENCH / "_plots.py"), str(file)).check_returncode()
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+ADAPTERS = """
+import json
+from pathlib import Path
+import _plots
+
+document = json.loads(Path({file!r}).read_text())
+panels = {{panel.title: panel.figures for panel in _plots.qlora(document["results"])}}
+assert len(panels) == 8
+for title, figures in panels.items():
+    measured = [(r["base"], r["engine"]) for r in document["results"] if not r["error"]]
+    assert [*figures] == measured, title
+    assert ("int8", "fsdp2") not in figures
+[nf4] = [r for r in document["results"] if (r["base"], r["engine"]) == ("nf4", "ours")]
+assert panels["Peak memory"]["nf4", "ours"] == nf4["figures"]["peak_mb"]
+assert panels["Speed"]["nf4", "ours"] == nf4["figures"]["tokens_s"]
+assert _plots.plot(Path({file!r})).read_bytes().startswith(b"\\x89PNG")
+"""
+
+
+def test_adapters_over_each_base_are_drawn_beside_each_other(tmp_path: Path, beside: Beside) -> None:
+    file = tmp_path / "qlora.json"
+    file.write_text((BENCH / "results" / "qlora-10m-cpu-torch2.13.json").read_text())
+    beside(ADAPTERS.format(file=str(file)))
 
 
 @pytest.mark.timeout(360)

@@ -305,6 +305,23 @@ def test_the_page_for_the_beginning_is_a_script_that_plans_trains_compiles_and_g
     assert second[-1] < first[-1]
 
 
+IN_ONE_PROCESS = {"testing.md", "races.md"}  # pages whose ranks are all of one process, or alike by themselves
+
+
+def test_examples_that_make_a_model_give_all_ranks_the_same_weights():
+    """Sharding sends and compares no values: each rank keeps its part of what it has drawn itself."""
+    seeded = []
+    for page in PAGES:
+        blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for script in re.split(r"^# train\.py$", "".join(blocks), flags=re.MULTILINE):
+            sharded = re.search(r"fully_shard\(|shard_by_class\(|shard_by_size\(|shard_auto\(", script)
+            before = script[: sharded.start()] if sharded else ""
+            if "nn." in before and ".backward()" in script and page.name not in IN_ONE_PROCESS:
+                assert "torch.manual_seed(" in before, page.name
+                seeded.append(page.name)
+    assert len(seeded) > 10, seeded
+
+
 def test_every_error_is_explained():
     page = (ROOT / "docs" / "errors.md").read_text()
     kinds = defined((PACKAGE / "_errors.py").read_text())

@@ -25,6 +25,7 @@ class ModelRanks:
     Attributes:
         lead: the first of them, which is rank 0 unless the model lives on some ranks only, as a pipeline's stage does.
         size: how many they are.
+        everyone: their ranks in the world.
         device: where they compute.
     """
 
@@ -33,10 +34,11 @@ class ModelRanks:
         alone = not (dist.is_available() and dist.is_initialized())
         self.rank = 0 if alone else dist.get_rank()
         if mesh is None:
-            self.lead, self.size, self.device = 0, 1 if alone else dist.get_world_size(), torch.device("cpu")
+            self.everyone, self.device = list(range(1 if alone else dist.get_world_size())), torch.device("cpu")
         else:
-            self.lead, self.size = int(mesh.mesh.min()), mesh.size()
+            self.everyone = mesh.mesh.flatten().tolist()
             self.device = compute_device(mesh.device_type)
+        self.lead, self.size = min(self.everyone), len(self.everyone)
         self._mesh = None if alone or self.size == dist.get_world_size() else mesh
         self._alone = alone or self.size == 1
 

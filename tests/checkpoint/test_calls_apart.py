@@ -1,0 +1,134 @@
+"""Exports and imports that two ranks call with different arguments: an error on both, at once, and nothing written."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import composable_shard as cs
+from _pool import distributed
+from composable_shard import checkpoint
+
+LIMIT_S = 30.0
+AT_ONCE_S = 10.0
+
+
+def trained(rank):
+    """A sharded model and its optimizer, after a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    for layer in model:
+        cs.fully_shard(layer)
+    cs.fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4) * (rank + 1)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def differing(option, *values):
+    """Two ranks give an option different values."""
+    return lambda rank: {option: values[rank]}
+
+
+def swapped(name):
+    return {"0.weight": "1.weight", "1.weight": "0.weight"}.get(name, name)
+
+
+EXPORTS = {
+    "dtype": (differing("dtype", None, torch.bfloat16), "dtype: rank 0 calls export_safetensors with None and rank 1"),
+    "size": (differing("max_shard_size", 64, 10**6), "max_shard_size: rank 0 calls export_safetensors with 64"),
+    "names": (
+        differing("rename", None, swapped),
+        r"writes 0\.weight of shape \(6, 4\).* writes 1\.weight of shape \(6",
+    ),
+    "fewer": (
+        differing("rename", None, {"0.bias": "0.bias"}.get),
+        r"rank 0 writes 0\.weight .* where rank 1 writes 0\.bias of shape \(6,\)",
+    ),
+    "adapter": (differing("adapter", None, "default"), "rank 1: model: has no tensors to write"),
+    "no name": (differing("rename", None, 3), "rank 1: rename: is a int"),
+}
+
+
+@pytest.mark.parametrize("case", EXPORTS)
+@distributed(world=2, limit_s=LIMIT_S)
+def test_exports_of_safetensors_with_different_arguments(rank, world, case, tmp_path):
+    model, _ = trained(rank)
+    options, message = EXPORTS[case]
+    both_raise((cs.CheckpointMismatchError, cs.ShardConfigError), message, lambda: checkpoint.export_safetensors(
+        tmp_path / "out", model, **options(rank)))  # fmt: skip
+    dist.barrier()
+    assert list(tmp_path.iterdir()) == []
+    checkpoint.export_safetensors(tmp_path / "out", model)
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_exports_and_imports_of_different_paths(rank, world, tmp_path):
+    model, optimizer = trained(rank)
+    state = {"model": model, "optimizer": optimizer}
+    own = tmp_path / str(rank)
+    calls = {
+        "export_safetensors": lambda path: checkpoint.export_safetensors(path, model),
+        "import_safetensors": lambda path: checkpoint.import_safetensors(path, model),
+        "export_dcp": lambda path: checkpoint.export_dcp(path, state),
+        "import_dcp": lambda path: checkpoint.import_dcp(path, state),
+    }
+    for name, call in calls.items():
+        both_raise(cs.CheckpointMismatchError, rf"path: rank 0 calls {name} with '.*/0' and rank 1", lambda: call(own))  # noqa: B023
+        both_raise(cs.CheckpointError, "rank 1: TypeError: .*NoneType", lambda: call(None if rank else own))  # noqa: B023
+    dist.barrier()
+    assert list(tmp_path.iterdir()) == []
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_imports_with_different_arguments(rank, world, tmp_path):
+    model, optimizer = trained(rank)
+    weights = checkpoint.export_safetensors(tmp_path / "weights", model)
+    both_raise(cs.CheckpointMismatchError, "cast: rank 0 calls import_safetensors with False", lambda: (
+        checkpoint.import_safetensors(weights, model, cast=bool(rank))))  # fmt: skip
+    both_raise(cs.ShardConfigTypeError, "rank 1: rename: is a int", lambda: (
+        checkpoint.import_safetensors(weights, model, rename=3 if rank else None)))  # fmt: skip
+    state = {"model": model, "optimizer": optimizer}
+    saved = checkpoint.export_dcp(tmp_path / "dcp", state)
+    both_raise(cs.CheckpointMismatchError, "strict: rank 0 calls import_dcp with True and rank 1 with False", lambda: (
+        checkpoint.import_dcp(saved, state, strict=not rank)))  # fmt: skip
+    checkpoint.import_safetensors(weights, model)
+    checkpoint.import_dcp(saved, state)
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_exports_to_dcp_of_different_states(rank, world, tmp_path):
+    """A checkpoint without one rank's part of an optimizer would be written, and could never be loaded."""
+    model, optimizer = trained(rank)
+    state = {"model": model} if rank else {"model": model, "optimizer": optimizer}
+    both_raise(cs.CheckpointMismatchError, r"state: rank 0 calls export_dcp with \{'model': 'module', 'optimizer'", (
+        lambda: checkpoint.export_dcp(tmp_path / "out", state)))  # fmt: skip
+    dist.barrier()
+    assert list(tmp_path.iterdir()) == []
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_entries_of_one_rank_alone_go_through_dcp(rank, world, tmp_path):
+    """As those who use DCP save what a data loader knows."""
+    model, _ = trained(rank)
+    path = checkpoint.export_dcp(tmp_path / "out", {"model": model, f"loader_{rank}": rank + 10})
+    loaded = {"model": model, f"loader_{rank}": 0}
+    imported = checkpoint.import_dcp(path, loaded)
+    assert (imported.missing, imported.unexpected) == ((), ())
+    assert loaded[f"loader_{rank}"] == rank + 10
+
+
+def both_raise(kind, message, call):
+    begin = time.monotonic()
+    with pytest.raises(kind, match=message) as caught:
+        call()
+    assert time.monotonic() - begin < AT_ONCE_S
+    texts = [None, None]
+    dist.all_gather_object(texts, str(caught.value))
+    assert texts[0] == texts[1]
