@@ -25,7 +25,7 @@ from .._group.phases import AWAY, GATHERING, RESIDENT, SHARDED, UNSHARDED
 from .._group.reduction import GroupReduced, Reduction
 from .._plan.record import Record
 from .._plan.schedule import MAX_REDUCTIONS, Kind
-from .._torch.core import set_grad_enabled
+from .._torch.core import set_grad_enabled, to_keep
 from .._torch.distributed import local_tensor
 from .budget import Budget, gathering
 from .history import History
@@ -164,6 +164,7 @@ class Actions:
             use.move(group.places)
         entries = group.entries()
         if outputs and entries is not None:
+            entries.note_assigned()
             entries.show(outputs)
         elif entries is not None:
             self.show_leaves(group)
@@ -174,7 +175,9 @@ class Actions:
         What a checkpoint within a module recomputes of weights is saved for another backward then, and without hooks.
         """
         group = use.group
-        copies = [weight.clone() for weight in group.weights()] if outputs else [*map(_copy_of_leaf, group.leaves())]
+        shown = group.weights() if outputs else group.leaves()
+        with to_keep():
+            copies = [*map(torch.Tensor.clone, shown)] if outputs else [*map(_copy_of_leaf, shown)]
         self._copied[group] = use, outputs, copies
         self._show_copies(group)
 

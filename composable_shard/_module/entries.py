@@ -61,6 +61,7 @@ class ModuleEntries:
         self._installed: Sequence[torch.Tensor] = self._shards
         self._lent: list[bool] = []  # `requires_grad` of what is installed, if users may set it
         self._handles_seen = 0  # hooks' handles that there were then
+        self._assigned: list[tuple[dict[str, Any], str, Any]] = []  # see `note_assigned`
         self._recurrent: list[weakref.ref[nn.Module]] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,6 +118,7 @@ class ModuleEntries:
         """Do to the sharded parameters what users have done to the leaves that are installed, if any are."""
         if not self._lent:
             return
+        self.note_assigned()
         before, self._lent = self._lent, list(map(_requires_grad, self._installed))
         if self._lent != before:
             for param, was, wanted in zip(self.params, before, self._lent, strict=True):
@@ -127,11 +129,26 @@ class ModuleEntries:
             for param, leaf in zip(self.params, self._installed, strict=True):
                 param.hooks.take_over(leaf, param.sharded)
 
+    def note_assigned(self) -> None:
+        """Note what users have put in the place of what is installed: `hide` puts it back, and `adopt` looks at it."""
+        if not self._hold(self._installed):
+            self._assigned = [
+                (names, name, self._shard_of(now))
+                for names, name, index in self.places
+                if (now := names.get(name)) is not self._installed[index]
+            ]
+
+    def _shard_of(self, tensor: Any) -> Any:
+        """The sharded parameter in whose place `tensor` is installed; any other tensor itself."""
+        return next((self._shards[index] for index, own in enumerate(self._installed) if own is tensor), tensor)
+
     def hide(self, traced: bool = False) -> None:
-        """Install the sharded parameters again; `traced` as for `show`."""
+        """Install the sharded parameters again, and what users have assigned; `traced` as for `show`."""
         if self.shown:
             self.show(self._shards, traced)
             self.shown = False
+            for names, name, assigned in self._assigned:
+                names[name] = assigned
 
     def installed(self, index: int) -> torch.Tensor:
         """The installed tensor of a parameter, by index."""
@@ -185,6 +202,9 @@ class ModuleEntries:
                 one.
         """
         self.take_over()
+        if self._assigned:
+            self.hide()
+            self._assigned = []
         if self.shown or self._hold(self._shards):
             changed, self.converted = self.converted, False
             return changed
@@ -206,10 +226,11 @@ class ModuleEntries:
             param, now = self.params[index], names.get(name)
             if now is param.sharded:
                 continue
-            if not isinstance(now, DTensor) or _spec(now) != _spec(param.sharded):
+            if not isinstance(now, DTensor) or _spec(now) != _spec(param.sharded) or not now.is_leaf:
                 raise ShardConfigStateError(
                     f"parameter {param.fqn}: was replaced by {_kind(now)} after sharding; "
                     "change the values of the DTensor parameter in place, or replace it by one placed alike"
+                    f"{'' if now is None or now.is_leaf else '; this one is computed from others'}"
                 )
             replaced[index] = now
         return replaced
