@@ -14,10 +14,12 @@ from torch.distributed.tensor import DTensor
 from .._errors import ShardConfigStateError
 from .._group.faces import LEAF_OF
 from .._group.param import ShardedParam, run_all
-from .._torch.core import HANDLES
+from .._torch.core import HANDLES, without_torch_function
+from .._torch.distributed import local_tensor
 
 _setitem: Callable[[dict[str, Any], str, Any], None] = setitem
 _requires_grad = attrgetter("requires_grad")
+_storage = torch.Tensor.untyped_storage
 
 Place = tuple[dict[str, nn.Parameter | None], str, int]  # a module's `_parameters`, a name there, and the index
 
@@ -63,9 +65,13 @@ class ModuleEntries:
         self._handles_seen = 0  # hooks' handles that there were then
         self._assigned: list[tuple[dict[str, Any], str, Any]] = []  # see `note_assigned`
         self._recurrent: list[weakref.ref[nn.Module]] = []
+        # Of the sharded parameters as `adopt` saw them last: the storage of each DTensor, and this rank's piece in it.
+        self._storages: list[Any] = []
+        self._pieces: list[weakref.ref[torch.Tensor]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_recurrent": []}  # a copy's engine sets it for its own modules
+        # a copy's engine sets the lists for its own modules
+        return self.__dict__ | {"_recurrent": [], "_storages": [], "_pieces": []}
 
     def keep_lists(self, recurrent: Sequence[nn.Module]) -> None:
         """Note which of these RNNs have our parameters: `_flat_weights`, their second list, must follow the entries."""
@@ -199,9 +205,11 @@ class ModuleEntries:
 
         Raises:
             ShardConfigStateError: an entry is gone, or has no DTensor with the shape, mesh and placements of the old
-                one.
+                one; or the `.data` of a sharded parameter was assigned.
         """
         self.take_over()
+        if not torch.compiler.is_compiling():
+            self._check_data()
         if self._assigned:
             self.hide()
             self._assigned = []
@@ -214,10 +222,29 @@ class ModuleEntries:
             self.params[index].sharded = self._shards[index] = param
             if not torch.compiler.is_compiling():
                 self.params[index].fix_sizes()
+        if replaced:
+            self._storages, self._pieces = [], []
         self.keep_carried()
         self._install_anew()
         changed, self.converted = self.converted or tied or len(replaced) > 0, False
         return changed
+
+    def _check_data(self) -> None:
+        """Refuse `.data` that was assigned to a sharded parameter: a DTensor keeps its old piece without a word.
+
+        Such a DTensor has another storage, of no memory, around the same piece. A conversion gives it another piece.
+        """
+        with without_torch_function():
+            storages = [*map(_storage, self._shards)]
+        if len(storages) == len(self._storages) and all(map(is_, storages, self._storages)):
+            return
+        for param, now, before, piece in zip(self.params, storages, self._storages, self._pieces, strict=False):
+            if now is not before and piece() is local_tensor(param.sharded):
+                raise ShardConfigStateError(
+                    f"parameter {param.fqn}: its .data was assigned after sharding, which a DTensor does not take "
+                    "over: it still has its old values. Write into it instead, as by param.data.copy_(...)"
+                )
+        self._storages, self._pieces = storages, [weakref.ref(local_tensor(shard)) for shard in self._shards]
 
     def _replaced(self) -> dict[int, nn.Parameter]:
         """By index: the parameters that were put in the place of sharded ones, checked to be placed alike."""

@@ -9,8 +9,10 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+import composable_shard as cs
+from _models import Stack, shard_blocks
 from _pool import distributed
-from _sides import assert_alike, models_of, noise, optimizers_of
+from _sides import assert_alike, both, models_of, noise, optimizers_of
 from _stepping import assert_at_rest, engine_of
 
 
@@ -136,3 +138,48 @@ def test_a_model_that_went_to_meta_is_materialised_again(rank, world):
     models["ours"].to_empty(device="cpu")
     models["ours"].load_state_dict(state)
     train(models)
+
+
+@pytest.mark.parametrize("given", ["sharded", "whole"])
+@distributed(world=2)
+def test_data_that_is_assigned_to_a_sharded_parameter_is_an_error_where_torchs_fsdp2_ignores_it(rank, world, given):
+    models = both(shard=shard_blocks)
+    outputs = {}
+    for name, model in models.items():
+        x = torch.ones(2, 4)
+        with torch.no_grad():
+            outputs[name] = model(x)
+        weight = model.blocks[1].up.weight
+        old = weight.full_tensor().clone()
+        weight.data = weight.data * 2 if given == "sharded" else torch.zeros(weight.shape)
+        if name == "fsdp2":
+            assert torch.equal(model(x), outputs[name]), "it was taken over"
+            continue
+        for _ in range(2):
+            with pytest.raises(cs.ShardConfigStateError, match=r"parameter blocks.1.up.weight: its .data was assigned"):
+                model(x)
+        assert torch.equal(weight.to_local(), old.chunk(world)[rank])
+
+
+@distributed(world=2)
+def test_parameters_that_are_written_swapped_or_converted_are_not_taken_for_assigned_ones(rank, world):
+    models = {"plain": Stack(), "ours": Stack()}
+    models["ours"].load_state_dict(models["plain"].state_dict())
+    shard_blocks(models["ours"], cs.fully_shard)
+    x, outputs = torch.ones(2, 4), {}
+    for name, model in models.items():
+        with torch.no_grad():
+            model(x)
+            for param in model.parameters():
+                param.data.mul_(2)
+                param.data.copy_(param.data * 2)
+            model(x)
+            weight = model.blocks[1].up.weight
+            model.blocks[1].up.weight = nn.Parameter(weight.detach())  # of the same piece
+            model(x)
+            bias = model.blocks[1].up.bias
+            torch.utils.swap_tensors(bias, nn.Parameter(bias.detach() / 2))
+            model(x)
+            model.double()
+            outputs[name] = model(x.double())
+    torch.testing.assert_close(outputs["ours"], outputs["plain"])
