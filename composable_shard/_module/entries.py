@@ -238,7 +238,8 @@ class ModuleEntries:
             storages = [*map(_storage, self._shards)]
         if len(storages) == len(self._storages) and all(map(is_, storages, self._storages)):
             return
-        for param, now, before, piece in zip(self.params, storages, self._storages, self._pieces, strict=False):
+        known = () if self.converted else self._pieces
+        for param, now, before, piece in zip(self.params, storages, self._storages, known, strict=False):
             if now is not before and piece() is local_tensor(param.sharded):
                 raise ShardConfigStateError(
                     f"parameter {param.fqn}: its .data was assigned after sharding, which a DTensor does not take "

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import composable_shard as cs
 from _models import Stack, shard_blocks
 from _pool import distributed
-from _sides import assert_alike, both, models_of, noise, optimizers_of
+from _sides import assert_alike, both, models_of, noise, optimizers_of, train_alike
 from _stepping import assert_at_rest, engine_of
 
 
@@ -183,3 +183,14 @@ def test_parameters_that_are_written_swapped_or_converted_are_not_taken_for_assi
             model.double()
             outputs[name] = model(x.double())
     torch.testing.assert_close(outputs["ours"], outputs["plain"])
+
+
+@distributed(world=2)
+def test_the_memory_of_shards_can_be_shared_where_torchs_own_way_ends_the_process(rank, world):
+    models = models_of(Stack, shard_blocks, fsdp2=False)
+    for model in models.values():
+        with torch.no_grad():
+            model(noise(2, 4))
+        assert model.share_memory() is model
+    assert all(param.to_local().is_shared() for param in models["ours"].parameters())
+    train_alike(models, lambda model, step: model(noise(3, 4, seed=step)).square().mean())
