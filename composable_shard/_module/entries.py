@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, is_, setitem
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from .._errors import ShardConfigStateError
 from .._group.faces import LEAF_OF
 from .._group.param import ShardedParam, run_all
-from .._torch.core import HANDLES, without_torch_function
+from .._torch.core import HANDLES, address_of, without_torch_function
 from .._torch.distributed import local_tensor
 
 _setitem: Callable[[dict[str, Any], str, Any], None] = setitem
@@ -68,6 +69,7 @@ class ModuleEntries:
         # Of the sharded parameters as `adopt` saw them last: the storage of each DTensor, and this rank's piece in it.
         self._storages: list[Any] = []
         self._pieces: list[weakref.ref[torch.Tensor]] = []
+        self._has_warned = False
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy's engine sets the lists for its own modules
@@ -230,9 +232,12 @@ class ModuleEntries:
         return changed
 
     def _check_data(self) -> None:
-        """Refuse `.data` that was assigned to a sharded parameter: a DTensor keeps its old piece without a word.
+        """Notice `.data` that was assigned to a sharded parameter: a DTensor keeps its old piece without a word.
 
-        Such a DTensor has another storage, of no memory, around the same piece. A conversion gives it another piece.
+        Such a DTensor has another storage around the same piece. A conversion gives it another piece.
+
+        Raises:
+            ShardConfigStateError: what was assigned is no DTensor, or of another dtype.
         """
         with without_torch_function():
             storages = [*map(_storage, self._shards)]
@@ -241,11 +246,19 @@ class ModuleEntries:
         known = () if self.converted else self._pieces
         for param, now, before, piece in zip(self.params, storages, self._storages, known, strict=False):
             if now is not before and piece() is local_tensor(param.sharded):
-                raise ShardConfigStateError(
-                    f"parameter {param.fqn}: its .data was assigned after sharding, which a DTensor does not take "
-                    "over: it still has its old values. Write into it instead, as by param.data.copy_(...)"
-                )
+                self._say_lost(param)
         self._storages, self._pieces = storages, [weakref.ref(local_tensor(shard)) for shard in self._shards]
+
+    def _say_lost(self, param: ShardedParam) -> None:
+        """Raise, or warn once where what was assigned may be a view of the parameter's own data, and so no loss."""
+        kept = param.sharded
+        what = f"parameter {param.fqn}: its .data was assigned after sharding, which a DTensor does not take over: "
+        instead = "Write into it instead, as by param.data.copy_(...)"
+        if address_of(kept) or kept.dtype != local_tensor(kept).dtype:
+            raise ShardConfigStateError(f"{what}it still has its old values. {instead}")
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"{what}unless that was its own data, it is lost. {instead}", stacklevel=2)
 
     def _replaced(self) -> dict[int, nn.Parameter]:
         """By index: the parameters that were put in the place of sharded ones, checked to be placed alike."""
