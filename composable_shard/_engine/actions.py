@@ -25,7 +25,7 @@ from .._group.phases import AWAY, GATHERING, RESIDENT, SHARDED, UNSHARDED
 from .._group.reduction import GroupReduced, Reduction
 from .._plan.record import Record
 from .._plan.schedule import MAX_REDUCTIONS, Kind
-from .._torch.core import set_grad_enabled
+from .._torch.core import set_grad_enabled, to_keep
 from .._torch.distributed import local_tensor
 from .budget import Budget, gathering
 from .history import History
@@ -95,6 +95,8 @@ class Actions:
         self._unread: list[tuple[ParamGroup, GroupReduced]] = []
         # For groups with hooks and several uses in a backward: the hooks are called once, with the sum over all uses.
         self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}
+        # See `_copy`. By group: the use that backward has reached, its node's outputs, and the copies.
+        self._copied: dict[ParamGroup, tuple[Use, Outputs, list[torch.Tensor]]] = {}
         self.staying: set[ParamGroup] = set()
         self.gathered: set[ParamGroup] = set()
 
@@ -158,13 +160,47 @@ class Actions:
         """
         group = use.group
         if use.places != group.places:
-            for out, weight in zip(outputs, group.weights(), strict=False):
-                (local_tensor(out) if group.layout.wraps and isinstance(out, DTensor) else out).data = weight
+            _fill(group, outputs, group.weights())
             use.move(group.places)
         entries = group.entries()
         if outputs and entries is not None:
+            entries.note_assigned()
             entries.show(outputs)
         elif entries is not None:
+            self.show_leaves(group)
+
+    def _copy(self, use: Use, outputs: Outputs) -> None:
+        """With create_graph: have the modules of a use see copies of its weights until its backward is over.
+
+        What a checkpoint within a module recomputes of weights is saved for another backward then, and without hooks.
+        """
+        group = use.group
+        shown = group.weights() if outputs else group.leaves()
+        with to_keep():
+            copies = [*map(torch.Tensor.clone, shown)] if outputs else [*map(_copy_of_leaf, shown)]
+        self._copied[group] = use, outputs, copies
+        self._show_copies(group)
+
+    def _show_copies(self, group: ParamGroup) -> None:
+        """Show the copies of this group's weights, if there are any."""
+        if (copied := self._copied.get(group)) is None:
+            return
+        use, outputs, copies = copied
+        if outputs:
+            _fill(group, outputs, copies)
+            use.move(())
+        elif (entries := group.entries()) is not None:
+            entries.show(copies)
+
+    def show_gathered(self, group: ParamGroup) -> None:
+        """Show the gathered weights and not their copies: a call whose hooks save handles begins, or the use ends."""
+        if (copied := self._copied.get(group)) is None or group.phase is not UNSHARDED:
+            return
+        use, outputs, _ = copied
+        if outputs:
+            _fill(group, outputs, group.weights())
+            use.move(group.places)
+        else:
             self.show_leaves(group)
 
     # ---- issuing
@@ -325,6 +361,7 @@ class Actions:
     def close_backward(self) -> None:
         """The pass is over, or has failed."""
         self.staying.clear()
+        self._copied.clear()
         self.budget.unread.clear()
         self.pool.backward = False
 
@@ -407,6 +444,7 @@ class Actions:
         if self.watch is not None:
             self.watch.end(Kind.FORWARD)
         if stays:
+            self._show_copies(group)
             return
         if not self.order.forward.reshards(group):
             self.show_leaves(group)
@@ -451,6 +489,8 @@ class Actions:
         if group.gathers_in_backward or group.phase not in AWAY:
             self.need(group)
             self._show_again(use, outputs)
+            if torch.is_grad_enabled():
+                self._copy(use, outputs)
         # If the root returns its last module's output, backward reaches that module before the root. The compute that
         # is timed now belongs to the module, so the root must not take it over.
         if self.watch is not None and not (group.is_root and self.watch.runs(Kind.BACKWARD)):
@@ -513,6 +553,9 @@ class Actions:
         """
         if self._gathers_behind is not None:
             self.catch_up()
+        if self._copied:
+            self.show_gathered(group)
+            self._copied.pop(group, None)
         stays = group.running or (following is group and self.order.backward.stays_for_next)
         if not stays and group.settings.current.reshard_after_backward:
             self.drop(group)
@@ -615,3 +658,18 @@ class Actions:
             for group in self.groups:
                 group.leave_slots()
             self.pool.make_arena()
+
+
+def _fill(group: ParamGroup, outputs: Outputs, weights: Sequence[torch.Tensor]) -> None:
+    """Make the outputs of a node of this group show these weights."""
+    for out, weight in zip(outputs, weights, strict=False):
+        (local_tensor(out) if group.layout.wraps and isinstance(out, DTensor) else out).data = weight
+
+
+def _copy_of_leaf(leaf: torch.Tensor) -> torch.Tensor:
+    """A leaf over memory of its own; one of a class of users' as it is."""
+    if type(leaf) is not torch.nn.Parameter:
+        return leaf
+    copy = torch.nn.Parameter(leaf.detach().clone(), requires_grad=leaf.requires_grad)
+    copy.__dict__.update(leaf.__dict__)
+    return copy

@@ -284,6 +284,7 @@ class Engine:
             if group in self.active:  # recomputed in its own backward, which has installed the node's outputs
                 if group.phase is not UNSHARDED:
                     self._do.gather_again(group)
+                self._do.show_gathered(group)
                 group.running += 1
                 return None
         self._do.need(group)

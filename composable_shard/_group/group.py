@@ -108,6 +108,9 @@ class Entries(Protocol):
     def hide(self) -> None:
         """Install the sharded parameters again."""
 
+    def note_assigned(self) -> None:
+        """Note what users have put in the place of what is installed, which `hide` puts back for `adopt`."""
+
     def adopt(self) -> bool:
         """Take over parameters that users have assigned over sharded ones; True if there were any."""
 

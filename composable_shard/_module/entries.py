@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, is_, setitem
@@ -14,10 +15,12 @@ from torch.distributed.tensor import DTensor
 from .._errors import ShardConfigStateError
 from .._group.faces import LEAF_OF
 from .._group.param import ShardedParam, run_all
-from .._torch.core import HANDLES
+from .._torch.core import HANDLES, address_of, without_torch_function
+from .._torch.distributed import local_tensor
 
 _setitem: Callable[[dict[str, Any], str, Any], None] = setitem
 _requires_grad = attrgetter("requires_grad")
+_storage = torch.Tensor.untyped_storage
 
 Place = tuple[dict[str, nn.Parameter | None], str, int]  # a module's `_parameters`, a name there, and the index
 
@@ -61,10 +64,16 @@ class ModuleEntries:
         self._installed: Sequence[torch.Tensor] = self._shards
         self._lent: list[bool] = []  # `requires_grad` of what is installed, if users may set it
         self._handles_seen = 0  # hooks' handles that there were then
+        self._assigned: list[tuple[dict[str, Any], str, Any]] = []  # see `note_assigned`
         self._recurrent: list[weakref.ref[nn.Module]] = []
+        # Of the sharded parameters as `adopt` saw them last: the storage of each DTensor, and this rank's piece in it.
+        self._storages: list[Any] = []
+        self._pieces: list[weakref.ref[torch.Tensor]] = []
+        self._has_warned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_recurrent": []}  # a copy's engine sets it for its own modules
+        # a copy's engine sets the lists for its own modules
+        return self.__dict__ | {"_recurrent": [], "_storages": [], "_pieces": []}
 
     def keep_lists(self, recurrent: Sequence[nn.Module]) -> None:
         """Note which of these RNNs have our parameters: `_flat_weights`, their second list, must follow the entries."""
@@ -117,6 +126,7 @@ class ModuleEntries:
         """Do to the sharded parameters what users have done to the leaves that are installed, if any are."""
         if not self._lent:
             return
+        self.note_assigned()
         before, self._lent = self._lent, list(map(_requires_grad, self._installed))
         if self._lent != before:
             for param, was, wanted in zip(self.params, before, self._lent, strict=True):
@@ -127,11 +137,26 @@ class ModuleEntries:
             for param, leaf in zip(self.params, self._installed, strict=True):
                 param.hooks.take_over(leaf, param.sharded)
 
+    def note_assigned(self) -> None:
+        """Note what users have put in the place of what is installed: `hide` puts it back, and `adopt` looks at it."""
+        if not self._hold(self._installed):
+            self._assigned = [
+                (names, name, self._shard_of(now))
+                for names, name, index in self.places
+                if (now := names.get(name)) is not self._installed[index]
+            ]
+
+    def _shard_of(self, tensor: Any) -> Any:
+        """The sharded parameter in whose place `tensor` is installed; any other tensor itself."""
+        return next((self._shards[index] for index, own in enumerate(self._installed) if own is tensor), tensor)
+
     def hide(self, traced: bool = False) -> None:
-        """Install the sharded parameters again; `traced` as for `show`."""
+        """Install the sharded parameters again, and what users have assigned; `traced` as for `show`."""
         if self.shown:
             self.show(self._shards, traced)
             self.shown = False
+            for names, name, assigned in self._assigned:
+                names[name] = assigned
 
     def installed(self, index: int) -> torch.Tensor:
         """The installed tensor of a parameter, by index."""
@@ -182,9 +207,14 @@ class ModuleEntries:
 
         Raises:
             ShardConfigStateError: an entry is gone, or has no DTensor with the shape, mesh and placements of the old
-                one.
+                one; or the `.data` of a sharded parameter was assigned.
         """
         self.take_over()
+        if not torch.compiler.is_compiling():
+            self._check_data()
+        if self._assigned:
+            self.hide()
+            self._assigned = []
         if self.shown or self._hold(self._shards):
             changed, self.converted = self.converted, False
             return changed
@@ -194,10 +224,41 @@ class ModuleEntries:
             self.params[index].sharded = self._shards[index] = param
             if not torch.compiler.is_compiling():
                 self.params[index].fix_sizes()
+        if replaced:
+            self._storages, self._pieces = [], []
         self.keep_carried()
         self._install_anew()
         changed, self.converted = self.converted or tied or len(replaced) > 0, False
         return changed
+
+    def _check_data(self) -> None:
+        """Notice `.data` that was assigned to a sharded parameter: a DTensor keeps its old piece without a word.
+
+        Such a DTensor has another storage around the same piece. A conversion gives it another piece.
+
+        Raises:
+            ShardConfigStateError: what was assigned is no DTensor, or of another dtype.
+        """
+        with without_torch_function():
+            storages = [*map(_storage, self._shards)]
+        if len(storages) == len(self._storages) and all(map(is_, storages, self._storages)):
+            return
+        known = () if self.converted else self._pieces
+        for param, now, before, piece in zip(self.params, storages, self._storages, known, strict=False):
+            if now is not before and piece() is local_tensor(param.sharded):
+                self._say_lost(param)
+        self._storages, self._pieces = storages, [weakref.ref(local_tensor(shard)) for shard in self._shards]
+
+    def _say_lost(self, param: ShardedParam) -> None:
+        """Raise, or warn once where what was assigned may be a view of the parameter's own data, and so no loss."""
+        kept = param.sharded
+        what = f"parameter {param.fqn}: its .data was assigned after sharding, which a DTensor does not take over: "
+        instead = "Write into it instead, as by param.data.copy_(...)"
+        if address_of(kept) or kept.dtype != local_tensor(kept).dtype:
+            raise ShardConfigStateError(f"{what}it still has its old values. {instead}")
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"{what}unless that was its own data, it is lost. {instead}", stacklevel=2)
 
     def _replaced(self) -> dict[int, nn.Parameter]:
         """By index: the parameters that were put in the place of sharded ones, checked to be placed alike."""
@@ -206,10 +267,11 @@ class ModuleEntries:
             param, now = self.params[index], names.get(name)
             if now is param.sharded:
                 continue
-            if not isinstance(now, DTensor) or _spec(now) != _spec(param.sharded):
+            if not isinstance(now, DTensor) or _spec(now) != _spec(param.sharded) or not now.is_leaf:
                 raise ShardConfigStateError(
                     f"parameter {param.fqn}: was replaced by {_kind(now)} after sharding; "
                     "change the values of the DTensor parameter in place, or replace it by one placed alike"
+                    f"{'' if now is None or now.is_leaf else '; this one is computed from others'}"
                 )
             replaced[index] = now
         return replaced

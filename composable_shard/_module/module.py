@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
+from torch.distributed.tensor import DTensor
 
 from .._engine.backward import two_threads
 from .._engine.engine import Engine
@@ -49,7 +50,7 @@ from .._torch.core import (
     tree_tensors,
     with_side_effects,
 )
-from .._torch.distributed import registered_by_torch
+from .._torch.distributed import local_tensor, registered_by_torch
 from .build import build_engine, check_root
 from .methods import Methods
 from .sharded_reads import explain_meta_buffers, explain_sharded_read
@@ -132,6 +133,10 @@ class FSDPModule(Methods):
             if state.bound is not None:
                 state.bound.engine.converted(state.groups)
 
+    def share_memory(self) -> Any:
+        """Move this rank's pieces of the parameters, and the buffers, to memory that processes share."""
+        return self._apply(_share)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, also those of sharded parameters while unsharded parameters are installed."""
         for state in states_below(self):  # type: ignore[arg-type]
@@ -187,6 +192,12 @@ class FSDPModule(Methods):
         """Give up the unsharded parameters of this module. Ignored while its forward runs."""
         state: ShardState = self.__dict__[STATE]
         state.release()
+
+
+def _share(tensor: torch.Tensor) -> torch.Tensor:
+    """Share a tensor's memory; torch's own way ends the process for a DTensor, whose memory is that of its piece."""
+    (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).share_memory_()  # type: ignore[no-untyped-call]
+    return tensor
 
 
 def _is_plain(call: Any, module: nn.Module) -> bool:

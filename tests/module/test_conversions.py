@@ -9,8 +9,10 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+import composable_shard as cs
+from _models import Stack, shard_blocks
 from _pool import distributed
-from _sides import assert_alike, models_of, noise, optimizers_of
+from _sides import assert_alike, both, models_of, noise, optimizers_of, train_alike
 from _stepping import assert_at_rest, engine_of
 
 
@@ -136,3 +138,69 @@ def test_a_model_that_went_to_meta_is_materialised_again(rank, world):
     models["ours"].to_empty(device="cpu")
     models["ours"].load_state_dict(state)
     train(models)
+
+
+GIVEN = {
+    "sharded": lambda weight: weight.data * 2,
+    "of another dtype": lambda weight: weight.data.double(),
+    "whole": lambda weight: torch.zeros(weight.shape),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@distributed(world=2)
+def test_data_that_is_assigned_to_a_sharded_parameter_is_noticed_where_torchs_fsdp2_ignores_it(rank, world, given):
+    for name, model in both().items():
+        x = torch.ones(2, 4)
+        with torch.no_grad():
+            output = model(x)
+        weight = model.blocks[1].up.weight
+        old = weight.full_tensor().clone()
+        weight.data = GIVEN[given](weight)
+        if name == "fsdp2":
+            assert given == "of another dtype" or torch.equal(model(x), output), "it was taken over"
+            continue
+        what = r"parameter blocks.1.up.weight: its .data was assigned"
+        if given == "sharded":
+            with pytest.warns(UserWarning, match=what):
+                assert torch.equal(model(x), output)
+        for _ in range(2):
+            refused = pytest.raises(cs.ShardConfigStateError, match=what)
+            with contextlib.nullcontext() if given == "sharded" else refused:
+                model(x)
+        assert torch.equal(weight.to_local(), old.chunk(world)[rank])
+
+
+@distributed(world=2)
+def test_parameters_that_are_written_swapped_or_converted_are_not_taken_for_assigned_ones(rank, world):
+    models = {"plain": Stack(), "ours": Stack()}
+    models["ours"].load_state_dict(models["plain"].state_dict())
+    shard_blocks(models["ours"], cs.fully_shard)
+    x, outputs = torch.ones(2, 4), {}
+    for name, model in models.items():
+        with torch.no_grad():
+            model(x)
+            for param in model.parameters():
+                param.data.mul_(2)
+                param.data.copy_(param.data * 2)
+            model(x)
+            weight = model.blocks[1].up.weight
+            model.blocks[1].up.weight = nn.Parameter(weight.detach())  # of the same piece
+            model(x)
+            bias = model.blocks[1].up.bias
+            torch.utils.swap_tensors(bias, nn.Parameter(bias.detach() / 2))
+            model(x)
+            model.double()
+            outputs[name] = model(x.double())
+    torch.testing.assert_close(outputs["ours"], outputs["plain"])
+
+
+@distributed(world=2)
+def test_the_memory_of_shards_can_be_shared_where_torchs_own_way_ends_the_process(rank, world):
+    models = models_of(Stack, shard_blocks, fsdp2=False)
+    for model in models.values():
+        with torch.no_grad():
+            model(noise(2, 4))
+        assert model.share_memory() is model
+    assert all(param.to_local().is_shared() for param in models["ours"].parameters())
+    train_alike(models, lambda model, step: model(noise(3, 4, seed=step)).square().mean())

@@ -9,8 +9,9 @@ import torch
 import torch.nn as nn
 from torch.nn.utils import parametrizations, parametrize
 
+import composable_shard as cs
 from _pool import distributed
-from _sides import models_of, noise, optimizers_of, shard_children, train_alike
+from _sides import models_of, noise, optimizers_of, shard_children, train_alike, whole
 from _stepping import shard_whole
 
 # ---- parametrizations
@@ -139,6 +140,67 @@ def test_a_functional_call_of_a_sharded_module_is_named_where_torchs_fsdp2_ignor
         models["ours"](noise(3, 4))
     for model in models.values():
         model.shift = False
+    train_alike(models, lambda model, step: model(noise(3, 4, seed=step)).square().mean())
+
+
+def shard_first(model, engine, **options):
+    engine(model.a, **options)
+    engine(model, **options)
+
+
+def halved(model, train):
+    """Parameters for a functional call, placed alike."""
+    halves = {name: param.detach() / 2 for name, param in model.named_parameters()}
+    return {name: half.requires_grad_() for name, half in halves.items()} if train else halves
+
+
+@pytest.mark.parametrize("backward", ["none", "inputs", "parameters"])
+@distributed(world=2)
+def test_a_functional_call_around_the_model_with_sharded_parameters_is_exact(rank, world, backward):
+    models = models_of(CallsWith, shard_first, fsdp2=False)  # FSDP2 ignores the given parameters
+    outputs, found = {}, {}
+    for name, model in models.items():
+        model.shift = False
+        own, given, x = dict(model.named_parameters()), halved(model, backward == "parameters"), noise(3, 4)
+        # a copy, as torch writes what it finds in the model after the call into the dictionary
+        output = torch.func.functional_call(model, {**given}, (x.requires_grad_(backward != "none"),))
+        if backward != "none":
+            output.square().mean().backward()
+        outputs[name] = output.detach()
+        found[name] = [whole(each.grad) for each in given.values() if each.grad is not None]
+        assert all(param.grad is None for param in own.values())
+        model(noise(3, 4)).sum().backward()  # with its own again
+        assert all(param.grad is not None for param in own.values())
+        model.zero_grad()
+    torch.testing.assert_close(outputs["ours"], outputs["plain"])
+    torch.testing.assert_close(found["ours"], found["plain"])
+    train_alike(models, lambda model, step: model(noise(3, 4, seed=step)).square().mean())
+
+
+@distributed(world=2)
+def test_a_functional_call_with_parameters_that_have_a_history_is_refused(rank, world):
+    models = models_of(CallsWith, shard_first, fsdp2=False)
+    model = models["ours"]
+    with pytest.raises(cs.ShardConfigStateError, match=r"parameter b.weight: .* is computed from others"):
+        torch.func.functional_call(model, {"b.weight": 2 * model.b.weight}, (noise(3, 4),))
+    for each in models.values():
+        each.shift = False
+    train_alike(models, lambda model, step: model(noise(3, 4, seed=step)).square().mean())
+
+
+@pytest.mark.parametrize("when", ["after forward", "between forward and backward"])
+@distributed(world=2)
+def test_a_parameter_that_is_assigned_while_another_stands_in_its_place_is_not_lost(rank, world, when):
+    models = models_of(CallsWith, shard_first, fsdp2=False)
+    for model in models.values():
+        model.shift = False
+        new = {name: nn.Parameter(param.detach() / 2) for name, param in model.named_parameters()}
+        output = model(noise(3, 4)).sum()
+        for name, param in new.items():
+            model.get_submodule(name[0])._parameters[name[2:]] = param
+        if when != "after forward":
+            output.backward()
+        del output
     train_alike(models, lambda model, step: model(noise(3, 4, seed=step)).square().mean())
 
 

@@ -184,3 +184,26 @@ def test_checkpoints_work_with_partly_frozen_blocks(rank, world, place, kind):
         return made
 
     check_parity(Case(model=model), rank, world)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("inside", "outside"), [("plain", None), ("plain", "plain"), more(None, "plain")])
+@distributed(world=2)
+def test_a_gradient_penalty_under_checkpointing_is_exact(rank, world, inside, outside, frozen):
+    def model():
+        made = Checkpointed(inside, outside)
+        if frozen:
+            made.blocks[1].requires_grad_(False)
+            made.blocks[0].up.weight.requires_grad_(False)
+        return made
+
+    def train(run):
+        (x,) = run.batch()
+        x.requires_grad_()
+        out = run.model(x).square().mean()
+        (grad,) = torch.autograd.grad(out, x, create_graph=True)
+        loss = out + grad.square().sum()
+        run.backward(loss)
+        return loss
+
+    check_parity(Case(model=model, train=train, fsdp2=False, why="FSDP2 raises"), rank, world)
