@@ -183,17 +183,15 @@ class _Hooks:
         slot = self._last
         if slot is None or slot.owner is None or not slot.begin <= address < slot.end:
             slot = self._last = self._addresses.find(address)
-        bucket: Any = None if slot is None or slot.owner is None else slot.owner()
-        if slot is None or bucket is None:
+        if slot is None or (owner := slot.owner) is None or (bucket := owner()) is None:
             return None
+        if bucket.is_complex and _is_lazy(tensor):
+            return _copied(tensor)
         place: Any
         if type(slot) is Outside:
             place = (tensor.detach(), slot.index)
         else:
             place = self._places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
-        if bucket.is_complex and _is_lazy(tensor):
-            return _copied(tensor)
-        if type(place) is Place:
             bucket.saved += 1
         keeper = self._keepers.get(bucket) if self._keepers else None
         return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown))
