@@ -15,20 +15,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from .._comm.copies import Gradients
 from .._errors import StaleStateError
 from .._group.group import Entries, ParamGroup, Runtime
-from .._group.hooks import WATCHED
 from .._group.phases import AWAY, GATHERING, RESIDENT, SHARDED, UNSHARDED
 from .._group.reduction import GroupReduced, Reduction
 from .._plan.record import Record
 from .._plan.schedule import MAX_REDUCTIONS, Kind
-from .._torch.core import set_grad_enabled, to_keep
-from .._torch.distributed import local_tensor
+from .._torch.core import set_grad_enabled
 from .budget import Budget, gathering
 from .history import History
+from .installed import Installed, LeafHook
 from .node import Outputs, Use
 from .order import Order
 from .out_of_memory import Part, explain
@@ -37,7 +35,6 @@ from .stopwatch import Stopwatch
 T = TypeVar("T")
 LOG = logging.getLogger("composable_shard.engine")
 is_logged: Callable[[], bool] = partial(LOG.isEnabledFor, logging.DEBUG)
-LeafHook = Callable[[torch.Tensor, ParamGroup, int], None]
 UNSHARD, WAIT, RESHARD, REDUCE, REDUCED = Kind.UNSHARD, Kind.WAIT, Kind.RESHARD, Kind.REDUCE, Kind.REDUCED
 _AT_ONCE = 4  # set `.grad` for this many reduced groups together: half the host time of setting it group by group
 _NOTHING = object()
@@ -61,6 +58,7 @@ class Actions:
         streams: whether waiting for communication blocks only streams, never the host.
         watch: the stopwatch that times all actions; None if nobody asked for times.
         history: the actions so far, from which records are made.
+        installed: which tensors stand in the modules.
         staying: groups that were not resharded when the backward of a use ended, because the group's next use, or a
             forward of it that still runs, needs the weights.
         gathered: groups that were gathered since the last backward ended; the same on all ranks.
@@ -83,8 +81,8 @@ class Actions:
         self.watch: Stopwatch | None = None
         self.streams = runtime.gather_lane.streams
         self.history = History()
+        self.installed = Installed(watch_leaf)
         self._runtime = runtime
-        self._watch_leaf = watch_leaf
         self._without_group = list(map(weakref.ref, without_group))
         self._ask_first: Callable[[], None] | None = None  # before anything is reduced
         self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
@@ -95,8 +93,6 @@ class Actions:
         self._unread: list[tuple[ParamGroup, GroupReduced]] = []
         # For groups with hooks and several uses in a backward: the hooks are called once, with the sum over all uses.
         self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}
-        # See `_copy`. By group: the use that backward has reached, its node's outputs, and the copies.
-        self._copied: dict[ParamGroup, tuple[Use, Outputs, list[torch.Tensor]]] = {}
         self.staying: set[ParamGroup] = set()
         self.gathered: set[ParamGroup] = set()
 
@@ -123,12 +119,7 @@ class Actions:
         """From now on `watch` times what is done; None for nobody."""
         self.watch = watch
 
-    # ---- the installed parameters: which tensors stand in the modules of a group
-
-    def _hide(self, group: ParamGroup) -> None:
-        """Install a group's sharded parameters."""
-        if (entries := group.entries()) is not None:
-            entries.hide()
+    # ---- between passes
 
     def end_reads(self) -> None:
         """No backward reads weights now: forget the outputs of nodes, which would keep the engine alive."""
@@ -140,68 +131,7 @@ class Actions:
         """Install the sharded parameters of all groups whose forward does not run."""
         for group in self.groups:
             if not group.running:
-                self._hide(group)
-
-    def show_leaves(self, group: ParamGroup) -> None:
-        """Install a group's unsharded parameters as leaves, without autograd history."""
-        if (entries := group.entries()) is None:
-            return
-        entries.take_over()
-        leaves = group.leaves()
-        for index, leaf in enumerate(leaves):
-            if leaf.requires_grad and WATCHED not in leaf.__dict__:
-                self._watch_leaf(leaf, group, index)
-        entries.lend(leaves)
-
-    def _show_again(self, use: Use, outputs: Outputs) -> None:
-        """Install the outputs of a use's node again, for a recomputation; leaves where there is no node.
-
-        If the weights were gathered to another place than before, the outputs are made to show these.
-        """
-        group = use.group
-        if use.places != group.places:
-            _fill(group, outputs, group.weights())
-            use.move(group.places)
-        entries = group.entries()
-        if outputs and entries is not None:
-            entries.note_assigned()
-            entries.show(outputs)
-        elif entries is not None:
-            self.show_leaves(group)
-
-    def _copy(self, use: Use, outputs: Outputs) -> None:
-        """With create_graph: have the modules of a use see copies of its weights until its backward is over.
-
-        What a checkpoint within a module recomputes of weights is saved for another backward then, and without hooks.
-        """
-        group = use.group
-        shown = group.weights() if outputs else group.leaves()
-        with to_keep():
-            copies = [*map(torch.Tensor.clone, shown)] if outputs else [*map(_copy_of_leaf, shown)]
-        self._copied[group] = use, outputs, copies
-        self._show_copies(group)
-
-    def _show_copies(self, group: ParamGroup) -> None:
-        """Show the copies of this group's weights, if there are any."""
-        if (copied := self._copied.get(group)) is None:
-            return
-        use, outputs, copies = copied
-        if outputs:
-            _fill(group, outputs, copies)
-            use.move(())
-        elif (entries := group.entries()) is not None:
-            entries.show(copies)
-
-    def show_gathered(self, group: ParamGroup) -> None:
-        """Show the gathered weights and not their copies: a call whose hooks save handles begins, or the use ends."""
-        if (copied := self._copied.get(group)) is None or group.phase is not UNSHARDED:
-            return
-        use, outputs, _ = copied
-        if outputs:
-            _fill(group, outputs, group.weights())
-            use.move(group.places)
-        else:
-            self.show_leaves(group)
+                self.installed.hide(group)
 
     # ---- issuing
 
@@ -342,7 +272,7 @@ class Actions:
         self.ahead(group)
         if wait:
             self.need(group)
-            self.show_leaves(group)
+            self.installed.show_leaves(group)
 
     def open_backward(self, repeated: frozenset[ParamGroup]) -> None:
         """A backward pass begins.
@@ -361,7 +291,7 @@ class Actions:
     def close_backward(self) -> None:
         """The pass is over, or has failed."""
         self.staying.clear()
-        self._copied.clear()
+        self.installed.forget_copies()
         self.budget.unread.clear()
         self.pool.backward = False
 
@@ -379,7 +309,7 @@ class Actions:
             if group.settings.current.reshard_after_backward or group.phase is GATHERING:
                 self.drop(group)
             else:
-                self._hide(group)
+                self.installed.hide(group)
         self.pool.rest()
 
     def reduce(self, group: ParamGroup, gradients: Gradients) -> None:
@@ -444,14 +374,14 @@ class Actions:
         if self.watch is not None:
             self.watch.end(Kind.FORWARD)
         if stays:
-            self._show_copies(group)
+            self.installed.show_copies(group)
             return
         if not self.order.forward.reshards(group):
-            self.show_leaves(group)
+            self.installed.show_leaves(group)
         elif not group.shrinks:
             self.drop(group)
         elif group.phase is UNSHARDED:
-            self._hide(group)
+            self.installed.hide(group)
             self._act(Kind.SHRINK, group, group.shrink)
             self.history.lasted(group.layout.weight_bytes)  # for a moment weights and pieces were both live
             if (entries := group.entries()) is not None:
@@ -488,9 +418,9 @@ class Actions:
             self.prefetch(missed)
         if group.gathers_in_backward or group.phase not in AWAY:
             self.need(group)
-            self._show_again(use, outputs)
+            self.installed.show_again(use, outputs)
             if torch.is_grad_enabled():
-                self._copy(use, outputs)
+                self.installed.copy(use, outputs)
         # If the root returns its last module's output, backward reaches that module before the root. The compute that
         # is timed now belongs to the module, so the root must not take it over.
         if self.watch is not None and not (group.is_root and self.watch.runs(Kind.BACKWARD)):
@@ -525,7 +455,7 @@ class Actions:
         """
         self.need(group)
         if (reached := self.budget.unread.get(group)) is not None:
-            self._show_again(*reached)
+            self.installed.show_again(*reached)
 
     def pass_over(self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]) -> None:
         """Issue the gathers of a use that backward goes past (see `Engine._pass_over`); arguments as above."""
@@ -553,9 +483,7 @@ class Actions:
         """
         if self._gathers_behind is not None:
             self.catch_up()
-        if self._copied:
-            self.show_gathered(group)
-            self._copied.pop(group, None)
+        self.installed.end_copies(group)
         stays = group.running or (following is group and self.order.backward.stays_for_next)
         if not stays and group.settings.current.reshard_after_backward:
             self.drop(group)
@@ -565,7 +493,7 @@ class Actions:
         if stays:
             self.staying.add(group)
         else:
-            self._hide(group)  # the weights stay, but clipping and optimizers must find sharded parameters
+            self.installed.hide(group)  # the weights stay, but clipping and optimizers must find sharded parameters
 
     def catch_up(self) -> None:
         """If gathers wait behind reductions: wait for the reductions, then issue the gathers."""
@@ -658,18 +586,3 @@ class Actions:
             for group in self.groups:
                 group.leave_slots()
             self.pool.make_arena()
-
-
-def _fill(group: ParamGroup, outputs: Outputs, weights: Sequence[torch.Tensor]) -> None:
-    """Make the outputs of a node of this group show these weights."""
-    for out, weight in zip(outputs, weights, strict=False):
-        (local_tensor(out) if group.layout.wraps and isinstance(out, DTensor) else out).data = weight
-
-
-def _copy_of_leaf(leaf: torch.Tensor) -> torch.Tensor:
-    """A leaf over memory of its own; one of a class of users' as it is."""
-    if type(leaf) is not torch.nn.Parameter:
-        return leaf
-    copy = torch.nn.Parameter(leaf.detach().clone(), requires_grad=leaf.requires_grad)
-    copy.__dict__.update(leaf.__dict__)
-    return copy

@@ -284,7 +284,7 @@ class Engine:
             if group in self.active:  # recomputed in its own backward, which has installed the node's outputs
                 if group.phase is not UNSHARDED:
                     self._do.gather_again(group)
-                self._do.show_gathered(group)
+                self._do.installed.show_gathered(group)
                 group.running += 1
                 return None
         self._do.need(group)
@@ -294,7 +294,7 @@ class Engine:
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             made = self._begin_use(group, made_in)
         if made is None or not made[1]:
-            self._do.show_leaves(group)
+            self._do.installed.show_leaves(group)
         if made_in < 0:
             self._do.begin_forward(group)
             if following := self.order.after(group):

@@ -1,0 +1,123 @@
+"""Which tensors stand in the modules of a group: sharded parameters, outputs of a node, leaves, copies of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .._group.group import ParamGroup
+from .._group.hooks import WATCHED
+from .._group.phases import UNSHARDED
+from .._torch.core import to_keep
+from .._torch.distributed import local_tensor
+from .node import Outputs, Use
+
+LeafHook = Callable[[torch.Tensor, ParamGroup, int], None]
+
+
+class Installed:
+    """Installs tensors in the modules of one engine's groups.
+
+    With create_graph, modules see copies of a use's weights while its backward runs: what a checkpoint within a module
+    recomputes of weights is saved for another backward then, without our hooks, and must not be memory that goes back.
+
+    Args:
+        watch_leaf: called once with every leaf that users may find in a module outside of its forward.
+    """
+
+    def __init__(self, watch_leaf: LeafHook) -> None:
+        self._watch_leaf = watch_leaf
+        # By group: the use that backward has reached, its node's outputs, and the copies.
+        self._copied: dict[ParamGroup, tuple[Use, Outputs, list[torch.Tensor]]] = {}
+
+    def hide(self, group: ParamGroup) -> None:
+        """Install a group's sharded parameters."""
+        if (entries := group.entries()) is not None:
+            entries.hide()
+
+    def show_leaves(self, group: ParamGroup) -> None:
+        """Install a group's unsharded parameters as leaves, without autograd history."""
+        if (entries := group.entries()) is None:
+            return
+        entries.take_over()
+        leaves = group.leaves()
+        for index, leaf in enumerate(leaves):
+            if leaf.requires_grad and WATCHED not in leaf.__dict__:
+                self._watch_leaf(leaf, group, index)
+        entries.lend(leaves)
+
+    def show_again(self, use: Use, outputs: Outputs) -> None:
+        """Install the outputs of a use's node again, for a recomputation; leaves where there is no node.
+
+        If the weights were gathered to another place than before, the outputs are made to show these.
+        """
+        group = use.group
+        if use.places != group.places:
+            _fill(group, outputs, group.weights())
+            use.move(group.places)
+        entries = group.entries()
+        if outputs and entries is not None:
+            entries.note_assigned()
+            entries.show(outputs)
+        elif entries is not None:
+            self.show_leaves(group)
+
+    # ---- copies
+
+    def copy(self, use: Use, outputs: Outputs) -> None:
+        """Have the modules of a use see copies of its weights, until `end_copies`."""
+        group = use.group
+        shown = group.weights() if outputs else group.leaves()
+        with to_keep():
+            copies = [*map(torch.Tensor.clone, shown)] if outputs else [*map(_copy_of_leaf, shown)]
+        self._copied[group] = use, outputs, copies
+        self.show_copies(group)
+
+    def show_copies(self, group: ParamGroup) -> None:
+        """Show the copies of this group's weights, if there are any."""
+        if (copied := self._copied.get(group)) is None:
+            return
+        use, outputs, copies = copied
+        if outputs:
+            _fill(group, outputs, copies)
+            use.move(())
+        elif (entries := group.entries()) is not None:
+            entries.show(copies)
+
+    def show_gathered(self, group: ParamGroup) -> None:
+        """Show the gathered weights and not their copies: a call whose hooks save handles begins, or the use ends."""
+        if (copied := self._copied.get(group)) is None or group.phase is not UNSHARDED:
+            return
+        use, outputs, _ = copied
+        if outputs:
+            _fill(group, outputs, group.weights())
+            use.move(group.places)
+        else:
+            self.show_leaves(group)
+
+    def end_copies(self, group: ParamGroup) -> None:
+        """The backward of a use is over."""
+        if self._copied:
+            self.show_gathered(group)
+            self._copied.pop(group, None)
+
+    def forget_copies(self) -> None:
+        """The pass is over, or has failed."""
+        self._copied.clear()
+
+
+def _fill(group: ParamGroup, outputs: Outputs, weights: Sequence[torch.Tensor]) -> None:
+    """Make the outputs of a node of this group show these weights."""
+    for out, weight in zip(outputs, weights, strict=False):
+        (local_tensor(out) if group.layout.wraps and isinstance(out, DTensor) else out).data = weight
+
+
+def _copy_of_leaf(leaf: torch.Tensor) -> torch.Tensor:
+    """A leaf over memory of its own; one of a class of users' as it is."""
+    if type(leaf) is not torch.nn.Parameter:
+        return leaf
+    copy = torch.nn.Parameter(leaf.detach().clone(), requires_grad=leaf.requires_grad)
+    copy.__dict__.update(leaf.__dict__)
+    return copy
