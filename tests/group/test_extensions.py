@@ -329,7 +329,7 @@ def test_a_step_between_forward_and_backward_is_an_error(rank, world):
     step(model, rank)
     loss = model(batch(rank, 1)).square().mean()
     optimizer.step()
-    with pytest.raises(StaleStateError, match=r"optimizer or a load has changed"):
+    with pytest.raises(StaleStateError, match=r"an optimizer, a load or a write"):
         loss.backward()
 
 
