@@ -42,6 +42,7 @@ class Installed:
         if (entries := group.entries()) is None:
             return
         entries.take_over()
+        entries.note_assigned()
         leaves = group.leaves()
         for index, leaf in enumerate(leaves):
             if leaf.requires_grad and WATCHED not in leaf.__dict__:

@@ -61,7 +61,27 @@ def use_unshard(model, rank):
     model.unshard()
 
 
-USES = [use_not_at_all, use_in_training, use_forward_only, use_without_grad, use_unshard]
+class Fails(torch.autograd.Function):
+    """Its backward fails."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("planted")
+
+
+def use_failed_penalty(model, rank):
+    (x,) = vectors(rank, 0)
+    x.requires_grad_()
+    output = model(Fails.apply(x)).square().mean()
+    with pytest.raises(ArithmeticError, match="planted"):
+        torch.autograd.grad(output, x, create_graph=True)
+
+
+USES = [use_not_at_all, use_in_training, use_forward_only, use_without_grad, use_unshard, use_failed_penalty]
 
 
 @pytest.mark.parametrize("use", USES)

@@ -204,6 +204,30 @@ def test_a_parameter_that_is_assigned_while_another_stands_in_its_place_is_not_l
     train_alike(models, lambda model, step: model(noise(3, 4, seed=step)).square().mean())
 
 
+@pytest.mark.parametrize("then", ["backward", "unshard"])
+@distributed(world=2)
+def test_a_parameter_that_is_assigned_to_a_frozen_module_before_its_weights_are_gathered_again_is_not_lost(
+    rank, world, then
+):
+    models = models_of(CallsWith, shard_first, fsdp2=False)
+    for name, model in models.items():
+        model.shift = False
+        model.a.requires_grad_(False)
+        output = model(noise(3, 4).requires_grad_()).sum()
+        new = nn.Parameter(model.a.weight.detach() / 2, requires_grad=False)
+        model.a._parameters["weight"] = new
+        if then == "backward":
+            output.backward()
+            model.zero_grad()
+        elif name == "ours":
+            model.a.unshard()
+            model.a.reshard()
+            model.reshard()
+        del output
+        assert model.a._parameters["weight"] is new
+    train_alike(models, lambda model, step: model(noise(3, 4, seed=step)).square().mean())
+
+
 @pytest.mark.parametrize("kind", ["vmap", "jvp", "grad"])
 @distributed(world=2)
 def test_functional_transforms_in_a_forward(rank, world, kind):
