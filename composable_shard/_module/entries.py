@@ -70,10 +70,11 @@ class ModuleEntries:
         self._storages: list[Any] = []
         self._pieces: list[weakref.ref[torch.Tensor]] = []
         self._has_warned = False
+        self._before: dict[int, weakref.ref[nn.Parameter]] = {}  # by index, what was replaced last
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy's engine sets the lists for its own modules
-        return self.__dict__ | {"_recurrent": [], "_storages": [], "_pieces": []}
+        return self.__dict__ | {"_recurrent": [], "_storages": [], "_pieces": [], "_before": {}}
 
     def keep_lists(self, recurrent: Sequence[nn.Module]) -> None:
         """Note which of these RNNs have our parameters: `_flat_weights`, their second list, must follow the entries."""
@@ -207,8 +208,9 @@ class ModuleEntries:
 
         Raises:
             ShardConfigStateError: an entry is gone, or has no DTensor with the shape, mesh and placements of the old
-                one; or the `.data` of a sharded parameter was assigned.
+                one; or stands in the place of an unsharded copy; or the `.data` of a sharded parameter was assigned.
         """
+        self._check_leaves()
         self.take_over()
         if not torch.compiler.is_compiling():
             self._check_data()
@@ -220,6 +222,8 @@ class ModuleEntries:
             return changed
         tied = self._tie()
         replaced = self._replaced()
+        returns = any(self._is_known(param, index) for index, param in replaced.items())
+        self._before = {} if returns else {index: weakref.ref(self._shards[index]) for index in replaced}
         for index, param in replaced.items():
             self.params[index].sharded = self._shards[index] = param
             if not torch.compiler.is_compiling():
@@ -230,6 +234,30 @@ class ModuleEntries:
         self._install_anew()
         changed, self.converted = self.converted or tied or len(replaced) > 0, False
         return changed
+
+    def _is_known(self, param: DTensor, index: int) -> bool:
+        """Whether it is the sharded parameter, or the one that it has replaced."""
+        before = self._before.get(index)
+        return param is self._shards[index] or (before is not None and before() is param)
+
+    def _check_leaves(self) -> None:
+        """Refuse other parameters in the place of leaves. Who puts the leaves back later would get the other ones.
+
+        A replaced parameter may come back, as it does after `torch.func.functional_call`.
+
+        Raises:
+            ShardConfigStateError: a DTensor that is not ours stands in the place of a leaf.
+        """
+        if not self._lent or self._hold(self._installed):
+            return
+        for names, name, index in self.places:
+            now = names.get(name)
+            if isinstance(now, DTensor) and self._shard_of(now) is now and not self._is_known(now, index):
+                raise ShardConfigStateError(
+                    f"parameter {self.params[index].fqn}: was replaced while its unsharded copy stood in the module, "
+                    "as one does after a forward; call reshard() on the sharded module first, then replace parameters "
+                    "or call it by torch.func.functional_call"
+                )
 
     def _check_data(self) -> None:
         """Notice `.data` that was assigned to a sharded parameter: a DTensor keeps its old piece without a word.

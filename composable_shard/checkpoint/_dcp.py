@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from .._errors import CheckpointError, CheckpointMismatchError, ShardConfigValueError
 from ._exchange import ROOT, Imported, Options, aliases_of, begin, commit, fill, unwrapped
@@ -94,17 +95,18 @@ def export_dcp(
 
     Raises:
         ShardConfigValueError: the directory exists, or the module of an optimizer is not in the state.
-        CheckpointMismatchError: ranks export to other paths, or have other modules and optimizers in their states.
-            Other entries may be of one rank alone.
+        CheckpointMismatchError: ranks export to other paths, or a rank does not export a module or an optimizer of
+            which it has a part. Other entries may be of one rank alone.
         CheckpointError: it could not be written; the directory is then absent.
         RankMismatchError: one of the ranks does something else, as trains on; on all ranks.
     """
     ranks = Ranks(process_group)
     ranks.meet("export a checkpoint of DCP")
     directory, said = ranks.together_and_tell(
-        lambda: Path(path), lambda directory: {"path": str(directory), "state": _kinds_in(state)}
+        lambda: Path(path), lambda directory: ({"path": os.path.abspath(directory)}, _ranks_of(state))
     )
-    compare("export_dcp", said)
+    compare("export_dcp", [about for about, _ in said])
+    _check_complete(dict(zip(ranks.everyone, [entries for _, entries in said], strict=True)))
     partial = ranks.first_alone(lambda: begin(directory))
     try:
         content = ranks.together(lambda: _state_dicts(state))
@@ -126,25 +128,44 @@ def export_dcp(
 def _agreed(
     ranks: Ranks, path: str | os.PathLike[str], state: Mapping[str, Any] | nn.Module, options: dict[str, bool]
 ) -> tuple[Path, set[str] | None]:
-    """The path of an import, alike on all ranks as its options are, and the entries that any rank wants; None for all.
+    """The path of an import, whose options are alike on all ranks, and the entries that any rank wants; None for all.
 
     Entries may be of one rank alone.
     """
     (where, _), said = ranks.together_and_tell(
         lambda: (Path(path), None if isinstance(state, nn.Module) else tuple(state)),
-        lambda asked: ({"path": str(asked[0]), **options}, asked[1]),
+        lambda asked: (options, asked[1]),
     )
     compare("import_dcp", [about for about, _ in said])
     wanted = [names for _, names in said if names is not None]
     return where, {name for names in wanted for name in names} if len(wanted) == len(said) else None
 
 
-def _kinds_in(state: Mapping[str, Any]) -> dict[str, str]:
-    """The modules and optimizers of a state, by name, as words."""
-    kinds = {torch.optim.Optimizer: "optimizer", nn.Module: "module"}
-    return {
-        name: word for name, value in sorted(state.items()) for kind, word in kinds.items() if isinstance(value, kind)
-    }
+def _ranks_of(state: Mapping[str, Any]) -> dict[str, set[int]]:
+    """Of the modules and optimizers of a state, by name: the ranks that have parts of their parameters."""
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, nn.Module):
+            params = list(value.parameters())
+        elif isinstance(value, torch.optim.Optimizer):
+            params = [param for group in value.param_groups for param in group["params"]]
+        else:
+            continue
+        meshes = [param.device_mesh for param in params if isinstance(param, DTensor)]
+        found[name] = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+    return found
+
+
+def _check_complete(said: Mapping[int, Mapping[str, set[int]]]) -> None:
+    """See that whoever has a part of a module or an optimizer exports it: it could not be loaded otherwise."""
+    for rank, entries in said.items():
+        for name, wanted in entries.items():
+            for other in sorted(wanted & said.keys()):
+                if name not in said[other]:
+                    raise CheckpointMismatchError(
+                        f"state: rank {rank} exports {name!r}, of which rank {other} has a part, and rank {other} does "
+                        "not; all ranks of a model export it, and its optimizer, by one name"
+                    )
 
 
 def _state_dicts(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def export_safetensors(
     (directory, chosen, described, extra), said = ranks.together_and_tell(
         prepare,
         lambda made: (
-            {"path": str(made[0]), "dtype": dtype, "max_shard_size": max_shard_size, "adapter": adapter},
+            {"path": os.path.abspath(made[0]), "dtype": dtype, "max_shard_size": max_shard_size, "adapter": adapter},
             hashlib.sha256(repr(made[2]).encode()).digest(),
         ),
     )
@@ -165,7 +165,7 @@ def import_safetensors(
     model = unwrapped(model)
     where, said = ranks.together_and_tell(
         lambda: _checked_path(path, rename, adapter),
-        lambda where: {"path": str(where), "strict": strict, "cast": cast, "adapter": adapter},
+        lambda _: {"strict": strict, "cast": cast, "adapter": adapter},
     )
     compare("import_safetensors", said)
     stored = ranks.first_alone(lambda: read_stored(where))
