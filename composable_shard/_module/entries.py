@@ -222,20 +222,24 @@ class ModuleEntries:
             return changed
         tied = self._tie()
         replaced = self._replaced()
+        if replaced:
+            self._replace(replaced)
+        self.keep_carried()
+        self._install_anew()
+        changed, self.converted = self.converted or tied or len(replaced) > 0, False
+        return changed
+
+    def _replace(self, replaced: dict[int, nn.Parameter]) -> None:
+        """Manage these parameters in the place of the sharded ones with these indices."""
         returns = any(self._is_known(param, index) for index, param in replaced.items())
         self._before = {} if returns else {index: weakref.ref(self._shards[index]) for index in replaced}
         for index, param in replaced.items():
             self.params[index].sharded = self._shards[index] = param
             if not torch.compiler.is_compiling():
                 self.params[index].fix_sizes()
-        if replaced:
-            self._storages, self._pieces = [], []
-        self.keep_carried()
-        self._install_anew()
-        changed, self.converted = self.converted or tied or len(replaced) > 0, False
-        return changed
+        self._storages, self._pieces = [], []
 
-    def _is_known(self, param: DTensor, index: int) -> bool:
+    def _is_known(self, param: Any, index: int) -> bool:
         """Whether it is the sharded parameter, or the one that it has replaced."""
         before = self._before.get(index)
         return param is self._shards[index] or (before is not None and before() is param)

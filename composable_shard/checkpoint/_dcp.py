@@ -143,17 +143,21 @@ def _agreed(
 
 def _ranks_of(state: Mapping[str, Any]) -> dict[str, set[int]]:
     """Of the modules and optimizers of a state, by name: the ranks that have parts of their parameters."""
-    found = {}
-    for name, value in state.items():
-        if isinstance(value, nn.Module):
-            params = list(value.parameters())
-        elif isinstance(value, torch.optim.Optimizer):
-            params = [param for group in value.param_groups for param in group["params"]]
-        else:
-            continue
-        meshes = [param.device_mesh for param in params if isinstance(param, DTensor)]
-        found[name] = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
-    return found
+    held = {name: _params_of(value) for name, value in state.items()}
+    return {name: {rank for mesh in _meshes(params) for rank in mesh} for name, params in held.items() if params}
+
+
+def _params_of(value: Any) -> list[torch.Tensor]:
+    """The parameters of a module or an optimizer; none of anything else."""
+    if isinstance(value, nn.Module):
+        return list(value.parameters())
+    if isinstance(value, torch.optim.Optimizer):
+        return [param for group in value.param_groups for param in group["params"]]
+    return []
+
+
+def _meshes(params: list[torch.Tensor]) -> set[tuple[int, ...]]:
+    return {tuple(param.device_mesh.mesh.flatten().tolist()) for param in params if isinstance(param, DTensor)}
 
 
 def _check_complete(said: Mapping[int, Mapping[str, set[int]]]) -> None:
