@@ -205,7 +205,7 @@ def test_a_parameter_that_is_assigned_between_forward_and_backward_is_not_lost(r
 def test_a_parameter_that_is_assigned_over_an_unsharded_copy_is_an_error_that_says_what_to_do(rank, world):
     models = models_of(CallsWith, shard_first, fsdp2=False)
     model = models["ours"]
-    own, given = dict(model.named_parameters()), halves(model)
+    given = halves(model)
     for each in models.values():
         each.shift = False
         each(noise(3, 4))
@@ -222,7 +222,6 @@ def test_a_parameter_that_is_assigned_over_an_unsharded_copy_is_an_error_that_sa
     model.reshard()
     assign(models["plain"], halves(models["plain"]))
     assign(model, given)
-    assert own.keys() == given.keys()
     train_alike(models, lambda model, step: model(noise(3, 4, seed=step)).square().mean())
 
 
