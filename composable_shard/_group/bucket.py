@@ -237,10 +237,9 @@ class Bucket:
         Returns:
             FQNs of the leaves that were edited in place.
         """
-        slot, leaves = self.slot, self.here
+        slot, leaves, edited = self.slot, self.here, self.edited()
         self.slot = self.here = self.unedited = None
         self.readable = False
-        edited = () if leaves is None else [self.fqns[index] for index in leaves.edited()]
         self._give_up(slot, leaves, after, reserve)
         return edited
 
@@ -269,6 +268,10 @@ class Bucket:
     # A handle stands for a weight as it was gathered, and resharding loses whatever is written to it. So an edit is an
     # error: at the end of the forward in which it was made, or when the weights are given up, or where backward finds
     # that a weight was edited after it had been saved.
+
+    def edited(self) -> Sequence[str]:
+        """FQNs of the leaves that were edited in place since the weights were gathered."""
+        return () if self.here is None else [self.fqns[index] for index in self.here.edited()]
 
     def find_edited(self, shown: Sequence[torch.Tensor]) -> set[int]:
         """Indices of the weights that were edited in place, through outputs of a node (`shown`) or through leaves.

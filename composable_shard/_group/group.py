@@ -381,6 +381,10 @@ class ParamGroup:
         if edited:
             raise lost_edit(edited)
 
+    def edited(self) -> list[str]:
+        """FQNs of the unsharded parameters that somebody has edited in place since they were gathered."""
+        return [fqn for bucket in self.buckets for fqn in bucket.edited()]
+
     @property
     def shrinks(self) -> bool:
         """Whether the weights stay cut among a few ranks after forward (``reshard_after_forward=n``)."""

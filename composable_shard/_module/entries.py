@@ -66,11 +66,12 @@ class ModuleEntries:
         self._handles_seen = 0  # hooks' handles that there were then
         self._assigned: list[tuple[dict[str, Any], str, Any]] = []  # see `note_assigned`
         self._recurrent: list[weakref.ref[nn.Module]] = []
-        # Of the sharded parameters as `adopt` saw them last: the storage of each DTensor, and this rank's piece in it.
-        self._storages: list[Any] = []
-        self._pieces: list[weakref.ref[torch.Tensor]] = []
         self._has_warned = False
         self._before: dict[int, weakref.ref[nn.Parameter]] = {}  # by index, what was replaced last
+        # Of the sharded parameters as they were seen last: the storage of each DTensor, and this rank's piece in it.
+        self._storages: list[Any] = []
+        self._pieces: list[weakref.ref[torch.Tensor]] = []
+        self._check_data()
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy's engine sets the lists for its own modules

@@ -65,11 +65,16 @@ class Methods(TorchFSDPModule):
         this setting on adds its own and reduces the sum. `zero_grad` clears accumulated gradients. This call also sets
         `set_requires_all_reduce` to the same value.
 
+        With `set_manual_backward_finalization(True)` on this module, it also installs the sharded parameters, as
+        `set_is_last_backward` does and for the same reason: torch's pipelines call it before each backward.
+
         Raises:
             ShardConfigValueError: the value is no bool.
         """
         _check_bool("requires_gradient_sync", requires_gradient_sync)
         _set(self, recurse, requires_gradient_sync=requires_gradient_sync, requires_all_reduce=requires_gradient_sync)
+        if self._own_state().ends_by_hand:
+            _show_sharded(self)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward, on a mesh with replicas, reduces gradients over the replicas.
@@ -97,8 +102,7 @@ class Methods(TorchFSDPModule):
         """
         _check_bool("is_last_backward", is_last_backward)
         self._own_state().set_for_root(is_last_backward=is_last_backward)
-        for state in _states(self, recurse=True):
-            state.show_sharded()
+        _show_sharded(self)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set whether the caller ends each backward, or several at once, by `finalize_backward`. Call it on the root.
@@ -431,6 +435,11 @@ def _check_kind(argument: str, kind: type, value: object) -> None:
 def _check_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ShardConfigTypeValueError(f"{name} should be a bool, got {type(value)}: {value!r}")
+
+
+def _show_sharded(module: Methods) -> None:
+    for state in _states(module, recurse=True):
+        state.show_sharded()
 
 
 def _states(module: Methods, recurse: bool) -> list[ShardState]:

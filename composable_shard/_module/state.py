@@ -24,6 +24,7 @@ from .._engine.node import Outputs, Use
 from .._engine.order import Order
 from .._errors import ShardConfigStateError, ShardConfigValueError, StaleStateError
 from .._graph.traced import TracedGroup
+from .._group.bucket import lost_edit
 from .._group.group import ParamGroup
 from .._group.param import ShardedParam
 from .._plan.layout import piece_numel
@@ -226,6 +227,11 @@ class ShardState:
         if self.bound is not None:
             for name, value in settings.items():
                 setattr(self.bound.engine, name, value)
+
+    @property
+    def ends_by_hand(self) -> bool:
+        """Whether the caller ends each backward of this module, a root, as a pipeline does."""
+        return bool(self._for_root.get("ends_by_hand"))
 
     def ask(self, **wanted: Any) -> None:
         """Change `asked`, and let the engine, if it is built, follow from the next forward on.
@@ -443,6 +449,16 @@ class ShardState:
         self.release()
         for group in self.groups:
             group.stepped()
+
+    def check_edits(self) -> None:
+        """Check that unsharded parameters were not edited in place: the sharded ones, which are read now, lack the edit.
+
+        Raises:
+            StaleStateError: one was.
+        """
+        for group in self.groups:
+            if edited := group.edited():
+                raise lost_edit(edited)
 
     def show_sharded(self) -> None:
         """Install the sharded parameters, unless a forward runs; the unsharded ones stay in memory."""

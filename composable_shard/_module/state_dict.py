@@ -65,6 +65,8 @@ def _params(module: nn.Module) -> list[tuple[ShardState, str, ShardedParam]]:
 
 def _after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     params = _params(module)
+    for state in {state: None for state, _, _ in params}:
+        state.check_edits()
     for state, name, param in params:
         value = state_dict.get(prefix + name)
         if value is not None and (state.entries.shown or not isinstance(value, DTensor)):

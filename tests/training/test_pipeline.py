@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from _blocks import TransformerBlock, rotary
@@ -305,6 +306,43 @@ def test_stages_on_meshes_of_one_rank_train_by_every_schedule(rank, world, name,
 def test_stages_without_a_weight_of_their_own_train_by_every_schedule(rank, world, name, reshard):
     engines = [fully_shard] if loses_gradients(name, reshard) else [fully_shard, fsdp2]
     check_schedule(name, Layers, 2, reshard, engines)
+
+
+@pytest.mark.parametrize("kind", [Layers, Padded])
+@distributed(world=2)
+def test_input_and_weight_gradients_apart_are_exact_in_a_backward_that_is_ended_by_hand(rank, world, kind):
+    """The calls of the zero-bubble schedules of torch 2.15 on one stage."""
+    torch.manual_seed(3)
+    plain = kind()
+    model = shard(copy.deepcopy(plain), fully_shard, None, False)
+    for step in range(2):
+        want = text_reference(plain, step, world)[rank]
+        halves = zip(*(part.chunk(MICROBATCHES) for part in text_batch(rank, step)), strict=True)
+        inputs, waiting = [], []
+        for x, target in halves:
+            model.set_manual_backward_finalization(True)
+            inputs.append(x.requires_grad_())
+            loss = loss_fn(model(x), target)
+            torch.testing.assert_close(loss, want[len(waiting)])
+            model.set_reshard_after_backward(False)
+            model.set_requires_gradient_sync(False)
+            waiting.append(stage_backward_input([loss], None, [x], model.parameters())[1])
+        for param_groups in waiting:
+            stage_backward_weight(model.parameters(), param_groups)
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
+        model.finalize_backward()
+        model.set_manual_backward_finalization(False)
+        assert all(x.grad is not None for x in inputs)
+        for name, param in plain.named_parameters():
+            grad = model.get_parameter(name).grad
+            assert (grad is None) == (param.grad is None), name
+            if grad is not None:
+                torch.testing.assert_close(
+                    grad.full_tensor() / MICROBATCHES, param.grad, msg=lambda m, at=name: f"{at}: {m}"
+                )
+        model.zero_grad()
+    assert_at_rest(model)
 
 
 @distributed(world=1)
