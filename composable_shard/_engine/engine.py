@@ -105,7 +105,8 @@ class Engine:
         keepers: for each bucket of a frozen group whose forward runs, the object that all its new handles hold; its
             deletion tells the engine that the last handle is gone.
         under_hooks: whether the forward that began last runs under saved-tensor hooks of others, as of a checkpoint.
-        is_last_backward: whether `torch.autograd.grad` reduces at once although gradient sync is off.
+        is_last_backward: whether `torch.autograd.grad` reduces at once although gradient sync is off; never if the
+            caller ends backward.
         ends_by_hand: whether the caller ends backward (`end_backward_by_hand`).
         changed_at: an event that a user recorded behind the last change of the parameters; good for one forward.
         profiled: whether profiler ranges are put around the engine's work (see `profiling.py`).
@@ -426,7 +427,8 @@ class Engine:
             wanted = [None if fate is Fate.DROPPED else g for fate, g in zip(fates, gradients, strict=True)]
             if Fate.RETURNED in fates:
                 self._end_use(now, use)
-                return self._gradients.returned(use, fates, wanted, self.is_last_backward)
+                is_last = self.is_last_backward and not self.ends_by_hand
+                return self._gradients.returned(use, fates, wanted, is_last)
         if now.completes(use, number):
             self._complete(now, use, wanted)
         else:

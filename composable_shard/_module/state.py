@@ -451,7 +451,7 @@ class ShardState:
             group.stepped()
 
     def check_edits(self) -> None:
-        """Check that unsharded parameters were not edited in place: the sharded ones, which are read now, lack the edit.
+        """Check that no unsharded parameter was edited in place: the sharded one, to be read now, lacks the edit.
 
         Raises:
             StaleStateError: one was.

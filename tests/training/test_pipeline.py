@@ -333,6 +333,10 @@ def test_input_and_weight_gradients_apart_are_exact_in_a_backward_that_is_ended_
         model.set_reshard_after_backward(True)
         model.finalize_backward()
         model.set_manual_backward_finalization(False)
+        reduced = [action.fqn for action in last_record(model).actions if action.kind == "REDUCE"]
+        assert len(reduced) == len(set(reduced)) == (2 if kind is Layers else 3), (
+            "each group once, not in each backward"
+        )
         assert all(x.grad is not None for x in inputs)
         for name, param in plain.named_parameters():
             grad = model.get_parameter(name).grad
