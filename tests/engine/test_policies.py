@@ -203,7 +203,7 @@ DIFFERENT = {
     "a setting": (lambda rank: Either(4, 2), lambda rank: {"reshard_after_forward": bool(rank)}),
     "a dtype": (
         lambda rank: Either(4, 2),
-        lambda rank: {"mp_policy": cs.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if rank else None)},
+        lambda rank: {"mp_policy": cs.MixedPrecisionPolicy(*((torch.bfloat16,) * 2 if rank else ()))},
     ),
 }
 

@@ -137,7 +137,7 @@ def step(model, number, call=None):
 
 def check(found, number, call=None):
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it
-    warnings.filterwarnings("ignore", category=DeprecationWarning, message="`torch.jit")  # torch's own, where it loads
+    warnings.filterwarnings("ignore", message="`torch.jit")  # torch's own, where it loads
     warnings.filterwarnings("ignore", message="Attempted to insert a get_attr Node")  # torch's, in func.linearize
     expected, *others = [step(model, number, call) for model in found.values()]
     assert all(g is None or g.isfinite().all() for g in expected)

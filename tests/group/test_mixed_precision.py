@@ -50,7 +50,10 @@ def test_mixed_precision_gives_the_bits_of_fsdp2(rank, world, policy, reshard):
     check_parity(Case(model=Stack, shard=shard, reference=False, optimizer="adamw"), rank, world)
 
 
-@pytest.mark.parametrize(("param", "reduce"), [(BF16, FP32), (None, BF16), (BF16, torch.float16)], ids=str)
+ROUNDED = [(None, BF16), (BF16, torch.float16)] if torch.__version__ < "2.15" else []  # see docs/migration.md
+
+
+@pytest.mark.parametrize(("param", "reduce"), [(BF16, FP32), *ROUNDED], ids=str)
 @distributed(world=2)
 def test_accumulated_gradients_are_kept_in_the_reduce_dtype(rank, world, param, reduce):
     def train(run):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -278,7 +279,8 @@ def test_what_a_packed_parameter_carries_follows_it(rank, world, change):
 
 @simulated(world=2)
 def test_a_plan_shows_packed_parameters_and_counts_their_gathers_apart(rank, world):
-    plan = cs.make_plan(sides(of(torch.bfloat16), {"mp_policy": BF16})["ours"])
+    policy = replace(BF16, reduce_dtype=torch.bfloat16)
+    plan = cs.make_plan(sides(of(torch.bfloat16), {"mp_policy": policy})["ours"])
     group = next(group for group in plan.groups if group.fqn == "blocks.0")
     assert group.dtype == "float32 as bfloat16, bfloat16 packed"
     assert len(group.gather_layouts) == 2

@@ -215,7 +215,8 @@ def test_around_the_root(rank, world):
 @distributed(world=2)
 def test_in_mixed_precision_and_with_frozen_blocks(rank, world):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    compare(rank, build(), shard_each, reference=False, mp_policy=policy)
+    atol = 0 if torch.__version__ < "2.15" else 0.1  # a norm's gradient is float32 there; see docs/migration.md
+    compare(rank, build(), shard_each, reference=False, atol=atol, mp_policy=policy)
     frozen = build()
     frozen.blocks[0].requires_grad_(False)
     frozen.blocks[1].attention.requires_grad_(False)
