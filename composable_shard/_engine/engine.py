@@ -536,6 +536,8 @@ class Engine:
     def on_gradient_outside_forward(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:
         """A gradient came to an unsharded parameter that was read outside of its module's forward."""
         self._open_pass(current_backward())
+        if (entries := group.entries()) is not None:
+            entries.take_over()  # it may have been thawed since it was gathered
         self._gradients.add_outside_forward(group, index, gradient)
 
     def before_first_reduction(self, ask: Callable[[], None]) -> None:

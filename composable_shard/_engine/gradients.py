@@ -156,7 +156,10 @@ def watch_leaf(owner: Callable[[], LeafOwner | None], leaf: torch.Tensor, group:
     """Hand gradients of `leaf`, the unsharded parameter `index` of `group`, on to the owner, off `leaf.grad`."""
     # Kept for each parameter, and so small: a function made here would be three more objects, for its cells.
     hand_on = functools.partial(_hand_on, owner, weakref.ref(group), index)
+    trains = leaf.requires_grad
+    leaf.requires_grad_(True)  # users may thaw it later, and torch takes hooks on what requires gradients alone
     handle = leaf.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
+    leaf.requires_grad_(trains)
     HANDLES.ours += 1
     leaf.__dict__[WATCHED] = handle.id
 

@@ -45,7 +45,7 @@ class Installed:
         entries.note_assigned()
         leaves = group.leaves()
         for index, leaf in enumerate(leaves):
-            if leaf.requires_grad and WATCHED not in leaf.__dict__:
+            if WATCHED not in leaf.__dict__ and (leaf.requires_grad or type(leaf) is torch.nn.Parameter):
                 self._watch_leaf(leaf, group, index)
         entries.lend(leaves)
 

@@ -308,6 +308,7 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
         check_root(root)
     tree = _Tree(root)
     tree.check_ready()
+    tree.name_params()  # also for errors of what follows, which may tie parameters
     tree.install_shards()
     tree.name_params()
     asked = [state.declaration for state in tree.states]

@@ -77,6 +77,10 @@ class ModuleEntries:
         # a copy's engine sets the lists for its own modules
         return self.__dict__ | {"_recurrent": [], "_storages": [], "_pieces": [], "_before": {}}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._check_data()
+
     def keep_lists(self, recurrent: Sequence[nn.Module]) -> None:
         """Note which of these RNNs have our parameters: `_flat_weights`, their second list, must follow the entries."""
         ours = {id(names) for names in self._columns.dicts} if recurrent else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -169,6 +170,19 @@ def test_data_that_is_assigned_to_a_sharded_parameter_is_noticed_where_torchs_fs
             with contextlib.nullcontext() if given == "sharded" else refused:
                 model(x)
         assert torch.equal(weight.to_local(), old.chunk(world)[rank])
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@distributed(world=2)
+def test_data_that_is_assigned_before_the_first_forward_is_noticed(rank, world, copied):
+    model = both()["ours"]
+    model = copy.deepcopy(model) if copied else model
+    state = model.state_dict()
+    model.load_state_dict({name: value.full_tensor() for name, value in state.items()})
+    weight = model.blocks[1].up.weight
+    weight.data = torch.zeros(weight.shape)
+    with pytest.raises(cs.ShardConfigStateError, match=r"parameter blocks.1.up.weight: its .data was assigned"):
+        model(torch.ones(2, 4))
 
 
 @distributed(world=2)

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from _blocks import TransformerBlock, rotary
 from _engines import fully_shard
 from _models import Stack, shard_blocks, vectors
 from _parity import Case, check_parity, plain_step
 from _pool import distributed
+from _sides import assert_alike, models_of, noise, train_alike
 from composable_shard import StaleStateError
 
 
@@ -115,8 +117,9 @@ def test_writing_the_whole_parameter_is_not_what_unshard_is_for(rank, world):
     model.unshard()
     with torch.no_grad():
         model.head.bias.add_(1)
-    with pytest.raises(StaleStateError, match=r"head\.bias: edited in place while unsharded"):
-        model.reshard()
+    for lost_by in (model.state_dict, model.reshard):
+        with pytest.raises(StaleStateError, match=r"head\.bias: edited in place while unsharded"):
+            lost_by()
     assert torch.equal(model.head.bias.full_tensor(), plain["head.bias"])
 
 
@@ -127,3 +130,26 @@ def test_a_forward_after_unshard_gives_the_same_output(rank, world):
     model.unshard()
     model.blocks[2].unshard()
     assert torch.equal(model(*vectors(rank, 0)), want)
+
+
+@pytest.mark.parametrize("after_forward", [False, True])
+@distributed(world=2)
+def test_a_gradient_of_whole_weights_that_were_thawed_is_not_lost_where_fsdp2_loses_it(rank, world, after_forward):
+    models = models_of(functools.partial(TransformerBlock, 8, 2, 1, 12, 0.0), lambda model, engine: engine(model))
+    cos, sin = rotary(5, 4)
+    for name, model in models.items():
+        model.requires_grad_(False)
+        if after_forward:
+            model(noise(2, 5, 8), cos, sin)
+        if name != "plain":
+            model.unshard()
+        model.requires_grad_(True)
+        sum(weight.square().sum() for weight in model.parameters()).backward()
+        if name != "plain":
+            model.reshard()
+    lost = [param.grad is None for param in models.pop("fsdp2").parameters()]
+    assert all(lost)
+    assert_alike(models)
+    for model in models.values():
+        model.zero_grad()
+    train_alike(models, lambda model, step: model(noise(2, 5, 8, seed=step), cos, sin).square().mean())
