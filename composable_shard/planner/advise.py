@@ -156,7 +156,7 @@ def advise(
             ``float16-mixed`` or ``bfloat16``.
         tensor: numbers of ranks of tensor parallelism to consider, for shapes.
         adapters: rank of low-rank adapters that train alone; 0 for a training of all parameters.
-        optimizer: ``adamw``; ``in_backward``, AdamW that steps inside of backward (`cs.optim.in_backward`); or
+        optimizer: ``adamw``, fused; ``in_backward``, AdamW that steps inside of backward (`cs.optim.in_backward`); or
             ``owned``, Muon of the matrices of blocks at their owners (`cs.optim.owned`), and AdamW of all others.
         comm_policy: in how many bits weights and gradients travel, of every strategy that shards.
 
