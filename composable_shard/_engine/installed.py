@@ -45,7 +45,7 @@ class Installed:
         entries.note_assigned()
         leaves = group.leaves()
         for index, leaf in enumerate(leaves):
-            if WATCHED not in leaf.__dict__ and (leaf.requires_grad or type(leaf) is torch.nn.Parameter):
+            if WATCHED not in leaf.__dict__ and (leaf.requires_grad or _may_train(leaf)):
                 self._watch_leaf(leaf, group, index)
         entries.lend(leaves)
 
@@ -113,6 +113,11 @@ def _fill(group: ParamGroup, outputs: Outputs, weights: Sequence[torch.Tensor]) 
     """Make the outputs of a node of this group show these weights."""
     for out, weight in zip(outputs, weights, strict=False):
         (local_tensor(out) if group.layout.wraps and isinstance(out, DTensor) else out).data = weight
+
+
+def _may_train(leaf: torch.Tensor) -> bool:
+    """Whether users may thaw a frozen leaf; not one of a class of their own, which may refuse it."""
+    return type(leaf) is torch.nn.Parameter and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def _copy_of_leaf(leaf: torch.Tensor) -> torch.Tensor:
