@@ -199,11 +199,11 @@ def test_inputs_and_outputs_in_containers_are_cast_and_train_as_under_fsdp2(rank
         if "fsdp2" in models:
             assert models["ours"].seen == models["fsdp2"].seen
             for (key, mine), other in zip(models["ours"].named_parameters(), models["fsdp2"].parameters(), strict=True):
-                rounded = policy is BF16 and "norm" in key and torch.__version__ >= "2.15"  # see docs/migration.md
+                rounded = policy == BF16 and "norm" in key and torch.__version__ >= "2.15"  # see docs/migration.md
                 got, wanted = mine.grad.to_local(), other.grad.to_local()
                 atol = torch.finfo(torch.bfloat16).eps * wanted.abs().max().item() if rounded else 0
                 torch.testing.assert_close(got, wanted, rtol=0, atol=atol, msg=lambda m, at=key: f"{at}: {m}")
-    if policy is BF16:
+    if policy == BF16:
         given, outputs = models["ours"].seen[0::2], models["ours"].seen[1::2]
         assert given == [(torch.bfloat16, torch.bfloat16)] * 4
         assert outputs == [torch.float64] * 4
