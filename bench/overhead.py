@@ -21,14 +21,12 @@ What is compiled as a whole is compared with the plain model compiled as a whole
 
 import argparse
 import gc
-import multiprocessing
 import os
 import random
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Self
 
@@ -43,6 +41,7 @@ import _engines
 import _noop
 import _report
 from _models import GPT, ChainBlock, GPT2Block, GPT2Stack, GPTBlock, GPTConfig, TinyBlock, TinyStack
+from _players import Player
 from _profile import print_profile
 
 PLAIN, PLAIN_COMPILED = "plain", "compute-whole"
@@ -179,57 +178,26 @@ class Figures:
         return cls(side.name, side.case, side.step_s, side.bare_s, side.device_s, len(side.calls), nbytes)
 
 
-class Player:
-    """A process with all stacks of one engine, which measures one of them whenever it is told to."""
+class Stacks:
+    """All stacks of one engine, built and warmed up: what a `Player` holds."""
 
     def __init__(self, name: str, world: int, cases: list[Case], options: argparse.Namespace) -> None:
-        self._name = name
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=play, args=(name, world, cases, options, theirs), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.close()
-        self._process.join()
-
-    def ready(self) -> None:
-        """Wait until it has built its stacks, or has measured what it was told to."""
-        try:
-            self._connection.recv()
-        except EOFError:
-            raise SystemExit(f"overhead.py: the process of {self._name} failed") from None
-
-    def measure(self, at: int) -> None:
-        """One round of one of its stacks, by index."""
-        self._connection.send(at)
-        self.ready()
-
-    def figures(self) -> list[Figures]:
-        """What it has measured, by stack."""
-        self._connection.send(None)
-        found: list[Figures] = self._connection.recv()
-        return found
-
-
-def play(name: str, world: int, cases: list[Case], options: argparse.Namespace, connection: Connection) -> None:
-    """The process of a `Player`."""
-    prepare(options)
-    begin(world, options)
-    try:
-        sides = [build(name, world, case, options) for case in cases]
+        prepare(options)
+        begin(world, options)
+        self._sides = [build(name, world, case, options) for case in cases]
+        self._clock = CLOCKS[options.clock]
         gc.collect()
         gc.freeze()  # steps are not charged for scanning what they did not make
-        connection.send(None)
-        while (at := connection.recv()) is not None:
-            sides[at].measure(CLOCKS[options.clock])
-            connection.send(None)
-        connection.send([Figures.of(side) for side in sides])
-    finally:
+
+    def measure(self, at: int) -> None:
+        """One round of one of the stacks, by index."""
+        self._sides[at].measure(self._clock)
+
+    def figures(self) -> list[Figures]:
+        """What was measured, by stack."""
+        return [Figures.of(side) for side in self._sides]
+
+    def close(self) -> None:
         _noop.shutdown()
 
 
@@ -257,7 +225,7 @@ def plain_of(name: str) -> str:
 def run(world: int, names: list[str], cases: list[Case], options: argparse.Namespace) -> list[EngineResult]:
     """Measures the engines at one world size, with every stack, all in turns."""
     with ExitStack() as stack:
-        players = [stack.enter_context(Player(name, world, cases, options)) for name in names]
+        players = [stack.enter_context(Player(name, Stacks, name, world, cases, options)) for name in names]
         for player in players:
             player.ready()
         turns = [(player, at) for at in range(len(cases)) for player in players]
@@ -265,8 +233,8 @@ def run(world: int, names: list[str], cases: list[Case], options: argparse.Names
         shuffle = random.Random(0)
         for _ in range(options.rounds):
             for player, at in shuffle.sample(turns, len(turns)):
-                player.measure(at)
-        by_engine = [player.figures() for player in players]
+                player.call("measure", at)
+        by_engine: list[list[Figures]] = [player.call("figures") for player in players]
         return _results(world, [found[at] for at in range(len(cases)) for found in by_engine])
 
 
