@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
+import _device
 import _launch
 import _models
 import composable_shard as cs
@@ -43,18 +44,24 @@ os.fsync(descriptor)
 """
 
 
+def here() -> torch.device:
+    """Called in a rank: where its model is."""
+    return torch.device(os.environ["BENCH_DEVICE"])
+
+
 def layers_of(parameters: int, tensors: int) -> tuple[nn.Module, list[nn.Module]]:
     """Equal layers in groups that have, with AdamW's moments, as many tensors and numbers as are asked for."""
     count = max(tensors // 3, 1)  # a parameter has two more tensors in the optimizer
     rows = max(parameters // count // COLUMNS, 2)
-    layers = [nn.Linear(COLUMNS, rows, bias=False) for _ in range(count)]
+    layers = [nn.Linear(COLUMNS, rows, bias=False, device=here()) for _ in range(count)]
     each = -(-count // GROUPS)
     model = nn.Sequential(*(nn.Sequential(*layers[at : at + each]) for at in range(0, count, each)))
     return model, list(model)
 
 
 def gpt_of(size: str) -> tuple[nn.Module, list[nn.Module]]:
-    model = _models.GPT(_models.SIZES[size])
+    with here():
+        model = _models.GPT(_models.SIZES[size])
     return model, list(model.blocks)  # type: ignore[arg-type]
 
 
@@ -63,7 +70,7 @@ class Job:
 
     def __init__(self, model: nn.Module, units: list[nn.Module], engine: str, folder: Path) -> None:
         self.model = model
-        shard_units(engine, model, units, init_device_mesh("cpu", (dist.get_world_size(),)))
+        shard_units(engine, model, units, init_device_mesh(here().type, (dist.get_world_size(),)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=False)
         for parameter in self.model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -132,10 +139,12 @@ class Job:
 
 
 def slowest(work: Callable[[], object]) -> float:
-    """Seconds of the slowest rank."""
+    """Seconds of the slowest rank, with what it queues on a GPU."""
     dist.barrier()
+    _device.synchronize(here().type)
     begin = time.perf_counter()
     work()
+    _device.synchronize(here().type)
     took = time.perf_counter() - begin
     return float(_launch.everyone(torch.tensor(took, dtype=torch.float64)).max())
 
@@ -166,7 +175,7 @@ class Steps:
     """Compute beside which something is written: the seconds of so many products of matrices."""
 
     def __init__(self, seconds: float) -> None:
-        self.left, self.right = torch.randn(512, 512), torch.randn(512, 512)
+        self.left, self.right = torch.randn(512, 512, device=here()), torch.randn(512, 512, device=here())
         self.count = 1
         while self.run() < seconds / 8:
             self.count *= 2
@@ -176,6 +185,7 @@ class Steps:
         begin = time.perf_counter()
         for _ in range(self.count):
             self.left @ self.right
+        _device.synchronize(here().type)
         return time.perf_counter() - begin
 
 
@@ -186,7 +196,7 @@ def asynchronous(job: Job, settings: dict[str, Any]) -> dict[str, dict[str, list
     steps = Steps(3 * synchronous)
     blocks: dict[str, list[float]] = {"ours": [], "ours, synchronous": [], "dcp": [], "a copy": []}
     tensors = [p.to_local().detach() for p in job.model.parameters()]  # type: ignore[attr-defined]
-    copies = [torch.empty_like(tensor) for tensor in tensors]
+    copies = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
 
     def copy() -> None:
         for _ in range(3):  # as many bytes as the model and its optimizer have

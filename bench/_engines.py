@@ -166,11 +166,14 @@ def placed(model: nn.Module, backend: str) -> nn.Module:
     return composable_shard.compile(model, backend=backend)
 
 
-def compile_blocks(model: nn.Module, block: type[nn.Module], backend: str) -> None:
-    """Let each block of a model be compiled on its own, in place; before it is sharded."""
+def compile_blocks(model: nn.Module, block: type[nn.Module], backend: str, dynamic: bool | None = None) -> None:
+    """Let each block of a model be compiled on its own, in place; before it is sharded.
+
+    With `dynamic=False` every sequence length has kernels of its own.
+    """
     for child in model.modules():
         if isinstance(child, block):
-            child.compile(fullgraph=True, backend=backend)
+            child.compile(fullgraph=True, dynamic=dynamic, backend=backend)
 
 
 ENGINES: dict[str, Build] = {

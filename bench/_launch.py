@@ -1,6 +1,7 @@
 """Starts the ranks of a benchmark as processes of this machine, and ends them, whatever happens.
 
-Ranks are processes on loopback, on a machine with enough cards one a card; or one process with its echo (`_echo.py`).
+Ranks are processes on loopback. With CUDA each has a GPU of its own, or all share one (`share`), or one process plays
+all ranks with its echo (`_echo.py`).
 """
 
 import os
@@ -21,6 +22,8 @@ import _echo
 # With these, glibc keeps large blocks instead of giving their pages back after every use.
 MALLOC_TUNED = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
 
+SHARED_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
 
 class WorkerError(RuntimeError):
     """A rank failed, or the ranks did not end in time."""
@@ -35,8 +38,12 @@ def launch(
     tuned: bool,
     device: str = _device.CPU,
     echo: bool = False,
+    share: bool = False,
 ) -> str:
     """Runs `script argument` as `world` ranks, or as one and its echo, and returns what rank 0 wrote as result.
+
+    With `share` all ranks use the first GPU. NCCL refuses two ranks on one GPU of one host, so each rank names another
+    host, and NCCL sends through sockets: every collective is real, and slow.
 
     Raises WorkerError when a rank fails or `timeout` seconds have passed. No process outlives the
     call.
@@ -50,6 +57,7 @@ def launch(
             "WORLD_SIZE": str(world),
             "BENCH_DEVICE": device,
             "BENCH_ECHO": "1" if echo else "",
+            "BENCH_SHARE": "1" if share else "",
         }
         env |= {"BENCH_FOLDER": folder, "BENCH_TIMEOUT": str(timeout)}
         env |= MALLOC_TUNED if tuned else {}
@@ -57,7 +65,8 @@ def launch(
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(1 if echo else world):
-                ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, env={**env, "RANK": str(rank)}))
+                of_rank = {"RANK": str(rank)} | ({**SHARED_GPU, "NCCL_HOSTID": f"rank{rank}"} if share else {})
+                ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=env | of_rank))
             _wait(ranks, time.monotonic() + timeout, timeout)
         finally:
             for process in ranks:
@@ -85,8 +94,9 @@ def join() -> tuple[int, int]:
     """Called in a rank: joins the group of all ranks, gloo's or on cards NCCL's, and returns (rank, world)."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device(os.environ["BENCH_DEVICE"], rank if on_card() else None)
-    _device.select(device.type, rank)
+    card = 0 if os.environ["BENCH_SHARE"] else rank
+    device = torch.device(os.environ["BENCH_DEVICE"], card if on_card() else None)
+    _device.select(device.type, card)
     if echoes():
         _echo.init(world, device)
         return rank, world

@@ -118,7 +118,7 @@ def write_json(path: Path, name: str, settings: dict[str, Any], results: Sequenc
         "benchmark": name,
         "about": about(device),
         "settings": settings,
-        "results": [asdict(r) for r in results],
+        "results": [r if isinstance(r, dict) else asdict(r) for r in results],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")

@@ -8,7 +8,8 @@ files are on disk before a save is over. `files`: saves, and loads of files that
 not (cold), of equal layers, few and large ones or many small ones; `gpt`: the same of a GPT. `async`: for how long a
 save that goes on in the background holds up training, beside a copy of the same bytes in memory, which it cannot do
 without; and seconds of steps beside it and beside a process that writes the bytes. `exchange`: DCP's files read into
-models of this library and of torch's FSDP2. `full`: the memory that `full_state_dict` takes.
+models of this library and of torch's FSDP2. `full`: the memory that `full_state_dict` takes. With fewer GPUs than
+ranks, all ranks share the first GPU.
 """
 
 import argparse
@@ -18,11 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import _device
 import _launch
 import _models
 import _report
 
 PARTS = ("files", "gpt", "async", "exchange", "full")
+HOST_ONLY = "full"
 LESS_OF = {"blocked": "ours, synchronous", "steps beside": "a plain writer", "dcp reads": "fsdp2"}
 
 
@@ -82,16 +85,24 @@ def print_table(results: list[CheckpointResult], nbytes: int) -> None:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _device.add_option(parser)
     parser.add_argument("--parameters", type=int, default=350_000_000, help="of the model (default: 350,000,000)")
     parser.add_argument("--tensors", type=_report.integers, default=[64, 4096], help="in all (default: 64,4096)")
     parser.add_argument("--gpt", choices=_models.SIZES, default="150m", help="size of the GPT (default: 150m)")
-    parser.add_argument("--parts", type=_report.names(PARTS), default=list(PARTS), help=f"(default: {','.join(PARTS)})")
+    parser.add_argument(
+        "--parts", type=_report.names(PARTS), help=f"of {','.join(PARTS)} (default: all; on a GPU all but {HOST_ONLY})"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: 5)")
     parser.add_argument("--world", type=int, default=2, help="number of ranks (default: 2)")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds (default: 1800)")
     parser.add_argument("--folder", type=Path, default=None, help="where files are written (default: the system's)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    on_gpu = options.device == _device.CUDA
+    options.parts = options.parts or [part for part in PARTS if part != HOST_ONLY or not on_gpu]
+    if on_gpu and HOST_ONLY in options.parts:
+        parser.error(f"--parts {HOST_ONLY} measures memory of the host: run it with --device cpu")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,7 +111,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings["folder"] = str(options.folder) if options.folder else None
     script = Path(__file__).with_name("_checkpoint_worker.py")
     answer = json.loads(
-        _launch.launch(script, json.dumps(settings), world=options.world, timeout=options.timeout, tuned=False)
+        _launch.launch(
+            script,
+            json.dumps(settings),
+            world=options.world,
+            timeout=options.timeout,
+            tuned=False,
+            device=options.device,
+            share=_device.too_few(options.device, options.world),
+        )
     )
     results: list[CheckpointResult] = []
     for model, tensors, operations in answer["seconds"]:
@@ -114,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{each.other_ranks / 1e6:,.0f} MB on others; the largest group has {each.largest_group / 1e6:,.0f} MB"
         )
     if options.json:
-        _report.write_json(options.json, "checkpoint", settings, [*results, *held])
+        _report.write_json(options.json, "checkpoint", settings, [*results, *held], options.device)
     return 0
 
 

@@ -83,7 +83,7 @@ RUNS = {
     "checkpoint": Run(
         "checkpoint.py",
         "--parameters 50000000 --rounds 3",
-        None,
+        "--parameters 50000000 --rounds 3 --parts files,gpt,async,exchange",
         "--parameters 100000 --tensors 6,30 --gpt tiny --rounds 1",
     ),
 }

@@ -19,6 +19,7 @@ import faulthandler
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -52,6 +54,7 @@ DEVICE = torch.device("cuda", 0) if CARD else torch.device("cpu")
 WORLD = 2
 STEPS = 4
 LIMIT_S = 20.0  # of collectives, where ranks fail
+NOTICED = 42  # exit status of a rank that ended with an error, as it should where the other rank goes wrong
 VOCABULARY, LENGTH, BATCH = 512, 64, 4
 WIDTH = int(os.environ.get("WIDTH", "256"))
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -486,13 +489,13 @@ FAULTS = {each.__name__: each for each in (mismatch, fail, die, alone, late)}
 
 
 def faulty(name: str) -> None:
-    """Called in a rank: trains, and rank 1 goes wrong."""
+    """Called in a rank: trains, and rank 1 goes wrong. Ends with status NOTICED if an error is raised."""
     join(timedelta(seconds=LIMIT_S))
     side = Side("ours", CASES["plain"], init_device_mesh(DEVICE.type, MESH))
     for number in range(3):
         side.step(number)
     begin = time.monotonic()
-    said = "no error"
+    said, status = "no error", 0
     faulthandler.dump_traceback_later(2.5 * LIMIT_S, exit=True)  # one that hangs says where
     try:
         if dist.get_rank() == 1:
@@ -500,30 +503,53 @@ def faulty(name: str) -> None:
         for number in range(3, 5):
             side.step(number)
     except BaseException as error:
-        said = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        print(f"fault {name}, rank {dist.get_rank()} after {time.monotonic() - begin:.1f} s: {said[:400]}", flush=True)
+        said, status = f"{type(error).__name__}: {error}", NOTICED
+        traceback.print_exc()
+    print(f"fault {name}, rank {dist.get_rank()} after {time.monotonic() - begin:.1f} s: {said[:400]}", flush=True)
+    sys.stderr.flush()
+    os._exit(status)
 
 
-def start(arguments: list[str], limit: float) -> int:
-    """Runs the ranks as processes; ends them after `limit` seconds."""
+def noticed(name: str, limit: float) -> bool:
+    """Whether rank 0 ends with an error in time when rank 1 goes wrong."""
+    statuses = ended(["--only", name, "--faults"], limit)
+    # A peer that is killed is noticed by NCCL's own watchdog, which aborts the process.
+    accepted = (NOTICED, -signal.SIGABRT) if name == "die" else (NOTICED,)
+    right = statuses is not None and statuses[0] in accepted
+    print(f"fault {name}: {'noticed' if right else f'NOT NOTICED, exit statuses {statuses}'}", flush=True)
+    return right
+
+
+def start(arguments: list[str], limit: float, script: Path = Path(__file__)) -> int:
+    """Runs `script` as the process of each rank; ends them after `limit` seconds. Returns the highest exit status."""
+    statuses = ended(arguments, limit, script)
+    return 1 if statuses is None else max(abs(status) for status in statuses)
+
+
+def ended(arguments: list[str], limit: float, script: Path = Path(__file__)) -> list[int] | None:
+    """Exit statuses of the ranks; None if one still ran after `limit` seconds and was ended."""
     with tempfile.TemporaryDirectory() as folder:
         common = {"STORE": str(Path(folder, "store")), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
         common["PORT"] = str(20000 + os.getpid() % 20000 + hash(tuple(arguments)) % 1000)
         ranks = [
             subprocess.Popen(
-                [sys.executable, __file__, *arguments],
-                env={**os.environ, **common, "RANK": str(rank), "NCCL_HOSTID": f"rank{rank}", "OMP_NUM_THREADS": "2"},
+                [sys.executable, str(script), *arguments],
+                env={
+                    "OMP_NUM_THREADS": "2",
+                    **os.environ,
+                    **common,
+                    "RANK": str(rank),
+                    "NCCL_HOSTID": f"rank{rank}",
+                },
             )
             for rank in range(WORLD)
         ]
         end = time.monotonic() + limit
         try:
-            return max(abs(rank.wait(max(0.1, end - time.monotonic()))) for rank in ranks)
+            return [rank.wait(max(0.1, end - time.monotonic())) for rank in ranks]
         except subprocess.TimeoutExpired:
             print(f"{' '.join(arguments)}: still running after {limit:.0f} s", flush=True)
-            return 1
+            return None
         finally:
             for rank in ranks:
                 rank.kill()
@@ -532,28 +558,23 @@ def start(arguments: list[str], limit: float) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(CASES), help="cases (default: all)")
+    parser.add_argument("--only", help="cases, or faults with --faults (default: all)")
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds")
     options = parser.parse_args()
-    names = list(FAULTS) if options.faults and "RANK" not in os.environ else options.only.split(",")
+    known = list(FAULTS) if options.faults else list(CASES)
+    names = options.only.split(",") if options.only else known
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"unknown {', '.join(unknown)}; known: {', '.join(known)}")
     if "RANK" in os.environ:
         faulty(names[0]) if options.faults else train(names)
-    jobs = len(FAULTS) if options.faults else options.jobs
-    codes: list[int] = []
-    threads = []
-    for job in range(jobs):
-        part = names[job::jobs]
-        arguments = ["--only", ",".join(part)]
-        if options.faults:
-            arguments = ["--only", part[0], "--faults"]
-        thread = threading.Thread(target=lambda given=arguments: codes.append(start(given, options.limit)))
-        thread.start()
-        threads.append(thread)
-    for thread in threads:
-        thread.join()
-    return max(codes)
+    if options.faults:
+        with ThreadPoolExecutor(len(names)) as threads:
+            return int(not all(threads.map(lambda name: noticed(name, options.limit), names)))
+    with ThreadPoolExecutor(options.jobs) as threads:
+        shares = [["--only", ",".join(names[job :: options.jobs])] for job in range(min(options.jobs, len(names)))]
+        return max(threads.map(lambda share: start(share, options.limit), shares))
 
 
 if __name__ == "__main__":

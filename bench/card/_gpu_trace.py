@@ -1,0 +1,121 @@
+"""What a GPU did in one step, read from a trace of `torch.profiler`: kernels, copies and exposed communication."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+KERNEL = "kernel"
+COPIES = ("gpu_memcpy", "gpu_memset")
+
+
+@dataclass(frozen=True)
+class Activity:
+    """One kernel or copy on a stream. Times are in microseconds."""
+
+    stream: int
+    kind: str
+    begin: float
+    end: float
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """What one step launched. The compute stream is the one whose kernels take longest in total.
+
+    Attributes:
+        kernels: kernels on the compute stream.
+        copies: copies and fills (`memcpy`, `memset`) on the compute stream.
+        other_kernels: kernels on all other streams: communication and what prepares it.
+        other_copies: copies and fills on all other streams.
+        span_ms: from the first activity to the end of the last.
+        compute_ms: the compute stream is busy.
+        communication_ms: at least one of the other streams is busy.
+        exposed_ms: at least one of the other streams is busy, and the compute stream is not: exposed communication.
+        idle_ms: no stream is busy, because the host has launched nothing.
+    """
+
+    kernels: int
+    copies: int
+    other_kernels: int
+    other_copies: int
+    span_ms: float
+    compute_ms: float
+    communication_ms: float
+    exposed_ms: float
+    idle_ms: float
+
+
+Intervals = list[tuple[float, float]]
+
+
+def union(activities: Iterable[Activity]) -> Intervals:
+    """Disjoint intervals, in order, in which at least one of the activities runs."""
+    merged: Intervals = []
+    for begin, end in sorted((each.begin, each.end) for each in activities):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def length(intervals: Intervals) -> float:
+    return sum(end - begin for begin, end in intervals)
+
+
+def summarize(activities: Sequence[Activity]) -> StepTrace:
+    """Raises ValueError if there is no kernel."""
+    kernel_time: Counter[int] = Counter()
+    for each in activities:
+        if each.kind == KERNEL:
+            kernel_time[each.stream] += each.end - each.begin
+    if not kernel_time:
+        raise ValueError("the trace contains no kernel; was the step run on a GPU, with ProfilerActivity.CUDA?")
+    compute_stream = kernel_time.most_common(1)[0][0]
+    compute = [each for each in activities if each.stream == compute_stream]
+    other = [each for each in activities if each.stream != compute_stream]
+    busy, busy_compute, busy_other = (union(those) for those in (activities, compute, other))
+    span = busy[-1][1] - busy[0][0]
+    return StepTrace(
+        kernels=sum(each.kind == KERNEL for each in compute),
+        copies=sum(each.kind in COPIES for each in compute),
+        other_kernels=sum(each.kind == KERNEL for each in other),
+        other_copies=sum(each.kind in COPIES for each in other),
+        span_ms=1e-3 * span,
+        compute_ms=1e-3 * length(busy_compute),
+        communication_ms=1e-3 * length(busy_other),
+        exposed_ms=1e-3 * (length(busy) - length(busy_compute)),
+        idle_ms=1e-3 * (span - length(busy)),
+    )
+
+
+def activities_of(trace: dict[str, list[dict[str, object]]]) -> list[Activity]:
+    """The GPU's activities in a trace in Chrome's format, as `export_chrome_trace` writes it."""
+    found = []
+    for event in trace["traceEvents"]:
+        if event.get("ph") == "X" and event.get("cat") in (KERNEL, *COPIES):
+            begin, duration = float(str(event["ts"])), float(str(event["dur"]))
+            stream = int(str(event["args"]["stream"]))  # type: ignore[index]
+            found.append(Activity(stream, str(event["cat"]), begin, begin + duration, str(event["name"])))
+    return found
+
+
+def record(step: Callable[[], object]) -> list[Activity]:
+    """Run a step under the profiler, and wait for the device before and after."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        return activities_of(json.loads(path.read_text()))

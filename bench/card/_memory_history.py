@@ -1,0 +1,118 @@
+"""Which allocations are live at the peak of a step, read from the history of torch's CUDA allocator.
+
+`recorded` records the history of a step, and `peak_of` replays it. The history is the one that
+https://pytorch.org/memory_viz shows: `torch.cuda.memory._snapshot()`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import _device
+
+# Frames in these files say nothing about the purpose of an allocation: the caller's do.
+UNINFORMATIVE = ("torch/nn/", "torch/_", "torch/utils/", "torch/autograd/", "torch/cuda/", "contextlib.py")
+NO_FRAME = "no Python frame (the backward of an operator)"
+TRACES = "device_traces"
+
+
+@dataclass(frozen=True)
+class Site:
+    """Allocations from one place in the source, on one stream, that are live at the peak.
+
+    Attributes:
+        stream: an address; 0 is the default stream.
+    """
+
+    where: str
+    stream: int
+    nbytes: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that a step allocates beyond those that are live when it begins.
+
+    Attributes:
+        nbytes: as they were asked for.
+        allocated: as `torch.cuda.max_memory_allocated` counts, in blocks of 512 bytes; 0 if only a history was read.
+        reached_at: the allocation that reaches the peak.
+        sites: what is live then, the largest first. Memory of before the step that is freed within it counts as
+            negative bytes at the place "freed by the step".
+    """
+
+    nbytes: int
+    reached_at: str
+    sites: list[Site]
+    allocated: int = 0
+
+
+FREED = "freed by the step"
+
+
+def peak_of(trace: Iterable[dict[str, Any]]) -> Peak:
+    """Replay the entries of one device, in the order in which they happened.
+
+    Memory counts as allocated until its free is requested, as in `torch.cuda.max_memory_allocated`; for memory that
+    other streams still use, the allocator completes the free later.
+    """
+    events = [entry for entry in trace if entry["action"] in ("alloc", "free_requested")]
+    live, highest, reached = 0, 0, -1
+    for number, entry in enumerate(events):
+        live += entry["size"] if entry["action"] == "alloc" else -entry["size"]
+        if live > highest:
+            highest, reached = live, number
+    held: dict[int, dict[str, Any]] = {}
+    sites: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for entry in events[: reached + 1]:
+        if entry["action"] == "alloc":
+            held[entry["addr"]] = entry
+        elif held.pop(entry["addr"], None) is None:
+            sites[FREED, entry["stream"]].append(-entry["size"])
+    for entry in held.values():
+        sites[place_of(entry), entry["stream"]].append(entry["size"])
+    found = [Site(where, stream, sum(sizes), len(sizes)) for (where, stream), sizes in sites.items()]
+    found.sort(key=lambda site: -abs(site.nbytes))
+    return Peak(highest, place_of(events[reached]) if reached >= 0 else "", found)
+
+
+def place_of(entry: dict[str, Any]) -> str:
+    """The innermost frame that tells the purpose of an allocation, and its caller of another function."""
+    frames = [
+        frame
+        for frame in entry.get("frames", [])
+        if frame["filename"].endswith(".py") and not any(part in frame["filename"] for part in UNINFORMATIVE)
+    ]
+    if not frames:
+        return NO_FRAME
+    inner = frames[0]
+    outer = next((frame for frame in frames if frame["name"] != inner["name"]), None)
+    return shown(inner) + (f" < {shown(outer)}" if outer else "")
+
+
+def shown(frame: dict[str, Any]) -> str:
+    folder, _, file = frame["filename"].rpartition("/")
+    return f"{folder.rpartition('/')[2]}/{file}:{frame['line']} {frame['name']}"
+
+
+def recorded(step: Callable[[], object], keep: Path | None = None) -> Peak:
+    """Run a step on the current CUDA device and return its peak; the history is written to `keep`, if given."""
+    before = _device.forget_peak()
+    torch.cuda.memory._record_memory_history(stacks="python", clear_history=True)
+    try:
+        step()
+        allocated = _device.peak() - before
+        snapshot = torch.cuda.memory._snapshot()
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    if keep is not None:
+        keep.write_bytes(pickle.dumps(snapshot))
+    return replace(peak_of(snapshot[TRACES][torch.cuda.current_device()]), allocated=allocated)

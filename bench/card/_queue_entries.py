@@ -1,0 +1,268 @@
+"""The entries of the GPU queue: what to measure next when a GPU is available, in this order.
+
+To add an entry, write it here, in the place where it should run. `tests/tools/test_gpu_queue.py` executes its dry run
+and checks its time. Every part is one command with a hard limit, which includes imports and compilation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+LIMIT_S = 540  # of one entry: it must fit into a call of ten minutes, with its start and the transfer of results
+START_S = 10  # of the queue itself, before the first part and after the last
+GRACE_S = 5  # in which a part that is told to end may still write, after its limit
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command of an entry.
+
+    Attributes:
+        script: a Python script below the root of the repository, or `-m module`, and what every run passes to it.
+            `{json}` is replaced by the file for the figures, `{folder}` by a folder for other files.
+        gpu: further options on a GPU.
+        dry: further options of the dry run on a CPU, which takes seconds.
+        limit_s: seconds after which the command is ended on a GPU.
+        env: variables of the command, added to those of the queue.
+        dry_env: variables of the dry run, which replace `env`.
+    """
+
+    name: str
+    script: str
+    gpu: str
+    dry: str
+    limit_s: int
+    env: Mapping[str, str] = field(default_factory=dict)
+    dry_env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A question, and the parts that answer it.
+
+    Attributes:
+        together: the parts measure no time and run side by side; otherwise one runs after the other.
+    """
+
+    name: str
+    question: str
+    parts: tuple[Part, ...]
+    together: bool = False
+
+    def limit_s(self, names: tuple[str, ...] = ()) -> int:
+        """Seconds that the entry, or only the named parts of it, may take at most."""
+        limits = [part.limit_s + GRACE_S for part in self.parts if not names or part.name in names]
+        return START_S + (max(limits) if self.together else sum(limits))
+
+
+def _overhead(transport: str) -> Part:
+    return Part(
+        transport,
+        f"bench/overhead.py --transport {transport} --json {{json}}",
+        "--device cuda --world 8,64,512 --rounds 40 --engines ours,fsdp2,fsdp2-again",
+        "--device cpu --group noop --world 4 --blocks 2 --rounds 2",
+        250,
+    )
+
+
+def _llama(name: str, engines: str, gpu: str, limit_s: int) -> Part:
+    return Part(
+        name,
+        f"bench/card/llama_steps.py --engines {engines} --json {{json}}",
+        f"--device cuda {gpu}",
+        "--device cpu --size tiny --tokens 32 --world 2 --rounds 1 --steps 1 --backend aot_eager --tolerance 5e-2",
+        limit_s,
+    )
+
+
+def _peaks(name: str, width: int, cases: str, limit_s: int) -> Part:
+    return Part(
+        name,
+        "bench/card/decoder_peaks.py --json {json} --keep {folder}",
+        f"--width {width} --cases '{cases}' --limit {limit_s - 10}",
+        f"--width 32 --cases '{cases.split(',')[-1]}'",
+        limit_s,
+    )
+
+
+def _checkpoint(name: str, gpu: str) -> Part:
+    return Part(
+        name,
+        f"bench/checkpoint.py --parts {name} --timeout 230 --json {{json}}",
+        f"--device cuda {gpu}",
+        "--device cpu --parameters 100000 --tensors 6 --gpt tiny --rounds 1",
+        240,
+    )
+
+
+def _step_1b(batch: int, transport: str) -> Part:
+    return Part(
+        f"batch{batch}-{transport}",
+        "bench/step.py --engines ours,fsdp2,fsdp2-again,compute --dtype bfloat16 --json {json}",
+        f"--device cuda --sizes 1b --batch {batch} --rounds 10",
+        "--device cpu --sizes tiny --rounds 2 --echo",
+        100,
+        {"COMPOSABLE_SHARD_TRANSPORT": transport},
+        {"COMPOSABLE_SHARD_TRANSPORT": transport},
+    )
+
+
+def _compiled(part: str, script: str, gpu: str, dry: str, limit_s: int) -> Part:
+    return Part(
+        part,
+        f"bench/{script} --json {{json}}",
+        f"--device cuda {gpu}",
+        f"--device cpu --backend aot_eager {dry}",
+        limit_s,
+    )
+
+
+def _memory(part: str, gpu: str, limit_s: int) -> Part:
+    return Part(
+        part,
+        "bench/memory.py --parts live --json {json}",
+        f"--device cuda {gpu}",
+        "--device cpu --sizes tiny --world 4 --engines ours,fsdp2",
+        limit_s,
+    )
+
+
+def _growth(part: str, options: str, rounds: int, dry: str, limit_s: int) -> Part:
+    return Part(
+        part,
+        f"bench/overhead.py --group noop {options} --json {{json}}",
+        f"--device cuda --world 8 --rounds {rounds}",
+        f"--device cpu --world 4 --rounds 2 {dry}",
+        limit_s,
+    )
+
+
+# The settings in pyproject.toml name plugins that a machine with a GPU may lack, and make every warning an error.
+_PYTEST = "-m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q -ra --timeout=200"
+
+QUEUE = (
+    Entry(
+        "host-overhead",
+        "How much host time does the runtime add to a block of GPT-2, alone on the machine, at world 8, 64 and 512, "
+        "with either transport, next to FSDP2?",
+        (_overhead("direct"), _overhead("packed")),
+    ),
+    Entry(
+        "gpu-bound-steps",
+        "Four layers of Llama 3 8B, bfloat16, 4,096 and 8,192 tokens: tokens/s, peak memory, kernels and exposed "
+        "communication, next to FSDP2 and the unsharded model?",
+        (
+            _llama("eager", "ours,ours-packed,fsdp2,unsharded", "--rounds 6", 190),
+            _llama("blocks", "ours-blocks,fsdp2-blocks,unsharded-blocks", "--rounds 6", 310),
+        ),
+    ),
+    Entry(
+        "nccl-peaks",
+        "Which allocations make the peaks in which FSDP2 was ahead (accumulation 1.185, HSDP 1.095, packed 1.135, "
+        "bfloat16 reduced in float32 1.035), and does that hold for wider blocks?",
+        (
+            _peaks("small", 256, "no sync,hsdp,bf16 packed,packed,accumulate,bf16", 220),
+            _peaks("wide", 1024, "no sync,hsdp,bf16 packed,bf16", 280),
+        ),
+    ),
+    Entry(
+        "checkpoints",
+        "How long do saves and loads of GPU tensors take, and how long does an asynchronous save stall the training "
+        "step, next to DCP?",
+        (
+            _checkpoint("gpt", "--gpt 150m --rounds 3"),
+            _checkpoint("async", "--parameters 60000000 --tensors 64 --rounds 3"),
+        ),
+    ),
+    Entry(
+        "offload-fp8",
+        "How long is a step with CPU offload next to FSDP2's, and with weights gathered in fp8 next to bfloat16?",
+        (
+            _llama("offload", "ours-offload,fsdp2-offload", "--tokens 4096 --rounds 4", 260),
+            _llama("fp8", "ours-fp8,ours,fsdp2", "--rounds 6 --tolerance 5e-2", 190),
+        ),
+    ),
+    Entry(
+        "correctness",
+        "Are all decoders right on two NCCL ranks that share the GPU, do faults end in errors, and do losses stay "
+        "bitwise equal when streams are slow?",
+        (
+            Part(
+                "decoders",
+                "bench/card/decoders.py",
+                "--jobs 6 --limit 220",
+                "--only plain",
+                235,
+                dry_env={"WIDTH": "32"},
+            ),
+            Part("faults", "bench/card/decoders.py --faults", "--limit 80", "--only mismatch", 95),
+            Part(
+                "tests", f"{_PYTEST} tests/comm/test_streams.py tests/training/test_cuda.py", "-n 4", "-k on_a_cpu", 235
+            ),
+            Part("stress", "bench/card/card_probe.py stress", "", "", 95, dry_env={"WIDTH": "32"}),
+            Part("kernels", "bench/card/card_probe.py counts", "", "", 95, dry_env={"WIDTH": "32"}),
+            Part(
+                "sanitizer",
+                "bench/card/card_probe.py stress",
+                "",
+                "",
+                95,
+                env={"TORCH_CUDA_SANITIZER": "1", "WIDTH": "64"},
+                dry_env={"WIDTH": "16"},
+            ),
+        ),
+        together=True,
+    ),
+    Entry(
+        "steps-1b",
+        "How long is a step of 1B parameters in bfloat16, with 8 and 32 sequences and either transport, next to FSDP2?",
+        tuple(_step_1b(batch, transport) for batch in (8, 32) for transport in ("direct", "packed")),
+    ),
+    Entry(
+        "compiled-steps",
+        "How long do compiled steps of 150M parameters take, whole and by blocks, next to FSDP2's compiled blocks, and "
+        "how fast is a training run?",
+        (
+            _compiled(
+                "compile",
+                "compile.py",
+                "--sizes 150m --dtype bfloat16 --batch 8 --rounds 15 --layers 2,4 --compile-rounds 1 "
+                "--engines ours-whole,ours-placed-whole,ours-blocks,fsdp2-blocks,compute-whole",
+                "--sizes tiny --rounds 1 --parts steps,memory --engines ours-whole,fsdp2-blocks",
+                280,
+            ),
+            _compiled(
+                "run",
+                "figures.py --parts run",
+                "--size 150m --batch 8 --steps 10",
+                "--size tiny --steps 1 --repeats 1 --engines fsdp2,ours-placed-whole",
+                235,
+            ),
+        ),
+    ),
+    Entry(
+        "memory",
+        "What are the peaks of torch's CUDA allocator at world 8, 64 and 512, next to FSDP2?",
+        (
+            _memory("1b", "--sizes 1b --world 8,64,512", 230),
+            _memory("150m", "--sizes 150m --world 8,64,512", 150),
+        ),
+    ),
+    Entry(
+        "host-overhead-growth",
+        "How much host time does each parameter add, and does a module cost more in a larger model?",
+        (
+            _growth("parameters", "--per-group 1,4,16", 20, "--blocks 2 --per-group 1,2", 200),
+            _growth("modules", "--model stack --blocks 48,200,1000", 10, "--blocks 2,3", 250),
+        ),
+    ),
+)
+
+
+def entry_named(name: str) -> Entry:
+    """Raises KeyError with all known names."""
+    for entry in QUEUE:
+        if entry.name == name:
+            return entry
+    raise KeyError(f"unknown entry {name}; known: {', '.join(entry.name for entry in QUEUE)}")

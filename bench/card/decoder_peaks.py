@@ -1,0 +1,143 @@
+"""Why is a peak above FSDP2's? Cases of `decoders.py` with the history of the allocator, ours and FSDP2.
+
+    python bench/card/decoder_peaks.py                           # the cases in which FSDP2's peak was lower
+    python bench/card/decoder_peaks.py --cases hsdp --width 1024
+    python bench/card/decoder_peaks.py --keep FOLDER             # writes each history, for pytorch.org/memory_viz
+
+Two ranks of NCCL share the GPU, or have one each. Every case trains four steps, and records the fifth: its peak above
+what is allocated between steps, and the places in the source whose allocations are live at the peak. Figures are those
+of rank 0. Without a GPU the ranks use gloo and there is no history: peaks are 0, and only losses are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import _memory_history
+import decoders
+
+import _report
+
+ENGINES = ("ours", "fsdp2")
+RESULTS_FILE = "DECODER_PEAKS_FILE"  # a variable of the ranks: where rank 0 writes
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class PeakResult:
+    """Peaks of a case, in bytes; `ratio` is ours over FSDP2's, None without a GPU."""
+
+    case: str
+    width: int
+    peaks: dict[str, _memory_history.Peak]
+    ratio: float | None
+    loss_difference: float
+
+
+def measured(name: str, keep: Path | None) -> PeakResult:
+    """Called in all ranks: one case, the engines one after the other."""
+    case = decoders.CASES[name]
+    mesh = init_device_mesh(decoders.DEVICE.type, case.mesh, mesh_dim_names=("replicate", "shard")[-len(case.mesh) :])
+    os.environ["COMPOSABLE_SHARD_TRANSPORT"] = case.transport
+    peaks: dict[str, _memory_history.Peak] = {}
+    losses: dict[str, list[float]] = {}
+    for engine in ENGINES:
+        side = decoders.Side(engine, case, mesh)
+        losses[engine] = [side.step(number) for number in range(decoders.STEPS)]
+        peaks[engine] = _memory_history.Peak(0, "", [])
+        if decoders.CARD:
+            history = keep and keep / f"{name.replace(' ', '-')}-{decoders.WIDTH}-{engine}-rank{dist.get_rank()}.pickle"
+            peaks[engine] = _memory_history.recorded(lambda side=side: side.step(decoders.STEPS), history)
+    ratio = peaks["ours"].allocated / peaks["fsdp2"].allocated if peaks["fsdp2"].allocated else None
+    difference = max(abs(a - b) / abs(b) for a, b in zip(losses["ours"], losses["fsdp2"], strict=True))
+    return PeakResult(name, decoders.WIDTH, peaks, ratio, difference)
+
+
+def rank(names: list[str], keep: Path | None) -> None:
+    """The process of a rank: measures, and writes the results of rank 0."""
+    decoders.join(timedelta(seconds=120))
+    results = [asdict(measured(name, keep)) for name in names]
+    if dist.get_rank() == 0:
+        Path(os.environ[RESULTS_FILE]).write_text(json.dumps(results))
+    sys.stdout.flush()
+    os._exit(0)  # closing a communicator of NCCL may wait for the peer, which has left
+
+
+def show(results: list[dict[str, Any]], lines: int) -> None:
+    for each in results:
+        ratio = "not measured" if each["ratio"] is None else f"{each['ratio']:.3f} of FSDP2's"
+        print(f"{each['case']}, width {each['width']}: peak {ratio}, losses differ by {each['loss_difference']:.1e}")
+        for engine, peak in each["peaks"].items():
+            if peak["sites"]:
+                _report.table(
+                    f"{engine}: {peak['allocated'] / MIB:.2f} MiB, reached at {peak['reached_at']}",
+                    ("live at the peak", "MiB", "allocations", "stream"),
+                    [
+                        (site["where"], f"{site['nbytes'] / MIB:.2f}", str(site["count"]), hex(site["stream"]))
+                        for site in peak["sites"][:lines]
+                    ],
+                )
+
+
+def known_cases(text: str) -> list[str]:
+    """Cases from a comma-separated option of the command line."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in decoders.CASES]:
+        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; known: {', '.join(decoders.CASES)}")
+    if ours_only := [name for name in names if not decoders.CASES[name].torch_has_it]:
+        raise argparse.ArgumentTypeError(f"FSDP2 does not have {', '.join(ours_only)}")
+    return names
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--cases",
+        type=known_cases,
+        default="no sync,hsdp,bf16 packed,bf16,packed,accumulate",
+        help="of decoders.py (default: %(default)s)",
+    )
+    parser.add_argument("--width", type=int, default=256, help="of the decoder (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=200.0, help="seconds (default: %(default)s)")
+    parser.add_argument("--lines", type=int, default=8, help="of each table (default: %(default)s)")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write each history there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    options = parse()
+    if "RANK" in os.environ:
+        rank(options.cases, options.keep)
+    arguments = ["--cases", ",".join(options.cases)]
+    if options.keep:
+        options.keep.mkdir(parents=True, exist_ok=True)
+        arguments += ["--keep", str(options.keep)]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "results.json")
+        os.environ |= {RESULTS_FILE: str(file), "WIDTH": str(options.width)}
+        if status := decoders.start(arguments, options.limit, Path(__file__)):
+            return status
+        results = json.loads(file.read_text())
+    show(results, options.lines)
+    if options.json:
+        settings = {"cases": options.cases, "width": options.width}
+        _report.write_json(options.json, "decoder_peaks", settings, results, decoders.DEVICE.type)
+    return int(any(each["loss_difference"] > decoders.CASES[each["case"]].tolerance for each in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
