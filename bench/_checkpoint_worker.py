@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,16 @@ def slowest(work: Callable[[], object]) -> float:
     return float(_launch.everyone(torch.tensor(took, dtype=torch.float64)).max())
 
 
+def rounds_of(settings: dict[str, Any]) -> Iterator[int]:
+    """Numbers of the rounds, from 0, which warms up; after `seconds` no more begins, but at least round 1 is run."""
+    begin = time.monotonic()
+    for number in range(settings["rounds"] + 1):
+        elapsed = torch.tensor(time.monotonic() - begin, dtype=torch.float64)
+        if number > 1 and float(_launch.everyone(elapsed).max()) > settings["seconds"]:  # on all ranks alike
+            return
+        yield number
+
+
 def saves_and_loads(job: Job, settings: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
     """Seconds by operation and by who did it."""
     saves = {"ours": job.save, "dcp": job.save_dcp, "plain": job.save_plain}
@@ -156,7 +166,7 @@ def saves_and_loads(job: Job, settings: dict[str, Any]) -> dict[str, dict[str, l
     seconds: dict[str, dict[str, list[float]]] = {
         kind: {name: [] for name in saves} for kind in ("save", "load, warm", "load, cold")
     }
-    for turn in range(settings["rounds"] + 1):
+    for turn in rounds_of(settings):
         names = list(saves)[turn % 3 :] + list(saves)[: turn % 3]
         figures = [("save", name, slowest(functools.partial(saves[name], turn))) for name in names]
         for kind in ("load, warm", "load, cold"):
@@ -177,6 +187,7 @@ class Steps:
     def __init__(self, seconds: float) -> None:
         self.left, self.right = torch.randn(512, 512, device=here()), torch.randn(512, 512, device=here())
         self.count = 1
+        self.run()  # the first product on a GPU loads libraries
         while self.run() < seconds / 8:
             self.count *= 2
         self.count *= 8
@@ -191,19 +202,21 @@ class Steps:
 
 def asynchronous(job: Job, settings: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
     """Seconds for which saves hold up training, and seconds of steps beside them."""
-    synchronous = slowest(lambda: job.save(0))
+    job.save(0)  # the first save loads libraries and sets communicators up
+    synchronous = slowest(lambda: job.save(1))
     apart = dist.new_group(backend="gloo")  # DCP's collectives would pair with those of the steps
     steps = Steps(3 * synchronous)
     blocks: dict[str, list[float]] = {"ours": [], "ours, synchronous": [], "dcp": [], "a copy": []}
     tensors = [p.to_local().detach() for p in job.model.parameters()]  # type: ignore[attr-defined]
-    copies = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
+    pinned = here().type == _device.CUDA
+    copies = [torch.empty_like(tensor, device="cpu", pin_memory=pinned) for tensor in tensors]
 
     def copy() -> None:
         for _ in range(3):  # as many bytes as the model and its optimizer have
             torch._foreach_copy_(copies, tensors)
 
     beside: dict[str, list[float]] = {"nothing": [], "ours": [], "a plain writer": [], "dcp": []}
-    for turn in range(settings["rounds"] + 1):
+    for turn in rounds_of(settings):
         figures: list[tuple[dict[str, list[float]], str, float]] = []
         figures.append((blocks, "ours, synchronous", slowest(functools.partial(job.save, 10 * turn))))
         figures.append((blocks, "a copy", slowest(copy)))
@@ -265,6 +278,13 @@ def full(job: Job) -> dict[str, int]:
     return {"largest group": largest, "rank 0": int(beyond[0]), "other ranks": int(beyond[1:].max())}
 
 
+def file_system(folder: Path) -> str:
+    """The type of the file system of a folder: in memory (tmpfs), loads are never cold."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    holding = [(mount, kind) for mount, kind in mounts if folder.resolve().is_relative_to(mount)]
+    return max(holding, key=lambda each: len(each[0]))[1]
+
+
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
@@ -286,14 +306,17 @@ def main() -> None:
     dist.broadcast_object_list(place)
     folder = Path(place[0])
     try:
-        answers: dict[str, Any] = {"seconds": [], "full": None}
+        answers: dict[str, Any] = {"seconds": [], "full": None, "bytes": {}, "file_system": file_system(folder)}
         if "exchange" in settings["parts"]:
             answers["seconds"].append(("layers", settings["tensors"][-1], exchanged(settings, folder)))
         if "gpt" in settings["parts"]:
             job = Job(*gpt_of(settings["gpt"]), "ours", folder)
             tensors = 3 * len(list(job.model.parameters()))
             answers["seconds"].append((f"gpt {settings['gpt']}", tensors, saves_and_loads(job, settings)))
-        for tensors in settings["tensors"]:
+            answers["bytes"][f"gpt {settings['gpt']}"] = job.nbytes
+            del job
+        of_layers = {"files", "async", "full"} & set(settings["parts"])
+        for tensors in settings["tensors"] if of_layers else ():
             job = Job(*layers_of(settings["parameters"], tensors), "ours", folder)
             if "files" in settings["parts"]:
                 answers["seconds"].append(("layers", tensors, saves_and_loads(job, settings)))
@@ -301,7 +324,7 @@ def main() -> None:
                 answers["seconds"].append(("layers", tensors, asynchronous(job, settings)))
             if "full" in settings["parts"] and tensors == settings["tensors"][-1]:
                 answers["full"] = full(job)
-            answers["bytes"] = job.nbytes
+            answers["bytes"]["layers"] = job.nbytes
             del job
         if rank == 0:
             _launch.answer(json.dumps(answers))

@@ -29,6 +29,10 @@ class WorkerError(RuntimeError):
     """A rank failed, or the ranks did not end in time."""
 
 
+class RanksTimeout(WorkerError):  # noqa: N818
+    """The ranks did not end in time."""
+
+
 def launch(
     script: Path,
     argument: str,
@@ -45,8 +49,8 @@ def launch(
     With `share` all ranks use the first GPU. NCCL refuses two ranks on one GPU of one host, so each rank names another
     host, and NCCL sends through sockets: every collective is real, and slow.
 
-    Raises WorkerError when a rank fails or `timeout` seconds have passed. No process outlives the
-    call.
+    Raises WorkerError when a rank fails, or `timeout` seconds have passed and there is no result. No process outlives
+    the call.
     """
     with tempfile.TemporaryDirectory(prefix="composable_shard_bench_") as folder:
         env = {
@@ -67,7 +71,12 @@ def launch(
             for rank in range(1 if echo else world):
                 of_rank = {"RANK": str(rank)} | ({**SHARED_GPU, "NCCL_HOSTID": f"rank{rank}"} if share else {})
                 ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=env | of_rank))
-            _wait(ranks, time.monotonic() + timeout, timeout)
+            try:
+                _wait(ranks, time.monotonic() + timeout, timeout)
+            except RanksTimeout as error:  # closing communicators of NCCL can hang
+                if not Path(folder, "result").exists():
+                    raise
+                print(f"{script.name}: {error}; rank 0 had written its result", file=sys.stderr)
         finally:
             for process in ranks:
                 process.kill()
@@ -86,7 +95,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float, timeout: float)
             return
         if time.monotonic() > deadline:
             running = [rank for rank, code in enumerate(codes) if code is None]
-            raise WorkerError(f"ranks {running} were still running after {timeout:g} s and were ended (--timeout)")
+            raise RanksTimeout(f"ranks {running} were still running after {timeout:g} s and were ended (--timeout)")
         time.sleep(0.1)
 
 
@@ -135,7 +144,9 @@ def everyone(mine: torch.Tensor) -> torch.Tensor:
 
 def answer(text: str) -> None:
     """Called in rank 0: the result that `launch` returns."""
-    Path(os.environ["BENCH_FOLDER"], "result").write_text(text)
+    unfinished = Path(os.environ["BENCH_FOLDER"], "result.part")
+    unfinished.write_text(text)
+    unfinished.rename(unfinished.with_suffix(""))
 
 
 def _end_with_parent() -> None:

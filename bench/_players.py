@@ -4,10 +4,13 @@ Implementations in one process are not independent: hooks, garbage and memory th
 of the others. Taking turns lets whatever else the machine does affect all of them alike.
 """
 
+import contextlib
 import multiprocessing
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Self
+
+END_S = 30  # in which a process closes what it holds, before it is killed
 
 
 class Player:
@@ -32,26 +35,37 @@ class Player:
 
     def __exit__(self, *_: object) -> None:
         self._connection.close()
-        self._process.join()
+        self._process.join(END_S)
+        if self._process.is_alive():
+            self._process.kill()
 
     def ready(self) -> None:
-        """Wait until the object has been built.
+        """Wait until the object has been built; once, before the first call.
 
         Raises:
-            SystemExit: the process ended with an error, which it has printed.
+            SystemExit: the process ended.
         """
         self._receive()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the object and wait for what it returns."""
-        self._connection.send((method, arguments))
+        """Call a method of the object and wait for what it returns.
+
+        Raises:
+            SystemExit: the process ended.
+        """
+        with contextlib.suppress(OSError):  # the process has closed its end: `_receive` raises
+            self._connection.send((method, arguments))
         return self._receive()
 
     def _receive(self) -> Any:
         try:
             return self._connection.recv()
-        except EOFError:
-            raise SystemExit(f"the process of {self._name} failed; its error is above") from None
+        except (EOFError, OSError):
+            self._process.join(END_S)
+            raise SystemExit(
+                f"the process of {self._name} ended with status {self._process.exitcode}; "
+                "if it raised an error, that is above"
+            ) from None
 
 
 def _play(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -121,4 +121,6 @@ def write_json(path: Path, name: str, settings: dict[str, Any], results: Sequenc
         "results": [r if isinstance(r, dict) else asdict(r) for r in results],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(document, indent=1) + "\n")
+    unfinished.replace(path)  # in one step: a benchmark that is ended while it writes keeps its earlier figures

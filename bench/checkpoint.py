@@ -69,14 +69,15 @@ def results_of(model: str, tensors: int, operation: str, seconds: dict[str, list
     ]
 
 
-def print_table(results: list[CheckpointResult], nbytes: int) -> None:
+def print_table(results: list[CheckpointResult], nbytes: dict[str, int]) -> None:
     rows = []
     for r in results:
         other, ratio = next(((name, str(ratio)) for name, ratio in r.over.items() if name != "dcp"), ("", "-"))
         over_dcp = str(r.over.get("dcp", "-"))
         rows.append([r.operation, r.model, str(r.tensors), r.who, str(r.seconds), over_dcp, ratio, other])
     _report.table(
-        f"A model and its AdamW: layers with {nbytes / 1e6:,.0f} MB a rank",
+        "A model and its AdamW: "
+        + ", ".join(f"{model} with {size / 1e6:,.0f} MB a rank" for model, size in nbytes.items()),
         ["operation", "model", "tensors", "by", "seconds", "/ dcp's", "ratio", "to"],
         rows,
         "median [quartiles] of interleaved rounds",
@@ -94,6 +95,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: 5)")
     parser.add_argument("--world", type=int, default=2, help="number of ranks (default: 2)")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="after which no more rounds of a part begin (default: no limit)"
+    )
     parser.add_argument("--timeout", type=float, default=1800, help="seconds (default: 1800)")
     parser.add_argument("--folder", type=Path, default=None, help="where files are written (default: the system's)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
@@ -132,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"full_state_dict: {each.rank_0 / 1e6:,.0f} MB on rank 0 beyond the copy that it gives, "
             f"{each.other_ranks / 1e6:,.0f} MB on others; the largest group has {each.largest_group / 1e6:,.0f} MB"
         )
+    settings |= {name: answer[name] for name in ("bytes", "file_system")}
     if options.json:
         _report.write_json(options.json, "checkpoint", settings, [*results, *held], options.device)
     return 0

@@ -203,7 +203,7 @@ class Stacks:
 
 def begin(world: int, options: argparse.Namespace) -> None:
     """Make this process rank 0 of a world."""
-    os.environ.setdefault("COMPOSABLE_SHARD_TRANSPORT", options.transport)
+    os.environ["COMPOSABLE_SHARD_TRANSPORT"] = options.transport
     if options.group == "noop":
         _noop.init(world)
     else:
@@ -400,6 +400,11 @@ def main() -> None:
         for at, case in enumerate(cases):
             show(world, case, found[at * len(names) :][: len(names)], options)
         results += found
+        save(results, options)
+
+
+def save(results: list[EngineResult], options: argparse.Namespace) -> None:
+    """Writes the figures so far, after each world."""
     if options.json:
         kept = (
             "device",

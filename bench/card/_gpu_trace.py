@@ -40,7 +40,7 @@ class StepTrace:
         compute_ms: the compute stream is busy.
         communication_ms: at least one of the other streams is busy.
         exposed_ms: at least one of the other streams is busy, and the compute stream is not: exposed communication.
-        idle_ms: no stream is busy, because the host has launched nothing.
+        idle_ms: no stream is busy.
     """
 
     kernels: int
@@ -109,7 +109,7 @@ def activities_of(trace: dict[str, list[dict[str, object]]]) -> list[Activity]:
     return found
 
 
-def record(step: Callable[[], object]) -> list[Activity]:
+def record_step(step: Callable[[], object]) -> StepTrace:
     """Run a step under the profiler, and wait for the device before and after."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -118,4 +118,4 @@ def record(step: Callable[[], object]) -> list[Activity]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
-        return activities_of(json.loads(path.read_text()))
+        return summarize(activities_of(json.loads(path.read_text())))

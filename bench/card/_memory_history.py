@@ -1,11 +1,12 @@
 """Which allocations are live at the peak of a step, read from the history of torch's CUDA allocator.
 
-`recorded` records the history of a step, and `peak_of` replays it. The history is the one that
+`record_peak` records the history of a step, and `peak_of` replays it. The history is the one that
 https://pytorch.org/memory_viz shows: `torch.cuda.memory._snapshot()`.
 """
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -17,8 +18,9 @@ import torch
 
 import _device
 
-# Frames in these files say nothing about the purpose of an allocation: the caller's do.
-UNINFORMATIVE = ("torch/nn/", "torch/_", "torch/utils/", "torch/autograd/", "torch/cuda/", "contextlib.py")
+# Frames in these files do not tell the purpose of an allocation: those of their callers do.
+TORCH = Path(torch.__file__).parent
+UNINFORMATIVE = tuple(f"{TORCH}/{name}" for name in ("_", "autograd/", "cuda/", "nn/", "optim/", "utils/"))
 NO_FRAME = "no Python frame (the backward of an operator)"
 TRACES = "device_traces"
 
@@ -45,8 +47,8 @@ class Peak:
         nbytes: as they were asked for.
         allocated: as `torch.cuda.max_memory_allocated` counts, in blocks of 512 bytes; 0 if only a history was read.
         reached_at: the allocation that reaches the peak.
-        sites: what is live then, the largest first. Memory of before the step that is freed within it counts as
-            negative bytes at the place "freed by the step".
+        sites: what is live then, the largest first. Memory that was allocated before the step and freed during it
+            counts as negative bytes, at the place "freed by the step".
     """
 
     nbytes: int
@@ -89,22 +91,24 @@ def place_of(entry: dict[str, Any]) -> str:
     frames = [
         frame
         for frame in entry.get("frames", [])
-        if frame["filename"].endswith(".py") and not any(part in frame["filename"] for part in UNINFORMATIVE)
+        if frame["filename"].endswith(".py") and not frame["filename"].startswith(UNINFORMATIVE)
     ]
     if not frames:
         return NO_FRAME
     inner = frames[0]
     outer = next((frame for frame in frames if frame["name"] != inner["name"]), None)
-    return shown(inner) + (f" < {shown(outer)}" if outer else "")
+    return format_frame(inner) + (f" < {format_frame(outer)}" if outer else "")
 
 
-def shown(frame: dict[str, Any]) -> str:
+def format_frame(frame: dict[str, Any]) -> str:
     folder, _, file = frame["filename"].rpartition("/")
     return f"{folder.rpartition('/')[2]}/{file}:{frame['line']} {frame['name']}"
 
 
-def recorded(step: Callable[[], object], keep: Path | None = None) -> Peak:
+def record_peak(step: Callable[[], object], keep: Path | None = None) -> Peak:
     """Run a step on the current CUDA device and return its peak; the history is written to `keep`, if given."""
+    gc.collect()
+    gc.disable()  # a collection in the step would free memory of before it, by chance
     before = _device.forget_peak()
     torch.cuda.memory._record_memory_history(stacks="python", clear_history=True)
     try:
@@ -113,6 +117,7 @@ def recorded(step: Callable[[], object], keep: Path | None = None) -> Peak:
         snapshot = torch.cuda.memory._snapshot()
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
+        gc.enable()
     if keep is not None:
         keep.write_bytes(pickle.dumps(snapshot))
     return replace(peak_of(snapshot[TRACES][torch.cuda.current_device()]), allocated=allocated)

@@ -1,17 +1,23 @@
 """The entries of the GPU queue: what to measure next when a GPU is available, in this order.
 
-To add an entry, write it here, in the place where it should run. `tests/tools/test_gpu_queue.py` executes its dry run
-and checks its time. Every part is one command with a hard limit, which includes imports and compilation.
+To add an entry, write it here, in the place where it should run. `tests/tools/test_gpu_queue.py` executes its dry run,
+checks its time, and checks that its scripts accept the options for a GPU. Every part is one command with a hard limit,
+which includes imports and compilation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-LIMIT_S = 540  # of one entry: it must fit into a call of ten minutes, with its start and the transfer of results
-START_S = 10  # of the queue itself, before the first part and after the last
-GRACE_S = 5  # in which a part that is told to end may still write, after its limit
+LIMIT_S = 540  # The longest entry. A loan of a GPU often comes in calls of 600 s, with start and transfer of results.
+START_S = 20  # The queue's own work: it checks the GPU before the first part, and packs files after the last.
+GRACE_S = 5  # After its limit a part gets SIGTERM, and SIGKILL so much later.
+
+
+class QueueError(Exception):
+    """The queue was used wrongly. The message explains what to do."""
 
 
 @dataclass(frozen=True)
@@ -19,13 +25,13 @@ class Part:
     """One command of an entry.
 
     Attributes:
-        script: a Python script below the root of the repository, or `-m module`, and what every run passes to it.
+        script: a Python script below the root of the repository, or `-m module`, with the options of every run.
             `{json}` is replaced by the file for the figures, `{folder}` by a folder for other files.
-        gpu: further options on a GPU.
-        dry: further options of the dry run on a CPU, which takes seconds.
-        limit_s: seconds after which the command is ended on a GPU.
-        env: variables of the command, added to those of the queue.
-        dry_env: variables of the dry run, which replace `env`.
+        gpu: more options, for a run on a GPU.
+        dry: more options, for the dry run on a CPU, which takes seconds.
+        limit_s: the time limit on a GPU, in seconds.
+        env: environment variables of the command.
+        dry_env: environment variables of the dry run; they replace `env`.
     """
 
     name: str
@@ -36,24 +42,48 @@ class Part:
     env: Mapping[str, str] = field(default_factory=dict)
     dry_env: Mapping[str, str] = field(default_factory=dict)
 
+    def command(self, dry: bool) -> list[str]:
+        """The command line after `python`, with `{json}` and `{folder}` not replaced."""
+        return shlex.split(f"{self.script} {self.dry if dry else self.gpu}")
+
+    def variables(self, dry: bool) -> dict[str, str]:
+        return dict(self.dry_env if dry else self.env)
+
+    @property
+    def has_figures(self) -> bool:
+        """Whether the command writes figures; the others answer by their exit status."""
+        return "{json}" in self.script
+
 
 @dataclass(frozen=True)
 class Entry:
     """A question, and the parts that answer it.
 
     Attributes:
-        together: the parts measure no time and run side by side; otherwise one runs after the other.
+        parallel: the parts run side by side, because they measure no time; otherwise one runs after the other.
     """
 
     name: str
     question: str
     parts: tuple[Part, ...]
-    together: bool = False
+    parallel: bool = False
 
-    def limit_s(self, names: tuple[str, ...] = ()) -> int:
-        """Seconds that the entry, or only the named parts of it, may take at most."""
-        limits = [part.limit_s + GRACE_S for part in self.parts if not names or part.name in names]
-        return START_S + (max(limits) if self.together else sum(limits))
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        return tuple(part.name for part in self.parts)
+
+    def limit_s(self, names: Collection[str]) -> int:
+        """The time limit of a run of the named parts, in seconds."""
+        limits = [part.limit_s + GRACE_S for part in self.parts if part.name in names]
+        return START_S + (max(limits, default=0) if self.parallel else sum(limits))
+
+    def fitting(self, names: Collection[str], seconds: float) -> tuple[str, ...]:
+        """The named parts, in order, as long as a run of them fits into so many seconds."""
+        chosen: list[str] = []
+        for part in self.parts:
+            if part.name in names and self.limit_s([*chosen, part.name]) <= seconds:
+                chosen.append(part.name)
+        return tuple(chosen)
 
 
 def _overhead(transport: str) -> Part:
@@ -80,8 +110,8 @@ def _peaks(name: str, width: int, cases: str, limit_s: int) -> Part:
     return Part(
         name,
         "bench/card/decoder_peaks.py --json {json} --keep {folder}",
-        f"--width {width} --cases '{cases}' --limit {limit_s - 10}",
-        f"--width 32 --cases '{cases.split(',')[-1]}'",
+        f"--width {width} --cases '{cases}' --limit {limit_s - 5}",
+        f"--width 32 --cases '{cases.split(',')[0]}'",
         limit_s,
     )
 
@@ -89,7 +119,7 @@ def _peaks(name: str, width: int, cases: str, limit_s: int) -> Part:
 def _checkpoint(name: str, gpu: str) -> Part:
     return Part(
         name,
-        f"bench/checkpoint.py --parts {name} --timeout 230 --json {{json}}",
+        f"bench/checkpoint.py --parts {name} --timeout 230 --seconds 150 --json {{json}}",
         f"--device cuda {gpu}",
         "--device cpu --parameters 100000 --tensors 6 --gpt tiny --rounds 1",
         240,
@@ -153,17 +183,17 @@ QUEUE = (
         "Four layers of Llama 3 8B, bfloat16, 4,096 and 8,192 tokens: tokens/s, peak memory, kernels and exposed "
         "communication, next to FSDP2 and the unsharded model?",
         (
-            _llama("eager", "ours,ours-packed,fsdp2,unsharded", "--rounds 6", 190),
-            _llama("blocks", "ours-blocks,fsdp2-blocks,unsharded-blocks", "--rounds 6", 310),
+            _llama("eager", "ours,ours-packed,fsdp2,fsdp2-again,unsharded", "--rounds 6", 230),
+            _llama("blocks", "ours-blocks,fsdp2-blocks,unsharded-blocks", "--rounds 4", 270),
         ),
     ),
     Entry(
         "nccl-peaks",
-        "Which allocations make the peaks in which FSDP2 was ahead (accumulation 1.185, HSDP 1.095, packed 1.135, "
-        "bfloat16 reduced in float32 1.035), and does that hold for wider blocks?",
+        "Which allocations make our peak memory higher than FSDP2's (ratios: accumulation 1.185, HSDP 1.095, packed "
+        "1.135, bfloat16 reduced in float32 1.035)? Does it also hold for blocks of width 1,024?",
         (
             _peaks("small", 256, "no sync,hsdp,bf16 packed,packed,accumulate,bf16", 220),
-            _peaks("wide", 1024, "no sync,hsdp,bf16 packed,bf16", 280),
+            _peaks("wide", 1024, "hsdp,no sync,bf16 packed,bf16", 280),
         ),
     ),
     Entry(
@@ -196,9 +226,13 @@ QUEUE = (
                 235,
                 dry_env={"WIDTH": "32"},
             ),
-            Part("faults", "bench/card/decoders.py --faults", "--limit 80", "--only mismatch", 95),
+            Part("faults", "bench/card/decoders.py --faults", "--limit 150", "--only mismatch", 170),
             Part(
-                "tests", f"{_PYTEST} tests/comm/test_streams.py tests/training/test_cuda.py", "-n 4", "-k on_a_cpu", 235
+                "tests",
+                f"{_PYTEST} tests/comm/test_streams.py tests/training/test_cuda.py",
+                "-n 4",
+                "-n 0 -k on_a_cpu",
+                235,
             ),
             Part("stress", "bench/card/card_probe.py stress", "", "", 95, dry_env={"WIDTH": "32"}),
             Part("kernels", "bench/card/card_probe.py counts", "", "", 95, dry_env={"WIDTH": "32"}),
@@ -212,7 +246,7 @@ QUEUE = (
                 dry_env={"WIDTH": "16"},
             ),
         ),
-        together=True,
+        parallel=True,
     ),
     Entry(
         "steps-1b",
@@ -221,23 +255,23 @@ QUEUE = (
     ),
     Entry(
         "compiled-steps",
-        "How long do compiled steps of 150M parameters take, whole and by blocks, next to FSDP2's compiled blocks, and "
-        "how fast is a training run?",
+        "How long do compiled steps of 150M parameters take, whole and by blocks, next to FSDP2's compiled blocks? How "
+        "long does a run of 50M parameters take to start, to step and to save?",
         (
             _compiled(
-                "compile",
-                "compile.py",
-                "--sizes 150m --dtype bfloat16 --batch 8 --rounds 15 --layers 2,4 --compile-rounds 1 "
+                "steps",
+                "compile.py --parts steps",
+                "--sizes 150m --dtype bfloat16 --batch 8 --rounds 10 "
                 "--engines ours-whole,ours-placed-whole,ours-blocks,fsdp2-blocks,compute-whole",
-                "--sizes tiny --rounds 1 --parts steps,memory --engines ours-whole,fsdp2-blocks",
-                280,
+                "--sizes tiny --rounds 1 --engines ours-whole,fsdp2-blocks",
+                240,
             ),
             _compiled(
                 "run",
-                "figures.py --parts run",
-                "--size 150m --batch 8 --steps 10",
-                "--size tiny --steps 1 --repeats 1 --engines fsdp2,ours-placed-whole",
-                235,
+                "figures.py --parts run --repeats 1 --engines fsdp2,ours,ours-placed-whole",
+                "--size 50m --batch 8 --steps 10",
+                "--size tiny --steps 1",
+                260,
             ),
         ),
     ),
@@ -245,7 +279,8 @@ QUEUE = (
         "memory",
         "What are the peaks of torch's CUDA allocator at world 8, 64 and 512, next to FSDP2?",
         (
-            _memory("1b", "--sizes 1b --world 8,64,512", 230),
+            _memory("1b", "--sizes 1b --world 8,64", 170),
+            _memory("1b-512", "--sizes 1b --world 512", 130),
             _memory("150m", "--sizes 150m --world 8,64,512", 150),
         ),
     ),
@@ -261,8 +296,8 @@ QUEUE = (
 
 
 def entry_named(name: str) -> Entry:
-    """Raises KeyError with all known names."""
+    """Raises QueueError if there is none, with all known names."""
     for entry in QUEUE:
         if entry.name == name:
             return entry
-    raise KeyError(f"unknown entry {name}; known: {', '.join(entry.name for entry in QUEUE)}")
+    raise QueueError(f"unknown entry {name}; known: {', '.join(entry.name for entry in QUEUE)}")

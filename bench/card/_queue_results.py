@@ -1,9 +1,10 @@
-"""Results of the GPU queue: what a run leaves, and how it is filed under `bench/results/gpu/`.
+"""Results of the GPU queue: which parts were measured on which GPU, and how a run is stored in `bench/results/gpu/`.
 
-A file is `<entry>-<gpu>.json`: the entry's parts, each with its figures and with the GPU, driver, torch version,
-release line and commit that they belong to. Parts can come from different runs.
+A file is `<entry>-<gpu>.json`. It has the entry's parts, each with its figures and with the GPU, driver, torch version,
+release line and commit that they belong to. Parts can come from different runs; the newest outcome counts.
 
-A machine with a GPU may have no git. So a run notes a digest of the sources, and filing finds the commit that has it.
+A machine with a GPU may have no git. So a run notes the sources, as git's digest of each file, and `store` finds the
+commit that has them.
 """
 
 from __future__ import annotations
@@ -15,24 +16,26 @@ import platform
 import re
 import subprocess
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from _queue_entries import QUEUE, Entry
+from _queue_entries import QUEUE, Entry, Part, QueueError, entry_named
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results" / "gpu"
 STATUS = ROOT / "docs" / "status.md"
-SOURCES = ("bench", "composable_shard", "tests", "tutorials")  # whose *.py files a measurement depends on
-COMMITS = 500  # how far back filing looks for the sources of a run
-MARKS = "<!-- gpu queue: begin -->\n", "<!-- gpu queue: end -->\n"
+SOURCES = ("bench", "composable_shard", "tests", "tutorials")  # A measurement depends on their *.py files.
+MAX_COMMITS = 500  # How far back `store` looks for the sources of a run.
+TABLE_MARKERS = "<!-- gpu queue: begin -->\n", "<!-- gpu queue: end -->\n"
+CPU = "cpu"  # In place of the kind of GPU, in a dry run.
+
+Document = dict[str, Any]
 
 
-class QueueError(Exception):
-    """The queue was used wrongly; the message tells what to do."""
+# ------------------------------------------------------------------ the machine
 
 
 @dataclass(frozen=True)
@@ -44,16 +47,17 @@ class Gpu:
 
     @property
     def kind(self) -> str:
-        return kind_of(self.name)
+        """Names the result's file: "h100-80gb-hbm3"."""
+        words = [word for word in re.split(r"[^A-Za-z0-9.]+", self.name) if word and word != "NVIDIA"]
+        return "-".join(words).lower()
 
 
-def kind_of(name: str) -> str:
-    """What figures are filed under: "h100" for "NVIDIA H100 80GB HBM3"."""
-    model = re.search(r"\b[A-Z]*\d{2,4}[A-Z]*\b", name)
-    return (model.group() if model else name.replace(" ", "-")).lower()
+def matches(kind: str, wanted: str | None) -> bool:
+    """Whether a kind of GPU is the wanted one: "h100" stands for each that begins so, None for every kind."""
+    return wanted is None or kind == wanted or kind.startswith(f"{wanted}-")
 
 
-def gpu_here() -> Gpu | None:
+def detect_gpu() -> Gpu | None:
     """The first GPU of this machine, as `nvidia-smi` names it; None if there is none."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
@@ -64,19 +68,26 @@ def gpu_here() -> Gpu | None:
     return Gpu(name.strip(), driver.strip()) if name.strip() else None
 
 
-def release_line() -> str:
-    """Major and minor version of the package: figures of another line do not count."""
+def read_release_line() -> str:
+    """Major and minor version of the package. Figures of another line do not count."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     return ".".join(version.split(".")[:2])
 
 
-def describe_machine(gpu: Gpu | None) -> dict[str, Any]:
-    """What every part of a result names. Without a GPU (a dry run) the kind is "cpu"."""
+def describe_machine(gpu: Gpu | None) -> Document:
+    """What every part of a result names.
+
+    Raises:
+        QueueError: torch is not installed.
+    """
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        raise QueueError("this Python has no torch: use the environment that the benchmarks run in") from None
     return {
         "gpu": gpu.name if gpu else None,
-        "kind": gpu.kind if gpu else "cpu",
         "driver": gpu.driver if gpu else None,
-        "torch": metadata.version("torch"),
+        "torch": torch,
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
     }
@@ -84,167 +95,223 @@ def describe_machine(gpu: Gpu | None) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ the commit of a run
 
-
-def digest(blobs: Mapping[str, str]) -> str:
-    """One digest of files, given git's digest of each."""
-    return hashlib.sha256(json.dumps(sorted(blobs.items())).encode()).hexdigest()
+Blobs = Mapping[str, str]  # git's digest of each file, by path
 
 
-def digest_here(root: Path = ROOT) -> str:
-    """Of the sources in the working tree."""
+def read_sources(root: Path = ROOT) -> dict[str, str]:
+    """Of the working tree."""
 
     def blob(data: bytes) -> str:
-        return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()  # as git names the content of a file
+        return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
     files = (file for folder in SOURCES for file in (root / folder).rglob("*.py"))
-    return digest({file.relative_to(root).as_posix(): blob(file.read_bytes()) for file in files})
+    return {file.relative_to(root).as_posix(): blob(file.read_bytes()) for file in files}
 
 
-def digest_at(commit: str, root: Path = ROOT) -> str:
-    """Of the sources at a commit."""
+def read_sources_at(commit: str, root: Path = ROOT) -> dict[str, str]:
     entries = _git(root, "ls-tree", "-r", "-z", commit, "--", *SOURCES).split("\0")
-    blobs = dict(entry.split("\t", 1)[::-1] for entry in entries if entry.endswith(".py"))
-    return digest({path: about.split()[2] for path, about in blobs.items()})
+    paths = (entry.split("\t", 1) for entry in entries if entry.endswith(".py"))
+    return {path: about.split()[2] for about, path in paths}
 
 
-def commit_of(sources: str, root: Path = ROOT) -> str:
+def find_commit(sources: Blobs, root: Path = ROOT) -> str:
     """The newest commit with these sources.
 
     Raises:
-        QueueError: none of the last commits has them.
+        QueueError: none of the last commits has them. Names files that differ from HEAD.
     """
-    for commit in _git(root, "rev-list", f"--max-count={COMMITS}", "HEAD").split():
-        if digest_at(commit, root) == sources:
+    for commit in _git(root, "rev-list", f"--max-count={MAX_COMMITS}", "HEAD").split():
+        if read_sources_at(commit, root) == sources:
             return commit
+    differ = changed_files(sources, root)
     raise QueueError(
-        "no commit has the sources that were measured: commit them as they were, then record the result again "
-        f"(compared: *.py in {', '.join(SOURCES)}; the last {COMMITS} commits)"
+        f"none of the last {MAX_COMMITS} commits has the sources that were measured; compared with HEAD, "
+        f"{len(differ)} files differ: {', '.join(differ[:5])}. Commit them as they were measured, then record again"
     )
 
 
+def changed_files(sources: Blobs, root: Path = ROOT) -> list[str]:
+    """Paths whose content is another one at HEAD, or that exist in one place only."""
+    head = read_sources_at("HEAD", root)
+    return sorted(path for path in {*head, *sources} if head.get(path) != sources.get(path))
+
+
 def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise QueueError(f"cannot run git: {error}") from None
     if done.returncode:
         raise QueueError(f"git {arguments[0]} failed: {done.stderr.strip()}")
     return done.stdout
 
 
-# ------------------------------------------------------------------ what has been measured
+# ------------------------------------------------------------------ which parts were measured
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What is filed of an entry for one kind of GPU.
+class Outcomes:
+    """The newest outcome of each part of an entry, on one kind of GPU and in one release line.
 
-    Attributes:
-        kind: "h100", for example.
-        parts: the filed parts that belong to the release line, by name; failed ones too.
+    Outcomes of another command (the entry was edited since) do not count.
     """
 
+    entry: Entry
     kind: str
-    parts: dict[str, dict[str, Any]]
+    parts: Mapping[str, Document]
 
-    def missing(self, entry: Entry) -> tuple[str, ...]:
-        """Parts without figures, in order."""
-        return tuple(part.name for part in entry.parts if self.parts.get(part.name, {}).get("exit") != 0)
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Parts that were not run."""
+        return tuple(name for name in self.entry.part_names if name not in self.parts)
 
-    def text(self, entry: Entry) -> str:
-        """For people: where and with what, and which parts are missing."""
-        good = [part for name, part in self.parts.items() if part["exit"] == 0]
-        if not good:
-            return f"{self.kind.upper()}: every part failed"
-        versions = sorted({f"torch {part['torch']}, driver {part['driver']}" for part in good})
-        dates = sorted({part["date"] for part in good})
-        commits = sorted({part["commit"][:9] for part in good})
-        text = f"{good[0]['gpu']}, {'; '.join(versions)}, {' and '.join(dates)}, commit {' and '.join(commits)}"
-        missing = self.missing(entry)
-        return text + (f"; without {', '.join(missing)}" if missing else "")
+    @property
+    def failed(self) -> tuple[str, ...]:
+        return tuple(name for name in self.entry.part_names if self.parts.get(name, {}).get("exit"))
+
+    def describe(self) -> str:
+        """What was measured where, for a line of a table."""
+        runs: dict[str, list[str]] = {}
+        for name in self.entry.part_names:
+            if name in self.parts:
+                runs.setdefault(_describe_run(self.parts[name]), []).append(name)
+        text = "; ".join(run if len(runs) == 1 else f"{', '.join(names)}: {run}" for run, names in runs.items())
+        text += f"; failed: {', '.join(self.failed)}" if self.failed else ""
+        return text + (f"; missing: {', '.join(self.missing)}" if self.missing else "")
 
 
-def measured(entry: Entry, release: str, results: Path = RESULTS) -> list[Measured]:
-    """What is filed of an entry for each kind of GPU."""
-    found = []
-    for file in sorted(results.glob(f"{entry.name}-*.json")):
+def _describe_run(part: Document) -> str:
+    commit = f"commit {part['commit'][:9]}" if "commit" in part else "not recorded yet"
+    return f"{part['gpu']}, torch {part['torch']}, driver {part['driver']}, {part['date']}, {commit}"
+
+
+def read_outcomes(entry: Entry, release: str, folders: Sequence[Path] = (RESULTS,)) -> list[Outcomes]:
+    """For each kind of GPU, what is in the folders; a later folder takes precedence."""
+    found: dict[str, dict[str, Document]] = {}
+    for folder in folders:
+        for file in sorted(folder.glob(f"{entry.name}*.json")):
+            document = read_document(file)
+            if document["entry"] == entry.name and not document.get("dry"):  # another entry's name can begin alike
+                found.setdefault(document["kind"], {}).update(document["parts"])
+    return [
+        Outcomes(entry, kind, {part.name: parts[part.name] for part in entry.parts if _counts(part, parts, release)})
+        for kind, parts in found.items()
+    ]
+
+
+def _counts(part: Part, parts: Mapping[str, Document], release: str) -> bool:
+    outcome = parts.get(part.name)
+    return (
+        outcome is not None
+        and outcome["release"] == release
+        and outcome["command"] == part.command(dry=False)
+        and outcome["env"] == part.variables(dry=False)
+    )
+
+
+def outcomes_of(entry: Entry, kind: str | None, release: str, folders: Sequence[Path] = (RESULTS,)) -> Outcomes:
+    """The outcomes on that kind of GPU; with None, on the kind with the fewest missing parts."""
+    matching = [each for each in read_outcomes(entry, release, folders) if matches(each.kind, kind)]
+    return min(matching, key=lambda each: len(each.missing), default=Outcomes(entry, kind or "", {}))
+
+
+def find_next(
+    kind: str | None, release: str, seconds: float, folders: Sequence[Path] = (RESULTS,)
+) -> tuple[Entry, tuple[str, ...]] | None:
+    """The first entry with parts that were not run and that fit into so many seconds, and these parts.
+
+    Parts that failed come after all others: they need a fix first.
+    """
+    outcomes = [outcomes_of(entry, kind, release, folders) for entry in QUEUE]
+    for wanted in ([each.missing for each in outcomes], [each.failed for each in outcomes]):
+        for each, names in zip(outcomes, wanted, strict=True):
+            if chosen := each.entry.fitting(names, seconds):
+                return each.entry, chosen
+    return None
+
+
+# ------------------------------------------------------------------ storing
+
+
+def read_document(file: Path) -> Document:
+    """A stored result, or one that a run wrote.
+
+    Raises:
+        QueueError: the file cannot be read, or is neither.
+    """
+    try:
         document = json.loads(file.read_text())
-        if document["entry"] == entry.name:  # another entry's name can begin alike
-            parts = {name: part for name, part in document["parts"].items() if part["release"] == release}
-            if parts:
-                found.append(Measured(document["kind"], parts))
-    return found
+    except (OSError, ValueError) as error:
+        raise QueueError(f"cannot read {file}: {error}") from None
+    if not isinstance(document, dict) or not {"entry", "kind", "parts"} <= document.keys():
+        raise QueueError(f"{file} is no result of the queue")
+    return document
 
 
-def missing_parts(entry: Entry, kind: str | None, release: str, results: Path = RESULTS) -> tuple[str, ...]:
-    """Parts of an entry without figures of that kind of GPU; with None, of the kind that has most of them."""
-    every = tuple(part.name for part in entry.parts)
-    missing = [each.missing(entry) for each in measured(entry, release, results) if kind in (None, each.kind)]
-    return min(missing, key=len, default=every)
+def write_document(file: Path, document: Document) -> None:
+    """Replace the file in one step, so that an interrupted write leaves the old one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(".part")
+    temporary.write_text(json.dumps(document, indent=1) + "\n")
+    temporary.replace(file)
 
 
 def result_file(entry: Entry, kind: str, results: Path = RESULTS) -> Path:
     return results / f"{entry.name}-{kind}.json"
 
 
-# ------------------------------------------------------------------ filing
-
-
-def file_result(run: dict[str, Any], results: Path = RESULTS, root: Path = ROOT) -> Path:
-    """File what a run left; a part that failed does not replace one that has figures.
+def store(run: Document, results: Path = RESULTS, root: Path = ROOT) -> Path:
+    """Store what a run wrote; its outcomes replace older ones of the same parts. Returns the file.
 
     Raises:
-        QueueError: it is a dry run, or its sources are in no commit.
+        QueueError: it is a dry run, it has figures of a CPU, it has no parts, or no commit has its sources.
     """
-    entry = next((entry for entry in QUEUE if entry.name == run["entry"]), None)
-    if entry is None:
-        raise QueueError(f"the result is of {run['entry']}, which is no entry of the queue")
-    if run["dry"] or not all(part["gpu"] for part in run["parts"].values()):
-        raise QueueError("this is a dry run on a CPU: only figures of a GPU are filed")
-    kind = run["kind"]
-    commits = {sources: commit_of(sources, root) for sources in {part["sources"] for part in run["parts"].values()}}
-    file = result_file(entry, kind, results)
-    document = {"entry": entry.name, "question": entry.question, "kind": kind, "parts": {}}
-    if file.exists():
-        document["parts"] = json.loads(file.read_text())["parts"]
-    for name, part in run["parts"].items():
-        if part["exit"] == 0 or document["parts"].get(name, {}).get("exit") != 0:
-            commit = commits[part["sources"]]
-            document["parts"][name] = {key: value for key, value in part.items() if key != "sources"} | {
-                "commit": commit
-            }
-    results.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(document, indent=1) + "\n")
+    entry = entry_named(run["entry"])
+    if run.get("dry") or run["kind"] == CPU:
+        raise QueueError("this is a dry run on a CPU: only results of a GPU are stored")
+    if not run["parts"] or "sources" not in run:
+        raise QueueError(f"the run of {entry.name} has no finished part")
+    for name in sort_parts(run["parts"], entry):
+        figures = run["parts"][name]["figures"]
+        if figures is not None and figures["about"]["device"] != "cuda":
+            raise QueueError(
+                f"{entry.name} {name} has figures of {figures['about']['device']}: not measured on the GPU"
+            )
+    commit = find_commit(run["sources"], root)
+    file = result_file(entry, run["kind"], results)
+    parts = read_document(file)["parts"] if file.exists() else {}
+    parts |= {name: part | {"commit": commit} for name, part in run["parts"].items()}
+    document = {"entry": entry.name, "question": entry.question, "kind": run["kind"], "parts": parts}
+    write_document(file, document)
     return file
 
 
+def sort_parts(names: Iterable[str], entry: Entry) -> tuple[str, ...]:
+    """In the order of the entry. Raises QueueError if a name is unknown."""
+    names = list(names)
+    if unknown := [name for name in names if name not in entry.part_names]:
+        raise QueueError(f"{entry.name} has no part {', '.join(unknown)}; known: {', '.join(entry.part_names)}")
+    return tuple(name for name in entry.part_names if name in names)
+
+
 def status_table(release: str, results: Path = RESULTS) -> str:
-    """The table on the page on status: which entries were measured on what."""
+    """The table of `docs/status.md`: which entries were measured on what."""
     lines = ["| entry of the GPU queue | measured on |", "|---|---|"]
     for entry in QUEUE:
-        found = measured(entry, release, results)
-        lines.append(f"| `{entry.name}` | {'<br>'.join(each.text(entry) for each in found) or 'not yet'} |")
+        texts = [each.describe() for each in read_outcomes(entry, release, (results,)) if each.parts]
+        lines.append(f"| `{entry.name}` | {'<br>'.join(texts) or 'not yet'} |")
     return "\n".join(lines) + "\n"
 
 
-def with_table(page: str, table: str) -> str:
-    """The page with the table between its marks replaced."""
-    before, _, rest = page.partition(MARKS[0])
-    _, end, after = rest.partition(MARKS[1])
+def replace_table(page: str, table: str) -> str:
+    """The page, with the table between its markers replaced."""
+    before, _, rest = page.partition(TABLE_MARKERS[0])
+    _, end, after = rest.partition(TABLE_MARKERS[1])
     if not end:
-        raise QueueError(f"the page has no lines {MARKS[0].strip()} and {MARKS[1].strip()}")
-    return before + MARKS[0] + "\n" + table + "\n" + MARKS[1] + after
+        raise QueueError(f"the page has no lines {' and '.join(marker.strip() for marker in TABLE_MARKERS)}")
+    return before + TABLE_MARKERS[0] + "\n" + table + "\n" + TABLE_MARKERS[1] + after
 
 
-def tail(text: str, lines: int = 80) -> list[str]:
-    """The end of what a command printed, without the paths of this machine."""
-    return text.replace(f"{ROOT}{os.sep}", "").splitlines()[-lines:]
-
-
-def ordered(parts: Iterable[str], entry: Entry) -> tuple[str, ...]:
-    """Names of parts in the order of the entry.
-
-    Raises:
-        QueueError: one is unknown.
-    """
-    known = [part.name for part in entry.parts]
-    if unknown := [name for name in parts if name not in known]:
-        raise QueueError(f"{entry.name} has no part {', '.join(unknown)}; known: {', '.join(known)}")
-    return tuple(name for name in known if name in parts)
+def write_status() -> None:
+    """Update the table in `docs/status.md`."""
+    STATUS.write_text(replace_table(STATUS.read_text(), status_table(read_release_line())))

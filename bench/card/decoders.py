@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import importlib.util
 import json
 import logging
 import os
@@ -113,6 +114,10 @@ class Case:
     scale: float = 0.0
     tolerance: float = 1e-4
     torch_has_it: bool = True
+
+    @property
+    def needs_bitsandbytes(self) -> bool:
+        return bool(self.base) or self.make is EightBits
 
 
 def adamw(model: nn.Module) -> AdamW:
@@ -453,6 +458,10 @@ def train(names: list[str]) -> None:
     join(timedelta(seconds=120))
     right = True
     for name in names:
+        if CASES[name].needs_bitsandbytes and importlib.util.find_spec("bitsandbytes") is None:
+            if dist.get_rank() == 0:
+                print(f"real {name}: NOT RUN, bitsandbytes is not installed", flush=True)
+            continue
         try:
             text, fits = judged(name, CASES[name], run(CASES[name]))
         except Exception as error:
@@ -496,7 +505,8 @@ def faulty(name: str) -> None:
         side.step(number)
     begin = time.monotonic()
     said, status = "no error", 0
-    faulthandler.dump_traceback_later(2.5 * LIMIT_S, exit=True)  # one that hangs says where
+    # One that hangs shows where; NCCL's watchdog needs a minute or more to notice a dead peer.
+    faulthandler.dump_traceback_later(6 * LIMIT_S, exit=True)
     try:
         if dist.get_rank() == 1:
             FAULTS[name](side)
@@ -510,24 +520,29 @@ def faulty(name: str) -> None:
     os._exit(status)
 
 
-def noticed(name: str, limit: float) -> bool:
+def is_noticed(name: str, limit: float) -> bool:
     """Whether rank 0 ends with an error in time when rank 1 goes wrong."""
-    statuses = ended(["--only", name, "--faults"], limit)
-    # A peer that is killed is noticed by NCCL's own watchdog, which aborts the process.
-    accepted = (NOTICED, -signal.SIGABRT) if name == "die" else (NOTICED,)
+    statuses = exit_statuses(["--only", name, "--faults"], limit, count=1)
+    # A peer that is killed or late can be noticed by NCCL's own watchdog, which aborts the process.
+    accepted = (NOTICED, -signal.SIGABRT) if name in ("die", "late") else (NOTICED,)
     right = statuses is not None and statuses[0] in accepted
-    print(f"fault {name}: {'noticed' if right else f'NOT NOTICED, exit statuses {statuses}'}", flush=True)
+    print(f"fault {name}: {'noticed' if right else f'NOT NOTICED, exit status {statuses}'}", flush=True)
     return right
 
 
 def start(arguments: list[str], limit: float, script: Path = Path(__file__)) -> int:
     """Runs `script` as the process of each rank; ends them after `limit` seconds. Returns the highest exit status."""
-    statuses = ended(arguments, limit, script)
+    statuses = exit_statuses(arguments, limit, script)
     return 1 if statuses is None else max(abs(status) for status in statuses)
 
 
-def ended(arguments: list[str], limit: float, script: Path = Path(__file__)) -> list[int] | None:
-    """Exit statuses of the ranks; None if one still ran after `limit` seconds and was ended."""
+def exit_statuses(
+    arguments: list[str], limit: float, script: Path = Path(__file__), count: int = WORLD
+) -> list[int] | None:
+    """Exit statuses of the first `count` ranks; None if one of them still runs after `limit` seconds.
+
+    Ranks that still run are killed then.
+    """
     with tempfile.TemporaryDirectory() as folder:
         common = {"STORE": str(Path(folder, "store")), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
         common["PORT"] = str(20000 + os.getpid() % 20000 + hash(tuple(arguments)) % 1000)
@@ -546,7 +561,7 @@ def ended(arguments: list[str], limit: float, script: Path = Path(__file__)) -> 
         ]
         end = time.monotonic() + limit
         try:
-            return [rank.wait(max(0.1, end - time.monotonic())) for rank in ranks]
+            return [rank.wait(max(0.1, end - time.monotonic())) for rank in ranks[:count]]
         except subprocess.TimeoutExpired:
             print(f"{' '.join(arguments)}: still running after {limit:.0f} s", flush=True)
             return None
@@ -571,7 +586,7 @@ def main() -> int:
         faulty(names[0]) if options.faults else train(names)
     if options.faults:
         with ThreadPoolExecutor(len(names)) as threads:
-            return int(not all(threads.map(lambda name: noticed(name, options.limit), names)))
+            return int(not all(threads.map(lambda name: is_noticed(name, options.limit), names)))
     with ThreadPoolExecutor(options.jobs) as threads:
         shares = [["--only", ",".join(names[job :: options.jobs])] for job in range(min(options.jobs, len(names)))]
         return max(threads.map(lambda share: start(share, options.limit), shares))

@@ -9,28 +9,32 @@ The decoder has four layers of Llama 3 8B, its embedding and its head: 1.92B par
 float32, compute is bfloat16, gradients are reduced in float32. The unsharded model has bfloat16 parameters, so that it
 does nothing but compute. One sequence is one batch.
 
-Each engine has a process of its own. The processes take turns, and free cached memory after each turn. A process is
-rank 0 of a world (8 by default) whose other ranks are its echo (`_echo.py`): kernels, streams, buffers and copies are
-those of training, but a collective copies within the GPU and uses no network. So exposed communication is what the
-schedule leaves exposed of such copies. Engine names take these suffixes:
+Each engine has a process of its own. The processes take turns, and free cached memory after each turn, because the GPU
+has no room for the activations of all of them. A process is rank 0 of a world (8 by default) whose other ranks are its
+echo (`_echo.py`): kernels, streams, buffers and copies are those of training, but a collective copies within the GPU
+and uses no network. Exposed communication is the time of these copies that compute does not hide. It does not predict
+the time that a network adds. Engine names take these suffixes:
 
+    -again      a second FSDP2, the control: its ratio to the first one shows the noise
     -blocks     every block is compiled before it is sharded
     -packed     gathers use one buffer per group (`COMPOSABLE_SHARD_TRANSPORT=packed`)
     -fp8        weights are gathered in 8 bits (`CommPolicy(gather="fp8")`)
     -offload    shards, gradients and optimizer states are on the host (`CPUOffloadPolicy()`)
 
-The exit status is 1 if the losses of the sharded engines differ by more than `--tolerance`.
+The exit status is 1 if the losses of the sharded engines differ by more than `--tolerance`, or are not finite. Figures
+are written after each sequence length.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +60,11 @@ from _players import Player
 
 OURS, FSDP2, UNSHARDED = "ours", "fsdp2", "unsharded"
 BASES = (OURS, FSDP2, UNSHARDED)
-BLOCKS, PACKED, FP8, OFFLOAD = "blocks", "packed", "fp8", "offload"
-SUFFIXES = {OURS: {BLOCKS, PACKED, FP8, OFFLOAD}, FSDP2: {BLOCKS, OFFLOAD}, UNSHARDED: {BLOCKS}}
+AGAIN, BLOCKS, PACKED, FP8, OFFLOAD = "again", "blocks", "packed", "fp8", "offload"
+SUFFIXES = {OURS: {BLOCKS, PACKED, FP8, OFFLOAD}, FSDP2: {AGAIN, BLOCKS, OFFLOAD}, UNSHARDED: {BLOCKS}}
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WARM_STEPS = 3
+TRACES = 3  # of each engine and sequence length
 MIB = 1 << 20
 
 
@@ -96,13 +101,15 @@ class StepResult:
 
     Attributes:
         step_ms: forward, loss and backward.
-        over_fsdp2: `step_ms` over FSDP2's with the same suffix, formed within each round.
-        over_unsharded: the same over the unsharded model's.
+        over_fsdp2: ratio to `step_ms` of FSDP2, compiled or offloaded alike, formed within each round.
+        over_unsharded: ratio to the unsharded model, compiled alike.
         optimizer_ms: the step of AdamW.
-        tokens_per_s: tokens over the median of a step with its optimizer.
+        tokens_per_s: tokens / (median of `step_ms` + median of `optimizer_ms`).
+        loss_difference: the largest relative difference between the losses of the sharded engines; None if a loss is
+            not finite.
         memory: None on the CPU.
-        trace: None on the CPU.
-        loss_difference: the largest relative difference between the losses of the sharded engines.
+        traces: of forward, loss and backward of some steps; empty on the CPU. Copies on other streams are those of the
+            echo: one for each rank and, without `-packed`, each parameter, where NCCL launches about one kernel.
     """
 
     tokens: int
@@ -112,9 +119,9 @@ class StepResult:
     over_unsharded: _report.Spread | None
     optimizer_ms: _report.Spread
     tokens_per_s: float
-    memory: Memory | None
-    trace: _gpu_trace.StepTrace | None
-    loss_difference: float
+    loss_difference: float | None
+    memory: Memory | None = None
+    traces: list[_gpu_trace.StepTrace] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -126,7 +133,7 @@ class Turn:
     losses: list[float]
 
 
-def parts_of(engine: str) -> tuple[str, set[str]]:
+def split_name(engine: str) -> tuple[str, set[str]]:
     base, *suffixes = engine.split("-")
     return base, set(suffixes)
 
@@ -134,8 +141,10 @@ def parts_of(engine: str) -> tuple[str, set[str]]:
 def engine_names(text: str) -> list[str]:
     """Names from a comma-separated option of the command line."""
     engines = text.split(",")
+    if len(set(engines)) < len(engines):
+        raise argparse.ArgumentTypeError(f"{text}: an engine is named twice; the control is {FSDP2}-{AGAIN}")
     for engine in engines:
-        base, suffixes = parts_of(engine)
+        base, suffixes = split_name(engine)
         if base not in BASES or suffixes - SUFFIXES[base]:
             raise argparse.ArgumentTypeError(
                 f"unknown engine {engine}; expected {', '.join(BASES)} with suffixes of "
@@ -146,7 +155,7 @@ def engine_names(text: str) -> list[str]:
 
 def reference_of(engine: str, base: str) -> str:
     """The engine that this one is compared with: of another base, compiled or offloaded alike."""
-    kept = [suffix for suffix in (BLOCKS, OFFLOAD) if suffix in parts_of(engine)[1] & SUFFIXES[base]]
+    kept = [suffix for suffix in (BLOCKS, OFFLOAD) if suffix in split_name(engine)[1] & SUFFIXES[base]]
     return "-".join([base, *kept])
 
 
@@ -154,9 +163,8 @@ class Trainer:
     """One engine's model and optimizer: what a `Player` holds."""
 
     def __init__(self, engine: str, settings: dict[str, Any]) -> None:
-        base, suffixes = parts_of(engine)
-        if PACKED in suffixes:
-            os.environ["COMPOSABLE_SHARD_TRANSPORT"] = "packed"
+        base, suffixes = split_name(engine)
+        os.environ["COMPOSABLE_SHARD_TRANSPORT"] = "packed" if PACKED in suffixes else ""
         self._device = torch.device(settings["device"], 0 if settings["device"] == _device.CUDA else None)
         self._size = SIZES[settings["size"]]
         _device.select(self._device.type)
@@ -164,8 +172,6 @@ class Trainer:
         self.model = self._build(base, suffixes, settings)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self._steps = 0
-        for tokens in settings["tokens"]:
-            self._run(tokens, WARM_STEPS)
         self._free_cache()
 
     def _build(self, base: str, suffixes: set[str], settings: dict[str, Any]) -> nn.Module:
@@ -208,6 +214,10 @@ class Trainer:
             shard(block, mesh=mesh, **options)
         shard(model, mesh=mesh, **options)
 
+    def warm_up(self, tokens: int) -> None:
+        self._run(tokens, WARM_STEPS)
+        self._free_cache()
+
     def measure(self, tokens: int, steps: int) -> Turn:
         """Time so many steps, after one that is not timed; then free cached memory for the other processes."""
         self._run(tokens, 1)
@@ -227,17 +237,18 @@ class Trainer:
         self._free_cache()
         return found
 
-    def trace(self, tokens: int) -> _gpu_trace.StepTrace | None:
-        """What forward, loss and backward of one step launch; None on the CPU."""
-        if self._device.type != _device.CUDA:
-            return None
-        self._run(tokens, 1)
-        batch = self._batch(tokens)
-        activities = _gpu_trace.record(lambda: self._loss(batch).backward())
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self._free_cache()
-        return _gpu_trace.summarize(activities)
+    def traces(self, tokens: int) -> list[_gpu_trace.StepTrace]:
+        """What forward, loss and backward launch, of some steps; nothing on the CPU."""
+        found = []
+        if self._device.type == _device.CUDA:
+            self._run(tokens, 1)
+            for _ in range(TRACES):
+                batch = self._batch(tokens)
+                found.append(_gpu_trace.record_step(lambda batch=batch: self._loss(batch).backward()))
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self._free_cache()
+        return found
 
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
@@ -279,28 +290,42 @@ class Trainer:
             torch.cuda.empty_cache()
 
 
-def run(options: argparse.Namespace) -> tuple[int, list[StepResult]]:
-    """The number of parameters, and the figures of every engine with every sequence length."""
+def run(options: argparse.Namespace) -> list[StepResult]:
+    """The figures of every engine with every sequence length."""
     settings = {name: getattr(options, name) for name in ("device", "size", "world", "tokens", "backend")}
+    results: list[StepResult] = []
     with ExitStack() as stack:
         players = {engine: stack.enter_context(Player(engine, Trainer, engine, settings)) for engine in options.engines}
         for player in players.values():
             player.ready()
         parameters = max(player.call("parameters") for player in players.values())
-        results = []
         for tokens in options.tokens:
-            results += of_length(players, tokens, options)
-        return parameters, results
+            for player in players.values():
+                player.call("warm_up", tokens)
+            results += time_steps(players, tokens, options)
+            save(results, parameters, options)
+        # After all steps are timed: a profiler that was used once can slow later steps.
+        for method in ("memory", "traces"):
+            for at, each in enumerate(results):
+                found = players[each.engine].call(method, each.tokens)
+                results[at] = replace(each, **{method: found})
+            save(results, parameters, options)
+    return results
 
 
-def of_length(players: dict[str, Player], tokens: int, options: argparse.Namespace) -> list[StepResult]:
+def save(results: list[StepResult], parameters: int, options: argparse.Namespace) -> None:
+    if options.json:
+        settings = {name: value for name, value in vars(options).items() if name != "json"}
+        settings["parameters"] = parameters
+        _report.write_json(options.json, "llama_steps", settings, results, options.device)
+
+
+def time_steps(players: dict[str, Player], tokens: int, options: argparse.Namespace) -> list[StepResult]:
     turns: dict[str, list[Turn]] = {engine: [] for engine in players}
     shuffle = random.Random(0)
     for _ in range(options.rounds):
         for engine in shuffle.sample(list(players), len(players)):
             turns[engine].append(players[engine].call("measure", tokens, options.steps))
-    memory = {engine: player.call("memory", tokens) for engine, player in players.items()}
-    traces = {engine: player.call("trace", tokens) for engine, player in players.items()}
     steps = {engine: [s for turn in turns[engine] for s in turn.steps] for engine in players}
     optimizers = {engine: [s for turn in turns[engine] for s in turn.optimizers] for engine in players}
     difference = loss_difference({engine: [x for turn in turns[engine] for x in turn.losses] for engine in players})
@@ -321,18 +346,21 @@ def of_length(players: dict[str, Player], tokens: int, options: argparse.Namespa
             over(engine, UNSHARDED),
             milliseconds(optimizers[engine]),
             1e3 * tokens / (milliseconds(steps[engine]).median + milliseconds(optimizers[engine]).median),
-            memory[engine],
-            traces[engine],
             difference,
         )
         for engine in players
     ]
 
 
-def loss_difference(losses: dict[str, list[float]]) -> float:
-    """Largest relative difference between sharded engines. The unsharded model has other weights after a step: of the
-    sharded ones each rank holds the echo of rank 0."""
-    sharded = [of_engine for engine, of_engine in losses.items() if parts_of(engine)[0] != UNSHARDED]
+def loss_difference(losses: dict[str, list[float]]) -> float | None:
+    """The largest relative difference between the sharded engines; None if a loss is not finite.
+
+    The unsharded model is left out. With echoed ranks the sharded models repeat the shard of rank 0, so their weights
+    differ from its weights.
+    """
+    sharded = [of_engine for engine, of_engine in losses.items() if split_name(engine)[0] != UNSHARDED]
+    if not all(math.isfinite(loss) for of_engine in losses.values() for loss in of_engine):
+        return None
     return max(((max(step) - min(step)) / min(step) for step in zip(*sharded, strict=True)), default=0.0)
 
 
@@ -354,22 +382,36 @@ def show(results: list[StepResult], options: argparse.Namespace) -> None:
                 for each in of_tokens
             ],
             f"median [quartiles] of {options.rounds} interleaved rounds of {options.steps} steps; "
-            f"losses of the sharded engines differ by at most {of_tokens[0].loss_difference:.1e}",
+            + describe_losses(of_tokens[0].loss_difference),
         )
-        rows = [
-            (
-                each.engine,
-                *(f"{b / MIB:,.0f}" for b in (each.memory.between, each.memory.allocated, each.memory.reserved)),
-                *(f"{each.trace.kernels}+{each.trace.copies}", f"{each.trace.other_kernels}+{each.trace.other_copies}"),
-                *(f"{ms:.2f}" for ms in (each.trace.communication_ms, each.trace.exposed_ms, each.trace.idle_ms)),
+        rows = []
+        for each in of_tokens:
+            if each.memory is None or not each.traces:
+                continue
+            one = each.traces[0]  # counts are those of every step
+            times = [
+                _report.Spread.of([getattr(trace, name) for trace in each.traces])
+                for name in ("communication_ms", "exposed_ms", "idle_ms")
+            ]
+            rows.append(
+                (
+                    each.engine,
+                    *(f"{b / MIB:,.0f}" for b in (each.memory.between, each.memory.allocated, each.memory.reserved)),
+                    f"{one.kernels}+{one.copies}",
+                    f"{one.other_kernels}+{one.other_copies}",
+                    *(f"{time.median:.2f}" for time in times),
+                )
             )
-            for each in of_tokens
-            if each.memory is not None and each.trace is not None
-        ]
         if rows:
             columns = ("engine", "MiB between steps", "peak allocated", "peak reserved", "kernels+copies, compute")
             columns += ("other streams", "communication, ms", "exposed, ms", "idle, ms")
-            _report.table("Memory, and what forward and backward launch", columns, rows)
+            _report.table(f"Memory, and medians of {TRACES} traces of forward and backward", columns, rows)
+
+
+def describe_losses(difference: float | None) -> str:
+    if difference is None:
+        return "a loss is NOT FINITE"
+    return f"losses of the sharded engines differ by at most {difference:.1e}"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -394,16 +436,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    parameters, results = run(options)
+    results = run(options)
     show(results, options)
-    if options.json:
-        settings = {name: value for name, value in vars(options).items() if name != "json"}
-        settings["parameters"] = parameters
-        _report.write_json(options.json, "llama_steps", settings, results, options.device)
-    difference = max(result.loss_difference for result in results)
-    if difference > options.tolerance:
-        print(f"llama_steps.py: losses differ by {difference:.1e}, more than {options.tolerance:.1e}", file=sys.stderr)
-        return 1
+    for each in results:
+        if each.loss_difference is None or each.loss_difference > options.tolerance:
+            text = f"{each.tokens:,} tokens: {describe_losses(each.loss_difference)}; --tolerance {options.tolerance:g}"
+            print(f"llama_steps.py: {text}", file=sys.stderr)
+            return 1
     return 0
 
 
