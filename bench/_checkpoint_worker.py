@@ -332,7 +332,7 @@ def main() -> None:
     finally:
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-    dist.destroy_process_group()
+    _launch.leave()
 
 
 if __name__ == "__main__":

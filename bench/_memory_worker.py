@@ -218,8 +218,7 @@ def main() -> None:
     found = PARTS[settings["part"]](settings)
     if dist.get_rank() == 0:
         _launch.answer(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    _launch.leave()
 
 
 if __name__ == "__main__":

@@ -152,8 +152,7 @@ def run(measure: Callable[[dict[str, Any], int, int], dict[str, Any]]) -> None:
     found = measure(json.loads(sys.argv[1]), rank, world)
     if rank == 0:
         _launch.answer(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    _launch.leave()
 
 
 if __name__ == "__main__":

@@ -561,6 +561,44 @@ def test_step_ends_ranks_that_take_too_long_and_says_so() -> None:
     assert "still running after 0.2 s" in done.stderr
 
 
+HANGS = """
+import os
+import sys
+import time
+from pathlib import Path
+
+if "WORLD_SIZE" in os.environ:  # a rank
+    if sys.argv[1] == "answers":
+        Path(os.environ["BENCH_FOLDER"], "result").write_text("figures")
+    time.sleep(60)
+
+import _launch
+
+for argument, outcome in (("answers", "figures"), ("hangs", "ranks [0, 1] were still running after 3 s")):
+    try:
+        found = _launch.launch(Path(sys.argv[0]), argument, world=2, timeout=3, tuned=False)
+    except _launch.WorkerError as error:
+        found = str(error)
+    assert outcome in found, found
+"""
+
+
+def test_a_result_is_not_lost_if_ranks_hang_after_they_have_written_it(tmp_path: Path) -> None:
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | {"PYTHONPATH": str(BENCH)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "hangs.py: ranks [0, 1] were still running after 3 s" in done.stderr
+    assert "rank 0 had written its result" in done.stderr
+
+
 @pytest.mark.timeout(460)
 @pytest.mark.matrix
 def test_compile_prints_its_four_tables_and_writes_json(tmp_path: Path) -> None:
