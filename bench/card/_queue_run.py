@@ -110,7 +110,7 @@ class Run:
                     thread.join()
             for thread in threads:
                 thread.join()
-        finally:  # also when this process is told to end
+        finally:  # also when this process is terminated
             with self._lock:
                 self._stopped = True
                 running = list(self._running)

@@ -10,7 +10,7 @@ float32, compute is bfloat16, gradients are reduced in float32. The unsharded mo
 does nothing but compute. One sequence is one batch.
 
 Each engine has a process of its own. The processes take turns, and free cached memory after each turn, because the GPU
-has no room for the activations of all of them. A process is rank 0 of a world (8 by default) whose other ranks are its
+cannot hold the activations of all of them. A process is rank 0 of a world (8 by default) whose other ranks are its
 echo (`_echo.py`): kernels, streams, buffers and copies are those of training, but a collective copies within the GPU
 and uses no network. Exposed communication is the time of these copies that compute does not hide. It does not predict
 the time that a network adds. Engine names take these suffixes:

@@ -17,6 +17,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "bench" / "card"))
 
 import _queue_results
+import _queue_run
 import gpu_queue
 from _queue_entries import GRACE_S, LIMIT_S, QUEUE, START_S, Entry, Part, QueueError, entry_named
 from _queue_run import NO_FIGURES, Run, excerpt
@@ -149,7 +150,10 @@ def python(code):
     return f"-c {shlex.quote(code)}"
 
 
-def test_a_part_ends_at_its_limit_with_all_that_it_started_and_the_others_keep_their_figures(tmp_path, capfd):
+def test_a_part_ends_at_its_limit_with_all_that_it_started_and_the_others_keep_their_figures(
+    tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setattr(_queue_run, "GRACE_S", 1)
     late = python(f"{STARTS}; time.sleep(1); print(p.pid, flush=True); time.sleep(60)")
     good = python("import sys; open(sys.argv[1], 'w').write('[1]'); print('kept')") + " {json}"
     bad = python(f"print({str(ROOT)!r} + '/bench'); 1 / 0")
