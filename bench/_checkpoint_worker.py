@@ -29,10 +29,12 @@ import _models
 import composable_shard as cs
 from _engines import shard_units
 from composable_shard import checkpoint
+from composable_shard.checkpoint._io.digests import best
 
 COLUMNS = 1024
 AT_ONCE = 1 << 26  # bytes of one plain write or read
 GROUPS = 16
+MOST_STEPS_S = 4.0  # of compute next to a save, on a slow disk
 WRITER = """
 import os, sys
 path, total, at_once = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -190,7 +192,7 @@ class Steps:
         self.run()  # the first product on a GPU loads libraries
         while self.run() < seconds / 8:
             self.count *= 2
-        self.count *= 8
+        self.count = 8 * int(_launch.everyone(torch.tensor(float(self.count))).max())  # the same on all ranks
 
     def run(self) -> float:
         begin = time.perf_counter()
@@ -205,7 +207,7 @@ def asynchronous(job: Job, settings: dict[str, Any]) -> dict[str, dict[str, list
     job.save(0)  # the first save loads libraries and sets communicators up
     synchronous = slowest(lambda: job.save(1))
     apart = dist.new_group(backend="gloo")  # DCP's collectives would pair with those of the steps
-    steps = Steps(3 * synchronous)
+    steps = Steps(min(3 * synchronous, MOST_STEPS_S))
     blocks: dict[str, list[float]] = {"ours": [], "ours, synchronous": [], "dcp": [], "a copy": []}
     tensors = [p.to_local().detach() for p in job.model.parameters()]  # type: ignore[attr-defined]
     pinned = here().type == _device.CUDA
@@ -306,7 +308,13 @@ def main() -> None:
     dist.broadcast_object_list(place)
     folder = Path(place[0])
     try:
-        answers: dict[str, Any] = {"seconds": [], "full": None, "bytes": {}, "file_system": file_system(folder)}
+        answers: dict[str, Any] = {
+            "seconds": [],
+            "full": None,
+            "bytes": {},
+            "file_system": file_system(folder),
+            "digest": best(),
+        }
         if "exchange" in settings["parts"]:
             answers["seconds"].append(("layers", settings["tensors"][-1], exchanged(settings, folder)))
         if "gpt" in settings["parts"]:

@@ -30,10 +30,6 @@ class WorkerError(RuntimeError):
     """A rank failed, or the ranks did not end in time."""
 
 
-class RanksTimeout(WorkerError):  # noqa: N818
-    """The ranks did not end in time."""
-
-
 def launch(
     script: Path,
     argument: str,
@@ -50,8 +46,8 @@ def launch(
     With `share` all ranks use the first GPU. NCCL refuses two ranks on one GPU of one host, so each rank names another
     host, and NCCL sends through sockets: every collective is real, and slow.
 
-    Raises WorkerError when a rank fails, or `timeout` seconds have passed and there is no result. No process outlives
-    the call.
+    Raises WorkerError when a rank fails, or `timeout` seconds have passed, before rank 0 has written its result. No
+    process outlives the call.
     """
     with tempfile.TemporaryDirectory(prefix="composable_shard_bench_") as folder:
         env = {
@@ -74,7 +70,7 @@ def launch(
                 ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=env | of_rank))
             try:
                 _wait(ranks, time.monotonic() + timeout, timeout)
-            except RanksTimeout as error:  # closing communicators of NCCL can hang
+            except WorkerError as error:  # closing communicators of NCCL can hang or fail
                 if not Path(folder, "result").exists():
                     raise
                 print(f"{script.name}: {error}; rank 0 had written its result", file=sys.stderr)
@@ -96,7 +92,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float, timeout: float)
             return
         if time.monotonic() > deadline:
             running = [rank for rank, code in enumerate(codes) if code is None]
-            raise RanksTimeout(f"ranks {running} were still running after {timeout:g} s and were ended (--timeout)")
+            raise WorkerError(f"ranks {running} were still running after {timeout:g} s and were ended (--timeout)")
         time.sleep(0.1)
 
 

@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"full_state_dict: {each.rank_0 / 1e6:,.0f} MB on rank 0 beyond the copy that it gives, "
             f"{each.other_ranks / 1e6:,.0f} MB on others; the largest group has {each.largest_group / 1e6:,.0f} MB"
         )
-    settings |= {name: answer[name] for name in ("bytes", "file_system")}
+    settings |= {name: answer[name] for name in ("bytes", "file_system", "digest")}
     if options.json:
         _report.write_json(options.json, "checkpoint", settings, [*results, *held], options.device)
     return 0

@@ -119,7 +119,7 @@ def _peaks(name: str, width: int, cases: str, limit_s: int) -> Part:
 def _checkpoint(name: str, gpu: str) -> Part:
     return Part(
         name,
-        f"bench/checkpoint.py --parts {name} --timeout 230 --seconds 150 --json {{json}}",
+        f"bench/checkpoint.py --parts {name} --timeout 215 --seconds 90 --json {{json}}",
         f"--device cuda {gpu}",
         "--device cpu --parameters 100000 --tensors 6 --gpt tiny --rounds 1",
         240,
@@ -226,7 +226,7 @@ QUEUE = (
                 235,
                 dry_env={"WIDTH": "32"},
             ),
-            Part("faults", "bench/card/decoders.py --faults", "--limit 150", "--only mismatch", 170),
+            Part("faults", "bench/card/decoders.py --faults", "--limit 210", "--only mismatch", 230),
             Part(
                 "tests",
                 f"{_PYTEST} tests/comm/test_streams.py tests/training/test_cuda.py",
@@ -234,14 +234,14 @@ QUEUE = (
                 "-n 0 -k on_a_cpu",
                 235,
             ),
-            Part("stress", "bench/card/card_probe.py stress", "", "", 95, dry_env={"WIDTH": "32"}),
-            Part("kernels", "bench/card/card_probe.py counts", "", "", 95, dry_env={"WIDTH": "32"}),
+            Part("stress", "bench/card/card_probe.py stress", "", "", 230, dry_env={"WIDTH": "32"}),
+            Part("kernels", "bench/card/card_probe.py counts", "", "", 230, dry_env={"WIDTH": "32"}),
             Part(
                 "sanitizer",
                 "bench/card/card_probe.py stress",
                 "",
                 "",
-                95,
+                230,
                 env={"TORCH_CUDA_SANITIZER": "1", "WIDTH": "64"},
                 dry_env={"WIDTH": "16"},
             ),

@@ -32,7 +32,7 @@ from _queue_results import (
     write_document,
 )
 
-DRY_LIMIT_S = 150  # of a part
+DRY_LIMIT_S = 250  # of a part
 OUTPUT_LINES = 40  # The last ones of a part that failed or has no figures are kept with its outcome,
 RESULT_LINE = re.compile(r"^(real|stress|fault) | per group: ")  # and those that scripts without figures print.
 NO_FIGURES = 3  # exit status of a part that ended well, but did not write its figures
@@ -66,7 +66,8 @@ class Run:
     Args:
         entry: what to run.
         out: a folder. It receives `<entry>.json`, the outcomes; `<entry>-logs.tgz`; and, if parts wrote other files,
-            `<entry>-files.tgz`. Outcomes that an earlier run of the same sources left in `<entry>.json` are kept.
+            `<entry>-files.tgz`. A run of some parts adds their names to those of the archives, and keeps the outcomes
+            of other parts that an earlier run of the same sources left in `<entry>.json`.
         dry: tiny settings on the CPU.
         gpu: the GPU of this machine, None for a dry run.
     """
@@ -119,7 +120,7 @@ class Run:
             for thread in threads:
                 if thread.is_alive():
                     thread.join()
-            self._pack()
+            self._pack("" if len(parts) == len(self._entry.parts) else "-".join(["", *names]))
         return all(self._document["parts"].get(name, {}).get("exit") == 0 for name in names)
 
     def _run(self, part: Part) -> None:
@@ -155,7 +156,7 @@ class Run:
         if self._stopped:
             return
         found = read_figures(figures)
-        status = process.returncode
+        status = -signal.SIGKILL if process.returncode is None else process.returncode  # None: stuck in the kernel
         if status == 0 and (timed_out or (part.has_figures and found is None)):
             status = NO_FIGURES
         text = f"limit of {limit} s reached" if timed_out else f"exit status {status}"
@@ -192,11 +193,11 @@ class Run:
             self._document["parts"][name] = outcome
             write_document(self.file, self._document)
 
-    def _pack(self) -> None:
+    def _pack(self, suffix: str) -> None:
         """Logs apart from other files, which can be too large to be copied."""
         for folder in (self._logs, self._files):
             if any(path.is_file() for path in folder.rglob("*")):
-                with tarfile.open(self._out / f"{folder.name}.tgz", "w:gz", compresslevel=1) as archive:
+                with tarfile.open(self._out / f"{folder.name}{suffix}.tgz", "w:gz", compresslevel=1) as archive:
                     archive.add(folder, arcname=folder.name)
         shutil.rmtree(self._work)
 

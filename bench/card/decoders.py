@@ -504,7 +504,7 @@ def faulty(name: str) -> None:
     for number in range(3):
         side.step(number)
     begin = time.monotonic()
-    said, status = "no error", 0
+    said, error = "no error", None
     # One that hangs shows where; NCCL's watchdog needs a minute or more to notice a dead peer.
     faulthandler.dump_traceback_later(6 * LIMIT_S, exit=True)
     try:
@@ -512,19 +512,22 @@ def faulty(name: str) -> None:
             FAULTS[name](side)
         for number in range(3, 5):
             side.step(number)
-    except BaseException as error:
-        said, status = f"{type(error).__name__}: {error}", NOTICED
+    except BaseException as caught:
+        said, error = f"{type(caught).__name__}: {caught}", caught
         traceback.print_exc()
     print(f"fault {name}, rank {dist.get_rank()} after {time.monotonic() - begin:.1f} s: {said[:400]}", flush=True)
     sys.stderr.flush()
-    os._exit(status)
+    if error is not None and dist.get_rank() == 1:
+        raise error  # ends like a script that fails: at its exit the library tells the other rank
+    os._exit(NOTICED if error is not None else 0)
 
 
 def is_noticed(name: str, limit: float) -> bool:
     """Whether rank 0 ends with an error in time when rank 1 goes wrong."""
     statuses = exit_statuses(["--only", name, "--faults"], limit, count=1)
-    # A peer that is killed or late can be noticed by NCCL's own watchdog, which aborts the process.
-    accepted = (NOTICED, -signal.SIGABRT) if name in ("die", "late") else (NOTICED,)
+    # Some can be noticed by NCCL's own watchdog, which aborts the process: a peer that is killed, is late, or makes
+    # another collective.
+    accepted = (NOTICED, -signal.SIGABRT) if name in ("die", "late", "alone") else (NOTICED,)
     right = statuses is not None and statuses[0] in accepted
     print(f"fault {name}: {'noticed' if right else f'NOT NOTICED, exit status {statuses}'}", flush=True)
     return right

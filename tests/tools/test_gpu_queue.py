@@ -187,6 +187,7 @@ def test_a_second_run_into_a_folder_keeps_the_parts_of_the_first(tmp_path):
         assert Run(entry, tmp_path, dry=False, gpu=H100).perform([name])
     document = json.loads((tmp_path / "planted.json").read_text())
     assert list(document["parts"]) == ["a", "b"]
+    assert sorted(path.name for path in tmp_path.glob("*.tgz")) == ["planted-logs-a.tgz", "planted-logs-b.tgz"]
     document["sources"]["bench/_device.py"] = "another"
     (tmp_path / "planted.json").write_text(json.dumps(document))
     run = Run(entry, tmp_path, dry=False, gpu=H100)
