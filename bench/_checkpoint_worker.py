@@ -46,7 +46,7 @@ os.fsync(descriptor)
 """
 
 
-def here() -> torch.device:
+def model_device() -> torch.device:
     """Called in a rank: where its model is."""
     return torch.device(os.environ["BENCH_DEVICE"])
 
@@ -55,14 +55,14 @@ def layers_of(parameters: int, tensors: int) -> tuple[nn.Module, list[nn.Module]
     """Equal layers in groups that have, with AdamW's moments, as many tensors and numbers as are asked for."""
     count = max(tensors // 3, 1)  # a parameter has two more tensors in the optimizer
     rows = max(parameters // count // COLUMNS, 2)
-    layers = [nn.Linear(COLUMNS, rows, bias=False, device=here()) for _ in range(count)]
+    layers = [nn.Linear(COLUMNS, rows, bias=False, device=model_device()) for _ in range(count)]
     each = -(-count // GROUPS)
     model = nn.Sequential(*(nn.Sequential(*layers[at : at + each]) for at in range(0, count, each)))
     return model, list(model)
 
 
 def gpt_of(size: str) -> tuple[nn.Module, list[nn.Module]]:
-    with here():
+    with model_device():
         model = _models.GPT(_models.SIZES[size])
     return model, list(model.blocks)  # type: ignore[arg-type]
 
@@ -72,7 +72,7 @@ class Job:
 
     def __init__(self, model: nn.Module, units: list[nn.Module], engine: str, folder: Path) -> None:
         self.model = model
-        shard_units(engine, model, units, init_device_mesh(here().type, (dist.get_world_size(),)))
+        shard_units(engine, model, units, init_device_mesh(model_device().type, (dist.get_world_size(),)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=False)
         for parameter in self.model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -143,15 +143,15 @@ class Job:
 def slowest(work: Callable[[], object]) -> float:
     """Seconds of the slowest rank, with what it queues on a GPU."""
     dist.barrier()
-    _device.synchronize(here().type)
+    _device.synchronize(model_device().type)
     begin = time.perf_counter()
     work()
-    _device.synchronize(here().type)
+    _device.synchronize(model_device().type)
     took = time.perf_counter() - begin
     return float(_launch.everyone(torch.tensor(took, dtype=torch.float64)).max())
 
 
-def rounds_of(settings: dict[str, Any]) -> Iterator[int]:
+def iterate_rounds(settings: dict[str, Any]) -> Iterator[int]:
     """Numbers of the rounds, from 0, which warms up; after `seconds` no more begins, but at least round 1 is run."""
     begin = time.monotonic()
     for number in range(settings["rounds"] + 1):
@@ -168,7 +168,7 @@ def saves_and_loads(job: Job, settings: dict[str, Any]) -> dict[str, dict[str, l
     seconds: dict[str, dict[str, list[float]]] = {
         kind: {name: [] for name in saves} for kind in ("save", "load, warm", "load, cold")
     }
-    for turn in rounds_of(settings):
+    for turn in iterate_rounds(settings):
         names = list(saves)[turn % 3 :] + list(saves)[: turn % 3]
         figures = [("save", name, slowest(functools.partial(saves[name], turn))) for name in names]
         for kind in ("load, warm", "load, cold"):
@@ -187,7 +187,10 @@ class Steps:
     """Compute beside which something is written: the seconds of so many products of matrices."""
 
     def __init__(self, seconds: float) -> None:
-        self.left, self.right = torch.randn(512, 512, device=here()), torch.randn(512, 512, device=here())
+        self.left, self.right = (
+            torch.randn(512, 512, device=model_device()),
+            torch.randn(512, 512, device=model_device()),
+        )
         self.count = 1
         self.run()  # the first product on a GPU loads libraries
         while self.run() < seconds / 8:
@@ -198,7 +201,7 @@ class Steps:
         begin = time.perf_counter()
         for _ in range(self.count):
             self.left @ self.right
-        _device.synchronize(here().type)
+        _device.synchronize(model_device().type)
         return time.perf_counter() - begin
 
 
@@ -210,7 +213,7 @@ def asynchronous(job: Job, settings: dict[str, Any]) -> dict[str, dict[str, list
     steps = Steps(min(3 * synchronous, MOST_STEPS_S))
     blocks: dict[str, list[float]] = {"ours": [], "ours, synchronous": [], "dcp": [], "a copy": []}
     tensors = [p.to_local().detach() for p in job.model.parameters()]  # type: ignore[attr-defined]
-    pinned = here().type == _device.CUDA
+    pinned = model_device().type == _device.CUDA
     copies = [torch.empty_like(tensor, device="cpu", pin_memory=pinned) for tensor in tensors]
 
     def copy() -> None:
@@ -218,7 +221,7 @@ def asynchronous(job: Job, settings: dict[str, Any]) -> dict[str, dict[str, list
             torch._foreach_copy_(copies, tensors)
 
     beside: dict[str, list[float]] = {"nothing": [], "ours": [], "a plain writer": [], "dcp": []}
-    for turn in rounds_of(settings):
+    for turn in iterate_rounds(settings):
         figures: list[tuple[dict[str, list[float]], str, float]] = []
         figures.append((blocks, "ours, synchronous", slowest(functools.partial(job.save, 10 * turn))))
         figures.append((blocks, "a copy", slowest(copy)))

@@ -214,6 +214,16 @@ def qlora(results: Results) -> Iterable[Panel]:
     return panels.values()
 
 
+def checkpoint(results: Results) -> Iterable[Panel]:
+    """Seconds of saves and loads, for each model and number of tensors."""
+    panels: dict[str, Panel] = {}
+    for r in results:
+        if "operation" in r:
+            panel = panels.setdefault(r["operation"], Panel(r["operation"].capitalize(), "s"))
+            panel.add(f"{r['model']}, {r['tensors']} tensors", r["who"], r["seconds"])
+    return panels.values()
+
+
 PANELS: dict[str, Callable[[Results], Iterable[Panel | Curves]]] = {
     "overhead": overhead,
     "overlap": overlap,
@@ -221,6 +231,7 @@ PANELS: dict[str, Callable[[Results], Iterable[Panel | Curves]]] = {
     "compile": compiled,
     "memory": memory,
     "figures": figures,
+    "checkpoint": checkpoint,
     "qlora": qlora,
 }
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -98,14 +99,14 @@ def summarize(activities: Sequence[Activity]) -> StepTrace:
     )
 
 
-def activities_of(trace: dict[str, list[dict[str, object]]]) -> list[Activity]:
+def read_activities(trace: dict[str, Any]) -> list[Activity]:
     """The GPU's activities in a trace in Chrome's format, as `export_chrome_trace` writes it."""
     found = []
     for event in trace["traceEvents"]:
         if event.get("ph") == "X" and event.get("cat") in (KERNEL, *COPIES):
-            begin, duration = float(str(event["ts"])), float(str(event["dur"]))
-            stream = int(str(event["args"]["stream"]))  # type: ignore[index]
-            found.append(Activity(stream, str(event["cat"]), begin, begin + duration, str(event["name"])))
+            begin = float(event["ts"])
+            end = begin + float(event["dur"])
+            found.append(Activity(int(event["args"]["stream"]), event["cat"], begin, end, event["name"]))
     return found
 
 
@@ -118,4 +119,4 @@ def record_step(step: Callable[[], object]) -> StepTrace:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
-        return summarize(activities_of(json.loads(path.read_text())))
+        return summarize(read_activities(json.loads(path.read_text())))

@@ -1,6 +1,6 @@
 """Which allocations are live at the peak of a step, read from the history of torch's CUDA allocator.
 
-`record_peak` records the history of a step, and `peak_of` replays it. The history is the one that
+`record_peak` records the history of a step, and `find_peak` replays it. The history is the one that
 https://pytorch.org/memory_viz shows: `torch.cuda.memory._snapshot()`.
 """
 
@@ -60,7 +60,7 @@ class Peak:
 FREED = "freed by the step"
 
 
-def peak_of(trace: Iterable[dict[str, Any]]) -> Peak:
+def find_peak(trace: Iterable[dict[str, Any]]) -> Peak:
     """Replay the entries of one device, in the order in which they happened.
 
     Memory counts as allocated until its free is requested, as in `torch.cuda.max_memory_allocated`; for memory that
@@ -80,13 +80,13 @@ def peak_of(trace: Iterable[dict[str, Any]]) -> Peak:
         elif held.pop(entry["addr"], None) is None:
             sites[FREED, entry["stream"]].append(-entry["size"])
     for entry in held.values():
-        sites[place_of(entry), entry["stream"]].append(entry["size"])
+        sites[describe_place(entry), entry["stream"]].append(entry["size"])
     found = [Site(where, stream, sum(sizes), len(sizes)) for (where, stream), sizes in sites.items()]
     found.sort(key=lambda site: -abs(site.nbytes))
-    return Peak(highest, place_of(events[reached]) if reached >= 0 else "", found)
+    return Peak(highest, describe_place(events[reached]) if reached >= 0 else "", found)
 
 
-def place_of(entry: dict[str, Any]) -> str:
+def describe_place(entry: dict[str, Any]) -> str:
     """The innermost frame that tells the purpose of an allocation, and its caller of another function."""
     frames = [
         frame
@@ -120,4 +120,4 @@ def record_peak(step: Callable[[], object], keep: Path | None = None) -> Peak:
         gc.enable()
     if keep is not None:
         keep.write_bytes(pickle.dumps(snapshot))
-    return replace(peak_of(snapshot[TRACES][torch.cuda.current_device()]), allocated=allocated)
+    return replace(find_peak(snapshot[TRACES][torch.cuda.current_device()]), allocated=allocated)

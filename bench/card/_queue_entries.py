@@ -78,7 +78,7 @@ class Entry:
         return START_S + (max(limits, default=0) if self.parallel else sum(limits))
 
     def fitting(self, names: Collection[str], seconds: float) -> tuple[str, ...]:
-        """The named parts, in order, as long as a run of them fits into so many seconds."""
+        """Of the named parts, in order, each that still fits into so many seconds together with those before it."""
         chosen: list[str] = []
         for part in self.parts:
             if part.name in names and self.limit_s([*chosen, part.name]) <= seconds:
@@ -295,7 +295,7 @@ QUEUE = (
 )
 
 
-def entry_named(name: str) -> Entry:
+def find_entry(name: str) -> Entry:
     """Raises QueueError if there is none, with all known names."""
     for entry in QUEUE:
         if entry.name == name:

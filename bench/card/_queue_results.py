@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from _queue_entries import QUEUE, Entry, Part, QueueError, entry_named
+from _queue_entries import QUEUE, Entry, Part, QueueError, find_entry
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results" / "gpu"
@@ -30,7 +30,7 @@ STATUS = ROOT / "docs" / "status.md"
 SOURCES = ("bench", "composable_shard", "tests", "tutorials")  # A measurement depends on their *.py files.
 MAX_COMMITS = 500  # How far back `store` looks for the sources of a run.
 TABLE_MARKERS = "<!-- gpu queue: begin -->\n", "<!-- gpu queue: end -->\n"
-CPU = "cpu"  # In place of the kind of GPU, in a dry run.
+CPU = "cpu"  # Instead of the type of GPU, in a dry run.
 
 Document = dict[str, Any]
 
@@ -53,7 +53,7 @@ class Gpu:
 
 
 def matches(kind: str, wanted: str | None) -> bool:
-    """Whether a kind of GPU is the wanted one: "h100" stands for each that begins so, None for every kind."""
+    """Whether a type of GPU is the wanted one: "h100" stands for each that begins so, None for every kind."""
     return wanted is None or kind == wanted or kind.startswith(f"{wanted}-")
 
 
@@ -123,10 +123,9 @@ def find_commit(sources: Blobs, root: Path = ROOT) -> str:
     for commit in _git(root, "rev-list", f"--max-count={MAX_COMMITS}", "HEAD").split():
         if read_sources_at(commit, root) == sources:
             return commit
-    differ = changed_files(sources, root)
     raise QueueError(
-        f"none of the last {MAX_COMMITS} commits has the sources that were measured; compared with HEAD, "
-        f"{len(differ)} files differ: {', '.join(differ[:5])}. Commit them as they were measured, then record again"
+        f"none of the last {MAX_COMMITS} commits has the sources that were measured. These differ from HEAD: "
+        f"{', '.join(changed_files(sources, root)[:10])}. Commit them as they were measured, then record again"
     )
 
 
@@ -151,7 +150,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The newest outcome of each part of an entry, on one kind of GPU and in one release line.
+    """The newest outcome of each part of an entry, on one type of GPU and in one release line.
 
     Outcomes of another command (the entry was edited since) do not count.
     """
@@ -186,7 +185,7 @@ def _describe_run(part: Document) -> str:
 
 
 def read_outcomes(entry: Entry, release: str, folders: Sequence[Path] = (RESULTS,)) -> list[Outcomes]:
-    """For each kind of GPU, what is in the folders; a later folder takes precedence."""
+    """For each type of GPU, what is in the folders; a later folder takes precedence."""
     found: dict[str, dict[str, Document]] = {}
     for folder in folders:
         for file in sorted(folder.glob(f"{entry.name}*.json")):
@@ -209,8 +208,8 @@ def _counts(part: Part, parts: Mapping[str, Document], release: str) -> bool:
     )
 
 
-def outcomes_of(entry: Entry, kind: str | None, release: str, folders: Sequence[Path] = (RESULTS,)) -> Outcomes:
-    """The outcomes on that kind of GPU; with None, on the kind with the fewest missing parts."""
+def select_outcomes(entry: Entry, kind: str | None, release: str, folders: Sequence[Path] = (RESULTS,)) -> Outcomes:
+    """The outcomes on that type of GPU; with None, on the kind with the fewest missing parts."""
     matching = [each for each in read_outcomes(entry, release, folders) if matches(each.kind, kind)]
     return min(matching, key=lambda each: len(each.missing), default=Outcomes(entry, kind or "", {}))
 
@@ -222,7 +221,7 @@ def find_next(
 
     Parts that failed come after all others: they need a fix first.
     """
-    outcomes = [outcomes_of(entry, kind, release, folders) for entry in QUEUE]
+    outcomes = [select_outcomes(entry, kind, release, folders) for entry in QUEUE]
     for wanted in ([each.missing for each in outcomes], [each.failed for each in outcomes]):
         for each, names in zip(outcomes, wanted, strict=True):
             if chosen := each.entry.fitting(names, seconds):
@@ -266,7 +265,7 @@ def store(run: Document, results: Path = RESULTS, root: Path = ROOT) -> Path:
     Raises:
         QueueError: it is a dry run, it has figures of a CPU, it has no parts, or no commit has its sources.
     """
-    entry = entry_named(run["entry"])
+    entry = find_entry(run["entry"])
     if run.get("dry") or run["kind"] == CPU:
         raise QueueError("this is a dry run on a CPU: only results of a GPU are stored")
     if not run["parts"] or "sources" not in run:

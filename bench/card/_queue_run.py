@@ -244,6 +244,6 @@ def is_group_alive(group: int) -> bool:
         os.killpg(group, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # it exists, but belongs to another user
+        pass
     return True

@@ -32,9 +32,8 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import _memory_history
-import decoders
-
 import _report
+import decoders
 
 ENGINES = ("ours", "fsdp2")
 RESULTS_FILE = "DECODER_PEAKS_FILE"  # a variable of the ranks: where rank 0 writes

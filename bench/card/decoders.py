@@ -524,7 +524,7 @@ def faulty(name: str) -> None:
 
 def is_noticed(name: str, limit: float) -> bool:
     """Whether rank 0 ends with an error in time when rank 1 goes wrong."""
-    statuses = exit_statuses(["--only", name, "--faults"], limit, count=1)
+    statuses = run_ranks(["--only", name, "--faults"], limit, count=1)
     # Some can be noticed by NCCL's own watchdog, which aborts the process: a peer that is killed, is late, or makes
     # another collective.
     accepted = (NOTICED, -signal.SIGABRT) if name in ("die", "late", "alone") else (NOTICED,)
@@ -535,11 +535,11 @@ def is_noticed(name: str, limit: float) -> bool:
 
 def start(arguments: list[str], limit: float, script: Path = Path(__file__)) -> int:
     """Runs `script` as the process of each rank; ends them after `limit` seconds. Returns the highest exit status."""
-    statuses = exit_statuses(arguments, limit, script)
+    statuses = run_ranks(arguments, limit, script)
     return 1 if statuses is None else max(abs(status) for status in statuses)
 
 
-def exit_statuses(
+def run_ranks(
     arguments: list[str], limit: float, script: Path = Path(__file__), count: int = WORLD
 ) -> list[int] | None:
     """Exit statuses of the first `count` ranks; None if one of them still runs after `limit` seconds.

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from _queue_entries import LIMIT_S, QUEUE, QueueError, entry_named
+from _queue_entries import LIMIT_S, QUEUE, QueueError, find_entry
 from _queue_results import (
     RESULTS,
     ROOT,
@@ -88,7 +88,7 @@ def format_time(seconds: float) -> str:
 
 
 def run_entry(options: argparse.Namespace) -> int:
-    entry = entry_named(options.name) if options.name else None
+    entry = find_entry(options.name) if options.name else None
     gpu = None if options.dry else detect_gpu()
     if not options.dry:
         if gpu is None:
@@ -130,7 +130,7 @@ def stop(_number: int, _frame: FrameType | None) -> None:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    kind = "kind of GPU, for example h100 (default: this machine's; without a GPU, results of every kind count)"
+    kind = "type of GPU, for example h100 (default: this machine's; without a GPU, results of every kind count)"
     within = f"only parts that fit into so many seconds (default: {LIMIT_S})"
     following = commands.add_parser("next", help="show the first entry that was not measured")
     listing = commands.add_parser("list", help="show all entries, and what they were measured on")

@@ -7,7 +7,7 @@
 
 The decoder has four layers of Llama 3 8B, its embedding and its head: 1.92B parameters. Parameters and AdamW states are
 float32, compute is bfloat16, gradients are reduced in float32. The unsharded model has bfloat16 parameters, so that it
-does nothing but compute. One sequence is one batch.
+only computes. A batch is one sequence.
 
 Each engine has a process of its own. The processes take turns, and free cached memory after each turn, because the GPU
 cannot hold the activations of all of them. A process is rank 0 of a world (8 by default) whose other ranks are its
@@ -49,11 +49,10 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "tests"))
 
-import _gpu_trace
-
 import _device
 import _echo
 import _engines
+import _gpu_trace
 import _report
 from _blocks import Transformer, TransformerBlock
 from _players import Player
@@ -138,7 +137,7 @@ def split_name(engine: str) -> tuple[str, set[str]]:
     return base, set(suffixes)
 
 
-def engine_names(text: str) -> list[str]:
+def parse_engines(text: str) -> list[str]:
     """Names from a comma-separated option of the command line."""
     engines = text.split(",")
     if len(set(engines)) < len(engines):
@@ -153,7 +152,7 @@ def engine_names(text: str) -> list[str]:
     return engines
 
 
-def reference_of(engine: str, base: str) -> str:
+def name_reference(engine: str, base: str) -> str:
     """The engine that this one is compared with: of another base, compiled or offloaded alike."""
     kept = [suffix for suffix in (BLOCKS, OFFLOAD) if suffix in split_name(engine)[1] & SUFFIXES[base]]
     return "-".join([base, *kept])
@@ -178,7 +177,7 @@ class Trainer:
         size = self._size
         torch.manual_seed(0)  # all engines start from the same weights
         with self._device:
-            model = Transformer(
+            model: Any = Transformer(
                 size.vocabulary,
                 size.width,
                 size.layers,
@@ -200,7 +199,7 @@ class Trainer:
         if FP8 in suffixes:
             import composable_shard
 
-            model.set_comm_policy(composable_shard.CommPolicy(gather="fp8"))  # type: ignore[operator]
+            model.set_comm_policy(composable_shard.CommPolicy(gather="fp8"))
         return model
 
     def _shard(self, base: str, model: Any, world: int, options: dict[str, Any]) -> None:
@@ -331,7 +330,7 @@ def time_steps(players: dict[str, Player], tokens: int, options: argparse.Namesp
     difference = loss_difference({engine: [x for turn in turns[engine] for x in turn.losses] for engine in players})
 
     def over(engine: str, base: str) -> _report.Spread | None:
-        reference = steps.get(reference_of(engine, base))
+        reference = steps.get(name_reference(engine, base))
         return reference and _report.Spread.of([a / b for a, b in zip(steps[engine], reference, strict=True)])
 
     def milliseconds(seconds: list[float]) -> _report.Spread:
@@ -419,7 +418,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     _device.add_option(parser)
     parser.add_argument("--size", choices=SIZES, default="8b-4-layers", help="(default: %(default)s)")
     parser.add_argument("--tokens", type=_report.integers, default="4096,8192", help="(default: %(default)s)")
-    parser.add_argument("--engines", type=engine_names, default="ours,fsdp2,unsharded", help="(default: %(default)s)")
+    parser.add_argument("--engines", type=parse_engines, default="ours,fsdp2,unsharded", help="(default: %(default)s)")
     parser.add_argument("--world", type=int, default=8, help="number of ranks (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each engine (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a turn (default: %(default)s)")

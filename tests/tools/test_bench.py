@@ -145,6 +145,25 @@ def test_a_run_of_all_leaves_figures_of_the_overhead_and_a_chart(tmp_path: Path)
         assert (result["collectives"] > 0) == (result["engine"] != "plain")
 
 
+CHARTS = """
+import _plots
+import run_all
+
+drawn = {run.script.removesuffix(".py") for run in run_all.RUNS.values()}
+assert drawn <= _plots.PANELS.keys(), drawn - _plots.PANELS.keys()
+results = [
+    {"operation": "save", "model": "layers", "tensors": 6, "who": who, "seconds": {"median": 2, "low": 1, "high": 3}}
+    for who in ("ours", "dcp")
+]
+[panel] = _plots.checkpoint([*results, {"largest_group": 1, "rank_0": 1, "other_ranks": 1}])
+assert (panel.title, list(panel.figures)) == ("Save", [("layers, 6 tensors", "ours"), ("layers, 6 tensors", "dcp")])
+"""
+
+
+def test_every_benchmark_of_a_run_of_all_has_a_chart(beside: Beside) -> None:
+    beside(CHARTS)
+
+
 @pytest.mark.matrix
 def test_overhead_tells_the_time_for_a_parameter_and_how_it_grows_with_the_modules(tmp_path: Path) -> None:
     file = tmp_path / "overhead.json"

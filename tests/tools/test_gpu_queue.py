@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[2] / "bench" / "card"))
 import _queue_results
 import _queue_run
 import gpu_queue
-from _queue_entries import GRACE_S, LIMIT_S, QUEUE, START_S, Entry, Part, QueueError, entry_named
+from _queue_entries import GRACE_S, LIMIT_S, QUEUE, START_S, Entry, Part, QueueError, find_entry
 from _queue_run import NO_FIGURES, Run, excerpt
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def test_every_entry_runs_on_a_cpu_with_tiny_settings_and_such_a_run_is_not_file
     done = queue("run", name, "--dry", "--out", tmp_path, limit_s=380)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / f"{name}.json").read_text())
-    entry = entry_named(name)
+    entry = find_entry(name)
     assert sorted(result["parts"]) == sorted(part.name for part in entry.parts)
     for part in entry.parts:
         dry = result["parts"][part.name]
@@ -305,7 +305,7 @@ def test_a_result_belongs_to_the_commit_that_has_its_sources(repository):
     assert older != sources
     assert _queue_results.find_commit(older, repository) == git(repository, "rev-parse", "HEAD~2")
     (repository / "composable_shard" / "more.py").write_text("b = 1\n")
-    with pytest.raises(QueueError, match=r"1 files differ: composable_shard/more\.py\. Commit them"):
+    with pytest.raises(QueueError, match=r"differ from HEAD: composable_shard/more\.py\. Commit them"):
         _queue_results.find_commit(_queue_results.read_sources(repository), repository)
 
 
@@ -565,7 +565,7 @@ assert [(site.where, site.stream, site.nbytes, site.count) for site in peak.site
     (place, 0, 2, 1),
 ], peak
 assert sum(site.nbytes for site in peak.sites) == peak.nbytes
-assert _memory_history.peak_of([]).sites == []
+assert _memory_history.find_peak([]).sites == []
 """
 
 
@@ -579,20 +579,20 @@ import math
 
 import llama_steps
 
-assert llama_steps.engine_names("ours-fp8,fsdp2-blocks") == ["ours-fp8", "fsdp2-blocks"]
+assert llama_steps.parse_engines("ours-fp8,fsdp2-blocks") == ["ours-fp8", "fsdp2-blocks"]
 for text, message in (
     ("fsdp2-fp8", "unknown engine fsdp2-fp8; expected ours, fsdp2, unsharded"),
     ("ours,ours", "named twice; the control is fsdp2-again"),
 ):
     try:
-        llama_steps.engine_names(text)
+        llama_steps.parse_engines(text)
     except argparse.ArgumentTypeError as error:
         assert message in str(error), error
     else:
         raise AssertionError("no error")
-compared = {engine: llama_steps.reference_of(engine, "fsdp2") for engine in ("ours-fp8", "ours-blocks", "ours-offload")}
-assert compared == {"ours-fp8": "fsdp2", "ours-blocks": "fsdp2-blocks", "ours-offload": "fsdp2-offload"}, compared
-assert llama_steps.reference_of("ours-offload", "unsharded") == "unsharded"
+for engine, reference in {"ours-fp8": "fsdp2", "ours-blocks": "fsdp2-blocks", "ours-offload": "fsdp2-offload"}.items():
+    assert llama_steps.name_reference(engine, "fsdp2") == reference, engine
+assert llama_steps.name_reference("ours-offload", "unsharded") == "unsharded"
 losses = {"ours": [2.0, 4.0], "fsdp2": [2.0, 5.0], "unsharded": [9.0, 9.0]}
 assert llama_steps.loss_difference(losses) == 0.25
 assert llama_steps.loss_difference(losses | {"unsharded": [math.nan, 9.0]}) is None
