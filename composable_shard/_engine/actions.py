@@ -6,7 +6,6 @@ In an eager step, nothing outside of this file starts or awaits a gather or a re
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
 from collections import deque
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from .._comm.copies import Gradients
-from .._errors import StaleStateError
+from .._group.edits import changed, lost_edit
 from .._group.group import Entries, ParamGroup, Runtime
 from .._group.phases import AWAY, GATHERING, RESIDENT, SHARDED, UNSHARDED
 from .._group.reduction import GroupReduced, Reduction
@@ -210,6 +209,13 @@ class Actions:
         Raises:
             StaleStateError: an unsharded parameter was edited in place. The group is resharded then, too.
         """
+        edited = self.find_edits(group) if group.edited() else ()
+        self.give_up(group)
+        if edited:
+            raise lost_edit(edited)
+
+    def give_up(self, group: ParamGroup) -> None:
+        """`drop` a group without a look at edits."""
         self.staying.discard(group)
         if (entries := group.entries()) is not None:
             entries.hide()
@@ -217,6 +223,17 @@ class Actions:
             self._arrive(group)
         if group.phase is not SHARDED:
             self._act(RESHARD, group, group.reshard)
+
+    def find_edits(self, group: ParamGroup) -> list[str]:
+        """Versions of unsharded parameters have risen: FQNs of those whose values have changed; see `edits.changed`."""
+        return changed(group.buckets, partial(self._gather_again, group))
+
+    def _gather_again(self, group: ParamGroup) -> None:
+        pinned, kept = group.pinned, group.kept
+        self._act(RESHARD, group, partial(group.reshard, reserve=True))  # what reads its memory will read it again
+        group.pinned, group.kept = pinned, kept
+        self.ahead(group)
+        self._arrive(group)
 
     def drop_outdated(self, waiting: bool) -> bool:
         """A forward of the root begins: adopt parameters that were replaced, and drop weights that are out of date.
@@ -232,13 +249,17 @@ class Actions:
         if self._without_group:
             self._adopt_without_group()
         adopted = False
+        # Only in grad mode: an evaluation may follow a swap of weights by foreach functions, which raise no version.
+        trains = torch.is_grad_enabled()
         for group in self.groups:
             entries = group.entries()
             adopted |= entries is not None and entries.adopt()
             if group.phase is SHARDED or group.running:
                 continue
-            kept = waiting or group.pinned or not group.settings.current.reshard_after_backward
-            if adopted or not kept or group.is_stale():
+            # What counts is the setting of the backward that has kept the weights. In the last one of several
+            # micro-batches it is True again.
+            stays = trains and (group.kept or not group.settings.current.reshard_after_backward)
+            if adopted or not (waiting or group.pinned or stays) or group.is_stale():
                 self.drop(group)
         return adopted
 
@@ -261,8 +282,8 @@ class Actions:
         """After a failure: drop all groups whose forward does not run and that no user has pinned."""
         for group in self.groups:
             if not group.running and not group.pinned:
-                with contextlib.suppress(StaleStateError):  # what has failed was said
-                    self.drop(group)
+                group.accept_edits()  # what has failed was said
+                self.give_up(group)
 
     def pin(self, group: ParamGroup, wait: bool) -> None:
         """Gather a group and keep it until `reshard`, its next use, or a change of its parameters."""
@@ -298,18 +319,22 @@ class Actions:
     def drop_after_backward(self) -> None:
         """A backward is over: drop the groups that are to be resharded after backward, and gathers that nobody used.
 
-        Groups that a user has pinned, or whose forward runs, are left alone. The remaining ones keep their weights, but
-        get their sharded parameters installed.
+        Pinned groups are no exception. This rank may not have run them while others have, and clipping must find
+        sharded parameters on all ranks.
+
+        Groups whose forward runs are left alone. The remaining ones keep their weights, but get their sharded
+        parameters installed.
         """
         self.staying.clear()
         self.budget.unread.clear()
         for group in self.groups:
-            if group.phase is SHARDED or group.pinned or group.running:
+            if group.phase is SHARDED or group.running:
                 continue
-            if group.settings.current.reshard_after_backward or group.phase is GATHERING:
+            if group.settings.current.reshard_after_backward or (group.phase is GATHERING and not group.pinned):
                 self.drop(group)
             else:
                 self.installed.hide(group)
+                group.kept = True
         self.pool.rest()
 
     def reduce(self, group: ParamGroup, gradients: Gradients) -> None:
@@ -382,7 +407,10 @@ class Actions:
             self.drop(group)
         elif group.phase is UNSHARDED:
             self.installed.hide(group)
+            edited = self.find_edits(group) if group.edited() else ()
             self._act(Kind.SHRINK, group, group.shrink)
+            if edited:
+                raise lost_edit(edited)
             self.history.lasted(group.layout.weight_bytes)  # for a moment weights and pieces were both live
             if (entries := group.entries()) is not None:
                 entries.lend(group.pieces())

@@ -32,7 +32,8 @@ from .._comm.agreement import Among
 from .._comm.copies import Gradients
 from .._errors import ShardConfigStateError
 from .._faults.seat import Seat
-from .._group.bucket import Bucket, lost_edit
+from .._group.bucket import Bucket
+from .._group.edits import lost_edit
 from .._group.group import Entries, ParamGroup, Runtime
 from .._group.optimizers import watch_steps
 from .._group.phases import SHARDED, UNSHARDED, GradPhase
@@ -317,13 +318,15 @@ class Engine:
             self._iterations.await_backward(forward)
         return use, outputs
 
-    def after_forward(self, group: ParamGroup, copied: Sequence[torch.Tensor] = ()) -> None:
+    def after_forward(self, group: ParamGroup, copied: Sequence[torch.Tensor] = (), failed: bool = False) -> None:
         """A module's forward has ended, well or not.
 
         Args:
             group: the module's group.
             copied: the views of weights that were in the module's outputs. Copies have replaced them there, so the
                 caller is about to drop the views.
+            failed: whether the forward has ended by an error, which the caller raises; then edits are not looked for,
+                because other ranks may not have failed.
 
         Raises:
             StaleStateError: the forward has edited its weights in place; its group is resharded all the same.
@@ -331,13 +334,17 @@ class Engine:
         group.running -= 1
         if group.running:
             return
-        edited: Sequence[str] = ()
+        written = False
         if self.uses.end_forward(group) or not torch.is_grad_enabled():
-            edited = group.end_use(copied)  # the outputs may hide views of weights in objects that were not searched
+            written = group.end_use(copied)  # the outputs may hide views of weights in objects that were not searched
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
+        if failed:
+            group.accept_edits()
+        edited = self._do.find_edits(group) if written and not failed else ()
         self._do.end_forward(group, stays=group in self.active)
         if edited:
+            self._do.give_up(group)  # what was edited must not be read again
             raise lost_edit(edited)
 
     # ---- backward

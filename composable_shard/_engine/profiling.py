@@ -98,9 +98,9 @@ class ProfiledEngine(Engine):
         with range_of("pre_forward", group):
             return super().before_forward(group)
 
-    def after_forward(self, group: ParamGroup, copied: Sequence[torch.Tensor] = ()) -> None:
+    def after_forward(self, group: ParamGroup, copied: Sequence[torch.Tensor] = (), failed: bool = False) -> None:
         with range_of("post_forward", group):
-            super().after_forward(group, copied)
+            super().after_forward(group, copied, failed)
 
     def _end_backward(self, now: BackwardPass, token: Token) -> None:
         with record("FSDP::root_post_backward_callback"):

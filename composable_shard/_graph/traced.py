@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from .._comm.copies import Gradients
 from .._comm.mesh import MeshInfo
 from .._errors import ShardConfigStateError
-from .._group.bucket import lost_edit
+from .._group.edits import lost_edit
 from .._group.exchange import Exchange
 from .._group.group import ParamGroup
 from .._group.optimizers import watch_steps

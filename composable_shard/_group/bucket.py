@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .. import _debug
 from .._comm.collectives import Transport
@@ -17,13 +18,13 @@ from .._comm.copies import GatherCopies, Landing, Wholes, regions_in
 from .._comm.lanes import Events, Job, Lane
 from .._comm.lowbit import LowBitGather
 from .._comm.mesh import MeshInfo
-from .._errors import StaleStateError
 from .._memory.pool import BufferPool
 from .._memory.slots import Place, Request, Slot
 from .._plan.layout import GatherLayout, gather_layout
 from .._policies import Wire
-from .._torch.core import plainly, without_torch_function
+from .._torch.core import address_of, has_memory, plainly, set_version, without_torch_function
 from .._torch.distributed import local_tensor
+from .edits import BitSums, bit_sums, lost_edit
 from .faces import Faces, Leaves
 from .param import ShardedParam
 
@@ -137,6 +138,7 @@ class Bucket:
         here: the leaf Parameters over the memory in which the weights are now; None if none were made there.
         unedited: if the running backward has checked the weights of a use and found no edit, the outputs of that use's
             node, so that it need not check again; else None.
+        gathered, written: see `edits.py`.
         saved: how many handles were made so far.
         reads_left: after how many more reads of handles the engine must be told that half of a use's handles were read;
             0 if it need not be told.
@@ -144,8 +146,9 @@ class Bucket:
     """
 
     __slots__ = (
-        "__weakref__", "_faces", "_sharded", "_versions", "at", "dtype", "fqns", "gather_bytes", "generation", "group",
-        "here", "is_complex", "params", "readable", "reads_left", "saved", "shown", "slot", "unedited",
+        "__weakref__", "_ended", "_faces", "_sharded", "_versions", "at", "dtype", "fqns", "gather_bytes", "gathered",
+        "generation", "group", "here", "is_complex", "params", "readable", "reads_left", "saved", "shown", "slot",
+        "unedited", "written",
     )  # fmt: skip
 
     def __init__(
@@ -163,6 +166,9 @@ class Bucket:
         self._versions: list[int] = []  # of the shards, at the last gather
         self.generation = self.saved = self.reads_left = self.gather_bytes = 0
         self.shown: Sequence[torch.Tensor] = ()
+        self._ended: Sequence[torch.Tensor] = ()  # the outputs of the last use that has edited some
+        self.gathered: dict[int, BitSums] = {}
+        self.written: set[int] = set()
         self.here: Leaves | None = None
         self.unedited: Sequence[torch.Tensor] | None = None
 
@@ -182,7 +188,7 @@ class Bucket:
             face.note_shown()
         self.shown = outputs
 
-    def end_use(self, dropped: Sequence[torch.Tensor]) -> Sequence[str]:
+    def end_use(self, dropped: Sequence[torch.Tensor]) -> bool:
         """A forward is over, and its outputs or leaves are still installed: note whether others keep views of weights.
 
         A selective checkpoint may, or a function that puts them on its ``ctx``, or a module that caches them. No handle
@@ -192,12 +198,15 @@ class Bucket:
             dropped: views that the caller is about to drop.
 
         Returns:
-            FQNs of the outputs that the forward has edited in place.
+            whether the forward has written to weights, as far as versions tell.
         """
         shown, self.shown = self.shown, ()
         if self._faces is not None and (face := self._faces.in_use) is not None and not face.is_at_rest():
             self._faces.note_users(face, dropped, self.here)
-        return [self.fqns[index] for index in _edited_of(shown)] if any(map(_version, shown)) else ()
+        if any(map(_version, shown)):
+            self._ended = shown
+            return True
+        return not shown and self.edited()
 
     def leaves(self) -> list[torch.nn.Parameter]:
         """The unsharded parameters as leaves; the same objects whenever the weights are in the same slot."""
@@ -227,21 +236,17 @@ class Bucket:
         """The gather is done: the weights can be read."""
         self.readable = True
 
-    def release(self, after: torch.Event | None, reserve: bool = False) -> Sequence[str]:
+    def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         """Give the weights up, if they are gathered.
 
         Args:
             after: the event behind all work that reads them.
             reserve: whether to keep their memory for the next gather.
-
-        Returns:
-            FQNs of the leaves that were edited in place.
         """
-        slot, leaves, edited = self.slot, self.here, self.edited()
+        slot, leaves = self.slot, self.here
         self.slot = self.here = self.unedited = None
         self.readable = False
         self._give_up(slot, leaves, after, reserve)
-        return edited
 
     def _give_up(self, slot: Slot | None, leaves: Leaves | None, after: torch.Event | None, reserve: bool) -> None:
         """Give the memory of the weights back, or reserve it.
@@ -269,9 +274,23 @@ class Bucket:
     # error: at the end of the forward in which it was made, or when the weights are given up, or where backward finds
     # that a weight was edited after it had been saved.
 
-    def edited(self) -> Sequence[str]:
-        """FQNs of the leaves that were edited in place since the weights were gathered."""
-        return () if self.here is None else [self.fqns[index] for index in self.here.edited()]
+    def edited(self) -> bool:
+        """Whether leaves were written to since the weights were gathered, as far as versions tell."""
+        return self.here is not None and bool(self.here.edited())
+
+    def risen(self) -> set[int]:
+        leaves = set() if self.here is None else self.here.edited()
+        return _edited_of(self._ended) | leaves
+
+    def sums(self, indices: Iterable[int]) -> dict[int, BitSums]:
+        return {}
+
+    def accept(self) -> None:
+        for out in self._ended:
+            set_version(out, 0)
+        self._ended = ()
+        if self.here is not None:
+            self.here.note_versions()
 
     def find_edited(self, shown: Sequence[torch.Tensor]) -> set[int]:
         """Indices of the weights that were edited in place, through outputs of a node (`shown`) or through leaves.
@@ -295,15 +314,6 @@ def _edited_of(shown: Sequence[torch.Tensor]) -> set[int]:
     return {index for index, out in enumerate(shown) if out._version}
 
 
-def lost_edit(fqns: Sequence[str]) -> StaleStateError:
-    """The error for unsharded parameters that were edited in place."""
-    return StaleStateError(
-        f"{', '.join(fqns)}: edited in place while unsharded. Such an edit is lost with the unsharded copy, and with "
-        "it what the model was meant to learn from it. Edit sharded parameters instead, between two steps, or compute "
-        "with an edited copy"
-    )
-
-
 class GatherBucket(Bucket):
     """Parameters that are gathered as they are, cast to one dtype, into a slot of the pool.
 
@@ -318,7 +328,7 @@ class GatherBucket(Bucket):
     """
 
     __slots__ = (
-        "_gatherer", "_pool", "_reserved", "_self", "_sums", "begins", "copies", "for_landing",
+        "_gatherer", "_pool", "_reserved", "_self", "_sums", "_sums_next", "begins", "copies", "for_landing",
         "for_weights", "members", "nbytes", "places",
     )  # fmt: skip
 
@@ -346,6 +356,7 @@ class GatherBucket(Bucket):
         self.for_weights = pool.requests(f"weights {self.fqns[0]}", layout.nbytes, refills=_are_packed(params))
         landing = f"landing {self.fqns[0]}"
         self.for_landing = None if layout.landing is None else pool.requests(landing, layout.landing_bytes)
+        self._sums_next: Iterable[int] = range(len(params))  # of the next gather, see `edits.py`
         self._gatherer = Gatherer(copies, dtype, self.for_landing, pool, lane)
         self._pool = pool
         self._self = weakref.ref(self)
@@ -398,6 +409,9 @@ class GatherBucket(Bucket):
 
     def arrived(self) -> None:
         self.readable = True
+        if self._sums_next or self.gathered:
+            self.gathered = self._sums_in_slot(self._sums_next)
+            self._sums_next = self.written
         self._sums = self._checksums(self.slot) if _debug.debugging and self.slot is not None else None
 
     def _give_up(self, slot: Slot | None, leaves: Leaves | None, after: torch.Event | None, reserve: bool) -> None:
@@ -418,6 +432,30 @@ class GatherBucket(Bucket):
     def lose(self) -> None:
         super().lose()
         self._sums = None
+
+    def sums(self, indices: Iterable[int]) -> dict[int, BitSums]:
+        faced = {index: [self._ended[index]] if self._ended else [] for index in indices}
+        for index, tensors in faced.items() if self.here is not None else ():
+            tensors.append(self.here.params[index])  # type: ignore[union-attr]
+        return self._sums_in_slot(
+            [index for index, tensors in faced.items() if all(self._lies(t, index) for t in tensors)]
+        )
+
+    def _lies(self, tensor: torch.Tensor, index: int) -> bool:
+        """Whether an unsharded parameter is still where it was gathered, and shaped as it was: `set_` may move it."""
+        assert self.slot is not None
+        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        place = self.slot.begin + self.begins[index] * self.dtype.itemsize
+        shape = self.places.params[index].shape
+        return has_memory(local) and address_of(local) == place and local.shape == shape and local.is_contiguous()
+
+    def _sums_in_slot(self, indices: Iterable[int]) -> dict[int, BitSums]:
+        assert self.slot is not None
+        flat, params = self.slot.typed(torch.uint8), self.places.params
+        size = self.dtype.itemsize
+        with plainly():
+            parts = {i: flat.narrow(0, size * self.begins[i], size * params[i].numel) for i in indices}
+            return {i: bit_sums(part.view(self.dtype).view(params[i].shape)) for i, part in parts.items()}
 
     def _checksums(self, slot: Slot) -> list[int]:
         memory, size = slot.typed(torch.uint8), self.dtype.itemsize

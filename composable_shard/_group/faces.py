@@ -140,6 +140,10 @@ class Leaves:
         If autograd has saved a leaf itself, and not as a handle, it then raises an error and does not read the memory.
         """
         torch.autograd.graph.increment_version(self.params)
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """What was written to the leaves so far is no edit."""
         self.versions = list(map(_version, self.params))
 
 

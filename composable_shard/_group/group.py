@@ -29,7 +29,7 @@ from .._memory.slots import Request
 from .._plan.schedule import ROOT_NAME
 from .._policies import Options, Settings
 from .._torch.distributed import local_tensor
-from .bucket import Bucket, GatherBucket, gather_bucket, lost_edit
+from .bucket import Bucket, GatherBucket, gather_bucket
 from .exchange import Exchange
 from .extension import ExtensionBucket, is_extended
 from .gradients import GroupGradients
@@ -40,7 +40,7 @@ from .resident import Resident
 
 _requires_grad, _sharded, _at, _weights = map(attrgetter, ("requires_grad", "sharded", "at", "weights"))
 _weights_for_use, _leaves = methodcaller("weights_for_use"), methodcaller("leaves")
-_is_outdated = methodcaller("is_outdated")
+_is_outdated, _edited = methodcaller("is_outdated"), methodcaller("edited")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,8 @@ class ParamGroup:
         used_in: number of the last forward of the root in which a node was made for this group.
         companions: groups of the same module on other meshes, whose forwards begin right after this one's.
         pinned: whether a user has called `unshard`. Then the weights stay until `reshard`, until the group's own next
-            use reshards them, or until its parameters change, whatever forwards or backwards of other groups end.
+            use reshards them, until a backward ends that is to reshard them, or until its parameters change.
+        kept: whether the weights have outlived a backward, because `set_reshard_after_backward(False)` was in force.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class ParamGroup:
         self.is_root = is_root
         self.running = self.used_in = 0
         self.companions: Sequence[ParamGroup] = ()
-        self.pinned = False
+        self.pinned = self.kept = False
         self.settings = settings
         self._comm, self._runtime = comm, runtime
         self.phase: ParamPhase = SHARDED
@@ -348,42 +349,48 @@ class ParamGroup:
         """Whether shards were written to since the gather of them was issued, as far as versions tell."""
         return any(map(_is_outdated, self.buckets))
 
-    def end_use(self, dropped: Sequence[torch.Tensor]) -> Sequence[str]:
+    def end_use(self, dropped: Sequence[torch.Tensor]) -> bool:
         """A forward is over: from now on, do not reuse memory of weights that anybody keeps views of.
 
         Args:
             dropped: views that the caller is about to drop, which do not count.
 
         Returns:
-            FQNs of the weights that the forward has edited in place, as far as versions tell.
+            whether the forward has written to weights, as far as versions tell.
         """
         if len(self.buckets) == 1:
             return self.buckets[0].end_use(dropped)
-        return [fqn for bucket in self.buckets for fqn in bucket.end_use(dropped)]
+        return any([bucket.end_use(dropped) for bucket in self.buckets])  # noqa: C419 - all of them
 
-    def reshard(self) -> None:
+    def reshard(self, reserve: bool = False) -> None:
         """Give the unsharded parameters up, or the pieces that a few ranks keep of them.
 
-        Raises:
-            StaleStateError: somebody has edited unsharded parameters in place; they are given up all the same.
+        Args:
+            reserve: whether to keep the memory for the next gather; without it, as the settings say.
         """
         was_resident = self.phase is RESIDENT
         self._set_phase(SHARDED)
-        self.pinned = False
+        self.pinned = self.kept = False
         if was_resident:
             for resident in self.residents:
                 resident.release()
             return
-        after, reserve = self._runtime.gather_lane.mark(), self.settings.current.keep_storage
-        edited: list[str] = []
+        after, reserve = self._runtime.gather_lane.mark(), reserve or self.settings.current.keep_storage
         for bucket in self.buckets:
-            edited += bucket.release(after, reserve)
-        if edited:
-            raise lost_edit(edited)
+            bucket.release(after, reserve)
 
-    def edited(self) -> list[str]:
-        """FQNs of the unsharded parameters that somebody has edited in place since they were gathered."""
-        return [fqn for bucket in self.buckets for fqn in bucket.edited()]
+    def edited(self) -> bool:
+        """Whether unsharded parameters outside of a forward were written to since the gather, as versions tell."""
+        return any(map(_edited, self.buckets))
+
+    def edits(self) -> list[str]:
+        """FQNs of those."""
+        return [bucket.fqns[index] for bucket in self.buckets for index in sorted(bucket.risen())]
+
+    def accept_edits(self) -> None:
+        """A forward has failed: whether it has edited unsharded parameters is not asked any more."""
+        for bucket in self.buckets:
+            bucket.accept()
 
     @property
     def shrinks(self) -> bool:
@@ -405,8 +412,8 @@ class ParamGroup:
         for resident in self.residents:
             resident.keep()
         after = run.gather_lane.mark()
-        if edited := [fqn for bucket in self.buckets for fqn in bucket.release(after)]:
-            raise lost_edit(edited)
+        for bucket in self.buckets:
+            bucket.release(after)
 
     def pieces(self) -> list[torch.Tensor]:
         """The pieces that this rank keeps after `shrink`, as DTensor parameters on the mesh of the few ranks."""

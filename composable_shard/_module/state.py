@@ -22,9 +22,9 @@ from .._comm.transports import TransportCache
 from .._engine.engine import Engine
 from .._engine.node import Outputs, Use
 from .._engine.order import Order
-from .._errors import ShardConfigStateError, ShardConfigValueError, StaleStateError
+from .._errors import ShardConfigStateError, ShardConfigValueError
 from .._graph.traced import TracedGroup
-from .._group.bucket import lost_edit
+from .._group.edits import lost_edit
 from .._group.group import ParamGroup
 from .._group.param import ShardedParam
 from .._plan.layout import piece_numel
@@ -441,8 +441,7 @@ class ShardState:
                 depth if each.declaration.modules == 1 else 0
             ):
                 each.open_calls.pop()
-                with contextlib.suppress(StaleStateError):  # the call has failed by another error
-                    each.bound.engine.after_forward(each.bound.group)
+                each.bound.engine.after_forward(each.bound.group, failed=True)
 
     def overwritten(self) -> None:
         """The sharded parameters are about to be loaded: no pending backward may take the new values for the old."""
@@ -457,8 +456,8 @@ class ShardState:
             StaleStateError: one was.
         """
         for group in self.groups:
-            if edited := group.edited():
-                raise lost_edit(edited)
+            if group.edited():
+                raise lost_edit(group.edits())
 
     def show_sharded(self) -> None:
         """Install the sharded parameters, unless a forward runs; the unsharded ones stay in memory."""

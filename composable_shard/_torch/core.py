@@ -223,6 +223,11 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
 
 
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set the version counter of a tensor, as if the writes since then had not been."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 # How many tensors and other objects share a storage, by its id; some tensor must hold it.
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 

@@ -1,0 +1,114 @@
+"""Writes to unsharded parameters: resharding loses them, so they are errors, unless they have changed no value.
+
+The version of a tensor tells of a write, not whether values have changed. `torch.nn.utils.parametrize` sets a parameter
+onto itself, a clamp may find nothing to clamp. So where versions have risen, sums over the bits of the weights are
+compared with those of the weights as they were gathered. A sum of every row and one of every column: a write that keeps
+all of them is not met by chance.
+
+Sums are taken at the first gather of a bucket, and then at each gather of the parameters that were ever written to.
+So a program that writes in every forward is judged from its first one on, and a step without writes computes nothing.
+If the first write comes later, there are no sums, and the weights are gathered again into the same memory. The ledger
+of actions (`_faults/`) makes it an error if not all ranks do so.
+
+Each rank judges its whole copies, not only its own rows. So ranks that have made the same write come to the same
+verdict, whosever rows it has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from .._errors import ComposableShardError, StaleStateError
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class BitSums(NamedTuple):
+    """Sums over the bits of one weight, read as integers: 1-D int64 tensors on the weight's device."""
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+
+    def differ(self, other: BitSums) -> torch.Tensor:
+        """A bool tensor on the device."""
+        return (self.rows != other.rows).any() | (self.columns != other.columns).any()
+
+
+def bit_sums(weight: torch.Tensor) -> BitSums:
+    """The sums of a contiguous weight of any dtype; its last dim is a row."""
+    bits = _bits(weight).view(-1, weight.shape[-1] if weight.ndim and weight.numel() else 1)
+    return BitSums(bits.sum(1, dtype=torch.int64), bits.sum(0, dtype=torch.int64))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as integers of the size of its numbers, two for a complex one."""
+    parts = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return parts.view(_INTEGERS[parts.dtype.itemsize])
+
+
+class Edited(Protocol):
+    """A bucket, as far as its edits go.
+
+    Attributes:
+        fqns: names of its parameters.
+        gathered: by index, sums of weights as they were gathered.
+        written: indices of the parameters whose versions have ever risen.
+    """
+
+    fqns: list[str]
+    gathered: dict[int, BitSums]
+    written: set[int]
+
+    def risen(self) -> set[int]:
+        """Indices of the parameters whose versions have risen since they were gathered."""
+
+    def sums(self, indices: Iterable[int]) -> dict[int, BitSums]:
+        """Sums of these weights as they are now; without those that were moved, or whose bits are not comparable."""
+
+    def accept(self) -> None:
+        """The versions have risen without a change of values: set them back."""
+
+
+def changed(buckets: Sequence[Edited], gather_again: Callable[[], None]) -> list[str]:
+    """FQNs of the unsharded parameters whose values have changed since they were gathered; all others are accepted.
+
+    Waits for the device if any version has risen.
+
+    Args:
+        buckets: of one group.
+        gather_again: gathers the group again into the same memory; a collective.
+
+    Raises:
+        StaleStateError: it cannot be told, because other ranks do not gather.
+    """
+    written = [(bucket, risen, bucket.sums(risen)) for bucket in buckets if (risen := bucket.risen())]
+    for bucket, risen, _ in written:
+        bucket.written |= risen
+    if any(sums.keys() - bucket.gathered.keys() for bucket, _, sums in written):
+        try:
+            gather_again()
+        except ComposableShardError as error:
+            raise lost_edit([bucket.fqns[i] for bucket, risen, _ in written for i in sorted(risen)]) from error
+    same = [_same(sums, bucket.gathered) for bucket, _, sums in written]
+    for bucket, _, _ in written:
+        bucket.accept()
+    pairs = zip(written, same, strict=True)
+    return [bucket.fqns[index] for (bucket, risen, _), kept in pairs for index in sorted(risen - kept)]
+
+
+def _same(now: dict[int, BitSums], before: dict[int, BitSums]) -> set[int]:
+    """The indices whose sums are the same; waits once for the device."""
+    flags = torch.stack([sums.differ(before[index]) for index, sums in now.items()]).tolist() if now else []
+    return {index for index, differ in zip(now, flags, strict=True) if not differ}
+
+
+def lost_edit(fqns: Sequence[str]) -> StaleStateError:
+    """The error for unsharded parameters that were edited in place."""
+    return StaleStateError(
+        f"{', '.join(fqns)}: edited in place while unsharded. Such an edit is lost with the unsharded copy, and with "
+        "it what the model was meant to learn from it. Edit sharded parameters instead, between two steps, or compute "
+        "with an edited copy"
+    )

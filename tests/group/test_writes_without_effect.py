@@ -1,0 +1,302 @@
+"""Writes to unsharded weights: those that change no value train as without sharding, all others are errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+import composable_shard as cs
+from _blocks import Attention, SwiGLU, rotary
+from _pool import distributed
+from _sides import models_of, noise, optimizers_of, train_alike
+from composable_shard import StaleStateError
+from composable_shard.testing import spmd
+
+DIM, LENGTH = 16, 6
+
+
+class Adapted(nn.Module):
+    """Adds a low-rank update to a frozen weight for the time of one forward, as PEFT's `target_parameters` does."""
+
+    def __init__(self, base, name):
+        super().__init__()
+        self.base, self.name, self.adapted = base, name, True
+        rows, columns = getattr(base, name).shape
+        getattr(base, name).requires_grad_(False)
+        self.left, self.right = nn.Parameter(torch.randn(rows, 2) / 8), nn.Parameter(torch.randn(2, columns) / 8)
+
+    def forward(self, x):
+        if not self.adapted:
+            return self.base(x)
+        trains = getattr(self.base, self.name).requires_grad
+        parametrize.register_parametrization(self.base, self.name, Added(self.left @ self.right))
+        self.base.parametrizations[self.name].original.requires_grad_(trains)
+        try:
+            with parametrize.cached():
+                return self.base(x)
+        finally:
+            parametrize.remove_parametrizations(self.base, self.name, leave_parametrized=False)
+
+
+class Added(nn.Module):
+    def __init__(self, update):
+        super().__init__()
+        self.update = update
+
+    def forward(self, weight):
+        return weight + self.update
+
+
+class Writes(nn.Module):
+    """A projection whose forward calls `write` on its weight."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.inner, self.write = nn.Linear(DIM, DIM), write
+
+    @property
+    def weight(self):
+        return self.inner.weight
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.write(self.inner.weight)
+        return self.inner(x)
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer; its output projection is replaced by `projection`."""
+
+    checkpointed = False
+
+    def __init__(self, projection):
+        super().__init__()
+        self.attention, self.feed_forward = Attention(DIM, 4, 2, 0.0), SwiGLU(DIM, 24)
+        self.projection = projection
+        cos, sin = rotary(LENGTH, DIM // 4)
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+
+    def _run(self, x):
+        x = x + self.attention(x, self.cos, self.sin)
+        return x + self.projection(self.feed_forward(x))
+
+    def forward(self, x):
+        if self.checkpointed and torch.is_grad_enabled():
+            return checkpoint(self._run, x, use_reentrant=False)
+        return self._run(x)
+
+
+def adapted():
+    return nn.Sequential(*[Block(Adapted(nn.Linear(DIM, DIM), "weight")) for _ in range(2)])
+
+
+def writing(write):
+    return lambda: nn.Sequential(*[Block(Writes(write)) for _ in range(2)])
+
+
+def shard_blocks(model, engine, **options):
+    for block in model:
+        engine(block, **options)
+    engine(model, **options)
+
+
+def loss_of(model, step):
+    return model(noise(2, LENGTH, DIM, seed=step)).square().mean()
+
+
+def train_and_evaluate(models):
+    optimizers = optimizers_of(models)
+    train_alike(models, loss_of, 2, optimizers)
+    x = noise(2, LENGTH, DIM, seed=9)
+    for _ in range(2):
+        with torch.no_grad():
+            outputs = {name: model(x) for name, model in models.items()}
+        for name, output in outputs.items():
+            torch.testing.assert_close(output, outputs["plain"], msg=lambda m, n=name: f"output of {n}: {m}")
+    train_alike(models, loss_of, 1, optimizers)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(world=2)
+def test_a_parametrization_for_the_time_of_a_forward_is_exact(rank, world, reshard, checkpointed, frozen):
+    """With `frozen`, the second block has no parameter that trains; gradients go through it."""
+    models = models_of(adapted, shard_blocks, reshard_after_forward=reshard)
+    for model in models.values():
+        if frozen:
+            model[1].requires_grad_(False)
+        for block in model:
+            block.checkpointed = checkpointed
+    train_and_evaluate(models)
+
+
+@distributed(world=2)
+def test_a_parametrization_that_comes_after_forwards_without_it_is_exact(rank, world):
+    """As where a reference model is the same one without its adapters."""
+    models = models_of(adapted, shard_blocks)
+    for on in (False, True, False, True):
+        for model in models.values():
+            for block in model:
+                block.projection.adapted = on
+            with torch.no_grad():
+                model(noise(2, LENGTH, DIM))
+        for model in models.values():
+            for block in model:
+                block.projection.adapted = True
+        train_alike(models, loss_of, 1)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(world=2)
+def test_a_parametrization_of_weights_in_bfloat16_is_as_in_fsdp2(rank, world, reshard):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    models = models_of(adapted, shard_blocks, mp_policy=policy, reshard_after_forward=reshard)
+    del models["plain"]
+    models["plain"] = models.pop("fsdp2")
+    for step in range(3):
+        losses = {}
+        for name, model in models.items():
+            losses[name] = loss_of(model, step)
+            losses[name].backward()
+        assert torch.equal(losses["ours"], losses["plain"])
+        for (name, own), other in zip(models["ours"].named_parameters(), models["plain"].parameters(), strict=True):
+            if own.requires_grad:
+                torch.testing.assert_close(
+                    own.grad.full_tensor(), other.grad.full_tensor(), msg=lambda m, n=name: f"{n}: {m}"
+                )
+        for model in models.values():
+            with torch.no_grad():
+                for param in filter(lambda p: p.requires_grad, model.parameters()):
+                    param.sub_(param.grad, alpha=0.1)
+                model.zero_grad()
+                model(noise(2, LENGTH, DIM))
+
+
+def set_onto_itself(weight):
+    weight.set_(weight)
+
+
+def clamp(weight):
+    weight.clamp_(-100, 100)
+
+
+def renorm(weight):
+    F.embedding(torch.tensor([0, 9]), weight, max_norm=100.0)
+
+
+HARMLESS = {
+    "set onto itself": set_onto_itself,
+    "times one": lambda weight: weight.mul_(1),
+    "copied onto itself": lambda weight: weight.copy_(weight.clone()),
+    "clamped": clamp,
+    "normed": renorm,
+}
+
+
+@pytest.mark.parametrize("write", HARMLESS.values(), ids=HARMLESS)
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(world=2)
+def test_a_write_that_changes_nothing_is_exact(rank, world, write, reshard):
+    models = models_of(writing(write), shard_blocks, fsdp2=False, reshard_after_forward=reshard)
+    train_and_evaluate(models)
+
+
+def rows_of(rank):
+    return slice(rank * DIM // 2, (rank + 1) * DIM // 2)
+
+
+def swap_two_rows(weight):
+    weight.copy_(weight[[1, 0, *range(2, DIM)]])
+
+
+def move_elsewhere(weight):
+    weight.set_(weight.clone())
+
+
+EDITS = {
+    "rows of rank 0": lambda weight: weight[rows_of(0)].add_(1),
+    "one number of rank 1": lambda weight: weight[DIM - 1, 3].mul_(1.001),
+    "rows swapped": swap_two_rows,
+    "set onto a copy": move_elsewhere,
+    "a renormed row": lambda weight: F.embedding(torch.tensor([DIM - 1]), weight, max_norm=1e-3),
+}
+
+
+@pytest.mark.parametrize("harmless_first", [False, True])
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(world=2)
+def test_an_edit_is_an_error_on_all_ranks_whosever_rows_it_changes(rank, world, reshard, harmless_first):
+    """Also where earlier writes had no effect, and in evaluations."""
+    models = models_of(writing(None), shard_blocks, fsdp2=False, reshard_after_forward=reshard)
+    model, plain = models["ours"], models["plain"]
+    for edit in EDITS.values():
+        for grad in (True, False):
+            for block in (*model, *plain):
+                block.projection.write = set_onto_itself if harmless_first else lambda _: None
+            loss_of(model, 0).backward()
+            model.zero_grad()
+            model[1].projection.write = edit
+            with torch.set_grad_enabled(grad), pytest.raises(StaleStateError, match=r"^1\.projection\.inner\.weight: "):
+                loss_of(model, 0)
+    for block in model:
+        block.projection.write = set_onto_itself
+    assert torch.equal(loss_of(model, 1), loss_of(plain, 1))
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("mine", [True, False])
+def test_an_edit_on_one_rank_is_an_error_there(mine, first):
+    """It changes rows of that rank or of the other one, and is the first write to that weight or a later one."""
+    rows = rows_of(0 if mine else 1)
+
+    def train(model, write):
+        for block in model:
+            block.projection.write = write
+        for step in range(2):
+            loss_of(model, step).backward()
+
+    def alone(world):
+        model = models_of(writing(None), shard_blocks, fsdp2=False)["ours"]
+        train(model, (lambda _: None) if first else set_onto_itself)
+        train(model, lambda weight: weight[rows].add_(1) if world.rank == 0 else None)
+
+    with pytest.raises(StaleStateError, match=r"^0\.projection\.inner\.weight: edited in place while unsharded"):
+        spmd(2, timeout=60)(alone)
+
+
+@distributed(world=2)
+def test_a_write_without_effect_between_unshard_and_reshard_is_no_edit(rank, world):
+    models = models_of(lambda: Block(nn.Linear(DIM, DIM)), lambda model, engine: engine(model), fsdp2=False)
+    ours = models["ours"]
+    for write in HARMLESS.values():
+        ours.unshard()
+        with torch.no_grad():
+            write(ours.projection.weight)
+        ours.reshard()
+        ours.unshard()
+        with torch.no_grad():
+            ours.projection.weight[DIM - 1].add_(1)
+        with pytest.raises(StaleStateError, match=r"projection\.weight"):
+            ours.reshard()
+        train_alike(models, loss_of, 1)
+
+
+@distributed(world=2)
+def test_a_write_costs_another_gather_only_if_it_is_the_first_one_and_comes_after_other_forwards(rank, world):
+    usual = 4  # of two blocks, in forward and backward
+    for late in (False, True):
+        ours = models_of(adapted, shard_blocks, fsdp2=False)["ours"]
+        counts = []
+        for step in range(3):
+            for block in ours:
+                block.projection.adapted = not late or step > 0
+            loss_of(ours, step).backward()
+            counts.append(sum(action.kind == "UNSHARD" for action in cs.last_record(ours).actions))
+        assert counts == [usual, usual + 2 * late, usual]
