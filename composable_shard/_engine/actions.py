@@ -249,8 +249,9 @@ class Actions:
         if self._without_group:
             self._adopt_without_group()
         adopted = False
-        # Only in grad mode: an evaluation may follow a swap of weights by foreach functions, which raise no version.
-        trains = torch.is_grad_enabled()
+        # An evaluation may follow a swap of weights by foreach functions, which raise no version. It drops all weights
+        # when it ends, so none need be kept for it.
+        keeps = torch.is_grad_enabled()
         for group in self.groups:
             entries = group.entries()
             adopted |= entries is not None and entries.adopt()
@@ -258,8 +259,8 @@ class Actions:
                 continue
             # What counts is the setting of the backward that has kept the weights. In the last one of several
             # micro-batches it is True again.
-            stays = trains and (group.kept or not group.settings.current.reshard_after_backward)
-            if adopted or not (waiting or group.pinned or stays) or group.is_stale():
+            wanted = waiting or group.kept or not group.settings.current.reshard_after_backward
+            if adopted or not (group.pinned or (keeps and wanted)) or group.is_stale():
                 self.drop(group)
         return adopted
 

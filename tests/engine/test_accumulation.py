@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from _blocks import Transformer, next_token_loss, token_batch
 from _engines import ENGINES, fully_shard
 from _models import Stack, shard_blocks, shard_nested, vectors
 from _parity import Case, check_parity, plain_step
 from _pool import distributed, simulated
-from _sides import backward, both
+from _sides import assert_alike, backward, both, models_of, optimizers_of
 
 
 def sync_off_then_on(run):
@@ -74,6 +77,80 @@ def test_parameters_kept_unsharded_between_microbatches_are_exact(rank, world):
         return loss
 
     check_parity(Case(model=Stack, train=train), rank, world)
+
+
+def accumulate(model, step):
+    """Three micro-batches, of which the last one reduces and reshards; returns how many gathers each has issued."""
+    gathers = []
+    for at in range(3):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(at == 2)
+            model.set_reshard_after_backward(at == 2)
+        with torch.profiler.profile() as profile:
+            train_on_tokens(model, 3 * step + at)
+        names = [event.name for event in profile.events()]
+        gathers.append(sum(name.startswith("gloo:") and "gather" in name for name in names))
+    return gathers
+
+
+def train_on_tokens(model, step):
+    next_token_loss(model, *token_batch(0, step)).backward()
+
+
+def shard_decoder(model, engine, compiled=False, **options):
+    for block in model.blocks:
+        engine(block, **options)
+        if compiled:
+            block.compile(backend="aot_eager")
+    engine(model, **options)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@distributed(world=2)
+def test_weights_that_are_kept_over_microbatches_are_gathered_once_in_a_step_as_by_fsdp2(rank, world, compiled):
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo in FSDP2
+    models = models_of(Transformer, shard_decoder, compiled=compiled, reshard_after_forward=False)
+    optimizers = optimizers_of(models)
+    for step in range(3):
+        gathers = {name: accumulate(model, step) for name, model in models.items()}
+        if step:  # in the first one the ranks also agree on a plan
+            assert gathers["ours"] == gathers["fsdp2"] == [3, 0, 0]
+        assert_alike(models)
+        for name, model in models.items():
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+    assert_alike(models)
+    with torch.no_grad():
+        losses = [next_token_loss(model, *token_batch(0, 9)) for model in models.values()]
+    torch.testing.assert_close(losses, losses[:1] * 3)
+
+
+@pytest.mark.parametrize("before", ["forward", "micro-batch", "kept micro-batch"])
+@distributed(world=2)
+def test_weights_that_were_kept_are_not_read_after_a_swap_by_foreach_functions(rank, world, before):
+    """The weights were kept by a forward that no backward followed, or by a backward; then averages are evaluated."""
+    models = models_of(Transformer, shard_decoder, fsdp2=False, reshard_after_forward=False)
+    (tokens,) = token_batch(0, 0)
+    outputs = {}
+    for name, model in models.items():
+        params = list(model.parameters())
+        if before == "forward":
+            model(tokens)
+        elif name == "plain":
+            train_on_tokens(model, 0)
+        else:
+            model.set_requires_gradient_sync(False)
+            model.set_reshard_after_backward(False)
+            train_on_tokens(model, 0)
+            model.set_requires_gradient_sync(before == "micro-batch")
+            model.set_reshard_after_backward(before == "micro-batch")
+        with torch.no_grad():
+            torch._foreach_mul_(params, 0.5)  # raises no version of a DTensor
+            averaged = model(tokens)
+            torch._foreach_mul_(params, 2)
+        outputs[name] = averaged, model(tokens)
+    for ours, plain in zip(outputs["ours"], outputs["plain"], strict=True):
+        assert torch.equal(ours, plain)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
