@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def sharded(kind, seed=0, engine="ours", **options):
 
 
 def on_meta(kind):
-    """Sharded, on meta but for what no state dict has."""
+    """Sharded and on meta, except for what no state dict has."""
     source = build(kind)
     with torch.device("meta"):
         model = build(kind)
@@ -51,6 +52,35 @@ def assert_trains_as(model, plain, rank, world):
         optimizer.zero_grad()
     with torch.no_grad():
         torch.testing.assert_close(model(*token_batch(0, 6)), plain(*token_batch(0, 6)))
+
+
+@distributed(world=2)
+def test_compiled_modules_are_known_by_their_own_names(rank, world, tmp_path):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def blocks(model):
+        model.blocks[0].feed_forward = checkpoint_wrapper(model.blocks[0].feed_forward)
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = torch.compile(block, backend="eager")
+        return model
+
+    plain = build("renamed", 1)
+    each_once = once(plain)
+    for index, wrap in enumerate((blocks, lambda model: cs.compile(model, backend="eager"))):
+        model, other = wrap(sharded("renamed", 1)), wrap(sharded("renamed", 2))
+        for each in (model, other):
+            with torch.no_grad():
+                each(*token_batch(rank, 0))
+        state = cs.full_state_dict(model, rank0_only=False)
+        assert_equal(state, plain.state_dict())
+        assert_equal(dict(cs.iter_full_state(model)), each_once)
+        checkpoint.save(tmp_path / "own", {"model": model}, step=index)
+        with warnings.catch_warnings():  # Dynamo looks at `.grad` of whatever a module has
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+            cs.load_full_state_dict(other, state)
+            assert_trains_as(other, build("renamed", 1), rank, world)
+        checkpoint.load(tmp_path / "own", {"model": other})
+        assert_equal(cs.full_state_dict(other, rank0_only=False), state)
 
 
 def weights(name):

@@ -154,10 +154,10 @@ class _Sources:
         if own is not None and _is_same(own.tensor, value):
             return own
         memory = memory_of(value)
-        found = [] if memory is None else self._by_memory.get(memory, [])
+        sources = [] if memory is None else self._by_memory.get(memory, [])
         # of several parameters of one memory, one that the state dict does not have under its own name
-        absent = (each for each in found if self._names.isdisjoint(each.names))
-        return next(absent, found[0] if found else None)
+        absent = (each for each in sources if self._names.isdisjoint(each.names))
+        return next(absent, sources[0] if sources else None)
 
     def are_aliased(self, name: str, value: torch.Tensor, source: Source | None) -> bool:
         """See `Entry.aliases`."""
@@ -169,11 +169,11 @@ class _Sources:
 
     @cached_property
     def _by_memory(self) -> dict[tuple[Any, ...], list[Source]]:
-        found: dict[tuple[Any, ...], list[Source]] = {}
+        sources: dict[tuple[Any, ...], list[Source]] = {}
         for source in {id(each): each for each in self._own.values()}.values():
             if (memory := memory_of(source.tensor)) is not None:
-                found.setdefault(memory, []).append(source)
-        return found
+                sources.setdefault(memory, []).append(source)
+        return sources
 
     @cached_property
     def _storages(self) -> set[int]:

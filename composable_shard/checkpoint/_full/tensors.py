@@ -246,9 +246,9 @@ def _differ(said: Mapping[int, Mapping[tuple[int, ...], object]]) -> tuple[int, 
 
 
 def _raise_difference(what: str, said: Mapping[int, Mapping[tuple[int, ...], list[str]]]) -> None:
-    found = _differ(said)
-    assert found is not None
-    rank, other, ranks = found
+    difference = _differ(said)
+    assert difference is not None
+    rank, other, ranks = difference
     pairs = zip_longest(said[rank][ranks], said[other].get(ranks, []), fillvalue="nothing more")
     one, two = next((one, two) for one, two in pairs if one != two)
     raise CheckpointMismatchError(
