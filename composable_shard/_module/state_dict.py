@@ -23,9 +23,10 @@ OWNED_BY = "_shard_owner"  # key in a module's `__dict__`: the `StateDictOwner` 
 def watch_state_dict(owner: nn.Module, state: ShardState) -> None:
     """Hook the state dicts of `owner`, a module that holds parameters of `state`."""
     owner.__dict__[OWNED_BY] = StateDictOwner(state)
+    owner.register_state_dict_pre_hook(_before_save)  # type: ignore[no-untyped-call]
     owner.register_state_dict_post_hook(_after_save)  # type: ignore[no-untyped-call]
     owner.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
-    HANDLES.ours += 2
+    HANDLES.ours += 3
 
 
 class StateDictOwner:
@@ -63,6 +64,13 @@ def _params(module: nn.Module) -> list[tuple[ShardState, str, ShardedParam]]:
     ]
 
 
+def _before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    # Users' own hooks of this module run before `_after_save`, and may rename what they see, or make others of it.
+    for state in {state: None for state, _, _ in _params(module)}:
+        state.check_edits()
+        state.show_sharded()
+
+
 def _after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     params = _params(module)
     for state in {state: None for state, _, _ in params}:
@@ -75,13 +83,26 @@ def _after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, loca
         state.show_sharded()  # who reads a state dict then looks optimizers' parameters up by name
 
 
-def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+def _is_placed_otherwise(given: DTensor, sharded: torch.Tensor) -> bool:
+    assert isinstance(sharded, DTensor)
+    alike = given.device_mesh == sharded.device_mesh and given.shape == sharded.shape
+    return alike and given.placements != sharded.placements and not given.is_meta
+
+
+def _before_load(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+) -> None:
     params = _params(module)
     for state in {state: None for state, _, _ in params}:
         state.overwritten()
     for state, name, param in params:
         given = state_dict.get(prefix + name)
-        if not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
+        if not isinstance(given, torch.Tensor):
             continue
+        if isinstance(given, DTensor):
+            # A copy redistributes it. What is assigned must be placed alike, which hooks' own tensors are not.
+            if not (local_metadata.get("assign_to_params_buffers") and _is_placed_otherwise(given, param.sharded)):
+                continue
+            given = given.full_tensor()
         if tuple(given.shape) in (param.shape, tuple(param.sharded.shape)):
             state_dict[prefix + name] = param.piece_of(given, state.declaration.info)

@@ -35,6 +35,7 @@ class Collected:
         own: by key, those of this rank alone.
         aliases, values, per_rank: as in a manifest; of `per_rank` this rank's.
         owned: keys of the tensors of modules and optimizers.
+        buffers: keys of the buffers of modules.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -43,6 +44,7 @@ class Collected:
     values: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[str, Any] = field(default_factory=dict)
     owned: set[str] = field(default_factory=set)
+    buffers: set[str] = field(default_factory=set)
 
     def keep_owned(self, key: str, tensor: torch.Tensor) -> None:
         """Take in a tensor of a module or an optimizer."""
@@ -107,6 +109,7 @@ def _tree(path: str, value: Any, modules: Modules, collected: Collected) -> Any:
 def _collect_module(path: str, content: ModuleContent, collected: Collected) -> dict[str, Any]:
     extra = {}
     tensors = []
+    collected.buffers.update(f"{path}.{name}" for name in content.buffers)
     for name, value in content.values.items():
         key = f"{path}.{name}"
         if not isinstance(value, torch.Tensor):

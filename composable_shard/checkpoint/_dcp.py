@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
@@ -21,10 +21,11 @@ from ._exchange import ROOT, Imported, Options, aliases_of, begin, commit, fill,
 from ._format.dcp import Stored, check, read_stored
 from ._format.manifest import Manifest, SavedTensor
 from ._format.values import encode
-from ._full.tensors import Holdings, parameters_of, plain_name
+from ._full.entries import parameters_of, plain_name
+from ._full.tensors import Holdings
 from ._io import files
 from ._ranks import Ranks, compare
-from ._state import Stateful, leaves
+from ._state import ModuleContent, Stateful, leaves
 
 
 def import_dcp(
@@ -176,12 +177,19 @@ def _state_dicts(state: Mapping[str, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, nn.Module):
-            content[name] = get_model_state_dict(value)
+            content[name] = {key: _in_rows(each) for key, each in ModuleContent.of(unwrapped(value)).values.items()}
         elif isinstance(value, torch.optim.Optimizer):
             content[name] = get_optimizer_state_dict(_module_of(name, value, state), value)
         else:
             content[name] = value
     return content
+
+
+def _in_rows(value: Any) -> Any:
+    """A value as DCP's readers expect it: a hook may have transposed a tensor."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_contiguous():
+        return value.contiguous()
+    return value
 
 
 def _module_of(name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> nn.Module:
@@ -231,15 +239,23 @@ class _Translation:
         return keys
 
     def _module(self, name: str, keys: Mapping[str, tuple[str | int, ...]]) -> dict[str, Any]:
+        held = Holdings(self._modules[name])
+        others = {*map(plain_name, held.others)}
         tensors: dict[str, SavedTensor] = {}
-        extra = {}
+        trees: dict[str, dict[str, tuple[str | int, ...]]] = {}  # DCP takes dictionaries apart
         for key, path in keys.items():
             own = plain_name(".".join(map(str, path)))
-            if key in self._stored.tensors:
+            depth = next(
+                (at for at in range(1, len(path)) if plain_name(".".join(map(str, path[:at]))) in others), None
+            )
+            if depth is not None:
+                trees.setdefault(plain_name(".".join(map(str, path[:depth]))), {})[key] = path[depth:]
+            elif key in self._stored.tensors:
                 tensors[own] = self._stored.tensors[key]
             else:
-                extra[own] = encode(self._stored.values[key], key, _no_tensor)
-        aliases = aliases_of(Holdings(self._modules[name]), tensors)
+                trees[own] = {key: ()}
+        extra = {own: self._tree(keys) for own, keys in trees.items()}
+        aliases = aliases_of(held, tensors)
         self._manifest.tensors.update({f"{name}.{own}": each for own, each in tensors.items() if own not in aliases})
         self._manifest.aliases.update({f"{name}.{own}": f"{name}.{first}" for own, first in aliases.items()})
         return {"$": "module", "tensors": [*dict.fromkeys((*tensors, *aliases))], "extra": extra}

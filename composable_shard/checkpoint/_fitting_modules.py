@@ -14,7 +14,8 @@ from .._errors import CheckpointError
 from .._module.state import states_below
 from .._torch.distributed import dtensor_like
 from ._format.values import decode
-from ._full.tensors import Held, Holdings, is_meta, plain_name
+from ._full.entries import are_alike, plain_name
+from ._full.tensors import Held, Holdings, is_meta
 from ._state import ModuleContent
 from ._target import Target
 
@@ -40,8 +41,8 @@ def fit_module(target: Target, path: str, module: nn.Module, content: ModuleCont
     replaced = {name for name in made if made[tied.get(name, name)] is not values[tied.get(name, name)]}
     if extra and content.own and not replaced:
         now = {name: values[name] for name in extra}
-        target.load_by(path, functools.partial(_load_extra, module), lambda: extra, now)
-    target.after(lambda: _finish(module, made, extra, content.own, replaced))
+        target.load_by(path, functools.partial(_load_extra, module, content), lambda: extra, now)
+    target.after(lambda: _finish(module, made, extra, content, replaced))
 
 
 def _made_for(
@@ -72,62 +73,69 @@ def _materialised(held: Holdings, name: str) -> torch.Tensor:
 
 
 def _finish(
-    module: nn.Module, tensors: dict[str, torch.Tensor], extra: dict[str, Any], own: bool, replaced: set[str]
+    module: nn.Module,
+    tensors: dict[str, torch.Tensor],
+    extra: dict[str, Any],
+    content: ModuleContent,
+    replaced: set[str],
 ) -> None:
     """With all tensors filled: have the module take those that are not its own, and know that its own have changed."""
     if replaced:
-        tensors = _as_parameters(module, tensors, replaced)
+        tensors = _as_parameters(content, tensors, replaced)
     for state in states_below(module):
         state.overwritten()
-    if replaced or not own:
-        module.load_state_dict(_spelled(module, {**tensors, **extra}), strict=False, assign=bool(replaced))
-    if not own:
-        _check_taken(module, tensors)
+    if replaced or not content.own:
+        module.load_state_dict(_spelled(module, content, {**tensors, **extra}), strict=False, assign=bool(replaced))
+    if not content.own:
+        _check_taken(module, content, tensors)
 
 
-def _check_taken(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+def _check_taken(module: nn.Module, content: ModuleContent, tensors: dict[str, torch.Tensor]) -> None:
     """See that a module has taken what is not its own tensors, but was put into its state dict by it or by a hook.
 
     Raises:
         CheckpointError: it gives other values.
     """
     now = ModuleContent.of(module)
-    own = {plain_name(name) for name, _ in (*module.named_parameters(), *module.named_buffers())}
-    beside = [name for name, value in tensors.items() if name not in own and name not in now.tied]
-    lost = [name for name in beside if name in now.values and not _equal(now.values[name], tensors[name])]
+    beside = [name for name, each in content.entries.items() if each.source is None and name in tensors]
+    lost = [name for name in beside if name in now.values and not are_alike(now.values[name], tensors[name])]
     if lost:
         raise CheckpointError(
             f"{', '.join(lost[:20])}: the module was given these values and did not take them, so its weights are "
-            "loaded and this is not; they belong to weights that were quantized from others. Quantize the same weights "
-            "before the load, or load the adapters alone"
+            "loaded and this is not. If a hook of state_dict() makes them, add one that takes them back "
+            "(register_load_state_dict_pre_hook). If they belong to weights that were quantized from others, quantize "
+            "the same weights before the load, or load the adapters alone"
         )
 
 
-def _equal(value: Any, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same bytes; not asked of those that ranks hold parts of."""
-    if isinstance(value, DTensor) or isinstance(other, DTensor):
-        return True
-    one, two = (each.detach().reshape(-1).contiguous().view(torch.uint8) for each in (value, other))
-    return value.dtype == other.dtype and torch.equal(one, two)
+def _load_extra(module: nn.Module, content: ModuleContent, extra: dict[str, Any]) -> None:
+    own = content.values if content.renamed else {}  # hooks that rename back may rely on what they have renamed
+    module.load_state_dict(_spelled(module, content, {**own, **extra}), strict=False)
 
 
-def _load_extra(module: nn.Module, extra: dict[str, Any]) -> None:
-    module.load_state_dict(_spelled(module, extra), strict=False)
+def _as_parameters(
+    content: ModuleContent, tensors: dict[str, torch.Tensor], replaced: set[str]
+) -> dict[str, torch.Tensor]:
+    """Tensors to assign: parameters that are there already as they are, and one new parameter for each new tensor.
 
-
-def _as_parameters(module: nn.Module, tensors: dict[str, torch.Tensor], replaced: set[str]) -> dict[str, torch.Tensor]:
-    """Tensors to assign: parameters that are there already as they are, and one new parameter for each new tensor."""
+    Each goes to all names that the module has for it, also to those that its state dict does not have.
+    """
     assigned, new = dict(tensors), dict[int, nn.Parameter]()
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        name = plain_name(name)
+    for name, tensor in tensors.items():
+        source = content.entries[name].source
+        if source is None or not source.is_param:
+            continue
+        param = source.tensor
         if name in replaced:
-            tensor = tensors[name]
-            assigned[name] = new.setdefault(id(tensor), nn.Parameter(tensor, requires_grad=parameter.requires_grad))
-        elif name in tensors:
-            assigned[name] = parameter
+            param = new.setdefault(id(tensor), nn.Parameter(tensor, requires_grad=param.requires_grad))
+        hidden = [each for each in source.names if each not in content.values]
+        assigned.update(dict.fromkeys((name, *hidden), param))
     return assigned
 
 
-def _spelled(module: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
-    """Values by the names that the module's own state dict has for them."""
-    return {name: values[plain_name(name)] for name in module.state_dict() if plain_name(name) in values}
+def _spelled(module: nn.Module, content: ModuleContent, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by the names that `load_state_dict` knows; those that have the memory of other parameters are copied."""
+    own = {plain_name(name): name for name, _ in module.named_parameters(remove_duplicate=False)}
+    keys = {**own, **content.keys}
+    aliases = {name for name, each in content.entries.items() if each.aliases}
+    return {keys[name]: value.clone() if name in aliases else value for name, value in values.items() if name in keys}

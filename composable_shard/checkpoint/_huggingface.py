@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +26,8 @@ from ._exchange import ROOT, Imported, Options, aliases_of, begin, commit, fill,
 from ._format.huggingface import Described, Part, Stored, lay_out_parts, read_stored
 from ._format.manifest import SAFETENSORS, Manifest, SavedTensor, name_of
 from ._format.writing import bytes_of
-from ._full.ranks import ModelRanks
-from ._full.tensors import Held, Holdings
+from ._full.ranks import Together
+from ._full.tensors import Held, Holdings, ranks_of
 from ._full.transfer import Part as Gathered
 from ._full.transfer import gathered
 from ._io import files
@@ -83,21 +82,21 @@ def export_safetensors(
         RankMismatchError: one of the ranks does something else, as trains on; on all ranks.
     """
     model = unwrapped(model)
-    held = Holdings(model)
-    ranks = _RanksOf(held.ranks)
+    ranks = Together(ranks_of(model))
     ranks.meet("export weights")
 
-    def prepare() -> tuple[Path, dict[str, Held], list[Described], dict[str, str | bytes]]:
+    def prepare() -> tuple[Holdings, Path, dict[str, Held], list[Described], dict[str, str | bytes]]:
+        held = Holdings(model)
         held.check_material("export_safetensors")
         _check_arguments(dtype, max_shard_size, rename, adapter)
         chosen = _chosen(held, _renaming(rename, adapter))
-        return Path(path), chosen, _described(chosen, dtype), _checked_files(extra_files)
+        return held, Path(path), chosen, _described(chosen, dtype), _checked_files(extra_files)
 
-    (directory, chosen, described, extra), said = ranks.together_and_tell(
+    (held, directory, chosen, described, extra), said = ranks.together_and_tell(
         prepare,
         lambda made: (
-            {"path": os.path.abspath(made[0]), "dtype": dtype, "max_shard_size": max_shard_size, "adapter": adapter},
-            hashlib.sha256(repr(made[2]).encode()).digest(),
+            {"path": os.path.abspath(made[1]), "dtype": dtype, "max_shard_size": max_shard_size, "adapter": adapter},
+            hashlib.sha256(repr(made[3]).encode()).digest(),
         ),
     )
     compare("export_safetensors", [about for about, _ in said])
@@ -291,24 +290,6 @@ def _checked_files(extra: Mapping[str, str | bytes] | None) -> dict[str, str | b
     return dict(extra or {})
 
 
-class _RanksOf(Ranks):
-    """The ranks of a model, of which the one that leads counts as rank 0."""
-
-    def __init__(self, ranks: ModelRanks) -> None:
-        self._ranks = ranks
-        self.everyone = ranks.everyone
-        self.rank = 0 if ranks.leads else max(ranks.rank, 1)
-        self.size = ranks.size
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value."""
-        return self._ranks.collected(value)
-
-    def from_first(self, value: Any) -> Any:
-        """The value of the one that leads."""
-        return self._ranks.from_lead(value)
-
-
 class _Writer:
     """Writes the files of a model, whose tensors come in the order of the files."""
 
@@ -341,6 +322,8 @@ class _Writer:
 
     def finish(self, extra: Mapping[str, str | bytes], directory: Path) -> None:
         """With all tensors written: write the other files, and give the directory its name."""
+        if self._error is None and (left := next(self._places, None)) is not None:
+            self._error = CheckpointError(f"{left[1]} was not gathered")
         if self._error is not None:
             if self._file is not None:
                 self._file.close()

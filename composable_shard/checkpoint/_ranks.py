@@ -18,6 +18,7 @@ from .._errors import (
     ShardConfigStateError,
     ShardConfigTypeError,
     ShardConfigValueError,
+    StaleStateError,
 )
 from .._faults.watch import together
 
@@ -31,6 +32,7 @@ _KINDS = (  # of errors that all ranks raise for one of them; other kinds are to
     ShardConfigStateError,
     ShardConfigTypeError,
     ShardConfigValueError,
+    StaleStateError,
 )
 
 

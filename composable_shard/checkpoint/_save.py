@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -22,13 +21,11 @@ from ._format import commits
 from ._format.boxes import boxes_of, plain
 from ._format.manifest import Manifest, Piece, SavedFile, SavedTensor, name_of
 from ._format.writing import FileLayout, bytes_of, stream, write
-from ._full.tensors import plain_name
 from ._io import digests, files
 from ._layouts import layout_of
 from ._pending import background
 from ._pruning import prune_on_first
 from ._ranks import Ranks, compare
-from ._state import leaves, unwrapped
 
 _MOST_COMPARED = 1 << 20  # bytes of a tensor that ranks compare
 
@@ -210,8 +207,9 @@ def _take(ranks: Ranks, request: Request, state: Mapping[str, Any]) -> _Taken:
     background().settle()
     with torch.no_grad():
         collected = collect(state, ranks.rank)
-        buffers = _buffers(state)
-        described = {key: _described(key, tensor, key in buffers) for key, tensor in collected.tensors.items()}
+        described = {
+            key: _described(key, tensor, key in collected.buffers) for key, tensor in collected.tensors.items()
+        }
     places = _places(collected)
     about = {
         "directory": str(request.directory),
@@ -237,12 +235,6 @@ def _places(collected: Collected) -> dict[str, list[int]]:
                 ranks[mesh] = mesh.mesh.flatten().tolist()
             places[key] = ranks[mesh]
     return places
-
-
-def _buffers(state: Mapping[str, Any]) -> set[str]:
-    """Keys of buffers: those that differ by rank are allowed, and one rank's are saved."""
-    modules = [(path, unwrapped(value)) for path, value, _, _ in leaves(state) if isinstance(value, nn.Module)]
-    return {f"{path}.{plain_name(name)}" for path, module in modules for name, _ in module.named_buffers()}
 
 
 @contextlib.contextmanager

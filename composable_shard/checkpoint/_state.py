@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import CheckpointError, ComposableShardError, ShardConfigTypeError, ShardConfigValueError
-from .._module.state import states_below
-from ._full.tensors import parameters_of, plain_name
+from ._full.entries import Entries, Entry, parameters_of, plain_name
 
 PLAIN_BESIDE_SHARDED = (
     "is a plain tensor of this rank, though its parameter is sharded over ranks; make it a DTensor like its parameter"
@@ -116,35 +115,39 @@ class ModuleContent:
 
     Attributes:
         values: by name.
-        tied: names of tensors that are another name's, too, with that name.
-        own: whether all tensors are parameters and buffers of the module, and none is made by a hook.
+        keys: those of the state dict, by name.
+        entries: its tensors, by name.
+        tied: names of tensors that are another name's, too, with the first of them.
     """
 
     values: dict[str, Any]
+    keys: dict[str, str]
+    entries: dict[str, Entry]
     tied: dict[str, str]
-    own: bool
+
+    @property
+    def own(self) -> bool:
+        """Whether all tensors are parameters and buffers of the module, and none is made by a hook."""
+        return all(each.source is not None for each in self.entries.values())
+
+    @property
+    def renamed(self) -> bool:
+        """Whether some have other names than in the module, or not all of these."""
+        named = [(name, each.source.names) for name, each in self.entries.items() if each.source is not None]
+        return any(name not in names or not self.values.keys() >= {*names} for name, names in named)
+
+    @property
+    def buffers(self) -> list[str]:
+        """Names of those that are buffers."""
+        return [name for name, each in self.entries.items() if each.source is not None and not each.source.is_param]
 
     @staticmethod
     def of(module: nn.Module) -> ModuleContent:
         """Ask a module for it; parameters are sharded then."""
-        for state in states_below(module):
-            state.show_sharded()
-        values = {plain_name(name): value for name, value in module.state_dict().items()}
-        first: dict[int, str] = {}
-        tied: dict[str, str] = {}
-        held = set()
-        for name, tensor in _held(module):
-            held.add(name)
-            if name in values and first.setdefault(id(tensor), name) != name:
-                tied[name] = first[id(tensor)]
-        own = all(name in held or not isinstance(value, torch.Tensor) for name, value in values.items())
-        return ModuleContent(values, tied, own)
-
-
-def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for held in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
-        for name, tensor in held:
-            yield plain_name(name), tensor
+        state = Entries.of(module)
+        tied = {name: each.first for name, each in state.tensors.items() if each.first != name and each.source}
+        keys = {plain_name(key): key for key in state.order}
+        return ModuleContent(state.values(), keys, state.tensors, tied)
 
 
 class Modules:

@@ -16,9 +16,10 @@ from ..._errors import CheckpointError, ShardConfigValueError
 from ..._faults.settings import put_sharded_state, sharded_state_of
 from ..._torch.core import tree_tensors
 from ..._torch.distributed import dtensor_at
+from .entries import plain_name
 from .ranks import ModelRanks
 from .state import placed_like
-from .tensors import Held, Holdings, is_split, plain_name
+from .tensors import Held, Holdings, is_split
 from .transfer import Expected, Part, cut_of, gathered, sent
 
 _NOT_HYPERPARAMETERS = ("params", "param_names")
@@ -48,12 +49,18 @@ def full_optimizer_state_dict(
             in lists or dicts.
         ShardConfigValueError: it has plain tensors of one dimension or more for a parameter that is sharded over ranks.
     """
-    held = Holdings(model)
+    sharded = sharded_state_of(optimizer)
+
+    def check(held: Holdings) -> None:
+        for param, name in _names(held, optimizer).items():
+            for key, value in sharded.get(param, {}).items():
+                if not isinstance(value, DTensor):
+                    _check_unsharded(param, f"{key!r} of {name}", value)
+
+    held = Holdings.together(model, "gather the full state of an optimizer", check)
     names = _names(held, optimizer)
-    held.together("gather the full state of an optimizer")
     wanted = held.ranks.leads or not rank0_only
     device = torch.device("cpu") if cpu_offload else None
-    sharded = sharded_state_of(optimizer)
     state: dict[str, dict[str, Any]] = {name: {} for param, name in names.items() if param in sharded}
     parts = []
     for param, name in names.items():
@@ -61,9 +68,7 @@ def full_optimizer_state_dict(
             state[name][key] = None  # keeps the order
             if isinstance(value, DTensor):
                 parts.append(Part.of((name, key), value))
-                continue
-            _check_unsharded(param, f"{key!r} of {name}", value)
-            if wanted:
+            elif wanted:
                 state[name][key] = _apart(value, device)
     for (name, key), full in gathered(parts, held.ranks, limit=held.limit, lead_only=rank0_only, device=device):
         state[name][key] = full
@@ -126,9 +131,8 @@ def load_full_optimizer_state_dict(
         CheckpointError: the optimizer has a parameter that the model lacks.
         CheckpointMismatchError: on all ranks; the parameters are not those of `sd`, or a group has some of several.
     """
-    held = Holdings(model)
+    held = Holdings.together(model, "load the full state of an optimizer", lambda held: _names(held, optimizer))
     names = _names(held, optimizer)
-    held.together("load the full state of an optimizer")
     given, offer = _offered(held, sd or {})
     if broadcast_from_rank0:
         offer = held.ranks.from_lead(offer)

@@ -67,9 +67,9 @@ def full_parameters(
     states = states_with_parameters_in(module)
     _check_idle(module, states)
     _reshard(module, states)
-    held = Holdings(module)
-    held.check_material("full_parameters")
-    held.together("gather full parameters")
+    held = Holdings.together(
+        module, "gather full parameters", lambda held: held.check_material("full_parameters", held.params.values())
+    )
     places = _places(module, held, recurse)
     parts = [Part.of(each, each.tensor) for each in dict.fromkeys(place.held for place in places)]
     device = torch.device("cpu") if offload_to_cpu else None

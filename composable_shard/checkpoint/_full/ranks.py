@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..._comm.mesh import compute_device
 from ..._errors import CheckpointMismatchError
 from ..._torch.distributed import backend_name
+from .._ranks import Ranks
+
+_T = TypeVar("_T")
 
 
 class ModelRanks:
@@ -114,6 +117,26 @@ class ModelRanks:
         """The device on which tensors travel in a group; the default is that of all ranks."""
         group = group or next((each for each, _ in self._groups()), None)
         return self.device if group is None else wire_device(group, self.device)
+
+
+class Together(Ranks):
+    """The ranks of a model. The one that leads counts as rank 0."""
+
+    def __init__(self, ranks: ModelRanks) -> None:
+        self._ranks = ranks
+        self.everyone = sorted(ranks.everyone)
+        self.rank = self.everyone.index(ranks.rank)
+        self.size = ranks.size
+
+    def gather(self, value: _T) -> list[_T]:
+        """Every rank's value, in the order of the ranks."""
+        values = dict(self._ranks.collected((self._ranks.rank, value)))
+        return [values[rank] for rank in self.everyone]
+
+    def from_first(self, value: _T) -> _T:
+        """The value of the one that leads."""
+        first: _T = self._ranks.from_lead(value)
+        return first
 
 
 _MOST_PROBLEMS = 20

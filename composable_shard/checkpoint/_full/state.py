@@ -10,9 +10,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
+from ..._errors import CheckpointError
+from ..._torch.core import tree_tensors
 from ..._torch.distributed import dtensor_at, dtensor_like
-from .ranks import ModelRanks
-from .tensors import Held, Holdings, plain_name
+from .entries import Entries, are_alike, memory_of, plain_name
+from .ranks import ModelRanks, Together
+from .tensors import Held, Holdings
 from .transfer import Expected, Part, gathered, sent
 
 
@@ -38,11 +41,10 @@ def full_state_dict(
         gets the result. What is no tensor (`get_extra_state`) is passed on as it is.
 
     Raises:
-        CheckpointError: a tensor is on the meta device.
+        CheckpointError: on all ranks; a tensor is on the meta device or is a DTensor in a container, or a hook raised.
+        CheckpointMismatchError: on all ranks; they have built, sharded or hooked the model differently.
     """
-    held = Holdings(model)
-    held.check_material("full_state_dict")
-    held.together("gather the full state")
+    held = Holdings.together(model, "gather the full state", lambda held: _check(held, "full_state_dict"))
     device = torch.device("cpu") if cpu_offload else None
     parts = [Part.of(each.name, each.tensor, each.as_kept(dtype)) for each in held.once()]
     full = dict(gathered(parts, held.ranks, limit=held.limit, lead_only=rank0_only, device=device))
@@ -69,11 +71,10 @@ def iter_full_state(model: nn.Module, *, dtype: torch.dtype | None = None) -> It
         name (FQN) and full tensor, in the order of `model.state_dict()`; a tied weight once, under its first name.
 
     Raises:
-        CheckpointError: a tensor is on the meta device.
+        CheckpointError: on all ranks; a tensor is on the meta device, a weight is in a container, or a hook raised.
+        CheckpointMismatchError: on all ranks; they have built, sharded or hooked the model differently.
     """
-    held = Holdings(model)
-    held.check_material("iter_full_state")
-    held.together("stream the full state")
+    held = Holdings.together(model, "stream the full state", lambda held: _check(held, "iter_full_state"))
     parts = [Part.of(each.name, each.tensor, each.as_kept(dtype)) for each in held.once()]
     return gathered(parts, held.ranks, limit=held.limit, lead_only=False, device=None)
 
@@ -107,41 +108,93 @@ def load_full_state_dict(
     Raises:
         CheckpointMismatchError: on all ranks; names or shapes do not fit, a value would lose its kind by the cast (from
             floating-point numbers to integers), is sharded, or the model is on the meta device without `assign`.
+        CheckpointError: on all ranks; a hook raised, or a hook of `state_dict` gives values that no hook of
+            `load_state_dict` takes. All else is loaded then.
     """
-    held = Holdings(model)
-    held.together("load a full state")
+    held = Holdings.together(model, "load a full state")
     given = {plain_name(name): value for name, value in (sd or {}).items()}
     offer = _Offer.of(given)
     if broadcast_from_rank0:
         offer = held.ranks.from_lead(offer)
-    chosen = {held.tensors[name].first: name for name in offer.tensors if name in held.tensors}
+    known = {**held.hidden, **held.tensors}
+    chosen = {known[name].first: name for name in offer.tensors if name in known}
     keys = _differences(held, offer, chosen)
-    problems = _misfits(held, offer, assign)
+    problems = _misfits(known, offer, assign)
     if strict:
         problems += [f"missing: {name}" for name in keys.missing_keys]
         problems += [f"unexpected: {name}" for name in keys.unexpected_keys]
     held.ranks.agree("load_full_state_dict", problems, held.layout())
 
-    wanted = [held.tensors[name] for name in chosen.values()]
+    wanted = [known[name] for name in chosen.values()]
     pieces = _received(wanted, held, offer, given) if broadcast_from_rank0 else _cut(wanted, given)
     put = _assigned if assign else _written
     loaded = {each.first: put(each, piece, held.ranks) for each, piece in pieces}
+    state = _as_state(held, offer, loaded, assign)
     with torch.no_grad():
-        model.load_state_dict(_as_state(held, offer, loaded), strict=False, assign=assign)
+        result = Together(held.ranks).together(lambda: model.load_state_dict(state, strict=False, assign=assign))
+    if lost := _not_taken(model, held, {key: state[key] for key in result.unexpected_keys}):
+        if strict:
+            raise CheckpointError(
+                f"load_full_state_dict: {', '.join(lost[:20])}{', ...' if len(lost) > 20 else ''}: hooks of "
+                "state_dict() give these values, and no hook of load_state_dict() takes them back, so they are not "
+                "loaded, and all else is; add one (register_load_state_dict_pre_hook), or pass strict=False"
+            )
+        keys.unexpected_keys.extend(lost)
     return keys
+
+
+def _check(held: Holdings, call: str) -> None:
+    """See that all that a state dict has can be gathered."""
+    held.check_material(call)
+    weights = {memory_of(each.tensor) for each in held.hidden.values() if each.first == each.name}
+    for key, value in held.others.items():
+        inside = tree_tensors(value)
+        if any(isinstance(each, DTensor) for each in inside):
+            raise CheckpointError(
+                f"{call}: {key} is a {type(value).__name__} that holds sharded tensors, which are gathered only under "
+                "keys of their own; have the hook, or get_extra_state, give it apart"
+            )
+        if call == "iter_full_state" and any(memory_of(each) in weights for each in inside):
+            raise CheckpointError(
+                f"{call}: {key} is a {type(value).__name__} that holds a parameter, and only tensors are streamed; "
+                "have the hook give it a key of its own"
+            )
+
+
+def _not_taken(model: nn.Module, held: Holdings, state: Mapping[str, Any]) -> list[str]:
+    """Names of values that `load_state_dict` was given and did not take: the model has others. A collective.
+
+    Args:
+        model: the model.
+        held: what it had before.
+        state: what no module took, by key. Parameters are loaded all the same.
+    """
+    beside = {plain_name(key): value for key, value in state.items()}
+    beside = {
+        name: value for name, value in beside.items() if name not in held.tensors or not held.tensors[name].is_param
+    }
+    if not beside:
+        return []
+    now = Entries.of(model).values()
+    lost = [name for name, value in beside.items() if name not in now or not are_alike(now[name], value)]
+    return [*dict.fromkeys(name for names in held.ranks.collected(lost) for name in names)]
 
 
 def _differences(held: Holdings, offer: _Offer, chosen: Mapping[str, str]) -> _IncompatibleKeys:
     """Names that an offer lacks, or has too many; `chosen` has the first names of tensors that it has."""
     missing = [each.name for each in held.tensors.values() if each.first not in chosen]
     missing += [name for name in map(plain_name, held.others) if name not in offer.others]
-    expected = {plain_name(key) for key in held.order}
+    expected = {*map(plain_name, held.order), *held.hidden}
     return _IncompatibleKeys(missing, [name for name in (*offer.tensors, *offer.others) if name not in expected])
 
 
-def _as_state(held: Holdings, offer: _Offer, loaded: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The state dict with which `load_state_dict` ends the load; of tensors written in place it copies none."""
-    state = {each.key: loaded[each.first] for each in held.tensors.values() if each.first in loaded}
+def _as_state(held: Holdings, offer: _Offer, loaded: Mapping[str, torch.Tensor], assign: bool) -> dict[str, Any]:
+    """The state dict with which `load_state_dict` ends the load; of tensors written in place it copies none.
+
+    Where tensors are assigned, each name of a parameter gets the new one, also those that the state dict does not have.
+    """
+    hidden = [each for each in held.hidden.values() if assign or each.name in offer.tensors]
+    state = {each.key: loaded[each.first] for each in (*hidden, *held.tensors.values()) if each.first in loaded}
     others = {key: plain_name(key) for key in held.others}
     return state | {key: offer.others[name] for key, name in others.items() if name in offer.others}
 
@@ -165,12 +218,12 @@ class _Offer(NamedTuple):
         return cls(known, {name: value for name, value in given.items() if name not in tensors}, sharded)
 
 
-def _misfits(held: Holdings, offer: _Offer, assign: bool) -> list[str]:
-    """What of an offer does not fit to the tensors that a model holds."""
+def _misfits(known: Mapping[str, Held], offer: _Offer, assign: bool) -> list[str]:
+    """What of an offer does not fit to the tensors that a model holds, by name."""
     problems = [*offer.problems]
-    problems += [f"{name}: is no tensor" for name in offer.others if name in held.tensors]
+    problems += [f"{name}: is no tensor" for name in offer.others if name in known]
     for name, (shape, dtype) in offer.tensors.items():
-        each = held.tensors.get(name)
+        each = known.get(name)
         if each is None:
             continue
         if shape != each.tensor.shape:
@@ -199,8 +252,10 @@ def _received(
         yield by_name[name], value if cuts[name] is not None else by_name[name].piece_of(value)
 
 
-def _written(each: Held, piece: torch.Tensor, _: ModelRanks) -> torch.Tensor:
-    """The tensor that the model has, overwritten."""
+def _written(each: Held, piece: torch.Tensor, ranks: ModelRanks) -> torch.Tensor:
+    """The tensor that the model has, overwritten; a new one for `load_state_dict` to take if others have its memory."""
+    if each.aliases:
+        return placed_like(each, piece.to(each.tensor.dtype), ranks)
     with torch.no_grad():
         each.local.copy_(piece)
     return each.tensor

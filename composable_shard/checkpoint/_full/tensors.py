@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from hashlib import sha256
+from itertools import zip_longest
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..._comm.mesh import MeshInfo, compute_device
-from ..._errors import CheckpointError
-from ..._group.packed import Carried
+from ..._errors import CheckpointError, CheckpointMismatchError
+from ..._group.packed import Carried, carried_by
 from ..._group.param import ShardedParam
 from ..._module.state_dict import states_with_parameters_in
-from ..._torch.core import storage_id
 from ..._torch.distributed import local_tensor, own_slices
-from .ranks import ModelRanks
+from .entries import Entries, Entry, parameters_of, plain_name
+from .ranks import ModelRanks, Together
 from .transfer import CPU_LIMIT, LIMIT, Cut, cut_of
-
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}  # what others put around modules
-
-
-def plain_name(name: str) -> str:
-    """A name without what compilation, checkpoints of activations and others put around modules."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def is_split(tensor: torch.Tensor) -> bool:
@@ -59,7 +54,10 @@ class Held:
         first: the first of its names; another one than `name` if weights are tied.
         cut: how it is cut, if one axis of a mesh cuts it.
         owner: what this library knows of it, if it has sharded it.
-        is_param, is_buffer: whether it is a parameter, or a buffer.
+        is_param: whether it is a parameter.
+        is_cast: whether it takes the dtype to which all floating-point numbers are cast. Scales that a hook adds
+            to packed bytes do not.
+        aliases: see `Entry.aliases`.
     """
 
     name: str
@@ -69,7 +67,8 @@ class Held:
     cut: Cut | None
     owner: Owner | None
     is_param: bool
-    is_buffer: bool = False
+    is_cast: bool = True
+    aliases: bool = False
 
     @property
     def carried(self) -> Carried | None:
@@ -77,12 +76,8 @@ class Held:
         return None if self.owner is None else self.owner.param.carried
 
     def as_kept(self, dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype that it has where all floating-point numbers are cast to `dtype`, which packed bytes are not.
-
-        Nor are tensors that a module has put into its state dict beside its own, such as the scales of such bytes.
-        """
-        beside = not self.is_param and not self.is_buffer
-        kept = dtype is None or not self.tensor.is_floating_point() or beside or self.carried is not None
+        """The dtype that it has where all floating-point numbers are cast to `dtype`, which packed bytes are not."""
+        kept = dtype is None or not self.tensor.is_floating_point() or not self.is_cast or self.carried is not None
         return self.tensor.dtype if kept or dtype is None else dtype
 
     @property
@@ -110,26 +105,14 @@ class Held:
         return whole[own_slices(tensor)]
 
 
-def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters by name, tied ones under each: those that optimizers have, also while unsharded ones are shown."""
-    sharded = {
-        id(state.entries.installed(index)): param.sharded
-        for state in states_with_parameters_in(model)
-        if state.entries.shown
-        for index, param in enumerate(state.entries.params)
-    }
-    return {
-        plain_name(name): sharded.get(id(param), param)
-        for name, param in model.named_parameters(remove_duplicate=False)
-    }
-
-
 class Holdings:
     """All that a model's state dict has.
 
     Attributes:
         params: the parameters by name, tied ones under each.
-        tensors: parameters and buffers by name, in the order of the state dict.
+        tensors: parameters and buffers by name, in the order of the state dict. Hooks may have renamed them.
+        hidden: parameters by the names that the state dict does not have: hooks have removed or renamed them. `first`
+            is the first of the names that it has for them, if any; `key` is what `load_state_dict` calls them.
         others: what is no tensor (`get_extra_state`), by key in the state dict.
         order: all keys of the state dict.
         ranks: those that hold the model.
@@ -137,56 +120,88 @@ class Holdings:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        with torch.no_grad():
-            state = model.state_dict(keep_vars=True)  # torch's FSDP2 reshards now
-        states = states_with_parameters_in(model)
-        self._engines = list(dict.fromkeys(each.bound.engine for each in states if each.bound is not None))
+        entries = Entries.of(model)
         owners = {
-            id(param.sharded): Owner(param, each.declaration.info) for each in states for param in each.entries.params
+            id(param.sharded): Owner(param, each.declaration.info)
+            for each in states_with_parameters_in(model)
+            for param in each.entries.params
         }
         firsts: dict[int, str] = {}
         self.params = {
             name: Held(name, "", param, firsts.setdefault(id(param), name), cut_of(param), owners.get(id(param)), True)
             for name, param in parameters_of(model).items()
         }
-        buffers = {plain_name(name): each for name, each in model.named_buffers(remove_duplicate=False)}
-        self.order = [*state]
-        self.others = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
-        self.tensors: dict[str, Held] = {}
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                name = plain_name(key)
-                param = self.params.get(name)
-                if param is not None and _is_same(param.tensor, value):
-                    self.tensors[name] = replace(param, key=key)
-                else:
-                    first = firsts.setdefault(id(buffers.get(name, value)), name)
-                    is_buffer = name in buffers or name in self.params  # or what a hook has made of a parameter
-                    self.tensors[name] = Held(name, key, value, first, cut_of(value), None, False, is_buffer)
-        self.ranks = ModelRanks(meshes_of(held.tensor for held in self.tensors.values()))
+        self.order, self.others = entries.order, entries.others
+        casts = not (self._are_packed() or entries.make_integers())
+        named = {*self.params, *(plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False))}
+        self.tensors = {
+            name: self._held(each, each.source is not None or ((name in named or casts) and not each.is_extra))
+            for name, each in entries.tensors.items()
+        }
+        shown = {id(each.tensor): each.first for each in self.tensors.values() if each.is_param}
+        self.hidden = {
+            name: replace(self.params[name], key=key, first=shown.get(id(self.params[name].tensor), name))
+            for key, _ in model.named_parameters(remove_duplicate=False)
+            if (name := plain_name(key)) not in self.tensors
+        }
+        self.ranks = ranks_of(model)
         self.limit = limit_of(model, CPU_LIMIT if self.ranks.device.type == "cpu" else LIMIT)
 
-    def together(self, what: str) -> None:
-        """Compare with the other ranks that all are about to do this, once the model has run: see `Seat.together`.
+    def _held(self, entry: Entry, is_cast: bool) -> Held:
+        name, key, value, first, source, aliases = entry
+        if source is not None and source.is_param:
+            return replace(self.params[source.names[0]], name=name, key=key, first=first, aliases=aliases)
+        return Held(name, key, value, first, cut_of(value), None, False, is_cast, aliases)
+
+    def _are_packed(self) -> bool:
+        """Whether some parameters are packed, so that hooks may put scales into the state dict."""
+        held = self.params.values()
+        return any(each.carried is not None or carried_by(cast(nn.Parameter, each.tensor)) is not None for each in held)
+
+    @classmethod
+    def together(cls, model: nn.Module, what: str, check: Callable[[Holdings], object] = lambda _: None) -> Holdings:
+        """Those of a model that all its ranks are about to gather or to load. A collective, if anything is sharded.
+
+        Args:
+            model: the model.
+            what: what the ranks are about to do; compared with the other ranks once the model has run.
+            check: raises what this rank has against it.
 
         Raises:
-            RankMismatchError: they are not; on all ranks.
+            RankMismatchError: some are about to do something else; on all ranks.
             PeerLostError: another rank is lost.
+            CheckpointMismatchError: ranks of a mesh hold different tensors on it; on all ranks.
+            CheckpointError: `check`, or a hook of the state dict, has raised on a rank; on all ranks, its own kind if
+                that is one of this library.
         """
-        for engine in self._engines:
+        states = states_with_parameters_in(model)
+        for engine in dict.fromkeys(each.bound.engine for each in states if each.bound is not None):
             engine.review.seat.together(what)
+
+        def hold() -> Holdings:
+            held = cls(model)
+            check(held)
+            return held
+
+        if not meshes_of((*model.parameters(), *model.buffers())):
+            return hold()  # no rank waits for another one
+        ranks = Together(ranks_of(model))
+        held, on_meshes = ranks.together_and_tell(hold, lambda held: held.digests())
+        if _differ(dict(zip(ranks.everyone, on_meshes, strict=True))):
+            _raise_difference(what, dict(zip(ranks.everyone, ranks.gather(held.on_meshes()), strict=True)))
+        return held
 
     def once(self) -> list[Held]:
         """The tensors, tied ones under their first name alone."""
         return [held for held in self.tensors.values() if held.first == held.name]
 
-    def check_material(self, what: str) -> None:
-        """See that no tensor is on meta.
+    def check_material(self, what: str, held: Iterable[Held] | None = None) -> None:
+        """See that no tensor is on meta: of these, by default of those of the state dict.
 
         Raises:
             CheckpointError: some are.
         """
-        missing = [held.name for held in self.once() if held.local.is_meta]
+        missing = [each.name for each in (self.once() if held is None else held) if each.local.is_meta]
         if missing:
             raise CheckpointError(
                 f"{what}: {', '.join(missing[:20])} {'... ' if len(missing) > 20 else ''}on the meta device, and have "
@@ -200,14 +215,46 @@ class Holdings:
             for held in self.tensors.values()
         ]
 
+    def on_meshes(self) -> dict[tuple[int, ...], list[str]]:
+        """What the ranks of each mesh gather together, in order."""
+        lists: dict[tuple[int, ...], list[str]] = {}
+        for held in self.once():
+            if isinstance(held.tensor, DTensor):
+                ranks = tuple(held.tensor.device_mesh.mesh.flatten().tolist())
+                placed = f"{tuple(held.tensor.shape)} of {held.tensor.dtype}, placed {held.tensor.placements}"
+                lists.setdefault(ranks, []).append(f"{held.name} {placed}")
+        return lists
 
-def _is_same(own: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a value of a state dict is the model's own tensor, and not one that a hook has made of it."""
-    if own is value or isinstance(own, DTensor) != isinstance(value, DTensor) or own.shape != value.shape:
-        return own is value
-    if isinstance(own, DTensor):
-        own, value = local_tensor(own), local_tensor(value)
-    return own is value or (storage_id(own), own.storage_offset()) == (storage_id(value), value.storage_offset())
+    def digests(self) -> dict[tuple[int, ...], str]:
+        """The same, short enough to be compared each time."""
+        return {ranks: sha256(repr(lines).encode()).hexdigest() for ranks, lines in self.on_meshes().items()}
+
+
+def ranks_of(model: nn.Module) -> ModelRanks:
+    """The ranks that hold a model."""
+    return ModelRanks(meshes_of((*parameters_of(model).values(), *model.buffers())))
+
+
+def _differ(said: Mapping[int, Mapping[tuple[int, ...], object]]) -> tuple[int, int, tuple[int, ...]] | None:
+    """Two ranks that hold different tensors on a mesh of both, and the ranks of that mesh."""
+    for rank, own in said.items():
+        for ranks, lines in own.items():
+            for other in ranks:
+                if other in said and said[other].get(ranks) != lines:
+                    return rank, other, ranks
+    return None
+
+
+def _raise_difference(what: str, said: Mapping[int, Mapping[tuple[int, ...], list[str]]]) -> None:
+    difference = _differ(said)
+    assert difference is not None
+    rank, other, ranks = difference
+    pairs = zip_longest(said[rank][ranks], said[other].get(ranks, []), fillvalue="nothing more")
+    one, two = next((one, two) for one, two in pairs if one != two)
+    raise CheckpointMismatchError(
+        f"{what}: the state dict has {one} on rank {rank} and {two} on rank {other}; build and shard the model alike "
+        "on all ranks, with the same hooks of state_dict()"
+    )
 
 
 def meshes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:

@@ -164,7 +164,8 @@ def gathered(
             else:
                 full |= _gather(alike, mesh_axis, ranks.lead if lead_only else None, device)
         for part in batch:
-            if wanted and part.name in full:
+            if wanted:
+                assert part.name in full, f"{part.name} was not gathered"
                 yield part.name, full.pop(part.name)
 
 
