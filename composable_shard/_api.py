@@ -107,7 +107,10 @@ def fully_shard(
             Another dim than 0 must divide by the number of ranks. `Ragged(rows)` cuts dim 0 at multiples of so many
             rows. A `ShardPlacementResult` names a mesh as well: the parameters of each such mesh become a group of
             their own (those of experts, say).
-        mp_policy: dtypes of the gathered parameters, of the reduction, and of inputs and outputs of forward.
+        mp_policy: dtypes of the gathered parameters, of the reduction, and of inputs and outputs of forward. A
+            container (a dict, a list, a dataclass) in which no tensor is cast is handed on itself. An input in which
+            one is cast is copied. After forward, what forward has written into the copy is written into the caller's
+            container, whose own tensors stay as they are. Outputs are copied likewise, without writing back.
         offload_policy: `CPUOffloadPolicy` keeps shards, gradients and with them the optimizer's state on the CPU, and
             copies shards to the accelerator before each gather. Without an accelerator it changes nothing.
             `HostOffloadPolicy` chooses among these, and `DiskOffloadPolicy` keeps the optimizer's state on disk; see
