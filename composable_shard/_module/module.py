@@ -33,6 +33,7 @@ from .._graph.guard import begin_trace, same_graph, say_broken
 from .._group.group import ParamGroup
 from .._group.phases import GATHERING
 from .._group.saved_tensors import PLAIN, saved_weights, weights_in_place
+from .._policies import as_bool
 from .._torch.compiler import put_rng_states_before_meshes
 from .._torch.core import (
     HANDLES,
@@ -188,6 +189,7 @@ class FSDPModule(Methods):
         Args:
             async_op: return at once, with a handle whose `wait()` makes the parameters readable.
         """
+        async_op = as_bool("async_op", async_op)
         engine = bound_of(self, runs=False).engine  # type: ignore[arg-type]
         groups = self._own_state().groups
         for group in groups:
