@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -33,7 +34,17 @@ from ._module.state_dict import StateDictOwner, watch_state_dict
 from ._module.torch_names import OurHooks, show_to_torch, state_facade
 from ._plan.plan import ShardPlan
 from ._plan.record import Record
-from ._policies import MixedPrecisionPolicy, OffloadPolicy, Options, Settings, without_overrides
+from ._policies import (
+    CPUOffload,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Options,
+    Settings,
+    as_offload,
+    as_precision,
+    plain_value,
+    without_overrides,
+)
 from ._status import stats
 from ._torch.core import HANDLES
 from ._torch.distributed import check_unmixed, is_replicated, local_tensor, mark_managed
@@ -49,23 +60,23 @@ def fully_shard(
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
+    mp_policy: MixedPrecisionPolicy | None = ...,
+    offload_policy: OffloadPolicy | CPUOffload | Literal[False] | None = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
 ) -> M: ...
 
 
 @overload
 def fully_shard(
-    module: list[nn.Module],
+    module: list[nn.Module] | tuple[nn.Module, ...],
     *,
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
+    mp_policy: MixedPrecisionPolicy | None = ...,
+    offload_policy: OffloadPolicy | CPUOffload | Literal[False] | None = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
 ) -> list[nn.Module]: ...
 
@@ -76,9 +87,9 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen, and the signature users know
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - never written to, and the signature users know
-    ignored_params: set[nn.Parameter] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = MixedPrecisionPolicy(),  # noqa: B008 - frozen, the signature users know
+    offload_policy: OffloadPolicy | CPUOffload | Literal[False] | None = OffloadPolicy(),  # noqa: B008 - likewise
+    ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
     """Shard the parameters of a module, in place.
@@ -107,12 +118,17 @@ def fully_shard(
             Another dim than 0 must divide by the number of ranks. `Ragged(rows)` cuts dim 0 at multiples of so many
             rows. A `ShardPlacementResult` names a mesh as well: the parameters of each such mesh become a group of
             their own (those of experts, say).
-        mp_policy: dtypes of the gathered parameters, of the reduction, and of inputs and outputs of forward.
+        mp_policy: dtypes of the gathered parameters, of the reduction, and of inputs and outputs of forward. A
+            container (a dict, a list, a dataclass) in which no tensor is cast is handed on itself. An input in which
+            one is cast is copied. After forward, what forward has written into the copy is written into the caller's
+            container, whose own tensors stay as they are. Outputs are copied likewise, without writing back. None
+            casts nothing.
         offload_policy: `CPUOffloadPolicy` keeps shards, gradients and with them the optimizer's state on the CPU, and
             copies shards to the accelerator before each gather. Without an accelerator it changes nothing.
             `HostOffloadPolicy` chooses among these, and `DiskOffloadPolicy` keeps the optimizer's state on disk; see
-            `offload_optimizer`.
-        ignored_params: parameters to leave as they are.
+            `offload_optimizer`. None and False offload nothing. FSDP1's `CPUOffload` is `CPUOffloadPolicy()` or
+            nothing, as its `offload_params` says.
+        ignored_params: parameters to leave as they are; a set, or anything else that holds parameters.
         dp_mesh_dims: `DataParallelMeshDims`: names the axes of `mesh` to shard over and to replicate over. All
             parameters must then be DTensors on the whole of `mesh`, replicated over these axes; in forward they are so
             again. Several axes of one kind count as one.
@@ -126,13 +142,16 @@ def fully_shard(
         MixedShardingError: torch's own `fully_shard` has sharded a module, or one inside of it (also a ValueError).
     """
     modules = _modules(module)
-    _check_arguments(reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params)
-    info = _mesh_of(modules, mesh, offload_policy, dp_mesh_dims)
-    placements = Placements(info, offload_policy, shard_placement_fn, mp_policy)
-    options = Options(reshard_after_forward, mp_policy=without_overrides(mp_policy))
-    state = _shard(modules, placements, options, {id(p) for p in ignored_params or ()})
+    reshard, precision, offload = _reshard(reshard_after_forward), as_precision(mp_policy), as_offload(offload_policy)
+    ignored = parameters_to_ignore(ignored_params)
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise ShardConfigTypeError(f"shard_placement_fn: expected a function, got {type(shard_placement_fn).__name__}")
+    info = _mesh_of(modules, mesh, offload, dp_mesh_dims)
+    placements = Placements(info, offload, shard_placement_fn, precision)
+    options = Options(reshard, mp_policy=without_overrides(precision))
+    state = _shard(modules, placements, options, {id(p) for p in ignored})
     _move_buffers(modules, info)
-    note_policy((param for part in (state, *state.others) for param in part.declaration.params), offload_policy)
+    note_policy((param for part in (state, *state.others) for param in part.declaration.params), offload)
     for index, each in enumerate(modules):
         _attach(each, state, index)
     show_to_torch(modules, state, OurHooks(pre_forward, post_forward, adopt_forward_methods))
@@ -201,24 +220,32 @@ def _mesh_of(modules: list[nn.Module], mesh: DeviceMesh | None, offload: Offload
         raise type(error)(f"{where}: {error}") from error
 
 
-def _check_arguments(reshard_after_forward: Any, placement_fn: Any, mp: Any, offload: Any, ignored_params: Any) -> None:
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
+def _reshard(value: Any) -> bool | int | None:
+    reshard = plain_value(value)
+    if reshard is not None and not isinstance(reshard, int):
         raise ShardConfigTypeValueError(
             "reshard_after_forward should be a bool or an int representing the group size to reshard to, not "
-            f"{reshard_after_forward!r}; or None, for False at the root and True elsewhere"
+            f"{value!r}; or None, for False at the root and True elsewhere"
         )
-    if placement_fn is not None and not callable(placement_fn):
-        raise ShardConfigTypeError(f"shard_placement_fn: expected a function, got {type(placement_fn).__name__}")
-    if not isinstance(mp, MixedPrecisionPolicy):
-        raise ShardConfigTypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {type(mp).__name__}")
-    if not isinstance(offload, OffloadPolicy):
-        raise ShardConfigTypeError(f"offload_policy: expected an OffloadPolicy, got {type(offload).__name__}")
-    if ignored_params is not None and (
-        isinstance(ignored_params, nn.Parameter)
-        or not isinstance(ignored_params, Iterable)
-        or not all(isinstance(p, nn.Parameter) for p in ignored_params)
-    ):
-        raise ShardConfigTypeError("ignored_params: expected a set of nn.Parameter")
+    return reshard
+
+
+def parameters_to_ignore(params: Any) -> list[nn.Parameter]:
+    """The parameters of `ignored_params`, which may be any container of them, or give them once.
+
+    Raises:
+        ShardConfigTypeError: it holds something else.
+    """
+    if params is None:
+        return []
+    listed = list(params) if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else [params]
+    if isinstance(params, torch.Tensor) or not all(isinstance(each, nn.Parameter) for each in listed):
+        wrong = next((each for each in listed if not isinstance(each, nn.Parameter)), params)
+        raise ShardConfigTypeError(
+            f"ignored_params: expected a set of nn.Parameter, got {type(params).__name__} with {type(wrong).__name__}; "
+            "pass the parameters themselves"
+        )
+    return listed
 
 
 def _small(reshard: bool | int | None, info: MeshInfo) -> tuple[bool | int | None, MeshInfo | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -12,11 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffload as CPUOffload
 from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
-from ._errors import ShardConfigTypeError, ShardConfigUnsupportedError, ShardConfigValueError
+from ._errors import (
+    ShardConfigTypeError,
+    ShardConfigTypeValueError,
+    ShardConfigUnsupportedError,
+    ShardConfigValueError,
+)
 from ._torch.core import default_reduce_dtype
 from ._torch.distributed import AllGather as AllGather
 from ._torch.distributed import DataParallelMeshDims as DataParallelMeshDims
@@ -54,6 +61,26 @@ def require_count(field: str, value: object, least: int) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ShardConfigValueError(f"{field}={value!r}: expected a whole number of at least {least}")
+
+
+def plain_value(value: Any) -> Any:
+    """The bool or number in a NumPy scalar, or in a tensor or an array of one element; other objects as they are."""
+    shape = getattr(value, "shape", None)
+    return value.item() if shape is not None and hasattr(value, "item") and math.prod(shape) == 1 else value
+
+
+def as_bool(name: str, value: Any) -> bool:
+    """A truth value as users and torch's FSDP2 have them: a bool, a number, None, or a tensor of one element.
+
+    Raises:
+        ShardConfigTypeValueError: another object, for example a string or a list, whose truth says whether it is empty.
+    """
+    if isinstance(value, bool):
+        return value
+    plain = plain_value(value)
+    if plain is None or isinstance(plain, numbers.Real):
+        return bool(plain)
+    raise ShardConfigTypeValueError(f"{name} should be a bool, got {type(value)}: {value!r}; pass True or False")
 
 
 class Wire(NamedTuple):
@@ -204,6 +231,46 @@ class Options:
     def reduce_dtype(self, stored: torch.dtype) -> torch.dtype:
         """The dtype in which the gradient of a parameter stored as `stored` is reduced."""
         return self.mp_policy.reduce_dtype or default_reduce_dtype(stored, self.compute_dtype(stored))
+
+
+def as_precision(policy: Any) -> MixedPrecisionPolicy:
+    """The mixed-precision policy that `fully_shard` was given; None casts nothing.
+
+    Raises:
+        ShardConfigTypeError: it is no policy, or its `cast_forward_inputs` no truth value.
+    """
+    if policy is None:
+        return MixedPrecisionPolicy()
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise ShardConfigTypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {type(policy).__name__}")
+    casts = as_bool("mp_policy.cast_forward_inputs", policy.cast_forward_inputs)
+    return policy if casts is policy.cast_forward_inputs else replace(policy, cast_forward_inputs=casts)
+
+
+def as_offload(policy: Any) -> OffloadPolicy:
+    """The offload policy that `fully_shard` was given; None and False offload nothing.
+
+    FSDP2 offloads nothing for any object that is no `CPUOffloadPolicy`. Here FSDP1's `CPUOffload` does what it says,
+    and what cannot be understood is an error.
+
+    Raises:
+        ShardConfigTypeError: it is no policy, or its `pin_memory` or `offload_params` no truth value.
+    """
+    if isinstance(policy, CPUOffload):
+        offloads = as_bool("offload_policy.offload_params", policy.offload_params)
+        return CPUOffloadPolicy() if offloads else OffloadPolicy()
+    if isinstance(policy, CPUOffloadPolicy):
+        pins = as_bool("offload_policy.pin_memory", policy.pin_memory)
+        return policy if pins is policy.pin_memory else replace(policy, pin_memory=pins)
+    if isinstance(policy, OffloadPolicy):
+        return policy
+    plain = plain_value(policy)
+    if plain is None or (isinstance(plain, numbers.Real) and not plain):
+        return OffloadPolicy()
+    raise ShardConfigTypeError(
+        f"offload_policy: expected an OffloadPolicy, got {type(policy).__name__} ({policy!r}); pass CPUOffloadPolicy() "
+        "to offload, or None"
+    )
 
 
 def without_overrides(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._api import fully_shard
+from ._api import fully_shard, parameters_to_ignore
 from ._comm.mesh import ensure_process_group, replicated_mesh
 from ._errors import ShardConfigTypeError, ShardConfigValueError
 from ._module.module import FSDPModule
@@ -169,6 +169,8 @@ def _shard(
         mesh = _strategy_mesh(strategy, replicas)
     if strategy in _KEEPS_AFTER_FORWARD:
         options = {"reshard_after_forward": False, **options}
+    if "ignored_params" in options:  # a generator would give them to the first call alone
+        options = {**options, "ignored_params": parameters_to_ignore(options["ignored_params"])}
     sharded = [*modules, model] if root else modules
     for module in sharded:
         fully_shard(module, mesh=mesh, **options)

@@ -6,7 +6,8 @@ Each method replaces the frozen `Options` of the affected groups; forward and ba
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from .._errors import (
 )
 from .._group.extension import is_extended
 from .._plan.plan import ShardPlan
-from .._policies import CommPolicy, Comms, PoolPolicy, PrefetchPolicy
+from .._policies import CommPolicy, Comms, PoolPolicy, PrefetchPolicy, as_bool, plain_value
 from .._torch.distributed import is_torchs_comm, process_group_allocation, symmetric_memory_gather
 from .additions import WatchedEntries
 from .state import STATE, ShardState, share_lanes, states_below
@@ -69,10 +70,10 @@ class Methods(TorchFSDPModule):
         `set_is_last_backward` does and for the same reason: torch's pipelines call it before each backward.
 
         Raises:
-            ShardConfigValueError: the value is no bool.
+            ShardConfigValueError: the value is no truth value: no bool, number, None or tensor of one element.
         """
-        _check_bool("requires_gradient_sync", requires_gradient_sync)
-        _set(self, recurse, requires_gradient_sync=requires_gradient_sync, requires_all_reduce=requires_gradient_sync)
+        sync = as_bool("requires_gradient_sync", requires_gradient_sync)
+        _set(self, recurse, requires_gradient_sync=sync, requires_all_reduce=sync)
         if self._own_state().ends_by_hand:
             _show_sharded(self)
 
@@ -84,10 +85,9 @@ class Methods(TorchFSDPModule):
         clears the pieces.
 
         Raises:
-            ShardConfigValueError: the value is no bool.
+            ShardConfigValueError: the value is no truth value: no bool, number, None or tensor of one element.
         """
-        _check_bool("requires_all_reduce", requires_all_reduce)
-        _set(self, recurse, requires_all_reduce=requires_all_reduce)
+        _set(self, recurse, requires_all_reduce=as_bool("requires_all_reduce", requires_all_reduce))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether each following backward is the last one before the optimizer's step.
@@ -98,20 +98,18 @@ class Methods(TorchFSDPModule):
         zero-bubble pipelines look for leaves in the modules.
 
         Raises:
-            ShardConfigValueError: the value is no bool.
+            ShardConfigValueError: the value is no truth value: no bool, number, None or tensor of one element.
         """
-        _check_bool("is_last_backward", is_last_backward)
-        self._own_state().set_for_root(is_last_backward=is_last_backward)
+        self._own_state().set_for_root(is_last_backward=as_bool("is_last_backward", is_last_backward))
         _show_sharded(self)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set whether the caller ends each backward, or several at once, by `finalize_backward`. Call it on the root.
 
         Raises:
-            ShardConfigValueError: the value is no bool.
+            ShardConfigValueError: the value is no truth value: no bool, number, None or tensor of one element.
         """
-        _check_bool("enabled", enabled)
-        self._own_state().set_for_root(ends_by_hand=enabled)
+        self._own_state().set_for_root(ends_by_hand=as_bool("enabled", enabled))
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce accumulated gradients, if gradient sync is on, wait for all reductions, and reshard.
@@ -119,7 +117,7 @@ class Methods(TorchFSDPModule):
         Args:
             async_op: return at once, with a handle whose `wait()` waits for the reductions and sets `.grad`.
         """
-        bound = self._own_state().bound
+        bound, async_op = self._own_state().bound, as_bool("async_op", async_op)
         if bound is None:
             return None
         bound.engine.end_backward_by_hand(wait=not async_op)
@@ -128,12 +126,17 @@ class Methods(TorchFSDPModule):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this module's gradients, summed over all ranks, by `factor` instead of the number of ranks.
 
+        Args:
+            factor: a number, or a tensor of one element; None for the number of ranks again.
+
         Raises:
             ShardConfigValueError: the factor is not a positive, finite number.
         """
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+        plain = plain_value(factor)
+        number = float(plain) if isinstance(plain, numbers.Real) and not isinstance(plain, bool) else math.nan
+        if plain is not None and not 0 < number < math.inf:
             raise ShardConfigValueError(f"factor: expected a positive number that is finite, got {factor!r}")
-        _set(self, False, divide_factor=float(factor))
+        _set(self, False, divide_factor=None if plain is None else number)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""
@@ -143,10 +146,9 @@ class Methods(TorchFSDPModule):
         """Set whether this module's reductions use sums only, with divisions apart, and never a collective mean.
 
         Raises:
-            ShardConfigValueError: the value is no bool.
+            ShardConfigValueError: the value is no truth value: no bool, number, None or tensor of one element.
         """
-        _check_bool("enable", enable)
-        _set(self, False, only_sums=enable)
+        _set(self, False, only_sums=as_bool("enable", enable))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Set whether parameters that got no gradient in backward are given one of zeros.
@@ -164,10 +166,9 @@ class Methods(TorchFSDPModule):
         stay (`reshard_after_forward=False`).
 
         Raises:
-            ShardConfigValueError: the value is no bool.
+            ShardConfigValueError: the value is no truth value: no bool, number, None or tensor of one element.
         """
-        _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        _set(self, recurse, reduce_unused=reduce_scatter_unused_params)
+        _set(self, recurse, reduce_unused=as_bool("reduce_scatter_unused_params", reduce_scatter_unused_params))
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set how many reductions may be in flight: issuing one more waits for the oldest.
@@ -179,13 +180,14 @@ class Methods(TorchFSDPModule):
             ShardConfigTypeError: the value is no int.
             ShardConfigValueError: the value is less than 1.
         """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+        most = plain_value(max_input_buffers)
+        if isinstance(most, bool) or not isinstance(most, int):
             raise ShardConfigTypeError(
                 f"max_input_buffers must be an int, got {type(max_input_buffers).__name__} ({max_input_buffers!r})"
             )
-        if max_input_buffers < 1:
-            raise ShardConfigValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        _set(self, recurse, max_reductions=max_input_buffers)
+        if most < 1:
+            raise ShardConfigValueError(f"max_input_buffers must be a positive int, got {most}")
+        _set(self, recurse, max_reductions=most)
 
     # ---- parameters
 
@@ -193,10 +195,14 @@ class Methods(TorchFSDPModule):
         """Set whether the unsharded parameters are given up between forward and backward.
 
         Raises:
-            ShardConfigValueError: the value is no bool.
+            ShardConfigValueError: the value is no bool, nor a NumPy scalar or tensor that holds one.
         """
-        _check_bool("reshard_after_forward", reshard_after_forward)
-        _set(self, recurse, reshard_after_forward=reshard_after_forward)
+        reshard = plain_value(reshard_after_forward)
+        if not isinstance(reshard, bool):  # a number could be meant as the number of ranks that `fully_shard` takes
+            raise ShardConfigTypeValueError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}: {reshard_after_forward!r}"
+            )
+        _set(self, recurse, reshard_after_forward=reshard)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether the unsharded parameters are given up after backward; False saves gathers while accumulating.
@@ -205,10 +211,9 @@ class Methods(TorchFSDPModule):
         change by foreach functions or through ``.data`` cannot be noticed.
 
         Raises:
-            ShardConfigValueError: the value is no bool.
+            ShardConfigValueError: the value is no truth value: no bool, number, None or tensor of one element.
         """
-        _check_bool("reshard_after_backward", reshard_after_backward)
-        _set(self, recurse, reshard_after_backward=reshard_after_backward)
+        _set(self, recurse, reshard_after_backward=as_bool("reshard_after_backward", reshard_after_backward))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward gathers this module's parameters. False saves a gather if backward reads no weight.
@@ -216,10 +221,9 @@ class Methods(TorchFSDPModule):
         An embedding's backward, for one, reads none. If backward asks for a weight nevertheless, it is gathered then.
 
         Raises:
-            ShardConfigValueError: the value is no bool.
+            ShardConfigValueError: the value is no truth value: no bool, number, None or tensor of one element.
         """
-        _check_bool("unshard_in_backward", unshard_in_backward)
-        _set(self, False, unshard_in_backward=unshard_in_backward)
+        _set(self, False, unshard_in_backward=as_bool("unshard_in_backward", unshard_in_backward))
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Set whether unsharded parameters have memory of their own for good, so that their addresses stay the same.
@@ -229,23 +233,24 @@ class Methods(TorchFSDPModule):
         weights.
 
         Raises:
-            ShardConfigValueError: the value is no bool.
+            ShardConfigValueError: the value is no truth value: no bool, number, None or tensor of one element.
         """
-        _check_bool("keep", keep)
-        _set(self, recurse, keep_storage=keep)
+        _set(self, recurse, keep_storage=as_bool("keep", keep))
 
-    def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Iterable[Any]) -> None:
         """Gather these modules' parameters when this module's forward begins, instead of those of the next to run.
 
         Raises:
+            ShardConfigTypeError: it is no list, nor another iterable.
             ShardConfigValueError: one of them is not sharded.
         """
         self._own_state().set_prefetch(False, _states_to_prefetch(modules))
 
-    def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Iterable[Any]) -> None:
         """Gather these modules' parameters when this module's backward begins, instead of those of the next to run.
 
         Raises:
+            ShardConfigTypeError: it is no list, nor another iterable.
             ShardConfigValueError: one of them is not sharded.
         """
         self._own_state().set_prefetch(True, _states_to_prefetch(modules))
@@ -278,8 +283,11 @@ class Methods(TorchFSDPModule):
             stream: the stream on which the hook runs; by default that of reductions.
 
         Raises:
+            ShardConfigTypeError: the hook is no function, and not None, which removes it.
             ShardConfigValueError: a stream is given and the mesh has replicas.
         """
+        if hook is not None and not callable(hook):
+            raise ShardConfigTypeError(f"hook: expected a function or None, got {type(hook).__name__}")
         infos = [state.declaration.info for state in self._own_state().family]
         if stream is not None and any(info.replicate_group is not None for info in infos):
             raise ShardConfigValueError(
@@ -293,6 +301,7 @@ class Methods(TorchFSDPModule):
         Every rank of the mesh must call it.
         """
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        enable = as_bool("enable", enable)
         for state in _states(self, recurse):
             shard_group = state.declaration.info.shard_group
             wanted = enable and shard_group is not None
@@ -304,6 +313,7 @@ class Methods(TorchFSDPModule):
         Raises:
             ShardConfigStateError: custom communication is set, which allocates its own buffers.
         """
+        enable = as_bool("enable", enable)
         _refuse_custom(self, "set_allocate_memory_from_process_group", "ProcessGroupAlloc")
         for state, group in _shard_groups(self):
             gather, scatter = process_group_allocation(group) if enable else (None, None)
@@ -432,18 +442,13 @@ def _check_kind(argument: str, kind: type, value: object) -> None:
         raise ShardConfigTypeError(f"{argument}: expected a {kind.__name__}, got {type(value).__name__}")
 
 
-def _check_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ShardConfigTypeValueError(f"{name} should be a bool, got {type(value)}: {value!r}")
-
-
 def _show_sharded(module: Methods) -> None:
     for state in _states(module, recurse=True):
         state.show_sharded()
 
 
 def _states(module: Methods, recurse: bool) -> list[ShardState]:
-    return states_below(module) if recurse else [*module._own_state().family]  # type: ignore[arg-type]
+    return states_below(module) if as_bool("recurse", recurse) else [*module._own_state().family]  # type: ignore[arg-type]
 
 
 def _set(module: Methods, recurse: bool, **changes: Any) -> None:
@@ -510,7 +515,13 @@ def _refuse_custom(module: Methods, what: str, own: str) -> None:
             )
 
 
-def _states_of(modules: list[Any], expected: str = "list of FSDPModules but got {module}") -> list[ShardState]:
+def _states_of(modules: Iterable[Any], expected: str = "list of FSDPModules but got {module}") -> list[ShardState]:
+    if isinstance(modules, Methods) or not isinstance(
+        modules, Iterable
+    ):  # a sharded Sequential would give its children
+        raise ShardConfigTypeError(
+            f"modules: expected a list of FSDPModules, got {type(modules).__name__}; pass [module], or [] for none"
+        )
     states = []
     for module in modules:
         if not isinstance(module, Methods):
@@ -522,7 +533,7 @@ def _states_of(modules: list[Any], expected: str = "list of FSDPModules but got 
     return states
 
 
-def _states_to_prefetch(modules: list[Any]) -> list[ShardState]:
+def _states_to_prefetch(modules: Iterable[Any]) -> list[ShardState]:
     return _states_of(modules, "FSDPModule but got {kind}: {module}")
 
 
@@ -544,7 +555,7 @@ def _own_group(
     return made[ranks]
 
 
-def share_comm_ctx(modules: list[Any]) -> None:
+def share_comm_ctx(modules: Iterable[Any]) -> None:
     """Let several roots (say, the model chunks of a pipeline) queue their communication on the same streams.
 
     Raises:

@@ -33,9 +33,11 @@ from .._graph.guard import begin_trace, same_graph, say_broken
 from .._group.group import ParamGroup
 from .._group.phases import GATHERING
 from .._group.saved_tensors import PLAIN, saved_weights, weights_in_place
+from .._policies import as_bool
 from .._torch.compiler import put_rng_states_before_meshes
 from .._torch.core import (
     HANDLES,
+    ContainerCopy,
     active_saved_tensors_hooks,
     address_of,
     any_global_hook,
@@ -45,6 +47,7 @@ from .._torch.core import (
     map_tensors,
     plain_parts,
     refuses_saved_tensors_hooks,
+    return_writes,
     run_while_tracing,
     saved_tensors_hooks_are_enabled,
     tree_tensors,
@@ -118,8 +121,12 @@ class FSDPModule(Methods):
             return call(*args, **kwargs)
         if torch.compiler.is_compiling() or current_backward() < 0:
             return self(*args, **kwargs)
-        with _hooks_of_recomputation(state) or _NO_HOOKS:
-            return call(*args, **kwargs)
+        copied = len(state.copies)
+        try:
+            with _hooks_of_recomputation(state) or _NO_HOOKS:
+                return call(*args, **kwargs)
+        finally:
+            del state.copies[copied:]  # a recomputation stops before its forward ends
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         state: ShardState = self.__dict__[STATE]
@@ -182,6 +189,7 @@ class FSDPModule(Methods):
         Args:
             async_op: return at once, with a handle whose `wait()` makes the parameters readable.
         """
+        async_op = as_bool("async_op", async_op)
         engine = bound_of(self, runs=False).engine  # type: ignore[arg-type]
         groups = self._own_state().groups
         for group in groups:
@@ -244,7 +252,7 @@ def _run(module: nn.Module, call: _Call | None, args: tuple[Any, ...], kwargs: d
     if bound.is_root and state.declaration.modules > 1:
         check_root(module)
     engine.enter(bound.is_root)
-    depth = len(state.open_calls)
+    depth, copied = len(state.open_calls), len(state.copies)
     stays = state.declaration.settings.current.keep_storage
     root_succeeded = False
     try:
@@ -262,6 +270,7 @@ def _run(module: nn.Module, call: _Call | None, args: tuple[Any, ...], kwargs: d
         explain_sharded_read(error, engine.groups)
         explain_meta_buffers(error, module, bound.is_root)
         state.abort(depth)
+        del state.copies[copied:]
         engine.show_sharded()
         if refuses_saved_tensors_hooks(error) and not stays:
             raise _needs_storage(module, bound) from error
@@ -492,19 +501,37 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     elif way is EAGER:
         state.begin(module)
     policy = state.declaration.settings.current.mp_policy
-    moved = None
-    if state.inputs_to is not None and (moved := _moved(state.inputs_to, args, kwargs)) is not None:
-        args, kwargs = moved
-    if policy.param_dtype is None or not policy.cast_forward_inputs:
-        return moved
-    return _cast_inputs(state, args, kwargs, policy.param_dtype)
+    dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    if dtype is None and state.inputs_to is None:
+        return None
+    copies: list[ContainerCopy] = []
+    if state.inputs_to is not None:
+        args, kwargs = _mapped(partial(_move, state.inputs_to), args, kwargs, copies)
+    if dtype is not None:
+        args, kwargs = _cast_inputs(state, args, kwargs, dtype, copies)
+    if copies or state.copies:  # a call within one that waits has an entry of its own
+        with_side_effects(partial(state.copies.append, copies))
+    return args, kwargs
 
 
-def _cast_inputs(state: ShardState, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+def _cast_inputs(
+    state: ShardState, args: Any, kwargs: Any, dtype: torch.dtype, copies: list[ContainerCopy]
+) -> tuple[Any, Any]:
     if state.way is EAGER and state.bound is not None and state.bound.engine.profiled:
         with record("FSDP::cast_forward_inputs"):
-            return _cast(args, dtype), _cast(kwargs, dtype)
-    return _cast(args, dtype), _cast(kwargs, dtype)
+            return _mapped(partial(_cast, dtype), args, kwargs, copies)
+    return _mapped(partial(_cast, dtype), args, kwargs, copies)
+
+
+def _mapped(
+    function: Callable[[torch.Tensor], torch.Tensor], args: Any, kwargs: Any, copies: list[ContainerCopy]
+) -> tuple[Any, Any]:
+    """Arguments of a call with a function applied to their tensors; forward shares the containers that do not change.
+
+    `args` and `kwargs` themselves are of this call alone, so that nothing is to be written back into them.
+    """
+    args = map_tensors(function, args, copies)
+    return args, {name: map_tensors(function, each, copies) for name, each in kwargs.items()} if kwargs else kwargs
 
 
 def _begin_traced(state: ShardState, module: nn.Module) -> None:
@@ -521,13 +548,15 @@ def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         state.end_traced(module)
     elif way is EAGER and state.bound is not None:
         output = _ended(module, state, output)
+    if state.copies:
+        _return_writes(state)
     dtype = state.declaration.settings.current.mp_policy.output_dtype
     if dtype is None:
         return output
     if way is EAGER and state.bound is not None and state.bound.engine.profiled:
         with record("FSDP::cast_forward_outputs"):
-            return _cast(output, dtype)
-    return _cast(output, dtype)
+            return map_tensors(partial(_cast, dtype), output)
+    return map_tensors(partial(_cast, dtype), output)
 
 
 def _ended(module: nn.Module, state: ShardState, output: Any) -> Any:
@@ -566,16 +595,17 @@ def _apart_from_weights(output: Any, engine: Engine) -> tuple[Any, Sequence[torc
     return output, among_weights
 
 
-def _moved(device: torch.device, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """The same arguments on a device; None if they are there: then forward gets the caller's own containers."""
-    if all(tensor.device == device for tensor in tree_tensors((args, kwargs))):
-        return None
-    args, kwargs = (map_tensors(lambda tensor: tensor.to(device), each) for each in (args, kwargs))
-    return args, kwargs
+def _move(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.device == device else tensor.to(device)
 
 
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
-    return map_tensors(cast, tree)
+
+def _return_writes(state: ShardState) -> None:
+    """Let the caller's containers have what forward has written into the copies that it was given."""
+    copies = state.copies[-1]
+    with_side_effects(partial(state.copies.__delitem__, -1))
+    if copies:
+        return_writes(copies)

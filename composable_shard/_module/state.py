@@ -31,6 +31,7 @@ from .._plan.layout import piece_numel
 from .._plan.plan import ShardPlan
 from .._policies import PoolPolicy, PrefetchPolicy, Settings
 from .._torch.core import (
+    ContainerCopy,
     apart_from_checkpoints,
     current_backward,
     has_memory,
@@ -152,6 +153,8 @@ class ShardState:
         way: how the call that runs now runs.
         open_calls: for each forward that runs, its use and the outputs of its node; None if it made no use, because no
             backward can follow or because a use exists already (see `Engine.before_forward`).
+        copies: for each forward that runs, the containers among its inputs that were copied to cast or move what is in
+            them; nothing as long as no forward has any.
         calls: how many calls run that `counted` has handed to the class's own call.
         lists: on the root, once its engine is built: the states below that several modules share.
         asked: what users want of the plan, if this is the root's state.
@@ -176,6 +179,7 @@ class ShardState:
         self.bound: Bound | None = None
         self.inputs_to: torch.device | None = None
         self.open_calls: list[tuple[Use, Outputs] | None] = []
+        self.copies: list[list[ContainerCopy]] = []
         self._to_run: set[int] = set()
         self.lanes: tuple[Lane, Lane] | None = None
         self.way = Way.EAGER

@@ -8,12 +8,12 @@ import dataclasses
 import functools
 import sys
 import types
-from collections import OrderedDict, UserDict, UserList
+from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
 import torch
 import torch.utils.checkpoint
@@ -571,32 +571,53 @@ def tree_tensors(tree: Any) -> list[torch.Tensor]:
 _ATOMS = (int, float, str, type(None), type, torch.dtype, torch.device, torch.nn.Module)
 
 
-def _parts(leaf: Any) -> dict[Any, Any]:
-    """What is in a container that `torch.utils._pytree` takes for a leaf, by field, key or index."""
-    if dataclasses.is_dataclass(leaf):
-        names = [field.name for field in dataclasses.fields(leaf)]
-        return {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
-    if isinstance(leaf, dict | UserDict):
-        return dict(leaf.items())
-    if isinstance(leaf, list | tuple | set | frozenset | UserList):
-        return dict(enumerate(leaf))
-    return {}
+def _parts(tree: Any) -> dict[Any, Any]:
+    """What is in a container, by field, key or index; nothing for other objects."""
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        names = [field.name for field in dataclasses.fields(tree)]
+        return {name: getattr(tree, name) for name in names if hasattr(tree, name)}
+    if isinstance(tree, (dict, UserDict)):
+        return dict(tree.items())
+    if isinstance(tree, _SEQUENCES):
+        return dict(enumerate(tree))
+    if pytree.tree_is_leaf(tree):
+        return {}
+    return dict(enumerate(pytree.tree_flatten(tree, is_leaf=lambda each: each is not tree)[0]))
 
 
-def _with_parts(leaf: Any, changed: dict[Any, Any]) -> Any:
-    """A copy of such a container with other things under some of its keys."""
-    if isinstance(leaf, tuple | set | frozenset):
-        parts = (_parts(leaf) | changed).values()
-        return type(leaf)(*parts) if hasattr(leaf, "_fields") else type(leaf)(parts)
-    made = copy.copy(leaf)
+_SEQUENCES = (list, tuple, set, frozenset, UserList, deque)
+
+
+def _with_parts(tree: Any, parts: dict[Any, Any], changed: dict[Any, Any]) -> Any:
+    """A copy of a container, which has `parts`, with other things under some of its keys."""
+    if type(tree) is dict:
+        return parts | changed
+    if type(tree) in (list, tuple):
+        return type(tree)((parts | changed).values())
+    if not pytree.tree_is_leaf(tree):
+        pairs = [(parts[key], part) for key, part in changed.items()]
+        children, spec = pytree.tree_flatten(tree, is_leaf=lambda each: each is not tree)
+        return pytree.tree_unflatten([_exchanged(child, pairs) for child in children], spec)
+    if isinstance(tree, (tuple, set, frozenset)):
+        values = (parts | changed).values()
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    made = copy.copy(tree)
     for key, part in changed.items():
-        if not dataclasses.is_dataclass(leaf):
+        if not dataclasses.is_dataclass(tree):
             made[key] = part
             continue
         object.__setattr__(made, key, part)  # past `frozen`, and without `__init__`, which may want other things
-        if isinstance(leaf, dict) and key in leaf:  # as outputs of Transformers' models are
+        if isinstance(tree, dict) and key in tree:  # as outputs of Transformers' models are
             made[key] = part
     return made
+
+
+def _exchanged(part: Any, pairs: Sequence[tuple[Any, Any]]) -> Any:
+    """The second of the pair whose first is `part`; `part` itself if there is none."""
+    for first, second in pairs:
+        if _same(first, part):
+            return second
+    return part
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -607,22 +628,111 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part for each in inner if isinstance(each, torch.Tensor) for part in plain_parts(each)]
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """The same tree with `function` applied to each of its tensors; see `tree_tensors`."""
+class ContainerCopy(NamedTuple):
+    """A mutable container that was copied because something in it had to change.
+
+    Attributes:
+        owner: the container that was copied.
+        made: the copy.
+        parts: what was in `owner`, by field, key or index.
+        changed: what is in the copy instead, under some of these.
+    """
+
+    owner: Any
+    made: Any
+    parts: dict[Any, Any]
+    changed: dict[Any, Any]
+
+
+def map_tensors(
+    function: Callable[[torch.Tensor], torch.Tensor], tree: Any, copies: list[ContainerCopy] | None = None
+) -> Any:
+    """The same tree with `function` applied to each of its tensors; see `tree_tensors`.
+
+    A container in which `function` changes no tensor is not copied: the result holds the same object, so that what is
+    written into it is seen by all who have it. A container in which a tensor changes is copied; the containers within
+    it that need no copy are shared.
+
+    Args:
+        function: gives the tensor itself where nothing is to change.
+        tree: a tensor, a container, or any other object, which stays as it is.
+        copies: gets a `ContainerCopy` for each mutable container that was copied, for `return_writes`.
+    """
+    made = _changed(function, tree, copies)
+    return tree if made is None else made
+
+
+def _changed(function: Callable[[torch.Tensor], Any], tree: Any, copies: list[ContainerCopy] | None) -> Any:
+    """`map_tensors`, but None where nothing changes: Dynamo does not compare tuples by identity."""
     if isinstance(tree, torch.Tensor):
-        return function(tree)
-    return pytree.tree_map(partial(_map_leaf, function), tree)
+        made = function(tree)
+        return None if made is tree else made
+    if isinstance(tree, _ATOMS):
+        return None
+    kind = type(tree)
+    parts = tree if kind is dict else dict(enumerate(tree)) if kind is tuple or kind is list else _parts(tree)
+    changed = {}
+    for key, part in parts.items():
+        made = _changed(function, part, copies)
+        if made is not None:
+            changed[key] = made
+    if not changed:
+        return None
+    parts = dict(parts)  # the owner may change by the time writes are returned
+    made = _with_parts(tree, parts, changed)
+    if copies is not None and _can_be_written(tree):
+        copies.append(ContainerCopy(tree, made, parts, changed))
+    return made
 
 
-def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return function(leaf)
-    if isinstance(leaf, _ATOMS):
-        return leaf
-    parts = _parts(leaf)
-    changed = {key: map_tensors(function, part) for key, part in parts.items() if tree_tensors(part)}
-    changed = {key: part for key, part in changed.items() if part is not parts[key]}
-    return _with_parts(leaf, changed) if changed else leaf
+def _can_be_written(tree: Any) -> bool:
+    if dataclasses.is_dataclass(tree):
+        kind: Any = type(tree)
+        return not kind.__dataclass_params__.frozen
+    return isinstance(tree, (dict, list, set, UserDict, UserList, deque))
+
+
+def return_writes(copies: Sequence[ContainerCopy]) -> None:
+    """Write into containers what was written into their copies since these were made.
+
+    What a copy still has is left alone in its owner, which keeps the float32 tensor that the copy has in bfloat16.
+
+    Args:
+        copies: what `map_tensors` has listed.
+    """
+    pairs = [(part, copied.parts[key]) for copied in copies for key, part in copied.changed.items()]
+    for owner, made, parts, changed in reversed(copies):  # a copy of a copy is listed behind the latter
+        given, now = parts | changed, _parts(made)
+        writes = {key: part for key, part in now.items() if key not in given or not _same(part, given[key])}
+        gone = [key for key in given if key not in now]
+        if writes or gone:
+            _write(owner, now, writes, gone, pairs)
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether two objects are one, or tuples of the same objects, which Dynamo cannot tell apart."""
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        return type(first) is type(second) and len(first) == len(second) and all(map(_same, first, second))
+    return first is second
+
+
+def _write(
+    owner: Any, now: dict[Any, Any], writes: dict[Any, Any], gone: Sequence[Any], pairs: Sequence[tuple[Any, Any]]
+) -> None:
+    if dataclasses.is_dataclass(owner):
+        for key, part in writes.items():
+            setattr(owner, key, _exchanged(part, pairs))
+        for key in gone:
+            delattr(owner, key)
+    elif isinstance(owner, (dict, UserDict)):
+        for key in gone:
+            owner.pop(key, None)
+        for key, part in writes.items():
+            owner[key] = _exchanged(part, pairs)
+    else:
+        wanted = [_exchanged(part, pairs) for part in now.values()]
+        owner.clear()
+        (owner.update if isinstance(owner, set) else owner.extend)(wanted)
 
 
 # Whether torch's profiler runs.
