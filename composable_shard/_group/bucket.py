@@ -279,8 +279,14 @@ class Bucket:
         return self.here is not None and bool(self.here.edited())
 
     def risen(self) -> set[int]:
-        leaves = set() if self.here is None else self.here.edited()
-        return _edited_of(self._ended) | leaves
+        return {*self._written_to()}
+
+    def _written_to(self) -> dict[int, list[torch.Tensor]]:
+        """By index of a parameter, its output and its leaf, if their versions have risen."""
+        found = {index: [self._ended[index]] for index in _edited_of(self._ended)}
+        for index in () if self.here is None else self.here.edited():
+            found.setdefault(index, []).append(self.here.params[index])  # type: ignore[union-attr]
+        return found
 
     def sums(self, indices: Iterable[int]) -> dict[int, BitSums]:
         return {}
@@ -434,12 +440,8 @@ class GatherBucket(Bucket):
         self._sums = None
 
     def sums(self, indices: Iterable[int]) -> dict[int, BitSums]:
-        faced = {index: [self._ended[index]] if self._ended else [] for index in indices}
-        for index, tensors in faced.items() if self.here is not None else ():
-            tensors.append(self.here.params[index])  # type: ignore[union-attr]
-        return self._sums_in_slot(
-            [index for index, tensors in faced.items() if all(self._lies(t, index) for t in tensors)]
-        )
+        tensors = self._written_to()
+        return self._sums_in_slot([i for i in indices if all(self._lies(each, i) for each in tensors.get(i, ()))])
 
     def _lies(self, tensor: torch.Tensor, index: int) -> bool:
         """Whether an unsharded parameter is still where it was gathered, and shaped as it was: `set_` may move it."""

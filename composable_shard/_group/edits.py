@@ -23,11 +23,11 @@ import torch
 
 from .._errors import ComposableShardError, StaleStateError
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class BitSums(NamedTuple):
-    """Sums over the bits of one weight, read as integers: 1-D int64 tensors on the weight's device."""
+    """Sums over the bits of one weight, read as integers: two 1-D tensors on the weight's device."""
 
     rows: torch.Tensor
     columns: torch.Tensor
@@ -38,15 +38,16 @@ class BitSums(NamedTuple):
 
 
 def bit_sums(weight: torch.Tensor) -> BitSums:
-    """The sums of a contiguous weight of any dtype; its last dim is a row."""
-    bits = _bits(weight).view(-1, weight.shape[-1] if weight.ndim and weight.numel() else 1)
-    return BitSums(bits.sum(1, dtype=torch.int64), bits.sum(0, dtype=torch.int64))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as integers of the size of its numbers, two for a complex one."""
-    parts = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    return parts.view(_INTEGERS[parts.dtype.itemsize])
+    """The sums of a contiguous weight of any dtype, in which the last dim is a row; sums overflow."""
+    row = weight.shape[-1] if weight.ndim and weight.numel() else 1
+    numbers = weight.detach().view(-1, row).view(torch.uint8)
+    # As large ones as fit: sums of 8 bytes are twenty times faster on a CPU than sums for which 4 are converted to 8.
+    wide = next(dtype for dtype in _INTEGERS if numbers.shape[1] % dtype.itemsize == 0)
+    if numbers.storage_offset() % wide.itemsize:
+        numbers = numbers.clone()
+    numbers = numbers.view(wide)
+    dtype = wide if wide.itemsize >= 4 else torch.int64
+    return BitSums(numbers.sum(1, dtype=dtype), numbers.sum(0, dtype=dtype))
 
 
 class Edited(Protocol):

@@ -116,9 +116,9 @@ def test_weights_that_are_kept_over_microbatches_are_gathered_once_in_a_step_as_
         if step:  # in the first one the ranks also agree on a plan
             assert gathers["ours"] == gathers["fsdp2"] == [3, 0, 0]
         assert_alike(models)
-        for name, model in models.items():
-            optimizers[name].step()
-            optimizers[name].zero_grad()
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
     assert_alike(models)
     with torch.no_grad():
         losses = [next_token_loss(model, *token_batch(0, 9)) for model in models.values()]

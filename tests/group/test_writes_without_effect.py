@@ -15,6 +15,7 @@ from _blocks import Attention, SwiGLU, rotary
 from _pool import distributed
 from _sides import models_of, noise, optimizers_of, train_alike
 from composable_shard import StaleStateError
+from composable_shard._group.edits import bit_sums
 from composable_shard.testing import spmd
 
 DIM, LENGTH = 16, 6
@@ -183,28 +184,20 @@ def set_onto_itself(weight):
     weight.set_(weight)
 
 
-def clamp(weight):
-    weight.clamp_(-100, 100)
-
-
-def renorm(weight):
-    F.embedding(torch.tensor([0, 9]), weight, max_norm=100.0)
-
-
 HARMLESS = {
     "set onto itself": set_onto_itself,
     "times one": lambda weight: weight.mul_(1),
     "copied onto itself": lambda weight: weight.copy_(weight.clone()),
-    "clamped": clamp,
-    "normed": renorm,
+    "clamped": lambda weight: weight.clamp_(-100, 100),
+    "normed": lambda weight: F.embedding(torch.tensor([0, 9]), weight, max_norm=100.0),
 }
 
 
-@pytest.mark.parametrize("write", HARMLESS.values(), ids=HARMLESS)
+@pytest.mark.parametrize("write", HARMLESS)
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(world=2)
 def test_a_write_that_changes_nothing_is_exact(rank, world, write, reshard):
-    models = models_of(writing(write), shard_blocks, fsdp2=False, reshard_after_forward=reshard)
+    models = models_of(writing(HARMLESS[write]), shard_blocks, fsdp2=False, reshard_after_forward=reshard)
     train_and_evaluate(models)
 
 
@@ -300,3 +293,21 @@ def test_a_write_costs_another_gather_only_if_it_is_the_first_one_and_comes_afte
             loss_of(ours, step).backward()
             counts.append(sum(action.kind == "UNSHARD" for action in cs.last_record(ours).actions))
         assert counts == [usual, usual + 2 * late, usual]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (3,), (5, 4), (2, 3, 7), (0, 4), (4, 0)])
+def test_the_sums_of_a_weight_tell_any_change_of_one_number_and_any_exchange_of_rows(dtype, shape):
+    memory = torch.zeros(3 + torch.Size(shape).numel(), dtype=dtype)
+    for offset in (0, 1, 2, 3):  # in memory
+        weight = memory[offset : offset + torch.Size(shape).numel()].view(shape)
+        if weight.numel():
+            weight.copy_((100 * torch.rand(shape, generator=torch.Generator().manual_seed(1))).to(dtype))
+        before = bit_sums(weight)
+        assert not bit_sums(weight).differ(before)
+        for index in range(weight.numel()):
+            changed = weight.clone()
+            changed.view(-1)[index] += 1
+            assert bit_sums(changed).differ(before)
+        if weight.ndim > 1 and weight.shape[0] > 1 and weight.numel():
+            assert bit_sums(weight.flip(0).contiguous()).differ(before)
