@@ -283,10 +283,10 @@ class Bucket:
 
     def _written_to(self) -> dict[int, list[torch.Tensor]]:
         """By index of a parameter, its output and its leaf, if their versions have risen."""
-        found = {index: [self._ended[index]] for index in _edited_of(self._ended)}
+        written = {index: [self._ended[index]] for index in _edited_of(self._ended)}
         for index in () if self.here is None else self.here.edited():
-            found.setdefault(index, []).append(self.here.params[index])  # type: ignore[union-attr]
-        return found
+            written.setdefault(index, []).append(self.here.params[index])  # type: ignore[union-attr]
+        return written
 
     def sums(self, indices: Iterable[int]) -> dict[int, BitSums]:
         return {}

@@ -207,6 +207,7 @@ class Methods(TorchFSDPModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether the unsharded parameters are given up after backward; False saves gathers while accumulating.
 
+        The setting in force when a backward ends decides about its weights, also if it changes before the next forward.
         They never outlive an optimizer's step. After changing sharded parameters in another way, call `reshard`: a
         change by foreach functions or through ``.data`` cannot be noticed.
 

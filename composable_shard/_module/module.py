@@ -184,7 +184,8 @@ class FSDPModule(Methods):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own parameters (not those of sharded modules below it).
 
-        They stay unsharded until `reshard`, the end of the module's next use, or a change of their values.
+        They stay unsharded until `reshard`, until the module's next use or the next backward of the model reshards
+        them, or until their values change.
 
         Args:
             async_op: return at once, with a handle whose `wait()` makes the parameters readable.
