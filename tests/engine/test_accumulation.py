@@ -80,7 +80,7 @@ def test_parameters_kept_unsharded_between_microbatches_are_exact(rank, world):
 
 
 def accumulate(model, step):
-    """Three micro-batches, of which the last one reduces and reshards; returns how many gathers each has issued."""
+    """Three micro-batches; the last one reduces and reshards. Returns how many gathers each has issued."""
     gathers = []
     for at in range(3):
         if isinstance(model, FSDPModule):

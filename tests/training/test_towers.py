@@ -1,4 +1,4 @@
-"""A tower that some ranks do not run: unsharded by hand on all of them, so that none waits, and then clipped."""
+"""A tower that some ranks do not run. All call its `unshard()`, so that none waits, and then clip its gradients."""
 
 from __future__ import annotations
 
