@@ -103,8 +103,7 @@ class GradientFlow:
     def add_outside_forward(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:
         """Take a gradient outside forward, of the parameter `index` of a group."""
         gradients: list[torch.Tensor | None] = [None] * len(group.params)
-        parallel = group.params[index].parallel
-        gradients[index] = gradient if parallel is None else parallel.local_gradient(gradient)
+        gradients[index] = group.params[index].local_gradient(gradient, group.settings.current)
         before = self._outside_forward.get(group)
         self._outside_forward[group] = gradients if before is None else added(before, gradients)
 

@@ -246,6 +246,11 @@ class _Unshard(NotForCompiledAutograd):
         ctx.lifeline = lifeline
         ctx.set_materialize_grads(False)
         outputs = tuple(map(_data, weights))  # takes a third of the time of `detach`
+        group = lifeline.use.group
+        # Here, and not by `DTensor.from_local` behind this node: that sums gradients in their own dtype, and autograd
+        # casts what comes to an output of this node to the dtype of that output.
+        if group.layout.wraps:
+            outputs = group.wrapped(outputs)
         needed = ctx.needs_input_grad
         if not all(needed[3:]):
             frozen = [out for out, need in zip(outputs, needed[3:], strict=True) if not need]
@@ -258,7 +263,10 @@ class _Unshard(NotForCompiledAutograd):
         if torch.is_grad_enabled():  # with create_graph
             return _differentiated_once(ctx, *gradients)
         line = ctx.lifeline
-        return (None, None, None, *line.owner.on_gradients(line.use, ctx, gradients))
+        use = line.use
+        if use.group.layout.wraps:
+            gradients = use.group.local_gradients(gradients)
+        return (None, None, None, *line.owner.on_gradients(use, ctx, gradients))
 
     @staticmethod
     def refusal(node: Any) -> ShardConfigStateError:
@@ -291,8 +299,6 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
     group = use.group
     weights = group.weights_for_use()
     outputs = _apply(_Lifeline(owner, use), weights, owner.witness.leaf, *group.shards)
-    if group.layout.wraps:
-        outputs = tuple([p.parallel.wrap(o) if p.parallel else o for o, p in zip(outputs, group.params, strict=True)])
     # `_is_param` is among them: isinstance(out, nn.Parameter) holds.
     if group.layout.extended:
         run_all(map(lend_attributes, outputs, group.shards))

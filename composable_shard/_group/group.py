@@ -443,6 +443,17 @@ class ParamGroup:
         """The unsharded parameters for a node that is about to be made over them; `begin_use` must follow."""
         return self._in_order(list(map(_weights_for_use, self.buckets)))
 
+    def wrapped(self, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The unsharded parameters as modules see them: DTensors where they were DTensors before."""
+        pairs = zip(weights, self.params, strict=True)
+        return tuple([weight if p.parallel is None else p.parallel.around(weight) for weight, p in pairs])
+
+    def local_gradients(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of the weights, from gradients of what `wrapped` has made of them."""
+        options = self.settings.current
+        pairs = zip(gradients, self.params, strict=True)
+        return [None if gradient is None else p.local_gradient(gradient, options) for gradient, p in pairs]
+
     def begin_use(self, outputs: Sequence[torch.Tensor], forward: int) -> None:
         """The node of a use was made.
 

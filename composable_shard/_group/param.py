@@ -199,6 +199,12 @@ class ShardedParam:
     def set_gradient(self, gradient: DTensor | None) -> None:
         """Put another `.grad` in place."""
         self.sharded.grad = gradient
+    def local_gradient(self, gradient: torch.Tensor, options: Options) -> torch.Tensor:
+        """The gradient of the tensor that is gathered, from one of the unsharded parameter as modules see it."""
+        if self.parallel is None:
+            return gradient
+        return self.parallel.local_gradient(gradient, options.reduce_dtype(self.dtype))
+
 
     def nothing(self) -> DTensor:
         """A gradient piece of -0.0: adding it changes no bit of a sum, nor a mark (see `marks.py`)."""
