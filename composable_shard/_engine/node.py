@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from .._errors import ShardConfigStateError
 from .._group.group import ParamGroup
-from .._group.param import lend_attributes, run_all
+from .._group.param import lend_all_attributes, lend_attributes, run_all
 from .._torch.core import (
     Fate,
     NotForCompiledAutograd,
@@ -281,7 +281,7 @@ _apply = plain_apply(_Unshard)
 called_directly(_Unshard)
 # A forward may assign an unsharded parameter to a module, and a tracer of torch.fx may assign one to its graph.
 outputs_pass_for_leaves(_Unshard)
-_attributes, _data = attrgetter("__dict__"), attrgetter("data")
+_data = attrgetter("data")
 
 
 # Differentiating a reduced gradient again must raise an error, instead of treating the gradient as a constant. While
@@ -303,7 +303,7 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
     if group.layout.extended:
         run_all(map(lend_attributes, outputs, group.shards))
     else:
-        run_all(map(dict.update, map(_attributes, outputs), map(_attributes, group.shards)))
+        lend_all_attributes(outputs, group.shards)
     if group.layout.packed:
         group.lend_carried(outputs)
     group.begin_use(outputs, use.forward)

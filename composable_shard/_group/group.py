@@ -34,7 +34,7 @@ from .exchange import Exchange
 from .extension import ExtensionBucket, is_extended
 from .gradients import GroupGradients
 from .packed import Carried
-from .param import ShardedParam, lend_attributes
+from .param import ShardedParam, lend_all_attributes, lend_attributes, run_all
 from .phases import AWAY, GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, ParamPhase, illegal
 from .resident import Resident
 
@@ -472,11 +472,12 @@ class ParamGroup:
     def leaves(self) -> list[torch.Tensor]:
         """The unsharded parameters as leaf Parameters, with the `requires_grad` and attributes of the sharded ones."""
         leaves = self._in_order(list(map(_leaves, self.buckets)))
+        shards = [param.sharded for param in self.params]
+        if self.layout.extended:
+            run_all(map(lend_attributes, leaves, shards))
+        else:
+            lend_all_attributes(leaves, shards)
         for leaf, param in zip(leaves, self.params, strict=True):
-            if self.layout.extended:
-                lend_attributes(leaf, param.sharded)
-            else:
-                leaf.__dict__.update(param.sharded.__dict__)  # attributes that users set
             if leaf.requires_grad != param.sharded.requires_grad:
                 leaf.requires_grad_(param.sharded.requires_grad)
         self.lend_carried(leaves)

@@ -6,7 +6,8 @@ import copy
 import inspect
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -62,11 +63,29 @@ def shard_parameter(name: str, param: nn.Parameter, cut: Cut) -> nn.Parameter:
 _PLAIN = (torch.Tensor, nn.Parameter, DTensor, RaggedTensor)  # classes that keep nothing of their own in `__dict__`
 
 
+# Attributes of a weight by which functions that fuse gradient accumulation (Megatron's, TransformerEngine's) find a
+# tensor to add the gradient to, instead of giving it to autograd. They would add this rank's gradient of the whole
+# weight, which is never reduced. Without these attributes they give autograd the gradient.
+FUSED_ACCUMULATION = frozenset(("main_grad", "get_main_grad", "grad_added_to_main_grad", "zero_out_wgrad"))
+
+
 def lend_attributes(tensor: torch.Tensor, param: torch.Tensor) -> None:
-    """Copy the attributes that users set on a parameter (tags for optimizers, say), but none that its class sets."""
-    written = param.__dict__
-    owned = _of_the_class(param) | _of_the_class(tensor)
-    tensor.__dict__.update({k: v for k, v in written.items() if k not in owned} if owned else written)
+    """Copy the attributes that users set on a parameter (tags for optimizers, say).
+
+    Not copied are attributes that its class sets, and those of `FUSED_ACCUMULATION`.
+    """
+    owned = _of_the_class(param) | _of_the_class(tensor) | FUSED_ACCUMULATION
+    tensor.__dict__.update({name: value for name, value in param.__dict__.items() if name not in owned})
+
+
+def lend_all_attributes(tensors: Iterable[torch.Tensor], params: Iterable[torch.Tensor]) -> None:
+    """The same for many tensors whose classes set no attributes."""
+    attributes = list(map(_attributes, tensors))
+    run_all(map(dict.update, attributes, map(_attributes, params)))
+    if not all(map(FUSED_ACCUMULATION.isdisjoint, attributes)):
+        for names in attributes:
+            for name in FUSED_ACCUMULATION.intersection(names):
+                del names[name]
 
 
 def _of_the_class(tensor: torch.Tensor) -> set[str]:
@@ -85,6 +104,7 @@ def _of_the_class(tensor: torch.Tensor) -> set[str]:
     return {*owned, *made.__dict__, *(name for name, value in static.items() if hasattr(value, "__get__"))}
 
 
+_attributes = attrgetter("__dict__")
 # Exhausts an iterator, such as a `map` with side effects: a loop over a group's parameters without bytecode.
 run_all = deque[Any](maxlen=0).extend
 
