@@ -146,11 +146,15 @@ class ShardedParam:
         self._whole = weakref.ref(whole)
         self.rename(self.fqn)
 
+    @property
+    def replaced(self) -> nn.Parameter | None:
+        """The parameter from before sharding, if anybody still holds it."""
+        return self._whole() if self._whole is not None else None
+
     def rename(self, fqn: str) -> None:
         """Give it this name."""
         self.fqn = fqn
-        whole = self._whole() if self._whole is not None else None
-        for tensor in (self.sharded, whole):
+        for tensor in (self.sharded, self.replaced):
             if tensor is not None:
                 tensor.__dict__[SHARDED_IN] = fqn
 
@@ -170,6 +174,9 @@ class ShardedParam:
             memo[id(sharded)] = twin
         made = ShardedParam(self.fqn, memo[id(sharded)], self._cut, self.shape)
         memo[id(self)] = made
+        whole = self.replaced
+        if type(whole) is nn.Parameter:  # a module that still holds it is perhaps being copied
+            made.replace(copy.deepcopy(whole, memo))
         return made
 
     def fix_sizes(self) -> None:
@@ -191,6 +198,12 @@ class ShardedParam:
         """The dtype in which it is gathered and used."""
         stored = self.sharded.dtype
         return stored if self.keeps_dtype else options.compute_dtype(stored)
+
+    def local_gradient(self, gradient: torch.Tensor, options: Options) -> torch.Tensor:
+        """The gradient of the tensor that is gathered, from one of the unsharded parameter as modules see it."""
+        if self.parallel is None:
+            return gradient
+        return self.parallel.local_gradient(gradient, options.reduce_dtype(self.dtype))
 
     def piece_of(self, whole: torch.Tensor, info: MeshInfo) -> DTensor:
         """This rank's piece of an unsharded value of this parameter (or of its local tensor), placed like it."""
@@ -219,12 +232,6 @@ class ShardedParam:
     def set_gradient(self, gradient: DTensor | None) -> None:
         """Put another `.grad` in place."""
         self.sharded.grad = gradient
-    def local_gradient(self, gradient: torch.Tensor, options: Options) -> torch.Tensor:
-        """The gradient of the tensor that is gathered, from one of the unsharded parameter as modules see it."""
-        if self.parallel is None:
-            return gradient
-        return self.parallel.local_gradient(gradient, options.reduce_dtype(self.dtype))
-
 
     def nothing(self) -> DTensor:
         """A gradient piece of -0.0: adding it changes no bit of a sum, nor a mark (see `marks.py`)."""
