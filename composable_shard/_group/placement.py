@@ -215,7 +215,6 @@ def _parallel_of(name: str, param: torch.Tensor, info: MeshInfo) -> Parallel | N
         return _in_full(name, param, info.full)
     if not isinstance(param, DTensor):
         return None
-    parallel = _placed(param)
     where = f"parameter {name}: is a DTensor on {param.device_mesh}"
     if param.device_mesh.device_type != info.mesh.device_type:
         raise ShardConfigValueError(
@@ -229,6 +228,7 @@ def _parallel_of(name: str, param: torch.Tensor, info: MeshInfo) -> Parallel | N
             f"{where}, and shall be sharded on {info.mesh}: their axes need names, all different; build one mesh "
             "(init_device_mesh with mesh_dim_names) and give each parallelism its submesh, for example mesh['dp']"
         )
+    parallel = _placed(param)
     try:
         parallel.placed(info, 0)
     except (RuntimeError, ValueError) as error:
