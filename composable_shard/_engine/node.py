@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from .._errors import ShardConfigStateError
 from .._group.group import ParamGroup
-from .._group.param import lend_all_attributes, lend_attributes, run_all
+from .._group.param import lend_attributes, lent_attributes, run_all
 from .._torch.core import (
     Fate,
     NotForCompiledAutograd,
@@ -303,7 +304,8 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
     if group.layout.extended:
         run_all(map(lend_attributes, outputs, group.shards))
     else:
-        lend_all_attributes(outputs, group.shards)
+        # New tensors have no attributes yet: set as a whole, they take less host time than by `update`.
+        run_all(map(setattr, outputs, repeat("__dict__"), lent_attributes(group.shards)))
     if group.layout.packed:
         group.lend_carried(outputs)
     group.begin_use(outputs, use.forward)

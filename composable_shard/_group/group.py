@@ -34,11 +34,12 @@ from .exchange import Exchange
 from .extension import ExtensionBucket, is_extended
 from .gradients import GroupGradients
 from .packed import Carried
-from .param import ShardedParam, lend_all_attributes, lend_attributes, run_all
+from .param import ShardedParam, lend_attributes, lent_attributes, run_all
 from .phases import AWAY, GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, ParamPhase, illegal
 from .resident import Resident
 
 _requires_grad, _sharded, _at, _weights = map(attrgetter, ("requires_grad", "sharded", "at", "weights"))
+_attributes = attrgetter("__dict__")
 _weights_for_use, _leaves = methodcaller("weights_for_use"), methodcaller("leaves")
 _is_outdated = methodcaller("is_outdated")
 
@@ -476,7 +477,7 @@ class ParamGroup:
         if self.layout.extended:
             run_all(map(lend_attributes, leaves, shards))
         else:
-            lend_all_attributes(leaves, shards)
+            run_all(map(dict.update, map(_attributes, leaves), lent_attributes(shards)))
         for leaf, param in zip(leaves, self.params, strict=True):
             if leaf.requires_grad != param.sharded.requires_grad:
                 leaf.requires_grad_(param.sharded.requires_grad)

@@ -7,6 +7,7 @@ import inspect
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -78,14 +79,14 @@ def lend_attributes(tensor: torch.Tensor, param: torch.Tensor) -> None:
     tensor.__dict__.update({name: value for name, value in param.__dict__.items() if name not in owned})
 
 
-def lend_all_attributes(tensors: Iterable[torch.Tensor], params: Iterable[torch.Tensor]) -> None:
-    """The same for many tensors whose classes set no attributes."""
-    attributes = list(map(_attributes, tensors))
-    run_all(map(dict.update, attributes, map(_attributes, params)))
-    if not all(map(FUSED_ACCUMULATION.isdisjoint, attributes)):
+def lent_attributes(params: Iterable[torch.Tensor]) -> list[dict[str, Any]]:
+    """The same attributes of many parameters whose classes set none."""
+    attributes = list(map(dict.copy, map(_attributes, params)))
+    if not FUSED_ACCUMULATION.isdisjoint(chain.from_iterable(attributes)):
         for names in attributes:
             for name in FUSED_ACCUMULATION.intersection(names):
                 del names[name]
+    return attributes
 
 
 def _of_the_class(tensor: torch.Tensor) -> set[str]:
