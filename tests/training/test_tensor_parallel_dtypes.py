@@ -5,6 +5,7 @@ torch's FSDP2 sums over these axes in the dtype of compute, and casts the sum.
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -19,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from _compiling import graphs_of, three_steps
 from _engines import ENGINES, fully_shard, named_mesh
-from _pool import distributed
+from _pool import distributed, more
 from _stepping import assert_at_rest
 from composable_shard import DataParallelMeshDims, MixedPrecisionPolicy
 
@@ -59,7 +60,7 @@ def sequence_parallel(mesh, noted=True):
     return model
 
 
-def on_all_axes(mesh):
+def on_all_axes(mesh, noted=True):
     torch.manual_seed(3)
     model = nn.Sequential(Layer(), Layer())
     for layer in model:
@@ -68,7 +69,8 @@ def on_all_axes(mesh):
                 if param is not None:
                     whole = distribute_tensor(param.detach(), mesh, [Replicate()] * mesh.ndim)
                     setattr(module, name, nn.Parameter(whole))
-        layer.norm.register_forward_pre_hook(lambda m, args: note_gradients(m))
+        if noted:
+            layer.norm.register_forward_pre_hook(lambda m, args: note_gradients(m))
     return model
 
 
@@ -163,7 +165,7 @@ def test_sums_over_several_axes_and_on_a_full_mesh_are_in_float32(rank, world):
     shard(whole, fully_shard, mesh=two, dp_mesh_dims=DataParallelMeshDims(shard="dp"), mp_policy=MIXED)
     for model, axes, data in ((submesh, mesh["cp", "tp"], mesh["dp"]), (whole, two, two["dp"])):
         for step in range(2):
-            x = distribute_tensor(batch(0, step), axes, [Shard(0), Shard(1)])
+            x = distribute_tensor(batch(0, step).flatten(0, 1), axes, [Shard(0), Shard(0)])
             (model(x).square().mean() * 8).backward()  # a scaled loss
             check_norms(model, data)
             model.zero_grad()
@@ -265,8 +267,23 @@ def compiled(rank, world):
     )
 
 
-def test_one_full_graph_has_the_bits_of_eager():
-    assert "R" in graphs_of(compiled, world=4)
+def compiled_on_a_full_mesh(rank, world):
+    mesh = named_mesh((2, 2), ("dp", "tp"))
+    options = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="dp"), "mp_policy": MIXED}
+    return three_steps(
+        rank,
+        on_all_axes(mesh, noted=False),
+        lambda m, engine, **_: shard(m, engine, **options),
+        lambda rank, step: (distribute_tensor(batch(0, step).flatten(0, 1), mesh, [Shard(0), Shard(0)]),),
+        loss_of=lambda m, step: full(
+            m(distribute_tensor(batch(0, step).flatten(0, 1), mesh, [Shard(0), Shard(0)])).float().square().mean()
+        ),
+    )
+
+
+@pytest.mark.parametrize("case", [compiled, more(compiled_on_a_full_mesh)])
+def test_one_full_graph_has_the_bits_of_eager(case):
+    assert "R" in graphs_of(case, world=4)
 
 
 @distributed(world=4)
