@@ -107,7 +107,7 @@ def test_training_with_a_tensor_from_before_sharding_names_the_parameter(rank, w
                     loss_of(model, rank).backward()
             with torch.no_grad():
                 loss_of(model, rank)
-            if keep != "closure":  # mended, it trains as the unsharded one
+            if keep != "closure":  # once it reads them from its modules, it trains as the unsharded one
                 model[1].keep = "nothing"
                 plain = model_of("nothing")
                 loss_of(model, rank, 1).backward()

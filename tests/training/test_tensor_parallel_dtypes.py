@@ -173,7 +173,7 @@ def test_sums_over_several_axes_and_on_a_full_mesh_are_in_float32(rank, world):
 
 @distributed(world=4)
 def test_nothing_is_cast_where_the_dtype_of_reduction_is_none_or_no_wider(rank, world):
-    """To the bit of what FSDP2 gives, which sums in the dtype of the gradient."""
+    """Bitwise identical to FSDP2, which sums in the dtype of the gradient."""
     mesh = named_mesh((2, 2), ("dp", "tp"))
     bf16, fp32 = torch.bfloat16, torch.float32
     policies = [
