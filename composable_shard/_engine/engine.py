@@ -20,12 +20,14 @@ gradient outside forward comes (`on_gradient_outside_forward`).
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from .._comm.agreement import Among
@@ -40,10 +42,18 @@ from .._group.phases import SHARDED, UNSHARDED, GradPhase
 from .._plan.plan import ShardPlan
 from .._plan.record import Record
 from .._plan.schedule import Kind
-from .._torch.core import Fate, apart_from_checkpoints, captures, current_backward, is_profiled, queue_backward_callback
+from .._torch.core import (
+    Fate,
+    apart_from_checkpoints,
+    captures,
+    current_backward,
+    is_profiled,
+    passes_through,
+    queue_backward_callback,
+)
 from .actions import Actions, is_logged
 from .backward import BackwardPass, Iterations, Passed, Token
-from .gradients import GradientFlow, watch_leaf
+from .gradients import GradientFlow, watch_leaf, watch_replaced
 from .node import Keeper, Outputs, Use, Uses, Witness, unshard
 from .order import Order
 from .out_of_memory import Part
@@ -144,6 +154,9 @@ class Engine:
         self.active: dict[ParamGroup, Use] = {}
         self.keepers: dict[Bucket, Keeper] = {}
         watch_steps(self)
+        for param in itertools.chain.from_iterable(group.params for group in groups):
+            if (whole := param.replaced) is not None:
+                watch_replaced(weakref.ref(self), whole)
         if runtime.gather_lane.streams:
             weakref.finalize(self, runtime.pool.memory.leave, runtime.gather_lane, runtime.reduce_lane)
 
@@ -546,6 +559,24 @@ class Engine:
         if (entries := group.entries()) is not None:
             entries.take_over()  # it may have been thawed since it was gathered
         self._gradients.add_outside_forward(group, index, gradient)
+
+    def on_gradient_of_replaced(self, fqn: str) -> None:
+        """A gradient came to the tensor that the parameter of this name was before sharding.
+
+        Raises:
+            ShardConfigStateError: this backward goes through the model. In another one, the tensor belongs to code that
+                trains it without the model, as an unsharded copy of it does.
+        """
+        if self._pass is None and not any(passes_through(group.shards) for group in self.groups):
+            return
+        error = ShardConfigStateError(
+            f"rank {dist.get_rank()}: parameter {fqn}: a gradient came to the tensor that it was before fully_shard. "
+            "The model still computes with that tensor, so the sharded parameter gets no gradient. A list, tuple, "
+            "dict, closure or partial that was made before sharding holds it. Read the parameter from its module in "
+            "forward instead (self.linear.weight), or pass it in ignored_params"
+        )
+        self.review.seat.failed(error)
+        raise error
 
     def before_first_reduction(self, ask: Callable[[], None]) -> None:
         """Have `ask` called before the next reduction; if it raises, again before the one after that."""

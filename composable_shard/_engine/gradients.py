@@ -21,6 +21,7 @@ from .._comm.copies import Gradients
 from .._errors import ShardConfigStateError
 from .._group.group import ParamGroup
 from .._group.hooks import WATCHED
+from .._group.param import SHARDED_IN
 from .._group.phases import SHARDED
 from .._torch.core import HANDLES, Fate
 from .._torch.distributed import dtensor_like
@@ -103,8 +104,7 @@ class GradientFlow:
     def add_outside_forward(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:
         """Take a gradient outside forward, of the parameter `index` of a group."""
         gradients: list[torch.Tensor | None] = [None] * len(group.params)
-        parallel = group.params[index].parallel
-        gradients[index] = gradient if parallel is None else parallel.local_gradient(gradient)
+        gradients[index] = group.params[index].local_gradient(gradient, group.settings.current)
         before = self._outside_forward.get(group)
         self._outside_forward[group] = gradients if before is None else added(before, gradients)
 
@@ -146,10 +146,34 @@ class GradientFlow:
 
 
 class LeafOwner(Protocol):
-    """Receives gradients outside forward."""
+    """Receives gradients of tensors that are no sharded parameters."""
 
     def on_gradient_outside_forward(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:
         """A gradient came to an unsharded parameter that was read outside of its module's forward."""
+
+
+class ReplacedOwner(Protocol):
+    """Refuses gradients of parameters from before sharding."""
+
+    def on_gradient_of_replaced(self, fqn: str) -> None:
+        """A gradient came to the tensor that the parameter of this name was before sharding."""
+
+
+def watch_replaced(owner: Callable[[], ReplacedOwner | None], whole: torch.Tensor) -> None:
+    """Let the owner refuse gradients of `whole`, a parameter from before sharding."""
+    if whole.requires_grad:
+        # The parameter that has replaced it may share its dictionary of hooks, so the hook asks whose gradient it is.
+        hook = functools.partial(_refuse_replaced, owner, weakref.ref(whole))
+        whole.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        HANDLES.ours += 1
+
+
+def _refuse_replaced(
+    owner: Callable[[], ReplacedOwner | None], whole: weakref.ref[torch.Tensor], leaf: torch.Tensor
+) -> None:
+    engine = owner()
+    if engine is not None and leaf is whole():
+        engine.on_gradient_of_replaced(leaf.__dict__[SHARDED_IN])
 
 
 def watch_leaf(owner: Callable[[], LeafOwner | None], leaf: torch.Tensor, group: ParamGroup, index: int) -> None:

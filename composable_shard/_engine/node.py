@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from .._errors import ShardConfigStateError
 from .._group.group import ParamGroup
-from .._group.param import lend_attributes, run_all
+from .._group.param import lend_attributes, lent_attributes, run_all
 from .._torch.core import (
     Fate,
     NotForCompiledAutograd,
@@ -246,6 +247,11 @@ class _Unshard(NotForCompiledAutograd):
         ctx.lifeline = lifeline
         ctx.set_materialize_grads(False)
         outputs = tuple(map(_data, weights))  # takes a third of the time of `detach`
+        group = lifeline.use.group
+        # Here, and not by `DTensor.from_local` behind this node: that sums gradients in their own dtype, and autograd
+        # casts what comes to an output of this node to the dtype of that output.
+        if group.layout.wraps:
+            outputs = group.wrapped(outputs)
         needed = ctx.needs_input_grad
         if not all(needed[3:]):
             frozen = [out for out, need in zip(outputs, needed[3:], strict=True) if not need]
@@ -258,7 +264,10 @@ class _Unshard(NotForCompiledAutograd):
         if torch.is_grad_enabled():  # with create_graph
             return _differentiated_once(ctx, *gradients)
         line = ctx.lifeline
-        return (None, None, None, *line.owner.on_gradients(line.use, ctx, gradients))
+        use = line.use
+        if use.group.layout.wraps:
+            gradients = use.group.local_gradients(gradients)
+        return (None, None, None, *line.owner.on_gradients(use, ctx, gradients))
 
     @staticmethod
     def refusal(node: Any) -> ShardConfigStateError:
@@ -273,7 +282,7 @@ _apply = plain_apply(_Unshard)
 called_directly(_Unshard)
 # A forward may assign an unsharded parameter to a module, and a tracer of torch.fx may assign one to its graph.
 outputs_pass_for_leaves(_Unshard)
-_attributes, _data = attrgetter("__dict__"), attrgetter("data")
+_data = attrgetter("data")
 
 
 # Differentiating a reduced gradient again must raise an error, instead of treating the gradient as a constant. While
@@ -291,13 +300,12 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
     group = use.group
     weights = group.weights_for_use()
     outputs = _apply(_Lifeline(owner, use), weights, owner.witness.leaf, *group.shards)
-    if group.layout.wraps:
-        outputs = tuple([p.parallel.wrap(o) if p.parallel else o for o, p in zip(outputs, group.params, strict=True)])
     # `_is_param` is among them: isinstance(out, nn.Parameter) holds.
     if group.layout.extended:
         run_all(map(lend_attributes, outputs, group.shards))
     else:
-        run_all(map(dict.update, map(_attributes, outputs), map(_attributes, group.shards)))
+        # New tensors have no attributes yet: set as a whole, they take less host time than by `update`.
+        run_all(map(setattr, outputs, repeat("__dict__"), lent_attributes(group.shards)))
     if group.layout.packed:
         group.lend_carried(outputs)
     group.begin_use(outputs, use.forward)

@@ -66,6 +66,9 @@ class Layout:
         rank: the first rank that has pieces of the shapes of this rank's: such ranks share compiled code.
         replicates: whether gradients are averaged over replicas, too.
         device: where weights are gathered, if shards are kept elsewhere; else empty.
+        ports: indices of the parameters whose gradients may come in the dtype of reduction. For each, the operator
+            `unshard` gives a further output, which has no memory and no meaning except that its gradient is that of the
+            parameter: autograd would cast a gradient of the parameter itself.
         options: of which only the dtypes count here.
     """
 
@@ -77,6 +80,7 @@ class Layout:
     rank: int
     replicates: bool
     device: str
+    ports: tuple[int, ...]
     options: Options
 
     def register(self) -> str:
@@ -208,23 +212,34 @@ class _Unshard(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         *outputs, mark = _gather(_layouts[key], shards, anchor)
         ctx.save_for_backward(anchor, *((mark,) if again else ()))
-        ctx.mark_non_differentiable(*[out for i, out in enumerate(outputs) if i not in stored])
-        return tuple(outputs)
+        ports = {
+            i: _port(outputs[i], ctx.use.layout.options.reduce_dtype(shards[i].dtype)) for i in _layouts[key].ports
+        }
+        members = [*enumerate(outputs), *ports.items()]
+        ctx.mark_non_differentiable(*[out for i, out in members if i not in stored])
+        return *outputs, *ports.values()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         use, (anchor, *marks), ops = ctx.use, ctx.saved_tensors, torch.ops.composable_shard
-        given = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None}
+        count = len(use.layout.shapes)
+        of_ports = dict(zip(use.layout.ports, gradients[count:], strict=True))
+        both = {i: gradients[i] if (port := of_ports.get(i)) is None else port for i in range(count)}
+        given = {i: gradient for i, gradient in both.items() if gradient is not None}
         for mark in marks:
             ops.touch(mark, next(iter(given.values())))
         if use.fate == KEEP:
-            ops.keep(list(given.values()), anchor, list(given), len(gradients))
-            return (None,) * (2 + len(gradients))
+            ops.keep(list(given.values()), anchor, list(given), count)
+            return (None,) * (2 + count)
         reduced = use.reduce(given, anchor)
         if use.fate & (STEPS | ADDS):
             ops.hand_over([reduced[i] for i in given], anchor, list(given), bool(use.fate & STEPS))
-            return (None,) * (2 + len(gradients))
-        return (None, None, *(reduced[i] if i in given else None for i in range(len(gradients))))
+            return (None,) * (2 + count)
+        return (None, None, *(reduced[i] if i in given else None for i in range(count)))
+
+
+def _port(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return weight.new_empty((), dtype=dtype).expand(weight.shape)
 
 
 def _anchor(shards: Sequence[torch.Tensor], tag: torch.Tensor | None) -> torch.Tensor:

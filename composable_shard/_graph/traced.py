@@ -54,6 +54,13 @@ class Follower(Protocol):
         """Take over parameters that users have put there."""
 
 
+def _ports(params: Sequence[ShardedParam], options: Options) -> tuple[int, ...]:
+    """Indices of the parameters whose gradients are summed over other axes than ours in another dtype than theirs."""
+    dtypes = [(p.compute_dtype(options), options.reduce_dtype(p.dtype)) for p in params]
+    wider = [own is not reduced and torch.promote_types(own, reduced) is reduced for own, reduced in dtypes]
+    return tuple(i for i, p in enumerate(params) if p.parallel is not None and wider[i])
+
+
 class TracedSteps:
     """An optimizer that steps inside of backward, as traced code sees it.
 
@@ -122,8 +129,12 @@ class TracedGroup:
             rank=first_alike([p.shape[p.dim] for p in params], *ranks, rows),
             replicates=self._replicated,
             device=str(info.device) if info.offloads else "",
+            ports=_ports(params, settings.current),
             options=Options(mp_policy=settings.current.mp_policy),
         )
+        self._ports: list[int | None] = [None] * len(params)  # by parameter, the index of its port among the outputs
+        for place, index in enumerate(layout.ports, len(params)):
+            self._ports[index] = place
         self.key = layout.register()
         self.compiled = False
         self.watched = 0
@@ -186,10 +197,15 @@ class TracedGroup:
         else:
             full = self._once(*shards)
         # A plain view outside of the region: else a user's own checkpointed block would have the weights saved.
-        views = [tensor.view(tensor.shape) for tensor in full]
+        views = [tensor.view(tensor.shape) for tensor in full[: len(shards)]]
         with_side_effects(partial(setattr, self, "watched", watch_edits(len(views))))
         self._lend_carried(views)
-        return [p.parallel.wrap(t) if p.parallel else t for t, p in zip(views, self._params, strict=True)]
+        if len(full) == len(shards):
+            ports = [None] * len(shards)  # without gradients, or as none is needed
+        else:
+            ports = [None if at is None else full[at] for at in self._ports]
+        triples = zip(views, ports, self._params, strict=True)
+        return [p.parallel.wrap(view, port) if p.parallel else view for view, port, p in triples]
 
     def _lend_carried(self, views: Sequence[torch.Tensor]) -> None:
         for view, param in zip(views, self._params, strict=True):

@@ -176,7 +176,7 @@ class _Extended:
         parallel = self.param.parallel
         if made.shape != self._shape:  # there are padded rows at its end
             made = torch.as_strided(made, self._shape, self._stride, 0)
-        leaf = nn.Parameter(made if parallel is None else parallel.wrap(made), requires_grad=False)
+        leaf = nn.Parameter(made if parallel is None else parallel.around(made), requires_grad=False)
         leaf.__dict__[LEAF_OF] = self.param.fqn
         return leaf
 

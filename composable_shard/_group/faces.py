@@ -204,7 +204,7 @@ class Faces:
                 face = Face(slot, self._dtype, self._layout)
                 # `.data` gives each a version counter of its own, which `Leaves.give_up` moves.
                 made = [
-                    torch.nn.Parameter(p.parallel.wrap(w.data) if p.parallel else w.data, requires_grad=False)
+                    torch.nn.Parameter(p.parallel.around(w.data) if p.parallel else w.data, requires_grad=False)
                     for w, p in zip(face.weights, params, strict=True)
                 ]
             for leaf, param in zip(made, params, strict=True):

@@ -34,11 +34,12 @@ from .exchange import Exchange
 from .extension import ExtensionBucket, is_extended
 from .gradients import GroupGradients
 from .packed import Carried
-from .param import ShardedParam, lend_attributes
+from .param import ShardedParam, lend_attributes, lent_attributes, run_all
 from .phases import AWAY, GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, ParamPhase, illegal
 from .resident import Resident
 
 _requires_grad, _sharded, _at, _weights = map(attrgetter, ("requires_grad", "sharded", "at", "weights"))
+_attributes = attrgetter("__dict__")
 _weights_for_use, _leaves = methodcaller("weights_for_use"), methodcaller("leaves")
 _is_outdated, _edited = methodcaller("is_outdated"), methodcaller("edited")
 
@@ -450,6 +451,17 @@ class ParamGroup:
         """The unsharded parameters for a node that is about to be made over them; `begin_use` must follow."""
         return self._in_order(list(map(_weights_for_use, self.buckets)))
 
+    def wrapped(self, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The unsharded parameters as modules see them: DTensors where they were DTensors before."""
+        pairs = zip(weights, self.params, strict=True)
+        return tuple([weight if p.parallel is None else p.parallel.around(weight) for weight, p in pairs])
+
+    def local_gradients(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of the weights, from gradients of what `wrapped` has made of them."""
+        options = self.settings.current
+        pairs = zip(gradients, self.params, strict=True)
+        return [None if gradient is None else p.local_gradient(gradient, options) for gradient, p in pairs]
+
     def begin_use(self, outputs: Sequence[torch.Tensor], forward: int) -> None:
         """The node of a use was made.
 
@@ -468,11 +480,12 @@ class ParamGroup:
     def leaves(self) -> list[torch.Tensor]:
         """The unsharded parameters as leaf Parameters, with the `requires_grad` and attributes of the sharded ones."""
         leaves = self._in_order(list(map(_leaves, self.buckets)))
+        shards = [param.sharded for param in self.params]
+        if self.layout.extended:
+            run_all(map(lend_attributes, leaves, shards))
+        else:
+            run_all(map(dict.update, map(_attributes, leaves), lent_attributes(shards)))
         for leaf, param in zip(leaves, self.params, strict=True):
-            if self.layout.extended:
-                lend_attributes(leaf, param.sharded)
-            else:
-                leaf.__dict__.update(param.sharded.__dict__)  # attributes that users set
             if leaf.requires_grad != param.sharded.requires_grad:
                 leaf.requires_grad_(param.sharded.requires_grad)
         self.lend_carried(leaves)

@@ -6,7 +6,9 @@ import copy
 import inspect
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -62,11 +64,29 @@ def shard_parameter(name: str, param: nn.Parameter, cut: Cut) -> nn.Parameter:
 _PLAIN = (torch.Tensor, nn.Parameter, DTensor, RaggedTensor)  # classes that keep nothing of their own in `__dict__`
 
 
+# Attributes of a weight by which functions that fuse gradient accumulation (Megatron's, TransformerEngine's) find a
+# tensor to add the gradient to, instead of giving it to autograd. They would add this rank's gradient of the whole
+# weight, which is never reduced. Without these attributes they give autograd the gradient.
+FUSED_ACCUMULATION = frozenset(("main_grad", "get_main_grad", "grad_added_to_main_grad", "zero_out_wgrad"))
+
+
 def lend_attributes(tensor: torch.Tensor, param: torch.Tensor) -> None:
-    """Copy the attributes that users set on a parameter (tags for optimizers, say), but none that its class sets."""
-    written = param.__dict__
-    owned = _of_the_class(param) | _of_the_class(tensor)
-    tensor.__dict__.update({k: v for k, v in written.items() if k not in owned} if owned else written)
+    """Copy the attributes that users set on a parameter (tags for optimizers, say).
+
+    Not copied are attributes that its class sets, and those of `FUSED_ACCUMULATION`.
+    """
+    owned = _of_the_class(param) | _of_the_class(tensor) | FUSED_ACCUMULATION
+    tensor.__dict__.update({name: value for name, value in param.__dict__.items() if name not in owned})
+
+
+def lent_attributes(params: Iterable[torch.Tensor]) -> list[dict[str, Any]]:
+    """The same attributes of many parameters whose classes set none."""
+    attributes = list(map(dict.copy, map(_attributes, params)))
+    if not FUSED_ACCUMULATION.isdisjoint(chain.from_iterable(attributes)):
+        for names in attributes:
+            for name in FUSED_ACCUMULATION.intersection(names):
+                del names[name]
+    return attributes
 
 
 def _of_the_class(tensor: torch.Tensor) -> set[str]:
@@ -85,6 +105,7 @@ def _of_the_class(tensor: torch.Tensor) -> set[str]:
     return {*owned, *made.__dict__, *(name for name, value in static.items() if hasattr(value, "__get__"))}
 
 
+_attributes = attrgetter("__dict__")
 # Exhausts an iterator, such as a `map` with side effects: a loop over a group's parameters without bytecode.
 run_all = deque[Any](maxlen=0).extend
 
@@ -126,11 +147,15 @@ class ShardedParam:
         self._whole = weakref.ref(whole)
         self.rename(self.fqn)
 
+    @property
+    def replaced(self) -> nn.Parameter | None:
+        """The parameter from before sharding, if anybody still holds it."""
+        return self._whole() if self._whole is not None else None
+
     def rename(self, fqn: str) -> None:
         """Give it this name."""
         self.fqn = fqn
-        whole = self._whole() if self._whole is not None else None
-        for tensor in (self.sharded, whole):
+        for tensor in (self.sharded, self.replaced):
             if tensor is not None:
                 tensor.__dict__[SHARDED_IN] = fqn
 
@@ -150,6 +175,9 @@ class ShardedParam:
             memo[id(sharded)] = twin
         made = ShardedParam(self.fqn, memo[id(sharded)], self._cut, self.shape)
         memo[id(self)] = made
+        whole = self.replaced
+        if type(whole) is nn.Parameter:  # a module that still holds it is perhaps being copied
+            made.replace(copy.deepcopy(whole, memo))
         return made
 
     def fix_sizes(self) -> None:
@@ -171,6 +199,12 @@ class ShardedParam:
         """The dtype in which it is gathered and used."""
         stored = self.sharded.dtype
         return stored if self.keeps_dtype else options.compute_dtype(stored)
+
+    def local_gradient(self, gradient: torch.Tensor, options: Options) -> torch.Tensor:
+        """The gradient of the tensor that is gathered, from one of the unsharded parameter as modules see it."""
+        if self.parallel is None:
+            return gradient
+        return self.parallel.local_gradient(gradient, options.reduce_dtype(self.dtype))
 
     def piece_of(self, whole: torch.Tensor, info: MeshInfo) -> DTensor:
         """This rank's piece of an unsharded value of this parameter (or of its local tensor), placed like it."""

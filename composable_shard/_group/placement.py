@@ -31,7 +31,7 @@ from .._errors import (
     ShardConfigValueError,
 )
 from .._policies import MixedPrecisionPolicy, OffloadPolicy, overrides_of
-from .._torch.distributed import ShardPlacementResult, concatenated_mesh, local_tensor, strided_shard
+from .._torch.distributed import ShardPlacementResult, concatenated_mesh, dtensor_at, local_tensor, strided_shard
 from .._torch.ragged import Ragged
 from .packed import Carried, carried_by
 
@@ -46,7 +46,7 @@ class Parallel:
         mesh, placements: those of the DTensor: the other parallelism's, or of the full mesh.
         shape, stride: of the whole DTensor.
         full: the full mesh and our axes of it, if the DTensor is on one.
-        wrapper: on a full mesh, makes the DTensor from its local tensor, with a gradient that flows through.
+        wrapper: makes the DTensor from its local tensor in a graph, see `wrap`.
     """
 
     mesh: DeviceMesh
@@ -54,21 +54,29 @@ class Parallel:
     shape: torch.Size
     stride: tuple[int, ...]
     full: FullMesh | None = None
-    wrapper: Callable[[torch.Tensor], DTensor] | None = None
+    wrapper: Callable[[torch.Tensor, torch.Tensor | None], DTensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
         return self  # process groups cannot be copied
 
-    def wrap(self, local: torch.Tensor) -> DTensor:
-        """The unsharded parameter as the DTensor that it was, from its local tensor; gradients flow through."""
-        return self.around(local) if self.wrapper is None or not torch.is_grad_enabled() else self.wrapper(local)
-
-    def around(self, local: torch.Tensor) -> DTensor:
-        """The DTensor whose local tensor this is, made by `DTensor.from_local`; on a full mesh, call `wrap` instead.
+    def wrap(self, local: torch.Tensor, port: torch.Tensor | None) -> DTensor:
+        """The unsharded parameter as the DTensor that it was, from its local tensor, for a graph with a backward.
 
         The backward of `DTensor.from_local` gives a gradient the placements of the DTensor. On a full mesh it would so
-        sum up gradients that are partial over our axes, which is the task of the reduction that follows.
+        sum up gradients that are partial over our axes, which is the task of the reduction that follows. And it sums in
+        the dtype of the gradient.
+
+        Args:
+            local: the local tensor.
+            port: a tensor of this shape in the dtype of reduction, which takes the gradient of `local` if it is in that
+                dtype: autograd would cast a gradient of `local` itself. None if the dtypes are the same.
         """
+        if not torch.is_grad_enabled() or self.wrapper is None or (self.full is None and port is None):
+            return self.around(local)
+        return self.wrapper(local, port)
+
+    def around(self, local: torch.Tensor) -> DTensor:
+        """The DTensor whose local tensor this is; where autograd records, call `wrap` instead."""
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
@@ -77,16 +85,27 @@ class Parallel:
         """This rank's local tensor, out of a value of the whole parameter that all ranks have."""
         return distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None).to_local()
 
-    def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+    def local_gradient(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The gradient of the local tensor, from a gradient of the DTensor.
 
-        Over the data-parallel axes its placement stays (partial, as a rule): the reduction to come will sum it up.
+        Over the data-parallel axes its placement stays (partial, as a rule): the reduction to come will sum it up. Sums
+        over other axes are made here.
+
+        Args:
+            gradient: of the DTensor; a plain tensor is the local gradient already.
+            dtype: of the reduction to come. A sum is made in this dtype if it is wider than that of `gradient`, and the
+                result has it then. Otherwise the result has the dtype of `gradient`.
         """
         if not isinstance(gradient, DTensor):
             return gradient
         wanted = list(self.placements)
         for axis in (*self.full.shard, *self.full.replicate) if self.full is not None else ():
             wanted[axis] = gradient.placements[axis]
+        if gradient.dtype is not dtype and torch.promote_types(gradient.dtype, dtype) is dtype:
+            pairs = zip(gradient.placements, wanted, strict=True)
+            if any(now.is_partial() and now != then for now, then in pairs):
+                local = local_tensor(gradient).to(dtype)
+                gradient = dtensor_at(local, gradient.device_mesh, gradient.placements, gradient)
         return gradient.redistribute(placements=wanted).to_local()
 
     def placed(self, info: MeshInfo, dim: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
@@ -131,29 +150,38 @@ def _wrapper(
     placements: tuple[Placement, ...],
     shape: torch.Size,
     stride: tuple[int, ...],
-    ours: tuple[tuple[int, ...], ...],
+    ours: tuple[tuple[int, ...], ...] | None,
     groups: tuple[weakref.ref[dist.ProcessGroup], ...],  # a mesh of an earlier world is equal, and its groups are gone
-) -> Callable[[torch.Tensor], DTensor]:
-    parallel = Parallel(mesh, placements, shape, stride, FullMesh(mesh, *ours))
+) -> Callable[[torch.Tensor, torch.Tensor | None], DTensor]:
+    parallel = Parallel(mesh, placements, shape, stride, None if ours is None else FullMesh(mesh, *ours))
 
     class Wrap(torch.autograd.Function):
-        """Local tensor of a parameter on a full mesh -> the parameter as a DTensor."""
+        """Local tensor of a parameter -> the parameter as a DTensor; see `Parallel.wrap`."""
 
         @staticmethod
-        def forward(ctx: Any, local: torch.Tensor) -> DTensor:
+        def forward(ctx: Any, local: torch.Tensor, port: torch.Tensor | None) -> DTensor:
+            ctx.dtypes = local.dtype, (local if port is None else port).dtype
             return parallel.around(local.view(local.shape))  # not `detach`, which partitioners save
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            return parallel.local_gradient(gradient)
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            own, reduced = ctx.dtypes
+            local = parallel.local_gradient(gradient, reduced)
+            return (local, None) if local.dtype is own else (None, local)
 
-    def wrap(local: torch.Tensor) -> DTensor:
-        wrapped: DTensor = Wrap.apply(local)  # type: ignore[no-untyped-call]
+    def wrap(local: torch.Tensor, port: torch.Tensor | None) -> DTensor:
+        wrapped: DTensor = Wrap.apply(local, port)  # type: ignore[no-untyped-call]
         return wrapped
 
     # Dynamo must not trace into it: how a gradient is placed is known only when AOTAutograd makes the backward graph.
-    allowed: Callable[[torch.Tensor], DTensor] = torch.compiler.allow_in_graph(wrap)  # type: ignore[no-untyped-call]
+    allowed: Callable[..., DTensor] = torch.compiler.allow_in_graph(wrap)  # type: ignore[no-untyped-call]
     return allowed
+
+
+def _placed(param: DTensor, full: FullMesh | None = None) -> Parallel:
+    placed = param.device_mesh, tuple(param.placements), param.shape, param.stride()
+    groups = tuple(map(weakref.ref, param.device_mesh.get_all_groups()))
+    return Parallel(*placed, full, _wrapper(*placed, None if full is None else (full.shard, full.replicate), groups))
 
 
 def _in_full(name: str, param: torch.Tensor, full: FullMesh) -> Parallel:
@@ -173,9 +201,7 @@ def _in_full(name: str, param: torch.Tensor, full: FullMesh) -> Parallel:
                 f"parameter {name}: Expected Replicate() on DP {role} dim '{names[axis] if names else axis}' (index "
                 f"{axis}) but got {param.placements[axis]}; dp_mesh_dims names that axis, so it is ours to use"
             )
-    placed = param.device_mesh, tuple(param.placements), param.shape, param.stride()
-    groups = tuple(map(weakref.ref, param.device_mesh.get_all_groups()))
-    return Parallel(*placed, full, _wrapper(*placed, (full.shard, full.replicate), groups))
+    return _placed(param, full)
 
 
 def _parallel_of(name: str, param: torch.Tensor, info: MeshInfo) -> Parallel | None:
@@ -189,7 +215,6 @@ def _parallel_of(name: str, param: torch.Tensor, info: MeshInfo) -> Parallel | N
         return _in_full(name, param, info.full)
     if not isinstance(param, DTensor):
         return None
-    parallel = Parallel(param.device_mesh, tuple(param.placements), param.shape, param.stride())
     where = f"parameter {name}: is a DTensor on {param.device_mesh}"
     if param.device_mesh.device_type != info.mesh.device_type:
         raise ShardConfigValueError(
@@ -203,6 +228,7 @@ def _parallel_of(name: str, param: torch.Tensor, info: MeshInfo) -> Parallel | N
             f"{where}, and shall be sharded on {info.mesh}: their axes need names, all different; build one mesh "
             "(init_device_mesh with mesh_dim_names) and give each parallelism its submesh, for example mesh['dp']"
         )
+    parallel = _placed(param)
     try:
         parallel.placed(info, 0)
     except (RuntimeError, ValueError) as error:

@@ -483,6 +483,11 @@ def leaf_node(leaf: torch.Tensor) -> Any:
     return made.grad_fn.next_functions[0][0]
 
 
+def passes_through(leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether the backward pass that runs now has a gradient for any of these leaves."""
+    return any(_fate(leaf_node(leaf)) is not Fate.DROPPED for leaf in leaves if leaf.requires_grad)
+
+
 def hooks_of_node(node: Any) -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
     """The hooks that are registered on an autograd node, to run before it and after; later ones will be in there, too.
 
