@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .._errors import PeerLostError
-from .._torch.distributed import all_groups, backend_name, is_native, new_twin
+from .._torch.distributed import all_groups, backend_name, is_native, leave_to_parent, new_twin
 
 _of: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -77,8 +77,8 @@ def note_broken(group: dist.ProcessGroup) -> None:
 
 def _forked() -> None:
     """This is a child process: it has its parent's process groups, but none of the connections."""
-    if dist.is_initialized():
-        _of_parent.update(all_groups())
+    _of_parent.update(all_groups())
+    leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_forked)

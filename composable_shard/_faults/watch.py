@@ -438,6 +438,7 @@ class _Watcher:
         for own in self.ledgers():
             own.cut(FORKED.format(os.getpid()))
         self._ears, self._thread = [], None
+        self._ended, self._dump = threading.Event(), Dump()  # another thread may have held their locks at the fork
 
 
 WATCHER = _Watcher()
