@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ._comm.mesh import MeshInfo, default_mesh, mesh_info, small_mesh
-from ._comm.own_groups import next_number
+from ._comm.own_groups import expect_own_group, next_number
 from ._errors import (
     ShardConfigAssertionError,
     ShardConfigTypeError,
@@ -154,6 +154,9 @@ def fully_shard(
     note_policy((param for part in (state, *state.others) for param in part.declaration.params), offload)
     for index, each in enumerate(modules):
         _attach(each, state, index)
+    for part in (state, *state.others):
+        for group in (part.declaration.info.shard_group, part.declaration.info.replicate_group):
+            expect_own_group(group, part.declaration.info.device)
     show_to_torch(modules, state, OurHooks(pre_forward, post_forward, adopt_forward_methods))
     return module
 

@@ -22,6 +22,7 @@ from .._plan.plan import ShardPlan
 from .._plan.schedule import ROOT_NAME
 from .._torch.core import without_dispatch_modes
 from .._torch.distributed import all_reduce_options, backend_name, group_all_gather, store_of
+from .lanes import WAITING
 from .mesh import MeshInfo
 from .own_groups import own_group
 
@@ -91,7 +92,7 @@ def agree(plan: ShardPlan, among: Among, settings: Settings | None = None) -> No
         with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes():
             own = digest.to(device)
             of_ranks = own.repeat(group.size())  # a simulated process group may move nothing
-            group_all_gather(of_ranks, own, group).wait()
+            WAITING.wait(group_all_gather(of_ranks, own, group))
             digests = of_ranks.view(group.size(), -1)
             differ = (digests != digests[:1]).any(dim=1).nonzero().flatten().tolist()
         if differ:

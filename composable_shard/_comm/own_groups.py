@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from .._errors import PeerLostError
-from .._torch.distributed import all_groups, backend_name, is_native, new_twin
+from .._torch.distributed import all_groups, backend_name, is_native, leave_to_parent, new_twin
 
 _of: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -30,19 +31,51 @@ FORKED = (
 DESCRIPTION = "composable_shard"  # of the process groups that are made here
 
 
+class Meetings:
+    """What is done so that no rank makes a process group of ours while others never come to do so (`_faults`)."""
+
+    def __init__(self) -> None:
+        self.expect: Callable[[dist.ProcessGroup, torch.device], None] = lambda group, device: None
+        self.meet: Callable[[dist.ProcessGroup, torch.device], None] = lambda group, device: None
+
+    def arrange_by(
+        self,
+        expect: Callable[[dist.ProcessGroup, torch.device], None],
+        meet: Callable[[dist.ProcessGroup, torch.device], None],
+    ) -> None:
+        """From now on, `expect` hears of groups for which one is going to be made, and `meet` is called before."""
+        self.expect, self.meet = expect, meet
+
+
+MEETINGS = Meetings()
+
+
+def expect_own_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """`own_group` will be called for this group: if this rank ends before it comes to do so, the others are told."""
+    if group is not None and _gets_own(group, device) and group not in _of and group not in _of_parent:
+        MEETINGS.expect(group, device)
+
+
+def _gets_own(group: dist.ProcessGroup, device: torch.device) -> bool:
+    return group.size() > 1 and is_native(group) and backend_name(group, device) == "gloo"
+
+
 def own_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """The process group on which the library communicates among the ranks of `group`, for tensors on `device`.
 
     The first call for a group on gloo waits for its other ranks, as the making of a process group does.
 
     Raises:
-        PeerLostError: this process was forked from one that has the group, whose connections are its parent's.
+        PeerLostError: this process was forked from one that has the group, whose connections are its parent's; or
+            another rank has failed, or does not come.
     """
-    if group.size() == 1 or not is_native(group) or backend_name(group, device) != "gloo":
+    if not _gets_own(group, device):
         return group
     if group in _of_parent:
         raise PeerLostError(FORKED.format(os.getpid()))
     made = _of.get(group)
+    if made is None:
+        MEETINGS.meet(group, device)
     if made is None or made in _broken:
         made = _of[group] = _twin(group, limit_of(group, device))
     return made
@@ -77,8 +110,8 @@ def note_broken(group: dist.ProcessGroup) -> None:
 
 def _forked() -> None:
     """This is a child process: it has its parent's process groups, but none of the connections."""
-    if dist.is_initialized():
-        _of_parent.update(all_groups())
+    _of_parent.update(all_groups())
+    leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -159,11 +159,14 @@ class Ledger:
         plans: by digest, the plans that notes name.
     """
 
+    trains = True  # ranks communicate over the group, and need not keep its connections after a fault
+    _prefix = "composable_shard/ledger"  # of its keys in the store
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device, on_fault: Callable[[Ledger], None]) -> None:
         self.group, self.device = group, device
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = group.rank()
-        self.store = prefixed("composable_shard/ledger", store_of(group))
+        self.store = prefixed(self._prefix, store_of(group))
         self.news = _News(self.store)
         self.fault: Fault | None = None
         self.left_at = self._not_issued = -1
@@ -388,14 +391,19 @@ class Ledger:
 
     def _absent(self, place: int, note: str) -> None:
         gone = [rank for at, rank in enumerate(self.ranks) if not self.store.check([f"said/{place}/{at}"])]
-        self.poison(
-            RankMismatchError,
+        if gone:  # else the last one has just come, and says so
+            self.poison(*self._absence(place, note, gone))
+        self.check()
+
+    def _absence(self, place: int, note: str, gone: Sequence[int]) -> tuple[type[ComposableShardError], str]:
+        """The error of ranks that wait for those which are gone."""
+        text = (
             f"{_ranks(gone)} did not come to action {place}, where rank {dist.get_rank()} is about to {note}, within "
             f"{self.limit:.0f} s. All ranks must run the same modules; a rank that runs a forward, a save or a "
             "full_tensor alone keeps the others waiting. One that is only slow needs a longer "
-            "init_process_group(timeout=...)",
+            "init_process_group(timeout=...)"
         )
-        self.check()
+        return RankMismatchError, text
 
     # ---- faults
 
@@ -443,6 +451,33 @@ class Ledger:
         if self.fault is None and self.left_at != place:
             self.left_at = place
             self.news.post(f"left|{self.rank}|{place}|{error[:500]}")
+
+
+class Meeting(Ledger):
+    """The ledger in which the ranks of a user's process group meet, before they make one of ours.
+
+    It has one note. A rank that fails before its first forward is noticed here, for it has no other ledger yet.
+    """
+
+    trains = False
+    _prefix = "composable_shard/meeting"
+
+    def come(self) -> None:
+        """Wait for all ranks.
+
+        Raises:
+            PeerLostError: on all ranks that wait, another one has failed or ended, or does not come within the limit.
+        """
+        self.issue("begin its first forward")
+
+    def _absence(self, place: int, note: str, gone: Sequence[int]) -> tuple[type[ComposableShardError], str]:
+        has = "has" if len(gone) == 1 else "have"
+        text = (
+            f"{_ranks(gone)} {has} not begun a first forward within {self.limit:.0f} s, while rank {dist.get_rank()} "
+            "waits in its own. All ranks must run the model; one that is only slow, loading data say, needs a longer "
+            "init_process_group(timeout=...)"
+        )
+        return PeerLostError, text
 
 
 def _alike(place: int, note: str) -> str:

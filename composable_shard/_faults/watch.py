@@ -28,12 +28,12 @@ import torch
 import torch.distributed as dist
 
 from .._comm.lanes import WAITING
-from .._comm.own_groups import FORKED
+from .._comm.own_groups import FORKED, MEETINGS
 from .._errors import ComposableShardError, PeerLostError, RankMismatchError, ShardConfigValueError
 from .._torch.distributed import another_client, backend_name, exists
 from .dump import Dump, in_ranges
 from .interrupts import Interrupts
-from .ledger import Ledger
+from .ledger import Ledger, Meeting
 
 _log = logging.getLogger("composable_shard.faults")
 
@@ -74,7 +74,7 @@ class _Left(NamedTuple):
         return self.why in (_ENDED, _DESTROYED)
 
     def __str__(self) -> str:
-        action = f"after action {self.place - 1}"
+        action = f"after action {self.place - 1}" if self.place else "before its first forward"
         return f"{self.why} {action}" if self.in_order else f"failed {action} ({self.why})"
 
 
@@ -147,7 +147,7 @@ class _Ear:
 
     def _look_for_lost(self, own: Ledger, failed: str) -> None:
         """This rank waits: is there another one that will never come?"""
-        if self._look_for_left(own):
+        if self._look_for_left(own, failed):
             return
         if failed:
             self._look_for_signs(own, failed, LOST_S)
@@ -158,9 +158,9 @@ class _Ear:
         elif WAITING.since and time.monotonic() - WAITING.since > own.limit - 2 * LOST_S:  # it may fail soon
             self._signs(own)
 
-    def _look_for_left(self, own: Ledger) -> bool:
+    def _look_for_left(self, own: Ledger, failed: str) -> bool:
         """Has a rank failed before it came to where this one waits?"""
-        at = own.place + own.asks  # who asks is about to do what it asks for
+        at = own.place + (own.asks or bool(failed))  # who asks, or agrees on a plan, does what it has not noted yet
         for rank, left in self.left.items():
             if rank != own.rank and at > left.place > own.left_at and not self._is_back(rank, left):
                 self._lost(own, rank, str(left), _BATCHES if left.in_order else _OUTPUT)
@@ -246,7 +246,7 @@ class _Ear:
         """
         if is_stuck and own.fault is None:
             self._interrupted(own)
-        if own.fault is not None and (WAITING.since or self.queues):
+        if own.fault is not None and own.trains and (WAITING.since or self.queues):
             self._free(own)
 
     def _interrupted(self, own: Ledger) -> None:
@@ -309,7 +309,7 @@ def _is_of_network(error: Exception) -> bool:
 
 
 def _last(own: Ledger) -> str:
-    return f"action {own.place - 1} ({own.last})"
+    return f"action {own.place - 1} ({own.last})" if own.place else "its first forward"
 
 
 def _known_of(sign: bytes) -> str:
@@ -327,6 +327,7 @@ class _Watcher:
 
     def __init__(self) -> None:
         self._ears: list[_Ear] = []
+        self._meetings: dict[dist.ProcessGroup, Meeting] = {}  # by the group of the user, until its ranks have met
         self._failed = ""
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
@@ -350,8 +351,27 @@ class _Watcher:
             self._thread.start()
 
     def ledgers(self) -> list[Ledger]:
-        """Those whose process groups exist."""
-        return [ear.ledger for ear in self._ears if exists(ear.ledger.group)]
+        """Those of process groups that exist, without meetings."""
+        return [ear.ledger for ear in self._ears if ear.ledger.trains and exists(ear.ledger.group)]
+
+    def expect(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """The ranks of this group will meet: tell them if this one ends before it comes."""
+        if group not in self._meetings:
+            self._meetings = {each: meeting for each, meeting in self._meetings.items() if exists(each)}
+            self._meetings[group] = Meeting(group, device, self.spread)
+            self.add(self._meetings[group])
+
+    def meet(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Wait for the other ranks of a group.
+
+        Raises:
+            PeerLostError: one is lost, or does not come.
+        """
+        self.expect(group, device)
+        meeting = self._meetings[group]
+        meeting.come()
+        del self._meetings[group]
+        self._ears = [ear for ear in self._ears if ear.ledger is not meeting]
 
     def _run(self) -> None:
         while not self._ended.wait(LOOK_S):
@@ -379,7 +399,8 @@ class _Watcher:
     def _drop(self, ear: _Ear, error: Exception) -> None:
         """A process group or its store is gone."""
         self._ears = [each for each in self._ears if each is not ear]
-        if self._failed and ear.ledger.fault is None:
+        due = self._failed or (not ear.ledger.trains and exists(ear.ledger.group))  # who comes later cannot find out
+        if due and ear.ledger.fault is None:
             ear.ledger.without_store(error)
 
     def spread(self, faulty: Ledger) -> None:
@@ -437,10 +458,12 @@ class _Watcher:
         self._interrupts.forked()
         for own in self.ledgers():
             own.cut(FORKED.format(os.getpid()))
-        self._ears, self._thread = [], None
+        self._ears, self._meetings, self._thread = [], {}, None
+        self._ended, self._dump = threading.Event(), Dump()  # another thread may have held their locks at the fork
 
 
 WATCHER = _Watcher()
+MEETINGS.arrange_by(WATCHER.expect, WATCHER.meet)
 atexit.register(WATCHER.end)
 os.register_at_fork(after_in_child=WATCHER.forked)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import inspect
 import os
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -257,9 +259,14 @@ def prefixed(prefix: str, store: c10d.Store) -> c10d.Store:
     return c10d.PrefixStore(prefix, store)
 
 
+_clients: weakref.WeakSet[c10d.Store] = weakref.WeakSet()
+
+
 def another_client(store: c10d.Store) -> c10d.Store:
     """The same store through a connection of its own, for another thread."""
-    return store.clone()  # type: ignore[attr-defined,no-any-return]
+    made: c10d.Store = store.clone()  # type: ignore[attr-defined]
+    _clients.add(made)
+    return made
 
 
 def new_twin(group: dist.ProcessGroup, limit: timedelta, number: int, description: str) -> dist.ProcessGroup:
@@ -283,6 +290,18 @@ def new_twin(group: dist.ProcessGroup, limit: timedelta, number: int, descriptio
         )
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def leave_to_parent() -> None:
+    """Called in a forked process: never destroy its copies of the parent's process groups and stores.
+
+    The destructor of a `FileStore` counts the processes that are done with the file, and the last one removes it: a
+    child would take the file from ranks that train. It also takes a lock that another thread may have held at the fork.
+    The destructor of a process group joins threads that only the parent has.
+    """
+    groups = all_groups()
+    for each in (*_clients, *groups, *map(store_of, groups)):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 def exists(group: dist.ProcessGroup) -> bool:

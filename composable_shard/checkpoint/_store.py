@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from .._errors import CheckpointError
-from .._torch.distributed import shared_store
+from .._torch.distributed import another_client, shared_store
 from ._ranks import Ranks
 
 LOST_AFTER_S = 60.0  # a rank is lost whose process was not heard of for so long
@@ -50,7 +50,7 @@ class StoreRanks(Ranks):
         self._round = 0
         self._used: list[str] = []  # on rank 0, keys to remove
         self._ended = threading.Event()
-        self._store: Any = None if self.size == 1 else shared_store().clone()
+        self._store: Any = None if self.size == 1 else another_client(shared_store())
         self._beats: dict[int, tuple[bytes, float]] = {}  # by rank, the last one and how long it is the last
         self._thread = threading.Thread(target=self._beat, name="checkpoint-beat", daemon=True)
 

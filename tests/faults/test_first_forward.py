@@ -1,0 +1,86 @@
+"""A rank fails, ends or sleeps before its first forward: the others get an error that names it, in time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from _launched import finish, start
+from _pool import more
+
+RANKS = Path(__file__).parents[1] / "_late_ranks.py"
+SOON_S = 6.0
+LIMIT_S = 120.0
+LIMIT_OF_COLLECTIVES_S = 8.0  # in _late_ranks
+WAITS = r"; rank \d waits for it in its first forward\. Training cannot go on without that rank"
+
+
+def ranks(what, who, world, axes=(), **variables):
+    """Run it on all ranks; returns how those have ended that were not to fail: what each said, and its exit code."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    common = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    common |= {"GLOO_SOCKET_IFNAME": "lo"} | variables
+    environments = [os.environ | {k: str(v) for k, v in {**common, "RANK": rank}.items()} for rank in range(world)]
+    arguments = what, json.dumps(who), json.dumps(axes)
+    processes = [start(RANKS, *arguments, env=environment, cwd=RANKS.parent) for environment in environments]
+    ended = []
+    for rank in sorted(range(world), key=lambda rank: rank in who):  # stopped ones last
+        if rank in who and what == "be_stopped":
+            processes[rank].send_signal(signal.SIGKILL)
+        output, errors = finish(processes[rank], LIMIT_S)
+        if rank not in who or what == "sleep":
+            assert output.strip(), errors
+            ended.append((json.loads(output.splitlines()[-1]), processes[rank].returncode))
+    return ended
+
+
+CASES = {
+    "fail": r"rank 1 failed before its first forward \(ValueError: bad data\)",
+    "end": "rank 1 has ended before its first forward",
+    "end_at_once": "rank 1 has closed its connections",
+    "be_killed": "rank 1 has closed its connections",
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "compiled"),
+    [("fail", False), more("end", False), more("end_at_once", False), more("fail", True), ("be_killed", False)],
+)
+def test_a_rank_that_ends_before_its_first_forward_is_named_at_once(what, compiled):
+    [(said, code)] = ranks(what, [1], 2, **({"COMPILED": 1} if compiled else {}))
+    assert (said["error"], code) == ("PeerLostError", 1), said
+    assert re.search(CASES[what] + WAITS, said["text"])
+    assert said["after"] < SOON_S
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("what", ["fail", "be_killed"])
+def test_all_ranks_of_a_mesh_of_replicas_name_the_rank_that_is_lost(what):
+    ended = ranks(what, [1], 4, (2, 2))
+    assert [(said["error"], code) for said, code in ended] == [("PeerLostError", 1)] * 3, ended
+    assert all(re.search(CASES[what] + WAITS, said["text"]) for said, _ in ended)
+    assert max(said["after"] for said, _ in ended) < 1.5 * SOON_S
+
+
+def test_ranks_that_do_not_begin_within_the_limit_are_all_named_on_all_ranks():
+    ended = ranks("sleep", [1, 2], 3)
+    assert [(said["error"], code) for said, code in ended] == [("PeerLostError", 1)] * 3, ended
+    words = f"ranks 1, 2 have not begun a first forward within {LIMIT_OF_COLLECTIVES_S:.0f} s, while rank 0 waits in"
+    assert all(words in said["text"] for said, _ in ended)
+    assert LIMIT_OF_COLLECTIVES_S - 1.0 < ended[0][0]["after"] < LIMIT_OF_COLLECTIVES_S + SOON_S
+
+
+@pytest.mark.matrix
+def test_a_rank_that_is_stopped_before_its_first_forward_is_lost_after_the_time_that_was_set():
+    [(said, code)] = ranks("be_stopped", [1], 2, COMPOSABLE_SHARD_PEER_TIMEOUT=3)
+    assert (said["error"], code) == ("PeerLostError", 1), said
+    assert re.search(r"rank 1 has given no sign of life for \d s" + WAITS, said["text"])
+    assert 2.0 < said["after"] < LIMIT_OF_COLLECTIVES_S
