@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn as nn
@@ -136,6 +138,21 @@ def test_a_parametrization_for_the_time_of_a_forward_is_exact(rank, world, resha
         for block in model:
             block.checkpointed = checkpointed
     train_and_evaluate(models)
+
+
+def shard_compiled(model, engine):
+    for block in model:
+        engine(block)
+        block.compile(backend="aot_eager")
+    engine(model)
+
+
+@pytest.mark.matrix
+@distributed(world=2)
+def test_a_parametrization_for_the_time_of_a_compiled_forward_is_exact(rank, world):
+    """Dynamo breaks the graph there."""
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo in FSDP2
+    train_and_evaluate(models_of(adapted, shard_compiled))
 
 
 @distributed(world=2)
