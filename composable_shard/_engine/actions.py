@@ -209,7 +209,7 @@ class Actions:
         Raises:
             StaleStateError: an unsharded parameter was edited in place. The group is resharded then, too.
         """
-        edited = self.find_edits(group) if group.edited() else ()
+        edited = self.find_edits(group) if group.is_written() else ()
         self.give_up(group)
         if edited:
             raise lost_edit(edited)
@@ -226,7 +226,11 @@ class Actions:
 
     def find_edits(self, group: ParamGroup) -> list[str]:
         """Versions of unsharded parameters have risen: FQNs of those whose values have changed; see `edits.changed`."""
-        return changed(group.buckets, partial(self._gather_again, group))
+        try:
+            return changed(group.buckets, partial(self._gather_again, group))
+        except BaseException:
+            self.give_up(group)
+            raise
 
     def _gather_again(self, group: ParamGroup) -> None:
         pinned, kept = group.pinned, group.kept
@@ -270,10 +274,17 @@ class Actions:
             if (entries := known()) is not None:
                 entries.adopt()
 
-    def drop_after_forward(self) -> None:
-        """A forward of the root is over: drop gathers that nobody used and, without grad mode, all weights."""
+    def drop_after_forward(self, failed: bool) -> None:
+        """A forward of the root is over: drop gathers that nobody used and, without grad mode, all weights.
+
+        Args:
+            failed: whether by an error; then nothing is done for which other ranks are needed.
+        """
         keeps = torch.is_grad_enabled()
         for group in self.groups:
+            if failed and group.is_written():
+                group.forget_writes()
+                self.give_up(group)
             if group.phase is not SHARDED and not group.pinned and (group.phase is GATHERING or not keeps):
                 self.drop(group)
         if keeps:
@@ -282,8 +293,8 @@ class Actions:
     def give_up_idle(self) -> None:
         """After a failure: drop all groups whose forward does not run and that no user has pinned."""
         for group in self.groups:
-            if not group.running and not group.pinned:
-                group.accept_edits()  # what has failed was said
+            if not group.running and (group.is_written() or not group.pinned):
+                group.forget_writes()  # what has failed was said
                 self.give_up(group)
 
     def pin(self, group: ParamGroup, wait: bool) -> None:
@@ -317,19 +328,20 @@ class Actions:
         self.budget.unread.clear()
         self.pool.backward = False
 
-    def drop_after_backward(self) -> None:
+    def drop_after_backward(self, pinned: bool) -> None:
         """A backward is over: drop the groups that are to be resharded after backward, and gathers that nobody used.
-
-        Pinned groups are no exception. This rank may not have run them while others have, and clipping must find
-        sharded parameters on all ranks.
 
         Groups whose forward runs are left alone. The remaining ones keep their weights, but get their sharded
         parameters installed.
+
+        Args:
+            pinned: whether pinned groups are treated like all others. A rank that has not run such a group must end
+                with it sharded, like ranks that have: else clipping would miss its gradients.
         """
         self.staying.clear()
         self.budget.unread.clear()
         for group in self.groups:
-            if group.phase is SHARDED or group.running:
+            if group.phase is SHARDED or group.running or (group.pinned and not pinned):
                 continue
             if group.settings.current.reshard_after_backward or (group.phase is GATHERING and not group.pinned):
                 self.drop(group)
@@ -408,7 +420,7 @@ class Actions:
             self.drop(group)
         elif group.phase is UNSHARDED:
             self.installed.hide(group)
-            edited = self.find_edits(group) if group.edited() else ()
+            edited = self.find_edits(group) if group.is_written() else ()
             self._act(Kind.SHRINK, group, group.shrink)
             if edited:
                 raise lost_edit(edited)

@@ -253,35 +253,36 @@ class Engine:
             self.review.between_steps()
         self.review.begin(torch.is_grad_enabled(), waiting)
 
-    def leave(self, learn_order: bool) -> None:
+    def leave(self, learn_order: bool, failed: bool) -> None:
         """A call of a sharded module has ended, well or not.
 
         Args:
             learn_order: whether it was a call of the root that has succeeded: then the review looks at its order.
+            failed: whether it was any call that has failed.
         """
         self._depth -= 1
         if not self._depth and current_backward() < 0:
             try:
-                self._end_forward(learn_order)
+                self._end_forward(learn_order, failed)
             finally:
                 self._iterations.release()
 
     @apart_from_checkpoints
-    def _end_forward(self, learn_order: bool) -> None:
-        self._end_abandoned()  # as of a group of several modules, not all of which have run
+    def _end_forward(self, learn_order: bool, failed: bool) -> None:
+        self._end_abandoned(failed)  # as of a group of several modules, not all of which have run
         if not self._iterations.was_interrupted:
-            self._do.drop_after_forward()
+            self._do.drop_after_forward(failed)
         if learn_order:
             self.review.end()
 
-    def _end_abandoned(self) -> None:
+    def _end_abandoned(self, failed: bool = True) -> None:
         """No forward runs any more: end those whose end was never reported.
 
         A checkpoint around `super().__call__` stops its recomputation by an exception, which no forward hook sees.
         """
         for group in self.groups:
             while group.running:
-                self.after_forward(group)
+                self.after_forward(group, failed=failed)
 
     def before_forward(self, group: ParamGroup) -> tuple[Use, Outputs] | None:
         """A module is about to run: gather its group and install the unsharded parameters.
@@ -352,12 +353,16 @@ class Engine:
             written = group.end_use(copied)  # the outputs may hide views of weights in objects that were not searched
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
+        edited: Sequence[str] = ()
         if failed:
-            group.accept_edits()
-        edited = self._do.find_edits(group) if written and not failed else ()
+            written |= group.is_written()
+            group.forget_writes()
+        elif written:
+            edited = self._do.find_edits(group)
         self._do.end_forward(group, stays=group in self.active)
-        if edited:
+        if edited or (failed and written):
             self._do.give_up(group)  # what was edited must not be read again
+        if edited:
             raise lost_edit(edited)
 
     # ---- backward
@@ -498,7 +503,9 @@ class Engine:
         """
         with torch.no_grad():
             self._gradients.finish(now, self.groups, wait)
-        self._do.drop_after_backward()
+        # A pass that goes through no forward of the model, as of a loss that code outside reads unsharded weights for,
+        # says nothing about weights that users have unsharded.
+        self._do.drop_after_backward(pinned=now is None or now.newest > 0)
 
     def reset(self) -> None:
         """Give up whatever a failed forward or backward has left behind, and all accumulated gradients."""

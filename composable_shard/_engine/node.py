@@ -282,7 +282,7 @@ _apply = plain_apply(_Unshard)
 called_directly(_Unshard)
 # A forward may assign an unsharded parameter to a module, and a tracer of torch.fx may assign one to its graph.
 outputs_pass_for_leaves(_Unshard)
-_data = attrgetter("data")
+_attributes, _data = attrgetter("__dict__"), attrgetter("data")
 
 
 # Differentiating a reduced gradient again must raise an error, instead of treating the gradient as a constant. While
@@ -303,6 +303,8 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
     # `_is_param` is among them: isinstance(out, nn.Parameter) holds.
     if group.layout.extended:
         run_all(map(lend_attributes, outputs, group.shards))
+    elif outputs[0].__dict__:  # fake ones, which have attributes of their class there
+        run_all(map(dict.update, map(_attributes, outputs), lent_attributes(group.shards)))
     else:
         # New tensors have no attributes yet: set as a whole, they take less host time than by `update`.
         run_all(map(setattr, outputs, repeat("__dict__"), lent_attributes(group.shards)))

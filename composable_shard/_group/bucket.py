@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -22,13 +22,16 @@ from .._memory.pool import BufferPool
 from .._memory.slots import Place, Request, Slot
 from .._plan.layout import GatherLayout, gather_layout
 from .._policies import Wire
-from .._torch.core import address_of, has_memory, plainly, set_version, without_torch_function
+from .._torch.core import address_of, has_memory, plainly, without_torch_function
 from .._torch.distributed import local_tensor
 from .edits import BitSums, bit_sums, lost_edit
 from .faces import Faces, Leaves
 from .param import ShardedParam
 
 _version, _shape, _dim, _rows, _sharded = map(attrgetter, ("_version", "shape", "dim", "rows", "sharded"))
+
+
+_ACCEPTED = "_accepted_version"  # attribute of an output of a node: the version up to which no value has changed
 
 
 class _Members(dict[Place, int]):
@@ -139,6 +142,7 @@ class Bucket:
         unedited: if the running backward has checked the weights of a use and found no edit, the outputs of that use's
             node, so that it need not check again; else None.
         gathered, written: see `edits.py`.
+        packed: the places of the handles that the running forward has made, and the versions of what they stand for.
         saved: how many handles were made so far.
         reads_left: after how many more reads of handles the engine must be told that half of a use's handles were read;
             0 if it need not be told.
@@ -147,8 +151,8 @@ class Bucket:
 
     __slots__ = (
         "__weakref__", "_ended", "_faces", "_sharded", "_versions", "at", "dtype", "fqns", "gather_bytes", "gathered",
-        "generation", "group", "here", "is_complex", "params", "readable", "reads_left", "saved", "shown", "slot",
-        "unedited", "written",
+        "generation", "group", "here", "is_complex", "packed", "params", "readable", "reads_left", "saved", "shown",
+        "slot", "unedited", "written",
     )  # fmt: skip
 
     def __init__(
@@ -166,7 +170,8 @@ class Bucket:
         self._versions: list[int] = []  # of the shards, at the last gather
         self.generation = self.saved = self.reads_left = self.gather_bytes = 0
         self.shown: Sequence[torch.Tensor] = ()
-        self._ended: Sequence[torch.Tensor] = ()  # the outputs of the last use that has edited some
+        self._ended: Sequence[torch.Tensor] = ()  # the outputs of the last use, if it has written to some
+        self.packed: list[tuple[Any, int]] = []
         self.gathered: dict[int, BitSums] = {}
         self.written: set[int] = set()
         self.here: Leaves | None = None
@@ -206,7 +211,10 @@ class Bucket:
         if any(map(_version, shown)):
             self._ended = shown
             return True
-        return not shown and self.edited()
+        if not shown and self.is_written():
+            return True
+        self.packed.clear()
+        return False
 
     def leaves(self) -> list[torch.nn.Parameter]:
         """The unsharded parameters as leaves; the same objects whenever the weights are in the same slot."""
@@ -274,9 +282,9 @@ class Bucket:
     # error: at the end of the forward in which it was made, or when the weights are given up, or where backward finds
     # that a weight was edited after it had been saved.
 
-    def edited(self) -> bool:
+    def is_written(self) -> bool:
         """Whether leaves were written to since the weights were gathered, as far as versions tell."""
-        return self.here is not None and bool(self.here.edited())
+        return self.here is not None and bool(self.here.written())
 
     def risen(self) -> set[int]:
         return {*self._written_to()}
@@ -284,19 +292,21 @@ class Bucket:
     def _written_to(self) -> dict[int, list[torch.Tensor]]:
         """By index of a parameter, its output and its leaf, if their versions have risen."""
         written = {index: [self._ended[index]] for index in _edited_of(self._ended)}
-        for index in () if self.here is None else self.here.edited():
+        for index in () if self.here is None else self.here.written():
             written.setdefault(index, []).append(self.here.params[index])  # type: ignore[union-attr]
         return written
 
     def sums(self, indices: Iterable[int]) -> dict[int, BitSums]:
         return {}
 
-    def accept(self) -> None:
-        for out in self._ended:
-            set_version(out, 0)
+    def accept(self, edited: Collection[int] = ()) -> None:
+        for index, out in enumerate(self._ended):
+            if index not in edited:
+                out.__dict__[_ACCEPTED] = out._version
         self._ended = ()
+        self.packed.clear()
         if self.here is not None:
-            self.here.note_versions()
+            self.here.note_versions(edited)
 
     def find_edited(self, shown: Sequence[torch.Tensor]) -> set[int]:
         """Indices of the weights that were edited in place, through outputs of a node (`shown`) or through leaves.
@@ -306,7 +316,7 @@ class Bucket:
         """
         edited = _edited_of(shown) if any(map(_version, shown)) else set()
         if self.here is not None:
-            edited |= self.here.edited()
+            edited |= self.here.written()
         self.unedited = None if edited else shown
         return edited
 
@@ -317,7 +327,8 @@ class Bucket:
 
 def _edited_of(shown: Sequence[torch.Tensor]) -> set[int]:
     """Indices of those outputs of a node that were edited in place."""
-    return {index for index, out in enumerate(shown) if out._version}
+    versions = [(index, out._version, out) for index, out in enumerate(shown)]
+    return {index for index, version, out in versions if version and version != out.__dict__.get(_ACCEPTED)}
 
 
 class GatherBucket(Bucket):
@@ -440,8 +451,19 @@ class GatherBucket(Bucket):
         self._sums = None
 
     def sums(self, indices: Iterable[int]) -> dict[int, BitSums]:
-        tensors = self._written_to()
-        return self._sums_in_slot([i for i in indices if all(self._lies(each, i) for each in tensors.get(i, ()))])
+        written = self._written_to()
+        read = self._read_before(written)
+        here = [i for i in indices if i not in read and all(self._lies(each, i) for each in written.get(i, ()))]
+        return self._sums_in_slot(here)
+
+    def _read_before(self, written: dict[int, list[torch.Tensor]]) -> set[int]:
+        """Those of these weights of which the forward has saved an earlier version: backward would read the last one.
+
+        A write through a DTensor raises its own version and not that of its local tensor, of which handles are made.
+        """
+        versions = {i: {each._version for each in w if not isinstance(each, DTensor)} for i, w in written.items()}
+        packed = [(self.members[place], version) for place, version in self.packed]
+        return {index for index, version in packed if index in versions and version not in versions[index]}
 
     def _lies(self, tensor: torch.Tensor, index: int) -> bool:
         """Whether an unsharded parameter is still where it was gathered, and shaped as it was: `set_` may move it."""
@@ -454,6 +476,8 @@ class GatherBucket(Bucket):
     def _sums_in_slot(self, indices: Iterable[int]) -> dict[int, BitSums]:
         assert self.slot is not None
         flat, params = self.slot.typed(torch.uint8), self.places.params
+        if not has_memory(flat):
+            return {}
         size = self.dtype.itemsize
         with plainly():
             parts = {i: flat.narrow(0, size * self.begins[i], size * params[i].numel) for i in indices}

@@ -16,7 +16,7 @@ verdict, whosever rows it has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -67,10 +67,14 @@ class Edited(Protocol):
         """Indices of the parameters whose versions have risen since they were gathered."""
 
     def sums(self, indices: Iterable[int]) -> dict[int, BitSums]:
-        """Sums of these weights as they are now; without those that were moved, or whose bits are not comparable."""
+        """Sums of these weights as they are now.
 
-    def accept(self) -> None:
-        """The versions have risen without a change of values: set them back."""
+        Left out are those that were moved, that a forward has saved before the last write to them (it may have computed
+        with other values), and those whose bits are not comparable.
+        """
+
+    def accept(self, edited: Collection[int] = ()) -> None:
+        """What was written so far is judged: only later writes count, and edits of the weights with these indices."""
 
 
 def changed(buckets: Sequence[Edited], gather_again: Callable[[], None]) -> list[str]:
@@ -86,6 +90,18 @@ def changed(buckets: Sequence[Edited], gather_again: Callable[[], None]) -> list
         StaleStateError: it cannot be told, because other ranks do not gather.
     """
     written = [(bucket, risen, bucket.sums(risen)) for bucket in buckets if (risen := bucket.risen())]
+    edited = {bucket: risen for bucket, risen, _ in written}  # until the opposite is known
+    try:
+        edited = _changed(written, gather_again)
+    finally:
+        for bucket in buckets:
+            bucket.accept(edited.get(bucket, ()))
+    return [bucket.fqns[index] for bucket, indices in edited.items() for index in sorted(indices)]
+
+
+def _changed(
+    written: Sequence[tuple[Edited, set[int], dict[int, BitSums]]], gather_again: Callable[[], None]
+) -> dict[Edited, set[int]]:
     for bucket, risen, _ in written:
         bucket.written |= risen
     if any(sums.keys() - bucket.gathered.keys() for bucket, _, sums in written):
@@ -93,11 +109,7 @@ def changed(buckets: Sequence[Edited], gather_again: Callable[[], None]) -> list
             gather_again()
         except ComposableShardError as error:
             raise lost_edit([bucket.fqns[i] for bucket, risen, _ in written for i in sorted(risen)]) from error
-    same = [_same(sums, bucket.gathered) for bucket, _, sums in written]
-    for bucket, _, _ in written:
-        bucket.accept()
-    pairs = zip(written, same, strict=True)
-    return [bucket.fqns[index] for (bucket, risen, _), kept in pairs for index in sorted(risen - kept)]
+    return {bucket: risen - _same(sums, bucket.gathered) for bucket, risen, sums in written}
 
 
 def _same(now: dict[int, BitSums], before: dict[int, BitSums]) -> set[int]:

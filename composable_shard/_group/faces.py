@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter, ne
 
 import torch
@@ -127,8 +127,8 @@ class Leaves:
                 weights = [weight.data for leaf, weight in pairs if type(leaf) is torch.nn.Parameter]
                 run_all(map(setattr, self._plain, itertools.repeat("data"), weights))
 
-    def edited(self) -> set[int]:
-        """Indices of the leaves that were edited in place since their weights were gathered."""
+    def written(self) -> set[int]:
+        """Indices of the leaves that were written to since their weights were gathered, as far as versions tell."""
         versions = list(map(_version, self.params))
         if versions == self.versions:
             return set()
@@ -140,11 +140,12 @@ class Leaves:
         If autograd has saved a leaf itself, and not as a handle, it then raises an error and does not read the memory.
         """
         torch.autograd.graph.increment_version(self.params)
-        self.note_versions()
-
-    def note_versions(self) -> None:
-        """What was written to the leaves so far is no edit."""
         self.versions = list(map(_version, self.params))
+
+    def note_versions(self, edited: Collection[int] = ()) -> None:
+        """What was written so far is no edit, except of the leaves with these indices."""
+        versions = list(map(_version, self.params))
+        self.versions = [self.versions[at] if at in edited else now for at, now in enumerate(versions)]
 
 
 class Faces:

@@ -23,6 +23,7 @@ from .._comm.collectives import Transports
 from .._comm.lanes import Job, Lane
 from .._comm.mesh import MeshInfo
 from .._comm.rounding import Rounding
+from .._errors import PhaseError
 from .._faults.seat import NOTHING_NOTED, Notes, summary
 from .._memory.pool import BufferPool
 from .._memory.slots import Request
@@ -30,6 +31,7 @@ from .._plan.schedule import ROOT_NAME
 from .._policies import Options, Settings
 from .._torch.distributed import local_tensor
 from .bucket import Bucket, GatherBucket, gather_bucket
+from .edits import changed, lost_edit
 from .exchange import Exchange
 from .extension import ExtensionBucket, is_extended
 from .gradients import GroupGradients
@@ -41,7 +43,7 @@ from .resident import Resident
 _requires_grad, _sharded, _at, _weights = map(attrgetter, ("requires_grad", "sharded", "at", "weights"))
 _attributes = attrgetter("__dict__")
 _weights_for_use, _leaves = methodcaller("weights_for_use"), methodcaller("leaves")
-_is_outdated, _edited = methodcaller("is_outdated"), methodcaller("edited")
+_is_outdated, _is_written = methodcaller("is_outdated"), methodcaller("is_written")
 
 
 @dataclass(frozen=True)
@@ -380,15 +382,20 @@ class ParamGroup:
         for bucket in self.buckets:
             bucket.release(after, reserve)
 
-    def edited(self) -> bool:
+    def is_written(self) -> bool:
         """Whether unsharded parameters outside of a forward were written to since the gather, as versions tell."""
-        return any(map(_edited, self.buckets))
+        return any(map(_is_written, self.buckets))
 
-    def edits(self) -> list[str]:
-        """FQNs of those."""
-        return [bucket.fqns[index] for bucket in self.buckets for index in sorted(bucket.risen())]
+    def check_unedited(self) -> None:
+        """See that no unsharded parameter outside of a forward was edited, without a collective.
 
-    def accept_edits(self) -> None:
+        Raises:
+            StaleStateError: one was; or was written to, and it takes a gather to tell whether its values have changed.
+        """
+        if self.is_written() and (edited := changed(self.buckets, _cannot_gather)):
+            raise lost_edit(edited)
+
+    def forget_writes(self) -> None:
         """A forward has failed: whether it has edited unsharded parameters is not asked any more."""
         for bucket in self.buckets:
             bucket.accept()
@@ -548,3 +555,7 @@ class ParamGroup:
 
     def __repr__(self) -> str:
         return f"ParamGroup({self.name}, {len(self.params)} parameters, {self.phase.value})"
+
+
+def _cannot_gather() -> None:
+    raise PhaseError("not all ranks gather here")  # `changed` raises another error from it

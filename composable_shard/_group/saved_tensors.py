@@ -193,6 +193,7 @@ class _Hooks:
         else:
             place = self._places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
             bucket.saved += 1
+            bucket.packed.append((place, tensor._version))
         keeper = self._keepers.get(bucket) if self._keepers else None
         return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown))
 

@@ -255,7 +255,7 @@ def _run(module: nn.Module, call: _Call | None, args: tuple[Any, ...], kwargs: d
     engine.enter(bound.is_root)
     depth, copied = len(state.open_calls), len(state.copies)
     stays = state.declaration.settings.current.keep_storage
-    root_succeeded = False
+    root_succeeded, failed = False, False
     try:
         with _hooks_for(engine, bound.group, stays) or _NO_HOOKS:
             if call is not None:
@@ -267,6 +267,7 @@ def _run(module: nn.Module, call: _Call | None, args: tuple[Any, ...], kwargs: d
         root_succeeded = bound.is_root
         return output
     except BaseException as error:
+        failed = True
         engine.failed(error)
         explain_sharded_read(error, engine.groups)
         explain_meta_buffers(error, module, bound.is_root)
@@ -277,7 +278,7 @@ def _run(module: nn.Module, call: _Call | None, args: tuple[Any, ...], kwargs: d
             raise _needs_storage(module, bound) from error
         raise
     finally:
-        engine.leave(root_succeeded)
+        engine.leave(root_succeeded, failed)
 
 
 def _hooks_for(engine: Engine, group: ParamGroup | None, stays: bool) -> contextlib.AbstractContextManager[Any] | None:

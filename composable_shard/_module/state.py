@@ -24,7 +24,6 @@ from .._engine.node import Outputs, Use
 from .._engine.order import Order
 from .._errors import ShardConfigStateError, ShardConfigValueError
 from .._graph.traced import TracedGroup
-from .._group.edits import lost_edit
 from .._group.group import ParamGroup
 from .._group.param import ShardedParam
 from .._plan.layout import piece_numel
@@ -460,8 +459,7 @@ class ShardState:
             StaleStateError: one was.
         """
         for group in self.groups:
-            if group.edited():
-                raise lost_edit(group.edits())
+            group.check_unedited()
 
     def show_sharded(self) -> None:
         """Install the sharded parameters, unless a forward runs; the unsharded ones stay in memory."""

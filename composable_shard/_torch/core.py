@@ -223,11 +223,6 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set the version counter of a tensor, as if the writes since then had not been."""
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-
-
 # How many tensors and other objects share a storage, by its id; some tensor must hold it.
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
@@ -683,6 +678,9 @@ def _changed(function: Callable[[torch.Tensor], Any], tree: Any, copies: list[Co
             changed[key] = made
     if not changed:
         return None
+    for each in copies or ():
+        if each.owner is tree:  # it was passed twice: forward must see through one name what it writes through another
+            return each.made
     parts = dict(parts)  # the owner may change by the time writes are returned
     made = _with_parts(tree, parts, changed)
     if copies is not None and _can_be_written(tree):

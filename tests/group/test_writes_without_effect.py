@@ -67,9 +67,20 @@ class Writes(nn.Module):
         return self.inner.weight
 
     def forward(self, x):
+        if self.write is None:
+            return self._scaled(x)
         with torch.no_grad():
             self.write(self.inner.weight)
         return self.inner(x)
+
+    def _scaled(self, x):
+        weight = self.inner.weight
+        with torch.no_grad():
+            weight.mul_(2)
+        x = self.inner(x)
+        with torch.no_grad():
+            weight.div_(2)
+        return x
 
 
 class Block(nn.Module):
@@ -113,16 +124,16 @@ def loss_of(model, step):
     return model(noise(2, LENGTH, DIM, seed=step)).square().mean()
 
 
-def train_and_evaluate(models):
+def train_and_evaluate(models, at_rest=True):
     optimizers = optimizers_of(models)
-    train_alike(models, loss_of, 2, optimizers)
+    train_alike(models, loss_of, 2, optimizers, at_rest=at_rest)
     x = noise(2, LENGTH, DIM, seed=9)
     for _ in range(2):
         with torch.no_grad():
             outputs = {name: model(x) for name, model in models.items()}
         for name, output in outputs.items():
             torch.testing.assert_close(output, outputs["plain"], msg=lambda m, n=name: f"output of {n}: {m}")
-    train_alike(models, loss_of, 1, optimizers)
+    train_alike(models, loss_of, 1, optimizers, at_rest=at_rest)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -235,6 +246,7 @@ EDITS = {
     "one number of rank 1": lambda weight: weight[DIM - 1, 3].mul_(1.001),
     "rows swapped": swap_two_rows,
     "set onto a copy": move_elsewhere,
+    "scaled, used and scaled back": None,
     "a renormed row": lambda weight: F.embedding(torch.tensor([DIM - 1]), weight, max_norm=1e-3),
 }
 
@@ -248,6 +260,8 @@ def test_an_edit_is_an_error_on_all_ranks_whosever_rows_it_changes(rank, world, 
     model, plain = models["ours"], models["plain"]
     for edit in EDITS.values():
         for grad in (True, False):
+            if edit is None and not grad:
+                continue  # nothing reads the weight afterwards
             for block in (*model, *plain):
                 block.projection.write = set_onto_itself if harmless_first else lambda _: None
             loss_of(model, 0).backward()
@@ -258,6 +272,63 @@ def test_an_edit_is_an_error_on_all_ranks_whosever_rows_it_changes(rank, world, 
     for block in model:
         block.projection.write = set_onto_itself
     assert torch.equal(loss_of(model, 1), loss_of(plain, 1))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@distributed(world=2)
+def test_a_frozen_or_trained_weight_that_was_changed_while_it_was_used_is_an_error(rank, world, trains):
+    """Its values are the same again, but backward would read other ones than forward has computed with."""
+    ours = models_of(writing(None), shard_blocks, fsdp2=False)["ours"]
+    ours[1].requires_grad_(trains)
+    for _ in range(2):
+        with pytest.raises(StaleStateError, match=r"^0\.projection\.inner\.weight: edited in place while unsharded"):
+            loss_of(ours, 0)
+    ours[0].projection.write = set_onto_itself
+    with pytest.raises(StaleStateError, match=r"^1\.projection\.inner\.weight: edited in place while unsharded"):
+        loss_of(ours, 0)
+
+
+class WritesAndFails(Writes):
+    """Changes its weight and raises, if it is told to."""
+
+    fails = False
+
+    def forward(self, x):
+        if self.fails:
+            with torch.no_grad():
+                self.inner.weight.mul_(2)
+            raise ValueError("out of luck")
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("grad", [True, False])
+@distributed(world=2)
+def test_the_weights_that_a_failed_forward_has_changed_are_not_read_again(rank, world, grad, pinned):
+    models = models_of(lambda: nn.Sequential(*[Block(WritesAndFails(None)) for _ in range(2)]), shard_blocks,
+                       fsdp2=False, reshard_after_forward=False)  # fmt: skip
+    ours = models["ours"]
+    loss_of(ours, 0).backward()
+    ours.zero_grad()
+    if pinned:
+        ours[1].unshard()
+    ours[1].projection.fails = True
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="out of luck"):
+        loss_of(ours, 0)
+    ours[1].projection.fails = False
+    train_and_evaluate(models)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(world=2)
+def test_a_write_without_effect_is_exact_where_unsharded_weights_have_memory_of_their_own(rank, world, reshard):
+    """Autograd saves them then, and compares versions itself."""
+
+    def shard(model, engine):
+        shard_blocks(model, engine, reshard_after_forward=reshard)
+        model.set_keep_unsharded_storage(True)
+
+    train_and_evaluate(models_of(writing(HARMLESS["times one"]), shard, fsdp2=False), at_rest=False)
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -13,7 +13,7 @@ from _engines import fully_shard
 from _models import Stack, shard_blocks, vectors
 from _parity import Case, check_parity, plain_step
 from _pool import distributed
-from _sides import assert_alike, models_of, noise, train_alike
+from _sides import assert_alike, models_of, noise, optimizers_of, train_alike
 from composable_shard import StaleStateError
 
 
@@ -121,6 +121,37 @@ def test_writing_the_whole_parameter_is_not_what_unshard_is_for(rank, world):
         with pytest.raises(StaleStateError, match=r"head\.bias: edited in place while unsharded"):
             lost_by()
     assert torch.equal(model.head.bias.full_tensor(), plain["head.bias"])
+
+
+@distributed(world=2)
+def test_a_loss_in_chunks_reads_the_weight_of_a_head_that_stays_unsharded(rank, world):
+    """The backward of a chunk goes through no forward of the model, so it is not the end of the head's use."""
+
+    def shard(model, engine):
+        for layer in model:
+            engine(layer)
+        engine(model)
+
+    models = models_of(lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 5)), shard)
+    optimizers = optimizers_of(models)
+    for step in range(2):
+        for name, model in models.items():
+            hidden = model[0](noise(6, 8, seed=step))
+            leaf = hidden.detach().requires_grad_()
+            if name != "plain":
+                model[1].unshard()
+            for chunk in leaf.chunk(3):
+                torch.nn.functional.linear(chunk, model[1].weight, model[1].bias).square().sum().backward()
+            if name == "plain":
+                weights = [param.grad.clone() for param in model[1].parameters()]
+            else:
+                model[1].reshard()
+            hidden.backward(leaf.grad)
+        for param, expected in zip(models["ours"][1].parameters(), weights, strict=True):
+            torch.testing.assert_close(param.grad.full_tensor(), expected)
+        torch.testing.assert_close(models["ours"][0].weight.grad.full_tensor(), models["plain"][0].weight.grad)
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
 
 
 @distributed(world=2)

@@ -173,11 +173,14 @@ def _not_taken(model: nn.Module, held: Holdings, state: Mapping[str, Any]) -> li
     beside = {
         name: value for name, value in beside.items() if name not in held.tensors or not held.tensors[name].is_param
     }
-    if not beside:
-        return []
-    now = Entries.of(model).values()
-    lost = [name for name, value in beside.items() if name not in now or not are_alike(now[name], value)]
-    return [*dict.fromkeys(name for names in held.ranks.collected(lost) for name in names)]
+
+    def lost() -> list[str]:
+        now = Entries.of(model).values() if beside else {}
+        return [name for name, value in beside.items() if name not in now or not are_alike(now[name], value)]
+
+    # All ranks take part, since hooks may take a value on some ranks alone, and hooks of the state dict may fail.
+    _, of_ranks = Together(held.ranks).together_and_tell(lost, lambda names: names)
+    return [*dict.fromkeys(name for names in of_ranks for name in names)]
 
 
 def _differences(held: Holdings, offer: _Offer, chosen: Mapping[str, str]) -> _IncompatibleKeys:

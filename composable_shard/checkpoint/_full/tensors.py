@@ -183,9 +183,11 @@ class Holdings:
             check(held)
             return held
 
-        if not meshes_of((*model.parameters(), *model.buffers())):
+        # Unsharded parameters may be installed, on this rank or on others, so not by those that modules show.
+        meshes = meshes_of((*parameters_of(model).values(), *model.buffers()))
+        if not meshes:
             return hold()  # no rank waits for another one
-        ranks = Together(ranks_of(model))
+        ranks = Together(ModelRanks(meshes))
         held, on_meshes = ranks.together_and_tell(hold, lambda held: held.digests())
         if _differ(dict(zip(ranks.everyone, on_meshes, strict=True))):
             _raise_difference(what, dict(zip(ranks.everyone, ranks.gather(held.on_meshes()), strict=True)))
