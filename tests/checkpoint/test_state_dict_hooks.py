@@ -278,3 +278,27 @@ def test_buffers_that_differ_by_rank_may_be_renamed(rank, world, tmp_path):
     checkpoint.load(tmp_path, {"model": other})
     assert other.seen.unique().tolist() in ([0.0], [1.0])
     assert not isinstance(other.seen, DTensor)
+
+
+@distributed(world=2)
+def test_a_state_dict_on_one_rank_after_a_forward_keeps_no_rank_from_the_full_state(rank, world):
+    """The root's unsharded parameters are installed after a forward, and a state dict installs the sharded ones."""
+    torch.manual_seed(0)
+    plain = Transformer()
+    torch.manual_seed(0)
+    model = cs.fully_shard(Transformer())
+    model(*token_batch(rank, 0))
+    if rank == 0:
+        model.state_dict()
+    assert_equal(cs.full_state_dict(model, rank0_only=False), plain.state_dict())
+
+    def fail(module, state, prefix, metadata):
+        raise ValueError(f"on rank {rank}")
+
+    model(*token_batch(rank, 0))
+    handle = model.register_state_dict_post_hook(fail) if rank == 1 else None
+    with pytest.raises(CheckpointError, match="on rank 1"):
+        cs.full_state_dict(model)
+    if handle is not None:
+        handle.remove()
+    assert_equal(cs.full_state_dict(model, rank0_only=False), plain.state_dict())

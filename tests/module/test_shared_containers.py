@@ -427,3 +427,28 @@ def test_a_forward_that_fails_returns_nothing_and_the_next_one_does(rank, world)
     model(torch.ones(2, 4), given=given).sum().backward()
     assert given["seen"] == 1
     assert given["scale"].dtype == torch.float32
+
+
+def test_a_container_that_is_passed_twice_has_one_copy_and_gets_all_writes():
+    class Appends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x, first, both, second):
+            first.append(1)
+            assert both["list"][-1] == 1
+            second.append(2)
+            assert first[-1] == 2
+            return self.inner(x)
+
+    @simulated(world=1)
+    def run(rank, world):
+        module = fully_shard(Appends(), mp_policy=BF16)
+        shared = [noise(2)]
+        module(noise(3, 4), shared, {"list": shared}, second=shared)
+        assert len(shared) == 3
+        assert shared[0].dtype == torch.float32
+        assert shared[1:] == [1, 2]
+
+    run()
