@@ -44,7 +44,7 @@ def sleep():
 
 
 def sharded(axes):
-    """A decoder on a mesh of so many ranks along each axis; compiled, if the environment says so."""
+    """A decoder on a mesh of so many ranks along each axis; compiled, if the environment asks for it."""
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=("replicate", "shard")[-len(axes) :]) if axes else None
     torch.manual_seed(0)
     model = Transformer(layers=2)

@@ -43,7 +43,7 @@ class Meetings:
         expect: Callable[[dist.ProcessGroup, torch.device], None],
         meet: Callable[[dist.ProcessGroup, torch.device], None],
     ) -> None:
-        """From now on, `expect` hears of groups for which one is going to be made, and `meet` is called before."""
+        """From now on, call `expect` for groups for which one is going to be made, and `meet` before that."""
         self.expect, self.meet = expect, meet
 
 

@@ -275,7 +275,7 @@ class Actions:
                 entries.adopt()
 
     def drop_after_forward(self, failed: bool) -> None:
-        """A forward of the root is over: drop gathers that nobody used and, without grad mode, all weights.
+        """A forward of the root is over: drop gathers that were not used and, without grad mode, all weights.
 
         Args:
             failed: whether by an error; then nothing is done for which other ranks are needed.

@@ -390,15 +390,15 @@ class Ledger:
         self.check()
 
     def _absent(self, place: int, note: str) -> None:
-        gone = [rank for at, rank in enumerate(self.ranks) if not self.store.check([f"said/{place}/{at}"])]
-        if gone:  # else the last one has just come, and says so
-            self.poison(*self._absence(place, note, gone))
+        absent = [rank for at, rank in enumerate(self.ranks) if not self.store.check([f"said/{place}/{at}"])]
+        if absent:  # else the last one has just come
+            self.poison(*self._absence(place, note, absent))
         self.check()
 
-    def _absence(self, place: int, note: str, gone: Sequence[int]) -> tuple[type[ComposableShardError], str]:
-        """The error of ranks that wait for those which are gone."""
+    def _absence(self, place: int, note: str, absent: Sequence[int]) -> tuple[type[ComposableShardError], str]:
+        """The error of ranks that wait for absent ones."""
         text = (
-            f"{_ranks(gone)} did not come to action {place}, where rank {dist.get_rank()} is about to {note}, within "
+            f"{_ranks(absent)} did not come to action {place}, where rank {dist.get_rank()} is about to {note}, within "
             f"{self.limit:.0f} s. All ranks must run the same modules; a rank that runs a forward, a save or a "
             "full_tensor alone keeps the others waiting. One that is only slow needs a longer "
             "init_process_group(timeout=...)"
@@ -456,7 +456,7 @@ class Ledger:
 class Meeting(Ledger):
     """The ledger in which the ranks of a user's process group meet, before they make one of ours.
 
-    It has one note. A rank that fails before its first forward is noticed here, for it has no other ledger yet.
+    It has one note. A rank that fails before its first forward is noticed here, because it has no other ledger yet.
     """
 
     trains = False
@@ -470,10 +470,10 @@ class Meeting(Ledger):
         """
         self.issue("begin its first forward")
 
-    def _absence(self, place: int, note: str, gone: Sequence[int]) -> tuple[type[ComposableShardError], str]:
-        has = "has" if len(gone) == 1 else "have"
+    def _absence(self, place: int, note: str, absent: Sequence[int]) -> tuple[type[ComposableShardError], str]:
+        has = "has" if len(absent) == 1 else "have"
         text = (
-            f"{_ranks(gone)} {has} not begun a first forward within {self.limit:.0f} s, while rank {dist.get_rank()} "
+            f"{_ranks(absent)} {has} not begun a first forward within {self.limit:.0f} s, while rank {dist.get_rank()} "
             "waits in its own. All ranks must run the model; one that is only slow, loading data say, needs a longer "
             "init_process_group(timeout=...)"
         )

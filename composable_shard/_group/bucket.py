@@ -457,7 +457,7 @@ class GatherBucket(Bucket):
         return self._sums_in_slot(here)
 
     def _read_before(self, written: dict[int, list[torch.Tensor]]) -> set[int]:
-        """Those of these weights of which the forward has saved an earlier version: backward would read the last one.
+        """Those of these weights that the forward has saved in an earlier version; backward would read the last one.
 
         A write through a DTensor raises its own version and not that of its local tensor, of which handles are made.
         """

@@ -1,6 +1,6 @@
 """Writes to unsharded parameters: resharding loses them, so they are errors, unless they have changed no value.
 
-A version that has risen says that a tensor was written to, but not whether values have changed.
+A version that has risen shows that a tensor was written to, but not whether values have changed.
 `torch.nn.utils.parametrize` sets a parameter onto itself, a clamp may find nothing to clamp. So where versions have
 risen, sums over the bits of the weights are compared with those of the weights as they were gathered: a sum of every
 row and one of every column. A write that keeps all of them is not met by chance.

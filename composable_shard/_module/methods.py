@@ -517,9 +517,8 @@ def _refuse_custom(module: Methods, what: str, own: str) -> None:
 
 
 def _states_of(modules: Iterable[Any], expected: str = "list of FSDPModules but got {module}") -> list[ShardState]:
-    if isinstance(modules, Methods) or not isinstance(
-        modules, Iterable
-    ):  # a sharded Sequential would give its children
+    # A sharded Sequential is an iterable, of its children.
+    if isinstance(modules, Methods) or not isinstance(modules, Iterable):
         raise ShardConfigTypeError(
             f"modules: expected a list of FSDPModules, got {type(modules).__name__}; pass [module], or [] for none"
         )

@@ -132,7 +132,7 @@ def test_ranks_that_met_in_a_file_train_on_while_they_fork(rank, world, compiled
     for way in (*ways, *(fork_directly() for _ in range(5))):
         for _ in way:
             by_torch.step()
-        run.optimizer.param_groups[0]["lr"] *= 0.9  # what is new is asked of all ranks, by the store
+        run.optimizer.param_groups[0]["lr"] *= 0.9  # new settings are asked of all ranks, by the store
         run.sides[1][1].param_groups[0]["lr"] *= 0.9
         by_torch.optimizer.param_groups[0]["lr"] *= 0.9
     assert Path(shared_store().path).exists()

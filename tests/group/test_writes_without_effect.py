@@ -289,7 +289,7 @@ def test_a_frozen_or_trained_weight_that_was_changed_while_it_was_used_is_an_err
 
 
 class WritesAndFails(Writes):
-    """Changes its weight and raises, if it is told to."""
+    """Changes its weight and raises, if `fails` is set."""
 
     fails = False
 

@@ -1,4 +1,4 @@
-"""`reduce_dtype` over the axes of other kinds of parallelism: gradients are summed over them in that dtype, too.
+"""`reduce_dtype` over the axes of other parallelism: gradients are summed over them in that dtype, too.
 
 torch's FSDP2 sums over these axes in the dtype of compute, and casts the sum.
 """
