@@ -452,6 +452,8 @@ class Actions:
             self.catch_up()
         group = use.group
         self.staying.discard(group)
+        if len(group.buckets) == 1:  # else the outputs of each bucket are known to its handles alone
+            group.buckets[0].note_written(outputs)
         if self.order.forward.budget is not None:
             self.budget.reached(use, outputs)
         waits = bool(self._reductions) and self._wait_before(group, missed, following)

@@ -78,7 +78,7 @@ class Budget:
     def _may_go(self, group: ParamGroup) -> bool:
         if not self._pool.backward:
             return True
-        return group in self.unread and all(bucket.unedited is None for bucket in group.buckets)
+        return group in self.unread and all(bucket.looked_at is None for bucket in group.buckets)
 
     def _enclosing(self, group: ParamGroup) -> Container[str]:
         """FQNs of the groups in whose forwards this one runs, in any phase."""

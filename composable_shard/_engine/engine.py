@@ -360,8 +360,9 @@ class Engine:
         elif written:
             edited = self._do.find_edits(group)
         self._do.end_forward(group, stays=group in self.active)
-        if edited or (failed and written):
-            self._do.give_up(group)  # what was edited must not be read again
+        # What was edited must not be read again. (A checkpoint may stop a recomputation in backward by an error.)
+        if edited or (failed and written and current_backward() < 0):
+            self._do.give_up(group)
         if edited:
             raise lost_edit(edited)
 

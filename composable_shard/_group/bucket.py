@@ -31,6 +31,7 @@ from .param import ShardedParam
 _version, _shape, _dim, _rows, _sharded = map(attrgetter, ("_version", "shape", "dim", "rows", "sharded"))
 
 
+_EDITED = -1  # a version that no tensor has
 _ACCEPTED = "_accepted_version"  # attribute of an output of a node: the version up to which no value has changed
 
 
@@ -139,10 +140,10 @@ class Bucket:
         shown: the outputs of the node of the use that runs forward now, by index; empty outside of a forward, or if
             modules have leaves installed.
         here: the leaf Parameters over the memory in which the weights are now; None if none were made there.
-        unedited: if the running backward has checked the weights of a use and found no edit, the outputs of that use's
-            node, so that it need not check again; else None.
+        looked_at: the outputs of the node of the use of which the running backward has read a weight; None if of none.
+        rewritten: by index, versions of the weights that were written to until the backward of that use began.
         gathered, written: see `edits.py`.
-        packed: the places of the handles that the running forward has made, and the versions of what they stand for.
+        packed: the places of the handles that the running forward has made of leaves, and the versions of these.
         saved: how many handles were made so far.
         reads_left: after how many more reads of handles the engine must be told that half of a use's handles were read;
             0 if it need not be told.
@@ -150,9 +151,9 @@ class Bucket:
     """
 
     __slots__ = (
-        "__weakref__", "_ended", "_faces", "_sharded", "_versions", "at", "dtype", "fqns", "gather_bytes", "gathered",
-        "generation", "group", "here", "is_complex", "packed", "params", "readable", "reads_left", "saved", "shown",
-        "slot", "unedited", "written",
+        "__weakref__", "_ended", "_faces", "_noted", "_sharded", "_versions", "at", "dtype", "fqns", "gather_bytes", "gathered",
+        "generation", "group", "here", "is_complex", "looked_at", "packed", "params", "readable", "reads_left",
+        "rewritten", "saved", "shown", "slot", "written",
     )  # fmt: skip
 
     def __init__(
@@ -175,7 +176,9 @@ class Bucket:
         self.gathered: dict[int, BitSums] = {}
         self.written: set[int] = set()
         self.here: Leaves | None = None
-        self.unedited: Sequence[torch.Tensor] | None = None
+        self.looked_at: Sequence[torch.Tensor] | None = None
+        self._noted: Sequence[torch.Tensor] | None = None
+        self.rewritten: dict[int, int] = {}
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -192,6 +195,7 @@ class Bucket:
         if face is not None and not face.at_rest:
             face.note_shown()
         self.shown = outputs
+        self.packed.clear()
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> bool:
         """A forward is over, and its outputs or leaves are still installed: note whether others keep views of weights.
@@ -252,7 +256,7 @@ class Bucket:
             reserve: whether to keep their memory for the next gather.
         """
         slot, leaves = self.slot, self.here
-        self.slot = self.here = self.unedited = None
+        self.slot = self.here = self.looked_at = None
         self.readable = False
         self._give_up(slot, leaves, after, reserve)
 
@@ -308,21 +312,29 @@ class Bucket:
         if self.here is not None:
             self.here.note_versions(edited)
 
-    def find_edited(self, shown: Sequence[torch.Tensor]) -> set[int]:
-        """Indices of the weights that were edited in place, through outputs of a node (`shown`) or through leaves.
+    def note_written(self, shown: Sequence[torch.Tensor]) -> None:
+        """Backward reaches a use: note what was written to until now, for all reads of its weights.
 
-        If there are none, `unedited` spares the running backward another look, which costs as much as all the rest of
-        reading a saved weight.
+        A checkpoint may recompute before the first read, and repeats writes that were judged when the forward ended.
+
+        Args:
+            shown: the outputs of the node. A write to one before it was saved was judged, so a weight was edited if it
+                has another version now than when it was saved.
         """
-        edited = _edited_of(shown) if any(map(_version, shown)) else set()
+        self.rewritten = {index: out._version for index, out in enumerate(shown) if out._version}
         if self.here is not None:
-            edited |= self.here.written()
-        self.unedited = None if edited else shown
-        return edited
+            self.rewritten |= dict.fromkeys(self.here.written(), _EDITED)
+        self._noted = shown
+
+    def look_at(self, shown: Sequence[torch.Tensor]) -> None:
+        """The first weight of a use is read: see what was written to, once, as a look costs as much as reading it."""
+        if shown is not self._noted:
+            self.note_written(shown)
+        self.looked_at = shown
 
     def end_reads(self) -> None:
         """The backward of a use is over: the next one looks for edits anew."""
-        self.unedited = None
+        self.looked_at = self._noted = None
 
 
 def _edited_of(shown: Sequence[torch.Tensor]) -> set[int]:
@@ -457,8 +469,9 @@ class GatherBucket(Bucket):
         return self._sums_in_slot(here)
 
     def _read_before(self, written: dict[int, list[torch.Tensor]]) -> set[int]:
-        """Those of these weights that the forward has saved in an earlier version; backward would read the last one.
+        """Those of these weights whose leaf the forward has saved in an earlier version; backward would read the last.
 
+        For outputs of a node, backward notices it (`look_at`). The version of a leaf rises when it is resharded.
         A write through a DTensor raises its own version and not that of its local tensor, of which handles are made.
         """
         versions = {i: {each._version for each in w if not isinstance(each, DTensor)} for i, w in written.items()}

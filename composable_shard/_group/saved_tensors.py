@@ -67,6 +67,7 @@ class Handle(NamedTuple):
     keeper: object  # is deleted with the last handle of its use
     generation: int  # the bucket's, when the view was saved
     shown: Sequence[torch.Tensor]  # the node's outputs that were installed then, to find edits of them
+    version: int  # of the view then; it shares the version of the output
 
 
 _Tensor, _data_ptr, _is_grad_enabled = torch.Tensor, torch.Tensor.data_ptr, torch.is_grad_enabled
@@ -193,9 +194,11 @@ class _Hooks:
         else:
             place = self._places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
             bucket.saved += 1
-            bucket.packed.append((place, tensor._version))
+            if not bucket.shown:
+                bucket.packed.append((place, tensor._version))
         keeper = self._keepers.get(bucket) if self._keepers else None
-        return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown))
+        version = tensor._version
+        return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown, version))
 
     def _flattened(self, tensor: Any) -> Any:
         """A tensor of a subclass, with handles for those of its inner tensors that are weights; None if none is."""
@@ -225,7 +228,7 @@ def _copied(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def _weight(handle: Handle) -> torch.Tensor:
     """The weight that a handle stands for, gathered again if need be."""
-    bucket, place, owner, _, generation, shown = handle
+    bucket, place, owner, _, generation, shown, version = handle
     if generation != bucket.generation:
         raise _stale(bucket)
     if not bucket.readable:
@@ -233,9 +236,11 @@ def _weight(handle: Handle) -> torch.Tensor:
         owner.fetch(bucket)
         if generation != bucket.generation:  # the gather has noticed it
             raise _stale(bucket)
-    if shown is not bucket.unedited and (edited := bucket.find_edited(shown)):
+    if shown is not bucket.looked_at:
+        bucket.look_at(shown)
+    if bucket.rewritten:
         member = bucket.members[place] if type(place) is Place else place[1]  # type: ignore[attr-defined, index]
-        if member in edited:
+        if bucket.rewritten.get(member, version) != version:
             raise _edited(bucket.fqns[member])
     if bucket.reads_left:
         bucket.reads_left -= 1
