@@ -151,9 +151,9 @@ class Bucket:
     """
 
     __slots__ = (
-        "__weakref__", "_ended", "_faces", "_noted", "_sharded", "_versions", "at", "dtype", "fqns", "gather_bytes", "gathered",
-        "generation", "group", "here", "is_complex", "looked_at", "packed", "params", "readable", "reads_left",
-        "rewritten", "saved", "shown", "slot", "written",
+        "__weakref__", "_ended", "_faces", "_noted", "_sharded", "_versions", "at", "dtype", "fqns", "gather_bytes",
+        "gathered", "generation", "group", "here", "is_complex", "looked_at", "packed", "params", "readable",
+        "reads_left", "rewritten", "saved", "shown", "slot", "written",
     )  # fmt: skip
 
     def __init__(
@@ -256,7 +256,7 @@ class Bucket:
             reserve: whether to keep their memory for the next gather.
         """
         slot, leaves = self.slot, self.here
-        self.slot = self.here = self.looked_at = None
+        self.slot = self.here = self.looked_at = self._noted = None
         self.readable = False
         self._give_up(slot, leaves, after, reserve)
 
