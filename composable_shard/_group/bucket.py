@@ -215,15 +215,13 @@ class Bucket:
         if any(map(_version, shown)):
             self._ended = shown
             return True
-        if not shown and self.is_written():
-            return True
-        self.packed.clear()
-        return False
+        return not shown and self.here is not None and bool(self.here.written())
 
     def leaves(self) -> list[torch.nn.Parameter]:
         """The unsharded parameters as leaves; the same objects whenever the weights are in the same slot."""
         if self._faces is not None and self.slot is not None:
             self.here = self._faces.use_leaves(self.slot, self.params)
+            self.packed.clear()
         assert self.here is not None
         return self.here.params
 
@@ -286,10 +284,6 @@ class Bucket:
     # error: at the end of the forward in which it was made, or when the weights are given up, or where backward finds
     # that a weight was edited after it had been saved.
 
-    def is_written(self) -> bool:
-        """Whether leaves were written to since the weights were gathered, as far as versions tell."""
-        return self.here is not None and bool(self.here.written())
-
     def risen(self) -> set[int]:
         return {*self._written_to()}
 
@@ -321,10 +315,12 @@ class Bucket:
             shown: the outputs of the node. A write to one before it was saved was judged, so a weight was edited if it
                 has another version now than when it was saved.
         """
-        self.rewritten = {index: out._version for index, out in enumerate(shown) if out._version}
+        rewritten: dict[int, int] = {}
+        if any(map(_version, shown)):
+            rewritten = {index: out._version for index, out in enumerate(shown) if out._version}
         if self.here is not None:
-            self.rewritten |= dict.fromkeys(self.here.written(), _EDITED)
-        self._noted = shown
+            rewritten |= dict.fromkeys(self.here.written(), _EDITED)
+        self.rewritten, self._noted = rewritten, shown
 
     def look_at(self, shown: Sequence[torch.Tensor]) -> None:
         """The first weight of a use is read: see what was written to, once, as a look costs as much as reading it."""
