@@ -712,3 +712,10 @@ def test_steps_by_regime_wait_more_on_slow_links_and_less_with_many_tokens(tmp_p
         shares = {key[:2]: each["share"] for key, each in found.items() if key[2] == engine}
         assert shares[512, 25] > max(shares[512, 400], shares[8192, 25]) >= shares[8192, 400] > 0, engine
         assert all(each["step_ms"] >= found[*key[:2], "no communication"]["step_ms"] for key, each in found.items())
+
+
+@pytest.mark.matrix
+def test_what_writes_to_unsharded_weights_cost_is_measured() -> None:
+    options = ("--width=16", "--experts=2", "--tokens", "8", "--rounds=2", "--steps=1")
+    out = bench("written_weights.py", *options, limit_s=120)
+    assert all(f"  {engine}" in out for engine in ("plain", "accepted", "judged"))
