@@ -54,6 +54,7 @@ def assert_trains_as(model, plain, rank, world):
         torch.testing.assert_close(model(*token_batch(0, 6)), plain(*token_batch(0, 6)))
 
 
+@pytest.mark.matrix
 @distributed(world=2)
 def test_compiled_modules_are_known_by_their_own_names(rank, world, tmp_path):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

@@ -15,7 +15,7 @@ from _blocks import Transformer, next_token_loss, token_batch
 from _engines import ENGINES, fully_shard
 from _models import Stack, shard_blocks, shard_nested, vectors
 from _parity import Case, check_parity, plain_step
-from _pool import distributed, simulated
+from _pool import distributed, more, simulated
 from _sides import assert_alike, backward, both, models_of, optimizers_of
 
 
@@ -105,7 +105,7 @@ def shard_decoder(model, engine, compiled=False, **options):
     engine(model, **options)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, more(True)])
 @distributed(world=2)
 def test_weights_that_are_kept_over_microbatches_are_gathered_once_in_a_step_as_by_fsdp2(rank, world, compiled):
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo in FSDP2

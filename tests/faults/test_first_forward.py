@@ -52,7 +52,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("what", "compiled"),
-    [("fail", False), more("end", False), more("end_at_once", False), more("fail", True), ("be_killed", False)],
+    [("fail", False), more("end", False), more("end_at_once", False), more("fail", True), more("be_killed", False)],
 )
 def test_a_rank_that_ends_before_its_first_forward_is_named_at_once(what, compiled):
     [(said, code)] = ranks(what, [1], 2, **({"COMPILED": 1} if compiled else {}))
@@ -70,6 +70,7 @@ def test_all_ranks_of_a_mesh_of_replicas_name_the_rank_that_is_lost(what):
     assert max(said["after"] for said, _ in ended) < 1.5 * SOON_S
 
 
+@pytest.mark.matrix
 def test_ranks_that_do_not_begin_within_the_limit_are_all_named_on_all_ranks():
     ended = ranks("sleep", [1, 2], 3)
     assert [(said["error"], code) for said, code in ended] == [("PeerLostError", 1)] * 3, ended

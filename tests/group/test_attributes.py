@@ -137,6 +137,7 @@ def test_fused_layers_give_their_gradients_to_be_reduced(rank, world, reshard):
             torch.testing.assert_close(whole(mine.grad), other.grad)
 
 
+@pytest.mark.matrix
 @distributed(world=2)
 def test_fused_layers_in_compiled_code(rank, world):
     plain, ours, whole_model = models()

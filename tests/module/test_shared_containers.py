@@ -288,7 +288,7 @@ OTHERS += [(compile_whole, "dict", None, policy) for policy in ("none", "bf16")]
 
 
 @pytest.mark.parametrize(
-    ("way", "kind", "kept", "policy"), [COMPILED[0], *[more(*each) for each in OTHERS], COMPILED[1]]
+    ("way", "kind", "kept", "policy"), [COMPILED[0], *[more(*each) for each in (*OTHERS, COMPILED[1])]]
 )
 @distributed(world=2, limit_s=LIMIT_S)
 def test_it_is_seen_in_compiled_code(rank, world, way, kind, kept, policy):
@@ -319,6 +319,7 @@ class Reads(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
 def test_checkpoints_in_a_graph_take_containers_of_which_something_is_cast(rank, world):
     train_alike(Reads, BF16, compile_whole)

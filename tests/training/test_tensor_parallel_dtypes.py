@@ -281,7 +281,7 @@ def compiled_on_a_full_mesh(rank, world):
     )
 
 
-@pytest.mark.parametrize("case", [compiled, more(compiled_on_a_full_mesh)])
+@pytest.mark.parametrize("case", [more(compiled), more(compiled_on_a_full_mesh)])
 def test_one_full_graph_has_the_bits_of_eager(case):
     assert "R" in graphs_of(case, world=4)
 

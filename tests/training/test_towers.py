@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import composable_shard as cs
 from _blocks import SwiGLU, Transformer, token_batch
-from _pool import distributed
+from _pool import distributed, more
 from _sides import models_of, noise, whole
 
 DIM = 16
@@ -58,7 +58,7 @@ def clip(name, model, clip_all):
 
 
 @pytest.mark.parametrize("clips", ["torch", "cs"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, more(True)])
 @pytest.mark.parametrize("kept", [False, True])
 @distributed(world=2)
 def test_a_tower_that_is_unsharded_by_hand_is_clipped_with_the_rest(rank, world, kept, compiled, clips):
