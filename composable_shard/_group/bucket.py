@@ -32,7 +32,6 @@ _version, _shape, _dim, _rows, _sharded = map(attrgetter, ("_version", "shape", 
 
 
 _EDITED = -1  # a version that no tensor has
-_ACCEPTED = "_accepted_version"  # attribute of an output of a node: the version up to which no value has changed
 
 
 class _Members(dict[Place, int]):
@@ -140,7 +139,7 @@ class Bucket:
         shown: the outputs of the node of the use that runs forward now, by index; empty outside of a forward, or if
             modules have leaves installed.
         here: the leaf Parameters over the memory in which the weights are now; None if none were made there.
-        looked_at: the outputs of the node of the use of which the running backward has read a weight; None if of none.
+        looked_at: the outputs of a use, if the running backward has read a weight of it; else None.
         rewritten: by index, versions of the weights that were written to until the backward of that use began.
         gathered, written: see `edits.py`.
         packed: the places of the handles that the running forward has made of leaves, and the versions of these.
@@ -298,10 +297,7 @@ class Bucket:
         return {}
 
     def accept(self, edited: Collection[int] = ()) -> None:
-        for index, out in enumerate(self._ended):
-            if index not in edited:
-                out.__dict__[_ACCEPTED] = out._version
-        self._ended = ()
+        self._ended = ()  # each use has outputs of its own, which are judged once
         self.packed.clear()
         if self.here is not None:
             self.here.note_versions(edited)
@@ -335,8 +331,7 @@ class Bucket:
 
 def _edited_of(shown: Sequence[torch.Tensor]) -> set[int]:
     """Indices of those outputs of a node that were edited in place."""
-    versions = [(index, out._version, out) for index, out in enumerate(shown)]
-    return {index for index, version, out in versions if version and version != out.__dict__.get(_ACCEPTED)}
+    return {index for index, out in enumerate(shown) if out._version}
 
 
 class GatherBucket(Bucket):
