@@ -9,7 +9,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch._dynamo  # which sharding needs, and which takes long to load
 
 from _console import Interrupt
 from _gpt import Corpus
+from _launched import free_port
 
 DEMO = importlib.import_module("01_train_gpt")
 TEXT = torch.frombuffer(bytearray(Path(importlib.__file__).read_bytes()), dtype=torch.uint8)
@@ -41,12 +41,6 @@ def rank_of_the_demo(arguments, output, rank, world, port):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     sys.argv[:] = ["01_train_gpt.py", *arguments]
     sys.exit(DEMO.main(Interrupt()))
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def start(out, world, steps, every, *more):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from _decoders import Training
+from _reports import reported
 from composable_shard._faults.watch import WATCHER
 
 LIMIT_S = 8.0  # of collectives
@@ -135,18 +135,10 @@ def main() -> None:
     for _ in range(2):
         run.step()
     dist.barrier()
-    begin = time.monotonic()
-    said = {"rank": rank}
-    try:
+    with reported(rank):
         (globals()[what] if rank == who else MEANWHILE.get(what, nothing))(run)
         run.step()
         run.check()
-        said["error"] = None
-    except BaseException as error:
-        said |= {"error": type(error).__name__, "text": str(error)}
-        raise
-    finally:
-        print(json.dumps(said | {"after": time.monotonic() - begin}), flush=True)
 
 
 main()

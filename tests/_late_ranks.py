@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from _blocks import Transformer, next_token_loss, token_batch
+from _reports import reported
 from composable_shard import fully_shard
 
 LIMIT_S = 8.0  # of collectives
@@ -62,17 +63,10 @@ def main():
     rank = dist.get_rank()
     model = sharded(axes)
     dist.barrier()
-    begin = time.monotonic()
-    said = {"rank": rank, "error": None}
-    try:
+    with reported(rank):
         if rank in who:
             globals()[what]()
         next_token_loss(model, *token_batch(rank, 0)).backward()
-    except BaseException as error:
-        said |= {"error": type(error).__name__, "text": str(error)}
-        raise
-    finally:
-        print(json.dumps(said | {"after": time.monotonic() - begin}), flush=True)
 
 
 main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,20 @@ def start(script, *arguments, **settings):
         start_new_session=True,
         **settings,
     )
+
+
+def free_port():
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+def start_ranks(script, world, *arguments, **variables):
+    """A script on all ranks of a world, as torchrun starts it; `variables` are of their environment."""
+    common = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
+    common |= {"GLOO_SOCKET_IFNAME": "lo"} | variables
+    environments = [os.environ | {k: str(v) for k, v in {**common, "RANK": rank}.items()} for rank in range(world)]
+    return [start(script, *arguments, env=environment, cwd=script.parent) for environment in environments]
 
 
 def descendants(pid):

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from .._comm.lanes import WAITING
 from .._comm.own_groups import FORKED, MEETINGS
 from .._errors import ComposableShardError, PeerLostError, RankMismatchError, ShardConfigValueError
-from .._torch.distributed import another_client, backend_name, exists
+from .._torch.distributed import another_client, backend_name, exists, leave_to_gloo
 from .dump import Dump, in_ranges
 from .interrupts import Interrupts
 from .ledger import Ledger, Meeting
@@ -450,6 +450,7 @@ class _Watcher:
         self._ended.set()
         if self._thread is not None:
             self._thread.join(_JOINED_S)  # a thread that comes back to an interpreter that is gone ends the process
+            leave_to_gloo()
         if raised is not None:
             self.failed(self._why)
 

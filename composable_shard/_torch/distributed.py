@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import inspect
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -122,6 +124,7 @@ def is_replicated(module: nn.Module) -> bool:
     return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
 
 
+_GIL_S = 0.01  # in which a thread that waits for the GIL gets it
 _MANAGED = "_is_fsdp_managed_module"  # what torch's FSDP sets on modules whose parameters it has taken
 
 
@@ -302,6 +305,24 @@ def leave_to_parent() -> None:
     groups = all_groups()
     for each in (*_clients, *groups, *map(store_of, groups)):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
+def leave_to_gloo() -> None:
+    """Called when this process ends: never let a thread of gloo release the Python object of a tensor.
+
+    A thread of gloo keeps the tensors of a collective until the collective ends, and for a moment longer than a `wait`
+    for it. Where it drops the last reference in C++, it releases the tensor's Python object (c10/util/intrusive_ptr.h),
+    for which it needs the GIL. A thread that asks for the GIL of an interpreter that is shutting down aborts the
+    process: "terminate called without an active exception" (pytorch#190489). One more reference in C++, which nothing
+    ever drops, prevents that. Without process groups there are no such threads.
+    """
+    if not all_groups():
+        return
+    plain = (torch.Tensor, torch.nn.Parameter)  # collectives get no others: subclasses are unwrapped before
+    held = [each for each in gc.get_objects() if type(each) in plain and each._use_count() > 1]
+    if held:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch._C.ScriptList(held)))  # a list of C++
+    time.sleep(_GIL_S)  # for a thread that waits for the GIL already
 
 
 def exists(group: dist.ProcessGroup) -> bool:

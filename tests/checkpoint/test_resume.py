@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import _demo_ranks
-from _launched import descendants, kill
+from _launched import descendants, free_port, kill
 from _pool import distributed, more
 from composable_shard import checkpoint
 
@@ -120,7 +120,7 @@ def test_torchrun_restarts_it_on_fewer_ranks_and_starts_it_on_more(tmp_path):
     out.mkdir()
     assert _demo_ranks.end(_demo_ranks.start(whole, 2, LONG, 0)) == [0, 0], said(whole)
     elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.2"]
-    elastic += ["--rdzv-backend=c10d", "--rdzv-id=demo", f"--rdzv-endpoint=127.0.0.1:{_demo_ranks.free_port()}"]
+    elastic += ["--rdzv-backend=c10d", "--rdzv-id=demo", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     conf = "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,is_host="
     agents = [torchrun(out, *elastic, conf + str(int(first))) for first in (True, False)]
     try:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import socket
 from pathlib import Path
 
 import pytest
 
-from _launched import finish, start
+from _launched import finish, start_ranks
 from _pool import more
 
 RANKS = Path(__file__).parents[1] / "_late_ranks.py"
@@ -23,14 +21,7 @@ WAITS = r"; rank \d waits for it in its first forward\. Training cannot go on wi
 
 def ranks(what, who, world, axes=(), **variables):
     """Run it on all ranks; returns how those have ended that were not to fail: what each said, and its exit code."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    common = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    common |= {"GLOO_SOCKET_IFNAME": "lo"} | variables
-    environments = [os.environ | {k: str(v) for k, v in {**common, "RANK": rank}.items()} for rank in range(world)]
-    arguments = what, json.dumps(who), json.dumps(axes)
-    processes = [start(RANKS, *arguments, env=environment, cwd=RANKS.parent) for environment in environments]
+    processes = start_ranks(RANKS, world, what, json.dumps(who), json.dumps(axes), **variables)
     ended = []
     for rank in sorted(range(world), key=lambda rank: rank in who):  # stopped ones last
         if rank in who and what == "be_stopped":

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import socket
 from pathlib import Path
 
 import pytest
 
-from _launched import finish, start
+from _launched import finish, start_ranks
 from _pool import more
 from composable_shard import ShardConfigValueError
 from composable_shard._faults import watch
@@ -22,12 +20,6 @@ LIMIT_S = 60.0
 LIMIT_OF_COLLECTIVES_S = 8.0  # in _fault_ranks
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def ranks(what, who, world=2, **variables):
     """Run it on all ranks; returns how each one has ended: what it said, and its exit code.
 
@@ -36,11 +28,7 @@ def ranks(what, who, world=2, **variables):
         world: number of ranks.
         variables: of their environment.
     """
-    port = free_port()
-    common = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    common |= {"GLOO_SOCKET_IFNAME": "lo"} | variables
-    environments = [os.environ | {k: str(v) for k, v in {**common, "RANK": rank}.items()} for rank in range(world)]
-    processes = [start(RANKS, what, who, env=environment, cwd=RANKS.parent) for environment in environments]
+    processes = start_ranks(RANKS, world, what, who, **variables)
     ended = []
     for rank in sorted(range(world), key=lambda rank: rank == who):  # a stopped one last
         if rank == who and what == "stop":

@@ -16,8 +16,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 import _job
-from _demo_ranks import free_port
-from _launched import descendants, finish, kill
+from _launched import descendants, finish, free_port, kill
 from _pool import distributed
 from composable_shard import checkpoint
 
