@@ -120,20 +120,19 @@ def _check_are_of_the_model(params: Sequence[torch.Tensor]) -> None:
 
 
 def _avoid_mixed_lists(group: dict[str, Any]) -> None:
-    """Turn foreach and fused off for an optimizer's param group that mixes meshes, or DTensors and plain tensors.
+    """Turn foreach and fused off for an optimizer's param group that mixes DTensors and plain tensors.
 
     torch's foreach and fused functions refuse such lists. (Plain tensors are parameters in `ignored_params`.)
     """
     fused = group.get("fused")
     if group.get("foreach", False) is False and not fused:
         return
-    meshes: set[object] = set()
-    has_ours = False
+    has_plain = has_ours = False
     for param in group["params"]:
         if param.requires_grad:
-            meshes.add(param.device_mesh if isinstance(param, DTensor) else None)
+            has_plain = has_plain or not isinstance(param, DTensor)
             has_ours = has_ours or hasattr(param, SHARDED_IN)
-    if len(meshes) > 1 and has_ours:
+    if has_plain and has_ours:
         group.update(foreach=False, **({"fused": False} if fused else {}))
 
 

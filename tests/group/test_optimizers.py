@@ -202,6 +202,27 @@ def test_parameters_on_several_meshes_are_clipped_and_stepped_together(rank, wor
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
 
 
+@pytest.mark.parametrize("kind", ["adamw fused", "sgd foreach", "adamw foreach"])
+@distributed(world=2)
+def test_parameters_on_several_meshes_are_stepped_by_the_functions_that_the_user_has_chosen(rank, world, kind):
+    def shard(model, engine):
+        engine(model[0], mesh=mesh_of(1, 2))
+        engine(model[2], mesh=mesh_of(2))
+
+    models = models_of(partial(stack, 4, 2), shard)
+    optimizers = {name: OPTIMIZERS[kind](model.parameters()) for name, model in models.items()}
+    for step in range(3):
+        for name, model in models.items():
+            model(noise(3, 4, seed=step)).square().mean().backward()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+        assert_alike(models, exact=False)
+        for ours, theirs in zip(models["ours"].parameters(), models["fsdp2"].parameters(), strict=True):
+            assert torch.equal(whole(ours.detach()), whole(theirs.detach()))
+    [ours], [theirs] = (optimizers[name].param_groups for name in ("ours", "fsdp2"))
+    assert [ours.get(name) for name in ("foreach", "fused")] == [theirs.get(name) for name in ("foreach", "fused")]
+
+
 # ---- hooks of groups that a backward reduces without having run them
 
 
