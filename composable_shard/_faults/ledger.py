@@ -31,6 +31,7 @@ from .._torch.distributed import Store, prefixed, store_of
 from .dump import WAITS_LOG, LedgerTail, in_ranges, pointer
 
 _KINDS: dict[str, type[ComposableShardError]] = {each.__name__: each for each in (PeerLostError, RankMismatchError)}
+_HOST = 0  # the rank that hosts the store, unless a launcher does
 _MOST_NOTES = 1 << 18  # of which half are forgotten then
 _MODEL = re.compile(r"model [\d.]+")
 STEP, HOLD = "step ", "hold "  # beginnings of notes of what a rank has done, or has, before others compare it
@@ -181,6 +182,7 @@ class Ledger:
         self._before: dict[str, bool] = {}  # what is noted before the next note; whether it begins a forward
         self._is_held = False  # the next note: there are some before it, or a fault
         self._forwards = 0
+        self._compares = True  # until the store is gone
 
     # ---- what this rank does
 
@@ -269,10 +271,15 @@ class Ledger:
     def _note(self, note: str) -> None:
         if self.fault is None and self._expected.take(note):
             return
-        try:
-            self._ask(note)
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
-            raise self.without_store(error) from error
+        if self._compares:
+            try:
+                self._ask(note)
+            except (dist.DistNetworkError, dist.DistStoreError) as error:
+                if _HOST in self.ranks:
+                    raise self.without_store(error) from error
+                # The host has ended, or failed, elsewhere. These ranks need the store for comparisons alone, and
+                # whatever they do with ranks that are gone fails by itself.
+                self._compares = False
         self._expected.follow(note)
         self._log.append(note)
 
@@ -426,7 +433,7 @@ class Ledger:
         """The store of the process group is gone: what to raise."""
         self.hear(
             f"{PeerLostError.__name__}|the store of the process group is gone, with the rank that hosts it (rank "
-            f"{self.ranks[0]}, unless a launcher does): {error}. Start the job again from a checkpoint"
+            f"{_HOST}, unless a launcher does): {error}. Start the job again from a checkpoint"
         )
         assert self.fault is not None
         return self.fault.error()

@@ -312,6 +312,10 @@ def _last(own: Ledger) -> str:
     return f"action {own.place - 1} ({own.last})" if own.place else "its first forward"
 
 
+def _without_connection(own: Ledger, error: Exception) -> str:
+    return f"rank {dist.get_rank()} lost a connection in {_last(own)}: {error}"
+
+
 def _known_of(sign: bytes) -> str:
     place, last = _place_of(sign)
     return f"; the last that is known of it is action {place - 1} ({last})" if place else ""
@@ -328,6 +332,7 @@ class _Watcher:
     def __init__(self) -> None:
         self._ears: list[_Ear] = []
         self._meetings: dict[dist.ProcessGroup, Meeting] = {}  # by the group of the user, until its ranks have met
+        self._unheard: list[Ledger] = []  # whose store is gone, while their ranks may train on
         self._failed = ""
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
@@ -402,6 +407,8 @@ class _Watcher:
         due = self._failed or (not ear.ledger.trains and exists(ear.ledger.group))  # who comes later cannot find out
         if due and ear.ledger.fault is None:
             ear.ledger.without_store(error)
+        if ear.ledger.trains:
+            self._unheard = [*self._unheard, ear.ledger]
 
     def spread(self, faulty: Ledger) -> None:
         """What has gone wrong in one process group concerns the ranks of all others that there are now."""
@@ -419,9 +426,12 @@ class _Watcher:
 
     def explain(self, error: Exception) -> Exception:
         """A wait has failed: return the error that says why, or the same one."""
-        ledgers = self.ledgers()
-        if not ledgers or threading.current_thread() is self._thread or not _is_of_network(error):
+        if threading.current_thread() is self._thread or not _is_of_network(error):
             return error
+        ledgers = self.ledgers()
+        if not ledgers:
+            own = next((each for each in self._unheard if exists(each.group)), None)
+            return error if own is None else PeerLostError(_without_connection(own, error))
         self._failed = str(error)
         try:
             return self._explained(ledgers, error)
@@ -436,7 +446,7 @@ class _Watcher:
                 return fault.error()
             time.sleep(0.02)
         own = ledgers[0]
-        why = f"rank {dist.get_rank()} lost a connection in {_last(own)}: {error}"
+        why = _without_connection(own, error)
         _within(_ANSWERED_S, partial(own.poison, PeerLostError, why))
         if own.fault is None:  # nor does the store answer
             for each in ledgers:
@@ -459,7 +469,7 @@ class _Watcher:
         self._interrupts.forked()
         for own in self.ledgers():
             own.cut(FORKED.format(os.getpid()))
-        self._ears, self._meetings, self._thread = [], {}, None
+        self._ears, self._unheard, self._meetings, self._thread = [], [], {}, None
         self._ended, self._dump = threading.Event(), Dump()  # another thread may have held their locks at the fork
 
 
