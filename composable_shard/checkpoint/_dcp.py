@@ -21,7 +21,8 @@ from ._exchange import ROOT, Imported, Options, aliases_of, begin, commit, fill,
 from ._format.dcp import Stored, check, read_stored
 from ._format.manifest import Manifest, SavedTensor
 from ._format.values import encode
-from ._full.entries import parameters_of, plain_name
+from ._full.entries import parameters_of
+from ._full.names import plain_name
 from ._full.tensors import Holdings
 from ._io import files
 from ._ranks import Ranks, compare

@@ -14,7 +14,9 @@ from .._errors import CheckpointError
 from .._module.state import states_below
 from .._torch.distributed import dtensor_like
 from ._format.values import decode
-from ._full.entries import are_alike, plain_name
+from ._full.entries import are_alike
+from ._full.metadata import metadata_for, with_metadata
+from ._full.names import plain_name
 from ._full.tensors import Held, Holdings, is_meta
 from ._state import ModuleContent
 from ._target import Target
@@ -134,8 +136,14 @@ def _as_parameters(
 
 
 def _spelled(module: nn.Module, content: ModuleContent, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by the names that `load_state_dict` knows; those that have the memory of other parameters are copied."""
+    """Values by the names that `load_state_dict` knows; those that have the memory of other parameters are copied.
+
+    The metadata are the module's own. Tensors that are filled in place are not converted from an older version, so
+    no others are either.
+    """
     own = {plain_name(name): name for name, _ in module.named_parameters(remove_duplicate=False)}
     keys = {**own, **content.keys}
     aliases = {name for name, each in content.entries.items() if each.aliases}
-    return {keys[name]: value.clone() if name in aliases else value for name, value in values.items() if name in keys}
+    named = ((name, value) for name, value in values.items() if name in keys)
+    spelled = {keys[name]: value.clone() if name in aliases else value for name, value in named}
+    return with_metadata(spelled, metadata_for(module, content.metadata))

@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import CheckpointError, ComposableShardError, ShardConfigTypeError, ShardConfigValueError
-from ._full.entries import Entries, Entry, parameters_of, plain_name
+from ._full.entries import Entries, Entry, parameters_of
+from ._full.metadata import Metadata
+from ._full.names import plain_name
 
 PLAIN_BESIDE_SHARDED = (
     "is a plain tensor of this rank, though its parameter is sharded over ranks; make it a DTensor like its parameter"
@@ -118,12 +120,14 @@ class ModuleContent:
         keys: those of the state dict, by name.
         entries: its tensors, by name.
         tied: names of tensors that are another name's, too, with the first of them.
+        metadata: that of the state dict.
     """
 
     values: dict[str, Any]
     keys: dict[str, str]
     entries: dict[str, Entry]
     tied: dict[str, str]
+    metadata: Metadata | None
 
     @property
     def own(self) -> bool:
@@ -147,7 +151,7 @@ class ModuleContent:
         state = Entries.of(module)
         tied = {name: each.first for name, each in state.tensors.items() if each.first != name and each.source}
         keys = {plain_name(key): key for key in state.order}
-        return ModuleContent(state.values(), keys, state.tensors, tied)
+        return ModuleContent(state.values(), keys, state.tensors, tied, state.metadata)
 
 
 class Modules:

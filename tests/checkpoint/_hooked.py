@@ -178,6 +178,29 @@ def deleted():
     return model
 
 
+class ScaleNorm(torch.nn.RMSNorm):
+    """A norm that was saved less one by its first version, as Gemma's is."""
+
+    _version = 2
+
+    def __init__(self, dim):
+        super().__init__(dim)
+        torch.nn.init.normal_(self.weight, mean=1.0)
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args):
+        if (metadata.get("version") or 1) < 2:
+            state[prefix + "weight"] = state[prefix + "weight"] + 1
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def versioned():
+    """A state dict without the versions of modules is converted from an older version when it is loaded."""
+    model = Decoder()
+    for block in model.blocks:
+        block.attention_norm = ScaleNorm(block.attention.q.in_features)
+    return model
+
+
 MODELS = {
     "renamed": renamed,
     "nested": nested,
@@ -187,6 +210,7 @@ MODELS = {
     "made": made,
     "swapped": swapped,
     "deleted": deleted,
+    "versioned": versioned,
     "first name removed": tied,  # the last one: `make test` runs it
 }
 

@@ -15,13 +15,8 @@ from ..._errors import CheckpointError
 from ..._module.state_dict import states_with_parameters_in
 from ..._torch.core import storage_id
 from ..._torch.distributed import local_tensor
-
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}  # what others put around modules
-
-
-def plain_name(name: str) -> str:
-    """A name without what compilation, checkpoints of activations and others put around modules."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+from .metadata import Metadata, metadata_of
+from .names import plain_name
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -80,11 +75,13 @@ class Entries:
         tensors: by name, in the order of the state dict.
         others: what is no tensor (`get_extra_state`), by key.
         order: the keys of both, each name once.
+        metadata: that of the state dict.
     """
 
     tensors: dict[str, Entry]
     others: dict[str, Any]
     order: list[str]
+    metadata: Metadata | None
 
     def values(self) -> dict[str, Any]:
         """All values by name, in order."""
@@ -109,7 +106,7 @@ class Entries:
             state = model.state_dict()  # torch's FSDP2 reshards now
         names = {key: plain_name(key) for key in state}
         sources = _Sources(model, names.values())
-        entries = cls({}, {}, [])
+        entries = cls({}, {}, [], metadata_of(state))
         firsts: dict[int, str] = {}
         seen: dict[str, int] = {}
         for key, value in state.items():

@@ -16,7 +16,7 @@ from ..._errors import CheckpointError, ShardConfigValueError
 from ..._faults.settings import put_sharded_state, sharded_state_of
 from ..._torch.core import tree_tensors
 from ..._torch.distributed import dtensor_at
-from .entries import plain_name
+from .names import plain_name
 from .ranks import ModelRanks
 from .state import placed_like
 from .tensors import Held, Holdings, is_split

@@ -13,7 +13,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 from ..._errors import CheckpointError
 from ..._torch.core import tree_tensors
 from ..._torch.distributed import dtensor_at, dtensor_like
-from .entries import Entries, are_alike, memory_of, plain_name
+from .entries import Entries, are_alike, memory_of
+from .metadata import Metadata, metadata_for, metadata_of, with_metadata
+from .names import plain_name
 from .ranks import ModelRanks, Together
 from .tensors import Held, Holdings
 from .transfer import Expected, Part, gathered, sent
@@ -38,7 +40,8 @@ def full_state_dict(
     Returns:
         full tensors by name (FQN), in the order of `model.state_dict()`, each with memory of its own. Names that share
         a tied weight map to one tensor object. Buffers and parameters that are not sharded are those of the rank that
-        gets the result. What is no tensor (`get_extra_state`) is passed on as it is.
+        gets the result. What is no tensor (`get_extra_state`) is passed on as it is. The dict has the `_metadata` of
+        `model.state_dict()`, so that modules know by which of their versions it was made.
 
     Raises:
         CheckpointError: on all ranks; a tensor is on the meta device or is a DTensor in a container, or a hook raised.
@@ -51,7 +54,7 @@ def full_state_dict(
     if rank0_only and not held.ranks.leads:
         return {}
     values = {each.key: full[each.first] for each in held.tensors.values()} | held.others
-    return {plain_name(key): values[key] for key in held.order}
+    return with_metadata({plain_name(key): values[key] for key in held.order}, held.metadata)
 
 
 def iter_full_state(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -95,7 +98,8 @@ def load_full_state_dict(
     Args:
         model: the model. On the meta device it gets memory with `assign`, but for buffers that are not persistent; no
             rank holds more than its shards and a tensor.
-        sd: full tensors by name (FQN), as `full_state_dict` gives them. Of tied weights one name is enough.
+        sd: full tensors by name (FQN), as `full_state_dict` gives them. Of tied weights one name is enough. If it has
+            `_metadata`, modules get the versions in it, by which they convert states of older versions.
         strict: whether the names must be those of the model.
         broadcast_from_rank0: whether only rank 0 has `sd`, and sends each rank its pieces, in bounded memory; what
             others give is ignored. (For rank 0 see `full_state_dict`.)
@@ -113,7 +117,7 @@ def load_full_state_dict(
     """
     held = Holdings.together(model, "load a full state")
     given = {plain_name(name): value for name, value in (sd or {}).items()}
-    offer = _Offer.of(given)
+    offer = _Offer.of(given, metadata_of(sd))
     if broadcast_from_rank0:
         offer = held.ranks.from_lead(offer)
     known = {**held.hidden, **held.tensors}
@@ -129,7 +133,7 @@ def load_full_state_dict(
     pieces = _received(wanted, held, offer, given) if broadcast_from_rank0 else _cut(wanted, given)
     put = _assigned if assign else _written
     loaded = {each.first: put(each, piece, held.ranks) for each, piece in pieces}
-    state = _as_state(held, offer, loaded, assign)
+    state = with_metadata(_as_state(held, offer, loaded, assign), metadata_for(model, offer.metadata))
     with torch.no_grad():
         result = Together(held.ranks).together(lambda: model.load_state_dict(state, strict=False, assign=assign))
     if lost := _not_taken(model, held, {key: state[key] for key in result.unexpected_keys}):
@@ -203,14 +207,18 @@ def _as_state(held: Holdings, offer: _Offer, loaded: Mapping[str, torch.Tensor],
 
 
 class _Offer(NamedTuple):
-    """What a state dict has, by name: shapes and dtypes of tensors, and all else; and what of it cannot be loaded."""
+    """What a state dict has, by name: shapes and dtypes of tensors, and all else; and what of it cannot be loaded.
+
+    `metadata` is that of the state dict.
+    """
 
     tensors: dict[str, tuple[torch.Size, torch.dtype]]
     others: dict[str, Any]
     problems: list[str]
+    metadata: Metadata | None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> _Offer:
+    def of(cls, given: Mapping[str, Any], metadata: Metadata | None) -> _Offer:
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         sharded = [
             f"{name}: is a DTensor; give full tensors (its full_tensor()), or load shards by model.load_state_dict"
@@ -218,7 +226,7 @@ class _Offer(NamedTuple):
             if isinstance(value, DTensor)
         ]
         known = {name: (value.shape, value.dtype) for name, value in tensors.items()}
-        return cls(known, {name: value for name, value in given.items() if name not in tensors}, sharded)
+        return cls(known, {name: value for name, value in given.items() if name not in tensors}, sharded, metadata)
 
 
 def _misfits(known: Mapping[str, Held], offer: _Offer, assign: bool) -> list[str]:

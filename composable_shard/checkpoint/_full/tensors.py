@@ -18,7 +18,8 @@ from ..._group.packed import Carried, carried_by
 from ..._group.param import ShardedParam
 from ..._module.state_dict import states_with_parameters_in
 from ..._torch.distributed import local_tensor, own_slices
-from .entries import Entries, Entry, parameters_of, plain_name
+from .entries import Entries, Entry, parameters_of
+from .names import plain_name
 from .ranks import ModelRanks, Together
 from .transfer import CPU_LIMIT, LIMIT, Cut, cut_of
 
@@ -115,6 +116,7 @@ class Holdings:
             is the first of the names that it has for them, if any; `key` is what `load_state_dict` calls them.
         others: what is no tensor (`get_extra_state`), by key in the state dict.
         order: all keys of the state dict.
+        metadata: see `metadata_of`.
         ranks: those that hold the model.
         limit: bytes to move at a time: those of the largest group, at most `CPU_LIMIT` on CPUs and `LIMIT` elsewhere.
     """
@@ -131,7 +133,7 @@ class Holdings:
             name: Held(name, "", param, firsts.setdefault(id(param), name), cut_of(param), owners.get(id(param)), True)
             for name, param in parameters_of(model).items()
         }
-        self.order, self.others = entries.order, entries.others
+        self.order, self.others, self.metadata = entries.order, entries.others, entries.metadata
         casts = not (self._are_packed() or entries.make_integers())
         named = {*self.params, *(plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False))}
         self.tensors = {
