@@ -16,7 +16,7 @@ from .._torch.distributed import dtensor_like
 from ._format.values import decode
 from ._full.entries import are_alike
 from ._full.metadata import metadata_for, with_metadata
-from ._full.names import plain_name
+from ._full.names import load_key, plain_name
 from ._full.tensors import Held, Holdings, is_meta
 from ._state import ModuleContent
 from ._target import Target
@@ -141,7 +141,7 @@ def _spelled(module: nn.Module, content: ModuleContent, values: Mapping[str, Any
     The metadata are the module's own. Tensors that are filled in place are not converted from an older version, so
     no others are either.
     """
-    own = {plain_name(name): name for name, _ in module.named_parameters(remove_duplicate=False)}
+    own = {plain_name(name): load_key(name) for name, _ in module.named_parameters(remove_duplicate=False)}
     keys = {**own, **content.keys}
     aliases = {name for name, each in content.entries.items() if each.aliases}
     named = ((name, value) for name, value in values.items() if name in keys)

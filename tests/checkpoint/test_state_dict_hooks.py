@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -57,8 +58,6 @@ def assert_trains_as(model, plain, rank, world):
 @pytest.mark.matrix
 @distributed(world=2)
 def test_compiled_modules_are_known_by_their_own_names(rank, world, tmp_path):
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
     def blocks(model):
         model.blocks[0].feed_forward = checkpoint_wrapper(model.blocks[0].feed_forward)
         for index, block in enumerate(model.blocks):
@@ -225,8 +224,9 @@ def test_ranks_whose_hooks_differ_are_told_so(rank, world):
             call(model)
 
 
+@pytest.mark.parametrize("wraps", [False, True])
 @distributed(world=2)
-def test_values_that_no_hook_takes_back_are_named(rank, world, tmp_path):
+def test_values_that_no_hook_takes_back_are_named(rank, world, wraps, tmp_path):
     def one(seed):
         torch.manual_seed(seed)
         model = Transformer()
@@ -241,6 +241,8 @@ def test_values_that_no_hook_takes_back_are_named(rank, world, tmp_path):
                 lambda state, prefix: state.update({prefix + "half": state.pop(prefix + "weight") / 2}),
                 None,
             )
+        if wraps:
+            model.blocks = torch.nn.ModuleList(map(checkpoint_wrapper, model.blocks))
         return cs.fully_shard(model)
 
     state, model = cs.full_state_dict(one(0), rank0_only=False), one(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -136,7 +136,7 @@ def load_full_state_dict(
     state = with_metadata(_as_state(held, offer, loaded, assign), metadata_for(model, offer.metadata))
     with torch.no_grad():
         result = Together(held.ranks).together(lambda: model.load_state_dict(state, strict=False, assign=assign))
-    if lost := _not_taken(model, held, {key: state[key] for key in result.unexpected_keys}):
+    if lost := _not_taken(model, held, _left_over(state, result.unexpected_keys)):
         if strict:
             raise CheckpointError(
                 f"load_full_state_dict: {', '.join(lost[:20])}{', ...' if len(lost) > 20 else ''}: hooks of "
@@ -165,17 +165,28 @@ def _check(held: Holdings, call: str) -> None:
             )
 
 
-def _not_taken(model: nn.Module, held: Holdings, state: Mapping[str, Any]) -> list[str]:
+_UNKNOWN = object()  # a value that a hook has made; it is like no other one
+
+
+def _left_over(state: Mapping[str, Any], unexpected: Iterable[str]) -> dict[str, Any]:
+    """Values of a state dict that no module took, by name.
+
+    `unexpected` has the keys as hooks have left them: wrappers add their part, and others may rename a key.
+    """
+    given = {plain_name(key): value for key, value in state.items()}
+    return {name: given.get(name, _UNKNOWN) for name in map(plain_name, unexpected)}
+
+
+def _not_taken(model: nn.Module, held: Holdings, left: Mapping[str, Any]) -> list[str]:
     """Names of values that `load_state_dict` was given and did not take: the model has others. A collective.
 
     Args:
         model: the model.
         held: what it had before.
-        state: what no module took, by key. Parameters are loaded all the same.
+        left: what no module took, by name. Parameters are loaded all the same.
     """
-    beside = {plain_name(key): value for key, value in state.items()}
     beside = {
-        name: value for name, value in beside.items() if name not in held.tensors or not held.tensors[name].is_param
+        name: value for name, value in left.items() if name not in held.tensors or not held.tensors[name].is_param
     }
 
     def lost() -> list[str]:

@@ -19,7 +19,7 @@ from ..._group.param import ShardedParam
 from ..._module.state_dict import states_with_parameters_in
 from ..._torch.distributed import local_tensor, own_slices
 from .entries import Entries, Entry, parameters_of
-from .names import plain_name
+from .names import load_key, plain_name
 from .ranks import ModelRanks, Together
 from .transfer import CPU_LIMIT, LIMIT, Cut, cut_of
 
@@ -142,7 +142,7 @@ class Holdings:
         }
         shown = {id(each.tensor): each.first for each in self.tensors.values() if each.is_param}
         self.hidden = {
-            name: replace(self.params[name], key=key, first=shown.get(id(self.params[name].tensor), name))
+            name: replace(self.params[name], key=load_key(key), first=shown.get(id(self.params[name].tensor), name))
             for key, _ in model.named_parameters(remove_duplicate=False)
             if (name := plain_name(key)) not in self.tensors
         }
