@@ -584,17 +584,24 @@ def _ended(module: nn.Module, state: ShardState, output: Any) -> Any:
 
 
 def _apart_from_weights(output: Any, engine: Engine) -> tuple[Any, Sequence[torch.Tensor]]:
-    """The output with clones in the place of views of weights, and these views.
+    """The output with clones instead of views of weights, and the views that were cloned.
 
-    A view of a weight would change when the weight's slot is leased again.
+    A view of a weight would change when the weight's slot is leased again. Views in containers that `map_tensors`
+    leaves alone are not cloned: like those that users keep elsewhere, they keep the slot.
     """
     tensors = tree_tensors(output)
     parts = tensors if {*map(type, tensors)}.issubset(PLAIN) else [part for t in tensors for part in plain_parts(t)]
     among_weights = [part for part in parts if engine.pool.addresses.find(address_of(part)) is not None]
-    if among_weights:
-        views = {id(part) for part in among_weights}
-        output = map_tensors(lambda t: t.clone() if any(id(p) in views for p in plain_parts(t)) else t, output)
-    return output, among_weights
+    if not among_weights:
+        return output, ()
+    views, cloned = {id(part) for part in among_weights}, []
+
+    def clone(tensor: torch.Tensor) -> torch.Tensor:
+        inside = [part for part in plain_parts(tensor) if id(part) in views]
+        cloned.extend(inside)
+        return tensor.clone() if inside else tensor
+
+    return map_tensors(clone, output), cloned
 
 
 def _move(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

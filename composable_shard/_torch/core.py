@@ -555,57 +555,78 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 def tree_tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors in nested containers: those that torch knows, subclasses of Python's own, and dataclasses."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
+    """The tensors in nested containers, in order, including those containers that `map_tensors` leaves alone."""
     tensors: list[torch.Tensor] = []
-    for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            tensors.append(leaf)
-        elif not isinstance(leaf, _ATOMS):
-            for part in _parts(leaf).values():
-                tensors += tree_tensors(part)
+    _collect(tree, tensors, {})
     return tensors
+
+
+def _collect(tree: Any, tensors: list[torch.Tensor], visited: dict[int, Any]) -> None:
+    """Append the tensors in `tree`; `visited` holds the containers seen so far that may contain themselves, by id."""
+    if isinstance(tree, torch.Tensor):
+        tensors.append(tree)
+        return
+    if isinstance(tree, _ATOMS):
+        return
+    kind = type(tree)
+    children = tree.values() if kind is dict else tree if kind is tuple or kind is list else _parts(tree).values()
+    if not children and id(tree) not in visited:
+        visited[id(tree)] = tree  # held, because a node may make new objects for its children, whose ids are reused
+        children = _hidden_parts(tree)
+    for child in children:
+        _collect(child, tensors, visited)
+
+
+def _hidden_parts(tree: Any) -> Sequence[Any]:
+    """What is in a container that is passed to and from forward as it is; nothing for other objects."""
+    if isinstance(tree, UserDict):
+        return list(tree.values())
+    if isinstance(tree, (UserList, deque)):
+        return list(tree)
+    if pytree.tree_is_leaf(tree):
+        return ()
+    return pytree.tree_flatten(tree, is_leaf=lambda each: each is not tree)[0]
 
 
 _ATOMS = (int, float, str, type(None), type, torch.dtype, torch.device, torch.nn.Module)
 
 
 def _parts(tree: Any) -> dict[Any, Any]:
-    """What is in a container, by field, key or index; nothing for other objects."""
+    """What is in a container whose tensors may be exchanged, by field, key or index; nothing for other objects.
+
+    The kinds are those of FSDP2. It passes all others as they are: a registered pytree node (a cache of keys and
+    values, say), a `UserDict`, a `UserList` or a `deque` may be written into, and may contain itself.
+    """
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         names = [field.name for field in dataclasses.fields(tree)]
         return {name: getattr(tree, name) for name in names if hasattr(tree, name)}
-    if isinstance(tree, (dict, UserDict)):
+    if isinstance(tree, dict):
         return dict(tree.items())
-    if isinstance(tree, _SEQUENCES):
-        return dict(enumerate(tree))
-    if pytree.tree_is_leaf(tree):
-        return {}
-    return dict(enumerate(pytree.tree_flatten(tree, is_leaf=lambda each: each is not tree)[0]))
-
-
-_SEQUENCES = (list, tuple, set, frozenset, UserList, deque)
+    return dict(enumerate(tree)) if isinstance(tree, (list, tuple, set, frozenset)) else {}
 
 
 def _with_parts(tree: Any, parts: dict[Any, Any], changed: dict[Any, Any]) -> Any:
     """A copy of a container, which has `parts`, with other things under some of its keys."""
     if type(tree) is dict:
         return parts | changed
-    if type(tree) in (list, tuple):
-        return type(tree)((parts | changed).values())
-    if not pytree.tree_is_leaf(tree):
-        pairs = [(parts[key], part) for key, part in changed.items()]
-        children, spec = pytree.tree_flatten(tree, is_leaf=lambda each: each is not tree)
-        return pytree.tree_unflatten([_exchanged(child, pairs) for child in children], spec)
-    if isinstance(tree, (tuple, set, frozenset)):
+    if isinstance(tree, (tuple, set, frozenset)) or type(tree) is list:
         values = (parts | changed).values()
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    if dataclasses.is_dataclass(tree):
+        return _dataclass_with(tree, changed)
+    try:
+        made = copy.copy(tree)
+        for key, part in changed.items():
+            made[key] = part
+    except Exception:  # the class refuses items: it is read-only, say
+        whole = parts | changed
+        return whole if isinstance(tree, dict) else type(tree)(whole.values())  # as FSDP2 copies all dicts and lists
+    return made
+
+
+def _dataclass_with(tree: Any, changed: dict[Any, Any]) -> Any:
     made = copy.copy(tree)
     for key, part in changed.items():
-        if not dataclasses.is_dataclass(tree):
-            made[key] = part
-            continue
         object.__setattr__(made, key, part)  # past `frozen`, and without `__init__`, which may want other things
         if isinstance(tree, dict) and key in tree:  # as outputs of Transformers' models are
             made[key] = part
@@ -647,7 +668,7 @@ class ContainerCopy(NamedTuple):
 def map_tensors(
     function: Callable[[torch.Tensor], torch.Tensor], tree: Any, copies: list[ContainerCopy] | None = None
 ) -> Any:
-    """The same tree with `function` applied to each of its tensors; see `tree_tensors`.
+    """The same tree with `function` applied to each tensor in dataclasses, dicts, lists, tuples and sets; see `_parts`.
 
     A container in which `function` changes no tensor is not copied: the result holds the same object, so that what is
     written into it is seen by all who have it. A container in which a tensor changes is copied; the containers within
@@ -692,7 +713,7 @@ def _can_be_written(tree: Any) -> bool:
     if dataclasses.is_dataclass(tree):
         kind: Any = type(tree)
         return not kind.__dataclass_params__.frozen
-    return isinstance(tree, (dict, list, set, UserDict, UserList, deque))
+    return isinstance(tree, (dict, list, set))
 
 
 def return_writes(copies: Sequence[ContainerCopy]) -> None:
@@ -727,7 +748,7 @@ def _write(
             setattr(owner, key, _exchanged(part, pairs))
         for key in gone:
             delattr(owner, key)
-    elif isinstance(owner, (dict, UserDict)):
+    elif isinstance(owner, dict):
         for key in gone:
             owner.pop(key, None)
         for key, part in writes.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+from torch.utils import _pytree as pytree
 
 from _blocks import TransformerBlock, rotary
 from _engines import ENGINES, fully_shard
-from _pool import distributed
+from _pool import distributed, simulated
 from _stepping import assert_at_rest, pool_of
 from composable_shard._torch.core import map_tensors, tree_tensors
 
@@ -79,8 +81,19 @@ class Pair(tuple):
     pass
 
 
-class Batch(UserDict):
-    pass
+class ReadOnly(dict):
+    def __setitem__(self, key, value):
+        raise TypeError("read-only")
+
+
+class Node:
+    """Registered as a pytree node."""
+
+    def __init__(self, x):
+        self.items = [x]
+
+
+pytree.register_pytree_node(Node, lambda node: (node.items, None), lambda items, _: Node(items[0]))
 
 
 Named = namedtuple("Named", ["x", "rest"])
@@ -98,8 +111,14 @@ CONTAINERS = {
     "dict of a class": lambda x: AttributeDict(x=x, rest=[x]),
     "list of a class": lambda x: Words([x, "word"]),
     "tuple of a class": lambda x: Pair((x, 1.5)),
-    "user dict": lambda x: Batch({"x": x, "rest": 1}),
     "set": lambda x: {x},
+}
+LEFT_ALONE = {  # as FSDP2 does
+    "user dict": lambda x: UserDict({"x": x, "rest": 1}),
+    "user list": lambda x: UserList([x, 1]),
+    "deque": lambda x: deque([x, [x]]),
+    "registered node": Node,
+    "registered node in a user dict": lambda x: UserDict({"x": Node([x])}),
 }
 
 
@@ -128,6 +147,70 @@ def test_a_container_in_which_nothing_changes_stays_the_same_object():
     for make in (Plain, Slotted, AttributeDict, Words):
         whole = make([1, 2]) if make in (Plain, Slotted, Words) else make(x=1)
         assert map_tensors(lambda t: t.double(), whole) is whole
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_tensors_in_containers_that_are_passed_as_they_are_are_found_and_not_replaced(name):
+    x = torch.ones(2)
+    whole = LEFT_ALONE[name](x)
+    found = tree_tensors([whole])
+    assert found
+    assert all(each is x for each in found)
+    assert map_tensors(lambda t: t.double(), whole) is whole
+    listed = map_tensors(lambda t: t.double(), [x, whole])
+    assert listed[0].dtype == torch.float64
+    assert listed[1] is whole
+
+
+def cyclic(kind):
+    made = kind()
+    made.update({"me": made, 1: [made]}) if kind is UserDict else made.extend([made, [made]])
+    return made
+
+
+@pytest.mark.parametrize("engine", ["ours", "fsdp2"])
+@simulated(world=2)
+def test_containers_that_contain_themselves_are_passed_to_and_from_forward(rank, world, engine):
+    class Passes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x, given):
+            return {"x": self.inner(x), "given": given}
+
+    for kind in (UserDict, UserList, *([deque] if engine == "ours" else [])):  # torch's pytree recurses into deques
+        block, given = ENGINES[engine](Passes(), mp_policy=BF16), cyclic(kind)
+        out = block(torch.ones(2, 4), given)
+        assert out["given"] is given
+        out["x"].sum().backward()
+        assert all(param.grad is not None for param in block.parameters())
+
+
+@pytest.mark.parametrize("make", [ReadOnly, immutable_dict, lambda items: [ReadOnly(items)]])
+@pytest.mark.parametrize("engine", ["ours", "fsdp2"])
+@simulated(world=2)
+def test_a_dict_that_refuses_items_is_cast_as_under_fsdp2(rank, world, engine, make):
+    class Reads(nn.Linear):
+        def forward(self, given):
+            seen.append(given if isinstance(given, dict) else given[0])
+            return super().forward(seen[-1]["x"])
+
+    seen = []
+    block = ENGINES[engine](Reads(4, 4), mp_policy=BF16)
+    block(make({"x": torch.ones(2, 4)})).sum().backward()
+    assert seen[0].keys() == {"x"}
+    assert type(seen[0]) is dict
+
+
+def test_a_list_and_a_structure_of_torch_that_refuse_items_are_cast():
+    listed = map_tensors(lambda t: t.double(), immutable_list([torch.ones(2), 1]))
+    assert type(listed) is immutable_list
+    assert listed[0].dtype == torch.float64
+    largest = torch.ones(2, 3).max(-1)
+    made = map_tensors(lambda t: t.double() if t.is_floating_point() else t, largest)
+    assert type(made) is type(largest)
+    assert (made.values.dtype, made.indices.dtype) == (torch.float64, torch.int64)
 
 
 def first_of(container):
@@ -173,7 +256,7 @@ class Model(nn.Module):
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float64)
 # FSDP2 fails for some of these, and does not cast what is in others.
-OURS_ALONE = {"user dict", "derived dataclass", "model output", "default dict", "slotted dataclass", "set"}
+OURS_ALONE = {"derived dataclass", "model output", "default dict", "slotted dataclass", "set"}
 OURS_ALONE |= {"dict of a class"}
 
 
@@ -236,7 +319,7 @@ class Viewer(nn.Module):
         return self.make(self.weight.t()), x @ self.weight
 
 
-VIEWS = {"own": Own, "own within a list": lambda x: [Own(x)], **CONTAINERS}
+VIEWS = {"own": Own, "own within a list": lambda x: [Own(x)], **CONTAINERS, **LEFT_ALONE}
 
 
 def viewed(found):

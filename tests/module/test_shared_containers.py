@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import composable_shard as cs
@@ -84,6 +86,19 @@ class Cache:
         return self.layers[key]
 
 
+class Node(Cache):
+    """Registered as a pytree node, as some versions of Transformers do with their caches."""
+
+    @classmethod
+    def made_of(cls, values, keys):
+        made = cls()
+        made.layers.update(zip(keys, values, strict=True))
+        return made
+
+
+pytree.register_pytree_node(Node, lambda node: ([*node.layers.values()], [*node.layers]), Node.made_of)
+
+
 KINDS = {
     "dict": dict,
     "ordered dict": OrderedDict,
@@ -97,7 +112,9 @@ KINDS = {
     "dataclass": State,
     "namespace": Space,
     "cache": Cache,
+    "registered node": Node,
 }
+LEFT_ALONE = ("deque", "user dict", "user list", "namespace", "cache", "registered node")  # as FSDP2 does
 
 
 WRAPPED = {  # how a container is handed to the blocks
@@ -242,6 +259,23 @@ def test_fsdp2_loses_what_a_block_writes():
             model(noise(2, 5, 6))
 
 
+@pytest.mark.parametrize("kind", LEFT_ALONE)
+@distributed(world=2)
+def test_containers_that_fsdp2_passes_as_they_are_train_as_under_fsdp2(rank, world, kind):
+    torch.manual_seed(3)
+    plain, x = Sharing(kind, kept=torch.float32), noise(2, 5, 6)
+    models = [shard(copy.deepcopy(plain), BF16, engine) for engine in ENGINES.values()]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # whose output is a view
+        outs = [model(x) for model in models]
+    assert torch.equal(*outs)
+    for model, out in zip(models, outs, strict=True):
+        out.float().square().mean().backward()
+        assert model.last[0].dtype == torch.float32
+    for (name, mine), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(whole(mine.grad), whole(other.grad)), name
+
+
 # ---- checkpoints, other methods, compiled blocks
 
 
@@ -369,7 +403,7 @@ def test_a_container_is_shared_where_nothing_in_it_changes_whatever_else_changes
         assert pair.mask.dtype == second.dtype == listed[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("dataclass", "namespace", "cache")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("dataclass", *LEFT_ALONE)])
 def test_writes_into_copies_are_returned_and_what_was_cast_is_left_alone(kind):
     owner, single, other = KINDS[kind](), torch.ones(2), torch.zeros(2)
     owner[0], owner[1] = single, {"inner": single}
@@ -388,9 +422,9 @@ def test_writes_into_copies_are_returned_and_what_was_cast_is_left_alone(kind):
     assert {key: part.dtype for key, part in inner.items()}["inner"] == torch.float32
     assert inner["other"] is other
     assert inner["same"] is single
-    if isinstance(made, (list, UserList, deque)):
+    if isinstance(made, list):
         made.append(other)
-        made.popleft() if isinstance(made, deque) else made.pop(0)
+        made.pop(0)
         return_writes(copies)
         assert list(owner) == [inner, other]
     else:
