@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, KeysView, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, overload
 
@@ -69,7 +69,7 @@ def fully_shard(
 
 @overload
 def fully_shard(
-    module: list[nn.Module] | tuple[nn.Module, ...],
+    module: Collection[nn.Module],
     *,
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
@@ -78,7 +78,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | CPUOffload | Literal[False] | None = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
-) -> list[nn.Module]: ...
+) -> Collection[nn.Module]: ...
 
 
 def fully_shard(
@@ -106,7 +106,7 @@ def fully_shard(
     there.
 
     Args:
-        module: a module with a forward, or a list of modules that share one group.
+        module: a module with a forward, or modules that share one group: a list, a tuple or the values of a dict.
         mesh: 1D: shard over it. 2D with named axes: replicate over the first, shard over the second (HSDP). By
             default, all ranks of the default process group, which is initialised if it is not yet (as a world of one
             process if no launcher has set its environment).
@@ -128,7 +128,8 @@ def fully_shard(
             `HostOffloadPolicy` chooses among these, and `DiskOffloadPolicy` keeps the optimizer's state on disk; see
             `offload_optimizer`. None and False offload nothing. FSDP1's `CPUOffload` is `CPUOffloadPolicy()` or
             nothing, as its `offload_params` says.
-        ignored_params: parameters to leave as they are; a set, or anything else that holds parameters.
+        ignored_params: parameters to leave as they are; a set, or anything else that holds parameters. None and buffers
+            in it are left out.
         dp_mesh_dims: `DataParallelMeshDims`: names the axes of `mesh` to shard over and to replicate over. All
             parameters must then be DTensors on the whole of `mesh`, replicated over these axes; in forward they are so
             again. Several axes of one kind count as one.
@@ -188,7 +189,13 @@ def _shard(modules: list[nn.Module], placements: Placements, options: Options, i
 
 
 def _modules(module: Any) -> list[nn.Module]:
-    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    several = isinstance(module, Collection) and not isinstance(module, (nn.Module, torch.Tensor, str))
+    modules = list(module) if several else [module]
+    if isinstance(module, Set) and len(modules) > 1 and not isinstance(module, KeysView):
+        raise ShardConfigValueError(
+            "module: a set has no order that is the same on all ranks; pass the modules that shall share a group as a "
+            "list"
+        )
     if not modules:
         raise ShardConfigValueError("module: the list is empty; pass the modules that shall share a group")
     for each in modules:
@@ -236,19 +243,23 @@ def _reshard(value: Any) -> bool | int | None:
 def parameters_to_ignore(params: Any) -> list[nn.Parameter]:
     """The parameters of `ignored_params`, which may be any container of them, or give them once.
 
+    None (a bias that a module does not have) and tensors that are no parameters (buffers) are left out, because they
+    are never sharded.
+
     Raises:
         ShardConfigTypeError: it holds something else.
     """
     if params is None:
         return []
     listed = list(params) if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else [params]
-    if isinstance(params, torch.Tensor) or not all(isinstance(each, nn.Parameter) for each in listed):
-        wrong = next((each for each in listed if not isinstance(each, nn.Parameter)), params)
+    wrong = next((each for each in listed if each is not None and not isinstance(each, torch.Tensor)), None)
+    if isinstance(params, torch.Tensor) or wrong is not None:
+        wrong = params if wrong is None else wrong
         raise ShardConfigTypeError(
             f"ignored_params: expected a set of nn.Parameter, got {type(params).__name__} with {type(wrong).__name__}; "
             "pass the parameters themselves"
         )
-    return listed
+    return [each for each in listed if isinstance(each, nn.Parameter)]
 
 
 def _small(reshard: bool | int | None, info: MeshInfo) -> tuple[bool | int | None, MeshInfo | None]:

@@ -237,14 +237,35 @@ def as_precision(policy: Any) -> MixedPrecisionPolicy:
     """The mixed-precision policy that `fully_shard` was given; None casts nothing.
 
     Raises:
-        ShardConfigTypeError: it is no policy, or its `cast_forward_inputs` no truth value.
+        ShardConfigTypeError: it is no policy, one of its dtypes no dtype, or its `cast_forward_inputs` no truth value.
     """
     if policy is None:
         return MixedPrecisionPolicy()
     if not isinstance(policy, MixedPrecisionPolicy):
         raise ShardConfigTypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {type(policy).__name__}")
     casts = as_bool("mp_policy.cast_forward_inputs", policy.cast_forward_inputs)
-    return policy if casts is policy.cast_forward_inputs else replace(policy, cast_forward_inputs=casts)
+    changed: dict[str, Any] = {} if casts is policy.cast_forward_inputs else {"cast_forward_inputs": casts}
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        given = getattr(policy, name)
+        if (dtype := _as_dtype(f"mp_policy.{name}", given)) is not given:
+            changed[name] = dtype
+    return replace(policy, **changed) if changed else policy
+
+
+def _as_dtype(name: str, value: Any) -> torch.dtype | None:
+    """A dtype, None, or Python's `float`, which torch takes for float64.
+
+    Raises:
+        ShardConfigTypeError: another object.
+    """
+    if value is float:
+        return torch.float64
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    raise ShardConfigTypeError(
+        f"{name}: expected a torch.dtype or None, got {type(value).__name__} ({value!r}); pass torch.bfloat16, for "
+        "example"
+    )
 
 
 def as_offload(policy: Any) -> OffloadPolicy:

@@ -135,6 +135,53 @@ def test_modules_that_share_a_group_may_be_a_tuple(rank, world):
     assert ours.blocks[0]._shard_state is ours.blocks[1]._shard_state
 
 
+MODULES = {
+    "values of a dict": lambda blocks: dict(enumerate(blocks)).values(),
+    "keys of a dict": lambda blocks: dict.fromkeys(blocks).keys(),
+    "set of one": lambda blocks: {blocks[0]},
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@distributed(world=2)
+def test_modules_may_be_in_any_container_with_an_order(rank, world, kind):
+    def shard(model, engine):
+        first, *others = model.blocks
+        engine(MODULES[kind]([first] if "one" in kind else model.blocks))
+        for block in others if "one" in kind else ():
+            engine(block)
+        engine(model)
+
+    check_alike(rank, shard)
+
+
+@distributed(world=2)
+def test_none_and_buffers_among_ignored_parameters_are_left_out(rank, world):
+    def shard(model, engine):
+        model.register_buffer("scale", torch.ones(2))
+        norms = {param for name, param in model.named_parameters() if "norm" in name}
+        for module in (*model.blocks, model):
+            engine(module, ignored_params=norms | {None} | set(model.buffers()))
+
+    ours, _ = trained("ours", rank, shard)
+    theirs, _ = trained("fsdp2", rank, shard)
+    for (key, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert type(mine) is type(other), key
+        assert hasattr(mine, "placements") == ("norm" not in key)
+
+
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype"])
+@distributed(world=2)
+def test_python_float_is_float64_as_under_fsdp2(rank, world, name):
+    ours = check_alike(rank, shard_with(mp_policy=MixedPrecisionPolicy(**{"param_dtype": float, name: float})))
+    assert getattr(ours._own_state().declaration.settings.current.mp_policy, name) is torch.float64
+
+
+def test_a_set_of_several_modules_is_refused():
+    with cs.testing.fake(2), pytest.raises(ValueError, match="a set has no order"):
+        fully_shard({nn.Linear(4, 4), nn.Linear(4, 4)})
+
+
 @simulated(world=1)
 def test_offloading_as_fsdp1_asks_for_it_is_not_left_out(rank, world):
     assert as_offload(CPUOffload(offload_params=True)) == CPUOffloadPolicy()
@@ -150,6 +197,11 @@ WRONG = [
     ("offload_policy", CPUOffloadPolicy(pin_memory="no"), TypeError, "pin_memory"),
     ("mp_policy", MixedPrecision(param_dtype=torch.bfloat16), TypeError, "MixedPrecisionPolicy"),
     ("mp_policy", MixedPrecisionPolicy(cast_forward_inputs="false"), ValueError, "cast_forward_inputs"),
+    ("mp_policy", MixedPrecisionPolicy(param_dtype="bfloat16"), TypeError, "param_dtype: expected .* str"),
+    ("mp_policy", MixedPrecisionPolicy(param_dtype=np.float32), TypeError, "param_dtype: expected .*float32"),
+    ("mp_policy", MixedPrecisionPolicy(param_dtype=False), TypeError, "param_dtype: expected .* bool"),
+    ("mp_policy", MixedPrecisionPolicy(reduce_dtype="float32"), TypeError, "reduce_dtype: expected .* str"),
+    ("mp_policy", MixedPrecisionPolicy(output_dtype="float32"), TypeError, "output_dtype: expected .* str"),
     ("reshard_after_forward", "false", ValueError, "reshard_after_forward"),
     ("reshard_after_forward", 1.5, ValueError, "reshard_after_forward"),
     ("reshard_after_forward", [True], ValueError, "reshard_after_forward"),
