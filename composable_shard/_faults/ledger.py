@@ -27,7 +27,7 @@ from .._comm.lanes import WAITING
 from .._comm.own_groups import limit_of, note_broken
 from .._errors import ComposableShardError, PeerLostError, RankMismatchError
 from .._plan.plan import ShardPlan
-from .._torch.distributed import Store, prefixed, store_of
+from .._torch.distributed import Store, delete_key, prefixed, store_of
 from .dump import WAITS_LOG, LedgerTail, in_ranges, pointer
 
 _KINDS: dict[str, type[ComposableShardError]] = {each.__name__: each for each in (PeerLostError, RankMismatchError)}
@@ -91,7 +91,7 @@ class _News:
     def forget_old(self, store: Store) -> None:
         """Delete what was told some time ago; called by one thread alone."""
         while self._posted and time.monotonic() - self._posted[0][0] > _NEWS_FOR_S:
-            store.delete_key(self._posted.popleft()[1])
+            delete_key(store, self._posted.popleft()[1])
 
 
 class _Expected:
@@ -328,10 +328,10 @@ class Ledger:
         (before, said), self._said = self._said, (place, note)
         if before < 0:
             return
-        self.store.delete_key(f"said/{before}/{self.rank}")
+        delete_key(self.store, f"said/{before}/{self.rank}")
         if self.rank == 0:
             for key in (_alike(before, said), f"all/{before}", f"go/{before}"):
-                self.store.delete_key(key)
+                delete_key(self.store, key)
 
     def check(self) -> None:
         """Raise the fault, if there is one."""

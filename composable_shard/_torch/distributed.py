@@ -266,10 +266,35 @@ _clients: weakref.WeakSet[c10d.Store] = weakref.WeakSet()
 
 
 def another_client(store: c10d.Store) -> c10d.Store:
-    """The same store through a connection of its own, for another thread."""
-    made: c10d.Store = store.clone()  # type: ignore[attr-defined]
+    """The same store through a connection of its own, for another thread; or itself, if its class has no `clone`.
+
+    A class written in Python may lack it. Two threads then call one object, and the store must be ready for that, as
+    for the threads of backends: each of its methods runs under the GIL, and what it calls without the GIL (a
+    `TCPStore`, say) has a lock of its own. A wait of one thread can delay the other one, but not for ever: our threads
+    only get keys that are there, and a wait by torch ends at the limit of the store.
+    """
+    try:
+        made: c10d.Store = store.clone()  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        if not _is_missing(error):
+            raise
+        return store
     _clients.add(made)
     return made
+
+
+def delete_key(store: c10d.Store, key: str) -> None:
+    """Delete a key that is not read any more; a store of a class written in Python that cannot do that keeps it."""
+    try:
+        store.delete_key(key)
+    except RuntimeError as error:
+        if not _is_missing(error):
+            raise
+
+
+def _is_missing(error: RuntimeError) -> bool:
+    """Whether a class of stores that is written in Python lacks the method that was called."""
+    return "pure virtual function" in str(error)  # pybind11's words
 
 
 def new_twin(group: dist.ProcessGroup, limit: timedelta, number: int, description: str) -> dist.ProcessGroup:

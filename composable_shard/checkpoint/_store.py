@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from .._errors import CheckpointError
-from .._torch.distributed import another_client, shared_store
+from .._torch.distributed import another_client, delete_key, shared_store
 from ._ranks import Ranks
 
 LOST_AFTER_S = 60.0  # a rank is lost whose process was not heard of for so long
@@ -210,4 +210,4 @@ class StoreRanks(Ranks):
             time.sleep(_LONGEST_S)
         beats = (f"{self._base}/beat/{rank}" for rank in range(self.size))
         for key in (*self._used, *beats, self._failed, f"{self._base}/read"):
-            self._store.delete_key(key)
+            delete_key(self._store, key)

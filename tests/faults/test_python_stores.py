@@ -1,0 +1,79 @@
+"""Process groups whose store is written in Python and lacks methods that the fault watcher would use."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from composable_shard._faults.ledger import Ledger
+from composable_shard._faults.watch import _Ear
+from composable_shard._torch.distributed import another_client, delete_key, prefixed
+
+
+class PythonStore(dist.Store):
+    """The methods that torch itself needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = dist.HashStore()
+
+    def set(self, key, value):
+        self.inner.set(key, value)
+
+    def get(self, key):
+        return self.inner.get(key)
+
+    def add(self, key, value):
+        return self.inner.add(key, value)
+
+    def check(self, keys):
+        return self.inner.check(keys)
+
+    def wait(self, keys, timeout=timedelta(seconds=5)):
+        self.inner.wait(keys, timeout)
+
+
+@pytest.fixture
+def store():
+    """A Python store of one rank's process group."""
+    made = PythonStore()
+    dist.init_process_group("gloo", store=made, rank=0, world_size=1)
+    yield made
+    dist.destroy_process_group()
+
+
+def test_a_store_without_clone_is_used_itself_and_keeps_keys_that_it_cannot_delete():
+    made = PythonStore()
+    store = prefixed("a", made)
+    assert another_client(store) is store
+    store.set("key", "value")
+    delete_key(store, "key")
+    assert store.get("key") == b"value"
+    assert another_client(prefixed("a", dist.HashStore())) is not store
+
+
+def test_other_errors_of_a_store_are_raised():
+    class Fails(PythonStore):
+        def deleteKey(self, key):  # noqa: N802 - torch's name
+            raise RuntimeError("the host is gone")
+
+    made = Fails()
+    with pytest.raises(RuntimeError, match="the host is gone"):
+        delete_key(prefixed("a", made), "key")
+
+
+def test_the_watcher_looks_while_another_thread_waits_for_a_key(store):
+    ledger = Ledger(dist.group.WORLD, torch.device("cpu"), lambda fault: None)
+    ear = _Ear(ledger, 0.0)
+    waiting = threading.Thread(target=lambda: ledger.store.get("late"), daemon=True)
+    waiting.start()
+    for _ in range(8):
+        ear.look(ledger, "")
+    ledger.store.set("late", "now")
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert ledger.fault is None
