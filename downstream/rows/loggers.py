@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ def of_tensorboard() -> Read:
 
 
 BLOCK, OF_FILE, OF_PART = 1 << 15, 7, struct.Struct("<IHB")  # bytes of a block, and the headers
+WRITTEN_S = 20.0
 WHOLE, LAST = 1, 4  # kinds of parts; others go on
 
 
@@ -90,13 +92,21 @@ def records(path: Path) -> Iterator[Record]:
 
 
 def of_wandb() -> Read:
+    """What its files hold; its own process may write the end of a run some time after `finish` has returned."""
+    paths = sorted(Path("wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    until = time.monotonic() + WRITTEN_S
+    while True:
+        kept = {path: list(records(path)) for path in paths}
+        ended = [any(record.WhichOneof("record_type") == "exit" for record in run) for run in kept.values()]
+        if all(ended) or time.monotonic() > until:
+            break
+        time.sleep(0.1)
     read: Read = {}
-    for path in sorted(Path("wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
-        for record in records(path):
-            if record.WhichOneof("record_type") == "history":
-                items = {"/".join(each.nested_key) or each.key: each.value_json for each in record.history.item}
-                figures = {name: json.loads(value) for name, value in items.items() if not name.startswith("_")}
-                read[int(items["_step"])] = figures
+    for record in chain(*kept.values()):
+        if record.WhichOneof("record_type") == "history":
+            items = {"/".join(each.nested_key) or each.key: each.value_json for each in record.history.item}
+            figures = {name: json.loads(value) for name, value in items.items() if not name.startswith("_")}
+            read[int(items["_step"])] = figures
     return read
 
 
