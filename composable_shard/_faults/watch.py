@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
@@ -332,7 +333,8 @@ class _Watcher:
     def __init__(self) -> None:
         self._ears: list[_Ear] = []
         self._meetings: dict[dist.ProcessGroup, Meeting] = {}  # by the group of the user, until its ranks have met
-        self._unheard: list[Ledger] = []  # whose store is gone, while their ranks may train on
+        # Those whose store is lost, while their ranks may train on. Weakly, because a ledger holds its process group.
+        self._unheard: weakref.WeakSet[Ledger] = weakref.WeakSet()
         self._failed = ""
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
@@ -408,7 +410,7 @@ class _Watcher:
         if due and ear.ledger.fault is None:
             ear.ledger.without_store(error)
         if ear.ledger.trains:
-            self._unheard = [*self._unheard, ear.ledger]
+            self._unheard.add(ear.ledger)
 
     def spread(self, faulty: Ledger) -> None:
         """What has gone wrong in one process group concerns the ranks of all others that there are now."""
@@ -469,7 +471,7 @@ class _Watcher:
         self._interrupts.forked()
         for own in self.ledgers():
             own.cut(FORKED.format(os.getpid()))
-        self._ears, self._unheard, self._meetings, self._thread = [], [], {}, None
+        self._ears, self._unheard, self._meetings, self._thread = [], weakref.WeakSet(), {}, None
         self._ended, self._dump = threading.Event(), Dump()  # another thread may have held their locks at the fork
 
 
