@@ -50,7 +50,7 @@ def main():
     while rank == 1 and not ENDS.exists() and time.monotonic() < until:
         time.sleep(0.01)
     model.metric = torch.zeros(1000)
-    dist.all_reduce(model.metric, async_op=True)  # its handle, which holds the tensor too, is gone at once
+    dist.all_reduce(model.metric, async_op=True)  # its handle, which holds the tensor too, is freed here
     print("trained", flush=True)
     if rank == 1:
         time.sleep(2 * JOINED_S)  # its end would end collectives of rank 0, too

@@ -1,4 +1,4 @@
-"""One rank of `faults/test_replicas_that_end.py`: two replicas of two ranks, of which the first one ends earlier."""
+"""One rank of `faults/test_replicas_that_end.py`: of two replicas of two ranks each, the first one ends early."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ class Ledger:
         self._before: dict[str, bool] = {}  # what is noted before the next note; whether it begins a forward
         self._is_held = False  # the next note: there are some before it, or a fault
         self._forwards = 0
-        self._compares = True  # until the store is gone
+        self._compares = True  # until the store is lost
 
     # ---- what this rank does
 
@@ -277,8 +277,8 @@ class Ledger:
             except (dist.DistNetworkError, dist.DistStoreError) as error:
                 if _HOST in self.ranks:
                     raise self.without_store(error) from error
-                # The host has ended, or failed, elsewhere. These ranks need the store for comparisons alone, and
-                # whatever they do with ranks that are gone fails by itself.
+                # The host, which is in other groups, has ended or failed. These ranks need the store only to compare
+                # what they do. A collective with a lost rank fails without it.
                 self._compares = False
         self._expected.follow(note)
         self._log.append(note)

@@ -333,7 +333,7 @@ class _Watcher:
     def __init__(self) -> None:
         self._ears: list[_Ear] = []
         self._meetings: dict[dist.ProcessGroup, Meeting] = {}  # by the group of the user, until its ranks have met
-        # Those whose store is lost, while their ranks may train on. Weakly, because a ledger holds its process group.
+        # Ledgers whose store is lost, for errors of later waits. Held weakly: a ledger keeps its process group alive.
         self._unheard: weakref.WeakSet[Ledger] = weakref.WeakSet()
         self._failed = ""
         self._thread: threading.Thread | None = None

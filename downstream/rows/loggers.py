@@ -72,7 +72,7 @@ def of_tensorboard() -> Read:
 
 
 BLOCK, OF_FILE, OF_PART = 1 << 15, 7, struct.Struct("<IHB")  # bytes of a block, and the headers
-WRITTEN_S = 20.0
+WRITTEN_S = 20.0  # in which its files must be complete
 WHOLE, LAST = 1, 4  # kinds of parts; others go on
 
 

@@ -59,10 +59,10 @@ def test_a_store_without_clone_is_used_itself_and_keeps_keys_that_it_cannot_dele
 def test_other_errors_of_a_store_are_raised():
     class Fails(PythonStore):
         def deleteKey(self, key):  # noqa: N802 - torch's name
-            raise RuntimeError("the host is gone")
+            raise RuntimeError("the host has ended")
 
     made = Fails()
-    with pytest.raises(RuntimeError, match="the host is gone"):
+    with pytest.raises(RuntimeError, match="the host has ended"):
         delete_key(prefixed("a", made), "key")
 
 
