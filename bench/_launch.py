@@ -153,9 +153,22 @@ def leave() -> NoReturn:
     active exception" (pytorch#190489). Either would lose the result.
     """
     dist.barrier()
+    if not echoes():
+        _wait_for_others()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _wait_for_others() -> None:
+    # A rank that ends right after a barrier of NCCL can close its sockets before others have passed the barrier, which
+    # aborts them. So all of them confirm it first, and rank 0, which holds the store, ends last.
+    store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    for confirmed, waits in (("passed", True), ("leaves", dist.get_rank() == 0)):
+        if store.add(confirmed, 1) == world:
+            store.set(f"all {confirmed}", "")
+        if waits:
+            store.wait([f"all {confirmed}"])
 
 
 def _end_with_parent() -> None:
