@@ -411,7 +411,7 @@ def _attach(module: nn.Module, state: ShardState, index: int) -> None:
     number(module)
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(post_forward)
-    HANDLES.ours += 2
+    HANDLES.give(2)
 
 
 def make_plan(model: nn.Module) -> ShardPlan:

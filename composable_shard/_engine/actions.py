@@ -22,7 +22,7 @@ from .._group.phases import AWAY, GATHERING, RESIDENT, SHARDED, UNSHARDED
 from .._group.reduction import GroupReduced, Reduction
 from .._plan.record import Record
 from .._plan.schedule import MAX_REDUCTIONS, Kind
-from .._torch.core import set_grad_enabled
+from .._torch.core import current_backward, set_grad_enabled
 from .budget import Budget, gathering
 from .history import History
 from .installed import Installed, LeafHook
@@ -124,7 +124,7 @@ class Actions:
         """No backward reads weights now: forget the outputs of nodes, which would keep the engine alive."""
         for group in self.groups:
             for bucket in group.buckets:
-                bucket.end_reads()
+                bucket.writes.end_reads()
 
     def hide_idle(self) -> None:
         """Install the sharded parameters of all groups whose forward does not run."""
@@ -233,9 +233,7 @@ class Actions:
             raise
 
     def _gather_again(self, group: ParamGroup) -> None:
-        pinned, kept = group.pinned, group.kept
-        self._act(RESHARD, group, partial(group.reshard, reserve=True))  # what reads its memory will read it again
-        group.pinned, group.kept = pinned, kept
+        self._act(RESHARD, group, partial(group.reshard, again=True))
         self.ahead(group)
         self._arrive(group)
 
@@ -253,20 +251,24 @@ class Actions:
         if self._without_group:
             self._adopt_without_group()
         adopted = False
-        # An evaluation may follow a swap of weights by foreach functions, which raise no version. It drops all weights
-        # when it ends, so none need be kept for it.
-        keeps = torch.is_grad_enabled()
         for group in self.groups:
             entries = group.entries()
             adopted |= entries is not None and entries.adopt()
             if group.phase is SHARDED or group.running:
                 continue
-            # What counts is the setting of the backward that has kept the weights. In the last one of several
-            # micro-batches it is True again.
-            wanted = waiting or group.kept or not group.settings.current.reshard_after_backward
-            if adopted or not (group.pinned or (keeps and wanted)) or group.is_stale():
+            if adopted or not self._outlives(group, waiting) or group.is_stale():
                 self.drop(group)
         return adopted
+
+    def _outlives(self, group: ParamGroup, waiting: bool) -> bool:
+        """Whether weights that are gathered when a forward of the root begins may be used in it."""
+        # An evaluation may follow a swap of weights by foreach functions, which raise no version. It drops all weights
+        # when it ends, so none need be kept for it.
+        if group.stay.pinned or not torch.is_grad_enabled():
+            return group.stay.pinned
+        # What counts is the setting of the backward that has kept the weights. In the last one of several micro-batches
+        # it is True again.
+        return waiting or group.stay.kept or not group.settings.current.reshard_after_backward
 
     def _adopt_without_group(self) -> None:
         """Users may have added parameters to modules that had none of their own."""
@@ -285,7 +287,7 @@ class Actions:
             if failed and group.is_written():
                 group.forget_writes()
                 self.give_up(group)
-            if group.phase is not SHARDED and not group.pinned and (group.phase is GATHERING or not keeps):
+            if group.phase is not SHARDED and not group.stay.pinned and (group.phase is GATHERING or not keeps):
                 self.drop(group)
         if keeps:
             self.pool.rest(between=True)
@@ -293,7 +295,7 @@ class Actions:
     def give_up_idle(self) -> None:
         """After a failure: drop all groups whose forward does not run and that no user has pinned."""
         for group in self.groups:
-            if not group.running and (group.is_written() or not group.pinned):
+            if not group.running and (group.is_written() or not group.stay.pinned):
                 group.forget_writes()  # what has failed was said
                 self.give_up(group)
 
@@ -301,7 +303,7 @@ class Actions:
         """Gather a group and keep it until `reshard`, its next use, or a change of its parameters."""
         if group.phase in AWAY:
             self.parameters_changed()
-        group.pin()
+        group.stay.pin()
         self.ahead(group)
         if wait:
             self.need(group)
@@ -341,13 +343,13 @@ class Actions:
         self.staying.clear()
         self.budget.unread.clear()
         for group in self.groups:
-            if group.phase is SHARDED or group.running or (group.pinned and not pinned):
+            if group.phase is SHARDED or group.running or (group.stay.pinned and not pinned):
                 continue
-            if group.settings.current.reshard_after_backward or (group.phase is GATHERING and not group.pinned):
+            if group.settings.current.reshard_after_backward or (group.phase is GATHERING and not group.stay.pinned):
                 self.drop(group)
             else:
                 self.installed.hide(group)
-                group.kept = True
+                group.stay.keep()
         self.pool.rest()
 
     def reduce(self, group: ParamGroup, gradients: Gradients) -> None:
@@ -419,16 +421,34 @@ class Actions:
         elif not group.shrinks:
             self.drop(group)
         elif group.phase is UNSHARDED:
-            self.installed.hide(group)
-            edited = self.find_edits(group) if group.is_written() else ()
-            self._act(Kind.SHRINK, group, group.shrink)
-            if edited:
-                raise lost_edit(edited)
-            self.history.lasted(group.layout.weight_bytes)  # for a moment weights and pieces were both live
-            if (entries := group.entries()) is not None:
-                entries.lend(group.pieces())
+            self._shrink(group)
         if not (self.pool.arena.keeps_idle or self.pool.backward) and self.order.all_have_begun():
             self.pool.rest()  # also where the loss is made within the root's forward
+
+    def end_failed_forward(self, group: ParamGroup, stays: bool, written: bool) -> None:
+        """Likewise, if the forward has failed. Edits are not looked for: other ranks may not have failed.
+
+        Args:
+            group, stays: as of `end_forward`.
+            written: whether the forward has written to outputs of its node.
+        """
+        written |= group.is_written()
+        group.forget_writes()
+        self.end_forward(group, stays)
+        # A checkpoint may also stop a recomputation in backward by an error.
+        if written and current_backward() < 0:
+            self.give_up(group)
+
+    def _shrink(self, group: ParamGroup) -> None:
+        """Keep pieces of a group's weights, and show these to its modules."""
+        self.installed.hide(group)
+        edited = self.find_edits(group) if group.is_written() else ()
+        self._act(Kind.SHRINK, group, group.shrink)
+        if edited:
+            raise lost_edit(edited)
+        self.history.lasted(group.layout.weight_bytes)  # for a moment weights and pieces were both live
+        if (entries := group.entries()) is not None:
+            entries.lend(group.pieces())
 
     def begin_backward(
         self, use: Use, outputs: Outputs, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]
@@ -453,7 +473,7 @@ class Actions:
         group = use.group
         self.staying.discard(group)
         if len(group.buckets) == 1:  # else the outputs of each bucket are known to its handles alone
-            group.buckets[0].note_written(outputs)
+            group.buckets[0].writes.begin_reads(outputs, group.buckets[0].here)
         if self.order.forward.budget is not None:
             self.budget.reached(use, outputs)
         waits = bool(self._reductions) and self._wait_before(group, missed, following)
@@ -532,7 +552,7 @@ class Actions:
             self.drop(group)
             return
         for bucket in group.buckets:
-            bucket.end_reads()
+            bucket.writes.end_reads()
         if stays:
             self.staying.add(group)
         else:

@@ -69,7 +69,7 @@ class Budget:
             staying: the groups whose weights stay for their next use.
         """
         around = self._enclosing(to) if self._pool.backward else ()
-        groups = [group for group in self._groups if not (group.pinned or group.running or group.fqn in around)]
+        groups = [group for group in self._groups if not (group.stay.pinned or group.running or group.fqn in around)]
         ahead = [group for group in groups if group.phase is GATHERING]
         kept = [group for group in groups if group.phase is UNSHARDED and self._may_go(group)]
         stays = [group for group in groups if group in staying and group.settings.current.reshard_after_backward]
@@ -78,7 +78,7 @@ class Budget:
     def _may_go(self, group: ParamGroup) -> bool:
         if not self._pool.backward:
             return True
-        return group in self.unread and all(bucket.looked_at is None for bucket in group.buckets)
+        return group in self.unread and all(bucket.writes.looked_at is None for bucket in group.buckets)
 
     def _enclosing(self, group: ParamGroup) -> Container[str]:
         """FQNs of the groups in whose forwards this one runs, in any phase."""

@@ -20,10 +20,10 @@ gradient outside forward comes (`on_gradient_outside_forward`).
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -59,6 +59,7 @@ from .order import Order
 from .out_of_memory import Part
 from .review import Review
 
+_is_leaf = attrgetter("is_leaf")
 LISTENERS: weakref.WeakSet[Any] = weakref.WeakSet()  # each a `listeners.Listener`
 
 
@@ -154,11 +155,18 @@ class Engine:
         self.active: dict[ParamGroup, Use] = {}
         self.keepers: dict[Bucket, Keeper] = {}
         watch_steps(self)
-        for param in itertools.chain.from_iterable(group.params for group in groups):
-            if (whole := param.replaced) is not None:
-                watch_replaced(weakref.ref(self), whole)
+        for group in groups:
+            self._watch_copies(group)
         if runtime.gather_lane.streams:
             weakref.finalize(self, runtime.pool.memory.leave, runtime.gather_lane, runtime.reduce_lane)
+
+    def _watch_copies(self, group: ParamGroup) -> None:
+        """Be told of gradients of tensors that users may hold from before the engine was made."""
+        for index, param in enumerate(group.params):
+            if (whole := param.replaced) is not None:
+                watch_replaced(weakref.ref(self), whole)
+            for leaf in filter(_is_leaf, param.kept_ones()):
+                watch_leaf(weakref.ref(self), leaf, group, index)
 
     def parts(self) -> tuple[object, ...]:
         """The engine, its `Actions` and its `GradientFlow`: the objects whose classes `listeners.py` switches."""
@@ -328,6 +336,7 @@ class Engine:
         entries = group.entries()
         assert entries is not None  # its module is running
         entries.show(outputs)
+        group.begin_use(outputs, forward)
         if forward:
             self._iterations.await_backward(forward)
         return use, outputs
@@ -353,17 +362,14 @@ class Engine:
             written = group.end_use(copied)  # the outputs may hide views of weights in objects that were not searched
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
-        edited: Sequence[str] = ()
+        stays = group in self.active
         if failed:
-            written |= group.is_written()
-            group.forget_writes()
-        elif written:
-            edited = self._do.find_edits(group)
-        self._do.end_forward(group, stays=group in self.active)
-        # What was edited must not be read again. (A checkpoint may stop a recomputation in backward by an error.)
-        if edited or (failed and written and current_backward() < 0):
-            self._do.give_up(group)
+            self._do.end_failed_forward(group, stays, written)
+            return
+        edited = self._do.find_edits(group) if written else ()
+        self._do.end_forward(group, stays)
         if edited:
+            self._do.give_up(group)  # what was edited must not be read again
             raise lost_edit(edited)
 
     # ---- backward

@@ -165,7 +165,7 @@ def watch_replaced(owner: Callable[[], ReplacedOwner | None], whole: torch.Tenso
         # The parameter that has replaced it may share its dictionary of hooks, so the hook asks whose gradient it is.
         hook = functools.partial(_refuse_replaced, owner, weakref.ref(whole))
         whole.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        HANDLES.ours += 1
+        HANDLES.give()
 
 
 def _refuse_replaced(
@@ -178,13 +178,15 @@ def _refuse_replaced(
 
 def watch_leaf(owner: Callable[[], LeafOwner | None], leaf: torch.Tensor, group: ParamGroup, index: int) -> None:
     """Hand gradients of `leaf`, the unsharded parameter `index` of `group`, on to the owner, off `leaf.grad`."""
+    if (before := leaf.__dict__.get(WATCHED)) is not None:  # for an engine that is gone
+        (leaf._post_accumulate_grad_hooks or {}).pop(before, None)
     # Kept for each parameter, and so small: a function made here would be three more objects, for its cells.
     hand_on = functools.partial(_hand_on, owner, weakref.ref(group), index)
     trains = leaf.requires_grad
     leaf.requires_grad_(True)  # users may thaw it later, and torch takes hooks on what requires gradients alone
     handle = leaf.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
     leaf.requires_grad_(trains)
-    HANDLES.ours += 1
+    HANDLES.give()
     leaf.__dict__[WATCHED] = handle.id
 
 

@@ -296,6 +296,7 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
     Returns:
         the unsharded parameters: tensors of this graph that look like Parameters, with the attributes that users set
         on the sharded ones. Attributes that forward sets on them stay there, as these may belong to this graph.
+        `ParamGroup.begin_use` must follow when they are installed.
     """
     group = use.group
     weights = group.weights_for_use()
@@ -310,5 +311,4 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
         run_all(map(setattr, outputs, repeat("__dict__"), lent_attributes(group.shards)))
     if group.layout.packed:
         group.lend_carried(outputs)
-    group.begin_use(outputs, use.forward)
     return outputs

@@ -24,14 +24,11 @@ from .._plan.layout import GatherLayout, gather_layout
 from .._policies import Wire
 from .._torch.core import address_of, has_memory, plainly, without_torch_function
 from .._torch.distributed import local_tensor
-from .edits import BitSums, bit_sums, lost_edit
+from .edits import BitSums, Writes, bit_sums, lost_edit
 from .faces import Faces, Leaves
 from .param import ShardedParam
 
 _version, _shape, _dim, _rows, _sharded = map(attrgetter, ("_version", "shape", "dim", "rows", "sharded"))
-
-
-_EDITED = -1  # a version that no tensor has
 
 
 class _Members(dict[Place, int]):
@@ -139,10 +136,7 @@ class Bucket:
         shown: the outputs of the node of the use that runs forward now, by index; empty outside of a forward, or if
             modules have leaves installed.
         here: the leaf Parameters over the memory in which the weights are now; None if none were made there.
-        looked_at: the outputs of a use, if the running backward has read a weight of it; else None.
-        rewritten: by index, versions of the weights that were written to until the backward of that use began.
-        gathered, written: see `edits.py`.
-        packed: the places of the handles that the running forward has made of leaves, and the versions of these.
+        writes: what was written to the unsharded parameters; see `edits.py`.
         saved: how many handles were made so far.
         reads_left: after how many more reads of handles the engine must be told that half of a use's handles were read;
             0 if it need not be told.
@@ -150,9 +144,8 @@ class Bucket:
     """
 
     __slots__ = (
-        "__weakref__", "_ended", "_faces", "_noted", "_sharded", "_versions", "at", "dtype", "fqns", "gather_bytes",
-        "gathered", "generation", "group", "here", "is_complex", "looked_at", "packed", "params", "readable",
-        "reads_left", "rewritten", "saved", "shown", "slot", "written",
+        "__weakref__", "_faces", "_sharded", "_versions", "at", "dtype", "fqns", "gather_bytes", "generation", "group",
+        "here", "is_complex", "params", "readable", "reads_left", "saved", "shown", "slot", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -170,14 +163,8 @@ class Bucket:
         self._versions: list[int] = []  # of the shards, at the last gather
         self.generation = self.saved = self.reads_left = self.gather_bytes = 0
         self.shown: Sequence[torch.Tensor] = ()
-        self._ended: Sequence[torch.Tensor] = ()  # the outputs of the last use, if it has written to some
-        self.packed: list[tuple[Any, int]] = []
-        self.gathered: dict[int, BitSums] = {}
-        self.written: set[int] = set()
         self.here: Leaves | None = None
-        self.looked_at: Sequence[torch.Tensor] | None = None
-        self._noted: Sequence[torch.Tensor] | None = None
-        self.rewritten: dict[int, int] = {}
+        self.writes = Writes(len(params))
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -189,18 +176,17 @@ class Bucket:
         return self.weights
 
     def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
-        """The node of a use was made, with these outputs for the members."""
-        face = None if self._faces is None else self._faces.in_use
-        if face is not None and not face.at_rest:
-            face.note_shown()
+        """The node of a use was made, with these outputs for the members, and modules have them installed."""
+        if self._faces is not None:
+            self._faces.begin_use(outputs)
         self.shown = outputs
-        self.packed.clear()
+        self.writes.packed.clear()
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> bool:
-        """A forward is over, and its outputs or leaves are still installed: note whether others keep views of weights.
+        """A forward is over, and its outputs or leaves are still installed: note whether others keep weights.
 
         A selective checkpoint may, or a function that puts them on its ``ctx``, or a module that caches them. No handle
-        stands for such views, so the memory must keep its content as long as they live.
+        stands for these weights (see `faces.py`).
 
         Args:
             dropped: views that the caller is about to drop.
@@ -209,18 +195,18 @@ class Bucket:
             whether the forward has written to weights, as far as versions tell.
         """
         shown, self.shown = self.shown, ()
-        if self._faces is not None and (face := self._faces.in_use) is not None and not face.is_at_rest():
-            self._faces.note_users(face, dropped, self.here)
+        if self._faces is not None:
+            self._faces.end_use(shown, dropped, self.here)
         if any(map(_version, shown)):
-            self._ended = shown
+            self.writes.note_shown(shown)
             return True
         return not shown and self.here is not None and bool(self.here.written())
 
     def leaves(self) -> list[torch.nn.Parameter]:
         """The unsharded parameters as leaves; the same objects whenever the weights are in the same slot."""
         if self._faces is not None and self.slot is not None:
-            self.here = self._faces.use_leaves(self.slot, self.params)
-            self.packed.clear()
+            self.here = self._faces.use_leaves(self.slot)
+            self.writes.packed.clear()
         assert self.here is not None
         return self.here.params
 
@@ -252,20 +238,14 @@ class Bucket:
             after: the event behind all work that reads them.
             reserve: whether to keep their memory for the next gather.
         """
-        slot, leaves = self.slot, self.here
-        self.slot = self.here = self.looked_at = self._noted = None
-        self.readable = False
-        self._give_up(slot, leaves, after, reserve)
-
-    def _give_up(self, slot: Slot | None, leaves: Leaves | None, after: torch.Event | None, reserve: bool) -> None:
-        """Give the memory of the weights back, or reserve it.
-
-        Args:
-            slot: where the weights are; None if in no slot.
-            leaves: those over that memory, if any were made.
-            after, reserve: as of `release`.
-        """
         raise NotImplementedError
+
+    def _forget_memory(self) -> tuple[Slot | None, Leaves | None]:
+        """The weights are about to be given up; returns the slot where they were, and the leaves over it, if any."""
+        was = self.slot, self.here
+        self.slot = self.here = None
+        self.readable = False
+        return was
 
     def lose(self) -> None:
         """Give the weights up, but do not let their memory be reused: an abandoned gather may still write to it."""
@@ -284,54 +264,15 @@ class Bucket:
     # that a weight was edited after it had been saved.
 
     def risen(self) -> set[int]:
-        return {*self._written_to()}
-
-    def _written_to(self) -> dict[int, list[torch.Tensor]]:
-        """By index of a parameter, its output and its leaf, if their versions have risen."""
-        written = {index: [self._ended[index]] for index in _edited_of(self._ended)}
-        for index in () if self.here is None else self.here.written():
-            written.setdefault(index, []).append(self.here.params[index])  # type: ignore[union-attr]
-        return written
+        return set(self.writes.risen(self.here))
 
     def sums(self, indices: Iterable[int]) -> dict[int, BitSums]:
         return {}
 
     def accept(self, edited: Collection[int] = ()) -> None:
-        self._ended = ()  # each use has outputs of its own, which are judged once
-        self.packed.clear()
+        self.writes.accept()
         if self.here is not None:
             self.here.note_versions(edited)
-
-    def note_written(self, shown: Sequence[torch.Tensor]) -> None:
-        """Backward reaches a use: note what was written to until now, for all reads of its weights.
-
-        A checkpoint may recompute before the first read, and repeats writes that were judged when the forward ended.
-
-        Args:
-            shown: the outputs of the node. A write to one before it was saved was judged, so a weight was edited if it
-                has another version now than when it was saved.
-        """
-        rewritten: dict[int, int] = {}
-        if any(map(_version, shown)):
-            rewritten = {index: out._version for index, out in enumerate(shown) if out._version}
-        if self.here is not None:
-            rewritten |= dict.fromkeys(self.here.written(), _EDITED)
-        self.rewritten, self._noted = rewritten, shown
-
-    def look_at(self, shown: Sequence[torch.Tensor]) -> None:
-        """The first weight of a use is read: see what was written to, once, as a look costs as much as reading it."""
-        if shown is not self._noted:
-            self.note_written(shown)
-        self.looked_at = shown
-
-    def end_reads(self) -> None:
-        """The backward of a use is over: the next one looks for edits anew."""
-        self.looked_at = self._noted = None
-
-
-def _edited_of(shown: Sequence[torch.Tensor]) -> set[int]:
-    """Indices of those outputs of a node that were edited in place."""
-    return {index for index, out in enumerate(shown) if out._version}
 
 
 class GatherBucket(Bucket):
@@ -348,7 +289,7 @@ class GatherBucket(Bucket):
     """
 
     __slots__ = (
-        "_gatherer", "_pool", "_reserved", "_self", "_sums", "_sums_next", "begins", "copies", "for_landing",
+        "_gatherer", "_pool", "_reserved", "_self", "_sums", "begins", "copies", "for_landing",
         "for_weights", "members", "nbytes", "places",
     )  # fmt: skip
 
@@ -367,7 +308,7 @@ class GatherBucket(Bucket):
         route = None if transport is None else transport.route
         rows = list(map(_rows, params))
         layout = gather_layout(shapes, info.shard_size, dtype.itemsize, dims, route, rows, wire)
-        super().__init__(params, dtype, group, Faces(dtype, layout.places))
+        super().__init__(params, dtype, group, Faces(dtype, layout.places, params))
         pieces = list(map(local_tensor, self._sharded))
         as_they_are = [not info.offloads and local.dtype == dtype and local.is_contiguous() for local in pieces]
         converted = [index for index, as_it_is in enumerate(as_they_are) if not as_it_is]
@@ -376,7 +317,6 @@ class GatherBucket(Bucket):
         self.for_weights = pool.requests(f"weights {self.fqns[0]}", layout.nbytes, refills=_are_packed(params))
         landing = f"landing {self.fqns[0]}"
         self.for_landing = None if layout.landing is None else pool.requests(landing, layout.landing_bytes)
-        self._sums_next: Iterable[int] = range(len(params))  # of the next gather, see `edits.py`
         self._gatherer = Gatherer(copies, dtype, self.for_landing, pool, lane)
         self._pool = pool
         self._self = weakref.ref(self)
@@ -429,13 +369,15 @@ class GatherBucket(Bucket):
 
     def arrived(self) -> None:
         self.readable = True
-        if self._sums_next or self.gathered:
-            self.gathered = self._sums_in_slot(self._sums_next)
-            self._sums_next = self.written
+        writes = self.writes
+        if writes.sums_next or writes.gathered:
+            writes.note_gathered(self._sums_in_slot(writes.sums_next))
         self._sums = self._checksums(self.slot) if _debug.debugging and self.slot is not None else None
 
-    def _give_up(self, slot: Slot | None, leaves: Leaves | None, after: torch.Event | None, reserve: bool) -> None:
+    def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         """Give the slot back, or reserve it for the next gather: if asked to, or if somebody keeps views of it."""
+        slot, leaves = self._forget_memory()
+        self.writes.end_reads()
         if slot is None:
             return
         if self._sums is not None:
@@ -446,15 +388,17 @@ class GatherBucket(Bucket):
         if kept or reserve:
             self._reserved = slot
             self._pool.suspend(slot, after, lent=not reserve)
-        else:
-            self._pool.release(slot, after)
+            return
+        if faces.kept:
+            faces.hide_kept()
+        self._pool.release(slot, after)
 
     def lose(self) -> None:
         super().lose()
         self._sums = None
 
     def sums(self, indices: Iterable[int]) -> dict[int, BitSums]:
-        written = self._written_to()
+        written = self.writes.risen(self.here)
         read = self._read_before(written)
         here = [i for i in indices if i not in read and all(self._lies(each, i) for each in written.get(i, ()))]
         return self._sums_in_slot(here)
@@ -466,7 +410,7 @@ class GatherBucket(Bucket):
         A write through a DTensor raises its own version and not that of its local tensor, of which handles are made.
         """
         versions = {i: {each._version for each in w if not isinstance(each, DTensor)} for i, w in written.items()}
-        packed = [(self.members[place], version) for place, version in self.packed]
+        packed = [(self.members[place], version) for place, version in self.writes.packed]
         return {index for index, version in packed if index in versions and version not in versions[index]}
 
     def _lies(self, tensor: torch.Tensor, index: int) -> bool:

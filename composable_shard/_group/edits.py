@@ -17,13 +17,17 @@ verdict, whosever rows it has changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from .._errors import ComposableShardError, StaleStateError
+from .faces import Leaves
 
+_version = attrgetter("_version")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_EDITED = -1  # a version that no tensor has
 
 
 class BitSums(NamedTuple):
@@ -50,18 +54,99 @@ def bit_sums(weight: torch.Tensor) -> BitSums:
     return BitSums(numbers.sum(1, dtype=dtype), numbers.sum(0, dtype=dtype))
 
 
+class Writes:
+    """What was written to the unsharded parameters of one bucket, as far as versions tell.
+
+    Args:
+        count: the number of parameters.
+
+    Attributes:
+        gathered: by index, sums of weights as they were gathered.
+        packed: the places of the handles that the running forward has made of leaves, and the versions of these.
+        rewritten: by index, versions of the weights that were written to until the backward of a use began.
+        looked_at: the outputs of a use, if the running backward has read a weight of it; else None.
+        sums_next: indices of the weights of which the next gather takes sums.
+    """
+
+    __slots__ = ("_ended", "_ever", "_noted", "gathered", "looked_at", "packed", "rewritten", "sums_next")
+
+    def __init__(self, count: int) -> None:
+        self.gathered: dict[int, BitSums] = {}
+        self.packed: list[tuple[Any, int]] = []
+        self.rewritten: dict[int, int] = {}
+        self._ended: Sequence[torch.Tensor] = ()  # the outputs of the last use, if it has written to some
+        self._ever: set[int] = set()  # indices of the parameters whose versions have ever risen
+        self._noted: Sequence[torch.Tensor] | None = None  # the outputs of the use of which `rewritten` tells
+        self.looked_at: Sequence[torch.Tensor] | None = None
+        self.sums_next: Iterable[int] = range(count)
+
+    def note_gathered(self, sums: dict[int, BitSums]) -> None:
+        """A gather is done: these are the sums of the weights in `sums_next`."""
+        self.gathered, self.sums_next = sums, self._ever
+
+    def note_shown(self, shown: Sequence[torch.Tensor]) -> None:
+        """A forward that is over has written to some of these, the outputs of its node."""
+        self._ended = shown
+
+    def risen(self, leaves: Leaves | None) -> dict[int, list[torch.Tensor]]:
+        """By index, the output and the leaf of each parameter, if their versions have risen since the gather."""
+        written = {index: [out] for index, out in enumerate(self._ended) if out._version}
+        if leaves is not None:
+            for index in leaves.written():
+                written.setdefault(index, []).append(leaves.params[index])
+        return written
+
+    def note_risen(self, indices: set[int]) -> None:
+        """The versions of these parameters have risen: each gather takes their sums from now on."""
+        self._ever |= indices
+
+    def accept(self) -> None:
+        """What was written so far is judged."""
+        self._ended = ()  # each use has outputs of its own, which are judged once
+        self.packed.clear()
+
+    def begin_reads(self, shown: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
+        """Backward reaches a use: note what was written to until now, for all reads of its weights.
+
+        A checkpoint may recompute before the first read, and repeats writes that were judged when the forward ended.
+
+        Args:
+            shown: the outputs of the node. A write to one before it was saved was judged, so a weight was edited if it
+                has another version now than when it was saved.
+            leaves: those over the memory of the weights, if any were made.
+        """
+        rewritten: dict[int, int] = {}
+        if any(map(_version, shown)):
+            rewritten = {index: out._version for index, out in enumerate(shown) if out._version}
+        if leaves is not None:
+            rewritten |= dict.fromkeys(leaves.written(), _EDITED)
+        self.rewritten, self._noted = rewritten, shown
+
+    def look_at(self, shown: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
+        """The first weight of a use is read: see what was written to, once, as a look costs as much as reading it.
+
+        Args:
+            shown, leaves: as of `begin_reads`.
+        """
+        if shown is not self._noted:
+            self.begin_reads(shown, leaves)
+        self.looked_at = shown
+
+    def end_reads(self) -> None:
+        """The backward of a use is over: the next one looks for edits anew."""
+        self.looked_at = self._noted = None
+
+
 class Edited(Protocol):
     """A bucket, as far as its edits go.
 
     Attributes:
         fqns: names of its parameters.
-        gathered: by index, sums of weights as they were gathered.
-        written: indices of the parameters whose versions have ever risen.
+        writes: what was written to them.
     """
 
     fqns: list[str]
-    gathered: dict[int, BitSums]
-    written: set[int]
+    writes: Writes
 
     def risen(self) -> set[int]:
         """Indices of the parameters whose versions have risen since they were gathered."""
@@ -103,13 +188,13 @@ def _changed(
     written: Sequence[tuple[Edited, set[int], dict[int, BitSums]]], gather_again: Callable[[], None]
 ) -> dict[Edited, set[int]]:
     for bucket, risen, _ in written:
-        bucket.written |= risen
-    if any(sums.keys() - bucket.gathered.keys() for bucket, _, sums in written):
+        bucket.writes.note_risen(risen)
+    if any(sums.keys() - bucket.writes.gathered.keys() for bucket, _, sums in written):
         try:
             gather_again()
         except ComposableShardError as error:
             raise lost_edit([bucket.fqns[i] for bucket, risen, _ in written for i in sorted(risen)]) from error
-    return {bucket: risen - _same(sums, bucket.gathered) for bucket, risen, sums in written}
+    return {bucket: risen - _same(sums, bucket.writes.gathered) for bucket, risen, sums in written}
 
 
 def _same(now: dict[int, BitSums], before: dict[int, BitSums]) -> set[int]:

@@ -25,7 +25,7 @@ from .._comm.lanes import Job, Lane
 from .._comm.mesh import MeshInfo
 from .._errors import ShardConfigAssertionError, ShardConfigTypeAssertionError
 from .._memory.pool import BufferPool
-from .._memory.slots import Outside, Slot
+from .._memory.slots import Outside
 from .._plan.layout import bucket_layout, gather_layout
 from .._policies import MixedPrecisionPolicy
 from .._torch.core import plain_parts, storage_id
@@ -261,7 +261,9 @@ class ExtensionBucket(Bucket):
         self.here = Leaves([member.leaf for member in self._members if member.leaf is not None])
         super().arrived()
 
-    def _give_up(self, slot: Slot | None, leaves: Leaves | None, after: torch.Event | None, reserve: bool) -> None:
+    def release(self, after: torch.Event | None, reserve: bool = False) -> None:
+        _, leaves = self._forget_memory()
+        self.writes.end_reads()
         if leaves is not None:
             leaves.give_up()
         self._pool.unclaim(self._claims)

@@ -3,6 +3,10 @@
 If a view of a weight outlives its forward (in a cache, say, or on a function's ``ctx``), the slot must not be reused,
 as the view would then show other data. A view shares the storage of the tensor that it was made from, so the use counts
 of the storages of a face tell whether such views exist.
+
+If an unsharded parameter itself outlives its forward, reference counts tell. Its slot is reused: until the next gather,
+which makes it show the weights anew, its values are NaN. So a module may cache its weight, as it may under FSDP2, where
+unsharded parameters are the same objects in all steps.
 """
 
 from __future__ import annotations
@@ -11,13 +15,16 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from operator import attrgetter, ne
+from operator import attrgetter, gt, ne
+from sys import getrefcount
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .._memory.slots import Slot
 from .._plan.layout import BucketLayout
 from .._torch.core import alias, has_memory, plainly, storage_id, storage_uses
+from .._torch.distributed import local_tensor
 from .param import ShardedParam, run_all
 
 # Attribute of a leaf: the name of its parameter. It shows, and lets errors name, a leaf that was taken for a parameter.
@@ -109,7 +116,7 @@ class Leaves:
         face: the face whose memory they share; None if the memory is not the pool's.
     """
 
-    __slots__ = ("_plain", "_storages", "face", "params", "versions")
+    __slots__ = ("_holders", "_plain", "_storages", "face", "params", "versions")
 
     def __init__(self, params: list[torch.nn.Parameter], face: Face | None = None) -> None:
         self.params = params
@@ -117,6 +124,14 @@ class Leaves:
         self._plain = [leaf for leaf in params if face is not None and type(leaf) is torch.nn.Parameter]
         self._storages = list(map(storage_id, self._plain))
         self.versions: list[int] = list(map(_version, params))
+        self._holders = list(map(getrefcount, params))  # while no module has them
+
+    def held(self) -> list[tuple[int, torch.Tensor]]:
+        """The leaves that somebody holds, with their indices, while no module has them installed."""
+        holders = list(map(getrefcount, self.params))
+        if holders == self._holders:
+            return []
+        return [(i, leaf) for i, leaf in enumerate(self.params) if holders[i] > self._holders[i]]
 
     def show_weights(self) -> None:
         """Undo what a forward has put into the `.data` of a leaf, such as a bias in the dtype of its input."""
@@ -148,6 +163,21 @@ class Leaves:
         self.versions = [self.versions[at] if at in edited else now for at, now in enumerate(versions)]
 
 
+def _without_values(weight: torch.Tensor) -> torch.Tensor:
+    """A tensor like this one, with NaN in all places, or the highest number that there is."""
+    with plainly():
+        floats = weight.dtype.is_floating_point or weight.dtype.is_complex
+        value = float("nan") if floats else 1 if weight.dtype is torch.bool else torch.iinfo(weight.dtype).max
+        return torch.full((), value, dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+
+def _leaf(weight: torch.Tensor, param: ShardedParam) -> torch.nn.Parameter:
+    local = weight.data  # with a version counter of its own, which `Leaves.give_up` moves
+    leaf = torch.nn.Parameter(param.parallel.around(local) if param.parallel else local, requires_grad=False)
+    leaf.__dict__[LEAF_OF] = param.fqn
+    return leaf
+
+
 class Faces:
     """The faces of a bucket in all slots where it ever was, and which of them somebody keeps views of.
 
@@ -155,15 +185,19 @@ class Faces:
         leaves: by slot, the leaves that were made there.
         in_use: the face that the running forward reads; if none runs, the one that the last forward read.
         lent: the faces of which somebody kept views after a forward.
+        kept: whether somebody may have kept unsharded parameters of these (`ShardedParam.kept`) after a forward.
     """
 
-    def __init__(self, dtype: torch.dtype, layout: BucketLayout) -> None:
-        self._dtype, self._layout = dtype, layout
+    def __init__(self, dtype: torch.dtype, layout: BucketLayout, params: Sequence[ShardedParam]) -> None:
+        self._dtype, self._layout, self._params = dtype, layout, params
         self._of: dict[Slot, list[Face]] = {}
         self._begins: dict[Slot, int] = {}  # where each slot was when its faces were made
         self.leaves: dict[Slot, Leaves] = {}
         self.in_use: Face | None = None
         self.lent: list[Face] = []
+        self.kept = any(param.kept for param in params)
+        self._of_kept: dict[Slot, Face] = {}  # by slot, the face whose weights the kept ones are made to show
+        self._holders: list[int] = []  # reference counts of the outputs of the use whose forward runs
         self._dropped: list[weakref.ref[torch.Tensor]] = []  # views of leaves that the last forward was about to drop
 
     def enter(self, slot: Slot) -> Leaves | None:
@@ -173,9 +207,40 @@ class Faces:
         """
         if self._begins.get(slot) != slot.begin:
             self._begins[slot] = slot.begin
-            self._of.pop(slot, None)
-            self.leaves.pop(slot, None)
+            for of_slots in (self._of, self._of_kept, self.leaves):
+                of_slots.pop(slot, None)
+        if self.kept:
+            self._show_kept(slot)
         return self.leaves.get(slot)
+
+    def _show_kept(self, slot: Slot) -> None:
+        """Make all unsharded parameters that somebody has kept show the weights in this slot."""
+        if slot not in self._of_kept:
+            self._of_kept[slot] = Face(slot, self._dtype, self._layout)
+        self._fill_kept(self._of_kept[slot].weights)
+
+    def hide_kept(self) -> None:
+        """The slot is given back: let the unsharded parameters that somebody has kept have no values."""
+        assert self.in_use is not None
+        self._fill_kept(list(map(_without_values, self.in_use.weights)))
+
+    def _fill_kept(self, weights: Sequence[torch.Tensor]) -> None:
+        """Make the kept unsharded parameters show these, by index."""
+        kept = [(index, tensor) for index, param in enumerate(self._params) for tensor in param.kept_ones()]
+        with plainly():
+            for index, tensor in kept:
+                shown = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+                if storage_id(shown) != storage_id(weights[index]):
+                    shown.data = weights[index]
+        if not kept:
+            self.kept = False
+            self._of_kept.clear()
+
+    def _keep(self, held: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Somebody holds these unsharded parameters, by index, after their forward."""
+        for index, tensor in held:
+            self._params[index].note_kept(tensor)
+            self.kept = True
 
     def idle(self, slot: Slot, for_use: bool = False) -> list[torch.Tensor]:
         """The weights of a face in this slot that has no outputs of a node and no kept views; made if there is none.
@@ -197,33 +262,41 @@ class Faces:
                 self.lent.remove(face)
         return face.weights
 
-    def use_leaves(self, slot: Slot, params: Sequence[ShardedParam]) -> Leaves:
+    def use_leaves(self, slot: Slot) -> Leaves:
         """The leaves in this slot, made at the first call; the forward that begins reads their face."""
         leaves = self.leaves.get(slot)
         if leaves is None:
             with plainly():
                 face = Face(slot, self._dtype, self._layout)
-                # `.data` gives each a version counter of its own, which `Leaves.give_up` moves.
-                made = [
-                    torch.nn.Parameter(p.parallel.around(w.data) if p.parallel else w.data, requires_grad=False)
-                    for w, p in zip(face.weights, params, strict=True)
-                ]
-            for leaf, param in zip(made, params, strict=True):
-                leaf.__dict__[LEAF_OF] = param.fqn
+                made = list(map(_leaf, face.weights, self._params))
             face.note_leaves()
             leaves = self.leaves[slot] = Leaves(made, face)
         leaves.show_weights()
         self.in_use = leaves.face
         return leaves
 
-    def note_users(self, face: Face, dropped: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
-        """A forward that has read `face` is over, and views of it are alive: note whether they will stay.
+    def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
+        """A node was made over the face in use, and modules have its outputs installed."""
+        if self.in_use is not None and not self.in_use.at_rest:
+            self.in_use.note_shown()
+        self._holders = list(map(getrefcount, outputs))
+
+    def end_use(self, shown: Sequence[torch.Tensor], dropped: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
+        """A forward is over: note which weights, and whether views of them, somebody will keep.
 
         Args:
-            face: the face that was read.
+            shown: the outputs of the node, still installed; empty if modules have leaves.
             dropped: views that the caller is about to drop.
             leaves: the leaves in this slot, if any were made.
         """
+        if (holders := list(map(getrefcount, shown))) != self._holders and shown:
+            more = map(gt, holders, self._holders)
+            self._keep(itertools.compress(enumerate(shown), more))
+        if self.in_use is not None and not self.in_use.is_at_rest():
+            self._note_users(self.in_use, dropped, leaves)
+
+    def _note_users(self, face: Face, dropped: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
+        """Views of a face that a forward has read are alive: note whether they will stay; arguments as of `end_use`."""
         if face in self.lent:
             return
         views = {id(view): view for view in dropped if not isinstance(view, torch.nn.Parameter)}
@@ -239,6 +312,8 @@ class Faces:
         if leaves is None:
             return bool(self.lent)
         leaves.give_up()
+        if held := leaves.held():
+            self._keep(held)
         face, dropped, self._dropped = leaves.face, self._dropped, []
         assert face is not None
         if self.lent or face.is_at_rest():
@@ -248,6 +323,7 @@ class Faces:
     def clear(self) -> None:
         """Drop all views of slots."""
         self._of.clear()
+        self._of_kept.clear()
         self._begins.clear()
         self.leaves.clear()
         self.in_use = None

@@ -37,7 +37,7 @@ from .extension import ExtensionBucket, is_extended
 from .gradients import GroupGradients
 from .packed import Carried
 from .param import ShardedParam, lend_attributes, lent_attributes, run_all
-from .phases import AWAY, GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, ParamPhase, illegal
+from .phases import AWAY, GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, ParamPhase, Stay, illegal
 from .resident import Resident
 
 _requires_grad, _sharded, _at, _weights = map(attrgetter, ("requires_grad", "sharded", "at", "weights"))
@@ -144,9 +144,7 @@ class ParamGroup:
         running: how many forwards of its modules have begun and not ended.
         used_in: number of the last forward of the root in which a node was made for this group.
         companions: groups of the same module on other meshes, whose forwards begin right after this one's.
-        pinned: whether a user has called `unshard`. Then the weights stay until `reshard`, until the group's own next
-            use reshards them, until a backward ends that is to reshard them, or until its parameters change.
-        kept: whether the weights have outlived a backward, because `set_reshard_after_backward(False)` was in force.
+        stay: why the weights outlive their use.
     """
 
     def __init__(
@@ -165,7 +163,7 @@ class ParamGroup:
         self.is_root = is_root
         self.running = self.used_in = 0
         self.companions: Sequence[ParamGroup] = ()
-        self.pinned = self.kept = False
+        self.stay = Stay()
         self.settings = settings
         self._comm, self._runtime = comm, runtime
         self.phase: ParamPhase = SHARDED
@@ -301,7 +299,7 @@ class ParamGroup:
             self._gathers = [(b, resident.start()) for b, resident in zip(self.buckets, self.residents, strict=True)]
             self._set_phase(GATHERING)
             return
-        if self.pinned or self.settings.outlives[self.is_root]:
+        if self.stay.pinned or self.settings.outlives[self.is_root]:
             self._versions = self._versions_now()
         self._gathers = []
         try:
@@ -318,7 +316,8 @@ class ParamGroup:
         for _, job in self._gathers:
             with contextlib.suppress(Exception):  # the caller raises the first error already
                 job.finish()
-        self._gathers, self.pinned = [], False
+        self._gathers = []
+        self.stay.end()
         for bucket in self.buckets:
             if bucket.slot is not None:
                 bucket.slot.wait_until_free()
@@ -328,7 +327,8 @@ class ParamGroup:
 
     def _leave_gathers(self) -> None:
         """The wait was interrupted (Ctrl-C, say): wait for no gather, and never reuse the memory that it may write."""
-        self._gathers, self.pinned = [], False
+        self._gathers = []
+        self.stay.end()
         for bucket in self.buckets:
             bucket.lose()
 
@@ -365,20 +365,21 @@ class ParamGroup:
             return self.buckets[0].end_use(dropped)
         return any([bucket.end_use(dropped) for bucket in self.buckets])  # noqa: C419 - all of them
 
-    def reshard(self, reserve: bool = False) -> None:
+    def reshard(self, again: bool = False) -> None:
         """Give the unsharded parameters up, or the pieces that a few ranks keep of them.
 
         Args:
-            reserve: whether to keep the memory for the next gather; without it, as the settings say.
+            again: whether they are gathered again at once: into the same memory, to stay as long as before.
         """
         was_resident = self.phase is RESIDENT
         self._set_phase(SHARDED)
-        self.pinned = self.kept = False
+        if not again:
+            self.stay.end()
         if was_resident:
             for resident in self.residents:
                 resident.release()
             return
-        after, reserve = self._runtime.gather_lane.mark(), reserve or self.settings.current.keep_storage
+        after, reserve = self._runtime.gather_lane.mark(), again or self.settings.current.keep_storage
         for bucket in self.buckets:
             bucket.release(after, reserve)
 
@@ -435,10 +436,6 @@ class ParamGroup:
         if self.phase is SHARDED:  # the pieces of a few ranks were made from older versions, noted by then
             self._versions = self._versions_now()
 
-    def pin(self) -> None:
-        """A user has asked for the unsharded parameters (`unshard`); see `pinned`."""
-        self.pinned = True
-
     def is_stale(self) -> bool:
         """Whether a parameter was replaced or edited since the versions were noted, as far as versions tell."""
         return self._versions != self._versions_now()
@@ -473,7 +470,7 @@ class ParamGroup:
         return [None if gradient is None else p.local_gradient(gradient, options) for gradient, p in pairs]
 
     def begin_use(self, outputs: Sequence[torch.Tensor], forward: int) -> None:
-        """The node of a use was made.
+        """The node of a use was made, and its outputs are installed.
 
         Args:
             outputs: those of the node, in the order of `params`.

@@ -153,4 +153,4 @@ _library.impl("before_step", lambda shards, ids, what: _tell_watchers(set(ids), 
 torch.library.register_fake("composable_shard::before_step", lambda shards, ids, what: None, lib=_library)
 has_side_effect(torch.ops.composable_shard.before_step.default)
 register_optimizer_step_pre_hook(_before_step)
-HANDLES.ours += 1
+HANDLES.give()

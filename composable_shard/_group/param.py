@@ -122,13 +122,15 @@ class ShardedParam:
         parallel: how it was placed before, if it was a DTensor.
         keeps_dtype: whether it is gathered in the dtype in which it is stored, whatever the policy says of others.
         carried: what it has besides its data if it is packed (see `packed.py`); else None.
+        kept: weak references to unsharded copies of it that somebody has kept after a forward. Later gathers make them
+            show the weights anew (see `faces.py`).
         hooks: the users' hooks on it.
         module: a weak reference to the module that holds it; None until the root is known.
     """
 
     __slots__ = (
-        "__weakref__", "_cut", "_whole", "carried", "dim", "fqn", "hooks", "keeps_dtype", "module", "parallel", "rows",
-        "shape", "sharded",
+        "__weakref__", "_cut", "_whole", "carried", "dim", "fqn", "hooks", "keeps_dtype", "kept", "module", "parallel",
+        "rows", "shape", "sharded",
     )  # fmt: skip
 
     def __init__(self, fqn: str, sharded: nn.Parameter, cut: Cut, shape: tuple[int, ...]) -> None:
@@ -137,10 +139,23 @@ class ShardedParam:
         self.dim, self.parallel, self.keeps_dtype, self.rows = cut.dim, cut.parallel, cut.keeps_dtype, cut.rows
         self.carried = None if cut.carried is None else cut.carried.of(sharded)
         self.module: weakref.ref[nn.Module] | None = None
+        self.kept: list[weakref.ref[torch.Tensor]] = []
         self.hooks = ParamHooks()
         self._whole: weakref.ref[nn.Parameter] | None = None
         self.fix_sizes()
         _all.add(self)
+
+    def note_kept(self, copy: torch.Tensor) -> None:
+        """Somebody keeps this unsharded copy of it."""
+        if all(each is not copy for each in self.kept_ones()):
+            self.kept.append(weakref.ref(copy))
+
+    def kept_ones(self) -> list[torch.Tensor]:
+        """The unsharded copies that are still kept."""
+        alive = [copy for each in self.kept if (copy := each()) is not None]
+        if len(alive) < len(self.kept):
+            self.kept = [each for each in self.kept if each() is not None]
+        return alive
 
     def replace(self, whole: nn.Parameter) -> None:
         """It takes the place of this parameter, which an optimizer may still hold: both bear its name, for errors."""

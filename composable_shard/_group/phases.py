@@ -43,6 +43,31 @@ GRAD_TRANSITIONS = {
 TRANSITIONS: dict[Any, Any] = {**PARAM_TRANSITIONS, **GRAD_TRANSITIONS}
 
 
+class Stay:
+    """Why the weights of a group outlive the use that has gathered them.
+
+    Attributes:
+        pinned: whether a user has called `unshard`. Then the weights stay until `reshard`, until the group's own next
+            use reshards them, until a backward ends that is to reshard them, or until its parameters change.
+        kept: whether the weights have outlived a backward, because `set_reshard_after_backward(False)` was in force.
+    """
+
+    __slots__ = ("kept", "pinned")
+
+    def __init__(self) -> None:
+        self.pinned = self.kept = False
+
+    def pin(self) -> None:
+        self.pinned = True
+
+    def keep(self) -> None:
+        self.kept = True
+
+    def end(self) -> None:
+        """The weights were given up."""
+        self.pinned = self.kept = False
+
+
 def illegal(group: str, old: StrEnum, new: StrEnum) -> PhaseError:
     """The error of a transition that is not in the tables."""
     return PhaseError(f"group {group}: cannot go from {old.value} to {new.value}; please report this")

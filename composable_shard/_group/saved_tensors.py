@@ -195,7 +195,7 @@ class _Hooks:
             place = self._places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
             bucket.saved += 1
             if not bucket.shown:
-                bucket.packed.append((place, tensor._version))
+                bucket.writes.packed.append((place, tensor._version))
         keeper = self._keepers.get(bucket) if self._keepers else None
         version = tensor._version
         return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown, version))
@@ -236,11 +236,12 @@ def _weight(handle: Handle) -> torch.Tensor:
         owner.fetch(bucket)
         if generation != bucket.generation:  # the gather has noticed it
             raise _stale(bucket)
-    if shown is not bucket.looked_at:
-        bucket.look_at(shown)
-    if bucket.rewritten:
+    writes = bucket.writes
+    if shown is not writes.looked_at:
+        writes.look_at(shown, bucket.here)
+    if writes.rewritten:
         member = bucket.members[place] if type(place) is Place else place[1]  # type: ignore[attr-defined, index]
-        if bucket.rewritten.get(member, version) != version:
+        if writes.rewritten.get(member, version) != version:
             raise _edited(bucket.fqns[member])
     if bucket.reads_left:
         bucket.reads_left -= 1

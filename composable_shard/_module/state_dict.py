@@ -26,7 +26,7 @@ def watch_state_dict(owner: nn.Module, state: ShardState) -> None:
     owner.register_state_dict_pre_hook(_before_save)  # type: ignore[no-untyped-call]
     owner.register_state_dict_post_hook(_after_save)  # type: ignore[no-untyped-call]
     owner.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
-    HANDLES.ours += 3
+    HANDLES.give(3)
 
 
 class StateDictOwner:

@@ -447,9 +447,9 @@ class _Handles:
     def __init__(self) -> None:
         self.ours = 0
 
-    def give(self) -> None:
-        """Count one that was given to this library."""
-        self.ours += 1
+    def give(self, count: int = 1) -> None:
+        """Count some that were given to this library."""
+        self.ours += count
 
     def of_others(self) -> int:
         """How many were given to others, since the process began."""
@@ -489,7 +489,7 @@ def hooks_of_node(node: Any) -> tuple[dict[int, Callable[..., Any]], dict[int, C
     Only the handle of a hook knows where it is kept.
     """
     handles = node.register_prehook(print), node.register_hook(print)
-    HANDLES.ours += 2
+    HANDLES.give(2)
     before, after = (handle.hooks_dict_ref() for handle in handles)
     for handle in handles:
         handle.remove()
