@@ -606,22 +606,31 @@ def _parts(tree: Any) -> dict[Any, Any]:
 
 
 def _with_parts(tree: Any, parts: dict[Any, Any], changed: dict[Any, Any]) -> Any:
-    """A copy of a container, which has `parts`, with other things under some of its keys."""
-    if type(tree) is dict:
-        return parts | changed
-    if isinstance(tree, (tuple, set, frozenset)) or type(tree) is list:
-        values = (parts | changed).values()
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    """A copy of a container, which has `parts`, with other things under some of its keys.
+
+    - A dict or a list of a user's class keeps the class, its attributes and what they say of missing keys, if items are
+      set as in an ordinary one. All `OrderedDict`s do, as under FSDP2.
+    - If its class has a `__setitem__` of its own, which may refuse items, it is made as FSDP2 makes all: a dict becomes
+      an ordinary one, and a list is given its items by the constructor.
+    """
+    kind, whole = type(tree), parts | changed
+    if kind is dict:
+        return whole
+    if kind is tuple or kind is list:
+        return kind(whole.values())
     if dataclasses.is_dataclass(tree):
         return _dataclass_with(tree, changed)
-    try:
+    if isinstance(tree, OrderedDict) or getattr(kind, "__setitem__", None) in _SET_ITEM:
         made = copy.copy(tree)
         for key, part in changed.items():
             made[key] = part
-    except Exception:  # the class refuses items: it is read-only, say
-        whole = parts | changed
-        return whole if isinstance(tree, dict) else type(tree)(whole.values())  # as FSDP2 copies all dicts and lists
-    return made
+        return made
+    if isinstance(tree, dict):
+        return whole
+    return kind(*whole.values()) if hasattr(tree, "_fields") else kind(whole.values())
+
+
+_SET_ITEM = (dict.__setitem__, list.__setitem__)
 
 
 def _dataclass_with(tree: Any, changed: dict[Any, Any]) -> Any:
@@ -697,8 +706,11 @@ def _changed(function: Callable[[torch.Tensor], Any], tree: Any, copies: list[Co
         made = _changed(function, part, copies)
         if made is not None:
             changed[key] = made
-    if not changed:
-        return None
+    return _copied(tree, parts, changed, copies) if changed else None
+
+
+def _copied(tree: Any, parts: dict[Any, Any], changed: dict[Any, Any], copies: list[ContainerCopy] | None) -> Any:
+    """A copy of a container in which something has changed; the same one as before if it was copied before."""
     for each in copies or ():
         if each.owner is tree:  # it was passed twice: forward must see through one name what it writes through another
             return each.made
@@ -725,12 +737,18 @@ def return_writes(copies: Sequence[ContainerCopy]) -> None:
         copies: what `map_tensors` has listed.
     """
     pairs = [(part, copied.parts[key]) for copied in copies for key, part in copied.changed.items()]
-    for owner, made, parts, changed in reversed(copies):  # a copy of a copy is listed behind the latter
-        given, now = parts | changed, _parts(made)
-        writes = {key: part for key, part in now.items() if key not in given or not _same(part, given[key])}
-        gone = [key for key in given if key not in now]
-        if writes or gone:
-            _write(owner, now, writes, gone, pairs)
+    for copied in reversed(copies):  # a copy of a copy is listed behind the latter
+        _return_from(copied, pairs)
+
+
+def _return_from(copied: ContainerCopy, pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Write into one container what was written into its copy; `pairs` has what copies hold for what owners hold."""
+    owner, made, parts, changed = copied
+    given, now = parts | changed, _parts(made)
+    writes = {key: part for key, part in now.items() if key not in given or not _same(part, given[key])}
+    gone = [key for key in given if key not in now]
+    if writes or gone:
+        _write(owner, now, writes, gone, pairs)
 
 
 def _same(first: Any, second: Any) -> bool:
@@ -743,20 +761,21 @@ def _same(first: Any, second: Any) -> bool:
 def _write(
     owner: Any, now: dict[Any, Any], writes: dict[Any, Any], gone: Sequence[Any], pairs: Sequence[tuple[Any, Any]]
 ) -> None:
+    put: Callable[[Any, Any], None]
+    remove: Callable[[Any], object]
     if dataclasses.is_dataclass(owner):
-        for key, part in writes.items():
-            setattr(owner, key, _exchanged(part, pairs))
-        for key in gone:
-            delattr(owner, key)
+        put, remove = partial(setattr, owner), partial(delattr, owner)
     elif isinstance(owner, dict):
-        for key in gone:
-            owner.pop(key, None)
-        for key, part in writes.items():
-            owner[key] = _exchanged(part, pairs)
+        put, remove = owner.__setitem__, lambda key: owner.pop(key, None)
     else:
         wanted = [_exchanged(part, pairs) for part in now.values()]
         owner.clear()
         (owner.update if isinstance(owner, set) else owner.extend)(wanted)
+        return
+    for key in gone:
+        remove(key)
+    for key, part in writes.items():
+        put(key, _exchanged(part, pairs))
 
 
 # Whether torch's profiler runs.

@@ -213,6 +213,36 @@ def test_a_list_and_a_structure_of_torch_that_refuse_items_are_cast():
     assert (made.values.dtype, made.indices.dtype) == (torch.float64, torch.int64)
 
 
+class Titled(list):
+    """A list with an attribute, whose constructor takes something else than items."""
+
+    def __init__(self, title, *items):
+        super().__init__(items)
+        self.title = title
+
+
+class Checked(OrderedDict):
+    def __setitem__(self, key, value):
+        assert key == "x"
+        super().__setitem__(key, value)
+
+
+class Logging(list):
+    def __setitem__(self, key, value):
+        raise AssertionError("written to")
+
+
+def test_dicts_and_lists_of_a_class_are_copied_unless_the_class_decides_what_is_set():
+    titled = Titled("keys", torch.ones(2), 1)
+    made = map_tensors(lambda t: t.double(), titled)
+    assert (type(made), made.title, made[0].dtype, made[1]) == (Titled, "keys", torch.float64, 1)
+    for whole, kind in ((Checked(x=torch.ones(2)), Checked), (ReadOnly(x=torch.ones(2)), dict)):
+        made = map_tensors(lambda t: t.double(), whole)
+        assert (type(made), made["x"].dtype) == (kind, torch.float64)
+    made = map_tensors(lambda t: t.double(), Logging([torch.ones(2)]))
+    assert (type(made), made[0].dtype) == (Logging, torch.float64)
+
+
 def first_of(container):
     return tree_tensors(container)[0]
 
