@@ -155,23 +155,24 @@ def _wrapper(
 ) -> Callable[[torch.Tensor, torch.Tensor | None], DTensor]:
     parallel = Parallel(mesh, placements, shape, stride, None if ours is None else FullMesh(mesh, *ours))
 
-    class Wrap(torch.autograd.Function):
-        """Local tensor of a parameter -> the parameter as a DTensor; see `Parallel.wrap`."""
+    @functools.cache
+    def function_for(own: torch.dtype, reduced: torch.dtype) -> Callable[..., DTensor]:
+        class Wrap(torch.autograd.Function):
+            """Local tensor of a parameter -> the parameter as a DTensor; see `Parallel.wrap`."""
 
-        @staticmethod
-        def forward(ctx: Any, local: torch.Tensor, port: torch.Tensor | None) -> DTensor:
-            ctx.dtypes = local.dtype, (local if port is None else port).dtype
-            return parallel.around(local.view(local.shape))  # not `detach`, which partitioners save
+            @staticmethod
+            def forward(ctx: Any, local: torch.Tensor, port: torch.Tensor | None) -> DTensor:
+                return parallel.around(local.view(local.shape))  # not `detach`, which partitioners save
 
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-            own, reduced = ctx.dtypes
-            local = parallel.local_gradient(gradient, reduced)
-            return (local, None) if local.dtype is own else (None, local)
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+                local = parallel.local_gradient(gradient, reduced)
+                return (local, None) if local.dtype is own else (None, local)
+
+        return Wrap.apply
 
     def wrap(local: torch.Tensor, port: torch.Tensor | None) -> DTensor:
-        wrapped: DTensor = Wrap.apply(local, port)  # type: ignore[no-untyped-call]
-        return wrapped
+        return function_for(local.dtype, (local if port is None else port).dtype)(local, port)
 
     # Dynamo must not trace into it: how a gradient is placed is known only when AOTAutograd makes the backward graph.
     allowed: Callable[..., DTensor] = torch.compiler.allow_in_graph(wrap)  # type: ignore[no-untyped-call]
