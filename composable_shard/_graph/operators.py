@@ -98,6 +98,13 @@ class Layout:
         """Where the parameters would lie in one bucket."""
         return bucket_layout(self.shapes, self.world, dims=self.dims, rows=self.rows).params
 
+    def gradients_of(self, of_outputs: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+        """The gradients of the parameters, by index, from those of all outputs of `unshard`; without missing ones."""
+        count = len(self.shapes)
+        found = dict(enumerate(of_outputs[:count]))
+        found.update({i: port for i, port in zip(self.ports, of_outputs[count:], strict=True) if port is not None})
+        return {i: gradient for i, gradient in found.items() if gradient is not None}
+
     def room_for_weights(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors for the unsharded parameters."""
         pairs = zip(shards, self.keeps, strict=True)
@@ -222,10 +229,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         use, (anchor, *marks), ops = ctx.use, ctx.saved_tensors, torch.ops.composable_shard
-        count = len(use.layout.shapes)
-        of_ports = dict(zip(use.layout.ports, gradients[count:], strict=True))
-        both = {i: gradients[i] if (port := of_ports.get(i)) is None else port for i in range(count)}
-        given = {i: gradient for i, gradient in both.items() if gradient is not None}
+        given, count = use.layout.gradients_of(gradients), len(use.layout.shapes)
         for mark in marks:
             ops.touch(mark, next(iter(given.values())))
         if use.fate == KEEP:

@@ -61,6 +61,30 @@ def _ports(params: Sequence[ShardedParam], options: Options) -> tuple[int, ...]:
     return tuple(i for i, p in enumerate(params) if p.parallel is not None and wider[i])
 
 
+def _layout_of(params: Sequence[ShardedParam], info: MeshInfo, options: Options) -> Layout:
+    """What a graph must know of the group of some parameters."""
+    rows = tuple(param.rows for param in params)
+    return Layout(
+        shapes=tuple(param.shape for param in params),
+        dims=tuple(param.dim for param in params),
+        rows=rows,
+        keeps=tuple(param.keeps_dtype for param in params),
+        world=info.shard_size,
+        rank=first_alike([p.shape[p.dim] for p in params], info.shard_size, info.shard_rank, rows),
+        replicates=info.replicate_size > 1,
+        device=str(info.device) if info.offloads else "",
+        ports=_ports(params, options),
+        options=Options(mp_policy=options.mp_policy),
+    )
+
+
+def _tag_of(params: Sequence[ShardedParam], device: torch.device) -> torch.Tensor | None:
+    """Memory that stands for a group when a graph runs, if this rank holds no element of it."""
+    if any(param.sharded.is_meta or param.local.numel() for param in params):
+        return None
+    return torch.empty(1, device=device)
+
+
 class TracedSteps:
     """An optimizer that steps inside of backward, as traced code sees it.
 
@@ -119,19 +143,7 @@ class TracedGroup:
         self._group: weakref.ref[ParamGroup] | None = None
         self._between_steps: weakref.WeakMethod[Callable[[], None]] | None = None
         self._replicated = info.replicate_size > 1
-        ranks, rows = (info.shard_size, info.shard_rank), tuple(param.rows for param in params)
-        layout = Layout(
-            shapes=tuple(param.shape for param in params),
-            dims=tuple(param.dim for param in params),
-            rows=rows,
-            keeps=tuple(param.keeps_dtype for param in params),
-            world=info.shard_size,
-            rank=first_alike([p.shape[p.dim] for p in params], *ranks, rows),
-            replicates=self._replicated,
-            device=str(info.device) if info.offloads else "",
-            ports=_ports(params, settings.current),
-            options=Options(mp_policy=settings.current.mp_policy),
-        )
+        layout = _layout_of(params, info, settings.current)
         self._ports: list[int | None] = [None] * len(params)  # by parameter, the index of its port among the outputs
         for place, index in enumerate(layout.ports, len(params)):
             self._ports[index] = place
@@ -141,10 +153,7 @@ class TracedGroup:
         self.uses = 0
         self.steps: TracedSteps | None = None
         self._extended = False
-        # Memory that stands for the group when a graph runs, if this rank holds no element of it.
-        self._tag = (
-            None if any(p.sharded.is_meta or p.local.numel() for p in params) else torch.empty(1, device=info.device)
-        )
+        self._tag = _tag_of(params, info.device)
         registry.add(self)
         watch_steps(self)
 
@@ -177,6 +186,19 @@ class TracedGroup:
         with_side_effects(entries.follow)
         with_side_effects(partial(setattr, self, "compiled", True))
         self._count_use()
+        self._check_can_trace()
+        full = self._gather([param.sharded for param in self._params])
+        count = len(self._params)
+        # A plain view outside of the region: else a user's own checkpointed block would have the weights saved.
+        views = [tensor.view(tensor.shape) for tensor in full[:count]]
+        with_side_effects(partial(setattr, self, "watched", watch_edits(len(views))))
+        self._lend_carried(views)
+        # Without gradients, or if none is needed, the operator gives no ports.
+        ports = [None] * count if len(full) == count else [None if at is None else full[at] for at in self._ports]
+        triples = zip(views, ports, self._params, strict=True)
+        return [p.parallel.wrap(view, port) if p.parallel else view for view, port, p in triples]
+
+    def _check_can_trace(self) -> None:
         options = self._settings.current
         partial_sums = self._replicated and options.requires_gradient_sync and not options.requires_all_reduce
         if partial_sums or options.comms != NO_COMMS:
@@ -189,23 +211,17 @@ class TracedGroup:
                 "torch.compile: parameters with fsdp_pre_all_gather are gathered in eager steps only; compile the "
                 "modules that hold them one by one, by module.compile()"
             )
-        shards = [param.sharded for param in self._params]
+
+    def _gather(self, shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The outputs of the operator, in a checkpoint that decides whether backward gathers again."""
+        full: tuple[torch.Tensor, ...]
         if self._settings.reshards(self.is_root):
             full = checkpoint(self._again, *shards, use_reentrant=False)
         elif torch.compiler.is_compiling():  # not again, even if a user's checkpoint around the module recomputes it
             full = checkpoint(self._once, *shards, use_reentrant=False, context_fn=_save_gathered)
         else:
             full = self._once(*shards)
-        # A plain view outside of the region: else a user's own checkpointed block would have the weights saved.
-        views = [tensor.view(tensor.shape) for tensor in full[: len(shards)]]
-        with_side_effects(partial(setattr, self, "watched", watch_edits(len(views))))
-        self._lend_carried(views)
-        if len(full) == len(shards):
-            ports = [None] * len(shards)  # without gradients, or as none is needed
-        else:
-            ports = [None if at is None else full[at] for at in self._ports]
-        triples = zip(views, ports, self._params, strict=True)
-        return [p.parallel.wrap(view, port) if p.parallel else view for view, port, p in triples]
+        return full
 
     def _lend_carried(self, views: Sequence[torch.Tensor]) -> None:
         for view, param in zip(views, self._params, strict=True):
