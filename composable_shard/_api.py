@@ -189,6 +189,16 @@ def _shard(modules: list[nn.Module], placements: Placements, options: Options, i
 
 
 def _modules(module: Any) -> list[nn.Module]:
+    """The modules that a call shards as one group: those given that are within no other."""
+    modules = _listed(module)
+    for each in modules:
+        _check_module(each)
+    inner = {id(child) for each in modules for child in each.modules() if child is not each}
+    outermost = {id(each): each for each in modules if id(each) not in inner}
+    return list(outermost.values())
+
+
+def _listed(module: Any) -> list[Any]:
     several = isinstance(module, Collection) and not isinstance(module, (nn.Module, torch.Tensor, str))
     modules = list(module) if several else [module]
     if isinstance(module, Set) and len(modules) > 1 and not isinstance(module, KeysView):
@@ -198,11 +208,7 @@ def _modules(module: Any) -> list[nn.Module]:
         )
     if not modules:
         raise ShardConfigValueError("module: the list is empty; pass the modules that shall share a group")
-    for each in modules:
-        _check_module(each)
-    inner = {id(child) for each in modules for child in each.modules() if child is not each}
-    outermost = {id(each): each for each in modules if id(each) not in inner}
-    return list(outermost.values())
+    return modules
 
 
 def _check_module(module: Any) -> None:
@@ -251,15 +257,20 @@ def parameters_to_ignore(params: Any) -> list[nn.Parameter]:
     """
     if params is None:
         return []
-    listed = list(params) if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else [params]
-    wrong = next((each for each in listed if each is not None and not isinstance(each, torch.Tensor)), None)
-    if isinstance(params, torch.Tensor) or wrong is not None:
-        wrong = params if wrong is None else wrong
-        raise ShardConfigTypeError(
-            f"ignored_params: expected a set of nn.Parameter, got {type(params).__name__} with {type(wrong).__name__}; "
-            "pass the parameters themselves"
-        )
+    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
+        raise _no_parameters(params, params)
+    listed = list(params)
+    for each in listed:
+        if not isinstance(each, torch.Tensor | None):
+            raise _no_parameters(params, each)
     return [each for each in listed if isinstance(each, nn.Parameter)]
+
+
+def _no_parameters(params: Any, wrong: Any) -> ShardConfigTypeError:
+    return ShardConfigTypeError(
+        f"ignored_params: expected a set of nn.Parameter, got {type(params).__name__} with {type(wrong).__name__}; "
+        "pass the parameters themselves"
+    )
 
 
 def _small(reshard: bool | int | None, info: MeshInfo) -> tuple[bool | int | None, MeshInfo | None]:

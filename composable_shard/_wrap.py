@@ -167,10 +167,7 @@ def _shard(
         return []
     if mesh is None:
         mesh = _strategy_mesh(strategy, replicas)
-    if strategy in _KEEPS_AFTER_FORWARD:
-        options = {"reshard_after_forward": False, **options}
-    if "ignored_params" in options:  # a generator would give them to the first call alone
-        options = {**options, "ignored_params": parameters_to_ignore(options["ignored_params"])}
+    options = _options_for_all(strategy, options)
     sharded = [*modules, model] if root else modules
     for module in sharded:
         fully_shard(module, mesh=mesh, **options)
@@ -179,6 +176,15 @@ def _shard(
     if comm_policy != AS_IT_IS:
         _set_comm_policy(sharded, comm_policy)
     return sharded
+
+
+def _options_for_all(strategy: Strategy, options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that every call of `fully_shard` gets: those of the strategy and, before them, the user's."""
+    if strategy in _KEEPS_AFTER_FORWARD:
+        options = {"reshard_after_forward": False, **options}
+    if "ignored_params" in options:  # a generator would give them to the first call alone
+        options = {**options, "ignored_params": parameters_to_ignore(options["ignored_params"])}
+    return options
 
 
 def _set_comm_policy(sharded: list[nn.Module], policy: CommPolicy) -> None:
