@@ -15,7 +15,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -594,7 +594,12 @@ def _apart_from_weights(output: Any, engine: Engine) -> tuple[Any, Sequence[torc
     among_weights = [part for part in parts if engine.pool.addresses.find(address_of(part)) is not None]
     if not among_weights:
         return output, ()
-    views, cloned = {id(part) for part in among_weights}, []
+    return _with_clones(output, {id(part) for part in among_weights})
+
+
+def _with_clones(output: Any, views: Set[int]) -> tuple[Any, list[torch.Tensor]]:
+    """The output with clones instead of the tensors that have one of `views`, by id, in them, and those views."""
+    cloned: list[torch.Tensor] = []
 
     def clone(tensor: torch.Tensor) -> torch.Tensor:
         inside = [part for part in plain_parts(tensor) if id(part) in views]
