@@ -231,6 +231,11 @@ def are_alike(value: Any, other: Any) -> bool:
         return False
     if not (one.is_floating_point() or one.is_complex()) or not one.numel():
         return torch.equal(one, two)
+    return _are_close(one, two)
+
+
+def _are_close(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype, of real or complex numbers, differ by a few units in the last place at most."""
+    close = 4 * torch.finfo(one.dtype).eps
     one, two = (each.detach().to(torch.complex128 if each.is_complex() else torch.float64) for each in (one, two))
-    close = 4 * torch.finfo(value.dtype).eps
     return torch.allclose(one, two, rtol=close, atol=close * float(two.abs().max().nan_to_num(0)), equal_nan=True)

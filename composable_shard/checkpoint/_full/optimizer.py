@@ -24,6 +24,7 @@ from .transfer import Expected, Part, cut_of, gathered, sent
 
 _NOT_HYPERPARAMETERS = ("params", "param_names")
 _CPU = torch.device("cpu")
+_State = Mapping[torch.Tensor, Mapping[str, Any]]  # of an optimizer, by parameter and name
 
 
 def full_optimizer_state_dict(
@@ -52,32 +53,46 @@ def full_optimizer_state_dict(
     sharded = sharded_state_of(optimizer)
 
     def check(held: Holdings) -> None:
-        for param, name in _names(held, optimizer).items():
-            for key, value in sharded.get(param, {}).items():
-                if not isinstance(value, DTensor):
-                    _check_unsharded(param, f"{key!r} of {name}", value)
+        _check_state(sharded, _names(held, optimizer))
 
     held = Holdings.together(model, "gather the full state of an optimizer", check)
     names = _names(held, optimizer)
-    wanted = held.ranks.leads or not rank0_only
     device = torch.device("cpu") if cpu_offload else None
-    state: dict[str, dict[str, Any]] = {name: {} for param, name in names.items() if param in sharded}
-    parts = []
+    parts = _parts(sharded, names)
+    full = dict(gathered(parts, held.ranks, limit=held.limit, lead_only=rank0_only, device=device))
+    own = _own_state(optimizer, device)  # raises on all ranks
+    if rank0_only and not held.ranks.leads:
+        return {}
+    state = {name: _full_state(sharded[param], name, full, device) for param, name in names.items() if param in sharded}
+    groups = [_saved_group(group, names) for group in optimizer.param_groups]
+    return {"state": state, "param_groups": groups} | ({"own_state": own} if own else {})
+
+
+def _check_state(state: _State, names: Mapping[nn.Parameter, str]) -> None:
+    """See that state that is saved as one rank has it is no part of what the ranks have together."""
     for param, name in names.items():
-        for key, value in sharded.get(param, {}).items():
-            state[name][key] = None  # keeps the order
-            if isinstance(value, DTensor):
-                parts.append(Part.of((name, key), value))
-            elif wanted:
-                state[name][key] = _apart(value, device)
-    for (name, key), full in gathered(parts, held.ranks, limit=held.limit, lead_only=rank0_only, device=device):
-        state[name][key] = full
-    groups = [
-        {"params": [names[param] for param in group["params"]], **_hyperparameters(group)}
-        for group in optimizer.param_groups
-    ]
-    own = _own_state(optimizer, device)
-    return {"state": state, "param_groups": groups, **({"own_state": own} if own else {})} if wanted else {}
+        for key, value in state.get(param, {}).items():
+            if not isinstance(value, DTensor):
+                _check_unsharded(param, f"{key!r} of {name}", value)
+
+
+def _parts(state: _State, names: Mapping[nn.Parameter, str]) -> list[Part]:
+    """What is to be gathered, by the name of the parameter and of the state."""
+    values = ((name, key, value) for param, name in names.items() for key, value in state.get(param, {}).items())
+    return [Part.of((name, key), value) for name, key, value in values if isinstance(value, DTensor)]
+
+
+def _full_state(
+    state: Mapping[str, Any], name: str, full: Mapping[Any, torch.Tensor], device: torch.device | None
+) -> dict[str, Any]:
+    """The state of a parameter: what was gathered, and copies of the rest."""
+    return {
+        key: full[name, key] if isinstance(value, DTensor) else _apart(value, device) for key, value in state.items()
+    }
+
+
+def _saved_group(group: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    return {"params": [names[param] for param in group["params"]], **_hyperparameters(group)}
 
 
 def _own_state(optimizer: torch.optim.Optimizer, device: torch.device | None) -> dict[str, Any]:

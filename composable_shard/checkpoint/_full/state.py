@@ -121,29 +121,25 @@ def load_full_state_dict(
     if broadcast_from_rank0:
         offer = held.ranks.from_lead(offer)
     known = {**held.hidden, **held.tensors}
-    chosen = {known[name].first: name for name in offer.tensors if name in known}
+    chosen = offer.names_for(known)
     keys = _differences(held, offer, chosen)
-    problems = _misfits(known, offer, assign)
-    if strict:
-        problems += [f"missing: {name}" for name in keys.missing_keys]
-        problems += [f"unexpected: {name}" for name in keys.unexpected_keys]
+    problems = _misfits(known, offer, assign) + (_problems_of(keys) if strict else [])
     held.ranks.agree("load_full_state_dict", problems, held.layout())
 
     wanted = [known[name] for name in chosen.values()]
     pieces = _received(wanted, held, offer, given) if broadcast_from_rank0 else _cut(wanted, given)
-    put = _assigned if assign else _written
-    loaded = {each.first: put(each, piece, held.ranks) for each, piece in pieces}
+    loaded = _loaded(pieces, held.ranks, assign)
     state = with_metadata(_as_state(held, offer, loaded, assign), metadata_for(model, offer.metadata))
     with torch.no_grad():
         result = Together(held.ranks).together(lambda: model.load_state_dict(state, strict=False, assign=assign))
-    if lost := _not_taken(model, held, _left_over(state, result.unexpected_keys)):
-        if strict:
-            raise CheckpointError(
-                f"load_full_state_dict: {', '.join(lost[:20])}{', ...' if len(lost) > 20 else ''}: hooks of "
-                "state_dict() give these values, and no hook of load_state_dict() takes them back, so they are not "
-                "loaded, and all else is; add one (register_load_state_dict_pre_hook), or pass strict=False"
-            )
-        keys.unexpected_keys.extend(lost)
+    lost = _not_taken(model, held, _left_over(state, result.unexpected_keys))
+    if lost and strict:
+        raise CheckpointError(
+            f"load_full_state_dict: {', '.join(lost[:20])}{', ...' if len(lost) > 20 else ''}: hooks of "
+            "state_dict() give these values, and no hook of load_state_dict() takes them back, so they are not "
+            "loaded, and all else is; add one (register_load_state_dict_pre_hook), or pass strict=False"
+        )
+    keys.unexpected_keys.extend(lost)
     return keys
 
 
@@ -206,6 +202,14 @@ def _differences(held: Holdings, offer: _Offer, chosen: Mapping[str, str]) -> _I
     return _IncompatibleKeys(missing, [name for name in (*offer.tensors, *offer.others) if name not in expected])
 
 
+def _problems_of(keys: _IncompatibleKeys) -> list[str]:
+    """Names that do not fit, as a strict load reports them."""
+    return [
+        *(f"missing: {name}" for name in keys.missing_keys),
+        *(f"unexpected: {name}" for name in keys.unexpected_keys),
+    ]
+
+
 def _as_state(held: Holdings, offer: _Offer, loaded: Mapping[str, torch.Tensor], assign: bool) -> dict[str, Any]:
     """The state dict with which `load_state_dict` ends the load; of tensors written in place it copies none.
 
@@ -238,6 +242,10 @@ class _Offer(NamedTuple):
         ]
         known = {name: (value.shape, value.dtype) for name, value in tensors.items()}
         return cls(known, {name: value for name, value in given.items() if name not in tensors}, sharded, metadata)
+
+    def names_for(self, known: Mapping[str, Held]) -> dict[str, str]:
+        """The name of each known tensor that this has: by its first name in the model, one under which this has it."""
+        return {known[name].first: name for name in self.tensors if name in known}
 
 
 def _misfits(known: Mapping[str, Held], offer: _Offer, assign: bool) -> list[str]:
@@ -272,6 +280,12 @@ def _received(
     expected = [Expected(name, *offer.tensors[name], cuts[name]) for name in by_name]
     for name, value in sent(expected, held.ranks, lambda name: given[name].detach(), held.limit):
         yield by_name[name], value if cuts[name] is not None else by_name[name].piece_of(value)
+
+
+def _loaded(pieces: Iterable[tuple[Held, torch.Tensor]], ranks: ModelRanks, assign: bool) -> dict[str, torch.Tensor]:
+    """The tensors of the model that these pieces make, by first name."""
+    put = _assigned if assign else _written
+    return {each.first: put(each, piece, ranks) for each, piece in pieces}
 
 
 def _written(each: Held, piece: torch.Tensor, ranks: ModelRanks) -> torch.Tensor:
