@@ -3,7 +3,7 @@
 Each process group of ours has one. A rank notes in it each gather and reduction before it issues it, each forward that
 gathers, and each step of an optimizer. Ranks whose notes are equal issue collectives that fit together.
 
-Training repeats itself. So a note is compared with the one that followed the last time (`_Expected`), which is the same
+Training repeats itself. So a note is compared with the one that followed the last time (`_Log`), which is the same
 on all ranks because their notes so far are. What was expected goes on at once, for a fraction of a microsecond. A rank
 that notes something else *asks*: it writes its note to the store of the process group, and issues nothing until all
 ranks have said what is theirs at this place. Ranks that do the same ask as well, and all go on. A rank that went on as
@@ -94,27 +94,62 @@ class _News:
             delete_key(store, self._posted.popleft()[1])
 
 
-class _Expected:
-    """What comes next, if all goes on as it did the last time, or for the first time as planned.
+class _Log:
+    """The notes of this rank, and which note is expected next: the one of the last time, or the planned one.
 
-    Args:
-        log: the notes so far; the caller appends those that were not expected.
+    The oldest notes are forgotten. A place counts them, too.
+
+    Attributes:
+        notes: those that are not forgotten.
     """
 
-    def __init__(self, log: list[str]) -> None:
-        self._log = log
-        self._last: dict[str, int] = {}  # by note: its last place in the log, of those before `_indexed`
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._forgotten = 0
+        self._lock = threading.Lock()  # of what another thread reads while notes are forgotten
+        self._not_issued = -1  # as many notes there were when the last one was taken back
+        self._last: dict[str, int] = {}  # by note: its last index in `notes`, of those before `_indexed`
         self._indexed = 0
-        self._notes = log  # in which the next note is expected: the log, or what is planned
+        self._source = self.notes  # in which the next note is expected: these notes, or what is planned
         self._at = 0  # and where
         self._planned: list[str] = []
 
+    @property
+    def place(self) -> int:
+        """The number of notes so far."""
+        return self._forgotten + len(self.notes)
+
+    @property
+    def issued(self) -> int:
+        """The same without the last note if it was taken back."""
+        return self.place - self.is_taken_back(self.place)
+
+    def at(self, place: int) -> str:
+        """The note at a place, for other threads, too."""
+        with self._lock:
+            index = place - self._forgotten
+            return self.notes[index] if index >= 0 else "something that it has forgotten"
+
+    def tail(self, count: int) -> tuple[int, tuple[str, ...]]:
+        """The number of notes, and the last ones, for other threads, too."""
+        with self._lock:
+            end = len(self.notes)
+            return self._forgotten + end, tuple(self.notes[max(end - count, 0) : end])
+
+    def take_back(self) -> None:
+        """What was noted last was not done."""
+        self._not_issued = self.place
+
+    def is_taken_back(self, place: int) -> bool:
+        """Whether the last of so many notes was taken back."""
+        return self._not_issued == place
+
     def take(self, note: str) -> bool:
         """Whether this note was expected; then it is appended, and the one behind it is expected."""
-        at, notes = self._at, self._notes
-        if at < len(notes) and notes[at] == note:
+        at, expected = self._at, self._source
+        if at < len(expected) and expected[at] == note:
             self._at = at + 1
-            self._log.append(note)
+            self.notes.append(note)
             return True
         return False
 
@@ -122,24 +157,28 @@ class _Expected:
         """Behind the next note that is new, these are planned."""
         self._planned = notes
 
-    def follow(self, note: str) -> None:
-        """All ranks are about to append this note, which was not expected."""
-        for index in range(self._indexed, len(self._log)):
-            self._last[self._log[index]] = index
-        self._indexed = len(self._log)
+    def append(self, note: str) -> None:
+        """Append a note that was not expected, as all ranks do."""
+        for index in range(self._indexed, len(self.notes)):
+            self._last[self.notes[index]] = index
+        self._indexed = len(self.notes)
+        self.notes.append(note)
         before = self._last.get(note)
         if before is None and self._planned:
-            self._notes, self._at, self._planned = self._planned, 0, []
+            self._source, self._at, self._planned = self._planned, 0, []
             return
-        self._notes = self._log
-        self._at = len(self._log) + 1 if before is None else before + 1  # of a new note: behind it, where nothing is
+        self._source = self.notes
+        self._at = len(self.notes) if before is None else before + 1  # of a new note: behind it, where nothing is
 
     def forget(self, count: int) -> None:
-        """The first notes of the log are gone."""
+        """Forget the first notes."""
+        with self._lock:
+            del self.notes[:count]
+            self._forgotten += count
         self._last.clear()
         self._indexed = 0
-        if self._notes is self._log:
-            self._at = self._at - count if self._at >= count else len(self._log)
+        if self._source is self.notes:
+            self._at = self._at - count if self._at >= count else len(self.notes)
 
 
 class Ledger:
@@ -170,13 +209,10 @@ class Ledger:
         self.store = prefixed(self._prefix, store_of(group))
         self.news = _News(self.store)
         self.fault: Fault | None = None
-        self.left_at = self._not_issued = -1
+        self.left_at = -1
         self.plans: dict[str, ShardPlan] = {}
         self._on_fault = on_fault
-        self._log: list[str] = []
-        self._forgotten = 0
-        self._expected = _Expected(self._log)
-        self._lock = threading.Lock()  # of what another thread reads while notes are forgotten
+        self._log = _Log()
         self._asked: dict[int, str] = {}  # by place
         self._said = (-1, "")  # the place and the note of the last question, or answer, that all ranks know of
         self._before: dict[str, bool] = {}  # what is noted before the next note; whether it begins a forward
@@ -199,7 +235,7 @@ class Ledger:
     @property
     def place(self) -> int:
         """The number of notes so far."""
-        return self._forgotten + len(self._log)
+        return self._log.place
 
     @property
     def asks(self) -> bool:
@@ -209,18 +245,16 @@ class Ledger:
     @property
     def last(self) -> str:
         """The last note; empty if there is none."""
-        return self._log[-1] if self._log else ""
+        return self._log.notes[-1] if self._log.notes else ""
 
     def plan(self, notes: list[str]) -> None:
         """All ranks have the same plan, by which these notes follow the beginning of a forward."""
-        self._expected.plan(notes)
+        self._log.plan(notes)
 
     def tail(self, count: int) -> LedgerTail:
         """The last notes, to be written; another thread may read them while this rank goes on."""
-        with self._lock:
-            end = len(self._log)
-            place, notes = self._forgotten + end, tuple(self._log[max(end - count, 0) : end])
-        taken_back = self._not_issued == place
+        place, notes = self._log.tail(count)
+        taken_back = self._log.is_taken_back(place)
         return LedgerTail(
             group=self.group.group_name,
             description=self.group.group_desc,
@@ -239,8 +273,9 @@ class Ledger:
         """A forward begins. It is noted with the first collective in it, for others need not know of one without."""
         self._before = {before: False for before, begins in self._before.items() if not begins} | {note: True}
         self._is_held = True
-        if len(self._log) > _MOST_NOTES:
-            self._forget(_MOST_NOTES // 2)
+        if len(self._log.notes) > _MOST_NOTES:
+            self._log.forget(_MOST_NOTES // 2)
+            self._asked.clear()
 
     def stepped(self, note: str) -> None:
         """An optimizer has stepped; noted with the next collective."""
@@ -256,7 +291,7 @@ class Ledger:
             RankMismatchError: not all ranks are about to issue the same; it is issued on none.
             PeerLostError: another rank is lost.
         """
-        if self._is_held or not self._expected.take(note):
+        if self._is_held or not self._log.take(note):
             self._issue(note)
 
     def _issue(self, note: str) -> None:
@@ -269,7 +304,7 @@ class Ledger:
         self._note(note)
 
     def _note(self, note: str) -> None:
-        if self.fault is None and self._expected.take(note):
+        if self.fault is None and self._log.take(note):
             return
         if self._compares:
             try:
@@ -280,15 +315,7 @@ class Ledger:
                 # The host, which is in other groups, has ended or failed. These ranks need the store only to compare
                 # what they do. A collective with a lost rank fails without it.
                 self._compares = False
-        self._expected.follow(note)
         self._log.append(note)
-
-    def _forget(self, count: int) -> None:
-        with self._lock:
-            del self._log[:count]
-            self._forgotten += count
-        self._expected.forget(count)
-        self._asked.clear()
 
     # ---- what others do
 
@@ -356,9 +383,7 @@ class Ledger:
         if place >= self.place:
             return False
         if place not in self._asked:  # else this rank has said it itself
-            with self._lock:
-                index = place - self._forgotten
-                note = self._log[index] if index >= 0 else "something that it has forgotten"
+            note = self._log.at(place)
             self._tell_plan(store, note)
             self._say(store, place, note)
         return True
@@ -450,11 +475,11 @@ class Ledger:
 
     def take_back(self) -> None:
         """What was noted last could not be issued: an error of this rank comes."""
-        self._not_issued = self.place
+        self._log.take_back()
 
     def leave(self, error: str) -> None:
         """This rank has failed: ranks that wait for what it has not issued wait in vain, unless they fail likewise."""
-        place = self.place - (self._not_issued == self.place)
+        place = self._log.issued
         if self.fault is None and self.left_at != place:
             self.left_at = place
             self.news.post(f"left|{self.rank}|{place}|{error[:500]}")
