@@ -229,6 +229,17 @@ def build(kind, seed=0):
     return model
 
 
+def on_meta(kind, make=build):
+    """A decoder on meta, except for what no state dict has."""
+    source = make(kind)
+    with torch.device("meta"):
+        model = make(kind)
+    model.cos, model.sin = source.cos, source.sin
+    if kind == "deleted":
+        model.blocks[0] = source.blocks[0]
+    return model
+
+
 def once(model):
     """The state dict of an unsharded model, tied weights under their first name alone, without what is no tensor."""
     state = {name: each for name, each in model.state_dict(keep_vars=True).items() if torch.is_tensor(each)}

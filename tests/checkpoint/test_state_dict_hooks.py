@@ -16,7 +16,7 @@ import composable_shard as cs
 from _blocks import Transformer, next_token_loss, token_batch
 from _engines import ENGINES
 from _pool import distributed
-from checkpoint._hooked import MODELS, build, full, hook, once
+from checkpoint._hooked import MODELS, build, full, hook, on_meta, once
 from checkpoint._nets import assert_equal
 from composable_shard import CheckpointError, CheckpointMismatchError, checkpoint
 
@@ -30,14 +30,9 @@ def sharded(kind, seed=0, engine="ours", **options):
     return ENGINES[engine](model, **options)
 
 
-def on_meta(kind):
-    """Sharded and on meta, except for what no state dict has."""
-    source = build(kind)
-    with torch.device("meta"):
-        model = build(kind)
-    model.cos, model.sin = source.cos, source.sin
-    if kind == "deleted":
-        model.blocks[0] = source.blocks[0]
+def sharded_on_meta(kind):
+    """On meta, except for what no state dict has."""
+    model = on_meta(kind)
     for block in model.blocks:
         cs.fully_shard(block)
     return cs.fully_shard(model)
@@ -127,7 +122,7 @@ def test_full_states_are_those_of_the_unsharded_model(rank, world, kind):
 def test_full_states_are_loaded_through_the_hooks(rank, world, kind):
     state = build(kind, 1).state_dict()
     for options in ({}, {"broadcast_from_rank0": True}, {"assign": True}, {"assign": True, "meta": True}):
-        model = on_meta(kind) if options.pop("meta", False) else sharded(kind, 2, reshard_after_forward=False)
+        model = sharded_on_meta(kind) if options.pop("meta", False) else sharded(kind, 2, reshard_after_forward=False)
         if not options:
             model(*token_batch(rank, 0))
         given = state if rank == 0 or "broadcast_from_rank0" not in options else None
@@ -158,7 +153,7 @@ def test_checkpoints_and_exports_have_all_of_it(rank, world, kind, tmp_path):
             index = json.loads((folder / "model.safetensors.index.json").read_text())
             assert index["weight_map"].keys() == each_once.keys()
     checkpoint.export_dcp(tmp_path / "dcp", {"model": model})
-    for make in (lambda: sharded(kind, 2), lambda: on_meta(kind)):
+    for make in (lambda: sharded(kind, 2), lambda: sharded_on_meta(kind)):
         for load in ("own", "one", "dcp"):
             other = make()
             if load == "own":

@@ -55,17 +55,6 @@ def wrapped(decoder, wrap, engine="ours"):
     return ENGINES[engine](model)
 
 
-def on_meta(kind):
-    """On meta, except for what no state dict has."""
-    source = build(kind)
-    with torch.device("meta"):
-        decoder = build(kind)
-    decoder.cos, decoder.sin = source.cos, source.sin
-    if kind == "deleted":
-        decoder.blocks[0] = source.blocks[0]
-    return decoder
-
-
 def assert_runs_as(model, plain, tied):
     tokens = token_batch(0, 6)[0]
     with torch.no_grad():
@@ -105,8 +94,8 @@ def test_a_full_state_of_the_model_without_hooks_fills_weights_that_hooks_hide(r
 def test_checkpoints_are_loaded_into_wrapped_modules_that_hide_weights(rank, world, kind, wrap, tmp_path):
     plain = nn.Sequential(build(kind, 1))
     checkpoint.save(tmp_path, {"model": wrapped(build(kind, 1), wrap)}, step=0)
-    unsharded = nn.Sequential(WRAPPERS[wrap](on_meta(kind)))
-    for model in (wrapped(build(kind, 2), wrap), wrapped(on_meta(kind), wrap), unsharded):
+    unsharded = nn.Sequential(WRAPPERS[wrap](_hooked.on_meta(kind, build)))
+    for model in (wrapped(build(kind, 2), wrap), wrapped(_hooked.on_meta(kind, build), wrap), unsharded):
         checkpoint.load(tmp_path, {"model": model})
         assert_runs_as(model, plain, "name" in kind)
 
