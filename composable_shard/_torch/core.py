@@ -608,10 +608,8 @@ def _parts(tree: Any) -> dict[Any, Any]:
 def _with_parts(tree: Any, parts: dict[Any, Any], changed: dict[Any, Any]) -> Any:
     """A copy of a container, which has `parts`, with other things under some of its keys.
 
-    - A dict or a list of a user's class keeps the class, its attributes and what they say of missing keys, if items are
-      set as in an ordinary one. All `OrderedDict`s do, as under FSDP2.
-    - If its class has a `__setitem__` of its own, which may refuse items, it is made as FSDP2 makes all: a dict becomes
-      an ordinary one, and a list is given its items by the constructor.
+    A dict or a list of a user's class keeps the class, its attributes and what they do about missing keys. If the class
+    refuses items, the copy is made as FSDP2 makes all: an ordinary dict, or what the list's class makes of the items.
     """
     kind, whole = type(tree), parts | changed
     if kind is dict:
@@ -620,17 +618,17 @@ def _with_parts(tree: Any, parts: dict[Any, Any], changed: dict[Any, Any]) -> An
         return kind(whole.values())
     if dataclasses.is_dataclass(tree):
         return _dataclass_with(tree, changed)
-    if isinstance(tree, OrderedDict) or getattr(kind, "__setitem__", None) in _SET_ITEM:
+    if isinstance(tree, (tuple, set, frozenset)):
+        return kind(*whole.values()) if hasattr(tree, "_fields") else kind(whole.values())
+    try:
         made = copy.copy(tree)
+        if getattr(tree, "__dict__", None) is tree:  # its attributes are its items
+            made.__dict__ = made
         for key, part in changed.items():
             made[key] = part
-        return made
-    if isinstance(tree, dict):
-        return whole
-    return kind(*whole.values()) if hasattr(tree, "_fields") else kind(whole.values())
-
-
-_SET_ITEM = (dict.__setitem__, list.__setitem__)
+    except Exception:  # classes that refuse items (diffusers' FrozenDict, say) raise anything, Exception itself too
+        return whole if isinstance(tree, dict) else kind(whole.values())
+    return made
 
 
 def _dataclass_with(tree: Any, changed: dict[Any, Any]) -> Any:

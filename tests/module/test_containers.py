@@ -232,7 +232,38 @@ class Logging(list):
         raise AssertionError("written to")
 
 
-def test_dicts_and_lists_of_a_class_are_copied_unless_the_class_decides_what_is_set():
+class Attributes(dict):
+    """The usual dict whose items are its attributes."""
+
+    def __init__(self, **items):
+        super().__init__(items)
+        self.__dict__ = self
+
+
+class Both(dict):
+    """A dict that stores items as attributes too, like EasyDict."""
+
+    def __init__(self, **items):
+        for key, item in items.items():
+            self[key] = item
+
+    def __setitem__(self, key, item):
+        super().__setitem__(key, item)
+        super().__setattr__(key, item)
+
+
+@pytest.mark.parametrize("kind", [Attributes, Both])
+def test_items_that_are_attributes_are_cast_as_both(kind):
+    given = kind(x=torch.ones(2), n=1)
+    made = map_tensors(lambda t: t.double(), given)
+    assert type(made) is kind
+    assert (made.x.dtype, made["x"].dtype, made.n) == (torch.float64, torch.float64, 1)
+    assert given.x.dtype == torch.float32
+    made.y = made["z"] = 2
+    assert ("y" in made, hasattr(made, "z")) == (kind is Attributes, True)
+
+
+def test_dicts_and_lists_of_a_class_are_copied_unless_the_class_refuses_items():
     titled = Titled("keys", torch.ones(2), 1)
     made = map_tensors(lambda t: t.double(), titled)
     assert (type(made), made.title, made[0].dtype, made[1]) == (Titled, "keys", torch.float64, 1)

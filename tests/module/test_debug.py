@@ -44,14 +44,18 @@ def test_a_right_model_trains_exactly_under_the_checks(rank, world, reshard):
 @distributed(world=2)
 def test_memory_that_was_given_up_reads_as_nan(rank, world):
     model, _ = twins(reshard_after_forward=True)
-    kept = []
-    model.blocks[0].up.register_forward_pre_hook(lambda m, _: kept.append(m.weight))
-    with debugging(), torch.no_grad():  # a view of it would keep the memory from being given up
+    block, memory = model.blocks[0], []
+
+    def read(*_):
+        memory.append(block._shard_state.bound.group.buckets[0].slot.typed(torch.float32))
+
+    block.up.register_forward_pre_hook(read)
+    with debugging(), torch.no_grad():
         loss_of(model)
-    assert kept[0].isnan().all()
+    assert memory[0].isnan().all()
     with torch.no_grad():
         loss_of(model)
-    assert not kept[1].isnan().any(), "off again"
+    assert not memory[1].isnan().any(), "off again"
 
 
 @distributed(world=2)
