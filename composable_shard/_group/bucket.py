@@ -390,7 +390,7 @@ class GatherBucket(Bucket):
             self._pool.suspend(slot, after, lent=not reserve)
             return
         if faces.kept:
-            faces.hide_kept()
+            faces.hide_kept(slot)
         self._pool.release(slot, after)
 
     def lose(self) -> None:

@@ -25,11 +25,12 @@ from .._memory.slots import Slot
 from .._plan.layout import BucketLayout
 from .._torch.core import alias, has_memory, plainly, storage_id, storage_uses
 from .._torch.distributed import local_tensor
-from .param import ShardedParam, run_all
+from .param import ShardedParam
 
 # Attribute of a leaf: the name of its parameter. It shows, and lets errors name, a leaf that was taken for a parameter.
 LEAF_OF = "_unsharded_copy_of"
 _version, _data = attrgetter("_version"), attrgetter("data")
+_SHOWN = (torch.nn.Parameter, DTensor)  # classes of leaves whose memory is that of their face
 
 
 def weights_in(
@@ -89,7 +90,7 @@ class Face:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether outputs of a node lie over this face; they live and die together, so the first one tells of all."""
+        """Whether outputs of a node lie over this face; the first one tells of all, if none was kept."""
         return bool(self._storages) and storage_uses(self._storages[0]) != self._alone[0]
 
     def is_used(self) -> bool:
@@ -116,31 +117,31 @@ class Leaves:
         face: the face whose memory they share; None if the memory is not the pool's.
     """
 
-    __slots__ = ("_holders", "_plain", "_storages", "face", "params", "versions")
+    __slots__ = ("_holders", "_locals", "_storages", "face", "params", "versions")
 
     def __init__(self, params: list[torch.nn.Parameter], face: Face | None = None) -> None:
         self.params = params
         self.face = face
-        self._plain = [leaf for leaf in params if face is not None and type(leaf) is torch.nn.Parameter]
-        self._storages = list(map(storage_id, self._plain))
+        self._locals = {index: _local(leaf) for index, leaf in enumerate(params) if face and type(leaf) in _SHOWN}
+        self._storages = list(map(storage_id, self._locals.values()))
         self.versions: list[int] = list(map(_version, params))
         self._holders = list(map(getrefcount, params))  # while no module has them
 
-    def held(self) -> list[tuple[int, torch.Tensor]]:
-        """The leaves that somebody holds, with their indices, while no module has them installed."""
-        holders = list(map(getrefcount, self.params))
-        if holders == self._holders:
-            return []
-        return [(i, leaf) for i, leaf in enumerate(self.params) if holders[i] > self._holders[i]]
+    def held(self) -> list[bool]:
+        """For each leaf, whether somebody holds it; only while no module has them installed."""
+        return list(map(gt, map(getrefcount, self.params), self._holders))
 
     def show_weights(self) -> None:
-        """Undo what a forward has put into the `.data` of a leaf, such as a bias in the dtype of its input."""
-        if self._plain and list(map(storage_id, self._plain)) != self._storages:
+        """Undo what a forward has put into the `.data` of a leaf, such as a bias in the dtype of its input.
+
+        Leaves that somebody has kept may show other memory, too.
+        """
+        if self._locals and list(map(storage_id, self._locals.values())) != self._storages:
             assert self.face is not None
             with plainly():
-                pairs = zip(self.params, self.face.weights, strict=True)
-                weights = [weight.data for leaf, weight in pairs if type(leaf) is torch.nn.Parameter]
-                run_all(map(setattr, self._plain, itertools.repeat("data"), weights))
+                for index, local in self._locals.items():
+                    if type(self.params[index]) in _SHOWN:  # a packed one may have got another class
+                        local.data = self.face.weights[index].data
 
     def written(self) -> set[int]:
         """Indices of the leaves that were written to since their weights were gathered, as far as versions tell."""
@@ -169,6 +170,10 @@ def _without_values(weight: torch.Tensor) -> torch.Tensor:
         floats = weight.dtype.is_floating_point or weight.dtype.is_complex
         value = float("nan") if floats else 1 if weight.dtype is torch.bool else torch.iinfo(weight.dtype).max
         return torch.full((), value, dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _leaf(weight: torch.Tensor, param: ShardedParam) -> torch.nn.Parameter:
@@ -219,17 +224,22 @@ class Faces:
             self._of_kept[slot] = Face(slot, self._dtype, self._layout)
         self._fill_kept(self._of_kept[slot].weights)
 
-    def hide_kept(self) -> None:
+    def hide_kept(self, slot: Slot) -> None:
         """The slot is given back: let the unsharded parameters that somebody has kept have no values."""
-        assert self.in_use is not None
-        self._fill_kept(list(map(_without_values, self.in_use.weights)))
+        face = self._of_kept.get(slot) or self.in_use
+        assert face is not None
+        self._fill_kept(list(map(_without_values, face.weights)))
 
     def _fill_kept(self, weights: Sequence[torch.Tensor]) -> None:
         """Make the kept unsharded parameters show these, by index."""
+        for leaves in self.leaves.values():
+            for param, leaf, held in zip(self._params, leaves.params, leaves.held(), strict=True):
+                if not held:
+                    param.forget_kept(leaf)
         kept = [(index, tensor) for index, param in enumerate(self._params) for tensor in param.kept_ones()]
         with plainly():
             for index, tensor in kept:
-                shown = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+                shown = _local(tensor)
                 if storage_id(shown) != storage_id(weights[index]):
                     shown.data = weights[index]
         if not kept:
@@ -251,7 +261,9 @@ class Faces:
         """
         faces = self._of.setdefault(slot, [])
         for face in faces:
-            if not face.has_outputs and (face not in self.lent or not face.is_used()):
+            # Of outputs that live and die together the first one tells. One that is kept was moved to another face.
+            looks_at_all = self.kept or face in self.lent
+            if not (face.is_used() if looks_at_all else face.has_outputs):
                 break
         else:
             face = Face(slot, self._dtype, self._layout)
@@ -312,8 +324,8 @@ class Faces:
         if leaves is None:
             return bool(self.lent)
         leaves.give_up()
-        if held := leaves.held():
-            self._keep(held)
+        if any(held := leaves.held()):
+            self._keep(itertools.compress(enumerate(leaves.params), held))
         face, dropped, self._dropped = leaves.face, self._dropped, []
         assert face is not None
         if self.lent or face.is_at_rest():

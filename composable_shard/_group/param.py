@@ -150,6 +150,10 @@ class ShardedParam:
         if all(each is not copy for each in self.kept_ones()):
             self.kept.append(weakref.ref(copy))
 
+    def forget_kept(self, copy: torch.Tensor) -> None:
+        """Nobody keeps this unsharded copy any more."""
+        self.kept = [each for each in self.kept if each() is not copy]
+
     def kept_ones(self) -> list[torch.Tensor]:
         """The unsharded copies that are still kept."""
         alive = [copy for each in self.kept if (copy := each()) is not None]
