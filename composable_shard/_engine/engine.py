@@ -161,7 +161,7 @@ class Engine:
             weakref.finalize(self, runtime.pool.memory.leave, runtime.gather_lane, runtime.reduce_lane)
 
     def _watch_copies(self, group: ParamGroup) -> None:
-        """Be told of gradients of tensors that users may hold from before the engine was made."""
+        """Watch for gradients of tensors that users may hold from before the engine was made."""
         for index, param in enumerate(group.params):
             if (whole := param.replaced) is not None:
                 watch_replaced(weakref.ref(self), whole)

@@ -241,7 +241,7 @@ class Bucket:
         raise NotImplementedError
 
     def _forget_memory(self) -> tuple[Slot | None, Leaves | None]:
-        """The weights are about to be given up; returns the slot where they were, and the leaves over it, if any."""
+        """The weights are about to be released; returns the slot where they were, and the leaves over it, if any."""
         was = self.slot, self.here
         self.slot = self.here = None
         self.readable = False

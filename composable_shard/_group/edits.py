@@ -65,7 +65,7 @@ class Writes:
         packed: the places of the handles that the running forward has made of leaves, and the versions of these.
         rewritten: by index, versions of the weights that were written to until the backward of a use began.
         looked_at: the outputs of a use, if the running backward has read a weight of it; else None.
-        sums_next: indices of the weights of which the next gather takes sums.
+        sums_next: indices of the weights whose sums the next gather takes.
     """
 
     __slots__ = ("_ended", "_ever", "_noted", "gathered", "looked_at", "packed", "rewritten", "sums_next")
@@ -133,7 +133,7 @@ class Writes:
         self.looked_at = shown
 
     def end_reads(self) -> None:
-        """The backward of a use is over: the next one looks for edits anew."""
+        """The backward of a use is over: the next one looks for edits again."""
         self.looked_at = self._noted = None
 
 

@@ -4,9 +4,9 @@ If a view of a weight outlives its forward (in a cache, say, or on a function's 
 as the view would then show other data. A view shares the storage of the tensor that it was made from, so the use counts
 of the storages of a face tell whether such views exist.
 
-If an unsharded parameter itself outlives its forward, reference counts tell. Its slot is reused: until the next gather,
-which makes it show the weights anew, its values are NaN. So a module may cache its weight, as it may under FSDP2, where
-unsharded parameters are the same objects in all steps.
+If an unsharded parameter itself outlives its forward, reference counts tell. Its slot is reused, so it reads as NaN
+until the next gather, which makes it show the weights again. So a module may cache its weight, as it may under FSDP2,
+where unsharded parameters are the same objects in all steps.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Face:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether outputs of a node lie over this face; the first one tells of all, if none was kept."""
+        """Whether outputs of a node lie over this face; the first one stands for all, if none was kept."""
         return bool(self._storages) and storage_uses(self._storages[0]) != self._alone[0]
 
     def is_used(self) -> bool:
@@ -128,13 +128,13 @@ class Leaves:
         self._holders = list(map(getrefcount, params))  # while no module has them
 
     def held(self) -> list[bool]:
-        """For each leaf, whether somebody holds it; only while no module has them installed."""
+        """For each leaf, whether user code holds it; only while no module has them installed."""
         return list(map(gt, map(getrefcount, self.params), self._holders))
 
     def show_weights(self) -> None:
         """Undo what a forward has put into the `.data` of a leaf, such as a bias in the dtype of its input.
 
-        Leaves that somebody has kept may show other memory, too.
+        Leaves that user code has kept may show other memory, too.
         """
         if self._locals and list(map(storage_id, self._locals.values())) != self._storages:
             assert self.face is not None
@@ -190,7 +190,7 @@ class Faces:
         leaves: by slot, the leaves that were made there.
         in_use: the face that the running forward reads; if none runs, the one that the last forward read.
         lent: the faces of which somebody kept views after a forward.
-        kept: whether somebody may have kept unsharded parameters of these (`ShardedParam.kept`) after a forward.
+        kept: whether user code may have kept unsharded parameters (`ShardedParam.kept`) after a forward.
     """
 
     def __init__(self, dtype: torch.dtype, layout: BucketLayout, params: Sequence[ShardedParam]) -> None:
@@ -202,6 +202,7 @@ class Faces:
         self.lent: list[Face] = []
         self.kept = any(param.kept for param in params)
         self._of_kept: dict[Slot, Face] = {}  # by slot, the face whose weights the kept ones are made to show
+        self._hidden: list[torch.Tensor] = []  # what kept ones show while nothing is gathered
         self._holders: list[int] = []  # reference counts of the outputs of the use whose forward runs
         self._dropped: list[weakref.ref[torch.Tensor]] = []  # views of leaves that the last forward was about to drop
 
@@ -219,16 +220,18 @@ class Faces:
         return self.leaves.get(slot)
 
     def _show_kept(self, slot: Slot) -> None:
-        """Make all unsharded parameters that somebody has kept show the weights in this slot."""
+        """Make all unsharded parameters that user code has kept show the weights in this slot."""
         if slot not in self._of_kept:
             self._of_kept[slot] = Face(slot, self._dtype, self._layout)
         self._fill_kept(self._of_kept[slot].weights)
 
     def hide_kept(self, slot: Slot) -> None:
-        """The slot is given back: let the unsharded parameters that somebody has kept have no values."""
+        """The slot is given back: fill the unsharded parameters that user code has kept with NaN."""
         face = self._of_kept.get(slot) or self.in_use
         assert face is not None
-        self._fill_kept(list(map(_without_values, face.weights)))
+        if not self._hidden:
+            self._hidden = list(map(_without_values, face.weights))
+        self._fill_kept(self._hidden)
 
     def _fill_kept(self, weights: Sequence[torch.Tensor]) -> None:
         """Make the kept unsharded parameters show these, by index."""
@@ -239,15 +242,13 @@ class Faces:
         kept = [(index, tensor) for index, param in enumerate(self._params) for tensor in param.kept_ones()]
         with plainly():
             for index, tensor in kept:
-                shown = _local(tensor)
-                if storage_id(shown) != storage_id(weights[index]):
-                    shown.data = weights[index]
+                _local(tensor).data = weights[index]
         if not kept:
             self.kept = False
             self._of_kept.clear()
 
     def _keep(self, held: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Somebody holds these unsharded parameters, by index, after their forward."""
+        """User code holds these unsharded parameters, by index, after their forward."""
         for index, tensor in held:
             self._params[index].note_kept(tensor)
             self.kept = True
@@ -294,7 +295,7 @@ class Faces:
         self._holders = list(map(getrefcount, outputs))
 
     def end_use(self, shown: Sequence[torch.Tensor], dropped: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
-        """A forward is over: note which weights, and whether views of them, somebody will keep.
+        """A forward is over: note which weights user code will keep, and whether it will keep views.
 
         Args:
             shown: the outputs of the node, still installed; empty if modules have leaves.

@@ -369,7 +369,7 @@ class ParamGroup:
         """Give the unsharded parameters up, or the pieces that a few ranks keep of them.
 
         Args:
-            again: whether they are gathered again at once: into the same memory, to stay as long as before.
+            again: whether they are gathered again immediately: into the same memory, to stay as long as before.
         """
         was_resident = self.phase is RESIDENT
         self._set_phase(SHARDED)

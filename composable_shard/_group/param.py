@@ -122,8 +122,8 @@ class ShardedParam:
         parallel: how it was placed before, if it was a DTensor.
         keeps_dtype: whether it is gathered in the dtype in which it is stored, whatever the policy says of others.
         carried: what it has besides its data if it is packed (see `packed.py`); else None.
-        kept: weak references to unsharded copies of it that somebody has kept after a forward. Later gathers make them
-            show the weights anew (see `faces.py`).
+        kept: weak references to unsharded copies of it that user code has kept after a forward. Later gathers make them
+            show the weights again (see `faces.py`).
         hooks: the users' hooks on it.
         module: a weak reference to the module that holds it; None until the root is known.
     """
@@ -146,12 +146,12 @@ class ShardedParam:
         _all.add(self)
 
     def note_kept(self, copy: torch.Tensor) -> None:
-        """Somebody keeps this unsharded copy of it."""
+        """User code keeps this unsharded copy of it."""
         if all(each is not copy for each in self.kept_ones()):
             self.kept.append(weakref.ref(copy))
 
     def forget_kept(self, copy: torch.Tensor) -> None:
-        """Nobody keeps this unsharded copy any more."""
+        """User code keeps this unsharded copy no longer."""
         self.kept = [each for each in self.kept if each() is not copy]
 
     def kept_ones(self) -> list[torch.Tensor]:

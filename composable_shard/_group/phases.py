@@ -64,7 +64,7 @@ class Stay:
         self.kept = True
 
     def end(self) -> None:
-        """The weights were given up."""
+        """The weights were released."""
         self.pinned = self.kept = False
 
 
