@@ -101,9 +101,9 @@ class Layout:
     def gradients_of(self, of_outputs: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
         """The gradients of the parameters, by index, from those of all outputs of `unshard`; without missing ones."""
         count = len(self.shapes)
-        found = dict(enumerate(of_outputs[:count]))
-        found.update({i: port for i, port in zip(self.ports, of_outputs[count:], strict=True) if port is not None})
-        return {i: gradient for i, gradient in found.items() if gradient is not None}
+        gradients = dict(enumerate(of_outputs[:count]))
+        gradients.update({i: port for i, port in zip(self.ports, of_outputs[count:], strict=True) if port is not None})
+        return {i: gradient for i, gradient in gradients.items() if gradient is not None}
 
     def room_for_weights(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors for the unsharded parameters."""
