@@ -153,22 +153,20 @@ def leave() -> NoReturn:
     active exception" (pytorch#190489). Either would lose the result.
     """
     dist.barrier()
-    if not echoes():
-        _wait_for_others()
+    if not echoes():  # else there is one process
+        _wait_for_others(int(os.environ["WORLD_SIZE"]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _wait_for_others() -> None:
+def _wait_for_others(world: int) -> None:
     # A rank that ends right after a barrier of NCCL can close its sockets before others have passed the barrier, which
-    # aborts them. So all of them confirm it first, and rank 0, which holds the store, ends last.
-    store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
-    for confirmed, waits in (("passed", True), ("leaves", dist.get_rank() == 0)):
-        if store.add(confirmed, 1) == world:
-            store.set(f"all {confirmed}", "")
-        if waits:
-            store.wait([f"all {confirmed}"])
+    # aborts them. So all of them confirm it first; in a file, because the process group may be a simulated one.
+    store = dist.FileStore(os.path.join(os.environ["BENCH_FOLDER"], "leaving"), world)
+    if store.add("passed", 1) == world:
+        store.set("all", "")
+    store.wait(["all"])
 
 
 def _end_with_parent() -> None:

@@ -262,10 +262,12 @@ class Actions:
 
     def _outlives(self, group: ParamGroup, waiting: bool) -> bool:
         """Whether weights that are gathered when a forward of the root begins may be used in it."""
+        if group.stay.pinned:
+            return True
         # An evaluation may follow a swap of weights by foreach functions, which raise no version. It drops all weights
         # when it ends, so none need be kept for it.
-        if group.stay.pinned or not torch.is_grad_enabled():
-            return group.stay.pinned
+        if not torch.is_grad_enabled():
+            return False
         # What counts is the setting of the backward that has kept the weights. In the last one of several micro-batches
         # it is True again.
         return waiting or group.stay.kept or not group.settings.current.reshard_after_backward
@@ -426,7 +428,7 @@ class Actions:
             self.pool.rest()  # also where the loss is made within the root's forward
 
     def end_failed_forward(self, group: ParamGroup, stays: bool, written: bool) -> None:
-        """Likewise, if the forward has failed. Edits are not looked for: other ranks may not have failed.
+        """`end_forward` of a forward that has failed. Edits are not looked for: other ranks may not have failed.
 
         Args:
             group, stays: as of `end_forward`.
@@ -547,6 +549,8 @@ class Actions:
         if self._gathers_behind is not None:
             self.catch_up()
         self.installed.end_copies(group)
+        for bucket in group.buckets:
+            bucket.note_kept()
         stays = group.running or (following is group and self.order.backward.stays_for_next)
         if not stays and group.settings.current.reshard_after_backward:
             self.drop(group)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from .._faults.seat import Seat
 from .._group.bucket import Bucket
 from .._group.edits import lost_edit
 from .._group.group import Entries, ParamGroup, Runtime
+from .._group.hooks import WATCHED
 from .._group.optimizers import watch_steps
 from .._group.phases import SHARDED, UNSHARDED, GradPhase
 from .._plan.plan import ShardPlan
@@ -59,7 +59,6 @@ from .order import Order
 from .out_of_memory import Part
 from .review import Review
 
-_is_leaf = attrgetter("is_leaf")
 LISTENERS: weakref.WeakSet[Any] = weakref.WeakSet()  # each a `listeners.Listener`
 
 
@@ -165,8 +164,9 @@ class Engine:
         for index, param in enumerate(group.params):
             if (whole := param.replaced) is not None:
                 watch_replaced(weakref.ref(self), whole)
-            for leaf in filter(_is_leaf, param.kept_ones()):
-                watch_leaf(weakref.ref(self), leaf, group, index)
+            for leaf in param.kept_ones():
+                if WATCHED in leaf.__dict__:
+                    watch_leaf(weakref.ref(self), leaf, group, index)
 
     def parts(self) -> tuple[object, ...]:
         """The engine, its `Actions` and its `GradientFlow`: the objects whose classes `listeners.py` switches."""

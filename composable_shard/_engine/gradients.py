@@ -178,7 +178,7 @@ def _refuse_replaced(
 
 def watch_leaf(owner: Callable[[], LeafOwner | None], leaf: torch.Tensor, group: ParamGroup, index: int) -> None:
     """Hand gradients of `leaf`, the unsharded parameter `index` of `group`, on to the owner, off `leaf.grad`."""
-    if (before := leaf.__dict__.get(WATCHED)) is not None:  # for an engine that no longer exists
+    if (before := leaf.__dict__.get(WATCHED)) is not None:  # of a former engine, which would take the gradient first
         (leaf._post_accumulate_grad_hooks or {}).pop(before, None)
     # Kept for each parameter, and so small: a function made here would be three more objects, for its cells.
     hand_on = functools.partial(_hand_on, owner, weakref.ref(group), index)

@@ -202,6 +202,11 @@ class Bucket:
             return True
         return not shown and self.here is not None and bool(self.here.written())
 
+    def note_kept(self) -> None:
+        """The backward of a use is over, and the outputs of its node may be installed: as in `end_use`."""
+        if self._faces is not None and self.writes.noted:
+            self._faces.note_kept(self.writes.noted)
+
     def leaves(self) -> list[torch.nn.Parameter]:
         """The unsharded parameters as leaves; the same objects whenever the weights are in the same slot."""
         if self._faces is not None and self.slot is not None:
@@ -384,8 +389,8 @@ class GatherBucket(Bucket):
             self._check_unchanged(slot)
         faces = self._faces
         assert faces is not None
-        kept = (leaves is not None or faces.lent) and faces.are_kept(leaves)
-        if kept or reserve:
+        lent = (leaves is not None or faces.lent) and faces.are_kept(leaves)
+        if lent or reserve:
             self._reserved = slot
             self._pool.suspend(slot, after, lent=not reserve)
             return
@@ -446,6 +451,8 @@ class GatherBucket(Bucket):
 
     def forget(self) -> None:
         if self._reserved is not None:
+            if self._faces is not None and self._faces.kept:
+                self._faces.hide_kept(self._reserved)
             self._pool.resume(self._reserved)
             self._pool.release(self._reserved, *self._reserved.free_after)
             self._reserved = None

@@ -65,18 +65,20 @@ class Writes:
         packed: the places of the handles that the running forward has made of leaves, and the versions of these.
         rewritten: by index, versions of the weights that were written to until the backward of a use began.
         looked_at: the outputs of a use, if the running backward has read a weight of it; else None.
+        noted: the outputs of the use that backward has reached, of which `rewritten` tells; None if there is none.
         sums_next: indices of the weights whose sums the next gather takes.
     """
 
-    __slots__ = ("_ended", "_ever", "_noted", "gathered", "looked_at", "packed", "rewritten", "sums_next")
+    __slots__ = ("_ended", "_ever", "gathered", "looked_at", "noted", "packed", "rewritten", "sums_next")
 
     def __init__(self, count: int) -> None:
         self.gathered: dict[int, BitSums] = {}
         self.packed: list[tuple[Any, int]] = []
         self.rewritten: dict[int, int] = {}
         self._ended: Sequence[torch.Tensor] = ()  # the outputs of the last use, if it has written to some
-        self._ever: set[int] = set()  # indices of the parameters whose versions have ever risen
-        self._noted: Sequence[torch.Tensor] | None = None  # the outputs of the use of which `rewritten` tells
+        # Indices of the parameters whose versions have ever risen; the same set object, which `sums_next` becomes.
+        self._ever: set[int] = set()
+        self.noted: Sequence[torch.Tensor] | None = None
         self.looked_at: Sequence[torch.Tensor] | None = None
         self.sums_next: Iterable[int] = range(count)
 
@@ -120,7 +122,7 @@ class Writes:
             rewritten = {index: out._version for index, out in enumerate(shown) if out._version}
         if leaves is not None:
             rewritten |= dict.fromkeys(leaves.written(), _EDITED)
-        self.rewritten, self._noted = rewritten, shown
+        self.rewritten, self.noted = rewritten, shown
 
     def look_at(self, shown: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
         """The first weight of a use is read: see what was written to, once, as a look costs as much as reading it.
@@ -128,13 +130,13 @@ class Writes:
         Args:
             shown, leaves: as of `begin_reads`.
         """
-        if shown is not self._noted:
+        if shown is not self.noted:
             self.begin_reads(shown, leaves)
         self.looked_at = shown
 
     def end_reads(self) -> None:
         """The backward of a use is over: the next one looks for edits again."""
-        self.looked_at = self._noted = None
+        self.looked_at = self.noted = None
 
 
 class Edited(Protocol):

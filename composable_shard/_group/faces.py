@@ -4,9 +4,10 @@ If a view of a weight outlives its forward (in a cache, say, or on a function's 
 as the view would then show other data. A view shares the storage of the tensor that it was made from, so the use counts
 of the storages of a face tell whether such views exist.
 
-If an unsharded parameter itself outlives its forward, reference counts tell. Its slot is reused, so it reads as NaN
-until the next gather, which makes it show the weights again. So a module may cache its weight, as it may under FSDP2,
-where unsharded parameters are the same objects in all steps.
+If an unsharded parameter itself outlives its forward, reference counts tell. They are taken when it was installed and
+when it is about to be replaced: in between, the runtime neither takes nor drops references, so whatever was added is
+the user's. Its slot is reused, so it reads as NaN until the next gather, which makes it show the weights again. So a
+module may cache its weight, as it may under FSDP2, where unsharded parameters are the same objects in all steps.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from sys import getrefcount
 import torch
 from torch.distributed.tensor import DTensor
 
+from .._errors import ShardConfigStateError
 from .._memory.slots import Slot
 from .._plan.layout import BucketLayout
 from .._torch.core import alias, has_memory, plainly, storage_id, storage_uses
@@ -117,7 +119,7 @@ class Leaves:
         face: the face whose memory they share; None if the memory is not the pool's.
     """
 
-    __slots__ = ("_holders", "_locals", "_storages", "face", "params", "versions")
+    __slots__ = ("_free_counts", "_locals", "_storages", "face", "params", "versions")
 
     def __init__(self, params: list[torch.nn.Parameter], face: Face | None = None) -> None:
         self.params = params
@@ -125,11 +127,11 @@ class Leaves:
         self._locals = {index: _local(leaf) for index, leaf in enumerate(params) if face and type(leaf) in _SHOWN}
         self._storages = list(map(storage_id, self._locals.values()))
         self.versions: list[int] = list(map(_version, params))
-        self._holders = list(map(getrefcount, params))  # while no module has them
+        self._free_counts = list(map(getrefcount, params))  # reference counts while no module has them
 
     def held(self) -> list[bool]:
-        """For each leaf, whether user code holds it; only while no module has them installed."""
-        return list(map(gt, map(getrefcount, self.params), self._holders))
+        """For each leaf, whether anything but this object holds it: user code, or modules in which it is installed."""
+        return list(map(gt, map(getrefcount, self.params), self._free_counts))
 
     def show_weights(self) -> None:
         """Undo what a forward has put into the `.data` of a leaf, such as a bias in the dtype of its input.
@@ -165,11 +167,27 @@ class Leaves:
 
 
 def _without_values(weight: torch.Tensor) -> torch.Tensor:
-    """A tensor like this one, with NaN in all places, or the highest number that there is."""
+    """A tensor like this one, of bytes that are NaN in floating-point dtypes; it has memory for one element."""
     with plainly():
-        floats = weight.dtype.is_floating_point or weight.dtype.is_complex
-        value = float("nan") if floats else 1 if weight.dtype is torch.bool else torch.iinfo(weight.dtype).max
-        return torch.full((), value, dtype=weight.dtype, device=weight.device).expand(weight.shape)
+        element = torch.full((weight.element_size(),), 0xFF, dtype=torch.uint8, device=weight.device)
+        return element.view(weight.dtype).squeeze(0).expand(weight.shape)
+
+
+def _follow(tensor: torch.Tensor, param: ShardedParam) -> None:
+    """Freeze or thaw a kept leaf like its parameter.
+
+    Raises:
+        ShardConfigStateError: the parameter was thawed since, and the tensor is an output of a node, which cannot be.
+    """
+    trains = param.sharded.requires_grad
+    if tensor.requires_grad == trains or not tensor.is_leaf:
+        return
+    if LEAF_OF not in tensor.__dict__:
+        raise ShardConfigStateError(
+            f"parameter {param.fqn}: was frozen when code kept its unsharded copy in a forward, and trains now, so "
+            "the copy would get no gradient. Read the parameter from its module again after requires_grad_(True)"
+        )
+    tensor.requires_grad_(trains)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -203,7 +221,7 @@ class Faces:
         self.kept = any(param.kept for param in params)
         self._of_kept: dict[Slot, Face] = {}  # by slot, the face whose weights the kept ones are made to show
         self._hidden: list[torch.Tensor] = []  # what kept ones show while nothing is gathered
-        self._holders: list[int] = []  # reference counts of the outputs of the use whose forward runs
+        self._counts: list[int] = []  # reference counts of the outputs of the last use, when they were installed
         self._dropped: list[weakref.ref[torch.Tensor]] = []  # views of leaves that the last forward was about to drop
 
     def enter(self, slot: Slot) -> Leaves | None:
@@ -223,29 +241,37 @@ class Faces:
         """Make all unsharded parameters that user code has kept show the weights in this slot."""
         if slot not in self._of_kept:
             self._of_kept[slot] = Face(slot, self._dtype, self._layout)
-        self._fill_kept(self._of_kept[slot].weights)
+        self._point_kept_at(self._of_kept[slot].weights)
+        if (leaves := self.leaves.get(slot)) is not None:
+            leaves.show_weights()  # the use counts of the leaves' own face include the leaves
 
     def hide_kept(self, slot: Slot) -> None:
         """The slot is given back: fill the unsharded parameters that user code has kept with NaN."""
-        face = self._of_kept.get(slot) or self.in_use
-        assert face is not None
         if not self._hidden:
+            face = self._of_kept.get(slot) or self.in_use  # those kept in this very use were not shown before
+            assert face is not None
             self._hidden = list(map(_without_values, face.weights))
-        self._fill_kept(self._hidden)
+        self._point_kept_at(self._hidden)
 
-    def _fill_kept(self, weights: Sequence[torch.Tensor]) -> None:
-        """Make the kept unsharded parameters show these, by index."""
-        for leaves in self.leaves.values():
-            for param, leaf, held in zip(self._params, leaves.params, leaves.held(), strict=True):
-                if not held:
-                    param.forget_kept(leaf)
+    def _point_kept_at(self, weights: Sequence[torch.Tensor]) -> None:
+        """Make the unsharded parameters that are still kept show these weights, by index."""
+        self._forget_leaves_let_go()
         kept = [(index, tensor) for index, param in enumerate(self._params) for tensor in param.kept_ones()]
         with plainly():
             for index, tensor in kept:
                 _local(tensor).data = weights[index]
+        for index, tensor in kept:
+            _follow(tensor, self._params[index])
         if not kept:
             self.kept = False
             self._of_kept.clear()
+
+    def _forget_leaves_let_go(self) -> None:
+        """The leaves of a slot live as long as the slot, so weak references do not tell that user code let them go."""
+        for leaves in self.leaves.values():
+            for param, leaf, held in zip(self._params, leaves.params, leaves.held(), strict=True):
+                if not held:
+                    param.forget_kept(leaf)
 
     def _keep(self, held: Iterable[tuple[int, torch.Tensor]]) -> None:
         """User code holds these unsharded parameters, by index, after their forward."""
@@ -262,7 +288,7 @@ class Faces:
         """
         faces = self._of.setdefault(slot, [])
         for face in faces:
-            # Of outputs that live and die together the first one tells. One that is kept was moved to another face.
+            # Of outputs that live and die together the first one tells, unless it was kept and moved to another face.
             looks_at_all = self.kept or face in self.lent
             if not (face.is_used() if looks_at_all else face.has_outputs):
                 break
@@ -292,7 +318,7 @@ class Faces:
         """A node was made over the face in use, and modules have its outputs installed."""
         if self.in_use is not None and not self.in_use.at_rest:
             self.in_use.note_shown()
-        self._holders = list(map(getrefcount, outputs))
+        self._counts = list(map(getrefcount, outputs))
 
     def end_use(self, shown: Sequence[torch.Tensor], dropped: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
         """A forward is over: note which weights user code will keep, and whether it will keep views.
@@ -302,11 +328,16 @@ class Faces:
             dropped: views that the caller is about to drop.
             leaves: the leaves in this slot, if any were made.
         """
-        if (holders := list(map(getrefcount, shown))) != self._holders and shown:
-            more = map(gt, holders, self._holders)
-            self._keep(itertools.compress(enumerate(shown), more))
+        if shown:
+            self.note_kept(shown)
         if self.in_use is not None and not self.in_use.is_at_rest():
             self._note_users(self.in_use, dropped, leaves)
+
+    def note_kept(self, shown: Sequence[torch.Tensor]) -> None:
+        """These outputs of a node, which are installed, are about to be replaced: note those that user code holds."""
+        counts = list(map(getrefcount, shown))
+        if counts != self._counts:
+            self._keep(itertools.compress(enumerate(shown), map(gt, counts, self._counts)))
 
     def _note_users(self, face: Face, dropped: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
         """Views of a face that a forward has read are alive: note whether they will stay; arguments as of `end_use`."""

@@ -155,7 +155,7 @@ class ShardedParam:
         self.kept = [each for each in self.kept if each() is not copy]
 
     def kept_ones(self) -> list[torch.Tensor]:
-        """The unsharded copies that are still kept."""
+        """The unsharded copies that are still kept; forgets the others."""
         alive = [copy for each in self.kept if (copy := each()) is not None]
         if len(alive) < len(self.kept):
             self.kept = [each for each in self.kept if each() is not None]
