@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from _blocks import SwiGLU
-from _engines import ENGINES, fully_shard, named_mesh
+from _engines import ENGINES, fully_shard, mesh_of, named_mesh
 from _pool import distributed, simulated
 from _sides import noise, whole
 from _stepping import assert_at_rest, engine_of
+from composable_shard import ShardConfigStateError
 
 SIZE, HIDDEN = 8, 16
 
@@ -89,10 +90,10 @@ def freeze_blocks(blocks):
 FROZEN = {"nothing": freeze_nothing, "weights": freeze_weights, "blocks": freeze_blocks}
 
 
-def sides(make, freeze="nothing", **options):
+def sides(make, freeze="nothing", blocks=3, **options):
     """The plain model, ours and FSDP2, of three blocks between layers that train."""
     torch.manual_seed(5)
-    plain = nn.Sequential(nn.Linear(SIZE, SIZE), *[make() for _ in range(3)], nn.Linear(SIZE, 3))
+    plain = nn.Sequential(nn.Linear(SIZE, SIZE), *[make() for _ in range(blocks)], nn.Linear(SIZE, 3))
     FROZEN[freeze](plain[1:-1])
     models = {"plain": plain}
     for name, shard in ENGINES.items():
@@ -159,6 +160,121 @@ def test_weights_that_were_unsharded_by_hand_may_be_used_later(rank, world, when
     for name, model in models.items():
         results[name] = trained(model, before=lambda step, model=model: take(model, step))
     assert_all_equal(results)
+
+
+class Views(nn.Module):
+    """Caches what `kept` gives of its weight, and computes with the first of it."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.linear, self.kept, self.weights = nn.Linear(SIZE, SIZE), kept, None
+
+    def forward(self, x):
+        if self.weights is None:
+            self.weights = self.kept(self.linear.weight)
+        return x + torch.tanh(x @ self.weights[0].detach() + self.linear.bias)
+
+
+VIEWS = {
+    "transposed": lambda w: [w.T],
+    "the weight and a view": lambda w: [w, w.detach()],
+    "a view and the weight": lambda w: [w.detach(), w],
+    "a part": lambda w: [w.split(SIZE)[0]],
+}
+
+
+@pytest.mark.parametrize("kept", VIEWS)
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(world=2)
+def test_views_may_be_cached_with_and_without_their_weight_in_an_evaluation(rank, world, reshard, kept):
+    models = sides(lambda: Views(VIEWS[kept]), blocks=4, reshard_after_forward=reshard)
+    assert_all_equal({name: trained(model, evaluates=True) for name, model in models.items()})
+
+
+@distributed(world=2)
+def test_cached_weights_of_a_block_that_is_thawed_later_train(rank, world):
+    models = sides(Caching, "blocks")
+
+    def thaw(model, step):
+        if step == 1:
+            for block in model[1:-1]:
+                block.requires_grad_(True)
+
+    results = {}
+    for name, model in models.items():
+        params = [p for block in model[1:-1] for p in block.parameters()]
+        results[name] = trained(model, before=lambda step, model=model: thaw(model, step))
+        assert all(p.grad is not None or p.requires_grad for p in params)
+    assert_all_equal(results)
+
+
+@simulated(world=2)
+def test_a_cached_copy_that_cannot_be_thawed_is_an_error_that_names_the_parameter(rank, world):
+    model = sides(Caching, "weights")["ours"]
+    trained(model, steps=1)
+    model[1].mlp.up.weight.requires_grad_(True)
+    message = r"^parameter 1\.mlp\.up\.weight: was frozen when code kept its unsharded copy"
+    with pytest.raises(ShardConfigStateError, match=message):
+        model(noise(4, SIZE))
+
+
+class Noted(nn.Module):
+    """Computes with the weight that a backward hook of the module has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.weights = nn.Linear(SIZE, SIZE), None
+        self.register_full_backward_hook(lambda block, *_: vars(block).update(weights=[block.linear.weight]))
+
+    def forward(self, x):
+        weight = self.linear.weight if self.weights is None else self.weights[0].detach()
+        return x + torch.tanh(F.linear(x, weight, self.linear.bias))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(world=2)
+def test_a_weight_that_was_kept_in_backward_shows_later_ones(rank, world, reshard):
+    models = sides(Noted, reshard_after_forward=reshard)
+    assert_all_equal({name: trained(model) for name, model in models.items()})
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (2, 2)], ids=["four replicas", "two of two"])
+@distributed(world=4)
+def test_weights_may_be_cached_in_several_dtypes_and_replicas(rank, world, shape):
+    class Mixed(Caching):
+        def forward(self, x):
+            return super().forward(x) * self.scale.float()
+
+    def make():
+        block = Mixed()
+        block.scale = nn.Parameter(torch.ones(SIZE, dtype=torch.bfloat16))
+        return block
+
+    models = sides(make, mesh=mesh_of(*shape))
+    del models["fsdp2"]  # which refuses several dtypes
+    assert_all_equal({name: trained(model) for name, model in models.items()})
+
+
+@simulated(world=2)
+def test_a_packed_weight_that_was_unsharded_before_the_first_forward_may_be_kept(rank, world):
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.codes = nn.Parameter(torch.arange(64, dtype=torch.uint8).view(8, 8), requires_grad=False)
+            self.kept = []
+
+        def forward(self, x):
+            return x @ (self.kept[0] if self.kept else self.codes).float()
+
+    plain = nn.Sequential(Packed(), nn.Linear(SIZE, 3))
+    model = copy.deepcopy(plain)
+    fully_shard(model[0])
+    model[0].unshard()
+    model[0].kept.append(model[0].codes)
+    model[0].reshard()
+    fully_shard(model)
+    for _ in range(2):
+        assert torch.equal(model(noise(4, SIZE)), plain(noise(4, SIZE)))
 
 
 @pytest.mark.parametrize("how", ["attribute", "list", "function"])
