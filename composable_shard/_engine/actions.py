@@ -320,6 +320,7 @@ class Actions:
         if self._reductions:  # of one that is to be ended by hand
             self.settle()
         self.repeated = repeated
+        self.installed.open_backward()
         self.pool.backward = True
         self.order.begin_backward()
         if self.order.forward.budget is not None:
@@ -328,7 +329,7 @@ class Actions:
     def close_backward(self) -> None:
         """The pass is over, or has failed."""
         self.staying.clear()
-        self.installed.forget_copies()
+        self.installed.close_backward()
         self.budget.unread.clear()
         self.pool.backward = False
 
@@ -548,9 +549,7 @@ class Actions:
         """
         if self._gathers_behind is not None:
             self.catch_up()
-        self.installed.end_copies(group)
-        for bucket in group.buckets:
-            bucket.note_kept()
+        self.installed.end_use(group)
         stays = group.running or (following is group and self.order.backward.stays_for_next)
         if not stays and group.settings.current.reshard_after_backward:
             self.drop(group)

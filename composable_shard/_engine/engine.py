@@ -542,7 +542,7 @@ class Engine:
             if not self._depth:  # the end of an interrupted recomputation is never reported
                 self._forget_running()
             self._do.hide_idle()
-            self._do.installed.forget_copies()
+            self._do.installed.close_backward()
             self._do.end_reads()
             self.review.seat.failed("an error in its backward")
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from .._group.group import ParamGroup
 from .._group.hooks import WATCHED
 from .._group.phases import UNSHARDED
-from .._torch.core import to_keep
+from .._torch.core import HANDLES, to_keep
 from .._torch.distributed import local_tensor
 from .node import Outputs, Use
 
@@ -31,6 +31,7 @@ class Installed:
         self._watch_leaf = watch_leaf
         # By group: the use that backward has reached, its node's outputs, and the copies.
         self._copied: dict[ParamGroup, tuple[Use, Outputs, list[torch.Tensor]]] = {}
+        self._are_hooks = False  # whether users have hooks, which may keep what is installed in backward
 
     def hide(self, group: ParamGroup) -> None:
         """Install a group's sharded parameters."""
@@ -65,10 +66,26 @@ class Installed:
         elif entries is not None:
             self.show_leaves(group)
 
+    def open_backward(self) -> None:
+        """A backward pass begins."""
+        self._are_hooks = HANDLES.of_others() > 0
+
+    def end_use(self, group: ParamGroup) -> None:
+        """The backward of a use is over."""
+        if self._copied:
+            self.show_gathered(group)
+            self._copied.pop(group, None)
+        for bucket in group.buckets if self._are_hooks else ():
+            bucket.note_kept()
+
+    def close_backward(self) -> None:
+        """The pass is over, or has failed."""
+        self._copied.clear()
+
     # ---- copies
 
     def copy(self, use: Use, outputs: Outputs) -> None:
-        """Have the modules of a use see copies of its weights, until `end_copies`."""
+        """Have the modules of a use see copies of its weights, until `end_use`."""
         group = use.group
         shown = group.weights() if outputs else group.leaves()
         with to_keep():
@@ -97,16 +114,6 @@ class Installed:
             use.move(group.places)
         else:
             self.show_leaves(group)
-
-    def end_copies(self, group: ParamGroup) -> None:
-        """The backward of a use is over."""
-        if self._copied:
-            self.show_gathered(group)
-            self._copied.pop(group, None)
-
-    def forget_copies(self) -> None:
-        """The pass is over, or has failed."""
-        self._copied.clear()
 
 
 def _fill(group: ParamGroup, outputs: Outputs, weights: Sequence[torch.Tensor]) -> None:
