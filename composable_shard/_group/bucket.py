@@ -364,7 +364,8 @@ class GatherBucket(Bucket):
         else:
             self._pool.resume(slot, self._self)
         assert self._faces is not None
-        self.slot, self.at, self.here = slot, slot.begin, self._faces.enter(slot)
+        self.slot, self.at = slot, slot.begin
+        self.here = self._faces.enter(slot)  # after the slot is noted: it may raise, and the slot must be given back
         return slot
 
     def start(self, after: torch.Event | None) -> Job[None]:

@@ -244,6 +244,9 @@ class Faces:
         self._point_kept_at(self._of_kept[slot].weights)
         if (leaves := self.leaves.get(slot)) is not None:
             leaves.show_weights()  # the use counts of the leaves' own face include the leaves
+        for param in self._params:
+            for copy in param.kept_ones():
+                _follow(copy, param)
 
     def hide_kept(self, slot: Slot) -> None:
         """The slot is given back: fill the unsharded parameters that user code has kept with NaN."""
@@ -260,8 +263,6 @@ class Faces:
         with plainly():
             for index, tensor in kept:
                 _local(tensor).data = weights[index]
-        for index, tensor in kept:
-            _follow(tensor, self._params[index])
         if not kept:
             self.kept = False
             self._of_kept.clear()

@@ -216,6 +216,10 @@ def test_a_cached_copy_that_cannot_be_thawed_is_an_error_that_names_the_paramete
     message = r"^parameter 1\.mlp\.up\.weight: was frozen when code kept its unsharded copy"
     with pytest.raises(ShardConfigStateError, match=message):
         model(noise(4, SIZE))
+    model[1].weights = None
+    model(noise(4, SIZE)).sum().backward()
+    assert model[1].mlp.up.weight.grad is not None
+    assert_at_rest(model)
 
 
 class Noted(nn.Module):
