@@ -39,7 +39,7 @@ from _engines import COMPILED, compiled_whole, shard_units
 from _optimum import least_exposed
 from _simulate import Unit
 from _stand_ins import MODELS, Model, units_of
-from composable_shard import Costs, ShardPlan, current_plan, last_record, testing
+from composable_shard import Costs, ShardPlan, last_record, make_plan, testing
 
 WARM_STEPS = 6
 TOKENS = 4
@@ -198,7 +198,7 @@ def foreseen(case: Case, side: Side) -> dict[str, float | int | None]:
         or (side.name in GRAPHS and "-auto" not in side.name)
     ):
         return {}
-    plan = current_plan(side.model)
+    plan = make_plan(side.model)
     if case.clock in EXACT:
         plan = case.timed(plan)
     elif plan.costs is None:

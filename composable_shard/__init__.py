@@ -9,7 +9,6 @@ from typing import Any as _Any
 
 from ._api import fully_shard as fully_shard
 from ._api import last_record as last_record
-from ._api import make_plan as make_plan
 from ._artifacts import load_cache_artifacts as load_cache_artifacts
 from ._artifacts import save_cache_artifacts as save_cache_artifacts
 from ._compile import compile as compile  # noqa: A004 - for torch.compile
@@ -66,11 +65,10 @@ from ._policies import PoolPolicy as PoolPolicy
 from ._policies import PrefetchPolicy as PrefetchPolicy
 from ._policies import ReduceScatter as ReduceScatter
 from ._policies import ShardPlacementResult as ShardPlacementResult
-from ._status import current_plan as current_plan
 from ._status import drift as drift
-from ._status import drift_log as drift_log
 from ._status import empty_pool as empty_pool
 from ._status import explain_out_of_memory as explain_out_of_memory
+from ._status import make_plan as make_plan
 from ._status import stats as stats
 from ._status import watch as watch
 from ._torch.ragged import Ragged as Ragged

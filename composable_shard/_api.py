@@ -26,13 +26,11 @@ from ._group.param import SHARDED_IN, ShardedParam, shard_parameter
 from ._group.placement import Cut, PlacementFn, Placements
 from ._memory.offload import note_policy
 from ._module.additions import Top, WatchedEntries, check_use
-from ._module.build import declared_plan
 from ._module.entries import ModuleEntries, Place
 from ._module.module import FSDPModule, adopt_forward_methods, number, post_forward, pre_forward
 from ._module.state import PLACE, STATE, Declaration, ShardState, state_of, states_below
 from ._module.state_dict import StateDictOwner, watch_state_dict
 from ._module.torch_names import OurHooks, show_to_torch, state_facade
-from ._plan.plan import ShardPlan
 from ._plan.record import Record
 from ._policies import (
     CPUOffload,
@@ -45,12 +43,11 @@ from ._policies import (
     plain_value,
     without_overrides,
 )
-from ._status import stats
 from ._torch.core import HANDLES
 from ._torch.distributed import check_unmixed, is_replicated, local_tensor, mark_managed
 
 M = TypeVar("M", bound=nn.Module)
-_classes: dict[tuple[type, bool], type] = {}
+_classes: dict[type, type] = {}
 
 
 @overload
@@ -411,33 +408,16 @@ def _move_buffers(modules: list[nn.Module], info: MeshInfo) -> None:
 
 def _attach(module: nn.Module, state: ShardState, index: int) -> None:
     cls = type(module)
-    of = cls, hasattr(module, "stats")  # a common word: what users call so stays theirs
-    if of not in _classes:
+    if cls not in _classes:
         names = {"__module__": cls.__module__, "_leads_to_torchs": cls._call_impl is nn.Module._call_impl}
-        names |= {} if of[1] else {"stats": stats}
-        _classes.setdefault(of, type(f"FSDP{cls.__name__}", (FSDPModule, cls), names))  # threads get the same one
-    module.__class__ = _classes[of]
+        _classes.setdefault(cls, type(f"FSDP{cls.__name__}", (FSDPModule, cls), names))  # threads get the same one
+    module.__class__ = _classes[cls]
     module.__dict__[STATE] = state
     module.__dict__[PLACE] = index
     number(module)
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(post_forward)
     HANDLES.give(2)
-
-
-def make_plan(model: nn.Module) -> ShardPlan:
-    """The plan of a sharded model: what has been learned if it has run, else what its modules declare.
-
-    Nothing is run, and parameters may be on the meta device.
-
-    Raises:
-        ShardConfigValueError: the model holds no sharded module.
-    """
-    states = states_below(model)
-    if not states:
-        raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
-    bound = states[0].bound
-    return bound.engine.order.placed() if bound is not None else declared_plan(model)
 
 
 def last_record(model: nn.Module) -> Record | None:

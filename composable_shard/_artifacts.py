@@ -23,7 +23,7 @@ from ._module.state import states_below
 from ._plan.group_plan import GroupPlan
 from ._plan.plan import ShardPlan
 from ._plan.text import group_changes
-from ._status import current_plan
+from ._status import make_plan
 
 _BEGIN = b"composable_shard cache artifacts 1\n"
 
@@ -112,7 +112,7 @@ def _about(model: nn.Module) -> dict[str, Any]:
         "composable_shard": CODE,
         "device": torch.cuda.get_device_name(device) if on_card else f"{device.type} {platform.machine()}",
         "modules": str(model),
-        "plan": current_plan(model).to_json(),
+        "plan": make_plan(model).to_json(),
         "schedule": " ".join(state.asked.schedule for state in states if state.asked.schedule),
         "pieces": {", ".join(param.fqn for param in state.declaration.params): state.traced.key for state in states},
         "rank": states[0].declaration.info.shard_rank,

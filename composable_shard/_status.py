@@ -44,32 +44,43 @@ def sharded_states(model: nn.Module) -> list[ShardState]:
     return states
 
 
-def current_plan(model: nn.Module) -> ShardPlan:
-    """The plan that a sharded model follows now; before its first forward, the one that it will begin with."""
+def make_plan(model: nn.Module) -> ShardPlan:
+    """The plan of a sharded model: the one that it follows if it has run, else the one that it will start with.
+
+    Nothing is run, and parameters may be on the meta device. After the first forward the plan has the order in which
+    modules ran, and the measured times if `PrefetchPolicy.auto` has measured them.
+
+    Raises:
+        ShardConfigValueError: the model contains no sharded module.
+    """
+    sharded_states(model)
     engines = engines_of(model)
     return engines[0].order.placed() if engines else declared_plan(model)
 
 
-def drift(model: nn.Module) -> tuple[str, ...]:
-    """What the last iteration did otherwise than the plan says, a statement each, by group; none if it kept to it.
+def drift(model: nn.Module, *, all_steps: bool = False) -> tuple[str, ...]:
+    """How the execution of a sharded model differed from its plan: one line per difference, by group.
 
-    The plan is of a training step in which every group runs once: other iterations (validation, accumulation) differ.
+    The plan describes a training step in which every group runs once. Other iterations (validation, accumulation)
+    differ from it.
+
+    Args:
+        model: a sharded model.
+        all_steps: False compares the last iteration. True returns the most recent differences that were detected since
+            the model was sharded: of orders (compared at each forward), of bytes (when a new peak is reached) and, with
+            `PrefetchPolicy.auto`, of times (when steps are measured again). `stats` counts them.
+
+    Returns:
+        The differences; empty if there are none.
     """
+    if all_steps:
+        return tuple(line for engine in engines_of(model) for line in engine.review.log.lines)
     return tuple(
         text
         for engine in engines_of(model)
         if (record := engine.last_record) is not None
         for text in drift_of(engine.order.plan, record)
     )
-
-
-def drift_log(model: nn.Module) -> tuple[str, ...]:
-    """What the engine has noticed to differ from the plan so far, a statement each, by group; the last of them.
-
-    Orders are compared at each forward, bytes when more are live than ever before, and times, under
-    `PrefetchPolicy.auto`, when steps are measured again. `stats` counts them.
-    """
-    return tuple(line for engine in engines_of(model) for line in engine.review.log.lines)
 
 
 def watch(model: nn.Module, on: bool = True) -> None:
@@ -141,8 +152,7 @@ def explain_out_of_memory(model: nn.Module, *optimizers: Optimizer) -> Iterator[
 
 
 def stats(model: nn.Module) -> dict[str, float]:
-    """Figures of a sharded model for loggers, flat; none before its first forward. `model.stats()` is the same,
-    unless the module has something of that name itself.
+    """Figures of a sharded model for loggers, flat; none before its first forward.
 
     Sums over the engines where it has several.
 
@@ -152,7 +162,7 @@ def stats(model: nn.Module) -> dict[str, float]:
         leases for which the arena had no slot.
         ``plan/peak_bytes``, ``plan/replans``: what the plan predicts; how often it was made anew.
         ``plan/order_drifts``, ``plan/bytes_drifts``, ``plan/time_drifts``: how often what happened was seen to differ
-        from the plan; see `drift_log`.
+        from the plan; see `drift`.
         ``step/unshards``, ``step/reductions``: gathers and reductions of the last iteration.
         ``step/exposed_ms``, ``step/compute_ms``, ``step/communication_share``: of the last iteration, while `watch` is
         on: waiting for gathers and reductions; compute; waiting over both.

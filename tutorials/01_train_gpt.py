@@ -1,11 +1,12 @@
 """Train a small GPT with sharded parameters, on two processes of this machine.
 
-    make demo                                                 # what the README promises
-    python tutorials/01_train_gpt.py --strategy zero2         # another way to shard
-    python tutorials/01_train_gpt.py --size 10m --minutes 30  # a larger model, a longer time
+    make demo                                                 # about one minute
+    make demo DEMO=--long                                     # about five minutes, a lower loss
+    python tutorials/01_train_gpt.py --strategy zero2         # another strategy
+    python tutorials/01_train_gpt.py --size 10m --minutes 30  # a larger model, a longer run
 
-It saves a checkpoint every hundred steps. Whatever ends it, even `kill -9`, started again it goes on
-from the last one, also on another number of processes; `--fresh` begins anew.
+It saves a checkpoint every hundred steps. After any interruption, also `kill -9`, the next start resumes from the last
+checkpoint, on any number of processes. `--fresh` starts over.
 
 The script starts itself under `torchrun`; to start it on several machines, call `torchrun ...
 tutorials/01_train_gpt.py` yourself. The parts that matter for sharding are `shard`, which applies a
@@ -55,6 +56,7 @@ from _resume import Checkpoints, Position, set_aside
 OURS = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 STRATEGIES = ("none", *OURS, "fsdp2")
 PEAK_RATE = {"adamw": 2.5e-3, "sgd": 0.2}  # at width 192
+LONG = {"minutes": 4.5, "evaluation": 512, "sample": 400}  # what --long changes
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,13 @@ class Options:
     strategy: str = "zero3"
     size: str = "3m"
     optimizer: str = "adamw"
-    minutes: float = 4.5
+    minutes: float = 0.75
     steps: int | None = None  # a fixed number of steps instead of a time
     batch: int = 2  # windows a rank and microbatch
     accumulate: int = 1  # microbatches a step
     replicas: int = 1  # hsdp only: how many copies of the sharded model
-    evaluation: int = 512  # windows of held-out text at the end; a quarter of them on the way
-    sample: int = 400  # bytes to write at the end
+    evaluation: int = 96  # windows of held-out text at the end; a quarter of them on the way
+    sample: int = 200  # bytes to write at the end
     precision: str = "auto"  # auto, float32 or bfloat16: what matrix products compute in
     seed: int = 0
     device: str = "auto"
@@ -363,8 +365,14 @@ def parse(arguments: list[str] | None = None) -> Options:
     add("--out", type=Path, default=defaults.out, help="where metrics and checkpoints go")
     add("--checkpoints", type=Path, help="where checkpoints go, if not to OUT/checkpoints")
     add("--save-every", type=int, default=defaults.save_every, help="steps; 0: at the end alone")
-    add("--fresh", action="store_true", help="begin anew, whatever checkpoints are there")
-    return Options(**vars(parser.parse_args(arguments)))
+    add("--fresh", action="store_true", help="start over, even if there are checkpoints")
+    longer = ", ".join(f"--{name} {value}" for name, value in LONG.items())
+    add("--long", action="store_true", help=f"the same as {longer}")
+    if parser.parse_args(arguments).long:
+        parser.set_defaults(**LONG)
+    options = vars(parser.parse_args(arguments))
+    del options["long"]
+    return Options(**options)
 
 
 def main(interrupt: Interrupt) -> int:

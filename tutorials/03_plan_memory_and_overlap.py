@@ -83,7 +83,7 @@ class Run:
 
     @property
     def plan(self) -> cs.ShardPlan:
-        return cs.current_plan(self.model)
+        return cs.make_plan(self.model)
 
     @property
     def record(self) -> cs.Record:

@@ -97,7 +97,7 @@ def draw_memory(path, layers=4, world_size=512):
         cs.fully_shard(model, mesh=world.mesh)
         for step in range(2):  # the first one learns the order
             model(make_inputs(0, step)).sum().backward()
-        report.memory(cs.current_plan(model), path, cs.last_record(model))
+        report.memory(cs.make_plan(model), path, cs.last_record(model))
 
 
 def test_the_picture_is_drawn(tmp_path):

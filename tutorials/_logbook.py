@@ -101,7 +101,7 @@ class OneStep:
         if moment.step == self.STEP - 1:
             cs.watch(self._model)
         elif moment.step == self.STEP:
-            self.planned_and_done = cs.current_plan(self._model), cs.last_record(self._model)
+            self.planned_and_done = cs.make_plan(self._model), cs.last_record(self._model)
             cs.watch(self._model, False)
 
 

@@ -7,6 +7,8 @@ it may differ between equal layers, or they would not share code.
 
 from __future__ import annotations
 
+import logging
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -40,8 +42,26 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE
 
 
+_OWN_CONTEXT = "composable_shard saves gathered weights"
 _save_gathered: Any = partial(create_selective_checkpoint_contexts, _policy)
-_save_gathered.cache_hash = "composable_shard saves gathered weights"  # without it AOTAutograd caches no such graph
+_save_gathered.cache_hash = _OWN_CONTEXT  # without it AOTAutograd caches no such graph
+
+
+def _about_users(record: logging.LogRecord) -> bool:
+    """Whether torch's warning about `context_fn` is about one of the user.
+
+    torch warns that a region under a `context_fn` must not contain in-place operators. The region of `_save_gathered`
+    contains one operator, which is not in-place.
+    """
+    frame = sys._getframe() if "context_fn is passed" in str(record.msg) else None
+    while frame is not None:
+        if frame.f_code.co_name == "tag_activation_checkpoint_impl":
+            return getattr(frame.f_locals.get("context_fn"), "cache_hash", None) != _OWN_CONTEXT
+        frame = frame.f_back
+    return True
+
+
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(_about_users)
 
 
 NO_COMMS = Comms()

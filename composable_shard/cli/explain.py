@@ -23,7 +23,7 @@ PLAN is a file that a training script writes, and so is the record of a step:
 
   model.set_prefetch_policy(cs.PrefetchPolicy.auto())  # measures times; or call cs.watch(model), and write a record
   ...  # some steps
-  Path("plan.json").write_text(cs.current_plan(model).to_json())
+  Path("plan.json").write_text(cs.make_plan(model).to_json())
   Path("record.json").write_text(cs.last_record(model).to_json())
 
 PLAN may also be a folder. Ranks that cannot go on together (RankMismatchError, PeerLostError) write there what each of
@@ -52,7 +52,7 @@ def add_command(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("plan", metavar="PLAN", type=Path, help="a file of current_plan(model).to_json(), or a folder of ledgers")
+    add("plan", metavar="PLAN", type=Path, help="a file of make_plan(model).to_json(), or a folder of ledgers")
     add("--record", metavar="FILE", type=Path, help="a file that holds last_record(model).to_json()")
     add("--machine", metavar="NAME", help="take the links of a known machine, or of a file of measure-links")
     add("--budget", metavar="SIZE", type=size, help="what changes may take, such as 2GiB; say what it would give")

@@ -18,11 +18,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._pytree import tree_map_only
 
 from .. import testing
-from .._api import fully_shard, make_plan
+from .._api import fully_shard
 from .._errors import ShardConfigTypeError, ShardConfigValueError
 from .._module.module import FSDPModule
 from .._plan.plan import ShardPlan
 from .._policies import AS_IT_IS, CommPolicy
+from .._status import make_plan
 from .._torch.tracing import Guesses, ProgramMode, seen_as_real
 from .._wrap import repeated_blocks
 from . import decoder

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from composable_shard._api import last_record
 from composable_shard._errors import ShardConfigStateError, ShardConfigValueError
 from composable_shard._plan.record import Record
-from composable_shard._status import current_plan, living_roots, watch
+from composable_shard._status import living_roots, make_plan, watch
 from composable_shard.report._explain import explain
 from composable_shard.report._plan_memory import memory
 from composable_shard.report._step_time import time
@@ -123,7 +123,7 @@ class _Steps:
 
 
 def _written(model: nn.Module, record: Record, folder: Path) -> Captured:
-    plan = current_plan(model)
+    plan = make_plan(model)
     folder.mkdir(parents=True, exist_ok=True)
     text = str(explain(plan, record))
     (folder / "plan.json").write_text(plan.to_json())

@@ -32,7 +32,7 @@ from composable_shard._plan.course import (
 from composable_shard._plan.plan import ShardPlan
 from composable_shard._plan.schedule import NO_GRAD, ROOT_NAME, Kind
 from composable_shard._plan.text import table
-from composable_shard._status import current_plan
+from composable_shard._status import make_plan
 from composable_shard.report._plots import MIB, figure
 
 _DIRECTIONS = ("forward", "backward")
@@ -128,7 +128,7 @@ def compiled_step(model: nn.Module) -> CompiledStep:
             "is neither Inductor nor one of cs.compile's, or many others were compiled since. Enter "
             "report.watch_graphs() around the first compiled step"
         )
-    step = step_of(reports, current_plan(model))
+    step = step_of(reports, make_plan(model))
     if step.exposed:
         first, *others = step.exposed
         text = f"{first}; likewise of {len(others)} more, which str of the compiled step lists" if others else first

@@ -95,7 +95,7 @@ def explain(plan: ShardPlan, record: Record | None = None, *, budget: int | None
     these, what changes the training too: bfloat16, and a larger batch.
 
     Args:
-        plan: `current_plan(model)`, for example. Its costs are the times; `PrefetchPolicy.auto` measures them. A plan
+        plan: `make_plan(model)`, for example. Its costs are the times; `PrefetchPolicy.auto` measures them. A plan
             without costs takes them from the record.
         record: `last_record(model)` of a step of that plan; measured times are shown beside the predicted ones if the
             model was watched. On an accelerator these are the host's, so give a plan with costs there.

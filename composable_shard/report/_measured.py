@@ -62,7 +62,7 @@ def check_record(plan: ShardPlan, record: Record) -> None:
     if strange is not None:
         raise ShardConfigValueError(
             f"record: names {strange!r}, which is none of the plan's groups; give the plan of the same model, "
-            "current_plan(model) after the step"
+            "make_plan(model) after the step"
         )
 
 

@@ -51,7 +51,7 @@ def timeline(plan: ShardPlan, record: Record | None, path: str | Path) -> None:
     accelerator measured times are those of the host.
 
     Args:
-        plan: what was expected, for example `current_plan(model)`.
+        plan: what was expected, for example `make_plan(model)`.
         record: what happened, `last_record(model)`; it has times if the model was watched.
         path: the JSON file to write; times in it are in microseconds.
 

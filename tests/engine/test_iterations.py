@@ -65,8 +65,8 @@ def test_auto_measures_the_same_steps_whatever_one_rank_keeps_or_asks(rank, worl
             train_step(model, 2 * step + micro)
             if rank == 0:
                 assert cs.last_record(model).order
-                model.stats()
-        measured.append(cs.current_plan(model).costs)
+                cs.stats(model)
+        measured.append(cs.make_plan(model).costs)
     assert agreed(world, measured)[-1] is not None
 
 

@@ -87,7 +87,7 @@ def test_a_step_is_the_planned_one_within_its_budget_and_with_the_same_bits(rank
     model = made(build, shard_blocks, prefetch, pool)
     expected, found = train(plain, rank), train(model, rank)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    plan, record = cs.current_plan(model), cs.last_record(model)
+    plan, record = cs.make_plan(model), cs.last_record(model)
     assert list(map(str, record.actions)) == list(map(str, plan.actions()))
     assert record.live_bytes == plan.live_bytes()
     if pool is not None:
@@ -131,7 +131,7 @@ def test_a_budget_that_is_too_small_is_an_error_before_anything_runs(rank, world
     with pytest.raises(cs.PoolBudgetError):
         model.set_pool_policy(cs.PoolPolicy(budget=least - 1))
     train(model, rank, 2)
-    assert cs.current_plan(model).pool.budget == least, "what was asked for in vain changes nothing"
+    assert cs.make_plan(model).pool.budget == least, "what was asked for in vain changes nothing"
     assert engine_of(model).pool.peak_bytes <= least
 
 
@@ -141,7 +141,7 @@ def test_a_change_of_settings_makes_the_plan_anew(rank, world):
     train(model, rank, 2)
     model.blocks[0].set_reshard_after_forward(False)
     train(model, rank, 3)
-    plan, record = cs.current_plan(model), cs.last_record(model)
+    plan, record = cs.make_plan(model), cs.last_record(model)
     assert plan.edges().kept == ("blocks.0",)
     assert record.actions == plan.actions()
     assert record.live_bytes == plan.live_bytes()
@@ -165,7 +165,7 @@ def test_a_plan_can_be_made_elsewhere_and_followed(rank, world):
     assert wanted.edges().kept != plan.edges().kept
     model.set_plan(cs.ShardPlan.from_json(wanted.to_json()))
     train(model, rank, 3)
-    assert cs.current_plan(model).diff(wanted) == ""
+    assert cs.make_plan(model).diff(wanted) == ""
     assert cs.last_record(model).actions == wanted.actions()
     other = made(Stack, shard_blocks)
     other.set_plan(wanted)
@@ -177,7 +177,7 @@ def test_a_plan_can_be_made_elsewhere_and_followed(rank, world):
 def test_what_was_measured_is_the_same_on_all_ranks(rank, world):
     model = made(Stack, shard_nested, P.auto())
     train(model, rank, 5)
-    plan = cs.current_plan(model)
+    plan = cs.make_plan(model)
     found = [None] * world
     torch.distributed.all_gather_object(found, (plan.digest, plan.costs, plan.schedule))
     assert found[0] == found[1]

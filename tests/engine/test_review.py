@@ -79,15 +79,15 @@ def test_an_order_that_all_ranks_have_seen_is_planned_when_all_know_of_it(rank, 
     plans = []
     for _ in range(3):
         step(model, rank, 3, 1, 0, 2)
-        plans.append(cs.current_plan(model))
+        plans.append(cs.make_plan(model))
     orders = [plan.order for plan in plans]
     assert orders == [order_of(0, 1, 2, 3), order_of(3, 1, 0, 2), order_of(3, 1, 0, 2)]
     assert cs.drift(model) == ()
     digests = everywhere(world, [plan.digest for plan in plans])
     assert digests[0] == digests[1]
-    stats = model.stats()
+    stats = cs.stats(model)
     assert (stats["plan/replans"], stats["plan/order_drifts"]) == (1, 1)
-    assert cs.drift_log(model)[0] == "forward 2, order: blocks.3: was forward 2, where blocks.0 is planned"
+    assert cs.drift(model, all_steps=True)[0] == "forward 2, order: blocks.3: was forward 2, where blocks.0 is planned"
 
 
 # Where weights stay after forward, a block more that runs again is another order, and no other collective.
@@ -97,7 +97,7 @@ def test_an_order_that_all_ranks_have_seen_is_planned_when_all_know_of_it(rank, 
 def test_a_rank_that_alone_goes_another_way_is_warned_and_changes_no_plan(rank, world):
     model = made(P.depth(2), reshard_after_forward=False)
     step(model, rank)
-    before = cs.current_plan(model).digest
+    before = cs.make_plan(model).digest
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for more in ((0,), (), ()):
@@ -110,8 +110,8 @@ def test_a_rank_that_alone_goes_another_way_is_warned_and_changes_no_plan(rank, 
     said = [str(each.message) for each in caught if "left the plan" in str(each.message)]
     words = "rank 1: a forward of the root left the plan, and not on all ranks alike (order: forward 6 is nothing -> "
     assert [text.startswith(words) for text in said] == [True] * rank
-    assert everywhere(world, cs.current_plan(model).digest) == [before] * world
-    assert model.stats()["plan/order_drifts"] == rank
+    assert everywhere(world, cs.make_plan(model).digest) == [before] * world
+    assert cs.stats(model)["plan/order_drifts"] == rank
 
 
 @distributed(world=2, limit_s=LIMIT_S)
@@ -145,9 +145,9 @@ def test_ranks_may_use_different_modules_where_all_gradients_are_reduced(rank, w
     for _ in range(3):
         model(*vectors(rank, 0), (0, 1, 2, 3, rank))
         engine_of(model).reset()
-    plans = everywhere(world, cs.current_plan(model).digest)
+    plans = everywhere(world, cs.make_plan(model).digest)
     assert plans[0] == plans[1]
-    assert cs.current_plan(model).order == order_of(0, 1, 2, 3)
+    assert cs.make_plan(model).order == order_of(0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("told", [False, True])
@@ -230,7 +230,7 @@ def test_orders_that_change_all_the_time_are_counted(rank, world):
     model = made()
     for at in range(6):
         step(model, rank, *((0, 1, 2, 3), (3, 2, 1, 0))[at % 2])
-    assert model.stats()["plan/order_drifts"] == 5
+    assert cs.stats(model)["plan/order_drifts"] == 5
 
 
 # ---- what users change
@@ -275,7 +275,7 @@ def test_a_given_plan_that_is_lost_is_said_once_with_the_reason(rank, world, how
         "setting": "group blocks.0: reshard after forward -> after backward",
     }
     assert why[how] in said
-    assert cs.current_plan(model).prefetch == P.depth(3)
+    assert cs.make_plan(model).prefetch == P.depth(3)
 
 
 # ---- bytes
@@ -286,18 +286,18 @@ def test_more_bytes_than_planned_are_counted_and_explained(rank, world):
     model = made()
     for _ in range(3):
         step(model, rank)
-    assert model.stats()["plan/bytes_drifts"] == 0
+    assert cs.stats(model)["plan/bytes_drifts"] == 0
     for _ in range(3):
         for block in model.blocks:
             block.unshard()
         step(model, rank)
     step(model, rank)
-    noticed = cs.drift_log(model)
-    assert model.stats()["plan/bytes_drifts"] >= 1
+    noticed = cs.drift(model, all_steps=True)
+    assert cs.stats(model)["plan/bytes_drifts"] >= 1
     assert noticed[0] == "forward 3, bytes: blocks.0: UNSHARD blocks.0 was done and not planned"
     assert all("bytes were live, and at most " in line for line in noticed[1::2])
     step(model, rank)
-    assert cs.drift_log(model) == noticed, "no more than before"
+    assert cs.drift(model, all_steps=True) == noticed, "no more than before"
 
 
 @simulated(world=2)
@@ -308,7 +308,7 @@ def test_a_model_that_was_converted_gets_a_plan_of_its_new_bytes(rank, world):
     for _ in range(2):
         model(vectors(rank, 0)[0].to(torch.bfloat16)).sum().backward()
         model.zero_grad()
-    plan = cs.current_plan(model)
+    plan = cs.make_plan(model)
     assert {param.stored for group in plan.groups for param in group.params} == {torch.bfloat16}
     assert cs.drift(model) == ()
 
@@ -332,7 +332,7 @@ def test_ranks_of_a_simulated_world_take_the_slowest_ones_times(monkeypatch):
         model.set_prefetch_policy(P.auto())
         for _ in range(5):
             model(torch.ones(2, 4)).sum().backward()
-        return dict(cs.current_plan(model).costs.forward)
+        return dict(cs.make_plan(model).costs.forward)
 
     assert costs == [{"0": 2e-3, "1": 2e-3, "2": 2e-3}] * 2
 
@@ -349,18 +349,18 @@ def test_times_are_measured_again_and_what_has_drifted_is_planned_anew(monkeypat
             for _ in range(steps):
                 model(torch.ones(2, 16)).sum().backward()
                 model.zero_grad()
-            return cs.current_plan(model)
+            return cs.make_plan(model)
 
         plan = run(4)
         assert plan.costs is not None
         assert run(6).costs is plan.costs, "measured again, and as before"
-        assert model.stats()["plan/time_drifts"] == 0
+        assert cs.stats(model)["plan/time_drifts"] == 0
         model[1][1] = Busy(400e-6)
         other = run(14)
         assert dict(other.costs.forward)["1"] > 5 * dict(plan.costs.forward)["1"]
-        assert model.stats()["plan/time_drifts"] == 1
+        assert cs.stats(model)["plan/time_drifts"] == 1
         words = "time: 1: its forward took 0.400 ms, and 0.040 ms are planned"
-        assert any(words in line for line in cs.drift_log(model))
+        assert any(words in line for line in cs.drift(model, all_steps=True))
         seen = []
         for _ in range(30):
             run(1)
@@ -406,7 +406,7 @@ def test_each_phase_has_an_order_of_its_own(rank, world):
     model.set_requires_gradient_sync(True)
     losses = [model(*vectors(rank, at)).sum() for at in range(2)]
     sum(losses).backward()
-    plan = cs.current_plan(model)
+    plan = cs.make_plan(model)
     assert [phase for phase, _ in plan.orders] == ["no_grad", "train", "train, again", "train, no sync"]
     assert plan.order == dict(plan.orders)["train"] == order_of(0, 1, 2, 3)
     assert plan.own_orders == {"no_grad": order_of(3, 2, 1, 0)}

@@ -98,7 +98,7 @@ def check_budgets(model, plain):
         for each in (model, plain):
             each.zero_grad()
             train_step(each)
-        plan, record = cs.current_plan(model), cs.last_record(model)
+        plan, record = cs.make_plan(model), cs.last_record(model)
         assert str(record) == "\n".join(map(str, plan.actions())), budget
         assert record.live_bytes == plan.live_bytes()
         assert budget is None or record.peak_bytes <= budget
@@ -142,7 +142,7 @@ def test_a_use_that_is_taken_to_be_inside_of_another_costs_no_more_than_planned(
         for each in (model, plain):
             each.zero_grad()
             train_step(each)
-        assert cs.last_record(model).peak_bytes <= cs.current_plan(model).peak_bytes <= budget
+        assert cs.last_record(model).peak_bytes <= cs.make_plan(model).peak_bytes <= budget
         for key, param in plain.named_parameters():
             torch.testing.assert_close(model.get_parameter(key).grad.full_tensor(), param.grad)
 
@@ -153,7 +153,7 @@ def test_the_least_budget_counts_the_groups_around_a_group_and_names_them(rank, 
     train_step(model)
     with pytest.raises(cs.PoolBudgetError, match=r"the weights of the root and of blocks\.\d stay beside it"):
         model.set_pool_policy(cs.PoolPolicy(budget=1))
-    plan = cs.current_plan(model)
+    plan = cs.make_plan(model)
     inner, outer, root = (plan.group(fqn).sizes for fqn in ("blocks.0.up", "blocks.0", ""))
     assert least_budget(model) == root.weights + outer.weights + max(inner.weights + inner.landing, inner.reduction)
 
@@ -186,8 +186,8 @@ def test_groups_that_are_kept_and_used_again_are_gathered_for_all_but_their_last
     model, _ = twins(functools.partial(InOrder, (0, 1, 0, 2), blocks=3), shard_blocks, reshard_after_forward=False)
     for _ in range(2):
         train_step(model)
-    assert cs.last_record(model).actions == cs.current_plan(model).actions()
-    assert cs.current_plan(model).schedule is None
+    assert cs.last_record(model).actions == cs.make_plan(model).actions()
+    assert cs.make_plan(model).schedule is None
 
 
 # ---- what runs inside of what
@@ -199,15 +199,15 @@ def test_what_is_inside_is_declared_by_modules_and_learned_from_forwards(rank, w
     assert cs.make_plan(model).around == ()
     train_step(model)
     lent = (("shared", "blocks.0"), ("shared", "blocks.1"))
-    assert cs.current_plan(model).around == cs.last_record(model).around == lent
-    assert "shared: has run inside of blocks.0, which is not planned" in "\n".join(cs.drift_log(model))
+    assert cs.make_plan(model).around == cs.last_record(model).around == lent
+    assert "shared: has run inside of blocks.0, which is not planned" in "\n".join(cs.drift(model, all_steps=True))
 
     model, _ = twins(Stack, shard_nested)
     declared = cs.make_plan(model)
     assert declared.around == tuple((f"blocks.{i}.up", f"blocks.{i}") for i in range(3))
     train_step(model)
-    assert cs.current_plan(model) is not None
-    assert cs.current_plan(model).around == declared.around
+    assert cs.make_plan(model) is not None
+    assert cs.make_plan(model).around == declared.around
 
 
 class Alone(Stack):
@@ -226,7 +226,7 @@ def test_a_part_that_runs_by_itself_in_validation_changes_no_training_step(rank,
             train_step(each)
         with torch.no_grad():
             torch.testing.assert_close(loss_of(model), loss_of(plain))
-    plan = cs.current_plan(model)
+    plan = cs.make_plan(model)
     assert plan.own_orders == {"no_grad": ("", "blocks.0.up")}
     train_step(model)
     assert cs.last_record(model).actions == plan.actions()
@@ -247,12 +247,12 @@ class Otherwise(Shared):
 def test_what_runs_inside_of_something_in_validation_alone_changes_no_plan_of_training(rank, world):
     model, plain = twins(Otherwise, shard_shared)
     train_step(model)
-    trained = cs.current_plan(model)
+    trained = cs.make_plan(model)
     for _ in range(3):
         with torch.no_grad():
             torch.testing.assert_close(loss_of(model), loss_of(plain))
         train_step(model)
-    plan = cs.current_plan(model)
+    plan = cs.make_plan(model)
     assert plan.around == trained.around
     assert plan.around_in("no_grad") == (("shared", "blocks.0"), ("shared", "blocks.1"))
     assert plan.in_phase("no_grad").around == plan.around_in("no_grad")
@@ -266,14 +266,14 @@ def test_a_plan_that_is_given_brings_what_runs_inside_of_what(rank, world):
     model.set_prefetch_policy(P.depth(2))
     for _ in range(2):
         train_step(model)
-    plan = ShardPlan.from_json(cs.current_plan(model).to_json())
+    plan = ShardPlan.from_json(cs.make_plan(model).to_json())
     other.set_plan(plan)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
             train_step(other)
-    assert cs.current_plan(other).diff(plan) == ""
-    assert cs.drift_log(other) == ()
+    assert cs.make_plan(other).diff(plan) == ""
+    assert cs.drift(other, all_steps=True) == ()
 
 
 def nested_plan():

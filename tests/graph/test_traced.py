@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections import Counter
 
 import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from _engines import fully_shard, mesh_of
 from _models import Stack, shard_blocks, shard_root, vectors
@@ -215,3 +217,30 @@ def test_a_group_of_two_dtypes_is_one_operator_for_both(rank, world):
         ("forward", {"all_gather_into_tensor": 1}),
         ("backward", {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}),
     ]
+
+
+def own_policy(context, op, *args, **kwargs):
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@distributed(world=2, limit_s=120)
+def test_torch_warns_about_a_context_fn_only_if_a_user_passed_it(rank, world):
+    records = []
+    logger, handler = logging.getLogger("torch._higher_order_ops.wrap"), logging.Handler()
+    handler.emit = records.append
+    logger.addHandler(handler)
+    try:
+        _, model = make(reshard_after_forward=False)
+        torch._logging._internal.warning_once.cache_clear()
+        compiled(model, Graphs())(*vectors(rank, 0)).sum().backward()
+        assert records == []
+        torch._logging._internal.warning_once.cache_clear()
+        contexts = functools.partial(create_selective_checkpoint_contexts, own_policy)
+        layer = nn.Linear(4, 4)
+        torch.compile(lambda x: checkpoint(layer, x, use_reentrant=False, context_fn=contexts), backend="aot_eager")(
+            torch.ones(2, 4)
+        ).sum().backward()
+        assert ["context_fn is passed" in record.getMessage() for record in records] == [True]
+    finally:
+        logger.removeHandler(handler)
+        torch._dynamo.reset()

@@ -111,11 +111,11 @@ def test_nothing_is_gathered_ahead_beyond_a_budget_also_in_steps_that_were_not_p
 def test_auto_measures_again_when_a_block_joins(rank, world):
     model, plain = made(P.auto())
     train(model, plain, 5, taken=(0, 1))
-    assert cs.current_plan(model).costs is not None
+    assert cs.make_plan(model).costs is not None
     train(model, plain, 2)  # it is seen in one, and at the end of the next one all ranks know that all have seen it
-    assert cs.current_plan(model).costs is None
+    assert cs.make_plan(model).costs is None
     train(model, plain, 5)
-    assert {fqn for fqn, _ in cs.current_plan(model).costs.forward} == {"", *(f"blocks.{at}" for at in range(4))}
+    assert {fqn for fqn, _ in cs.make_plan(model).costs.forward} == {"", *(f"blocks.{at}" for at in range(4))}
 
 
 @distributed(world=2)
@@ -127,7 +127,7 @@ def test_auto_gives_up_with_a_warning_where_no_step_can_be_measured(rank, world)
     with pytest.warns(UserWarning, match="PrefetchPolicy.auto: none of 8 steps ran the forwards"):
         train(model, plain, 12)
     assert not engine_of(model)._do.watch
-    assert cs.current_plan(model).costs is None
+    assert cs.make_plan(model).costs is None
 
 
 @distributed(world=2)
@@ -135,21 +135,21 @@ def test_a_users_watch_goes_on_when_all_is_measured(rank, world):
     model, plain = made(P.auto())
     cs.watch(model)
     train(model, plain, 7)
-    assert cs.current_plan(model).costs is not None
+    assert cs.make_plan(model).costs is not None
     assert cs.last_record(model).spans
-    assert model.stats()["step/compute_ms"] > 0
+    assert cs.stats(model)["step/compute_ms"] > 0
 
 
 @distributed(world=2)
 def test_a_plan_that_names_what_is_not_there_changes_nothing(rank, world):
     model, plain = made(P.depth(2))
     train(model, plain, 2)
-    before = cs.current_plan(model)
+    before = cs.make_plan(model)
     schedule = dataclasses.replace(before.edges(), kept=("nope",))
     for changes in ({"order": ("nope",)}, {"schedule": schedule}):
         with pytest.raises((cs.ShardConfigValueError, StopIteration)):
             model.set_plan(dataclasses.replace(before, **changes))
-        assert cs.current_plan(model) is before
+        assert cs.make_plan(model) is before
     train(model, plain, 1)
     with pytest.raises(cs.ShardConfigValueError, match="max_reductions=0"):
         dataclasses.replace(before.edges(), max_reductions=0)

@@ -107,7 +107,7 @@ def test_a_plan_foretells_bytes_and_where_streams_wait_time_exactly(clock, name)
     with net(clock=clock) as sim:
         model = built(prefetch, budget)
         exposed = train(model, sim)
-        plan, record, pool = cs.current_plan(model), cs.last_record(model), engine_of(model).pool
+        plan, record, pool = cs.make_plan(model), cs.last_record(model), engine_of(model).pool
         assert record.actions == plan.actions()
         assert record.live_bytes == plan.live_bytes()
         assert record.peak_bytes == plan.peak_bytes
@@ -123,7 +123,7 @@ def test_a_plan_of_two_dtypes_knows_the_places_of_both_and_foretells_time_within
     with net(clock="streams") as sim:
         model = built(*POLICIES[name])
         exposed = train(model, sim)
-        plan, pool = cs.current_plan(model), engine_of(model).pool
+        plan, pool = cs.make_plan(model), engine_of(model).pool
         assert plan is cs.make_plan(model)
         assert plan.arena().nbytes == pool.arena_bytes
         assert len(plan.arena().lifetimes) > len(plan.lifetimes()), "a slot for each dtype"
@@ -138,7 +138,7 @@ def test_a_plan_foretells_gathers_among_a_few_ranks(clock):
     with net(clock=clock) as sim:
         model = built(P.depth(2), reshard=4)
         exposed = train(model, sim, 3)
-        plan, record = cs.current_plan(model), cs.last_record(model)
+        plan, record = cs.make_plan(model), cs.last_record(model)
         assert (record.actions, record.live_bytes) == (plan.actions(), plan.live_bytes())
         assert foreseen(plan, clock) == pytest.approx(exposed, rel=1e-9)
 
@@ -168,7 +168,7 @@ def test_a_phase_leases_what_its_own_plan_says_within_the_budget(phase, once, tu
             model.turned, pool.peak_bytes = turned, 0
             once(model, torch.randn(4, 32, generator=torch.Generator().manual_seed(step)))
             model.turned = False
-        plan = cs.current_plan(model)
+        plan = cs.make_plan(model)
         own = plan.in_phase(phase)
         assert (phase in plan.own_orders) == turned
         assert plan.pool.budget is None or (set(own.edges().kept) != set(plan.edges().kept)) == turned
@@ -186,7 +186,7 @@ def test_a_second_forward_before_the_backward_keeps_to_the_budget_and_computes_t
             train(model, sim)
             (model(x) + model(2 * x)).square().mean().backward()
             seen.append([param.grad.to_local() for param in model.parameters()])
-            plan, pool = cs.current_plan(model), engine_of(model).pool
+            plan, pool = cs.make_plan(model), engine_of(model).pool
     assert len(plan.edges().kept) > 1, "weights stay, from the first forward on"
     assert pool.peak_bytes <= plan.pool.budget
     assert all(map(torch.equal, *seen))
@@ -201,7 +201,7 @@ def test_as_many_reductions_fly_as_the_plan_says_group_by_group(clock):
         schedule = replace(plan.with_policies(P.depth(2)).edges(), in_flight=fewer)
         model.set_plan(replace(plan, schedule=schedule))
         train(model, sim, 3)
-        record, followed = cs.last_record(model), cs.current_plan(model)
+        record, followed = cs.last_record(model), cs.make_plan(model)
         assert (
             record.actions
             == followed.actions()

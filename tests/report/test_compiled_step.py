@@ -72,7 +72,7 @@ def timed_plan(model: nn.Module) -> cs.ShardPlan:
     forward, backward, gather = (dict.fromkeys(order, seconds) for seconds in (20e-6, 40e-6, 36e-6))
     reduce = dict.fromkeys(order, 12e-6 + 3 / 4 * (2048 + 64) / 64e6)  # marks travel too, 16 bytes a rank
     costs = cs.Costs.of(latency=0.0, bandwidth=1.0, forward=forward, backward=backward, gather=gather, reduce=reduce)
-    return cs.current_plan(model).with_policies(costs=costs)
+    return cs.make_plan(model).with_policies(costs=costs)
 
 
 def timed(model: nn.Module) -> CompiledStep:

@@ -39,7 +39,7 @@ def watched_step(steps=3):
         for _ in range(steps):
             net.reset()
             model(torch.ones(2, 16, requires_grad=True)).sum().backward()
-        plan = cs.current_plan(model)
+        plan = cs.make_plan(model)
         forward, backward, gather = (dict.fromkeys(plan.order, seconds) for seconds in (20e-6, 40e-6, 36e-6))
         reduce = dict.fromkeys(plan.order, 12e-6 + 3 / 4 * (2048 + 64) / 64e6)  # marks travel too, 16 bytes a rank
         costs = cs.Costs.of(

@@ -110,8 +110,8 @@ def test_reductions_that_a_schedule_holds_keep_their_memory_until_they_are_waite
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            assert cs.last_record(model).peak_bytes == cs.current_plan(model).peak_bytes
-            peaks.append(cs.current_plan(model).peak_bytes)
+            assert cs.last_record(model).peak_bytes == cs.make_plan(model).peak_bytes
+            peaks.append(cs.make_plan(model).peak_bytes)
         shards = {name: p.detach().to_local() for name, p in model.named_parameters()}
     assert peaks[0] == peaks[2]
     assert (peaks[0] < peaks[1]) == (clock == "streams")

@@ -100,7 +100,7 @@ def test_figures_are_those_of_the_step_and_of_the_model(rank, world):
     assert figures["train/loss"] == losses[-1].item()
     assert figures["train/grad_norm"] == trained.norm.full_tensor().item()
     assert (figures["train/skipped_steps"], figures["lr"]) == (0, 0.5)
-    assert figures.items() >= trained.model.stats().items()
+    assert figures.items() >= cs.stats(trained.model).items()
     assert figures["step/seconds"] > 0
     assert figures["step/tokens_per_second"] == pytest.approx(20 / figures["step/seconds"])
     assert not {"step/seconds", "step/tokens_per_second"} & trained.told[1].keys(), "the first one has no beginning"
@@ -182,7 +182,7 @@ def test_figures_over_ranks_are_the_same_on_all(rank, world, over_ranks):
     others = [None] * world
     torch.distributed.all_gather_object(others, own)
     assert others[0] == others[1] == own
-    assert own["pool/peak_bytes"] == trained.model.stats()["pool/peak_bytes"]
+    assert own["pool/peak_bytes"] == cs.stats(trained.model)["pool/peak_bytes"]
     assert own["step/tokens_per_second"] > 20 / own["step/seconds"] * 0.9
 
 
@@ -211,7 +211,7 @@ def test_the_exposed_share_is_predicted_once_times_are_known_and_measured_while_
             net.reset()
             model(torch.ones(2, 16)).sum().backward()
             log.step()
-        predicted = cs.current_plan(model).predicted()
+        predicted = cs.make_plan(model).predicted()
         assert "plan/exposed_share" not in told[1]
         assert told[6]["plan/exposed_share"] == pytest.approx(predicted.exposed / predicted.seconds)
         assert told[6]["step/communication_share"] == pytest.approx(net.exposed_s / net.now())
