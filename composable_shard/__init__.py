@@ -112,7 +112,7 @@ _LOADED_WHEN_USED = {
     "planner": "planner",
     "report": "report",
     "testing": "testing",
-}  # names, by the module that has them, or that they are
+}  # public name -> the submodule that defines it, or that it is
 
 _keep_from_dynamo(_sys.modules, __name__)
 __all__ = sorted(

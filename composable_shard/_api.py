@@ -1,4 +1,4 @@
-"""`fully_shard`, and what can be asked of a sharded model."""
+"""`fully_shard`, and `last_record` of a sharded model."""
 
 from __future__ import annotations
 
@@ -91,52 +91,55 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of a module, in place.
 
-    The parameters of `module` that no earlier call has sharded become one group: DTensors cut along dim 0, whose
-    pieces are gathered by one all-gather before the module's forward and again before its backward, and whose
-    gradients are averaged by one reduce-scatter. So call it on the inner modules first (each block, say) and on the
-    whole model last; whatever runs forward first is the root.
+    The parameters of `module` that no earlier call has sharded become one group of DTensors, sharded along dim 0. One
+    all-gather unshards the group before the module's forward, and another one before its backward. One reduce-scatter
+    averages its gradients. Call `fully_shard` on the inner modules first (for example, on each block) and on the whole
+    model last. The sharded module whose forward runs first is the root.
 
-    Attributes and gradient hooks of the parameters are carried over, with the handles of the hooks: these see reduced
-    gradients then, cut like their parameters. Parameters that are added later are an error at the next forward that
-    trains them, unless they are sharded by a call of their own, or have post-accumulate hooks (which average their
-    gradients), or `allow_unmanaged_parameters` was called; those that only move to other modules of `module` are found
-    there.
+    Attributes and gradient hooks of the parameters are carried over, and the handles of these hooks stay valid. The
+    hooks then receive reduced, sharded gradients.
+
+    A parameter of the group may later move to another module within `module`. A parameter that is added later raises an
+    error at the next forward that trains it, unless one of these holds:
+
+    - Another call of `fully_shard` has sharded it.
+    - It has a post-accumulate hook, which must average its gradient.
+    - `allow_unmanaged_parameters` was called.
 
     Args:
         module: a module with a forward, or modules that share one group: a list, a tuple or the values of a dict.
         mesh: 1D: shard over it. 2D with named axes: replicate over the first, shard over the second (HSDP). By
-            default, all ranks of the default process group, which is initialised if it is not yet (as a world of one
-            process if no launcher has set its environment).
-        reshard_after_forward: True gives the unsharded parameters up after forward and gathers them again in backward
-            (ZeRO-3), False keeps them until backward is over (ZeRO-2). None is False for the root and True elsewhere.
-            A number of ranks that divides that of the shard axis keeps them cut among so many neighbouring ranks (those
-            of one node, say), and backward gathers among these only.
-        shard_placement_fn: called with each parameter; gives the `Shard` along whose dim it is cut, or None for dim 0.
-            Another dim than 0 must divide by the number of ranks. `Ragged(rows)` cuts dim 0 at multiples of so many
-            rows. A `ShardPlacementResult` names a mesh as well: the parameters of each such mesh become a group of
-            their own (those of experts, say).
-        mp_policy: dtypes of the gathered parameters, of the reduction, and of inputs and outputs of forward. A
-            container (a dict, a list, a dataclass) in which no tensor is cast is handed on itself. An input in which
-            one is cast is copied. After forward, what forward has written into the copy is written into the caller's
-            container, whose own tensors stay as they are. Outputs are copied likewise, without writing back. None
-            casts nothing.
-        offload_policy: `CPUOffloadPolicy` keeps shards, gradients and with them the optimizer's state on the CPU, and
-            copies shards to the accelerator before each gather. Without an accelerator it changes nothing.
-            `HostOffloadPolicy` chooses among these, and `DiskOffloadPolicy` keeps the optimizer's state on disk; see
-            `offload_optimizer`. None and False offload nothing. FSDP1's `CPUOffload` is `CPUOffloadPolicy()` or
-            nothing, as its `offload_params` says.
-        ignored_params: parameters to leave as they are; a set, or anything else that holds parameters. None and buffers
-            in it are left out.
-        dp_mesh_dims: `DataParallelMeshDims`: names the axes of `mesh` to shard over and to replicate over. All
-            parameters must then be DTensors on the whole of `mesh`, replicated over these axes; in forward they are so
-            again. Several axes of one kind count as one.
+            default, all ranks of the default process group. If there is none, it is initialised (with a world size of
+            1 if no launcher has set the environment variables).
+        reshard_after_forward: True frees the unsharded parameters after forward and gathers them again in backward
+            (ZeRO-3). False keeps them until backward has ended (ZeRO-2). None means False for the root and True
+            elsewhere. An int, which must divide the size of the shard axis, keeps them sharded over that many
+            consecutive ranks (for example those of one node), and backward gathers from these ranks only.
+        shard_placement_fn: called with each parameter. Returns the `Shard` with the dim to shard along, or None for
+            dim 0. The size of a dim other than 0 must be divisible by the number of ranks. `Ragged(rows)` shards dim 0
+            at multiples of `rows` rows. A `ShardPlacementResult` also names a mesh. The parameters of each such mesh
+            (for example those of experts) become a separate group.
+        mp_policy: dtypes of the gathered parameters, of the reduction, and of inputs and outputs of forward. An input
+            container (a dict, a list, a dataclass) is copied if a tensor in it is cast; otherwise forward receives the
+            container itself. After forward, items that forward has written into the copy are written into the caller's
+            container; the tensors that were in it are unchanged. Outputs are copied in the same way, without writing
+            back. None casts nothing.
+        offload_policy: `CPUOffloadPolicy` keeps shards, gradients and optimizer state on the CPU, and copies shards to
+            the accelerator before each gather. Without an accelerator it has no effect. `HostOffloadPolicy` offloads
+            some of these, and `DiskOffloadPolicy` keeps the optimizer state on disk; see `offload_optimizer`. None and
+            False offload nothing. FSDP1's `CPUOffload` is the same as `CPUOffloadPolicy()` if its `offload_params` is
+            true, else it offloads nothing.
+        ignored_params: parameters not to shard: a set or another iterable. None and buffers in it are skipped.
+        dp_mesh_dims: a `DataParallelMeshDims`, which names the axes of `mesh` to shard over and to replicate over.
+            All parameters must then be DTensors on all of `mesh` that are replicated over these axes. In forward they
+            have this placement again. Several axes to shard over count as one, and so do several to replicate over.
 
     Returns:
-        `module`, whose class is now a subclass of `FSDPModule` and of its own.
+        `module`, whose class is now a subclass of `FSDPModule` and of its original class.
 
     Raises:
-        ShardConfigTypeError: an argument of a wrong type (also a TypeError).
-        ShardConfigValueError: a module or a parameter that cannot be sharded (also a ValueError).
+        ShardConfigTypeError: an argument has a wrong type (also a TypeError).
+        ShardConfigValueError: a module or a parameter cannot be sharded (also a ValueError).
         MixedShardingError: torch's own `fully_shard` has sharded a module, or one inside of it (also a ValueError).
     """
     modules = _modules(module)
@@ -159,11 +162,11 @@ def fully_shard(
     return module
 
 
-fully_shard.state = state_facade  # type: ignore[attr-defined]  # as torch's, for those who ask for it
+fully_shard.state = state_facade  # type: ignore[attr-defined]  # torch's `fully_shard` has this attribute
 
 
 def _shard(modules: list[nn.Module], placements: Placements, options: Options, ignored: set[int]) -> ShardState:
-    """Shard all parameters that the modules have and no other call has taken, and make their state."""
+    """Shard all parameters of the modules that no other call has sharded, and make their state."""
     managed = [taken for each in modules for taken in _managed(each)]
     params = [param for prefix, owner in managed for param in _params_of(prefix, owner, ignored)]
     cuts = _cuts(params, placements)
@@ -186,7 +189,7 @@ def _shard(modules: list[nn.Module], placements: Placements, options: Options, i
 
 
 def _modules(module: Any) -> list[nn.Module]:
-    """The modules that a call shards as one group: those given that are within no other."""
+    """The modules that a call shards as one group: the given modules that no other given module contains."""
     modules = _listed(module)
     for each in modules:
         _check_module(each)
@@ -200,11 +203,10 @@ def _listed(module: Any) -> list[Any]:
     modules = list(module) if several else [module]
     if isinstance(module, Set) and len(modules) > 1 and not isinstance(module, KeysView):
         raise ShardConfigValueError(
-            "module: a set has no order that is the same on all ranks; pass the modules that shall share a group as a "
-            "list"
+            "module: a set does not have the same order on all ranks; pass the modules of the group as a list"
         )
     if not modules:
-        raise ShardConfigValueError("module: the list is empty; pass the modules that shall share a group")
+        raise ShardConfigValueError("module: the list is empty; pass the modules of the group")
     return modules
 
 
@@ -244,13 +246,13 @@ def _reshard(value: Any) -> bool | int | None:
 
 
 def parameters_to_ignore(params: Any) -> list[nn.Parameter]:
-    """The parameters of `ignored_params`, which may be any container of them, or give them once.
+    """List the parameters of `ignored_params`, which may be any iterable, including a generator.
 
-    None (a bias that a module does not have) and tensors that are no parameters (buffers) are left out, because they
+    None (a bias that a module does not have) and tensors that are not parameters (buffers) are left out, because they
     are never sharded.
 
     Raises:
-        ShardConfigTypeError: it holds something else.
+        ShardConfigTypeError: `params` is not an iterable, or contains other objects.
     """
     if params is None:
         return []
@@ -271,17 +273,19 @@ def _no_parameters(params: Any, wrong: Any) -> ShardConfigTypeError:
 
 
 def _small(reshard: bool | int | None, info: MeshInfo) -> tuple[bool | int | None, MeshInfo | None]:
-    """What is meant by a number of ranks, and the mesh of so many."""
+    """Normalise `reshard_after_forward`; for a number of ranks, return the mesh of that many ranks as well."""
     if reshard is None or isinstance(reshard, bool):
         return reshard, None
     if reshard < 1 or info.shard_size % reshard:
         raise ShardConfigValueError(
             f"If passing reshard_after_forward as an int, it should be a factor of {info.shard_size}, not {reshard}: "
-            "so many ranks of the shard axis keep a copy among them; give the number of accelerators of a node, say, "
-            "or True or False"
+            "that many ranks of the shard axis keep one copy of the parameters between forward and backward; pass the "
+            "number of accelerators of a node, for example, or True or False"
         )
     if reshard == 1:
-        warnings.warn("reshard_after_forward=1 keeps the unsharded parameters, as False does; say False", stacklevel=5)
+        warnings.warn(
+            "reshard_after_forward=1 keeps the unsharded parameters, as False does; pass False", stacklevel=5
+        )
         return False, None
     return (True, None) if reshard == info.shard_size else (reshard, small_mesh(info, reshard))
 
@@ -290,7 +294,7 @@ Found = tuple[nn.Module, str, str, nn.Parameter]  # owner, name in it, name in t
 
 
 def _managed(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules whose parameters this call takes, with the prefix of their names."""
+    """The modules whose own parameters this call shards, with the prefix of their names."""
     seen: set[int] = set()
     to_do = [("", root)]
     while to_do:
@@ -314,13 +318,13 @@ def _check_unmanaged(name: str, param: nn.Parameter) -> None:
         return
     if isinstance(param, DTensor):
         raise ShardConfigValueError(
-            f"parameter {name}: was sharded with a module around this one (there as {other}); "
+            f"parameter {name}: is already sharded with an enclosing module (as {other}); "
             "call fully_shard on inner modules before outer ones"
         )
     raise ShardConfigValueError(
         f"Parameter '{name}' is shared with a parameter already managed by another FSDP group, {other}; tied "
-        "parameters must be sharded by one call: shard only the module that contains both, or pass the modules that "
-        "use them as one list"
+        "parameters must be sharded by one call: shard only the module that contains both, or pass a list of the "
+        "modules that use them"
     )
 
 
@@ -342,7 +346,7 @@ class _Share:
 
 
 def _cuts(params: list[Found], placements: Placements) -> dict[int, Cut]:
-    """How each parameter, by id, is to be sharded."""
+    """Decide how to shard each parameter, by id."""
     cuts: dict[int, Cut] = {}
     for owner, name, fqn, param in params:
         check_use(owner, name, fqn)
@@ -353,7 +357,7 @@ def _cuts(params: list[Found], placements: Placements) -> dict[int, Cut]:
 
 
 def _shares(own: MeshInfo, cuts: dict[int, Cut], reshard: bool | int | None) -> dict[MeshInfo, _Share]:
-    """A share for each mesh that a call uses; that of its own mesh comes first."""
+    """Make a share for each mesh that a call uses; the share of its own mesh is the first."""
     shares: dict[MeshInfo, _Share] = {}
     for info in dict.fromkeys([own, *(cut.info for cut in cuts.values())]):
         label = "/".join(info.mesh.mesh_dim_names or ()) or "another mesh" if shares else ""
@@ -364,7 +368,7 @@ def _shares(own: MeshInfo, cuts: dict[int, Cut], reshard: bool | int | None) -> 
 
 
 def _shard_all(params: list[Found], shares: dict[MeshInfo, _Share], cuts: dict[int, Cut]) -> None:
-    """Shard all parameters, and let the modules have them once nothing can fail any more."""
+    """Shard all parameters, then install them in the modules. If sharding fails, the modules are unchanged."""
     made: dict[int, int] = {}
     for owner, name, fqn, param in params:
         share = shares[cuts[id(param)].info]
@@ -388,12 +392,13 @@ def _sharded(fqn: str, param: nn.Parameter, cut: Cut) -> ShardedParam:
         if not hasattr(whole, "__tensor_flatten__"):
             raise
         raise ShardConfigUnsupportedError(
-            f"parameter {fqn}: a {type(whole).__name__} of shape {tuple(whole.shape)} cannot be cut into "
-            f"{cut.info.shard_size} pieces ({error}); choose a shape or block size that divides, leave it whole "
-            "(ignored_params), or use a class of tensors that can be cut, or that has fsdp_pre_all_gather"
+            f"parameter {fqn}: a {type(whole).__name__} of shape {tuple(whole.shape)} cannot be split into "
+            f"{cut.info.shard_size} pieces ({error}); choose a shape or block size that divides evenly, leave the "
+            "parameter unsharded (ignored_params), or use a tensor class that can be split or that defines "
+            "fsdp_pre_all_gather"
         ) from error
     sharded = ShardedParam(fqn, made, cut, tuple(whole.shape))
-    is_extended(sharded)  # refuses what could not be gathered
+    is_extended(sharded)  # raises an error if the parameter could not be gathered
     sharded.hooks.carry(param, made)
     return sharded
 
@@ -410,7 +415,7 @@ def _attach(module: nn.Module, state: ShardState, index: int) -> None:
     cls = type(module)
     if cls not in _classes:
         names = {"__module__": cls.__module__, "_leads_to_torchs": cls._call_impl is nn.Module._call_impl}
-        _classes.setdefault(cls, type(f"FSDP{cls.__name__}", (FSDPModule, cls), names))  # threads get the same one
+        _classes.setdefault(cls, type(f"FSDP{cls.__name__}", (FSDPModule, cls), names))  # the same one in all threads
     module.__class__ = _classes[cls]
     module.__dict__[STATE] = state
     module.__dict__[PLACE] = index
@@ -421,7 +426,7 @@ def _attach(module: nn.Module, state: ShardState, index: int) -> None:
 
 
 def last_record(model: nn.Module) -> Record | None:
-    """What the last finished iteration of a sharded model did; None if it has not run, or is not sharded."""
+    """The record of the last finished iteration of a sharded model; None if it has not run, or is not sharded."""
     for state in states_below(model):
         if state.bound is not None:
             return state.bound.engine.last_record

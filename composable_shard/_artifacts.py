@@ -1,4 +1,4 @@
-"""Compiled code in a file: one process compiles, and others load what it made, if it was made for the same model."""
+"""Save compiled code to a file in one process, and load it in others after a check that it fits their model."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ _BEGIN = b"composable_shard cache artifacts 1\n"
 
 
 def save_cache_artifacts(model: nn.Module, path: str | os.PathLike[str]) -> int:
-    """Write what this process has compiled to a file from which ranks of other processes fill their compile caches.
+    """Save the compiled code of this process to a file, from which other processes fill their compile caches.
 
-    To be called after a forward and a backward of the compiled model. No collective is issued: one rank may do it
-    alone. The process can be one rank of a simulated world (`composable_shard.testing.fake`), so that nothing but one
-    process need ever compile. The file holds `torch.compiler.save_cache_artifacts`, that is all that the process has
-    compiled, below a header by which `load_cache_artifacts` checks that it fits.
+    Call it after a forward and a backward of the compiled model. It issues no collective, so one rank may call it
+    alone. The process can also be one rank of a simulated world (`composable_shard.testing.fake`); then only a single
+    process ever compiles. The file contains a header, by which `load_cache_artifacts` checks that the file fits, and
+    the result of `torch.compiler.save_cache_artifacts`, which covers everything that the process has compiled.
 
     Args:
         model: the sharded model, compiled or not.
-        path: of the file; one that exists is replaced as a whole.
+        path: path of the file. An existing file is replaced atomically.
 
     Returns:
-        bytes of the file.
+        size of the file in bytes.
 
     Raises:
-        ShardConfigValueError: the model holds no sharded module.
-        ShardConfigStateError: nothing was compiled, or nothing of it can be cached.
+        ShardConfigValueError: the model contains no sharded module.
+        ShardConfigStateError: nothing was compiled, or nothing that can be cached.
     """
     made = torch.compiler.save_cache_artifacts()
     if made is None:
         raise ShardConfigStateError(
-            "save_cache_artifacts: this process has compiled nothing that can be cached; run a forward and a backward "
-            "of the compiled model before, with a backend that caches (inductor, and not aot_eager) and caches on"
+            "save_cache_artifacts: this process has compiled nothing that can be cached; first run a forward and a "
+            "backward of the compiled model, with a backend that caches (inductor, not aot_eager) and caches enabled"
         )
     payload = made[0]
     header = json.dumps(_about(model) | {"payload": hashlib.sha256(payload).hexdigest()}).encode()
@@ -65,20 +65,20 @@ def save_cache_artifacts(model: nn.Module, path: str | os.PathLike[str]) -> int:
 def load_cache_artifacts(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Fill the compile caches of this process from a file of `save_cache_artifacts`, if it was made for this model.
 
-    To be called when the model is sharded and materialised and all policies are set, before it is compiled. Its first
-    step then traces the model and takes the code from the caches. The file holds pickled code: load none that you do
-    not trust.
+    Call it after the model is sharded and materialised and all policies are set, and before the model is compiled. The
+    first step then traces the model and takes the compiled code from the caches. The file contains pickled code, so
+    only load files that you trust.
 
     Args:
         model: the sharded model, compiled or not.
-        path: of the file.
+        path: path of the file.
 
     Raises:
-        ShardConfigValueError: the model holds no sharded module, or the file is none of `save_cache_artifacts`, or
-            incomplete.
-        ArtifactMismatchError: it was made under other versions of torch, of Python or of this library, on another
-            device, or for another model, another plan or other pieces of the parameters; nothing is loaded then. It
-            names all that differs. The model can be compiled as ever.
+        ShardConfigValueError: the model contains no sharded module, or the file is incomplete or was not written by
+            `save_cache_artifacts`.
+        ArtifactMismatchError: the file was made with other versions of torch, Python or this library, on another
+            device, or for another model, plan or shapes of the shards. The error lists the differences. Nothing is
+            loaded; the model can still be compiled.
     """
     content = Path(path).read_bytes()
     begin, size = len(_BEGIN), len(_BEGIN) + 8
@@ -87,20 +87,20 @@ def load_cache_artifacts(model: nn.Module, path: str | os.PathLike[str]) -> None
     saved = json.loads(header) if content.startswith(_BEGIN) and len(header) == end - size else {}
     if saved.get("payload") != hashlib.sha256(payload).hexdigest():
         raise ShardConfigValueError(
-            f"path: {os.fspath(path)} is no file of save_cache_artifacts, or not a complete one"
+            f"path: {os.fspath(path)} is incomplete, or was not written by save_cache_artifacts; save it again"
         )
     if differences := tuple(_differences(_about(model), saved)):
         raise ArtifactMismatchError(os.fspath(path), differences)
     if torch.compiler.load_cache_artifacts(payload) is None:
-        raise ShardConfigValueError(f"path: torch cannot read the artifacts in {os.fspath(path)}; save them anew")
+        raise ShardConfigValueError(f"path: torch cannot read the artifacts in {os.fspath(path)}; save them again")
 
 
 def _about(model: nn.Module) -> dict[str, Any]:
-    """All that code which is compiled for a model on this rank depends on."""
+    """Describe everything that the compiled code of a model depends on, for this rank."""
     model = getattr(model, "_orig_mod", model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            bound_of(module, agrees=False, runs=False)  # type: ignore[arg-type]  # graphs follow its engine's schedule
+            bound_of(module, agrees=False, runs=False)  # type: ignore[arg-type]  # graphs follow the engine's schedule
     states = states_below(model)
     if not states:
         raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
@@ -120,28 +120,28 @@ def _about(model: nn.Module) -> dict[str, Any]:
 
 
 def _differences(here: dict[str, Any], saved: dict[str, Any]) -> Iterator[str]:
-    """What of two descriptions differs, in words; of the model only the first difference."""
+    """Describe the differences of two descriptions in words; for the model, only the first difference."""
     for name in ("torch", "Python", "composable_shard", "device"):
         if here[name] != saved[name]:
-            yield f"{name}: {here[name]} here, {saved[name]} there"
+            yield f"{name}: {here[name]} here, {saved[name]} in the file"
     if here["composable_shard"] != saved["composable_shard"]:
-        return  # plans of another version may be unreadable, and keys of pieces are those of the code
+        return  # plans of another version may be unreadable, and the keys of pieces depend on the code
     if changes := group_changes(*(_groups(each["plan"]) for each in (saved, here))):
-        yield f"plan, from there to here: {changes[0]}"
+        yield f"plan, from the file to this model: {changes[0]}"
     elif here["schedule"] != saved["schedule"]:
-        yield "schedule: policies, budgets or lists of modules to prefetch are not as they were there"
+        yield "schedule: policies, budgets or lists of modules to prefetch differ from those of the file"
     elif here["modules"] != saved["modules"]:
         lines = (each["modules"].splitlines() for each in (here, saved))
         one, two = next((one, two) for one, two in itertools.zip_longest(*lines, fillvalue="nothing") if one != two)
-        yield f"modules: {one.strip()} here, {two.strip()} there"
+        yield f"modules: {one.strip()} here, {two.strip()} in the file"
     elif strange := [names for names, key in here["pieces"].items() if saved["pieces"].get(names) != key]:
         yield (
-            f"pieces of {strange[0]}: those of rank {here['rank']} here have other shapes or dtypes than those of rank "
-            f"{saved['rank']}, which compiled; ranks with uneven pieces need files of their own"
+            f"pieces of {strange[0]}: on rank {here['rank']} (this rank) they have other shapes or dtypes than on rank "
+            f"{saved['rank']}, which compiled; ranks with uneven pieces need separate files"
         )
 
 
 def _groups(plan: str) -> list[GroupPlan]:
-    """The groups of a plan without how their transports take them, which graphs do not know."""
+    """The groups of a plan without the attributes of their transports, on which graphs do not depend."""
     groups = ShardPlan.from_json(plan).groups
     return [replace(group, route=None, reduces_first=False, frees_queued=False) for group in groups]

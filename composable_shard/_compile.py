@@ -19,14 +19,14 @@ from ._torch.core import never_compile
 M = TypeVar("M", bound=nn.Module)
 
 _WHY_NO_REGIONS = (
-    "torch.compiler.nested_compile_region, by which alike blocks would be compiled once, holds no sharded module as it "
-    "is: marked at a block's forward, the weights that the graph has gathered fail with 'Freevar has no source', and "
-    "marked at its __call__, the region cannot read the shards. Besides, under Inductor of torch 2.13 gradients of "
-    "regions are silently wrong, unless the options have allow_buffer_reuse=False"
+    "torch.compiler.nested_compile_region, which compiles identical blocks once, does not support sharded modules: if "
+    "it marks a block's forward, the gathered weights fail with 'Freevar has no source'; if it marks the block's "
+    "__call__, the region cannot read the shards. Also, Inductor of torch 2.13 silently computes wrong gradients for "
+    "regions, unless the options contain allow_buffer_reuse=False"
 )
 
 
-def compile(  # noqa: A001 - the name of the function in torch that it stands for
+def compile(  # noqa: A001 - named like the function of torch that it wraps
     model: M,
     *,
     fullgraph: bool = True,
@@ -34,39 +34,40 @@ def compile(  # noqa: A001 - the name of the function in torch that it stands fo
     regions: bool = False,
     **torch_compile_kwargs: Any,
 ) -> M:
-    """`torch.compile` for a sharded model: one whole graph by default, and its graphs checked under every backend.
+    """`torch.compile` for a sharded model: full-graph by default, with overlap, and with checks of the graphs.
 
-    ``torch.compile(model, fullgraph=True)`` alone is right and whole too. What this adds, for this model only (as does
-    ``torch.compile(model, backend="composable_shard", fullgraph=True)``):
+    ``torch.compile(model, fullgraph=True)`` is correct and compiles a full graph, too. This function adds three things,
+    for this model only. ``torch.compile(model, backend="composable_shard", fullgraph=True)`` adds the same.
 
     - ``fullgraph=True`` is the default, so that a graph break is an error that shows the frame.
-    - Communication overlaps with compute, under Inductor and ``aot_eager``: a gather is launched one group ahead, and a
-      reduction is waited for after the launch of the next one, or as the model's policies and its plan say. It costs
-      the memory of these, and under Inductor ``reorder_for_peak_memory`` and ``reorder_for_locality``, which would undo
-      it, are off unless ``options`` says otherwise.
-    - Graphs are checked for gathered weights that should not be saved also under ``aot_eager``, and for a callable that
-      `torch._dynamo` knows as a backend of AOTAutograd; with plain `torch.compile` under Inductor only.
+    - Communication overlaps with compute under Inductor and ``aot_eager``. By default, a gather is launched one group
+      ahead, and the graph waits for a reduction after the launch of the next one. The model's policies and plan can
+      change this. Overlap takes the memory of these buffers. Under Inductor, ``reorder_for_peak_memory`` and
+      ``reorder_for_locality`` would undo it, so they are off unless ``options`` sets them.
+    - Graphs are checked for gathered weights that should not be saved for backward. The check also runs under
+      ``aot_eager`` and under callables that `torch._dynamo` lists as AOTAutograd backends. With plain `torch.compile`
+      it runs under Inductor only.
 
     Args:
-        model: the model, sharded before or after this call; its parameters, its optimizer and its state dict stay as
-            they are.
-        fullgraph: see `torch.compile`. With False a graph may break: results stay right, a warning names the frame.
-        backend: ``inductor``, ``aot_eager``, or another backend, which is then used as it is.
-        regions: whether blocks that are alike are to be compiled once (`torch.compiler.nested_compile_region`). True is
-            refused now; the error says why.
-        torch_compile_kwargs: the other arguments of `torch.compile`: ``dynamic``, ``mode``, ``options``. Under Inductor
-            a ``post_grad_custom_post_pass`` among the options runs before that check.
+        model: the model, sharded before or after this call. Its parameters, optimizer and state dict do not change.
+        fullgraph: see `torch.compile`. With False, a graph may break: results stay correct, and a warning names the
+            frame.
+        backend: ``inductor``, ``aot_eager``, or another backend, which is used unchanged.
+        regions: whether to compile identical blocks once (`torch.compiler.nested_compile_region`). True is not
+            supported at present; the error gives the reason.
+        torch_compile_kwargs: the other arguments of `torch.compile`: ``dynamic``, ``mode``, ``options``. Under
+            Inductor, a ``post_grad_custom_post_pass`` in the options runs before the check.
 
     Returns:
-        what `torch.compile` returns: a module that shares everything with `model`.
+        the result of `torch.compile`: a module that shares its parameters and buffers with `model`.
 
     Raises:
-        ShardConfigTypeError: `model` is no module.
+        ShardConfigTypeError: `model` is not a module.
         ShardConfigUnsupportedError: `regions` is true.
 
     Warns:
-        CompiledGraphWarning: a graph, once compiled, keeps gathered weights that should be gathered again, gathers some
-            twice, or is not whole; see `composable_shard.CompiledGraphWarning`.
+        CompiledGraphWarning: a compiled graph saves gathered weights that it should gather again, gathers some twice,
+            or is not a full graph; see `composable_shard.CompiledGraphWarning`.
 
     Example:
         >>> run = cs.compile(model)
@@ -77,7 +78,7 @@ def compile(  # noqa: A001 - the name of the function in torch that it stands fo
         raise ShardConfigTypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     if regions:
         raise ShardConfigUnsupportedError(
-            f"regions: {_WHY_NO_REGIONS}. This is torch {torch.__version__}; leave regions out"
+            f"regions: {_WHY_NO_REGIONS}. This is torch {torch.__version__}; call compile without regions"
         )
     if backend == "inductor":
         torch_compile_kwargs["options"] = _options(torch_compile_kwargs)
@@ -88,39 +89,39 @@ def compile(  # noqa: A001 - the name of the function in torch that it stands fo
 
 
 def backend(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-    """What ``torch.compile(model, backend="composable_shard")`` calls: Inductor, with the same as `compile` adds.
+    """The backend of ``torch.compile(model, backend="composable_shard")``: Inductor with the additions of `compile`.
 
     Args:
-        module, inputs: what Dynamo has traced.
+        module, inputs: the graph that Dynamo has traced, and its example inputs.
         kwargs: ``options`` and ``mode``, as for Inductor.
     """
     return inductor(module, inputs, _options(kwargs))
 
 
 def _options(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Inductor's options, with those of a mode, which torch does not take beside options, and with the guard."""
+    """Merge Inductor's options with those of a mode, because torch does not accept both, and add the guard."""
     options = dict(kwargs.pop("options", None) or {})
     mode = kwargs.pop("mode", None)
     if mode is not None:
         options = {**mode_options(mode, kwargs.get("dynamic")), **options}
     options["post_grad_custom_post_pass"] = guard_pass(options.get("post_grad_custom_post_pass"), places=True)
-    # Both would undo that; the latter is for graphs without a backward of their own: evaluations, and whole steps.
+    # Both would undo the overlap. The latter affects graphs without a separate backward graph: evaluation, full steps.
     options.setdefault("reorder_for_peak_memory", False)
     options.setdefault("reorder_for_locality", False)
     return options
 
 
-@functools.cache  # one backend for all, so that equal layers share code
+@functools.cache  # the same backend object every time, so that equal layers share code
 def aot_eager() -> Callable[..., Any]:
     """The backend ``aot_eager`` with the guard."""
     return aot_backend(guarded(as_it_is), "composable_shard_aot")
 
 
 def keep_from_dynamo(modules: Mapping[str, ModuleType], package: str) -> None:
-    """Have none of the runtime's functions compiled when they are called under compiled code.
+    """Keep Dynamo from compiling the runtime's functions when compiled code calls them.
 
-    Saved-tensor hooks, for one, are called by autograd while a compiled part of a module runs. The only functions
-    that are compiled are those that call a sharded module; whatever that needs of the runtime is traced with it.
+    For example, autograd calls saved-tensor hooks while a compiled part of a module runs. Only the functions that call
+    a sharded module are compiled; the runtime functions that they call are traced with them.
     """
     for name, module in list(modules.items()):
         if name == package or name.startswith(f"{package}."):
@@ -140,7 +141,7 @@ def _keep(value: object) -> None:
 
 
 def _keep_function(function: object) -> None:
-    """That function, and what decorators have wrapped in it."""
+    """Keep Dynamo from compiling a function and the functions that its decorators wrap."""
     while isinstance(function, FunctionType):
         never_compile(function.__code__)
         function = getattr(function, "__wrapped__", None)

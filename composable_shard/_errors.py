@@ -1,36 +1,36 @@
 """The exception tree.
 
     ComposableShardError
-    ├── ShardConfigError            a setting, a module or a parameter that cannot be sharded as asked
-    │   ├── ShardConfigValueError   ... of a right type and a wrong value  (also a ValueError)
-    │   ├── ShardConfigTypeError    ... of a wrong type                    (also a TypeError)
-    │   ├── ShardConfigStateError   ... found out at the first forward     (also a RuntimeError)
-    │   ├── ShardConfigAttributeError ... of a view that can only be read    (also an AttributeError)
-    │   ├── MixedShardingError      modules of torch's FSDP2 and of ours inside of each other     (also a ValueError)
-    │   ├── PoolBudgetError         a budget of memory that a group does not fit into    (also a ValueError)
-    │   ├── ArtifactMismatchError   compiled code in a file that was made for something else (also a ValueError)
-    │   └── ...                     kinds of these that are also what torch's FSDP2 raises for the same mistake
-    ├── RankMismatchError           ranks have different plans, or do different things       (also a RuntimeError)
+    ├── ShardConfigError            an invalid setting, or a module or parameter that cannot be sharded as requested
+    │   ├── ShardConfigValueError   ... of the right type with a wrong value    (also a ValueError)
+    │   ├── ShardConfigTypeError    ... of a wrong type                         (also a TypeError)
+    │   ├── ShardConfigStateError   ... at the wrong time, or found at the first forward      (also a RuntimeError)
+    │   ├── ShardConfigAttributeError ... a missing or read-only attribute of a module's state (also an AttributeError)
+    │   ├── MixedShardingError      a mix of modules of torch's FSDP2 and of this library     (also a ValueError)
+    │   ├── PoolBudgetError         a memory budget that is too small for a group             (also a ValueError)
+    │   ├── ArtifactMismatchError   a file of code that was compiled for something else       (also a ValueError)
+    │   └── ...                     variants that are also the type that torch's FSDP2 raises for the same mistake
+    ├── RankMismatchError           ranks have different plans, or do different things        (also a RuntimeError)
     ├── PeerLostError               another rank has ended, failed, or cannot be reached      (also a RuntimeError)
     ├── StaleStateError             weights were changed where or when the change is lost     (also a RuntimeError)
-    ├── SavedTensorModifiedError    what backward reads was written in place before it       (also a RuntimeError)
-    ├── OffloadError                state on disk that could not be written or read          (also a RuntimeError)
-    ├── CheckpointError             a checkpoint that could not be written or read           (also a RuntimeError)
-    │   ├── CheckpointCorruptError  ... for its files are not as they were written
-    │   ├── CheckpointMismatchError ... for it holds something else than what is asked for   (also a ValueError)
-    │   ├── CheckpointUnsafeError   ... for it names what a checkpoint must not name, or asks to run code
-    │   └── CheckpointIncompleteError ... for there is none, or its saving has not ended     (also a FileNotFoundError)
-    ├── WorldError                  ranks of a test that cannot go on together               (also a RuntimeError)
-    │   ├── CollectiveMismatchError ... for they have issued different collectives
-    │   ├── DeadlockError           ... for each waits for another one
-    │   ├── RankFailedError         ... for one of them, a process of its own, has failed
-    │   └── WorldTimeoutError       ... within the time they were given    (also a TimeoutError)
-    ├── RaceError                   accesses to the same memory that no event orders        (also an AssertionError)
-    └── PhaseError                  an illegal transition: a fault of this library (also an AssertionError)
+    ├── SavedTensorModifiedError    a tensor that backward reads was modified in place        (also a RuntimeError)
+    ├── OffloadError                state on disk could not be written or read                (also a RuntimeError)
+    ├── CheckpointError             a checkpoint could not be written or read                 (also a RuntimeError)
+    │   ├── CheckpointCorruptError  ... because its files differ from what was written
+    │   ├── CheckpointMismatchError ... because it does not fit the model or optimizer        (also a ValueError)
+    │   ├── CheckpointUnsafeError   ... because it names files or objects that are not allowed, or asks to run code
+    │   └── CheckpointIncompleteError ... because there is none, or its save did not finish   (also a FileNotFoundError)
+    ├── WorldError                  the ranks of a test cannot continue together              (also a RuntimeError)
+    │   ├── CollectiveMismatchError ... because they have issued different collectives
+    │   ├── DeadlockError           ... because each one waits for another one
+    │   ├── RankFailedError         ... because one of them, a separate process, has failed
+    │   └── WorldTimeoutError       ... within their time limit                               (also a TimeoutError)
+    ├── RaceError                   unordered accesses of several streams to the same memory  (also an AssertionError)
+    └── PhaseError                  an illegal transition: a bug in this library              (also an AssertionError)
 
-    CompiledGraphWarning            (a UserWarning) a compiled graph that is right, but not what was promised
+    CompiledGraphWarning            (a UserWarning) a compiled graph is correct, but uses more memory or time
 
-Every message says what is wrong, where (the argument or the parameter's fully qualified name, FQN), and what to do.
+Every message states what is wrong, where (the argument, or the parameter's fully qualified name, FQN), and what to do.
 """
 
 
@@ -39,7 +39,7 @@ class ComposableShardError(Exception):
 
 
 class ShardConfigError(ComposableShardError):
-    """A setting, a module or a parameter that cannot be sharded as asked."""
+    """A setting is invalid, or a module or parameter cannot be sharded as requested."""
 
 
 class ShardConfigValueError(ShardConfigError, ValueError):
@@ -51,18 +51,18 @@ class ShardConfigTypeError(ShardConfigError, TypeError):
 
 
 class ShardConfigStateError(ShardConfigError, RuntimeError):
-    """A call at the wrong time, or a model that turns out, at its first forward, not to be ready to run."""
+    """A call came at the wrong time, or a model is not ready to run, which its first forward detects."""
 
 
 class ShardConfigAttributeError(ShardConfigError, AttributeError):
-    """An attribute that a module's state does not have, or that cannot be set there."""
+    """An attribute does not exist on a module's state, or cannot be set there."""
 
 
 class MixedShardingError(ShardConfigValueError):
-    """A module that torch's FSDP2 has sharded lies inside of one that this library has sharded, or around it."""
+    """A module sharded by torch's FSDP2 contains a module sharded by this library, or the other way round."""
 
 
-# Kinds of their own where torch's FSDP2 raises another one for the same mistake, so that code that catches that works.
+# Variants that are also the type that torch's FSDP2 raises for the same mistake, so that code which catches it works.
 
 
 class ShardConfigAssertionError(ShardConfigValueError, AssertionError):
@@ -86,19 +86,19 @@ class ShardConfigStateAssertionError(ShardConfigStateError, AssertionError):
 
 
 class RankMismatchError(ComposableShardError, RuntimeError):
-    """Ranks that must work together have different plans, or do different things: it is raised on all of them."""
+    """Ranks that must work together have different plans, or do different things. Raised on all of these ranks."""
 
 
 class PeerLostError(ComposableShardError, RuntimeError):
-    """Another rank has failed alone, has ended, or cannot be reached: it is raised on all ranks that are left."""
+    """Another rank has failed, has ended, or cannot be reached. Raised on all remaining ranks."""
 
 
 class PoolBudgetError(ShardConfigValueError):
-    """A budget of memory that is too small for a group; found when the plan is made, before anything runs.
+    """A memory budget is too small for a group. Raised when the plan is made, before anything runs.
 
     Attributes:
-        fqn: of the group that needs most.
-        least: the least budget that works, in bytes.
+        fqn: FQN of the group that needs most memory.
+        least: the smallest budget that works, in bytes.
     """
 
     def __init__(self, message: str, fqn: str, least: int) -> None:
@@ -108,90 +108,90 @@ class PoolBudgetError(ShardConfigValueError):
 
 
 class StaleStateError(ComposableShardError, RuntimeError):
-    """Weights were changed where the change is lost, or where it comes too early.
+    """Weights were changed where the change would be lost, or before backward was done with the old values.
 
-    Unsharded weights were edited in place, or backward needs weights that an optimizer, a load or a write by hand has
-    changed since their forward.
+    Either unsharded weights were modified in place, or backward needs weights that an optimizer, a load or other code
+    has changed since their forward.
     """
 
 
 class SavedTensorModifiedError(ComposableShardError, RuntimeError):
-    """Something that backward reads was modified in place: a saved activation, or the unsharded copy of a weight."""
+    """A tensor that backward reads was modified in place: a saved activation, or the unsharded copy of a weight."""
 
 
 class OffloadError(ComposableShardError, RuntimeError):
-    """State on disk could not be written or read, or was lost so; the optimizer does not step again.
+    """Optimizer state on disk could not be written or read, or is lost. The optimizer cannot step again.
 
-    Weights may be changed in part: make model and optimizer anew, and load a checkpoint.
+    Some weights may have been updated already. Re-create the model and the optimizer, and load a checkpoint.
     """
 
 
 class ArtifactMismatchError(ShardConfigValueError):
-    """Compiled code in a file does not fit to this model on this rank; compile anew.
+    """The compiled code in a file does not fit this model on this rank; compile the model again.
 
     Attributes:
-        differences: what is not as it was where the file was written, a statement each.
+        differences: one statement per difference between this process and the one that wrote the file.
     """
 
     def __init__(self, path: str, differences: tuple[str, ...]) -> None:
-        super().__init__(f"path: {path} holds code that was compiled for something else. {'; '.join(differences)}")
+        super().__init__(f"path: {path} contains code that was compiled for something else. {'; '.join(differences)}")
         self.differences = differences
 
 
 class CheckpointError(ComposableShardError, RuntimeError):
-    """A checkpoint could not be written or read; on all ranks.
+    """A checkpoint could not be written or read. Raised on all ranks.
 
-    What was to be loaded has not changed, unless the message says that it was filled in part: files that fail to be
-    read after they were checked are the one case.
+    After a failed load, the model and optimizer are unchanged, with one exception: if reading a file fails after the
+    checks have passed, they may be partially loaded, and the message reports that.
     """
 
 
 class CheckpointCorruptError(CheckpointError):
-    """Files of a checkpoint are missing, have other sizes or other bytes than were written, or cannot be understood."""
+    """Files of a checkpoint are missing, cannot be parsed, or differ in size or content from what was written."""
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """A checkpoint holds other names, shapes, dtypes or numbers of ranks than what it is loaded into."""
+    """The names, shapes, dtypes or number of ranks of a checkpoint do not fit the objects it is loaded into."""
 
 
 class CheckpointUnsafeError(CheckpointError):
-    """A checkpoint names files outside of its directory, links, or objects that only running code could make."""
+    """A checkpoint names files outside of its directory, links, or objects whose loading would run code."""
 
 
 class CheckpointIncompleteError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint, or one whose saving has not ended."""
+    """There is no checkpoint, or its save did not finish."""
 
 
 class WorldError(ComposableShardError, RuntimeError):
-    """Ranks of a test cannot go on together; see `composable_shard.testing`."""
+    """The ranks of a test cannot continue together; see `composable_shard.testing`."""
 
 
 class CollectiveMismatchError(WorldError):
-    """Ranks have issued different collectives at one point of a group, or some of them none."""
+    """The ranks of a process group have issued different collectives, or some ranks have issued none."""
 
 
 class DeadlockError(WorldError):
-    """No rank can go on, for each waits for another one."""
+    """No rank can continue, because each one waits for another one."""
 
 
 class RankFailedError(WorldError):
-    """A rank that is a process of its own has failed; the message begins with its traceback."""
+    """A rank that runs in a separate process has failed; the message begins with its traceback."""
 
 
 class WorldTimeoutError(WorldError, TimeoutError):
-    """The ranks of a test have not ended in the time that they were given."""
+    """The ranks of a test have not finished within their time limit."""
 
 
 class RaceError(ComposableShardError, AssertionError):
-    """Streams of a program access the same memory, and no event says which of them comes first."""
+    """Several streams access the same memory, and no event orders these accesses."""
 
 
 class PhaseError(ComposableShardError, AssertionError):
-    """A parameter group was asked for a transition that its phase table does not allow; please report it."""
+    """A parameter group was asked for a transition that its phase table does not allow. Please report this bug."""
 
 
 class CompiledGraphWarning(UserWarning):
-    """`torch.compile` has broken a sharded model's graph, or keeps gathered weights that it should gather again.
+    """`torch.compile` has broken a sharded model's graph, or saves gathered weights that it should gather again.
 
-    Results are right all the same; memory or speed is not what was promised.
+    Results are still correct, but the step takes more memory or time than it should.
     """

@@ -1,4 +1,4 @@
-"""What a user may choose for a group: torch's own policies, and our frozen options."""
+"""The options of a group and the policies of a model: torch's own policies, and this library's, which are frozen."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ AllReduceHook = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True)
 class Comms:
-    """What a user has put in the place of our own communication. Frozen, like `Options`.
+    """Custom communication that a user has set instead of the library's own. Frozen, like `Options`.
 
     Attributes:
         all_gather, reduce_scatter: objects with torch's interfaces `AllGather` and `ReduceScatter`.
-        reduce_group: the process group for reductions over the shard axis; None for that of the mesh.
+        reduce_group: the process group for reductions over the shard axis; None for the one of the mesh.
         all_reduce_hook: called with the reduced gradients of a bucket (1D, averaged).
-        hook_stream: where it runs; None for the stream of reductions.
+        hook_stream: the stream on which the hook runs; None for the stream of reductions.
     """
 
     all_gather: Any = None
@@ -54,26 +54,26 @@ class Comms:
 
 
 def require_count(field: str, value: object, least: int) -> None:
-    """Refuse what is not a whole number of at least `least`.
+    """Check that a value is an int of at least `least`.
 
     Raises:
-        ShardConfigValueError: naming `field`.
+        ShardConfigValueError: it is not; the message names `field`.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ShardConfigValueError(f"{field}={value!r}: expected a whole number of at least {least}")
 
 
 def plain_value(value: Any) -> Any:
-    """The bool or number in a NumPy scalar, or in a tensor or an array of one element; other objects as they are."""
+    """Unwrap the bool or number in a NumPy scalar or in a tensor or array of one element; return others unchanged."""
     shape = getattr(value, "shape", None)
     return value.item() if shape is not None and hasattr(value, "item") and math.prod(shape) == 1 else value
 
 
 def as_bool(name: str, value: Any) -> bool:
-    """A truth value as users and torch's FSDP2 have them: a bool, a number, None, or a tensor of one element.
+    """Convert a setting to a bool. Like torch's FSDP2, accept a bool, a number, None, or a tensor of one element.
 
     Raises:
-        ShardConfigTypeValueError: another object, for example a string or a list, whose truth says whether it is empty.
+        ShardConfigTypeValueError: another object, for example a string or a list, which is true unless it is empty.
     """
     if isinstance(value, bool):
         return value
@@ -84,11 +84,11 @@ def as_bool(name: str, value: Any) -> bool:
 
 
 class Wire(NamedTuple):
-    """What numbers travel as.
+    """The format in which numbers are communicated.
 
     Attributes:
         form: ``fp8``, ``int8`` or ``bf16``.
-        block: elements that share a scale, at most.
+        block: the largest number of elements that share a scale.
     """
 
     form: str
@@ -100,33 +100,32 @@ FORMS = ("bf16", "fp8", "int8")
 
 @dataclass(frozen=True, slots=True)
 class CommPolicy:
-    """In how many bits weights and gradients travel. By default in the dtypes of the mixed-precision policy.
+    """Formats in which weights and gradients are communicated. By default, the dtypes of the mixed-precision policy.
 
-    A tensor travels in blocks of a row: a row is one index of the dim along which it is cut, and no block reaches over
-    its end, so that the values do not depend on the number of ranks. Each block has a scale of 4 bytes beside it. What
-    would not become smaller travels as it is: norms and biases, whose rows are single numbers, and integers.
+    Tensors are quantised in blocks, each with a scale of 4 bytes. A block lies within one row, that is one index of the
+    dim along which the tensor is sharded, so the values do not depend on the number of ranks. Tensors that would not
+    become smaller are sent unchanged: norms and biases, whose rows are single numbers, and integers.
 
-    What is computed in is `param_dtype` of the mixed-precision policy, as before; sharded parameters, optimizers and
-    checkpoints keep every bit.
+    The dtype of compute is still `param_dtype` of the mixed-precision policy. Sharded parameters, optimizer states and
+    checkpoints keep full precision.
 
     Attributes:
-        gather: what weights travel as: ``"fp8"`` (e4m3), ``"int8"``, ``"bf16"``, or None for the dtype of compute.
-            What comes out of it is computed with, on all ranks alike: each weight rounded to nearest.
-        reduce: what gradients travel as on the axis over which parameters are sharded, or None for the dtype of
-            reduction. Every rank receives the others' quantised pieces and adds them up in float32, in the order of the
-            ranks.
-        replicas: what gradients travel as between the replicas of a mesh with two axes (HSDP), or None. Each replica
-            receives the quantised pieces of all others, so that it pays for a few replicas behind slow links.
-        block: elements that share a scale. A row is cut into equal blocks of at most so many; if it cannot be cut into
-            equal ones of at least a quarter of that, it is one block.
-        error_feedback: how gradients are rounded. False: stochastically, by random numbers that follow from the
-            number of the reduction, the parameters and the rank. True: to nearest, and what rounding has left of a
-            gradient is added to the next one. That takes 4 bytes for each element of an unsharded gradient for
-            `reduce`, on each rank, and 4 for each of a sharded one for `replicas`.
+        gather: format of gathered weights: ``"fp8"`` (e4m3), ``"int8"``, ``"bf16"``, or None for the dtype of compute.
+            All ranks compute with the same weights, each rounded to nearest.
+        reduce: format of gradients on the shard axis, or None for the dtype of reduction. Every rank receives the
+            quantised pieces of the other ranks and adds them in float32, in rank order.
+        replicas: format of gradients between the replicas of a mesh with two axes (HSDP), or None. Each replica
+            receives the quantised pieces of all others, so it is worthwhile for a few replicas on a slow network.
+        block: number of elements that share a scale. A row is split into equal blocks of at most this size. If that is
+            impossible with equal blocks of at least a quarter of this size, the row is one block.
+        error_feedback: how gradients are rounded. False: stochastically, with random numbers that depend on the number
+            of the reduction, the parameters and the rank. True: to nearest, and the rounding error of a gradient is
+            added to the next one. On each rank, that takes 4 bytes per element of an unsharded gradient for `reduce`,
+            and 4 bytes per element of a sharded gradient for `replicas`.
 
     Raises:
-        ShardConfigValueError: an unknown form, a block that is no whole number of at least 8, an `error_feedback` that
-            is no bool, or one without gradients that are rounded.
+        ShardConfigValueError: an unknown format; `block` is not an int of at least 8; `error_feedback` is not a bool,
+            or is True although no gradients are rounded.
     """
 
     gather: str | None = None
@@ -146,17 +145,17 @@ class CommPolicy:
             raise ShardConfigValueError(f"CommPolicy.error_feedback={self.error_feedback!r}: expected True or False")
         if self.error_feedback and self.reduce is None and self.replicas is None:
             raise ShardConfigValueError(
-                "CommPolicy(error_feedback=True): nothing is rounded that it could feed back; say what gradients "
-                "travel as (reduce or replicas), too"
+                "CommPolicy(error_feedback=True): no gradients are rounded, so there is no error to feed back; set the "
+                "format of gradients (reduce or replicas), too"
             )
 
     @property
     def rounds_gradients(self) -> bool:
-        """Whether gradients travel in fewer bits."""
+        """Whether gradients are communicated in fewer bits."""
         return self.reduce is not None or self.replicas is not None
 
     def wire(self, kind: str, dtype: torch.dtype) -> Wire | None:
-        """What a bucket of `dtype` travels as for ``gather``, ``reduce`` or ``replicas``; None for as it is."""
+        """The format of a bucket of `dtype` for ``gather``, ``reduce`` or ``replicas``; None if sent unchanged."""
         form = getattr(self, kind)
         return Wire(form, self.block) if form is not None and dtype.is_floating_point else None
 
@@ -170,26 +169,26 @@ AS_IT_IS = CommPolicy()
 
 @dataclass(frozen=True)
 class Options:
-    """The settings of one group. Frozen: a setter puts a new object in the place of the old one.
+    """The settings of one group. Frozen: a setter replaces the whole object.
 
     Attributes:
-        reshard_after_forward: free the unsharded parameters between forward and backward (ZeRO-3); ``None`` means
-            ``False`` for the root and ``True`` elsewhere; a number of ranks keeps them cut among as many.
-        reshard_after_backward: free them at the end of backward; ``False`` keeps them for the next micro-batch.
+        reshard_after_forward: free the unsharded parameters between forward and backward (ZeRO-3). ``None`` means
+            ``False`` for the root and ``True`` elsewhere. A number of ranks keeps them sharded over that many ranks.
+        reshard_after_backward: free them at the end of backward; ``False`` keeps them for the next microbatch.
         requires_gradient_sync: reduce gradients in backward; ``False`` keeps them unsharded for a later backward.
-        requires_all_reduce: on a mesh of replicas, finish the reduction; ``False`` stops after the reduce-scatter.
-        unshard_in_backward: gather the parameters before backward; ``False`` only if backward asks for one of them.
-        keep_storage: keep the memory of unsharded parameters when they are given up, so that they return to the same
-            addresses.
+        requires_all_reduce: with replicas, all-reduce over them; ``False`` stops after the reduce-scatter.
+        unshard_in_backward: gather the parameters before backward; ``False`` gathers only if backward reads one.
+        keep_storage: keep the memory of unsharded parameters while they are resharded, so that their addresses stay the
+            same.
         reduce_unused: reduce zeros for parameters that got no gradient.
-        divide_factor: what the sum of gradients over ranks is divided by; ``None`` means the number of ranks.
-        only_sums: never let the backend form a mean.
-        max_reductions: how many reductions of the engine may be in flight when one of this group is issued; ``None``
-            for few: two on an accelerator, and on a CPU none beside a gather of backward (see
-            `ParamGroup.reduces_first`).
+        divide_factor: divisor of the sum of gradients over ranks; ``None`` means the number of ranks.
+        only_sums: never use the backend's mean.
+        max_reductions: how many reductions of the engine may be in flight when one of this group is issued. ``None``
+            means two on an accelerator. On a CPU it means that no reduction is in flight during a gather of backward
+            (see `ParamGroup.reduces_first`).
         mp_policy: dtypes of compute, of reduction and of the module's inputs and outputs.
-        comms: what takes the place of our own communication.
-        comm_policy: in how many bits it travels.
+        comms: custom communication.
+        comm_policy: formats in which weights and gradients are communicated.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -207,19 +206,19 @@ class Options:
     comm_policy: CommPolicy = AS_IT_IS
 
     def reshards(self, is_root: bool) -> bool:
-        """Whether forward gives up the unsharded parameters; by default all but the root's."""
+        """Whether forward frees the unsharded parameters; by default, all except the root's."""
         wanted = self.reshard_after_forward
         return not is_root if wanted is None else bool(wanted)
 
     @property
     def outlives_forward(self) -> tuple[bool, bool]:
-        """Whether gathered weights, or pieces of them, may be there after their forward: others', and the root's."""
+        """Whether gathered weights, or parts of them, may exist after their forward: (of other groups, of the root)."""
         wanted, given_up = self.reshard_after_forward, self.reshard_after_backward
         return not (given_up and (wanted is None or wanted is True)), not (given_up and wanted is True)
 
     @property
     def few_ranks(self) -> int:
-        """Among how many ranks weights stay cut between forward and backward; 0 if they do not."""
+        """The number of ranks over which weights stay sharded between forward and backward; 0 without such a mesh."""
         wanted = self.reshard_after_forward
         return 0 if wanted is None or isinstance(wanted, bool) else wanted
 
@@ -234,10 +233,11 @@ class Options:
 
 
 def as_precision(policy: Any) -> MixedPrecisionPolicy:
-    """The mixed-precision policy that `fully_shard` was given; None casts nothing.
+    """Check the mixed-precision policy that `fully_shard` was given; None casts nothing.
 
     Raises:
-        ShardConfigTypeError: it is no policy, one of its dtypes no dtype, or its `cast_forward_inputs` no truth value.
+        ShardConfigTypeError: it is not a policy, one of its dtypes is not a dtype, or its `cast_forward_inputs` is not
+            a bool.
     """
     if policy is None:
         return MixedPrecisionPolicy()
@@ -253,7 +253,7 @@ def as_precision(policy: Any) -> MixedPrecisionPolicy:
 
 
 def _as_dtype(name: str, value: Any) -> torch.dtype | None:
-    """A dtype, None, or Python's `float`, which torch takes for float64.
+    """Check for a dtype or None; convert Python's `float` to float64, as torch does.
 
     Raises:
         ShardConfigTypeError: another object.
@@ -269,13 +269,13 @@ def _as_dtype(name: str, value: Any) -> torch.dtype | None:
 
 
 def as_offload(policy: Any) -> OffloadPolicy:
-    """The offload policy that `fully_shard` was given; None and False offload nothing.
+    """Check the offload policy that `fully_shard` was given; None and False offload nothing.
 
-    FSDP2 offloads nothing for any object that is no `CPUOffloadPolicy`. Here FSDP1's `CPUOffload` does what it says,
-    and what cannot be understood is an error.
+    FSDP2 silently offloads nothing for any object that is not a `CPUOffloadPolicy`. Here FSDP1's `CPUOffload` is
+    supported, and other objects are an error.
 
     Raises:
-        ShardConfigTypeError: it is no policy, or its `pin_memory` or `offload_params` no truth value.
+        ShardConfigTypeError: it is not a policy, or its `pin_memory` or `offload_params` is not a bool.
     """
     if isinstance(policy, CPUOffload):
         offloads = as_bool("offload_policy.offload_params", policy.offload_params)
@@ -295,7 +295,7 @@ def as_offload(policy: Any) -> OffloadPolicy:
 
 
 def without_overrides(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """The policy for all parameters that `param_dtype_override_fn`, of torch 2.15, gives no dtype of their own."""
+    """The policy without `param_dtype_override_fn` (torch 2.15), for parameters to which that assigns no dtype."""
     return policy if overrides_of(policy) is None else replace(policy, param_dtype_override_fn=None)  # type: ignore[call-arg]
 
 
@@ -306,11 +306,11 @@ def overrides_of(policy: MixedPrecisionPolicy) -> Callable[[torch.nn.Parameter],
 
 @dataclass(frozen=True, slots=True)
 class PrefetchPolicy:
-    """How far ahead groups are gathered. Made by `depth`, `bytes` or `auto`; explicit lists of a module go before it.
+    """How far ahead groups are gathered. Created by `depth`, `bytes` or `auto`. Explicit prefetch lists override it.
 
     Attributes:
-        kind: which of the three it is.
-        amount: groups or bytes; None for `auto`.
+        kind: ``"depth"``, ``"bytes"`` or ``"auto"``.
+        amount: number of groups or bytes; None for `auto`.
     """
 
     kind: str
@@ -321,36 +321,36 @@ class PrefetchPolicy:
             raise ShardConfigValueError(f"PrefetchPolicy.kind={self.kind!r}: expected 'depth', 'bytes' or 'auto'")
         if self.kind == "auto":
             if self.amount is not None:
-                raise ShardConfigValueError(f"PrefetchPolicy.amount={self.amount!r}: auto takes none")
+                raise ShardConfigValueError(f"PrefetchPolicy.amount={self.amount!r}: auto takes no amount")
         else:
             require_count(f"PrefetchPolicy.{self.kind}", self.amount, 0)
 
     @classmethod
     def depth(cls, groups: int = 1) -> PrefetchPolicy:
-        """Gather so many groups ahead; 1 is what torch's FSDP2 does, 0 gathers each when it begins.
+        """Gather `groups` groups ahead. 1 is the behaviour of torch's FSDP2; 0 gathers each group when it begins.
 
-        Groups of one module, whose parameters lie on several meshes, begin together, and count as one.
+        If the parameters of one module are on several meshes, its groups begin together and count as one.
 
         Raises:
-            ShardConfigValueError: `groups` is negative or no whole number.
+            ShardConfigValueError: `groups` is negative or not an int.
         """
         return cls("depth", groups)
 
     @classmethod
     def bytes(cls, nbytes: int) -> PrefetchPolicy:
-        """Gather as far ahead as what has not begun yet takes no more than `nbytes` bytes, landing buffers included.
+        """Gather ahead as long as the prefetched groups take at most `nbytes` bytes, including landing buffers.
 
         Raises:
-            ShardConfigValueError: `nbytes` is negative or no whole number.
+            ShardConfigValueError: `nbytes` is negative or not an int.
         """
         return cls("bytes", nbytes)
 
     @classmethod
     def auto(cls) -> PrefetchPolicy:
-        """The least look-ahead that hides each gather, by measured times; one ahead until there are any.
+        """Gather each group just early enough to hide its gather, by measured times; one group ahead until measured.
 
-        Groups also stay unsharded between forward and backward where that saves waiting. All of it stays within the
-        memory that one ahead takes, or within the budget of the `PoolPolicy`, which may be more.
+        Groups also stay unsharded between forward and backward if that reduces exposed communication. The memory limit
+        is the budget of the `PoolPolicy` if there is one, else the memory that prefetching one group takes.
         """
         return cls("auto")
 
@@ -360,22 +360,23 @@ class PrefetchPolicy:
 
 @dataclass(frozen=True, slots=True)
 class PoolPolicy:
-    """How much memory the pool may take.
+    """How much memory the pool may use.
 
     Attributes:
-        budget: the most bytes leased at once on a rank: unsharded parameters, landing buffers and reductions. A hard
-            bound of a planned training step (in others what is on its way is given up first, but a gather that is
-            needed at once may exceed it): gathers ahead yield to it first, then reductions in flight, then weights that
-            stay for the next backward of their group, then those that are kept after forward; what cannot fit even so
-            is a `PoolBudgetError`. None for no limit.
-        mem_pool: on CUDA, whether the memory comes from a `torch.cuda.MemPool` of the model's own, so that it shares no
-            segment with activations, and neither splits the other's. Elsewhere it is an error when the plan is made.
-        keep_idle: whether the pool keeps memory that nothing is in, above all between forward and backward, where the
-            loss is made and a step often needs most. None: on a CPU it does, for memory that goes back to the system
-            comes back page by page; on an accelerator it does not, for its allocator gives memory out again at once.
+        budget: the largest number of bytes that may be leased at the same time on a rank: unsharded parameters, landing
+            buffers and reductions. None means no limit. The budget is a hard limit for planned training steps. In other
+            iterations, buffers in flight are freed first, but a gather that is needed immediately may exceed it. To
+            stay within the budget, the planner drops in this order: 1. prefetching, 2. reductions in flight, 3. weights
+            kept for the next backward of their group, 4. weights kept after forward. If the step still does not fit, it
+            raises a `PoolBudgetError`.
+        mem_pool: CUDA only: allocate from a separate `torch.cuda.MemPool`, so that the pool and activations do not
+            fragment each other's segments. On other devices, making the plan raises an error.
+        keep_idle: whether the pool keeps unused memory. This matters most between forward and backward, where the loss
+            is computed and memory use often peaks. None keeps it on a CPU, because memory that was returned to the
+            system is mapped again page by page, and returns it on an accelerator, whose caching allocator is fast.
 
     Raises:
-        ShardConfigValueError: `budget` is not positive or no whole number; another one is no bool.
+        ShardConfigValueError: `budget` is not a positive int, or another attribute is not a bool.
     """
 
     budget: int | None = None
@@ -393,21 +394,22 @@ class PoolPolicy:
 
 @dataclass
 class HostOffloadPolicy(OffloadPolicy):
-    """What is kept in the memory of the host, and not on the accelerator. Without one it changes nothing.
+    """Selects what is kept in host memory instead of on the accelerator. Without an accelerator it has no effect.
 
-    A gradient lies where its parameter lies, and an optimizer steps where its state lies: on the CPU. So either all
-    three are offloaded, as `CPUOffloadPolicy` does, or the optimizer's state alone (with `offload_optimizer`), or none.
+    A gradient must be on the device of its parameter, and an optimizer steps on the device of its state. So there are
+    three valid choices: offload all three (as `CPUOffloadPolicy` does), only the optimizer state (with
+    `offload_optimizer`), or nothing.
 
     Attributes:
-        parameters: shards; they are copied to the accelerator before each gather.
-        gradients: reduced gradients; as `parameters`.
-        optimizer: the optimizer's state. Alone, gradients and shards are copied to the host for a step, some at a time,
-            and the stepped shards back.
-        pin_memory: whether this memory is pinned, so that copies do not block; it cannot be swapped out then.
+        parameters: sharded parameters. They are copied to the accelerator before each gather.
+        gradients: reduced gradients. Must be equal to `parameters`.
+        optimizer: the optimizer state. If it is offloaded alone, each step copies gradients and shards to the host, a
+            few at a time, and the updated shards back.
+        pin_memory: whether to pin this memory, so that copies are asynchronous. Pinned memory cannot be swapped out.
 
     Raises:
-        ShardConfigTypeError: one of them is no bool.
-        ShardConfigValueError: only one of parameters and gradients, or these without the optimizer.
+        ShardConfigTypeError: an attribute is not a bool.
+        ShardConfigValueError: only one of `parameters` and `gradients` is True, or both are without `optimizer`.
     """
 
     parameters: bool = True
@@ -421,35 +423,35 @@ class HostOffloadPolicy(OffloadPolicy):
                 raise ShardConfigTypeError(f"HostOffloadPolicy.{name}={value!r}: expected True or False")
         if self.parameters != self.gradients:
             raise ShardConfigValueError(
-                f"HostOffloadPolicy(parameters={self.parameters}, gradients={self.gradients}): a gradient lies where "
-                "its parameter lies; give both the same value"
+                f"HostOffloadPolicy(parameters={self.parameters}, gradients={self.gradients}): a gradient must be on "
+                "the device of its parameter; give both the same value"
             )
         if self.parameters and not self.optimizer:
             raise ShardConfigValueError(
-                "HostOffloadPolicy(parameters=True, optimizer=False): an optimizer steps where its parameters lie, and "
-                "keeps its state there; give optimizer=True, too, or parameters=False, gradients=False"
+                "HostOffloadPolicy(parameters=True, optimizer=False): an optimizer steps on the device of its "
+                "parameters and keeps its state there; pass optimizer=True, or parameters=False and gradients=False"
             )
 
 
 @dataclass
 class DiskOffloadPolicy(OffloadPolicy):
-    """The optimizer's state is kept in files, and shards and gradients in the memory of the host.
+    """Keeps optimizer state in files, and sharded parameters and their gradients in host memory.
 
-    `offload_optimizer` gives an optimizer's state to the files. Without an accelerator shards and gradients stay where
-    they are.
+    Call `offload_optimizer` to move an optimizer's state to the files. Without an accelerator, shards and gradients
+    stay where they are.
 
     Attributes:
-        directory: where the files are, best on a local disk; it is made if it is not there. The files have no names:
-            any number of runs, ranks and optimizers may share a directory, and when a process ends, however it ends,
-            the space of its files is free again.
-        memory: the most bytes of memory that a process keeps such state in while optimizers step, for all optimizers
-            with this policy together. Some hundred megabytes are enough to keep a disk busy; at least the state of the
-            largest parameter's shard must fit into it.
-        pin_memory: of shards and gradients, as of `CPUOffloadPolicy`.
+        directory: directory of the files, preferably on a local disk. It is created if it does not exist. The files
+            have no names: any number of runs, ranks and optimizers may share a directory. When a process ends for any
+            reason, the system frees the space of its files.
+        memory: the largest number of bytes of host memory that a process uses for this state while optimizers step, for
+            all optimizers with this policy together. A few hundred megabytes are enough to keep a disk busy. The state
+            of the largest parameter's shard must fit.
+        pin_memory: whether to pin the memory of shards and gradients, as for `CPUOffloadPolicy`.
 
     Raises:
-        ShardConfigTypeError: `directory` is no path, or `pin_memory` no bool.
-        ShardConfigValueError: `memory` is not positive or no whole number; or the system is not Linux (as a
+        ShardConfigTypeError: `directory` is not a path, or `pin_memory` is not a bool.
+        ShardConfigValueError: `memory` is not a positive int, or the system is not Linux (the latter as a
             `ShardConfigUnsupportedError`, which is also a NotImplementedError).
     """
 
@@ -460,8 +462,8 @@ class DiskOffloadPolicy(OffloadPolicy):
     def __post_init__(self) -> None:
         if not sys.platform.startswith("linux"):
             raise ShardConfigUnsupportedError(
-                f"DiskOffloadPolicy: this system is {sys.platform}, and state on disk needs Linux (files without "
-                "names, reads and writes past the page cache); keep it in memory, or train on Linux"
+                f"DiskOffloadPolicy: this system is {sys.platform}, and state on disk needs Linux (unnamed files, "
+                "direct I/O that bypasses the page cache); keep the state in memory, or train on Linux"
             )
         if not isinstance(self.directory, str | os.PathLike) or not isinstance(os.fspath(self.directory), str):
             raise ShardConfigTypeError(f"DiskOffloadPolicy.directory={self.directory!r}: expected a path")
@@ -472,18 +474,18 @@ class DiskOffloadPolicy(OffloadPolicy):
 
 
 def keeps_shards_on_host(policy: OffloadPolicy | None) -> bool:
-    """Whether shards and their gradients are to be in the memory of the host."""
+    """Whether a policy keeps shards and their gradients in host memory."""
     return isinstance(policy, (CPUOffloadPolicy, DiskOffloadPolicy)) or (
         isinstance(policy, HostOffloadPolicy) and policy.parameters
     )
 
 
 class Division(NamedTuple):
-    """How a sum of gradients becomes what a user wants.
+    """How the sum of gradients over ranks is divided.
 
     Attributes:
         mean: whether backends that can average do so.
-        before, after: what gradients are divided by before and after their reduction.
+        before, after: divisors of gradients before and after their reduction.
     """
 
     mean: bool
@@ -492,16 +494,16 @@ class Division(NamedTuple):
 
 
 def division(factor: float | None, only_sums: bool, dtype: torch.dtype, axes: Sequence[tuple[int, bool]]) -> Division:
-    """How gradients of `dtype` are divided.
+    """Decide how gradients of `dtype` are divided.
 
-    float16 would overflow in the sum, or vanish if all of the division came before it: it is divided by a power of two
-    near the square root of the factor before, and by the rest after, as torch's FSDP2 does.
+    float16 could overflow if the division came after the sum, or underflow if it came before. So, like torch's FSDP2,
+    divide by a power of two near the square root of the factor before the reduction, and by the rest after it.
 
     Args:
-        factor: what a user wants the sum divided by; None for the number of ranks.
+        factor: the user's divisor of the sum; None for the number of ranks.
         only_sums: whether backends must not average.
         dtype: the dtype of reduction.
-        axes: of the mesh that are reduced over: their sizes, and whether their backends can average.
+        axes: for each mesh axis to reduce over: its size, and whether its backend can average.
     """
     mean = not only_sums and factor is None and dtype != torch.float16
     if factor is None:
@@ -513,15 +515,15 @@ def division(factor: float | None, only_sums: bool, dtype: torch.dtype, axes: Se
 
 
 class Settings:
-    """The one place that holds a group's current `Options`; shared by the module's setters and the runtime.
+    """A mutable holder of a group's current `Options`, shared by the module's setters and the runtime.
 
     Attributes:
         current: the options.
-        gives_up, outlives: whether forward gives up the unsharded parameters (`Options.reshards`), and whether they may
-            be there after it (`Options.outlives_forward`): for other groups, and for the root's.
-        accumulates: whether gradient sync was ever off, so that unsharded gradients may wait to be reduced.
-        stays: whether a plan keeps the unsharded parameters between forward and backward; None where it says of that
-            what the options say.
+        gives_up, outlives: whether forward frees the unsharded parameters (`Options.reshards`), and whether they may
+            exist after it (`Options.outlives_forward`). Each is a pair: (for other groups, for the root's group).
+        accumulates: whether gradient sync was ever off, so that unreduced gradients may exist.
+        stays: whether a plan keeps the unsharded parameters between forward and backward; None if the plan agrees with
+            the options.
     """
 
     __slots__ = ("accumulates", "current", "gives_up", "outlives", "stays")
@@ -534,19 +536,19 @@ class Settings:
         self.stays: bool | None = None
 
     def reshards(self, is_root: bool) -> bool:
-        """Whether forward gives up the unsharded parameters: by the plan, or else by the options."""
+        """Whether forward frees the unsharded parameters: by the plan, else by the options."""
         return self.gives_up[int(is_root)] if self.stays is None else not self.stays  # 2.11 traces no bool as an index
 
     def follow_plan(self, is_root: bool, keeps: bool | None) -> None:
-        """A plan says whether the unsharded parameters stay behind forward, or nothing of that (None)."""
+        """Apply a plan's decision whether the unsharded parameters stay after forward; None if it makes none."""
         self.stays = keeps if keeps == self.gives_up[is_root] else None
 
     def change(self, **values: Any) -> None:
-        """Put options with these values in the place of the current ones."""
+        """Replace the current options by ones with these values."""
         self.current = replace(self.current, **values)
         self.gives_up = self.current.reshards(False), self.current.reshards(True)
         self.outlives = self.current.outlives_forward
         self.accumulates |= not self.current.requires_gradient_sync
 
 
-ONE_AHEAD = PrefetchPolicy.depth(1)  # what is done if nothing is asked for
+ONE_AHEAD = PrefetchPolicy.depth(1)  # the default

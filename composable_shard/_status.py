@@ -1,4 +1,4 @@
-"""What a sharded model is doing: its plan, where it left it, its memory and who holds it, and figures for loggers."""
+"""Inspect a sharded model: its plan, how its execution differs from the plan, its memory use, figures for loggers."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 
 
 def engines_of(model: nn.Module) -> list[Engine]:
-    """The engines at or below a model; several if it holds roots that run by themselves."""
+    """The engines at or below a model; several if the model contains several roots."""
     bound = [state.bound for state in states_below(model)]
     return list(dict.fromkeys(each.engine for each in bound if each is not None))
 
 
 def sharded_states(model: nn.Module) -> list[ShardState]:
-    """The states of the sharded modules at or below a model, of which there must be some.
+    """The states of the sharded modules at or below a model; at least one.
 
     Raises:
-        ShardConfigValueError: there is none.
+        ShardConfigValueError: the model contains no sharded module.
     """
     states = states_below(model)
     if not states:
@@ -47,8 +47,8 @@ def sharded_states(model: nn.Module) -> list[ShardState]:
 def make_plan(model: nn.Module) -> ShardPlan:
     """The plan of a sharded model: the one that it follows if it has run, else the one that it will start with.
 
-    Nothing is run, and parameters may be on the meta device. After the first forward the plan has the order in which
-    modules ran, and the measured times if `PrefetchPolicy.auto` has measured them.
+    This runs nothing, and parameters may be on the meta device. After the first forward, the plan contains the order in
+    which modules ran, and the measured times if `PrefetchPolicy.auto` has measured them.
 
     Raises:
         ShardConfigValueError: the model contains no sharded module.
@@ -84,12 +84,13 @@ def drift(model: nn.Module, *, all_steps: bool = False) -> tuple[str, ...]:
 
 
 def watch(model: nn.Module, on: bool = True) -> None:
-    """Have a sharded model note when it does what (`Record.spans`), or no longer; costs some microseconds a module.
+    """Switch the recording of times (`Record.spans`) on or off; it costs a few microseconds per module.
 
-    Before the first forward, too. On an accelerator the times are the host's: of issuing, not of running.
+    It can be called before the first forward. On an accelerator these are host times: when work is issued, not when it
+    runs.
 
     Raises:
-        ShardConfigValueError: the model holds no sharded module.
+        ShardConfigValueError: the model contains no sharded module.
     """
     states = sharded_states(model)
     for engine in engines_of(model):
@@ -100,17 +101,17 @@ def watch(model: nn.Module, on: bool = True) -> None:
 
 
 def living_roots() -> list[nn.Module]:
-    """All sharded modules of this process that lie in no other one, in the order in which they were sharded."""
+    """All sharded modules of this process that are not inside another one, in the order in which they were sharded."""
     sharded: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), FSDPModule)]
     nested = {id(child) for module in sharded for child in module.modules() if child is not module}
     return [each for each in sharded if id(each) not in nested]
 
 
 def empty_pool(model: nn.Module) -> int:
-    """Give the memory of the pool back that nobody uses, for a phase in which the model does not train.
+    """Free the pool's unused memory, for a phase in which the model does not train.
 
     Returns:
-        bytes that were given back.
+        number of bytes that were freed.
     """
     before = sum(engine.pool.held_bytes for engine in engines_of(model))
     for engine in engines_of(model):
@@ -120,26 +121,32 @@ def empty_pool(model: nn.Module) -> int:
 
 @contextlib.contextmanager
 def explain_out_of_memory(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
-    """If memory runs out within, add a note to the error: who holds how much on this rank, and what would help.
+    """Add a note to an out-of-memory error in the body: memory use by category on this rank, and remedies.
 
-    Put it around a step; without an error it costs a walk through the modules. It can decorate a function, too. An
-    error in an eager forward, a gather or a reduction of a sharded model has the note anyway. No error has it twice.
+    Use it around a step, or decorate a function with it. Without an error it costs one walk over the modules. An error
+    in an eager forward, a gather or a reduction of a sharded model gets the note in any case. No error gets it twice.
 
         with cs.explain_out_of_memory(model, optimizer):
             loss_of(model, batch).backward()
             optimizer.step()
 
-    The note counts, by kind: sharded parameters, their gradients, the state of optimizers, the pool (gathered weights
-    and communication: what it holds, what of it is in use and what was at most), and the rest, which is mostly
-    activations: what the allocator has handed out minus all these, where it counts (not on a CPU). Then come remedies,
-    the largest saving first. Parameters that are not sharded belong to the rest.
+    The note lists the bytes of:
+
+    - sharded parameters
+    - their gradients
+    - the state of optimizers
+    - the pool, which holds unsharded parameters and communication buffers: held, in use, and at its peak
+    - everything else, mostly activations, but also parameters that are not sharded: the allocator's total minus all of
+      the above (not on a CPU, which has no such total)
+
+    Remedies follow, the largest saving first.
 
     Args:
         model: a sharded model.
-        optimizers: whose state is counted. Those that have stepped are known already.
+        optimizers: optimizers whose state to count. Optimizers that have stepped are counted in any case.
 
     Raises:
-        ShardConfigValueError: the model holds no sharded module.
+        ShardConfigValueError: the model contains no sharded module.
     """
     sharded_states(model)
     for optimizer in optimizers:
@@ -152,20 +159,21 @@ def explain_out_of_memory(model: nn.Module, *optimizers: Optimizer) -> Iterator[
 
 
 def stats(model: nn.Module) -> dict[str, float]:
-    """Figures of a sharded model for loggers, flat; none before its first forward.
+    """Figures of a sharded model for loggers, as a flat dict; empty before the first forward.
 
-    Sums over the engines where it has several.
+    If the model has several engines, the figures are sums over them.
 
     Keys:
-        ``pool/live_bytes``, ``pool/peak_bytes``, ``pool/held_bytes``: leased now, at most so far, and held in all.
-        ``pool/arena_bytes``, ``pool/allocations``, ``pool/fallbacks``: of the arena; how often memory was asked for;
-        leases for which the arena had no slot.
-        ``plan/peak_bytes``, ``plan/replans``: what the plan predicts; how often it was made anew.
-        ``plan/order_drifts``, ``plan/bytes_drifts``, ``plan/time_drifts``: how often what happened was seen to differ
-        from the plan; see `drift`.
-        ``step/unshards``, ``step/reductions``: gathers and reductions of the last iteration.
-        ``step/exposed_ms``, ``step/compute_ms``, ``step/communication_share``: of the last iteration, while `watch` is
-        on: waiting for gathers and reductions; compute; waiting over both.
+        ``pool/live_bytes``, ``pool/peak_bytes``, ``pool/held_bytes``: bytes leased now, the peak of leased bytes, and
+        bytes held.
+        ``pool/arena_bytes``, ``pool/allocations``, ``pool/fallbacks``: bytes of the arena; number of allocations;
+        number of leases for which the arena had no slot.
+        ``plan/peak_bytes``, ``plan/replans``: the predicted peak; how often a new plan was made.
+        ``plan/order_drifts``, ``plan/bytes_drifts``, ``plan/time_drifts``: how often the execution differed from the
+        plan; see `drift`.
+        ``step/unshards``, ``step/reductions``: number of gathers and reductions in the last iteration.
+        ``step/exposed_ms``, ``step/compute_ms``, ``step/communication_share``: for the last iteration, while `watch` is
+        on: exposed communication; compute; exposed communication divided by the sum of both.
     """
     return figures_of(engines_of(model))
 

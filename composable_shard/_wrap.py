@@ -1,4 +1,4 @@
-"""Shard a whole model by a rule: by class, by size, or by its repeated blocks; and strategies by name."""
+"""Shard a whole model by class, by size, or by its repeated blocks, with a named strategy."""
 
 from __future__ import annotations
 
@@ -36,23 +36,24 @@ def shard_by_class(
 
     Args:
         model: the model, changed in place.
-        classes: classes of the modules that get a group of their own, for example ``{Block}``.
+        classes: classes of the modules to shard as a group each, for example ``{Block}``.
         strategy: ``none`` shards nothing. ``ddp`` replicates parameters and averages gradients by all-reduce.
             ``zero1`` keeps unsharded parameters from their first use to the optimizer's step, ``zero2`` until the
             end of backward, ``zero3`` frees them after each use. ``hsdp`` is ``zero3`` within each of `replicas`
             groups of ranks.
         replicas: for ``hsdp``: number of replicas, a divisor of the world size; with 1 it is ``zero3``.
-        mesh: the mesh to use in the place of the one that the strategy makes.
-        root: shard the model itself too, for the parameters that no block holds.
-        comm_policy: in how many bits weights and gradients travel; see `set_comm_policy`.
+        mesh: the mesh to use instead of the one that the strategy makes.
+        root: shard the model itself, too, for the parameters outside of all blocks.
+        comm_policy: formats in which weights and gradients are communicated; see `set_comm_policy`.
         options: further arguments of `fully_shard`.
 
     Returns:
-        what was sharded, children before parents.
+        the sharded modules, children before parents.
 
     Raises:
-        ShardConfigTypeError: `classes` are no module classes.
-        ShardConfigValueError: no module is of these classes; an unknown strategy; `replicas` that do not divide.
+        ShardConfigTypeError: `classes` are not module classes.
+        ShardConfigValueError: no module is of these classes, the strategy is unknown, or `replicas` does not divide the
+            world size.
     """
     kinds = _module_classes(classes)
     modules = [module for module in _children_first(model) if isinstance(module, kinds) and module is not model]
@@ -73,12 +74,12 @@ def shard_by_size(
     comm_policy: CommPolicy = AS_IT_IS,
     **options: Any,
 ) -> list[nn.Module]:
-    """Shard the innermost modules whose parameters, less those of sharded modules within, reach `min_bytes` bytes.
+    """Shard each innermost module whose parameters, without those of sharded modules in it, reach `min_bytes` bytes.
 
     The other arguments, the result and the errors are those of `shard_by_class`.
 
     Raises:
-        ShardConfigValueError: `min_bytes` is no positive integer.
+        ShardConfigValueError: `min_bytes` is not a positive int.
     """
     if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 1:
         raise ShardConfigValueError(f"min_bytes: expected a positive number of bytes, got {min_bytes!r}")
@@ -102,7 +103,7 @@ def shard_auto(
     comm_policy: CommPolicy = AS_IT_IS,
     **options: Any,
 ) -> list[nn.Module]:
-    """Shard the repeated blocks: the outermost siblings that are alike in class, structure and parameter shapes.
+    """Shard the repeated blocks: the outermost siblings with equal class, structure and parameter shapes.
 
     The other arguments, the result and the errors are those of `shard_by_class`. A model without repetition becomes
     one group.
@@ -132,7 +133,7 @@ def _structure(module: nn.Module) -> tuple[Any, ...]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost siblings that are alike in class, structure and parameter shapes, in the order of the modules."""
+    """The outermost siblings with equal class, structure and parameter shapes, in the order of the modules."""
     children = [child for child in model.children() if any(True for _ in child.parameters())]
     kinds = Counter(map(_structure, children))
     blocks: list[nn.Module] = []
@@ -179,10 +180,10 @@ def _shard(
 
 
 def _options_for_all(strategy: Strategy, options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that every call of `fully_shard` gets: those of the strategy and, before them, the user's."""
+    """The arguments of every call of `fully_shard`: those of the strategy, overridden by the user's."""
     if strategy in _KEEPS_AFTER_FORWARD:
         options = {"reshard_after_forward": False, **options}
-    if "ignored_params" in options:  # a generator would give them to the first call alone
+    if "ignored_params" in options:  # the first call would exhaust a generator
         options = {**options, "ignored_params": parameters_to_ignore(options["ignored_params"])}
     return options
 

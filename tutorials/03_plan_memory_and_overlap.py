@@ -8,7 +8,7 @@ the model is what a training script does: set a policy, train, look.
 
 It writes, for the slowest schedule, the best one and one within a budget: a timeline (open it at
 https://ui.perfetto.dev), pictures of the plan's memory and of where the time goes, the plan and the record, of which
-`composable-shard explain` says why the step waits. docs/planning.md tells what policies, budgets and plans are.
+`composable-shard explain` says why the step waits. docs/memory.md explains policies, budgets and plans.
 """
 
 import argparse

@@ -10,7 +10,7 @@ language, as was advised. Checkpoints hold the adapters alone. runs/06/ has two 
 strategy would take of the large model, and lora.png, the losses and the memory of the small one.
 
 What adapters change are three lines, marked 1 to 3 below. `_lora.py` makes them; a model of Transformers gets those of
-PEFT instead (`train.py --lora` does that). Over a base in 4 or 8 bits see docs/qlora.md.
+PEFT instead (`train.py --lora` does that). Over a base in 4 or 8 bits see docs/lora.md.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""Devices, lanes of work beside the main one, and the collectives that run on them."""
+"""Devices, the lanes (streams) that run asynchronous work, and the collectives that run on them."""

@@ -1,8 +1,8 @@
-"""Checks that all ranks have the same plan before they move data by it: a difference is an error, instead of a hang.
+"""Checks that all ranks have the same plan before they communicate: a difference raises an error instead of a hang.
 
-Before the first step all ranks are sure to check, and do so by a collective (`agree`). A rank that wants another plan
-later may be the only one: it must neither follow that plan alone nor wait for the others, so it votes (`Ballot`). What
-a vote adopts stands in the note of the next forward in the ledger, which all ranks compare before they gather by it.
+Before the first step every rank checks, so the check is a collective (`agree`). Later, only some ranks may want a new
+plan. Such a rank must neither follow the new plan alone nor block on the others, so it votes (`Ballot`). The ledger
+records an adopted plan in the note of the next forward. All ranks compare that note before they gather by the new plan.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .lanes import WAITING
 from .mesh import MeshInfo
 from .own_groups import own_group
 
-_ALONE = ("fake", "fabric")  # backends of one process, which simulate the other ranks
+_ALONE = ("fake", "fabric")  # backends that simulate the other ranks in one process
 _SIMULATED = (*_ALONE, "simulated")
-Settings = Mapping[str, Mapping[str, str]]  # by the FQN of a group: names of settings, and what they are set to
-Member = tuple[dist.ProcessGroup, torch.device, frozenset[str]]
-Among = Sequence[Member]  # process groups, each with its device and the FQNs of the groups of parameters that it serves
+Settings = Mapping[str, Mapping[str, str]]  # FQN of a parameter group -> name of a setting -> its value
+Member = tuple[dist.ProcessGroup, torch.device, frozenset[str]]  # with the FQNs of the parameter groups it serves
+Among = Sequence[Member]
 
 
 def _by_process_group(served: Iterable[tuple[str, dist.ProcessGroup | None, torch.device]]) -> Among:
-    """Each process group of several ranks once, with the FQNs of all groups of parameters that it serves."""
+    """List each process group of several ranks once, with the FQNs of all parameter groups that it serves."""
     by_group: dict[dist.ProcessGroup, tuple[torch.device, set[str]]] = {}
     for fqn, group, device in served:
         if group is not None and group.size() > 1:
@@ -43,46 +43,46 @@ def _by_process_group(served: Iterable[tuple[str, dist.ProcessGroup | None, torc
 
 
 def groups_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
-    """The process groups over which groups of parameters, by FQN, are sharded: each once, if it has several ranks.
+    """List the process groups that shard parameter groups, given by FQN: each once, if it has several ranks.
 
-    Process groups of replicas are left out: each replica may run a forward of its own, or have its own transports (see
-    `replicas_of`). Process groups of which no other rank really exists are left out, too.
+    Process groups of replicas are left out, because each replica may run its own forward or use its own transports (see
+    `replicas_of`). Process groups whose other ranks are simulated in this process are left out, too.
     """
     among = _by_process_group((fqn, info.shard_group, info.device) for fqn, info in meshes)
     return [each for each in among if backend_name(each[0], each[1]) not in _ALONE]
 
 
 def replicas_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
-    """The process groups of replicas of groups of parameters, by FQN, that are not sharded at all.
+    """List the replica process groups of those parameter groups, given by FQN, that are not sharded at all.
 
-    Such replicas meet in no gather. They agree before their first reduction: what they do before that concerns no
-    other rank.
+    Such replicas never take part in a gather. They agree before their first reduction, because nothing that they do
+    before it involves another rank.
     """
     unsharded = [(fqn, info.replicate_group, info.device) for fqn, info in meshes if info.shard_size == 1]
     return real(_by_process_group(unsharded))
 
 
 def real(among: Among) -> Among:
-    """The process groups without those of simulated worlds, which detect by themselves that ranks differ."""
+    """Leave out the process groups of simulated worlds, which detect by themselves that ranks differ."""
     return [each for each in among if is_shared(each[0], each[1])]
 
 
 def is_shared(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the ranks of a process group are processes, or devices, of their own, and not those of a simulation."""
+    """Whether the ranks of a process group are separate processes or devices, and not simulated."""
     return backend_name(group, device) not in _SIMULATED
 
 
 def agree(plan: ShardPlan, among: Among, settings: Settings | None = None) -> None:
-    """Check, by a collective in each process group, that its ranks have the same plan of its groups of parameters.
+    """Check, by a collective in each process group, that its ranks have the same plan for its parameter groups.
 
     Args:
         plan: this rank's plan.
         among: the process groups.
-        settings: by FQN, then by name: what users have set that is no part of a plan.
+        settings: by FQN, then by name: user settings that are not part of a plan.
 
     Raises:
-        RankMismatchError: on all ranks of the first process group in which plans differ; it names two ranks and the
-            first difference between them.
+        RankMismatchError: on all ranks of the first process group in which plans differ. The message names two ranks
+            and the first difference between their plans.
     """
     for group, device, fqns in among:
         part = plan.part(fqns)
@@ -91,7 +91,7 @@ def agree(plan: ShardPlan, among: Among, settings: Settings | None = None) -> No
         digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
         with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes():
             own = digest.to(device)
-            of_ranks = own.repeat(group.size())  # a simulated process group may move nothing
+            of_ranks = own.repeat(group.size())  # own digest for every rank: a simulated process group may copy nothing
             WAITING.wait(group_all_gather(of_ranks, own, group))
             digests = of_ranks.view(group.size(), -1)
             differ = (digests != digests[:1]).any(dim=1).nonzero().flatten().tolist()
@@ -100,7 +100,7 @@ def agree(plan: ShardPlan, among: Among, settings: Settings | None = None) -> No
 
 
 def _changes(old: Settings, new: Settings) -> list[str]:
-    """A line for each setting that differs."""
+    """Return a line for each setting that differs."""
     lines = []
     for fqn in dict.fromkeys([*old, *new]):
         one, two = old.get(fqn, {}), new.get(fqn, {})
@@ -113,18 +113,18 @@ def _changes(old: Settings, new: Settings) -> list[str]:
 
 
 class Roll:
-    """A count of the ranks of a process group that have done the same, without a collective, and without waiting.
+    """Counts the ranks of a process group that have done the same thing, without a collective and without blocking.
 
     A rank enters by adding one to a counter in the store of the process group, before it issues a gather. That gather
-    completes only with the data of every rank, and each rank sends its data after it has entered. So when the gather is
-    over, the count is final, and all ranks that have entered see the same.
+    completes only with the data of every rank, and each rank sends its data after it has entered. So when the gather
+    has completed, the count is final, and all ranks that have entered read the same count.
 
     Args:
         member: the process group, with its device and the FQNs that it serves.
-        key: names what this rank has done; equal on ranks that have done the same.
+        key: identifies what this rank has done; equal on ranks that have done the same thing.
 
     Attributes:
-        fqns: the groups of parameters whose gathers make the count final.
+        fqns: the parameter groups whose gathers make the count final.
     """
 
     def __init__(self, member: Member, key: str) -> None:
@@ -133,7 +133,7 @@ class Roll:
         store_of(self._group).add(self._key, 1)
 
     def is_full(self) -> bool:
-        """Whether every rank is counted; valid once a gather that was issued after the roll was made is over."""
+        """Whether every rank is counted; valid once a gather issued after this roll was made has completed."""
         if self._device.type != "cpu":  # the host may be ahead of the gathers that it has queued
             torch.accelerator.synchronize(self._device)
         return store_of(self._group).add(self._key, 0) >= self._group.size()
@@ -142,21 +142,22 @@ class Roll:
 class Outcome(Enum):
     """The outcome of a `Ballot`."""
 
-    OPEN = 0  # not known yet: the votes are not final, or another round follows
+    OPEN = 0  # not decided yet: the votes are not final, or another round follows
     ALL = 1  # every rank wants this plan
     APART = 2  # every rank wants a plan, but not all want the same one
-    SOME = 3  # only some ranks want one
+    SOME = 3  # only some ranks want a new plan
 
 
 class Ballot:
-    """A vote on whether all ranks want the same plan: a rank that wants one enters a `Roll` when a forward begins.
+    """A vote on whether all ranks want the same plan. A rank that wants one enters a `Roll` when a forward begins.
 
-    When the forward has ended, all ranks that have voted decide alike. Ranks that want no new plan do nothing.
+    When the forward has ended, all ranks that have voted reach the same decision. Ranks that want no new plan do
+    nothing.
 
-    With several process groups, a ballot takes as many rounds. A rank votes in the next round only if it has found all
-    votes in the last one: so ranks that share no process group, but are linked by ranks between them, decide alike.
+    A ballot takes one round per process group. A rank votes in the next round only if every vote of the last round was
+    counted. So two ranks that share no process group, but are connected through other ranks, reach the same decision.
 
-    Two assumptions: ranks run the root's forward equally often, and every rank sends something in a gather.
+    Two assumptions: all ranks run the root's forward equally often, and every rank sends data in a gather.
 
     Args:
         plan: the plan that this rank wants.
@@ -171,12 +172,12 @@ class Ballot:
         self._names = [f"plans/{name}/{forward}" for name in engine]
         self._digests = [plan.part(fqns).digest for _, _, fqns in among]
         self._round = 0
-        self._for_this: list[Roll] = []  # the votes of this round for the plan
-        self._for_any: list[Roll] = []  # those of the first round for whatever plan
+        self._for_this: list[Roll] = []  # this round's votes for this plan
+        self._for_any: list[Roll] = []  # the first round's votes for any new plan
         self._apart: Among = ()
 
     def cast(self) -> None:
-        """A forward begins: vote, unless this rank has voted in this round already."""
+        """Vote at the start of a forward, unless this rank has already voted in this round."""
         if self._for_this:
             return
         keys = [f"{name}/{digest}/{self._round}" for name, digest in zip(self._names, self._digests, strict=True)]
@@ -185,7 +186,7 @@ class Ballot:
             self._for_any = list(map(Roll, self._among, self._names))
 
     def count(self, gathered: frozenset[str]) -> Outcome:
-        """A forward has ended: count the votes.
+        """Count the votes at the end of a forward.
 
         Args:
             gathered: FQNs of the groups that were gathered after this rank's vote.
@@ -201,16 +202,16 @@ class Ballot:
         return Outcome.OPEN if self._round < len(self._among) else Outcome.ALL
 
     def _refused(self, lost: Sequence[int]) -> Outcome:
-        """Not all ranks want this plan: do all want one, in some of the process groups that are `lost`, by index?"""
+        """Decide whether all ranks want some new plan in any of the process groups `lost` (indices) that voted no."""
         if not self._round:
             self._apart = [self._among[index] for index in lost if self._for_any[index].is_full()]
         return Outcome.APART if self._apart else Outcome.SOME
 
     def explain(self) -> None:
-        """After `Outcome.APART`, find the first difference of the plans, by a collective.
+        """Find the first difference of the plans after `Outcome.APART`, by a collective.
 
         Raises:
-            RankMismatchError: always, as plans differ.
+            RankMismatchError: always, because the plans differ.
         """
         agree(self.plan, self._apart)
 
@@ -219,17 +220,17 @@ _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDic
 
 
 def names_in(among: Among) -> list[str]:
-    """A number for one more engine in each process group: equal on all ranks if these make engines in one order."""
+    """Number a new engine in each process group. The numbers are equal on all ranks that make engines in one order."""
     for group, _, _ in among:
         _engines[group] = _engines.get(group, 0) + 1
     return [str(_engines[group]) for group, _, _ in among]
 
 
 def slowest(seconds: Sequence[float], among: Among) -> list[float]:
-    """For each measured time the maximum over the ranks of all process groups, so that all ranks decide alike."""
+    """Return the maximum of each measured time (seconds) over the ranks of all process groups, equal on all ranks."""
     times = torch.tensor(seconds, dtype=torch.float64)
     with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes():
-        for group, device, _ in [*among] * len(among):  # a maximum must reach ranks of all others
+        for group, device, _ in [*among] * len(among):  # repeat: a maximum must reach ranks of all other process groups
             on_device = times.to(device)
             group.allreduce([on_device], all_reduce_options(dist.ReduceOp.MAX)).wait()
             times = on_device.cpu()
@@ -238,7 +239,7 @@ def slowest(seconds: Sequence[float], among: Among) -> list[float]:
 
 
 def _mismatch(plan: ShardPlan, settings: Settings, group: dist.ProcessGroup, differ: list[int]) -> RankMismatchError:
-    """Make the error, by a collective, with the same message on all ranks."""
+    """Make the error by a collective, with the same message on all ranks."""
     of_ranks: list[Any] = [None] * group.size()
     with without_dispatch_modes():
         dist.all_gather_object(of_ranks, (plan.to_json(), settings), group)
@@ -250,5 +251,5 @@ def _mismatch(plan: ShardPlan, settings: Settings, group: dist.ProcessGroup, dif
     many = "" if len(differ) == 1 else f" (and {len(differ) - 1} more ranks differ from rank {first})"
     return RankMismatchError(
         f"ranks {first} and {other} have different plans{many}: {lines[0] if lines else 'they differ'}. Build and "
-        "shard the model alike on all ranks; print(make_plan(model)) shows what each rank has"
+        "shard the model identically on all ranks; print(make_plan(model)) shows the plan of a rank"
     )

@@ -1,21 +1,20 @@
-"""Transports: ways to make the all-gather, reduce-scatter and all-reduce of a process group.
+"""Transports: implementations of the all-gather, reduce-scatter, all-reduce and all-to-all of a process group.
 
-A transport knows tensors, no parameters. Each call launches a collective and returns a handle; the result is valid
-after `wait` on a CPU, and for all that is queued on the stream after `wait` on an accelerator. The `route` of a
-transport says which parameters are gathered alone, without a shared buffer:
+A transport works on tensors and has no notion of parameters. Each call launches a collective and returns a handle.
+After `handle.wait()` the result is valid: on a CPU for the host, on an accelerator for all work queued on the stream
+after the wait. The `route` of a transport tells which parameters are gathered alone, without a shared buffer:
 
-    packed   none: one collective moves all parameters that share a buffer
+    packed   none: one collective sends all parameters that share a buffer
     direct   all: coalesced gathers, each parameter straight into its memory
     p2p      on gloo: large ones, by sends and receives; the others are packed
-    torch    none; by the public functions of torch.distributed with the arguments of torch's FSDP2, so that code which
-             patches or counts these sees our calls; for backends that are not known here, and for fake tensors
+    torch    none; calls the public functions of torch.distributed with the arguments of torch's FSDP2, so that code
+             that patches or counts these functions sees the calls; used for unknown backends and for fake tensors
 
 All transports pack gradients, so that autograd's own gradients can be freed while the collective runs.
 
-gloo's own all-gather and reduce-scatter allocate a temporary of the full size in every call, and with more than two
-ranks gloo does not add in the order of the ranks, so that sums would not equal those of one process to the bit. On
-gloo, every transport but `torch` is therefore made of other primitives and adds in the order of the ranks: their
-results are equal to the bit.
+gloo's own all-gather and reduce-scatter allocate a temporary of the full size in every call. With more than two ranks,
+gloo also does not add in rank order, so its sums are not bitwise identical to those of one process. On gloo, every
+transport except `torch` therefore uses other primitives and adds in rank order. Their results are bitwise identical.
 """
 
 from __future__ import annotations
@@ -46,69 +45,69 @@ from .._torch.distributed import (
 from .lanes import Awaitable
 
 BROADCAST_FROM_BYTES = 512 * 1024  # of a bucket: smaller ones are faster with gloo's own all-gather
-ALONE_FROM_BYTES = 64 * 1024  # of a piece: a message for a smaller one costs as much as one message for all of them
-_AVERAGING = ("nccl", "xccl")  # backends whose reductions can give means
+ALONE_FROM_BYTES = 64 * 1024  # of a piece: for a smaller piece, one message costs as much as one for all pieces
+_AVERAGING = ("nccl", "xccl")  # backends whose reductions support ReduceOp.AVG
 _ON_LANE = ("nccl",)  # backends that run a collective on the current stream if it is not asynchronous
-PLAIN = "torch"  # the name of the transport that any process group has
+PLAIN = "torch"  # the name of the transport that works with any process group
 OWN = ("simulated", "fabric")  # backends of this library
-_KNOWN = (*_AVERAGING, *OWN, "gloo", "fake")  # backends on which other calls than FSDP2's are known to work
-_TAG = 0x5AD0_0000  # the first tag of our messages; far from tags that users choose
+_KNOWN = (*_AVERAGING, *OWN, "gloo", "fake")  # backends on which calls other than FSDP2's are known to work
+_TAG = 0x5AD0_0000  # the first tag of our messages; far from the tags that users choose
 
-_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)  # by whether a mean is wanted
+_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)  # indexed by `mean`
 
 Tensors = list[Tensor]
 
 
 class Transport(Protocol):
-    """A way to move tensors within one process group. Every rank calls the same methods in the same order."""
+    """Communicates tensors within one process group. Every rank calls the same methods in the same order."""
 
     route: Route
-    averages: bool  # whether the reductions can give means instead of sums
+    averages: bool  # whether the reductions can return means instead of sums
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
-        """Fill each of `wholes`, (world * n,), with all ranks' pieces of it: n elements each, contiguous.
+        """Fill each of `wholes`, (world * n,), with all ranks' pieces of it, n elements each, contiguous.
 
-        All have one dtype. A piece may be a view of this rank's part of its whole. Several pairs are passed only if
-        the route gathers parameters alone.
+        All tensors have one dtype. A piece may be a view of this rank's part of its whole. Several pairs are passed
+        only if the route gathers parameters alone.
         """
 
     def reduce_scatter(self, out: Tensor, bucket: Tensor, scratch: Tensor | None, mean: bool = False) -> Awaitable:
-        """Set `out`, (n,), to the sum over all ranks' buckets, (world * n,), of their part for this rank.
+        """Set `out`, (n,), to the sum over ranks of this rank's part of each `bucket`, (world * n,).
 
-        With `mean`, which needs `averages`, it is the mean. The bucket may be overwritten. If `route.sums`, `scratch`
-        has the bucket's size.
+        With `mean`, which needs `averages`, the result is the mean. The bucket may be overwritten. If `route.sums` is
+        set, `scratch` has the bucket's size.
         """
 
     def all_reduce(self, tensor: Tensor, mean: bool = False) -> Awaitable:
-        """Set `tensor` to its sum (or mean) over ranks."""
+        """Set `tensor` to its sum (or mean) over the ranks."""
 
     def all_to_all(self, out: Tensor, bucket: Tensor) -> Awaitable:
-        """Fill `out` with all ranks' parts for this rank, in their order; both are (world * n,) in bytes."""
+        """Fill `out` with all ranks' parts for this rank, in rank order; both are (world * n,) in bytes."""
 
 
 _flat = methodcaller("view", -1)
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """A tensor as real numbers, for process groups cannot add complex ones."""
+    """View a complex tensor as real numbers, because process groups cannot add complex ones."""
     return torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor
 
 
-# Dtypes that every backend moves. Gathers of others move bytes, which is possible because a gather adds nothing.
+# Dtypes that every backend sends. Gathers of other dtypes send bytes, which works because a gather adds nothing.
 MOVED = frozenset(
     (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64)
 )
 
 
 def _movable(tensors: Tensors) -> Tensors:
-    """Contiguous tensors of one dtype, as one that every backend moves."""
+    """View contiguous tensors of one dtype in a dtype that every backend sends."""
     return tensors if tensors[0].dtype in MOVED else [tensor.view(torch.uint8) for tensor in tensors]
 
 
 class All:
-    """Several handles as one, with work to do after them (`rest`); `held` keeps alive what they read.
+    """Several handles as one. `rest` runs after them; `held` keeps the tensors that they read alive.
 
-    Each handle is waited for once only, even after an error: a second wait on a message of gloo would never return.
+    Each handle is waited for only once, even after an error: a second wait for a message of gloo would never return.
     """
 
     __slots__ = ("_handles", "_held", "_rest")
@@ -127,7 +126,7 @@ class All:
             try:
                 if handle is not None:
                     handle.wait()
-            except Exception as caught:  # wait for the others, which still use their memory; not after an interrupt
+            except Exception as caught:  # keep waiting for the others, which still use their memory; not if interrupted
                 error = error or caught
         if error is not None:
             raise error
@@ -167,9 +166,10 @@ class Packed:
 
     Args:
         group: the process group.
-        averages: whether its reductions can give means.
-        on_lane: whether they run on the lane's stream itself, of the priority that it has. Else all collectives of the
-            group share one of the backend's own, on which a gather queues behind a reduction. As in torch's FSDP2.
+        averages: whether its reductions can return means.
+        on_lane: whether collectives run on the lane's own stream, with that stream's priority. If not, all collectives
+            of the group share one stream of the backend, on which a gather queues behind a reduction, as in torch's
+            FSDP2.
     """
 
     route = Route("packed")
@@ -199,10 +199,10 @@ class Packed:
 
 
 class Direct(Packed):
-    """`Packed`, except that gathers are coalesced: each parameter straight into its memory."""
+    """`Packed`, except that gathers are coalesced: each parameter is gathered straight into its memory."""
 
     route = Route("direct", gather_from=0)
-    flattens = False  # whether the backend takes flat pieces only
+    flattens = False  # whether the backend accepts flat pieces only
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
         if self.flattens:
@@ -219,7 +219,7 @@ class OfFakeGroup(Direct):
 
 
 class RankOrdered:
-    """For gloo: gathers by broadcast, reductions by all-to-all and a local sum in the order of the ranks."""
+    """For gloo: gathers by broadcast; reductions by all-to-all and a local sum in rank order."""
 
     route = Route("packed", sums=True)
     averages = False
@@ -240,7 +240,7 @@ class RankOrdered:
         return All(handles)
 
     def _gather_one(self, index: int, whole: Tensor, piece: Tensor) -> list[Awaitable]:
-        """Launch the gather of one tensor, which has this index among those of the call."""
+        """Launch the gather of one tensor, the one at `index` among those of the call."""
         if whole.nbytes < BROADCAST_FROM_BYTES:
             return [self._flat_gather(whole, piece)]
         parts = self._with_own(whole, piece)
@@ -250,7 +250,7 @@ class RankOrdered:
         return self._group._allgather_base(whole, piece.reshape(-1, *whole.shape[1:]), self._gather)
 
     def _with_own(self, whole: Tensor, piece: Tensor) -> Tensor:
-        """A whole tensor as (world, n), with this rank's piece copied into its row."""
+        """Return `whole` as (world, n), with this rank's piece copied into its row."""
         parts = whole.view(self._world, -1)
         own = parts[self._rank]
         if own.data_ptr() != piece.data_ptr():
@@ -265,7 +265,7 @@ class RankOrdered:
     def all_reduce(self, tensor: Tensor, mean: bool = False) -> Awaitable:
         flat = _real(tensor).view(-1)
         chunk = max(1, -(-flat.numel() // self._world))
-        parts = list(torch.split(flat, chunk))  # the last ranks' may be smaller, or missing
+        parts = list(torch.split(flat, chunk))  # parts of the last ranks may be smaller or missing
         parts += [flat[:0]] * (self._world - len(parts))
         own, sizes = parts[self._rank], [part.numel() for part in parts]
         scratch = flat.new_empty(self._world, own.numel())
@@ -277,7 +277,7 @@ class RankOrdered:
         return self._group.alltoall_base(out, bucket, [], [], self._exchange)
 
     def _share_sum(self, flat: Tensor, parts: Tensors, scratch: Tensor) -> None:
-        """Add up what all ranks have for this one's part of a tensor, and fill the other parts with their sums."""
+        """Add up all ranks' values of this rank's part of a tensor, and fill the other parts with the peers' sums."""
         own = parts[self._rank]
         _add_up(own, scratch)
         if flat.nbytes >= BROADCAST_FROM_BYTES:
@@ -291,7 +291,7 @@ class RankOrdered:
 
 
 class RankOrderedDirect(RankOrdered):
-    """`RankOrdered` with gloo's coalesced all-gather, each parameter straight into its memory."""
+    """`RankOrdered` with gloo's coalesced all-gather: each parameter is gathered straight into its memory."""
 
     route = Route("direct", gather_from=0, sums=True)
 
@@ -301,10 +301,10 @@ class RankOrderedDirect(RankOrdered):
 
 
 class PointToPoint(RankOrdered):
-    """`RankOrdered` with large parameters by sends and receives, from shards to unsharded memory without a buffer.
+    """`RankOrdered`, but large parameters are sent and received from shards to unsharded memory without a buffer.
 
-    Gradients are packed. To send them from where they are would be faster still, but they are autograd's: other code
-    may hold them, and write to them, while they are being sent.
+    Gradients are packed. Sending them from their own memory would be faster still, but that memory is autograd's:
+    other code may hold the gradients and write to them while they are sent.
     """
 
     route = Route("p2p", gather_from=ALONE_FROM_BYTES, sums=True)
@@ -318,17 +318,17 @@ class PointToPoint(RankOrdered):
 
 
 def _add_up(out: Tensor, parts: Tensor) -> None:
-    """The sum of some rows, in their order."""
+    """Set `out` to the sum of the rows of `parts`, added in order."""
     torch.add(parts[0], parts[1], out=out)
     for rank in range(2, parts.shape[0]):
         out.add_(parts[rank])
 
 
 class Custom:
-    """A user's own communication, with an inner transport for what the user has not replaced.
+    """A user's own communication, with an inner transport for the collectives that the user has not replaced.
 
-    Buckets are packed, in buffers that the user's objects allocate (torch's interfaces `AllGather` and
-    `ReduceScatter`), so each bucket is copied into such a buffer and back.
+    Buckets are packed. The user's objects (torch's interfaces `AllGather` and `ReduceScatter`) allocate their own
+    buffers, so each bucket is copied into such a buffer and back.
     """
 
     def __init__(self, inner: Transport, group: dist.ProcessGroup, comms: Comms) -> None:
@@ -375,22 +375,23 @@ def _copy(to: Tensor, frm: Tensor) -> None:
 def transports_of(
     group: dist.ProcessGroup, device: torch.device, given: dist.ProcessGroup | None = None
 ) -> dict[str, Transport]:
-    """The transports of a process group by name; the first is the default.
+    """Return the transports of a process group by name; the first is the default.
 
     Args:
         group: the process group.
         device: of the tensors.
-        given: the one that `group` stands for, on which code of others expects to see torch's public functions.
+        given: the user's process group that `group` replaces. Calls to torch's public functions use it, because
+            user code may watch for them.
     """
     name = backend_name(group, device)
-    plain = Plain(given or group, averages=device.type != "mtia")  # mtia has sums only
+    plain = Plain(given or group, averages=device.type != "mtia")  # mtia supports sums only
     made: list[Transport]
     if name not in _KNOWN or not (is_native(group) or name in OWN):
-        # The others for users who know that they work and name one.
+        # The other transports are for users who know that they work and name one.
         made = [plain, *(each(group, name in _AVERAGING) for each in (Direct, Packed))]
     elif name == "gloo":
         made = [RankOrdered(group), RankOrderedDirect(group), plain]
-        if device.type == "cpu":  # gloo sends no memory of a device
+        if device.type == "cpu":  # gloo cannot send device memory
             made.insert(1, PointToPoint(group))
     elif name == "fake":
         made = [OfFakeGroup(group), Packed(group), plain]
@@ -402,12 +403,13 @@ def transports_of(
 
 @dataclass(frozen=True)
 class Transports:
-    """The transports of a group; None where an axis has one rank only.
+    """The transports of a parameter group; None where an axis has only one rank.
 
     Attributes:
         gather, reduce: of the shard axis.
         replicate: of the replicate axis.
-        small: of the few ranks that share the weights between forward and backward, if that was asked for.
+        small: of the few ranks that share the parameters between forward and backward (`reshard_after_forward` as an
+            integer), if requested.
     """
 
     gather: Transport | None

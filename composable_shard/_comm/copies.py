@@ -1,6 +1,6 @@
-"""The copies around collectives: shards into a bucket, a gathered bucket into parameters, gradients likewise.
+"""The copies before and after collectives: shards into a bucket, a gathered bucket into parameters, and gradients.
 
-Views are made once for each slot, and every step replays the copies between them, whether it is eager or compiled.
+Views are made once per slot. Every step, eager or compiled, repeats the copies between these views.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 def by_rank(whole: torch.Tensor, layout: ParamLayout) -> torch.Tensor:
-    """An unsharded parameter that divides evenly, as (world, *local shape)."""
+    """View an unsharded parameter that divides evenly as (world, *local shape)."""
     before, after = layout.shape[: layout.dim], layout.shape[layout.dim + 1 :]
     return whole.reshape(*before, layout.world, layout.chunk, *after).movedim(layout.dim, 0)
 
 
 def paired(pieces: torch.Tensor, whole: torch.Tensor, layout: ParamLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of views, of all ranks' pieces, (world, piece), and of the whole: the full pieces, then a shorter one."""
+    """Pair views of all ranks' pieces, (world, piece), with views of the whole: the full pieces, then a shorter one."""
     if layout.dim > 0:
         return [(pieces.view(layout.world, *layout.local_shape(0)), by_rank(whole, layout))]
     if layout.even:
@@ -40,23 +40,23 @@ def paired(pieces: torch.Tensor, whole: torch.Tensor, layout: ParamLayout) -> li
 
 
 def own_rows(whole: torch.Tensor, layout: ParamLayout, rank: int) -> torch.Tensor:
-    """A rank's piece of an unsharded parameter, as a view of it."""
+    """Return a rank's piece of an unsharded parameter, as a view."""
     first = min(rank * layout.chunk, layout.shape[layout.dim])
     return whole.narrow(layout.dim, first, layout.rows_of(rank))
 
 
 def own_piece(row: torch.Tensor, layout: ParamLayout, rank: int) -> torch.Tensor:
-    """A rank's piece of a parameter, without padding; `row` is flat and begins where the piece does."""
+    """Return a rank's piece of a parameter, without padding; the flat `row` begins where the piece begins."""
     return row[: layout.rows_of(rank) * layout.row].view(layout.local_shape(rank))
 
 
 def own_pieces(chunk: torch.Tensor, layout: BucketLayout, rank: int) -> list[torch.Tensor]:
-    """A rank's pieces of all parameters of a bucket, without padding, as views of the rank's `chunk`."""
+    """Return a rank's pieces of all parameters of a bucket, without padding, as views of the rank's `chunk`."""
     return [own_piece(chunk[at.offset :], at, rank) for at in layout.params]
 
 
 def regions_in(flat: torch.Tensor, layout: BucketLayout, begins: Sequence[int]) -> list[torch.Tensor]:
-    """For each parameter, the memory in `flat` for the pieces of all ranks, from its element of `begins` on."""
+    """Return the memory in `flat` for all ranks' pieces of each parameter, starting at its entry of `begins`."""
     return [flat.narrow(0, begin, layout.world * at.piece) for begin, at in zip(begins, layout.params, strict=True)]
 
 
@@ -67,9 +67,9 @@ class Wholes(NamedTuple):
         regions: memory of each parameter that is gathered alone, (world * piece,).
         sent: for each of `regions`, this rank's part of it if the piece is copied there before it is sent; None if the
             shard itself is sent.
-        own: where these pieces are copied to, without padding.
+        own: destinations of these copies, without padding.
         packed: memory of each parameter that shares a buffer, by rank: (world, piece), or (world, *local shape) if it
-            is cut along another dim than 0.
+            is sharded along a dim other than 0.
     """
 
     regions: list[torch.Tensor]
@@ -79,13 +79,14 @@ class Wholes(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """Views of the buffer that parameters share: the whole, this rank's chunk, its pieces, all ranks' pieces.
+    """Views of the buffer that parameters share.
 
     Attributes:
-        flat, chunks: the whole, (world * n,), and as (world, n).
+        flat, chunks: the whole buffer, as (world * n,) and as (world, n).
         chunk, own: this rank's chunk of it, and its pieces.
-        pieces: those of all ranks, in the shapes of `Wholes.packed`.
-        numbers: in their place, if they travel in fewer bits: of each parameter, those of all ranks.
+        pieces: the pieces of all ranks, in the shapes of `Wholes.packed`.
+        numbers: used instead of `pieces` if parameters are sent in fewer bits: for each parameter, the quantized
+            values of all ranks.
     """
 
     flat: torch.Tensor
@@ -97,19 +98,19 @@ class Landing(NamedTuple):
 
 
 class Split:
-    """Copies all ranks' pieces out of a buffer by one operator: on an accelerator, one kernel instead of one for each.
+    """Copies all ranks' pieces out of a buffer by one operator: on an accelerator, one kernel instead of one per piece.
 
     Args:
-        layout: of the parameters in the buffer, all cut along dim 0.
-        like: of the buffer's dtype and device.
+        layout: of the parameters in the buffer, all sharded along dim 0.
+        like: a tensor of the buffer's dtype and device.
     """
 
     __slots__ = ("_gaps", "_sizes")
 
     def __init__(self, layout: BucketLayout, like: torch.Tensor) -> None:
         self._sizes: list[int] = []
-        # What stands between two parameters is copied, too. The memory for it is allocated here, long before a lane
-        # writes to it, so that a lane need not wait for what the memory was used for before.
+        # The operator copies the gaps between parameters, too. Their memory is allocated here, long before a lane
+        # writes to it, so the lane does not have to wait for earlier uses of that memory.
         self._gaps: list[torch.Tensor | None] = []
         end = 0
         for at in layout.params:
@@ -121,7 +122,7 @@ class Split:
             end = at.offset + at.piece
 
     def copy(self, chunks: torch.Tensor, packed: Sequence[torch.Tensor]) -> None:
-        """Copy a buffer, (world, n), to the memory of the parameters, each (world, piece)."""
+        """Copy a buffer, (world, n), to the memory of the parameters, (world, piece) each."""
         places = iter(packed)
         outs = [next(places) if gap is None else gap for gap in self._gaps]
         torch.split_with_sizes_copy(chunks, self._sizes, dim=1, out=outs)
@@ -134,20 +135,20 @@ def _split_for(layout: BucketLayout | None, like: torch.Tensor | None, streams: 
 
 
 class GatherCopies:
-    """The gather of a bucket: some parameters alone, straight into their memory, the others through a landing buffer.
+    """The gather of a bucket: some parameters straight into their memory, the others through a landing buffer.
 
     Args:
-        layout: which parameters are gathered alone.
+        layout: tells which parameters are gathered alone.
         rank: this rank's index among those that gather.
-        transport: makes the collective; None if there is one rank only.
+        transport: runs the collective; None if there is only one rank.
         converted: indices of shards that cannot be sent as they are: offloaded, of another dtype, or not contiguous.
-        non_blocking: whether the host need not wait for copies of shards, which come from the CPU.
-        like: of the dtype and device.
-        streams: whether that is an accelerator.
+        non_blocking: whether copies of shards from the CPU do not block the host.
+        like: a tensor of the buffer's dtype and device.
+        streams: whether that device is an accelerator.
 
     Attributes:
         layout, transport: as given.
-        is_straight: whether all shards are sent as they are, straight into their memory, so that nothing is copied.
+        is_straight: whether all shards are sent as they are, straight into their memory, without any copy.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class GatherCopies:
         self.is_straight = bool(layout.alone) and not self._copied and not layout.packed
 
     def into(self, regions: Sequence[torch.Tensor]) -> Wholes:
-        """Make the views for a gather into the memory of the parameters, each at least (world * piece,)."""
+        """Make the views for a gather into the memory of the parameters, at least (world * piece,) each."""
         params, world = self.layout.places.params, self.layout.places.world
         with plainly():
             rows = {i: regions[i].view(world, params[i].piece)[self._rank] for i in self._copied}
@@ -196,7 +197,7 @@ class GatherCopies:
             return Landing(flat, chunks, chunks[self._rank], own, pieces)
 
     def steps(self, wholes: Wholes, landing: Landing | None, shards: Sequence[torch.Tensor]) -> Steps[None]:
-        """Gather; `landing` is None if no parameters share a buffer, or there is one rank only."""
+        """Gather; `landing` is None if no parameters share a buffer, or if there is only one rank."""
         if wholes.own:
             torch._foreach_copy_(wholes.own, [shards[i] for i in self._copied], non_blocking=self._non_blocking)
         if self.transport is None or not shards:
@@ -214,7 +215,7 @@ class GatherCopies:
 
 
 def copy_gradients(chunks: torch.Tensor, gradients: Gradients, layout: BucketLayout) -> None:
-    """Fill a bucket, (world, chunk): the pieces of each gradient, then a mark for each: 1 if this rank has it, or 0."""
+    """Fill a bucket, (world, chunk), with each gradient's pieces and its mark: 1 if this rank has it, else 0."""
     marks = chunks[:, layout.numel :].fill_(1)
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for index, (gradient, at) in enumerate(zip(gradients, layout.params, strict=True)):
@@ -233,7 +234,7 @@ class Parts(NamedTuple):
 
     Attributes:
         pieces: this rank's piece of each gradient, in the dtype in which the parameter is stored.
-        used: the reduced marks on the device, one for each gradient: positive if any rank had that gradient.
+        used: the reduced marks on the device, one per gradient: positive if any rank had that gradient.
     """
 
     pieces: list[torch.Tensor]
@@ -241,14 +242,15 @@ class Parts(NamedTuple):
 
 
 class GradientCopies:
-    """A bucket of gradients of one dtype: how to fill it, and how to cut its result into this rank's pieces.
+    """A bucket of gradients of one dtype: copies gradients in, and splits the result into this rank's pieces.
 
     Args:
-        layout: of the gradients in a chunk, and the marks behind them.
+        chunk: the layout of the gradients in a chunk and of the marks behind them.
         dtype: of the bucket.
         stored: dtypes of the parameters.
         rank, device: this rank's.
-        streams: whether it is an accelerator, on which one operator also converts gradients from bfloat16 to float32.
+        streams: whether the device is an accelerator, on which the same operator can also convert gradients from
+            bfloat16 to float32.
 
     Attributes:
         ones: the marks of a rank that has all gradients.
@@ -270,16 +272,16 @@ class GradientCopies:
         fused = [dtype] if even else []
         if even and streams and dtype == torch.float32:
             fused.append(torch.bfloat16)
-        # The dtypes of gradients that one operator can copy, all at once, with the marks in theirs.
+        # Dtypes of gradients that one operator can copy together, with the marks in the same dtype.
         self._fused = [([each] * len(stored), self.ones.to(each)) for each in fused]
-        # The result is split into this rank's piece of each parameter and the padding behind it, if there is any.
+        # The result is split into this rank's piece of each parameter and the padding behind it, if any.
         self._sizes: list[int] = []
-        self._own: list[int] = []  # indices in `_sizes` of the pieces
+        self._own: list[int] = []  # indices of the pieces in `_sizes`
         for at in layout.params:
             own = at.rows_of(rank) * at.row
             self._own.append(len(self._sizes))
             self._sizes += [own, at.piece - own] if own < at.piece else [own]
-        self._used = len(self._sizes)  # index in `_sizes` of the marks
+        self._used = len(self._sizes)  # index of the marks in `_sizes`
         self._sizes += [size for size in (len(stored), chunk.marks - len(stored)) if size]
         # Meta tensors of the shapes that are not flat: `view_as` takes a third of the host time of `view`.
         shapes = {index: at.local_shape(rank) for index, at in enumerate(layout.params) if len(at.shape) != 1}
@@ -288,7 +290,7 @@ class GradientCopies:
         self._shaped = {index: of_shape[shape] for index, shape in shapes.items()}
 
     def fill(self, chunks: torch.Tensor, gradients: Gradients) -> None:
-        """`copy_gradients`, by one operator if it can."""
+        """Fill a bucket as `copy_gradients` does, by one operator where possible."""
         dtypes = list(map(getattr, gradients, repeat("dtype"), repeat(None)))
         for fused, ones in self._fused:
             if dtypes == fused:
@@ -297,13 +299,13 @@ class GradientCopies:
         copy_gradients(chunks, gradients, self._layout)
 
     def marks_on_host(self, out: torch.Tensor) -> torch.Tensor:
-        """The marks of a result, copied to the host by the current stream; the host does not wait."""
+        """Copy the marks of a result to the host on the current stream; the host does not wait."""
         marks = out.narrow(0, self._layout.numel, len(self._stored))
         at_home = torch.empty(marks.shape, dtype=marks.dtype, pin_memory=out.device.type == "cuda")
         return at_home.copy_(marks, non_blocking=True)
 
     def cut(self, out: torch.Tensor, others: Mapping[torch.dtype, torch.Tensor]) -> Parts:
-        """Cut a result; `others` has it converted to the dtypes of parameters that are stored in another dtype."""
+        """Split a result; `others` has it converted to the dtypes of parameters that are stored in another dtype."""
         parts = list(torch.unsafe_split_with_sizes(out, self._sizes))  # the cheapest form of `split`
         used = parts[self._used]
         pieces = parts[: self._used] if len(self._own) == self._used else [parts[place] for place in self._own]

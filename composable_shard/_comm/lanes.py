@@ -1,12 +1,14 @@
-"""Lanes: where asynchronous work is queued. On an accelerator a lane is a stream; on a CPU it is nothing.
+"""Lanes: queues of asynchronous work. On an accelerator a lane is a stream. On a CPU there is no queue.
 
 Work is written once for both, as a generator that yields each handle that it must wait for (`Awaitable`).
-`Lane.start` queues the work and returns a `Job`; after `Job.finish`, the code that follows can use the result. On a
-stream, `start` queues all of the work and `finish` lets the current stream wait for an event. On a CPU, `start` runs
-the work up to its first handle, and `finish` blocks and runs the rest.
+`Lane.start` queues the work and returns a `Job`. After `Job.finish`, the code that follows can use the result.
 
-On a CPU, `finish` gives back the memory that a job has leased. On a stream, that of a gather stays leased until then,
-for compute reads it next; that of a reduction is free as soon as it is queued, behind an event (`frees_queued`).
+- On a stream, `start` queues all of the work, and `finish` makes the current stream wait for an event.
+- On a CPU, `start` runs the work up to its first handle, and `finish` blocks and runs the rest.
+
+On a CPU, `finish` releases the memory that a job has leased. On a stream, the memory of a gather stays leased until
+`finish`, because compute reads it next. The memory of a reduction is free behind an event as soon as the reduction is
+queued (`frees_queued`).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Lost:
     """Replaces a handle whose `wait` has failed or was interrupted, so that it is not waited for again.
 
     Args:
-        error: the error's text; the exception itself would keep its traceback, and so tensors, alive.
+        error: the error's text. The exception itself would keep its traceback alive, and with it tensors.
     """
 
     __slots__ = ("_error",)
@@ -46,10 +48,10 @@ class Lost:
 
 
 class Waiting:
-    """What this process knows of its waits for collectives, for those who watch them (`_faults`).
+    """The waits for collectives in this process, for the code that watches them (`_faults`).
 
     Attributes:
-        since: when the wait that lasts has begun, by `time.monotonic`; 0 while nothing is waited for.
+        since: when the current wait began, by `time.monotonic` (seconds); 0 if there is none.
     """
 
     __slots__ = ("_explain", "since")
@@ -59,12 +61,12 @@ class Waiting:
         self._explain: Callable[[Exception], Exception] = lambda error: error
 
     def explain_by(self, explain: Callable[[Exception], Exception]) -> None:
-        """From now on, `explain` gets the error of a wait that has failed, and returns what to raise instead of it."""
+        """From now on, pass the error of a failed wait to `explain` and raise the exception that it returns."""
         self._explain = explain
 
     @contextmanager
     def for_ranks(self) -> Iterator[None]:
-        """In this context, this process waits for other ranks in another way than by a collective."""
+        """In this context, this process waits for other ranks by other means than a collective."""
         self.since = monotonic()
         try:
             yield
@@ -96,13 +98,13 @@ class Job(Generic[T]):
 
     Args:
         steps: the work.
-        held: tensors that the work reads or writes, kept alive until `finish`: on a stream, the generator is gone as
-            soon as the work is queued.
-        drain: whether to run all of the work at once, as on a stream.
+        held: tensors that the work reads or writes, kept alive until `finish`. On a stream, the generator itself ends
+            as soon as the work is queued.
+        drain: whether to run all of the work immediately, as on a stream.
         when_done: called once, in `finish`, with the event behind the end of the work (None on a CPU).
 
     Attributes:
-        occupied: memory that whoever queued it has leased for it on a stream, with the events behind which it is free.
+        occupied: memory that the caller has leased for the job on a stream, with the events behind which it is free.
     """
 
     __slots__ = ("_event", "_handle", "_held", "_result", "_steps", "_when_done", "occupied")
@@ -120,7 +122,7 @@ class Job(Generic[T]):
             self._advance()
 
     def _advance(self) -> None:
-        """Wait for the handle at hand and run on to the next one, or to the end."""
+        """Wait for the current handle and run to the next one, or to the end."""
         if self._handle is not None:
             try:
                 WAITING.wait(self._handle)
@@ -129,7 +131,7 @@ class Job(Generic[T]):
                 raise
         assert self._steps is not None
         grad = torch.is_grad_enabled()
-        if grad:  # a generator cannot keep it switched off across a yield
+        if grad:  # a generator cannot keep grad mode off across a yield
             set_grad_enabled(False)
         try:
             self._handle = next(self._steps)
@@ -141,12 +143,12 @@ class Job(Generic[T]):
                 set_grad_enabled(True)
 
     def advance(self) -> None:
-        """Wait for the collective in flight and issue the next one, if there is one; on a stream all are issued."""
+        """Wait for the collective in flight and issue the next one, if any; on a stream all are already issued."""
         if self._handle is not None:
             self._advance()
 
     def finish(self) -> T:
-        """Wait for the end and return the result; on a stream, the host does not wait."""
+        """Wait for the end of the work and return its result; on a stream, the host does not wait."""
         try:
             while self._handle is not None:
                 self._advance()
@@ -164,23 +166,23 @@ class Job(Generic[T]):
         self.occupied = memory
 
     def ended(self) -> Events:
-        """The event behind the end of the work, as far as it is queued; none on a CPU."""
+        """Return the event behind the work queued so far; None on a CPU."""
         return (self._event,)
 
     def wait_on_host(self) -> None:
-        """Let the host wait, too, for a job that is finished: before it reads a result that was copied to it."""
+        """Make the host wait, too, for a finished job: call it before reading a result that was copied to the host."""
         if self._event is not None:
             self._event.synchronize()
 
 
 class Launched(Job[T]):
-    """A job of one collective, which is launched already, and nothing after it: it takes less of the host's time.
+    """A job of one collective that is already launched, with no work after it. It takes less host time than a `Job`.
 
     Args:
         handle: of the collective.
-        held: what it reads or writes.
-        result: what `finish` returns.
-        when_done: as of a `Job`.
+        held: tensors that the collective reads or writes.
+        result: returned by `finish`.
+        when_done: as for a `Job`.
     """
 
     __slots__ = ()
@@ -207,9 +209,10 @@ class Lane:
     """The lane of a CPU: work runs in the order of issue, so there are no events.
 
     Attributes:
-        streams: whether a stream, and never the host, waits for queued work.
-        frees_queued: whether memory of queued work is free for what is queued behind it, and not only for what comes
-            once it is waited for. That costs no time where what the host issues later is behind it on the network, too.
+        streams: whether the lane is a stream, so that a stream and never the host waits for queued work.
+        frees_queued: whether the memory of queued work is free for work queued behind it. If not, it is free only
+            after the queued work was waited for. Freeing early costs no time where later work must queue behind this
+            work on the network anyway.
     """
 
     streams = False
@@ -222,7 +225,7 @@ class Lane:
     def start(
         self, steps: Steps[T], after: Events = (), held: object = None, when_done: WhenDone | None = None
     ) -> Job[T]:
-        """Queue `steps` behind the events `after`; `held` and `when_done` are a `Job`'s."""
+        """Queue `steps` behind the events `after`; `held` and `when_done` are as for a `Job`."""
         return Job(steps, held, False, when_done)
 
     def launch(
@@ -233,34 +236,34 @@ class Lane:
         result: T,
         when_done: WhenDone | None = None,
     ) -> Job[T]:
-        """Queue one collective behind the events `after`, and keep `args` alive; the job returns `result`."""
+        """Queue one collective behind the events `after` and keep `args` alive; the job returns `result`."""
         return Launched(collective(*args), args, result, when_done)
 
     def mark(self) -> torch.Event | None:
-        """An event behind all work that was queued on the current stream so far; None on a CPU."""
+        """Return an event behind all work queued on the current stream so far; None on a CPU."""
         return None
 
     def queued(self) -> Events:
-        """The events behind all work that this lane, and the one behind it, were given; none on a CPU."""
+        """Return the events behind all work queued on this lane and on the one returned by `behind`; none on a CPU."""
         return ()
 
     def current(self) -> torch.Stream | None:
-        """The current stream; None on a CPU."""
+        """Return the current stream; None on a CPU."""
         return None
 
     def behind(self) -> Lane:
-        """The lane for what follows a job of this one, beside which this one goes on; itself on a CPU."""
+        """Return the lane for work that follows a job of this lane while this lane continues; itself on a CPU."""
         return self
 
 
 class StreamLane(Lane):
-    """The lane of an accelerator: a stream of its own."""
+    """The lane of an accelerator: its own stream."""
 
     streams = True
 
     def __init__(self, device: torch.device) -> None:
         self._behind: StreamLane | None = None
-        # High priority: copies and casts around a collective go ahead of compute, which waits for them.
+        # High priority: compute waits for the copies and casts around a collective, so they must run before compute.
         self._stream = torch.Stream(device, priority=_HIGH_PRIORITY)
 
     def start(
@@ -293,7 +296,7 @@ class StreamLane(Lane):
             raise
 
     def _give_up(self) -> None:
-        """A job has failed: what it had queued uses memory that goes back now, behind the current stream."""
+        """Make the current stream wait for a failed job: the memory that its queued work uses is released now."""
         self.current().wait_stream(self._stream)
 
     def _wait_for(self, events: Events) -> None:
@@ -330,7 +333,7 @@ _simulated: list[Callable[[], Lane]] = []
 
 @contextmanager
 def cpu_lanes(make: Callable[[], Lane]) -> Iterator[None]:
-    """Within this context, `make` makes the lanes of the CPU, to simulate an accelerator."""
+    """In this context, make the lanes of the CPU with `make`, to simulate an accelerator."""
     _simulated.append(make)
     try:
         yield
@@ -344,7 +347,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 def lane_for(device: torch.device) -> Lane:
-    """A new lane of a device."""
+    """Make a new lane of a device."""
     if not has_streams(device):
         return Lane()
     return _simulated[-1]() if device.type == "cpu" else StreamLane(device)

@@ -1,7 +1,7 @@
-"""Collectives in fewer bits: the forms of a gather and of reductions that move rounded numbers (`rounding.py`).
+"""Gathers and reductions in fewer bits, which send rounded numbers (`rounding.py`).
 
-They stand where the copies around a gather and where a transport stands, so that groups, engines and graphs do not know
-of them. What a rank sends is a parcel of bytes (`_plan/parcel.py`).
+They have the interfaces of `GatherCopies` and of a transport, so parameter groups, engines and graphs need no special
+case for them. A rank sends a parcel of bytes (`_plan/parcel.py`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from .rounding import Numbers, Rounder, Rounding, numbers_in
 class LowBitGather(GatherCopies):
     """The gather of a bucket in fewer bits.
 
-    This rank's shards are rounded into a parcel, which is kept; all ranks' parcels land in one buffer, and each part of
-    it is made numbers again at once. This rank's own weights are rounded, too, so that all ranks compute with the same.
+    This rank's shards are rounded into a parcel, which is kept. The parcels of all ranks are gathered into one buffer,
+    and each part of it is converted back immediately. This rank's own parameters are rounded, too, so that all ranks
+    compute with the same values.
 
     Args:
         layout: with a parcel.
         rank, transport, non_blocking: as of `GatherCopies`.
-        like: of the dtype of compute, on the device.
+        like: a tensor of the compute dtype on the device.
     """
 
     def __init__(
@@ -46,11 +47,11 @@ class LowBitGather(GatherCopies):
         super().__init__(layout, rank, transport, non_blocking=non_blocking)
         assert layout.parcel is not None
         self._parcel, self._like = layout.parcel, like
-        self._sent: Tensor | None = None  # the parcel of this rank, once there was a gather
+        self._sent: Tensor | None = None  # this rank's parcel, after the first gather
         self._again = False
 
     def send_again(self) -> None:
-        """The shards of the next gather are those of the last one: send what is there."""
+        """Send the existing parcel in the next gather, because the shards have not changed since the last one."""
         self._again = self._sent is not None
 
     def landing(self, buffer: Tensor) -> Landing:
@@ -82,7 +83,7 @@ class LowBitGather(GatherCopies):
         return self._sent
 
     def _round(self, numbers: Numbers, shards: Sequence[Tensor]) -> None:
-        """Round the shards of a part, with zeros behind those that are shorter than the others."""
+        """Round the shards of a part, with zeros behind shards that are shorter than the others."""
         params, members = self.layout.places.params, numbers.part.members
         places = [params[index] for index in members]
         rounds = numbers.scales is not None
@@ -101,7 +102,7 @@ class LowBitGather(GatherCopies):
             numbers.put(flat.view(numbers.values.shape))
 
     def _room(self, flat: Tensor, places: Sequence[ParamLayout], dtypes: Set[torch.dtype]) -> Tensor:
-        """Memory for the numbers of shards of some dtypes, with zeros if not all of it will be filled."""
+        """Allocate memory for the values of shards of some dtypes, with zeros if not all of it will be filled."""
         is_full = all(at.rows_of(self._rank) == at.chunk for at in places)
         make = torch.empty if is_full else torch.zeros
         return make(flat.shape, dtype=_widest(dtypes), device=flat.device)
@@ -112,17 +113,17 @@ def _by_row(piece: Tensor, dim: int) -> Tensor:
 
 
 def _widest(dtypes: Set[torch.dtype]) -> torch.dtype:
-    """The dtype that holds numbers of all these."""
+    """Return the dtype that represents the numbers of all these dtypes."""
     return functools.reduce(torch.promote_types, dtypes)
 
 
 def _restore(numbers: Numbers, wholes: Sequence[Tensor], params: Sequence[ParamLayout]) -> None:
-    """Make the parameters of a part of all ranks' numbers.
+    """Make the parameters of a part from the numbers of all ranks.
 
     Args:
         numbers: of all ranks.
-        wholes: of all parameters, each (world, piece), or (world, *local shape) if it is cut along another dim than 0.
-        params: where they lie.
+        wholes: of all parameters, (world, piece) each, or (world, *local shape) if sharded along a dim other than 0.
+        params: their layouts.
     """
     members = numbers.part.members
     by_row = [_by_row_of_all(wholes[index], params[index].dim) for index in members]
@@ -149,7 +150,7 @@ def _by_row_of_all(whole: Tensor, dim: int) -> Tensor:
 
 
 def _rows_of(pieces: Tensor, at: ParamLayout) -> Tensor:
-    """Padded pieces of a parameter in a bucket, (..., piece), as (..., rows, *rest): views."""
+    """View the padded pieces of a parameter in a bucket, (..., piece), as (..., rows, *rest)."""
     if at.dim == 0:
         return pieces
     lead = pieces.dim() - 1
@@ -157,7 +158,7 @@ def _rows_of(pieces: Tensor, at: ParamLayout) -> Tensor:
 
 
 class _Chunks:
-    """Where the members of parts, the gradients and behind them the marks, lie in a chunk of a bucket.
+    """The positions of the members of parts in a chunk of a bucket. Members are the gradients, then the marks.
 
     Args:
         layout: of the chunk.
@@ -169,7 +170,7 @@ class _Chunks:
         self._ends = [*(at.offset + at.piece for at in self._params), layout.numel]
 
     def _is_a_run(self, members: Sequence[int]) -> bool:
-        """Whether they lie in a chunk as they do in a parcel."""
+        """Whether the members are laid out in a chunk as they are in a parcel."""
         touch = all(self._ends[one] == self._begins[two] for one, two in itertools.pairwise(members))
         return (
             touch
@@ -181,7 +182,7 @@ class _Chunks:
         return self._params[member].dim if member < len(self._params) else 0
 
     def _views(self, chunks: Tensor, members: Sequence[int]) -> list[Tensor]:
-        """Of each member its rows, (..., rows, *rest), or its piece, (..., elements)."""
+        """Return for each member its rows, (..., rows, *rest), or its piece, (..., elements)."""
         pieces = [chunks[..., self._begins[index] : self._ends[index]] for index in members]
         return [
             _rows_of(piece, self._params[index]) if self._dim(index) else piece
@@ -189,7 +190,7 @@ class _Chunks:
         ]
 
     def cut(self, chunks: Tensor, numbers: Numbers) -> Tensor:
-        """The members of a part in chunks, (..., chunk), in the shape of its values."""
+        """Return the members of a part in chunks, (..., chunk), in the shape of the part's values."""
         members = numbers.part.members
         if self._is_a_run(members):
             return chunks[..., self._begins[members[0]] : self._ends[members[-1]]].view(numbers.values.shape)
@@ -197,7 +198,7 @@ class _Chunks:
         return torch.cat(flat, -1).view(numbers.values.shape)
 
     def set(self, chunk: Tensor, members: Sequence[int], values: Tensor) -> None:
-        """Set members of one chunk to values, (elements,)."""
+        """Set the members of one chunk to values, (elements,)."""
         if self._is_a_run(members):
             chunk[self._begins[members[0]] : self._ends[members[-1]]].copy_(values)
             return
@@ -207,7 +208,7 @@ class _Chunks:
 
 
 def _add_up(out: Tensor, parcels: Tensor, parts: Sequence[Part], places: _Chunks) -> None:
-    """Set a chunk to the sum of what parcels, (ranks, bytes), stand for, in the order of the ranks."""
+    """Set a chunk to the sum, in rank order, of the numbers in parcels, (ranks, bytes)."""
 
     def together(numbers: Numbers) -> tuple[int, torch.dtype]:
         wide = not numbers.part.form and out.dtype.itemsize > 4
@@ -218,7 +219,7 @@ def _add_up(out: Tensor, parcels: Tensor, parts: Sequence[Part], places: _Chunks
 
 
 def _add_up_at_once(out: Tensor, every: Sequence[Numbers], dtype: torch.dtype, places: _Chunks) -> None:
-    """`_add_up` of the parts of a turn, in a function of its own: its memory is free before that of the next one."""
+    """Run `_add_up` for one turn. A separate call, so that its memory is freed before the next turn allocates."""
     sizes = [numbers.flat().shape[-1] for numbers in every]
     made = torch.empty((len(every[0].values), sum(sizes)), dtype=dtype, device=out.device)
     for numbers, columns in zip(every, torch.split(made, sizes, -1), strict=True):
@@ -230,10 +231,10 @@ def _add_up_at_once(out: Tensor, every: Sequence[Numbers], dtype: torch.dtype, p
 
 
 class _Around:
-    """A transport around another one, which moves what this one does not.
+    """A transport that wraps another one and passes on the calls that it does not implement.
 
     Args:
-        inner: the other one.
+        inner: the wrapped transport.
     """
 
     averages = False
@@ -255,10 +256,10 @@ class _Around:
 
 
 class LowBitReduce(_Around):
-    """A reduce-scatter in fewer bits: an all-to-all of parcels, and a sum in float32 in the order of the ranks.
+    """A reduce-scatter in fewer bits: an all-to-all of parcels, and a sum in float32 in rank order.
 
     Args:
-        inner: moves the bytes.
+        inner: sends the bytes.
         layout: of the reduction, with a parcel.
         rounder: rounds the gradients.
     """
@@ -282,13 +283,13 @@ class LowBitReduce(_Around):
 
 
 class LowBitReplicas(_Around):
-    """An all-reduce in fewer bits, of a reduced chunk between replicas: each gets the parcels of all, and adds them up.
+    """An all-reduce in fewer bits of a reduced chunk: each replica gathers the parcels of all and adds them up.
 
     Args:
-        inner: moves the bytes.
+        inner: sends the bytes.
         ranks: number of replicas.
-        layout: of the reduction before.
-        parcel: what a replica sends.
+        layout: of the preceding reduce-scatter.
+        parcel: the layout of the bytes that a replica sends.
         rounder: rounds the sums.
     """
 
@@ -308,7 +309,7 @@ class LowBitReplicas(_Around):
         return All([handle], partial(_add_up, tensor, received, parts, self._places), held=sent)
 
 
-BETWEEN_REPLICAS = " between replicas"  # what stands behind the name of a parameter in `Rounding.left`
+BETWEEN_REPLICAS = " between replicas"  # suffix of a parameter's name in `Rounding.left`
 
 
 def compressed(
@@ -320,7 +321,7 @@ def compressed(
     rounding: Rounding,
     names: Sequence[str],
 ) -> Transports:
-    """The transports of a reduction, with those in fewer bits where the policy wants them and the layout has a parcel.
+    """Replace transports of a reduction with those in fewer bits, where the policy and the layout allow it.
 
     Args:
         transports, info: of the group.

@@ -1,4 +1,4 @@
-"""A `DeviceMesh` as the runtime needs it: which axis shards, which axis replicates."""
+"""The parts of a `DeviceMesh` that the runtime needs: the axis that shards and the axis that replicates."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .._torch.distributed import (
 
 @dataclass(frozen=True, eq=False)
 class FullMesh:
-    """A mesh with the axes of all kinds of parallelism, on which the parameters are DTensors already.
+    """A mesh with the axes of all types of parallelism, on which the parameters are already DTensors.
 
     Attributes:
         mesh: the mesh.
-        shard, replicate: indices of the axes over which this library shards, and replicates.
+        shard, replicate: indices of the axes over which this library shards and replicates.
     """
 
     mesh: DeviceMesh
@@ -40,17 +40,17 @@ class FullMesh:
 
 @dataclass(frozen=True, eq=False)
 class MeshInfo:
-    """The sharding of a group: a 1D mesh shards; of a 2D mesh axis 0 replicates and axis 1 shards (HSDP).
+    """The sharding of a parameter group: a 1D mesh shards; axis 0 of a 2D mesh replicates and axis 1 shards (HSDP).
 
     Attributes:
-        mesh: the mesh of data parallelism, on which the sharded DTensors live if the parameters were plain tensors.
-        device: where this rank computes.
-        shard_size, shard_rank, shard_group: of the shard axis its size, this rank's index in it, and its process group
+        mesh: the data-parallel mesh. It is also the mesh of the sharded DTensors if the parameters were plain tensors.
+        device: on which this rank computes.
+        shard_size, shard_rank, shard_group: size of the shard axis, this rank's index in it, and its process group
             (1, 0 and None if there is no such axis).
-        replicate_size, replicate_group: the same of the replicate axis (1 and None if there is none).
+        replicate_size, replicate_group: size and process group of the replicate axis (1 and None if there is none).
         home: the device of the shards and their gradients: `device`, or the CPU if they are offloaded.
         pins: whether offloaded shards are in pinned memory, so that copies do not block.
-        full: the mesh of all kinds of parallelism, if `dp_mesh_dims` has named our axes in it.
+        full: the mesh of all types of parallelism, if `dp_mesh_dims` names the data-parallel axes in it.
     """
 
     mesh: DeviceMesh
@@ -66,11 +66,11 @@ class MeshInfo:
 
     @property
     def offloads(self) -> bool:
-        """Whether shards are kept on another device than that of the computation."""
+        """Whether shards are stored on a device other than the compute device."""
         return self.home.type != self.device.type
 
     def placements(self, dim: int = 0) -> tuple[Placement, ...]:
-        """Placements of DTensors that are sharded along `dim`."""
+        """Return the placements of DTensors that are sharded along `dim`."""
         return (Shard(dim),) if self.mesh.ndim == 1 else (Replicate(), Shard(dim))
 
     @property
@@ -81,11 +81,11 @@ class MeshInfo:
 
     @property
     def size(self) -> int:
-        """Number of ranks over which gradients are averaged: those of both axes."""
+        """Number of ranks over which gradients are averaged: the product of both axes."""
         return self.shard_size * self.replicate_size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshInfo:
-        return self  # process groups have no copies
+        return self  # process groups cannot be copied
 
     def __str__(self) -> str:
         shard = f"shard over {self.shard_size}"
@@ -93,7 +93,7 @@ class MeshInfo:
 
 
 def compute_device(device_type: str) -> torch.device:
-    """This rank's device of the given type, with its index."""
+    """Return this rank's device of the given type, with its index."""
     if device_type in ("cpu", "meta"):
         return torch.device(device_type)
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
@@ -103,28 +103,30 @@ def mesh_info(mesh: DeviceMesh, offload: OffloadPolicy | None = None, dims: Any 
     """Make the `MeshInfo` of a mesh.
 
     Args:
-        mesh: 1D or 2D; of any number of axes with `dims`.
-        offload: the policy, which says where the shards are kept.
-        dims: `DataParallelMeshDims`, the names of the axes of data parallelism.
+        mesh: 1D or 2D; any number of axes with `dims`.
+        offload: the policy that determines where shards are stored.
+        dims: `DataParallelMeshDims`, the names of the data-parallel axes.
 
     Raises:
-        ShardConfigTypeError: `mesh` is no DeviceMesh, or `dims` no DataParallelMeshDims.
+        ShardConfigTypeError: `mesh` is not a DeviceMesh, or `dims` is not a DataParallelMeshDims.
         ShardConfigValueError: the mesh does not contain this rank, has more than two axes (without `dims`), lacks an
-            axis that `dims` names, or lives on devices that this process does not have; or `dims` names none, or one
-            twice.
-        ShardConfigAssertionError: a 2D mesh has no names for its axes.
+            axis that `dims` names, or is of a device type that this process does not have; or `dims` names no axis, or
+            one axis twice.
+        ShardConfigAssertionError: the axes of a 2D mesh have no names.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ShardConfigTypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}; use init_device_mesh")
     if mesh.get_coordinate() is None:
-        raise ShardConfigValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}; shard on the ranks it names")
+        raise ShardConfigValueError(
+            f"mesh: rank {dist.get_rank()} is not part of {mesh}; call fully_shard only on ranks of the mesh"
+        )
     if dims is not None:
         return _info_of_full(_full_mesh(mesh, dims), offload)
     if mesh.ndim not in (1, 2):
         raise ShardConfigValueError(
             f"mesh: fully_shard expects a 1D or 2D DeviceMesh but got {mesh}, of {mesh.ndim} axes; "
             "pass the submesh of the data-parallel axes, for example mesh['dp']; or, if the parameters are DTensors on "
-            "all of it, name these axes by dp_mesh_dims"
+            "the full mesh, name the data-parallel axes with dp_mesh_dims"
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise ShardConfigAssertionError(
@@ -135,10 +137,10 @@ def mesh_info(mesh: DeviceMesh, offload: OffloadPolicy | None = None, dims: Any 
 
 
 def mesh_info_of_torch(given: Any, offload: OffloadPolicy | None) -> MeshInfo:
-    """Make the `MeshInfo` of torch's own description of a mesh.
+    """Make the `MeshInfo` from torch's own description of a mesh.
 
     Raises:
-        ShardConfigTypeError: `given` is no such description.
+        ShardConfigTypeError: `given` is not such a description.
         ShardConfigValueError: its shard axis is not the last one, or its replicate axis not the one before.
     """
     if not isinstance(given, FSDPMeshInfo):
@@ -160,13 +162,13 @@ def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _full_mesh(mesh: DeviceMesh, dims: Any) -> FullMesh:
-    """Look up the axes that `dims` names in a mesh."""
+    """Find the axes that `dims` names in a mesh."""
     if not isinstance(dims, DataParallelMeshDims):
         raise ShardConfigTypeError(f"dp_mesh_dims: expected DataParallelMeshDims, got {type(dims).__name__}")
     names = mesh.mesh_dim_names
     if names is None:
         raise ShardConfigValueError(
-            f"dp_mesh_dims: mesh must have mesh_dim_names when dp_mesh_dims is provided, and those of {mesh} have none"
+            f"dp_mesh_dims: mesh must have mesh_dim_names when dp_mesh_dims is provided, but {mesh} has none"
         )
     shard, replicate = _as_tuple(dims.shard), _as_tuple(dims.replicate)
     wanted = [*shard, *replicate]
@@ -180,12 +182,12 @@ def _full_mesh(mesh: DeviceMesh, dims: Any) -> FullMesh:
             f"dp_mesh_dims: Mesh dim name '{unknown[0]}' not found in mesh.mesh_dim_names {names}"
         )
     if len(set(wanted)) < len(wanted):
-        raise ShardConfigValueError(f"dp_mesh_dims: {dims} names an axis twice; an axis shards or replicates")
+        raise ShardConfigValueError(f"dp_mesh_dims: {dims} names an axis twice; an axis either shards or replicates")
     return FullMesh(mesh, tuple(sorted(map(names.index, shard))), tuple(sorted(map(names.index, replicate))))
 
 
 def _info_of_full(full: FullMesh, offload: OffloadPolicy | None) -> MeshInfo:
-    """The data-parallel axes of a full mesh: several that shard, or that replicate, count as one."""
+    """Describe the data-parallel axes of a full mesh. Several shard axes count as one, as do several replicate axes."""
     names = full.mesh.mesh_dim_names or ()
     axes = [tuple(names[axis] for axis in axes) for axes in (full.replicate, full.shard) if axes]
     parts = [flattened_mesh(full.mesh, axis) for axis in axes]
@@ -202,10 +204,10 @@ def _info(
 ) -> MeshInfo:
     try:
         device = compute_device(mesh.device_type)
-    except (AssertionError, RuntimeError) as error:  # what torch raises if there is no such device
+    except (AssertionError, RuntimeError) as error:  # torch raises these if there is no such device
         raise ShardConfigValueError(
             f"mesh: {mesh} is of device type {mesh.device_type}, which this process does not have ({error}); "
-            "build it (init_device_mesh) for the devices on which the model computes"
+            "build the mesh (init_device_mesh) for the device type on which the model computes"
         ) from error
     home, pins = device, False
     if keeps_shards_on_host(offload) and device.type not in ("cpu", "meta"):
@@ -218,28 +220,28 @@ def _info(
 
 
 def _axis(mesh: DeviceMesh, axis: int | None) -> tuple[int, int, dist.ProcessGroup | None]:
-    """Of an axis of a mesh its size, this rank's index in it, and its process group."""
+    """Return the size of a mesh axis, this rank's index in it, and its process group."""
     return (1, 0, None) if axis is None else (mesh.size(axis), mesh.get_local_rank(axis), mesh.get_group(axis))
 
 
 def accelerator() -> torch.device | None:
-    """This machine's accelerator, without an index; None if it has none that ranks can communicate from.
+    """Return this machine's accelerator, without an index; None if it has none that supports collectives.
 
-    The check matters: a build of torch for an accelerator names its type also on machines that have none. On a Mac it
-    names Apple's (``mps``), for whose tensors it has no collectives.
+    The availability check is needed because a build of torch for an accelerator names its type also on machines that
+    have none. On a Mac torch names ``mps``, but has no collectives for its tensors.
     """
     device = torch.accelerator.current_accelerator(check_available=True)
     return None if device is None or device.type == "mps" else device
 
 
 def default_device_type() -> str:
-    """The device type of this machine's accelerator, else ``cpu``."""
+    """Return the device type of this machine's accelerator, or ``cpu``."""
     device = accelerator()
     return device.type if device is not None else "cpu"
 
 
 def ensure_process_group() -> None:
-    """Initialise the default process group if it is not: from the launcher's environment, or as a world of one.
+    """Initialise the default process group if needed: from the launcher's environment, or with a world size of one.
 
     Raises:
         ShardConfigStateError: this build of torch has no `torch.distributed`.
@@ -256,17 +258,17 @@ def ensure_process_group() -> None:
 
 
 def default_mesh() -> DeviceMesh:
-    """A 1D mesh over the default process group (initialised if needed), on the accelerator if there is one.
+    """Make a 1D mesh over the default process group (initialised if needed), on the accelerator if there is one.
 
-    As in torch's FSDP2, its axis has no name: so it equals the mesh of all ranks that a user makes in one line, and
-    PEFT does not take the weights for tensor-parallel ones, as it does on an axis with a name other than ``fsdp``.
+    As in torch's FSDP2, the axis has no name. So the mesh equals the unnamed mesh that a user makes over all ranks.
+    Also, PEFT takes parameters on an axis with a name other than ``fsdp`` for tensor-parallel ones.
     """
     ensure_process_group()
     return new_mesh(default_device_type(), (dist.get_world_size(),))
 
 
 def replicated_mesh(replicas: int) -> DeviceMesh:
-    """A 2D mesh over the default process group, `replicas` x (world / `replicas`).
+    """Make a 2D mesh over the default process group, `replicas` x (world size / `replicas`).
 
     Raises:
         ShardConfigValueError: `replicas` does not divide the world size.
@@ -283,13 +285,13 @@ _FEW: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Devi
 
 
 def small_mesh(info: MeshInfo, size: int) -> MeshInfo:
-    """A 2D mesh: `size` neighbouring ranks of the shard axis share the weights, and other ranks hold copies.
+    """Make a 2D mesh in which every `size` adjacent ranks of the shard axis share one copy of the parameters.
 
-    A collective over the world.
+    This is a collective over the world.
     """
     world = dist.group.WORLD
     assert world is not None
-    made = _FEW.setdefault(world, {})  # by world: after a new initialisation, meshes of the old world would look equal
+    made = _FEW.setdefault(world, {})  # keyed by world: after a new initialisation, meshes of the old one compare equal
     key = size, info.mesh.device_type, str(info.mesh.mesh.tolist())
     if key not in made:
         made[key] = _few_ranks(info.mesh, size)
@@ -297,11 +299,12 @@ def small_mesh(info: MeshInfo, size: int) -> MeshInfo:
 
 
 def _few_ranks(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """The 2D mesh of `small_mesh`, with process groups for its columns and rows.
+    """Make the 2D mesh of `small_mesh`, with process groups for its columns and rows.
 
-    Ranks may have different meshes (beside tensor parallelism, say), so each rank learns those of all others, and all
-    ranks of the world make all process groups in one order. Ranks that made theirs alone would match them by the number
-    of process groups that each rank has made before, and would wait for ever if these numbers differ.
+    Ranks may have different meshes, for example with tensor parallelism. So each rank gathers the meshes of all
+    others, and all ranks of the world make all process groups in the same order. If each rank made only its own, torch
+    would match them by the number of process groups that each rank has made before, and the ranks would hang if these
+    numbers differ.
     """
     everybodys: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybodys, (size, mesh.mesh.flatten().tolist()))

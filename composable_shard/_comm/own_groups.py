@@ -1,9 +1,9 @@
-"""Process groups of the library's own: its collectives never meet those that others issue among the same ranks.
+"""The library's own process groups, on which its collectives never mix with those of other code on the same ranks.
 
-gloo pairs collectives by their order alone. A `full_tensor`, a barrier or a metric on one rank would be paired with a
-gather on another one, and one of them would read what was sent for the other. So on gloo the library communicates on a
-process group of its own for each one that it is given. NCCL's communicators hold memory of the device; there, the
-library uses what it is given.
+gloo pairs collectives by their order alone. If one rank calls `full_tensor`, a barrier or a metric while another rank
+gathers, gloo pairs the two calls, and a rank reads data that was sent for a different call. So on gloo the library
+makes its own process group for each one that it is given. NCCL communicators use device memory, so with NCCL the
+library uses the given process group.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _twins: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDicti
 _broken: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _of_parent: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 FORKED = (
-    "process {} was forked from one that trains, and cannot communicate for it: start processes before "
-    "init_process_group, or by multiprocessing's 'spawn'"
+    "process {} was forked from a training process and cannot use its connections: start processes before "
+    "init_process_group, or with multiprocessing's 'spawn' method"
 )
-DESCRIPTION = "composable_shard"  # of the process groups that are made here
+DESCRIPTION = "composable_shard"  # of the process groups made here
 
 
 class Meetings:
-    """What is done so that no rank makes a process group of ours while others never come to do so (`_faults`)."""
+    """Hooks that keep a rank from waiting in `own_group` for ranks that will never call it (set by `_faults`)."""
 
     def __init__(self) -> None:
         self.expect: Callable[[dist.ProcessGroup, torch.device], None] = lambda group, device: None
@@ -43,7 +43,7 @@ class Meetings:
         expect: Callable[[dist.ProcessGroup, torch.device], None],
         meet: Callable[[dist.ProcessGroup, torch.device], None],
     ) -> None:
-        """From now on, call `expect` for groups for which one is going to be made, and `meet` before that."""
+        """From now on, call `expect` when an own group is announced and `meet` right before it is made."""
         self.expect, self.meet = expect, meet
 
 
@@ -51,7 +51,7 @@ MEETINGS = Meetings()
 
 
 def expect_own_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """`own_group` will be called for this group: if this rank ends before it comes to do so, the others are told."""
+    """Announce a later call of `own_group` for this group, so that peers learn if this rank ends before the call."""
     if group is not None and _gets_own(group, device) and group not in _of and group not in _of_parent:
         MEETINGS.expect(group, device)
 
@@ -61,13 +61,13 @@ def _gets_own(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def own_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """The process group on which the library communicates among the ranks of `group`, for tensors on `device`.
+    """Return the process group on which the library communicates among the ranks of `group`, for tensors on `device`.
 
-    The first call for a group on gloo waits for its other ranks, as the making of a process group does.
+    The first call for a gloo group blocks until the other ranks call it, as making any process group does.
 
     Raises:
-        PeerLostError: this process was forked from one that has the group, whose connections are its parent's; or
-            another rank has failed, or does not come.
+        PeerLostError: this process was forked from one that has the group, and the connections belong to the parent;
+            or another rank has failed or does not call this function.
     """
     if not _gets_own(group, device):
         return group
@@ -82,7 +82,7 @@ def own_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGro
 
 
 def next_number(group: dist.ProcessGroup | None) -> int:
-    """One more than the last call for this process group gave: equal on ranks that call it equally often."""
+    """Return one more than the last call for this process group; equal on ranks that call it equally often."""
     if group is None:
         return 0
     _counts[group] = _counts.get(group, 0) + 1
@@ -91,25 +91,25 @@ def next_number(group: dist.ProcessGroup | None) -> int:
 
 def _twin(group: dist.ProcessGroup, limit: timedelta) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
-    if ranks != sorted(ranks):  # not all versions of torch can make one in this order
+    if ranks != sorted(ranks):  # not all versions of torch can make a process group in this order
         return group
     _twins[group] = _twins.get(group, 0) + 1
     return new_twin(group, limit, _twins[group], DESCRIPTION)
 
 
 def limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long a collective of a process group may take."""
+    """Return the timeout of the collectives of a process group."""
     limit: timedelta = group._get_backend(device).options._timeout
     return limit
 
 
 def note_broken(group: dist.ProcessGroup) -> None:
-    """A process group of ours is of no use any more; whoever asks for it next gets another one."""
+    """Mark one of our process groups as unusable; the next `own_group` makes another one."""
     _broken.add(group)
 
 
 def _forked() -> None:
-    """This is a child process: it has its parent's process groups, but none of the connections."""
+    """Handle a fork in the child process: it inherits the process groups, but none of the connections."""
     _of_parent.update(all_groups())
     leave_to_parent()
 

@@ -1,10 +1,12 @@
-"""Numbers in fewer bits: rounded by block, to nearest or stochastically, and what they stand for.
+"""Rounds numbers to fewer bits, by block, to nearest or stochastically, and converts them back.
 
-A block is a piece of a row with a scale of its own, its largest magnitude over the largest number of the form. So a
-number is off by at most half a step of its block. A block that holds a NaN or an infinity arrives as NaN, all of it,
-and a loss scaler sees that; zeros stay zeros, and what is far below the least normal number of float32 becomes zero.
+A block is a piece of a row with its own scale: the block's largest magnitude divided by the form's largest number.
+The rounding error of a number is at most half a step of its block. If a block contains a NaN or an infinity, all of
+it is received as NaN, which a loss scaler detects. Zeros stay zeros. Numbers far below the smallest normal float32
+become zero.
 
-All are plain operators of torch, the same in eager steps and while a graph runs, so that both have the same bits.
+All functions use plain torch operators, the same ones in eager steps and in graphs, so the results of both are bitwise
+identical.
 """
 
 from __future__ import annotations
@@ -22,15 +24,15 @@ from .._plan.parcel import SCALE_BYTES, Part, parcel
 from .._policies import Wire
 
 _MOST = {"fp8": 448.0, "int8": 127.0}  # the largest number of a form
-_LEAST = torch.finfo(torch.float32).tiny  # scale: blocks of zeros need no case of their own
-_EXPONENT = 0x7F80_0000  # bits of a float32
+_LEAST = torch.finfo(torch.float32).tiny  # the smallest scale, so that blocks of zeros need no special case
+_EXPONENT = 0x7F80_0000  # exponent bits of a float32
 _NOISE = 2.0**-16  # a step of the random numbers, which have 16 bits: sums with them are exact
 CACHED = 1 << 16  # numbers that a CPU rounds at a time
-_FP8_LEAST, _FP8_STEPS = 2.0**-6, 2.0**-3  # e4m3: the least normal number, and the steps of a power of two
+_FP8_LEAST, _FP8_STEPS = 2.0**-6, 2.0**-3  # e4m3: the smallest normal number, and a step relative to the power of two
 
 
 def scales_of(blocks: Tensor, form: str) -> Tensor:
-    """The scale of each block, (..., 1) in float32, of numbers (..., block); NaN if one of them is not finite."""
+    """Return the scales of blocks, (..., block), as (..., 1) in float32; NaN if a number of the block is not finite."""
     scales = blocks.abs().amax(-1, keepdim=True).float().div_(_MOST[form]).clamp_min_(_LEAST)
     return scales.masked_fill_(torch.isinf(scales), math.nan)
 
@@ -39,11 +41,11 @@ def quantise(codes: Tensor, scales: Tensor, blocks: Tensor, form: str, noise: Te
     """Round numbers to a form.
 
     Args:
-        codes: of the same shape as `blocks`, in one byte each; filled.
+        codes: of the shape of `blocks`, one byte each; filled.
         scales: (..., 1) in float32; filled.
         blocks: (..., block), of any floating dtype.
         form: ``fp8`` or ``int8``.
-        noise: random int16 of the shape of `blocks`, to round stochastically; None to round to nearest.
+        noise: random int16 of the shape of `blocks` for stochastic rounding; None to round to nearest.
     """
     scales.copy_(scales_of(blocks, form))
     ratios = blocks.float() / scales
@@ -56,7 +58,7 @@ def quantise(codes: Tensor, scales: Tensor, blocks: Tensor, form: str, noise: Te
 
 
 def _dithered(ratios: Tensor, form: str, noise: Tensor) -> Tensor:
-    """Ratios rounded up or down, so that their expectation is what they are."""
+    """Round ratios up or down at random, so that the expected result is the ratio itself."""
     chance = (noise * _NOISE).add_(0.5)
     if form == "int8":
         return ratios.add_(chance).floor_()
@@ -66,10 +68,10 @@ def _dithered(ratios: Tensor, form: str, noise: Tensor) -> Tensor:
 
 
 def _decoded(codes: Tensor, form: str) -> Tensor:
-    """Codes as numbers that torch multiplies; those of fp8 are 1/256 of what they stand for.
+    """Decode codes to numbers that torch can multiply; those of fp8 are 1/256 of their values.
 
-    The bits of e4m3 are those of a float16 with fewer of each kind: on a CPU, moving them takes a tenth of the time of
-    a conversion.
+    e4m3 has the fields of a float16 with fewer bits each. On a CPU, shifting the bits takes a tenth of the time of a
+    conversion.
     """
     whole = codes.view(torch.int8)
     if form == "int8":
@@ -78,16 +80,16 @@ def _decoded(codes: Tensor, form: str) -> Tensor:
 
 
 def dequantise(out: Tensor, codes: Tensor, scales: Tensor, form: str) -> None:
-    """Fill `out`, (..., block), of any floating dtype: code times scale, rounded once."""
+    """Fill `out`, (..., block), of any floating dtype, with code times scale, rounded once."""
     decoded, scales = _decoded(codes, form), scales if form == "int8" else scales * 256
-    if out.dtype == torch.float64 or out.device.type == "cpu":  # there one operator for both takes longer
-        out.copy_(decoded).mul_(scales)  # exact: such numbers have few bits
+    if out.dtype == torch.float64 or out.device.type == "cpu":  # one operator for both steps is slower there
+        out.copy_(decoded).mul_(scales)  # the copy is exact: decoded numbers have few bits
     else:
         torch.mul(decoded, scales, out=out)
 
 
 def to_bf16(out: Tensor, numbers: Tensor, noise: Tensor | None) -> None:
-    """Round numbers to bfloat16, to nearest or, with random int16, stochastically."""
+    """Round numbers to bfloat16: to nearest, or stochastically with random int16 `noise`."""
     if noise is None:
         out.copy_(numbers)
         return
@@ -97,10 +99,10 @@ def to_bf16(out: Tensor, numbers: Tensor, noise: Tensor | None) -> None:
 
 
 class Numbers(NamedTuple):
-    """Views of a part of parcels: of one rank's, or of all ranks' (then the first dim is theirs).
+    """Views of a part of parcels: of one rank's parcel, or of all ranks' (the first dim is then the rank).
 
     Attributes:
-        part: what it travels as.
+        part: the format in which it is sent.
         values: (..., blocks, block); (..., elements) if there are no scales.
         scales: (..., blocks, 1) in float32; None if there are none.
     """
@@ -110,7 +112,7 @@ class Numbers(NamedTuple):
     scales: Tensor | None
 
     def put(self, numbers: Tensor, noise: Tensor | None = None) -> None:
-        """Round numbers, of the shape of `values`, into it."""
+        """Round numbers, of the shape of `values`, into this part."""
         if not self.part.form:
             self.values.copy_(numbers)
             return
@@ -122,7 +124,7 @@ class Numbers(NamedTuple):
                 quantise(self.values[at], self.scales[at], numbers[at], self.part.form, some)
 
     def fill(self, out: Tensor) -> None:
-        """Fill `out`, of the shape of `values`."""
+        """Fill `out`, of the shape of `values`, with the decoded numbers."""
         if self.scales is None:
             out.copy_(self.values)
             return
@@ -130,7 +132,7 @@ class Numbers(NamedTuple):
             dequantise(out[at], self.values[at], self.scales[at], self.part.form)
 
     def _pieces(self) -> Iterator[tuple[Any, ...]]:
-        """Where to round at a time: on a CPU so much that its cache holds it, which saves a third of the time."""
+        """Yield indices of the pieces to round. On a CPU a piece fits into the cache, which saves 1/3 of the time."""
         dim = -1 if self.scales is None else -2
         size = self.values.shape[dim]
         some = size if self.values.device.type != "cpu" else max(1, CACHED * size // max(1, self.values.numel()))
@@ -139,12 +141,12 @@ class Numbers(NamedTuple):
             yield ..., slice(begin, begin + some), *rest
 
     def flat(self) -> Tensor:
-        """The values without blocks, (..., elements)."""
+        """Return the values without blocks, (..., elements)."""
         return self.values if self.scales is None else self.values.flatten(-2)
 
 
 def numbers_in(parcels: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> list[Numbers]:
-    """Views of parcels, (..., bytes); `dtype` is that of what travels as it is."""
+    """View parcels, (..., bytes), as numbers; `dtype` is that of parts that are sent unrounded."""
     return [_view(parcels, part, dtype) for part in parts]
 
 
@@ -158,13 +160,13 @@ def _view(parcels: Tensor, part: Part, dtype: torch.dtype) -> Numbers:
 
 
 def rounded(tensor: Tensor, wire: Wire, dim: int = 0, dtype: torch.dtype | None = None) -> Tensor:
-    """What comes out of a gather for a parameter, or of a rounding to nearest for a gradient.
+    """Return a parameter as a gather rounds it, or a gradient rounded to nearest.
 
     Args:
         tensor: the whole parameter.
-        wire: what it travels as.
-        dim: along which it is cut.
-        dtype: of compute; None for its own.
+        wire: the format in which it is sent.
+        dim: along which it is sharded.
+        dtype: of the result; None for the tensor's own.
     """
     dtype = dtype or tensor.dtype
     size, row = tensor.shape[dim], tensor.numel() // max(tensor.shape[dim], 1)
@@ -180,12 +182,12 @@ def rounded(tensor: Tensor, wire: Wire, dim: int = 0, dtype: torch.dtype | None 
 
 
 class Rounding:
-    """How a group rounds its gradients; it outlives the buckets, and goes into checkpoints.
+    """The state of a group's gradient rounding. It outlives the buckets and is saved in checkpoints.
 
     Attributes:
-        number: how many roundings there were.
-        left: by parameter, what rounding has left of its gradients, if that is fed back: rows of all ranks in their
-            order, with those that pad them behind; between replicas, those of this rank.
+        number: number of roundings so far.
+        left: by parameter, the rounding error of its gradients, if error feedback is on: the rows of all ranks in rank
+            order, then the padding rows; between replicas, this rank's rows.
     """
 
     def __init__(self) -> None:
@@ -194,17 +196,17 @@ class Rounding:
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def copied(self) -> Rounding:
-        """Another one in the same state."""
+        """Return a copy of this state."""
         other = Rounding()
         other.put(self.number, {name: tensor.clone() for name, tensor in self.left.items()})
         return other
 
     def put(self, number: int, left: Mapping[str, Tensor]) -> None:
-        """Be in this state from now on."""
+        """Set the state."""
         self.number, self.left = number, dict(left)
 
     def seeded(self, name: str, rank: int, device: torch.device) -> torch.Generator:
-        """The random numbers of the next rounding, which follow from its number, a name and the rank."""
+        """Return the generator of the next rounding, seeded by the number of the rounding, a name and the rank."""
         generator = self._generators.get(device)
         if generator is None:
             generator = self._generators[device] = torch.Generator(device)
@@ -214,26 +216,26 @@ class Rounding:
 
 
 def _noise(count: int, device: torch.device, generator: torch.Generator) -> Tensor:
-    """Random int16, all values alike, of that number."""
+    """Return `count` uniform random int16."""
     words = torch.empty(-(-count // 4), dtype=torch.int64, device=device)
-    words.random_(-(2**63), None, generator=generator)  # a word is four numbers
+    words.random_(-(2**63), None, generator=generator)  # a word holds four numbers
     return words.view(torch.int16)[:count]
 
 
 def noise_like(numbers: Tensor, generator: torch.Generator) -> Tensor:
-    """Random int16, all values alike, of the shape of a tensor."""
+    """Return uniform random int16 of the shape of a tensor."""
     return _noise(numbers.numel(), numbers.device, generator).view(numbers.shape)
 
 
 class Rounder:
-    """Rounds the gradients of a bucket into parcels, by random numbers or with what earlier ones have left.
+    """Rounds the gradients of a bucket into parcels: stochastically, or with error feedback from earlier roundings.
 
     Args:
         rounding: of the group.
         names: of the parameters.
-        sizes: elements of a rank's piece of each.
+        sizes: elements of a rank's piece of each parameter.
         rank: of this process among all that reduce.
-        feedback: whether what is left is fed back.
+        feedback: whether rounding errors are added to the next gradients.
     """
 
     def __init__(
@@ -248,7 +250,7 @@ class Rounder:
         Args:
             to: the parts of parcels.
             gradients: of each part, in the shape of its values.
-            marks: 1 for each parameter of which this rank has a gradient, else 0.
+            marks: for each parameter, 1 if this rank has its gradient, else 0.
         """
         if self._feedback:
             for numbers, gradient in zip(to, gradients, strict=True):
@@ -260,24 +262,24 @@ class Rounder:
             self._put_at_random(list(turn), generator)
 
     def _put_at_random(self, pairs: Sequence[tuple[Numbers, Tensor]], generator: torch.Generator) -> None:
-        """Round the parts of a turn."""
+        """Round the parts of one turn."""
         members = sorted(index for numbers, _ in pairs if numbers.part.form for index in numbers.part.members)
         noise = self._noise_of(members, pairs[0][0].flat().shape[:-1], pairs[0][1].device, generator)
         for numbers, gradient in pairs:
             wanted = numbers.part.members if numbers.part.form else ()
-            # Taken out, so that what was drawn is freed before it is used.
+            # Popped, so that the noise of single parameters is freed before the joined noise is used.
             joined = _joined([noise.pop(index) for index in wanted]).reshape(gradient.shape) if wanted else None
             numbers.put(gradient, joined)
 
     def _noise_of(
         self, members: Sequence[int], lead: torch.Size, device: torch.device, generator: torch.Generator
     ) -> dict[int, Tensor]:
-        """Random numbers for some parameters, (*lead, elements of a piece), that are drawn at once in their order."""
+        """Draw random numbers for some parameters in their order, (*lead, elements of a piece), in one call."""
         if not members:
             return {}
         counts = [lead.numel() * self._sizes[index] for index in members]
         begins = itertools.accumulate((-(-count // 4) * 4 for count in counts), initial=0)
-        places = list(zip(members, begins, counts, strict=False))  # behind the last one is the end
+        places = list(zip(members, begins, counts, strict=False))  # `begins` has one more entry, the end
         _, begin, count = places[-1]
         drawn = _noise(begin + count, device, generator)
         return {index: drawn[begin : begin + count].view(*lead, -1) for index, begin, count in places}
@@ -298,13 +300,13 @@ class Rounder:
         numbers.put(total)
         arrived = torch.empty_like(total)
         numbers.fill(arrived)
-        total.sub_(arrived).nan_to_num_(0.0, 0.0, 0.0)  # nothing is left of what was not finite
-        left.mul_(1.0 - has).add_(total)  # what is left of a gradient that this rank has not waits for the next
+        total.sub_(arrived).nan_to_num_(0.0, 0.0, 0.0)  # numbers that were not finite leave no error
+        left.mul_(1.0 - has).add_(total)  # if this rank has no gradient, its earlier error is kept for the next one
         if len(lefts) > 1:
             torch._foreach_copy_(lefts, torch.split(left, [each.shape[dim] for each in lefts], dim))
 
     def _shapes(self, part: Part, gradient: Tensor) -> list[tuple[int, ...]]:
-        """The shapes of the members of a part, of which the gradient is given."""
+        """Return the shapes of the members of a part, given the part's gradient."""
         sizes = [self._sizes[index] for index in part.members]
         if not part.block:
             return [(*gradient.shape[:-1], size) for size in sizes]
@@ -312,7 +314,7 @@ class Rounder:
 
     @staticmethod
     def _has(marks: Tensor, part: Part, shapes: Sequence[tuple[int, ...]], dim: int) -> Tensor:
-        """The marks of the members, each as often as there are blocks, or elements, of it."""
+        """Return the marks of the members, each repeated for every block or element of the member."""
         own = marks.float()
         if len(shapes) == 1:
             return own[part.members[0]]
@@ -320,7 +322,7 @@ class Rounder:
         return torch.cat(each).unsqueeze(-1) if part.block else torch.cat(each)
 
     def _left_of(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """What is left of a parameter, in the shape of its gradient now; more ranks have more rows that pad."""
+        """Return a parameter's rounding error in the current shape of its gradient: padding rows may differ."""
         before = self._rounding.left.get(name)
         if before is None or before.shape != shape or before.device != device:
             now = torch.zeros(shape, dtype=torch.float32, device=device)

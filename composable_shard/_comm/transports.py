@@ -1,6 +1,6 @@
-"""The choice of transports for a group: the one that the environment names, else one by backend and size.
+"""Chooses the transports of a parameter group: the one named in the environment, or one by backend and size.
 
-Backend and size are the same on all ranks, so all ranks choose alike, and before anything has run.
+Backend and size are the same on all ranks, so all ranks make the same choice without communication.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .mesh import MeshInfo
 from .own_groups import own_group
 
 VARIABLE = "COMPOSABLE_SHARD_TRANSPORT"
-LARGE_FROM_BYTES = 16 << 20  # of a group: steps were faster packed at 4.7 MiB, by p2p at 27; 12 showed nothing
-_LARGE = {"gloo": "p2p"}  # by backend: what large groups take; all others take the first transport of their backend
+LARGE_FROM_BYTES = 16 << 20  # bytes of a group: measured steps were faster packed at 4.7 MiB, equal at 12, p2p at 27
+_LARGE = {"gloo": "p2p"}  # transport of large groups, by backend; other backends use their first transport
 
 
-# Worlds whose collectives do nothing, made by `testing`: there, fake tensors move as real ones do.
+# Worlds made by `testing` whose collectives do nothing. They accept fake tensors like real ones.
 PLAYED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -34,7 +34,7 @@ class TransportCache:
     """The transports of each process group, made once.
 
     Args:
-        runs: whether they will move anything; then they do so on process groups of our own, whose making is a
+        runs: whether the transports will communicate. If so, they use our own process groups, and making these is a
             collective.
     """
 
@@ -50,15 +50,15 @@ class TransportCache:
         small: MeshInfo | None = None,
         fake: bool = False,
     ) -> Transports:
-        """The transports of one group; None where an axis has one rank only.
+        """Return the transports of one parameter group; None where an axis has only one rank.
 
         Args:
             info: the group's mesh.
             options: with the user's own communication, if any.
             pieces: bytes of a rank's piece of each parameter.
-            small: the mesh of the few ranks that share weights between forward and backward.
-            fake: whether parameters are fake tensors: only torch's public functions take these, except in a simulated
-                world.
+            small: the mesh of the few ranks that share parameters between forward and backward.
+            fake: whether parameters are fake tensors. Except in a simulated world, only torch's public functions
+                accept these.
 
         Raises:
             ShardConfigValueError: the environment names a transport that the backend does not have.
@@ -83,7 +83,7 @@ class TransportCache:
         nbytes: int,
         own: Comms | None = None,
     ) -> Transport | None:
-        """The transport for groups of parameters of `nbytes`; `public`: by torch's public functions, unless forced."""
+        """Return the transport for `nbytes` of parameters; `public`: torch's public functions, unless forced."""
         if group is None or size == 1:
             return None
         if group not in self._made:
@@ -93,7 +93,7 @@ class TransportCache:
         if forced and forced not in made:
             raise ShardConfigValueError(
                 f"{VARIABLE}={forced}: the {backend} process group of {group.size()} ranks has no such transport; it "
-                f"has {', '.join(made)}. Unset the variable to let the backend and the size decide"
+                f"has {', '.join(made)}. Unset the variable to choose one by backend and size"
             )
         transport = made[forced or (PLAIN if public else _by_size(made, backend, nbytes))]
         return transport if own is None else Custom(transport, group, own)

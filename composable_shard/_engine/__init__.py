@@ -1,1 +1,1 @@
-"""Runs eager steps: one engine for each root, which follows the plan's schedule."""
+"""Runs eager steps: one engine per root follows the plan's schedule."""

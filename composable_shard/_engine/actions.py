@@ -1,7 +1,7 @@
-"""Actions on groups: gathers, reductions and resharding, and the waits for them. Each action is recorded.
+"""Actions on parameter groups: gather, reduce and reshard, and the waits for gathers and reductions.
 
-In an eager step, nothing outside of this file starts or awaits a gather or a reduction, or gives weights up. Here, to
-*drop* a group is to reshard it and to install its sharded parameters.
+In an eager step, only this file starts or waits for gathers and reductions, and only this file reshards. Every action
+is recorded. To *drop* a group means to reshard it and to install its sharded parameters in the modules.
 """
 
 from __future__ import annotations
@@ -35,31 +35,32 @@ T = TypeVar("T")
 LOG = logging.getLogger("composable_shard.engine")
 is_logged: Callable[[], bool] = partial(LOG.isEnabledFor, logging.DEBUG)
 UNSHARD, WAIT, RESHARD, REDUCE, REDUCED = Kind.UNSHARD, Kind.WAIT, Kind.RESHARD, Kind.REDUCE, Kind.REDUCED
-_AT_ONCE = 4  # set `.grad` for this many reduced groups together: half the host time of setting it group by group
+_AT_ONCE = 4  # set `.grad` for this many reduced groups together, which halves the host time compared with one by one
 _NOTHING = object()
 
 
 class Actions:
-    """Acts on the groups of one engine, and records every action.
+    """Runs the actions of one engine's groups and records each one.
 
     Args:
         groups: all groups.
-        runtime: pool and lanes that the groups were built with.
+        runtime: the pool and lanes that the groups were built with.
         order: the schedules to follow.
-        watch_leaf: called once with every leaf that users may find in a module outside of its forward.
+        watch_leaf: called once for every unsharded leaf that users can read from a module outside its forward.
         without_group: the entries of sharded modules that have no parameters of their own.
 
     Attributes:
-        groups, pool, order: all groups, their memory, and the schedules in force.
-        changed: the event behind the last change of the parameters, for which the next gather waits; None if one has.
-        repeated: groups that get gradients from several uses in the backward that runs now.
-        budget: which weights are given up when a step that is not the planned one needs memory.
-        streams: whether waiting for communication blocks only streams, never the host.
-        watch: the stopwatch that times all actions; None if nobody asked for times.
-        history: the actions so far, from which records are made.
-        installed: which tensors stand in the modules.
-        staying: groups that were not resharded when the backward of a use ended, because the group's next use, or a
-            forward of it that still runs, needs the weights.
+        groups, pool, order: all groups, their memory, and the current schedules.
+        changed: the event recorded after the last parameter change. The next gather waits for it; None if a gather
+            already has.
+        repeated: groups that get gradients from several uses in the current backward.
+        budget: decides which groups to reshard when a step that deviates from the plan needs memory.
+        streams: whether a wait for communication blocks only streams and never the host.
+        watch: the stopwatch that times all actions; None if nothing is timed.
+        history: the actions so far; records are built from it.
+        installed: tracks which tensors are installed in the modules.
+        staying: groups that were not resharded at the end of a use's backward, because the group's next use, or one of
+            its forwards that is still running, needs the unsharded parameters.
         gathered: groups that were gathered since the last backward ended; the same on all ranks.
     """
 
@@ -83,14 +84,14 @@ class Actions:
         self.installed = Installed(watch_leaf)
         self._runtime = runtime
         self._without_group = list(map(weakref.ref, without_group))
-        self._ask_first: Callable[[], None] | None = None  # before anything is reduced
+        self._ask_first: Callable[[], None] | None = None  # called before the first reduction
         self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
-        # Groups to gather once all reductions in flight were waited for; None if no gathers are held back.
+        # Groups to gather after waiting for all reductions in flight; None if no gathers are held back.
         self._gathers_behind: Sequence[ParamGroup] | None = None
-        self._unset: dict[ParamGroup, GroupReduced] = {}  # reductions that were waited for; `.grad` is not set yet
-        # Likewise, of which the host must read something: it waits for the accelerator once, when backward is over.
+        self._unset: dict[ParamGroup, GroupReduced] = {}  # finished reductions whose `.grad` is not set yet
+        # Finished reductions with values that the host must read. The host synchronizes once for all, after backward.
         self._unread: list[tuple[ParamGroup, GroupReduced]] = []
-        # For groups with hooks and several uses in a backward: the hooks are called once, with the sum over all uses.
+        # For groups with hooks and several uses in a backward: the hooks run once, on the sum over all uses.
         self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}
         self.staying: set[ParamGroup] = set()
         self.gathered: set[ParamGroup] = set()
@@ -98,36 +99,36 @@ class Actions:
     # ---- the record
 
     def roll_record(self) -> None:
-        """An iteration has ended: its actions, if there are any, become the last record."""
+        """End an iteration: its actions, if there are any, become the last record."""
         if self.history.roll(() if self.watch is None else self.watch.spans) and self.watch is not None:
             self.watch.take()
 
     def record_so_far(self) -> Record | None:
-        """The record since the last one; None if nothing was done. The same object until more is done."""
+        """The record since the last one; None if there are no actions. The same object until more actions follow."""
         return self.history.so_far(() if self.watch is None else self.watch.spans)
 
     def before_first_reduction(self, ask: Callable[[], None]) -> None:
-        """Have `ask` called before the next reduction; if it raises, again before the one after that."""
+        """Call `ask` before the next reduction. If it raises, call it again before the following one."""
         self._ask_first = ask
 
     def explain(self, error: BaseException) -> None:
-        """If memory has run out, note on the error who holds what."""
+        """If the error means that memory ran out, add a note about the memory in use."""
         explain(error, [Part(self.groups, self.pool, self.order.plan)])
 
     def time_by(self, watch: Stopwatch | None) -> None:
-        """From now on `watch` times what is done; None for nobody."""
+        """Time all actions with `watch` from now on; None turns timing off."""
         self.watch = watch
 
     # ---- between passes
 
     def end_reads(self) -> None:
-        """No backward reads weights now: forget the outputs of nodes, which would keep the engine alive."""
+        """Release the outputs of nodes when no backward reads weights; otherwise they would keep the engine alive."""
         for group in self.groups:
             for bucket in group.buckets:
                 bucket.writes.end_reads()
 
     def hide_idle(self) -> None:
-        """Install the sharded parameters of all groups whose forward does not run."""
+        """Install the sharded parameters of all groups whose forward is not running."""
         for group in self.groups:
             if not group.running:
                 self.installed.hide(group)
@@ -135,47 +136,48 @@ class Actions:
     # ---- issuing
 
     def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], given: Any = _NOTHING) -> T:
-        """Call `work` (with `given`, if there is one) and record it as an action; all actions of a rank pass here."""
+        """Call `work` (with `given`, if passed) and record the action. All actions of a rank go through this method."""
         try:
             if self.watch is not None:
                 result = self.watch.timed(kind, group.fqn, work, *(() if given is _NOTHING else (given,)))
-            else:  # no `work(*args)`, which is slower: it would re-enter the interpreter
+            else:  # `work(*args)` is slower: it would re-enter the interpreter
                 result = work() if given is _NOTHING else work(given)
         except Exception as error:
             self.explain(error)
             raise
         done = self.history.done
-        done += (kind, group.fqn, self.pool.live_bytes)  # flat: tuples would keep the cycle collector busy
+        done += (kind, group.fqn, self.pool.live_bytes)  # a flat list: tuples would add work for the cycle collector
         return result
 
     def parameters_changed(self, at: torch.Event | None = None) -> None:
-        """All later gathers wait for the event `at`; without one, for the work queued on the current stream so far."""
+        """Make later gathers wait for the event `at`; without one, for the work queued on the current stream so far."""
         self.changed = at or self._runtime.gather_lane.mark()
 
     def ahead(self, group: ParamGroup | None) -> None:
-        """Issue the gather of a group without waiting for it, if it is not issued or gathered already."""
+        """Issue a group's gather without waiting for it, unless it is issued or complete already."""
         if group is not None and group.phase in AWAY:
             if self.order.forward.kept and group in self.order.forward.kept:
                 group.note_versions()
-            here = group.phase is RESIDENT  # then nothing is read that an optimizer changes
+            here = group.phase is RESIDENT  # then the gather reads nothing that an optimizer changes
             self._act(UNSHARD, group, group.start_gather, self.changed)
-            if not here:  # all gathers are on one lane, and what it has waited for once, it need not wait for again
+            if not here:  # all gathers share one lane, so it waits for each event only once
                 self.changed = None
             if self.watch is not None and self.watch.serial:
                 self._arrive(group)
 
     def prefetch(self, groups: Sequence[ParamGroup]) -> None:
-        """Gather these groups ahead; those that do not fit in the budget are left until they are needed."""
+        """Prefetch these groups. Groups that do not fit in the budget are gathered later, when they are needed."""
         for group in groups:
             bounded = self.order.forward.budget is not None
             if group.phase in AWAY and not (bounded and self.budget.exceeded_by(gathering(group))):
                 self.ahead(group)
 
     def need(self, group: ParamGroup) -> None:
-        """Make the weights of a group readable: gather them if necessary, and wait for that.
+        """Make a group's unsharded parameters readable: gather them if necessary, and wait.
 
-        A forward may write to shards, as that of a model that moves its teacher after its student. What was gathered
-        of them before is of no use then. Where a backward follows, it notices that itself.
+        A forward may write to shards, for example if a model updates its teacher after its student. The unsharded
+        parameters from before are outdated then. They are gathered again here unless a backward follows, which detects
+        the change itself.
         """
         if group.phase in AWAY:
             if self.order.forward.budget is not None:
@@ -188,9 +190,9 @@ class Actions:
             self._arrive(group)
 
     def _make_room(self, to: ParamGroup, nbytes: int) -> None:
-        """Free memory until `nbytes` more for the group `to` fit in the budget, if they can.
+        """Free memory until `nbytes` more for the group `to` fit in the budget, if possible.
 
-        A step that runs as planned fits anyway. Otherwise reductions are waited for first, then weights are given up.
+        A step that follows the plan fits already. In other steps, first wait for reductions, then reshard groups.
         """
         while self.budget.exceeded_by(nbytes) and any(each.leased_bytes for _, each in self._reductions):
             self._settle_oldest()
@@ -199,15 +201,15 @@ class Actions:
                 self.drop(group)
 
     def _arrive(self, group: ParamGroup) -> None:
-        """Wait for a gather that was issued."""
+        """Wait for a gather in flight."""
         self._act(WAIT, group, group.finish_gather)
         self.gathered.add(group)
 
     def drop(self, group: ParamGroup) -> None:
-        """Reshard a group, whatever its phase is, and install its sharded parameters.
+        """Reshard a group in any phase, and install its sharded parameters.
 
         Raises:
-            StaleStateError: an unsharded parameter was edited in place. The group is resharded then, too.
+            StaleStateError: an unsharded parameter was edited in place. The group is still resharded.
         """
         edited = self.find_edits(group) if group.is_written() else ()
         self.give_up(group)
@@ -215,7 +217,7 @@ class Actions:
             raise lost_edit(edited)
 
     def give_up(self, group: ParamGroup) -> None:
-        """`drop` a group without a look at edits."""
+        """Do the same as `drop`, but do not check for in-place edits."""
         self.staying.discard(group)
         if (entries := group.entries()) is not None:
             entries.hide()
@@ -225,7 +227,7 @@ class Actions:
             self._act(RESHARD, group, group.reshard)
 
     def find_edits(self, group: ParamGroup) -> list[str]:
-        """Versions of unsharded parameters have risen: FQNs of those whose values have changed; see `edits.changed`."""
+        """FQNs of the unsharded parameters whose values changed, given that their versions did; see `edits.changed`."""
         try:
             return changed(group.buckets, partial(self._gather_again, group))
         except BaseException:
@@ -238,12 +240,12 @@ class Actions:
         self._arrive(group)
 
     def drop_outdated(self, waiting: bool) -> bool:
-        """A forward of the root begins: adopt parameters that were replaced, and drop weights that are out of date.
+        """At the start of a root forward: adopt replaced parameters, and reshard outdated groups.
 
         Args:
-            waiting: whether the backward of an earlier forward may still come. If so, the unsharded parameters that
-                this forward left unsharded are kept for that backward. The caller decides this by the calls of the
-                program and not by which graphs are alive, because ranks may differ in the latter.
+            waiting: whether the backward of an earlier forward may still run. If so, the groups that this forward left
+                unsharded stay unsharded for that backward. The caller decides this by the calls that the program makes
+                and not by which graphs are alive, because ranks may differ in the latter.
 
         Returns:
             whether any parameter was replaced.
@@ -261,28 +263,28 @@ class Actions:
         return adopted
 
     def _outlives(self, group: ParamGroup, waiting: bool) -> bool:
-        """Whether weights that are gathered when a forward of the root begins may be used in it."""
+        """Whether a root forward that begins now may use the unsharded parameters of this group."""
         if group.stay.pinned:
             return True
-        # An evaluation may follow a swap of weights by foreach functions, which raise no version. It drops all weights
-        # when it ends, so none need be kept for it.
+        # Foreach functions do not increase versions, so a swap of weights by them before an evaluation goes unnoticed.
+        # An evaluation reshards all groups when it ends, so none need to be kept for it.
         if not torch.is_grad_enabled():
             return False
-        # What counts is the setting of the backward that has kept the weights. In the last one of several micro-batches
-        # it is True again.
+        # `stay.kept` stores the setting from the backward that kept the weights: the current setting is True again in
+        # the last of several microbatches.
         return waiting or group.stay.kept or not group.settings.current.reshard_after_backward
 
     def _adopt_without_group(self) -> None:
-        """Users may have added parameters to modules that had none of their own."""
+        """Adopt parameters that users added to modules that had none of their own."""
         for known in self._without_group:
             if (entries := known()) is not None:
                 entries.adopt()
 
     def drop_after_forward(self, failed: bool) -> None:
-        """A forward of the root is over: drop gathers that were not used and, without grad mode, all weights.
+        """At the end of a root forward: reshard prefetched groups that were not used; without grad mode, all groups.
 
         Args:
-            failed: whether by an error; then nothing is done for which other ranks are needed.
+            failed: whether the forward raised an error. Then nothing is done that requires other ranks.
         """
         keeps = torch.is_grad_enabled()
         for group in self.groups:
@@ -295,14 +297,14 @@ class Actions:
             self.pool.rest(between=True)
 
     def give_up_idle(self) -> None:
-        """After a failure: drop all groups whose forward does not run and that no user has pinned."""
+        """After a failure: reshard all groups whose forward is not running, except those that a user unsharded."""
         for group in self.groups:
             if not group.running and (group.is_written() or not group.stay.pinned):
-                group.forget_writes()  # what has failed was said
+                group.forget_writes()  # the failure was reported already
                 self.give_up(group)
 
     def pin(self, group: ParamGroup, wait: bool) -> None:
-        """Gather a group and keep it until `reshard`, its next use, or a change of its parameters."""
+        """Gather a group and keep it unsharded until `reshard`, its next use, or a change of its parameters."""
         if group.phase in AWAY:
             self.parameters_changed()
         group.stay.pin()
@@ -312,12 +314,12 @@ class Actions:
             self.installed.show_leaves(group)
 
     def open_backward(self, repeated: frozenset[ParamGroup]) -> None:
-        """A backward pass begins.
+        """Begin a backward pass.
 
         Args:
             repeated: groups that get gradients from several uses in it.
         """
-        if self._reductions:  # of one that is to be ended by hand
+        if self._reductions:  # of a backward that the user ends manually
             self.settle()
         self.repeated = repeated
         self.installed.open_backward()
@@ -327,21 +329,21 @@ class Actions:
             self.budget.begin_backward()
 
     def close_backward(self) -> None:
-        """The pass is over, or has failed."""
+        """End a backward pass, successful or not."""
         self.staying.clear()
         self.installed.close_backward()
         self.budget.unread.clear()
         self.pool.backward = False
 
     def drop_after_backward(self, pinned: bool) -> None:
-        """A backward is over: drop the groups that are to be resharded after backward, and gathers that nobody used.
+        """At the end of a backward: reshard groups that have `reshard_after_backward`, and prefetched, unused groups.
 
-        Groups whose forward runs are left alone. The remaining ones keep their weights, but get their sharded
-        parameters installed.
+        Groups whose forward is running are skipped. All others stay unsharded, but their sharded parameters are
+        installed.
 
         Args:
-            pinned: whether pinned groups are treated like all others. A rank that has not run such a group must end
-                with it sharded, like ranks that have: else clipping would miss its gradients.
+            pinned: whether groups that a user unsharded are treated like all others. A rank that has not run such a
+                group must end with it sharded, like the ranks that have: otherwise clipping would miss its gradients.
         """
         self.staying.clear()
         self.budget.unread.clear()
@@ -356,9 +358,9 @@ class Actions:
         self.pool.rest()
 
     def reduce(self, group: ParamGroup, gradients: Gradients) -> None:
-        """Issue the reduction of a group's gradients, after waiting for the oldest ones if too many are in flight.
+        """Issue the reduction of a group's gradients. If too many reductions are in flight, wait for the oldest first.
 
-        `.grad` is set when this reduction is waited for, or a little later by `hand_out`.
+        `.grad` is set when this reduction has been waited for, or a little later by `hand_out`.
         """
         if self._reductions:
             most = self._most_before(group)
@@ -371,11 +373,11 @@ class Actions:
             self._settle_oldest()
 
     def _most_before(self, group: ParamGroup) -> int:
-        """How many reductions may be in flight when that of a group is issued; at least 1."""
+        """How many reductions may be in flight when this group's is issued; at least 1."""
         large = group.gradients.reduce_bytes > self.pool.arena.least_large
-        # Arenas of ranks may differ, so only where the wait issues nothing, nor do the hooks that are called then.
+        # The arenas of ranks may differ, so this is allowed only if neither the wait nor the hooks issue collectives.
         if large and not any(each.issues_in_wait or each.gradients.hooks_taken for each, _ in self._reductions):
-            return 1  # their memory goes back to the allocator before this one's comes from it
+            return 1  # the allocator gets back the memory of earlier reductions before this one allocates
         schedule, allowed = self.order.backward, group.settings.current.max_reductions
         planned = schedule.in_flight.get(group, schedule.max_reductions)
         return min(planned, allowed) if planned and allowed else planned or allowed or MAX_REDUCTIONS
@@ -392,7 +394,7 @@ class Actions:
         self.history.lasted(reduction.queued_bytes)
 
     def reduce_now(self, group: ParamGroup, gradients: Gradients) -> dict[int, torch.Tensor]:
-        """Reduce and wait; returns this rank's piece of each gradient, by parameter index, and sets no `.grad`."""
+        """Reduce and wait; does not set `.grad`. Returns this rank's shard of each gradient, by parameter index."""
         self.settle()
         if self.order.forward.budget is not None:
             self._make_room(group, group.gradients.reduce_bytes)
@@ -401,18 +403,18 @@ class Actions:
         return self._act(REDUCED, group, group.gradients.finish_reduce, reduction).pieces()
 
     def begin_forward(self, group: ParamGroup) -> None:
-        """The forward of a group begins, outside of any backward."""
+        """Begin the forward of a group, outside of any backward."""
         self.history.begins(group)
         if self.watch is not None:
             self.watch.begin(Kind.FORWARD, group.fqn)
 
     def end_forward(self, group: ParamGroup, stays: bool) -> None:
-        """The forward of a group is over: reshard it, keep its weights, or keep pieces of them (`ParamGroup.shrink`).
+        """End the forward of a group: reshard it, keep it unsharded, or keep pieces of it (`ParamGroup.shrink`).
 
         Args:
             group: the group.
-            stays: whether the forward was a recomputation in the group's own backward, which needs the weights next;
-                then nothing is done.
+            stays: whether the forward was a recomputation in the group's own backward, which needs the unsharded
+                parameters next. Then the group is not resharded.
         """
         if self.watch is not None:
             self.watch.end(Kind.FORWARD)
@@ -426,56 +428,56 @@ class Actions:
         elif group.phase is UNSHARDED:
             self._shrink(group)
         if not (self.pool.arena.keeps_idle or self.pool.backward) and self.order.all_have_begun():
-            self.pool.rest()  # also where the loss is made within the root's forward
+            self.pool.rest()  # here as well, because the root's forward may compute the loss
 
     def end_failed_forward(self, group: ParamGroup, stays: bool, written: bool) -> None:
-        """`end_forward` of a forward that has failed. Edits are not looked for: other ranks may not have failed.
+        """Do the same as `end_forward` after a failure, but do not check for edits: other ranks may not have failed.
 
         Args:
-            group, stays: as of `end_forward`.
-            written: whether the forward has written to outputs of its node.
+            group, stays: as in `end_forward`.
+            written: whether the forward wrote to outputs of its node.
         """
         written |= group.is_written()
         group.forget_writes()
         self.end_forward(group, stays)
-        # A checkpoint may also stop a recomputation in backward by an error.
+        # A checkpoint also stops a recomputation in backward early by raising an exception.
         if written and current_backward() < 0:
             self.give_up(group)
 
     def _shrink(self, group: ParamGroup) -> None:
-        """Keep pieces of a group's weights, and show these to its modules."""
+        """Keep pieces of a group's unsharded parameters, and install these pieces in the modules."""
         self.installed.hide(group)
         edited = self.find_edits(group) if group.is_written() else ()
         self._act(Kind.SHRINK, group, group.shrink)
         if edited:
             raise lost_edit(edited)
-        self.history.lasted(group.layout.weight_bytes)  # for a moment weights and pieces were both live
+        self.history.lasted(group.layout.weight_bytes)  # for a moment, full weights and pieces were both live
         if (entries := group.entries()) is not None:
             entries.lend(group.pieces())
 
     def begin_backward(
         self, use: Use, outputs: Outputs, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]
     ) -> None:
-        """Backward has reached a use: gather and install its weights, and prefetch the groups that follow.
+        """Begin the backward of a use: gather and install its unsharded parameters, and prefetch the next groups.
 
-        Where the memory of a reduction is free for gathers only once the host has waited for it (`reduces_first`), all
-        reductions in flight are waited for before anything is gathered. If the weights of this use, or of `missed`,
-        must be gathered, that wait is here. The prefetches, and otherwise that wait, too, come when half of the use's
-        saved weights were read: reductions overlap with the first half of its backward, prefetched gathers with
-        the second.
+        With `reduces_first`, gathers can reuse a reduction's memory only after the host has waited for that reduction.
+        So all reductions in flight are waited for before anything is gathered. If this use or a group in `missed` must
+        be gathered, the wait happens here. Otherwise, the wait happens when half of the use's saved weights have been
+        read. Prefetches are then issued at that point in both cases, so reductions overlap with the first half of the
+        use's backward, and prefetched gathers overlap with the second half.
 
         Args:
             use: the use.
-            outputs: those of the use's node; they are installed again, because a checkpoint may recompute the forward.
-            missed: groups that the schedule gathers with earlier uses which backward has skipped; they are gathered
-                first.
+            outputs: the outputs of the use's node. They are installed again, because a checkpoint may recompute the
+                forward.
+            missed: groups that the schedule gathers with earlier uses which backward skipped. They are gathered first.
             following: the groups to prefetch with this use.
         """
         if self._gathers_behind is not None:
             self.catch_up()
         group = use.group
         self.staying.discard(group)
-        if len(group.buckets) == 1:  # else the outputs of each bucket are known to its handles alone
+        if len(group.buckets) == 1:  # with several buckets, only the handles of each bucket know its outputs
             group.buckets[0].writes.begin_reads(outputs, group.buckets[0].here)
         if self.order.forward.budget is not None:
             self.budget.reached(use, outputs)
@@ -487,8 +489,8 @@ class Actions:
             self.installed.show_again(use, outputs)
             if torch.is_grad_enabled():
                 self.installed.copy(use, outputs)
-        # If the root returns its last module's output, backward reaches that module before the root. The compute that
-        # is timed now belongs to the module, so the root must not take it over.
+        # If the root returns its last module's output, backward reaches that module before the root. The compute timed
+        # now belongs to the module and must not be attributed to the root.
         if self.watch is not None and not (group.is_root and self.watch.runs(Kind.BACKWARD)):
             self.watch.begin(Kind.BACKWARD, group.fqn)
         if not waits:
@@ -501,9 +503,9 @@ class Actions:
             self.catch_up()
 
     def _wait_before(self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]) -> bool:
-        """Whether prefetches must come after the reductions in flight.
+        """Whether prefetches must be issued after the reductions in flight.
 
-        If this group, or one of `missed`, must be gathered at once, the reductions are waited for here.
+        If this group or a group in `missed` must be gathered now, wait for the reductions here.
         """
         if not (self.order.backward.reduces_first or group.reduces_first):
             return False
@@ -514,9 +516,9 @@ class Actions:
         return any(each.phase in AWAY for each in following)
 
     def gather_again(self, group: ParamGroup) -> None:
-        """Make a group's weights readable again, which may have been given up since backward reached the group.
+        """Make a group readable again that may have been resharded since backward reached it.
 
-        If they were given up for the budget before a checkpoint has recomputed, the outputs of the use's node are also
+        If it was resharded for the budget before a checkpoint recomputed, the outputs of the use's node are also
         installed again.
         """
         self.need(group)
@@ -524,7 +526,7 @@ class Actions:
             self.installed.show_again(*reached)
 
     def pass_over(self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]) -> None:
-        """Issue the gathers of a use that backward goes past (see `Engine._pass_over`); arguments as above."""
+        """Issue the gathers of a use that backward skips (see `Engine._pass_over`, `begin_backward`)."""
         self.budget.unread.pop(group, None)
         own = (group,) if group.gathers_in_backward else ()
         self._settle_for(group, (*missed, *own))
@@ -535,17 +537,17 @@ class Actions:
         self.prefetch(following)
 
     def _settle_for(self, group: ParamGroup, gathers: Sequence[ParamGroup]) -> None:
-        """Call `catch_up`, after making it wait for all reductions if these gathers must come after them."""
+        """Call `catch_up`. If these gathers must follow the reductions, wait for all reductions first."""
         first = self.order.backward.reduces_first or group.reduces_first
         if first and any(each.phase in AWAY for each in gathers):
             self._gathers_behind = self._gathers_behind or ()
         self.catch_up()
 
     def end_use(self, group: ParamGroup, following: ParamGroup | None) -> None:
-        """The backward of a use is over: drop its group, unless the weights are to stay.
+        """End the backward of a use: drop its group, unless it must stay unsharded.
 
-        They stay if a setting says so, if a forward of the group still runs, or (unless the schedule says otherwise) if
-        the group is also `following`, the one whose backward is expected next.
+        A group stays unsharded if its settings request it or if one of its forwards is still running. It also stays if
+        it is `following`, the group whose backward is expected next, unless the schedule forbids that.
         """
         if self._gathers_behind is not None:
             self.catch_up()
@@ -559,14 +561,14 @@ class Actions:
         if stays:
             self.staying.add(group)
         else:
-            self.installed.hide(group)  # the weights stay, but clipping and optimizers must find sharded parameters
+            self.installed.hide(group)  # stays unsharded, but clipping and optimizers must see sharded parameters
 
     def catch_up(self) -> None:
-        """If gathers wait behind reductions: wait for the reductions, then issue the gathers."""
+        """If gathers are held back behind reductions: wait for the reductions, then issue the gathers."""
         following, self._gathers_behind = self._gathers_behind, None
         if following is None:
             return
-        grad = torch.is_grad_enabled()  # with create_graph
+        grad = torch.is_grad_enabled()  # True with create_graph
         set_grad_enabled(False)
         try:
             while self._reductions:
@@ -597,7 +599,7 @@ class Actions:
             self._take(group, reduced, waits)
 
     def _take(self, group: ParamGroup, reduced: GroupReduced, waits: bool) -> None:
-        """Set `.grad`, or add to it: now, or together with others if it may wait."""
+        """Set or accumulate `.grad`: now, or together with other groups if `waits`."""
         if waits and reduced.is_uncut and self._is_first(group):
             self._unset[group] = reduced
             if len(self._unset) == _AT_ONCE:
@@ -609,45 +611,45 @@ class Actions:
             group.gradients.add(reduced.pieces(), reduced.unused)
 
     def _is_read_last(self, group: ParamGroup, reduced: GroupReduced) -> bool:
-        """Whether the host would have to wait for an accelerator. Not if more results of the group are to be held."""
+        """Whether the host would wait for an accelerator here. False if more results of the group will follow."""
         return not reduced.is_awaited and group not in self.repeated
 
     def _is_first(self, group: ParamGroup) -> bool:
-        """Whether there is no gradient yet: adding to one would free the new one's memory at once."""
+        """Whether the group has no gradient yet. Adding to an existing one frees the new one's memory immediately."""
         return group not in self._unset and not group.gradients.any_set()
 
     def _add_up(self, group: ParamGroup, reduced: GroupReduced) -> None:
-        """Add reduced gradients of one of several uses to the sum that hooks will see."""
+        """Add the reduced gradients of one use to the sum over all uses, on which the hooks will run."""
         sums = self._sums.setdefault(group, {})
         for each in filter(None, (self._unset.pop(group, None), reduced)):
             for index, piece in each.pieces().items():
                 sums[index] = sums[index] + piece if index in sums else piece
 
     def hand_out(self) -> None:
-        """Set `.grad` for the groups whose reduction was waited for."""
+        """Set `.grad` for the groups whose reduction has been waited for."""
         unset, self._unset = self._unset, {}
         for group, reduced in unset.items():
             group.gradients.add(reduced.pieces(), reduced.unused)
 
     def discard(self) -> None:
-        """Wait for all reductions and throw their results away."""
+        """Wait for all reductions and discard their results."""
         self._sums.clear()
         self._unset.clear()
         self._unread.clear()
         self._gathers_behind = None
-        while self._reductions:  # each is taken before it is waited for: one that fails must not be waited for again
+        while self._reductions:  # remove each before waiting: after a failure it must not be waited for again
             group, reduction = self._reductions.popleft()
             self._act(REDUCED, group, group.gradients.finish_reduce, reduction)
 
     def rebuild(self, groups: Sequence[ParamGroup]) -> None:
-        """Make the buckets of the sharded ones of these groups anew, and free all memory that is not leased."""
+        """Re-create the buckets of those groups that are sharded, and free all memory that is not leased."""
         for group in groups:
             if group.phase is SHARDED:
                 group.rebuild()
         self.pool.forget()
 
     def plan_memory(self) -> None:
-        """Between two steps: lay the pool's slots out in an arena, if no group uses them."""
+        """Between two steps: place the pool's slots in an arena, if all groups are sharded."""
         if all(group.phase is SHARDED for group in self.groups):
             for group in self.groups:
                 group.leave_slots()

@@ -1,10 +1,10 @@
 """A running backward pass (`BackwardPass`), and the boundaries of iterations (`Iterations`).
 
-`BackwardPass` knows the uses that the pass will reach, their order, and how far the pass has come.
+`BackwardPass` tracks which uses the pass will reach, in which order, and how far the pass has come.
 
-`Iterations` decides where one iteration ends and the next begins, by the calls that the program makes and never by
-which graphs are alive. All ranks make the same calls and so find the same iterations, even if one rank alone keeps an
-output, and with it a graph whose backward never runs.
+`Iterations` decides where one iteration ends and the next begins. It decides by the calls that the program makes, never
+by which graphs are alive. All ranks make the same calls and therefore find the same iterations, even if only one rank
+keeps an output, and with it a graph whose backward never runs.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from .._group.group import ParamGroup
 from .._torch.core import node_will_run, queue_backward_callback
 from .node import Use
 
-_MOST_WAITING = 256  # once this many forwards have had no backward, no backward of them is expected any more
+_MOST_WAITING = 256  # after this many forwards without a backward, none is expected any more
 _FORWARD = "forward"
 _forward_of, _group_of, _last_of, _number_of = map(attrgetter, ("forward", "group", "last", "number"))
 
 
 class Token:
-    """Held by a callback that autograd drops when a backward pass ends, well or not: a dead token is an ended pass."""
+    """Held by a callback that autograd drops when a backward pass ends or fails. A freed token means an ended pass."""
 
     __slots__ = ("__weakref__",)
 
 
 def _end(token: Token) -> None:
-    """Does nothing; autograd holds the token through it until a nested pass ends."""
+    """Do nothing. Autograd holds the token through this callback until a nested pass ends."""
 
 
 def _backward_place(use: Use) -> tuple[int, int]:
-    """Sort key of the order in which backwards begin: reversed, except that an enclosing use precedes the enclosed."""
+    """Sort key for the order in which backwards begin: reversed, except that an enclosing use precedes the enclosed."""
     return -use.last, use.number
 
 
 class Passed(NamedTuple):
-    """A use that backward goes past: its turn has come, but this rank reaches it only later, or never.
+    """A use that backward skips: its turn has come, but this rank reaches it only later, or never.
 
-    A use whose node only other ranks may run is reported twice: where its backward would begin, and where it would end.
-    A use that this rank reaches later is reported only where its backward would begin.
+    A use whose node may run only on other ranks is reported twice: where its backward would begin, and where it would
+    end. A use that this rank reaches later is reported only where its backward would begin.
 
     Attributes:
         use: the use.
         begins: True where its backward would begin, False where it would end.
-        following: where it would end, the group whose backward comes next; None where it would begin.
+        following: the group whose backward comes next, where this one would end; None where it would begin.
     """
 
     use: Use
@@ -71,24 +71,24 @@ def _repeated(groups: Sequence[ParamGroup]) -> frozenset[ParamGroup]:
 class BackwardPass:
     """The outermost backward pass on this thread, with the passes nested in it.
 
-    Autograd numbers its passes, nested ones higher. A reentrant checkpoint runs a nested pass.
+    Autograd numbers its passes; a nested pass has a higher number. A reentrant checkpoint runs a nested pass.
 
     Args:
-        number: of the outermost pass.
-        token: dies when the pass ends, well or not.
+        number: number of the outermost pass.
+        token: an object that is freed when the pass ends, successfully or not.
         uses: all uses that a backward may go through, in the order of creation.
-        on_end: returns what to call when the token dies, or None.
-        opened_by: the use that backward has reached first, if that is known.
+        on_end: returns the function to call when the token is freed, or None.
+        opened_by: the use that backward reached first, if known.
 
     Attributes:
-        number: of the outermost pass.
-        current: number of the innermost pass that was last noted.
-        alive: whether the pass still runs.
-        entered: uses that it has reached.
-        repeated: groups of which the pass runs the nodes of several uses.
-        forwards: numbers of the root's forwards that the pass goes through.
+        number: number of the outermost pass.
+        current: number of the innermost pass that was noted last.
+        alive: whether the pass is still running.
+        entered: uses that the pass has reached.
+        repeated: groups that have several uses whose nodes the pass runs.
+        forwards: numbers of the root forwards that the pass goes through.
         newest: the highest of these numbers; 0 if there are none.
-        gone_past: uses that backward went past. Their gathers were issued then, and are not issued again.
+        gone_past: uses that backward skipped. Their gathers were issued then, and are not issued again.
     """
 
     def __init__(
@@ -118,13 +118,14 @@ class BackwardPass:
                 expected.append(use)
         self._will_fire = set(expected)
         self._waiting = deque(reversed(expected))
-        # Uses of other forwards are left out: their graphs may live on one rank only, and ranks must decide alike.
+        # Uses of other forwards are excluded: their graphs may be alive on one rank only, and all ranks must decide
+        # alike.
         self.forwards = set(map(_forward_of, expected if opened_by is None else [*expected, opened_by]))
         self.newest = max(self.forwards, default=0)
         self._idle: set[Use] = set()
-        self._open: list[Use] = []  # uses gone past whose enclosed uses are still to come, the outermost first
+        self._open: list[Use] = []  # skipped uses with enclosed uses that are still expected, the outermost first
         self.gone_past: set[Use] = set()
-        self._edge = 0  # index in the schedule's list of backwards: all before it were given out by `due`
+        self._edge = 0  # index in the schedule's list of backwards; `due` has returned all entries before it
         if len(expected) < len(live):
             expected = self._with_others(live)
         self._upcoming = deque(sorted(expected, key=_last_of, reverse=True))  # see `_backward_place`
@@ -135,7 +136,7 @@ class BackwardPass:
     def _with_others(self, live: Iterable[tuple[Use, object]]) -> list[Use]:
         """The uses whose node this pass runs, and other uses of its forwards whose weights may be needed.
 
-        They are in the order of their creation.
+        They are sorted by creation.
         """
         expected: list[Use] = []
         for use, node in live:
@@ -145,13 +146,13 @@ class BackwardPass:
                 # Other ranks may run the node of a use that this one does not, and gather its weights.
                 if use.group.trains and not use.fired and use.group.options.reduce_unused:
                     self._idle.add(use)
-                # Frozen groups have no node; backward may unpack their weights while one of their handles lives.
+                # Frozen groups have no node. Backward may unpack their weights while one of their handles is alive.
                 if node is None or use in self._idle:
                     expected.append(use)
         return sorted(expected, key=_number_of)
 
     def note(self, number: int) -> int:
-        """The pass `number` runs now; returns how deep it is nested, 0 for the outermost."""
+        """Note that the pass `number` is running; returns its nesting depth, 0 for the outermost."""
         if self.current == number:
             return len(self._stack) - 1
         self._stack = [(each, token) for each, token in self._stack if token() is not None]
@@ -167,10 +168,10 @@ class BackwardPass:
         return numbers.index(number) if number in numbers else -1
 
     def completes(self, use: Use, number: int) -> bool:
-        """Whether the gradients that come in the pass `number` are the last ones of `use`.
+        """Whether the gradients that arrive in the pass `number` are the last ones of `use`.
 
-        If the use's forward ran in no backward pass, they are the last ones in the outermost pass. If it was recomputed
-        in a pass, they are so in a pass that is nested directly in that one. A pass nested more deeply belongs to a
+        If the use's forward did not run in a backward pass, the last ones arrive in the outermost pass. If a pass
+        recomputed it, they arrive in a pass nested directly in that one. A pass nested more deeply belongs to a
         checkpoint within the module, and more gradients may follow.
         """
         if number == self.number == self.current and len(self._stack) == 1:
@@ -204,19 +205,19 @@ class BackwardPass:
     def expects(self, group: ParamGroup) -> bool:
         """Whether this pass may still reach a use of this group.
 
-        It may, too, if the forwards of this pass made no node for the group, as in a checkpoint.
+        This is also the case if the forwards of this pass made no node for the group, for example in a checkpoint.
         """
         return group.used_in not in self.forwards or any(use.group is group for use in self._upcoming)
 
     def due(
         self, group: ParamGroup, backwards: Sequence[tuple[ParamGroup, Sequence[ParamGroup]]]
     ) -> tuple[list[ParamGroup], Sequence[ParamGroup]]:
-        """Look the backward of `group` up in a schedule, from where the last look-up has ended.
+        """Look up the backward of `group` in a schedule, starting after the entry of the last look-up.
 
         Entries may be skipped: if the root returns its last module's output, autograd reaches that module first.
 
         Returns:
-            the groups to gather by the entries that were skipped, and those to gather by the entry of `group`.
+            the groups to gather for the skipped entries, and the groups to gather for the entry of `group`.
         """
         begin = self._edge
         index = next((i for i in range(begin, len(backwards)) if backwards[i][0] is group), -1)
@@ -225,13 +226,14 @@ class BackwardPass:
         self._edge = index + 1
         return [other for _, ahead in backwards[begin:index] for other in ahead], backwards[index][1]
 
-    # Backward goes past two kinds of uses. The node of an idle one does not run here, but may run on other ranks, which
-    # then gather its weights. A use that returns the output of an enclosed use is reached only right after that one.
+    # Backward skips two types of uses:
+    # - Idle uses: their node does not run here, but may run on other ranks, which then gather the weights.
+    # - Uses that return the output of an enclosed use: backward reaches them only right after the enclosed use.
 
     def reach(self, use: Use | None) -> Iterable[Passed]:
-        """The uses that backward has gone past on its way to `use`, or to its end (None).
+        """The uses that backward skipped on its way to `use`, or to the end of the pass (None).
 
-        The result may be lazy: until the iterator has yielded a use, `next_group` still counts it as expected.
+        The result may be lazy: `next_group` counts a use as expected until the iterator has yielded it.
         """
         if self._open or (self._upcoming and self._upcoming[0] is not use):
             return self._passed(use)
@@ -240,7 +242,7 @@ class BackwardPass:
         return ()
 
     def leave(self, use: Use) -> Iterable[Passed]:
-        """The backward of `use` is about to end: the uses that backward goes past, of those that began after `use`."""
+        """The uses after `use` that backward skips, when the backward of `use` is about to end."""
         queue = self._upcoming
         return self._passed_before(use) if self._open or (queue and queue[0].number > use.number) else ()
 
@@ -277,8 +279,8 @@ class BackwardPass:
         while self._open and not (use is not None and _is_around(self._open[-1], use)):
             yield Passed(self._open.pop(), False, self.next_group() if use is None else use.group)
 
-    # Ranks must issue reductions in one order. Autograd runs nodes in the reverse order of their creation, but not
-    # strictly so with several devices: a use whose gradients come too early waits for its turn.
+    # All ranks must issue reductions in the same order. Autograd runs nodes in the reverse order of their creation, but
+    # not strictly so with several devices. A use whose gradients arrive too early therefore waits for its turn.
 
     def in_turn(self, use: Use, gradients: Gradients) -> list[tuple[Use, Gradients]]:
         """Take the complete gradients of a use; returns the uses whose turn has come, with their gradients."""
@@ -304,37 +306,37 @@ class BackwardPass:
 
 
 def two_threads(where: str) -> ShardConfigStateError:
-    """The error for a thread that calls a model while another one is in `where`, a part of a step."""
+    """The error for a thread that calls a model while another thread is in `where`, a part of a step."""
     return ShardConfigStateError(
-        f"thread {threading.current_thread().name!r}: calls a sharded model while another thread is in {where}; let "
-        "one thread at a time run a model, or give each its own"
+        f"thread {threading.current_thread().name!r}: calls a sharded model while another thread is in {where}; run a "
+        "model in one thread at a time, or give each thread its own model"
     )
 
 
 class Iterations:
-    """Counts the forwards of a root, and the backwards that go through them.
+    """Counts the forwards of a root, and tracks the backwards that go through them.
 
     Attributes:
         forward: number of the last forward.
-        was_interrupted: whether an interrupt (Ctrl-C) has ended it.
+        was_interrupted: whether an interrupt (Ctrl-C) ended the last forward.
         has_run: whether a forward of any group has begun.
     """
 
     def __init__(self) -> None:
         self.forward = 0
         self.was_interrupted = self.has_run = False
-        self._thread = 0  # the one in which the last forward began
-        self._inside: dict[str, int] = {}  # the thread of the forward that runs now; a dict, as `setdefault` is atomic
+        self._thread = 0  # the thread in which the last forward began
+        self._inside: dict[str, int] = {}  # the thread of the running forward; a dict because `setdefault` is atomic
         self._awaited = 0  # number of the last forward that a backward can go through
-        self._reached = 0  # ... and of the last one that a backward has gone through
+        self._reached = 0  # number of the last forward that a backward went through
 
     @property
     def waiting(self) -> bool:
-        """Whether a forward waits for its backward. A backward ends the wait of its forward and of all earlier ones."""
+        """Whether a forward waits for its backward. A backward also ends the wait of all earlier forwards."""
         return 0 < self._awaited - self._reached < _MOST_WAITING
 
     def begin(self) -> bool:
-        """A forward begins; returns whether an earlier one waits for its backward, which makes both one iteration."""
+        """Begin a forward. Returns whether an earlier one waits for its backward, so that both form one iteration."""
         waiting = self.waiting
         if not waiting:
             self._reached = self.forward
@@ -344,37 +346,37 @@ class Iterations:
         return waiting
 
     def claim(self) -> None:
-        """A forward is about to begin in this thread: keep other threads out until `release`.
+        """Keep other threads out until `release`, because a forward is about to begin in this thread.
 
         Raises:
-            ShardConfigStateError: another thread has claimed the model; two threads never succeed at once.
+            ShardConfigStateError: another thread has claimed the model. Two threads never succeed at the same time.
         """
         here = threading.get_ident()
         if self._inside.setdefault(_FORWARD, here) != here:
             raise two_threads(f"forward {self.forward} of it, or in its backward")
 
     def release(self) -> None:
-        """The forward is over."""
+        """End the claim of `claim`."""
         self._inside.pop(_FORWARD, None)
 
     def check_thread(self) -> None:
-        """Raises ShardConfigStateError if the forward began in another thread than this one."""
+        """Raise ShardConfigStateError if the forward began in another thread than this one."""
         if threading.get_ident() != self._thread:
             raise two_threads(f"forward {self.forward} of it, or in its backward")
 
     def interrupt(self) -> None:
-        """An interrupt (Ctrl-C) has ended the forward."""
+        """Note that an interrupt (Ctrl-C) ended the forward."""
         self.was_interrupted = True
 
     def await_backward(self, forward: int) -> None:
-        """A forward, by its number, uses parameters that want gradients, so a backward may follow."""
+        """Note that forward number `forward` uses parameters that require gradients, so a backward may follow."""
         if forward > self._awaited:
             self._awaited = forward
 
     def reach(self, forward: int) -> None:
-        """A backward goes through this forward (0: through none)."""
+        """Note that a backward goes through this forward (0: through none)."""
         self._reached = max(self._reached, forward)
 
     def end(self) -> None:
-        """No forward waits any more: a backward has failed, or the parameters are about to change."""
+        """Stop waiting for backwards, because one has failed or the parameters are about to change."""
         self._reached = self.forward

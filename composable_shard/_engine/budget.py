@@ -1,6 +1,6 @@
-"""The memory budget in a step that does not run as planned: which weights are given up to make room.
+"""The memory budget in a step that deviates from the plan: decides which groups to reshard to free memory.
 
-Decisions rest on how many bytes the issued actions lease, which is the same on all ranks, so all ranks decide alike.
+Decisions depend only on the bytes leased by issued actions. These are the same on all ranks, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from .order import Order
 
 
 class Budget:
-    """Bounds the bytes that the groups of one engine lease.
+    """Limits the bytes that the groups of one engine lease.
 
     Args:
         groups: all groups.
-        pool: the memory whose leases are bounded.
-        order: its forward schedule says how many bytes may be leased.
+        pool: the memory whose leases are limited.
+        order: its forward schedule specifies how many bytes may be leased.
 
     Attributes:
-        unread: while a backward runs, the groups whose weights may be given up because backward has read none of them
-            yet. The value is None if forward has kept the weights and backward has not reached the group. If backward
-            has reached a use of the group in a checkpoint, the value is that use and the outputs of its node: the
-            checkpoint recomputes the forward before anything is read, and that gathers the weights again.
+        unread: while a backward runs, the groups that may be resharded because backward has read none of their weights
+            yet. The value is None if the group stayed unsharded after forward and backward has not reached it. If
+            backward has reached a use of the group in a checkpoint, the value is that use and the outputs of its node:
+            the checkpoint recomputes the forward before anything is read, which gathers the weights again.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], pool: BufferPool, order: Order) -> None:
@@ -41,15 +41,17 @@ class Budget:
         return most is not None and self._pool.issued_bytes + nbytes > most
 
     def begin_backward(self) -> None:
-        """A backward begins: weights that forward has kept for it may be given up for gathers of recomputations."""
+        """Begin a backward: groups that stayed unsharded for it may be resharded so that recomputations can gather."""
         self.unread = dict.fromkeys(group for group in self._groups if group.phase is UNSHARDED)
 
     def reached(self, use: Use, outputs: Outputs) -> None:
-        """Backward has reached a use; `outputs` are those of its node.
+        """Note that backward has reached a use; `outputs` are the outputs of its node.
 
-        In a checkpoint its weights may still be given up, as the recomputation gathers them again. Not those of the
-        root: checkpoints within it read them at any time. Nor with `reduce_unused`: ranks that do not run the use
-        gather for those that do, and read nothing, so they could not tell when the weights may be given up.
+        In a checkpoint, its group may still be resharded, because the recomputation gathers it again. There are two
+        exceptions:
+        - The root's group, because checkpoints within it read its weights at any time.
+        - Groups with `reduce_unused`. Ranks that do not run the use gather for those that do. They read nothing, so
+          they could not tell when the group may be resharded.
         """
         group, options = use.group, use.group.settings.current
         if use.under_hooks and options.unshard_in_backward and not (options.reduce_unused or group.is_root):
@@ -58,15 +60,16 @@ class Budget:
             self.unread.pop(group, None)
 
     def yielding(self, to: ParamGroup, staying: Container[ParamGroup]) -> list[ParamGroup]:
-        """The groups whose weights may be given up for those of a group, in the order in which to do so.
+        """The groups that may be resharded to gather the group `to`, in the order in which to reshard them.
 
-        First come groups that were gathered ahead, then weights that forward has kept for its backward (in a backward
-        only those of which it has read none), and last weights that stay for another use (`staying`).
+        1. Prefetched groups.
+        2. Groups that stayed unsharded after forward; in a backward, only those whose weights it has not read yet.
+        3. Groups that stay unsharded for another use (`staying`).
 
         Args:
-            to: the group that needs room. In backward, groups that enclose it keep their weights, because a part of
+            to: the group that needs memory. In backward, groups that enclose it stay unsharded, because a part of
                 their backward may be running.
-            staying: the groups whose weights stay for their next use.
+            staying: the groups that stay unsharded for their next use.
         """
         around = self._enclosing(to) if self._pool.backward else ()
         groups = [group for group in self._groups if not (group.stay.pinned or group.running or group.fqn in around)]
@@ -81,7 +84,7 @@ class Budget:
         return group in self.unread and all(bucket.writes.looked_at is None for bucket in group.buckets)
 
     def _enclosing(self, group: ParamGroup) -> Container[str]:
-        """FQNs of the groups in whose forwards this one runs, in any phase."""
+        """FQNs of the groups in whose forwards this group runs, in any phase."""
         plan = self._order.plan
         pairs = [pair for around in (plan.around, *dict(plan.arounds).values()) for pair in around]
         names = {group.fqn}
@@ -91,9 +94,9 @@ class Budget:
 
 
 def gathering(group: ParamGroup) -> int:
-    """Bytes that a gather of this group leases now.
+    """Bytes that a gather of this group would lease now.
 
-    A gather among a few ranks, from the pieces that these have kept, needs memory to land in beside the weights.
+    A gather among the few ranks that keep pieces of the weights needs landing memory in addition to the weights.
     """
     if group.phase is not RESIDENT:
         return group.layout.gather_bytes

@@ -1,21 +1,22 @@
-"""The engine, one per root: modules and autograd tell it of events, and it answers with actions on groups.
+"""The engine, one per root. Modules and autograd report events to it, and it responds with actions on groups.
 
-The state of an iteration is held here and nowhere else. The engine holds groups, never modules or graphs. A graph may
-therefore hold the engine: backward works after the model is gone, and a model is freed without the cycle collector.
+Only the engine holds the state of an iteration. It holds groups, never modules or graphs. Graphs may therefore hold the
+engine: backward still works after the model was deleted, and a model is freed without the cycle collector.
 
     event                                method: what the engine does
 
-    the outermost forward begins         enter: recover from a failure, drop outdated unsharded parameters
+    the outermost forward begins         enter: recover from a failure, reshard outdated groups
     a module's forward begins            before_forward: gather its group, make the node of the use, prefetch
     a module's forward ends              after_forward: reshard
-    the outermost forward ends           leave: learn the order, drop what was prefetched and never used
+    the outermost forward ends           leave: learn the order, reshard prefetched groups that were not used
     backward reaches a use's outputs     before_backward: gather, install the node's outputs again, prefetch
-    backward unpacks a saved weight      fetch: gather, if the weight is not there
-    the node of a use runs               on_gradients: reshard, hand the gradients on (see `gradients.py`)
-    the outermost backward ends          _end_backward: wait for reductions, set `.grad`, reshard what is left
+    backward unpacks a saved weight      fetch: gather, if the group is sharded
+    the node of a use runs               on_gradients: reshard, pass the gradients on (see `gradients.py`)
+    the outermost backward ends          _end_backward: wait for reductions, set `.grad`, reshard the remaining groups
 
-Two rarer events: the last saved weight of a use of a frozen group, which has no node, is freed (`on_handles_gone`); a
-gradient outside forward comes (`on_gradient_outside_forward`).
+There are two rarer events. When the last saved weight of a use of a frozen group, which has no node, is freed,
+`on_handles_gone` is called. When a gradient arrives for a tensor that was read outside forward,
+`on_gradient_outside_forward` is called.
 """
 
 from __future__ import annotations
@@ -66,22 +67,22 @@ def _group_of(bucket: Bucket) -> ParamGroup:
     """The group that a bucket belongs to.
 
     Raises:
-        ShardConfigStateError: the group is gone, or a conversion of its parameters has replaced its buckets.
+        ShardConfigStateError: the group was freed, or a conversion of its parameters has replaced its buckets.
     """
     group: ParamGroup | None = bucket.group()
     if group is None or bucket not in group.buckets:
         raise ShardConfigStateError(
             f"parameters {', '.join(bucket.fqns)}: were converted or replaced between forward and backward; "
-            "run backward first, or run forward again"
+            "run backward before the change, or run forward again after it"
         )
     return group
 
 
 NO_CAPTURE = (
-    "a sharded model runs while a CUDA graph is being captured: an eager step cannot be part of one. Its lanes wait "
-    "for events from before the capture, what it schedules depends on what has run, and the host takes part in it. "
-    "Capture what runs between sharded modules, or compile the model by torch.compile(mode='reduce-overhead'), which "
-    "leaves the communication out of its graphs"
+    "a sharded model runs while a CUDA graph is being captured, but an eager step cannot be part of a graph: its lanes "
+    "wait for events from before the capture, its schedule depends on earlier steps, and the host takes part in it. "
+    "Capture the code between sharded modules only, or compile the model with "
+    "torch.compile(mode='reduce-overhead'), which leaves the communication out of its CUDA graphs"
 )
 
 
@@ -96,31 +97,32 @@ class Engine:
     Args:
         groups: all groups.
         plan: the order of the groups, and predictions.
-        runtime: pool and lanes that the groups were built with.
+        runtime: the pool and lanes that the groups were built with.
         among: the process groups of the meshes, with their devices.
-        seat: of the model among others, in the ledgers of these process groups.
-        look: called with the engine when a forward or a backward begins and there are tools, or were: they may need
-            other classes of the engine and its parts (see `listeners.py`).
+        seat: the model's entry in the ledgers of these process groups.
+        look: called with the engine when a forward or a backward begins and tools are active, or were. Tools may need
+            other classes for the engine and its parts (see `listeners.py`).
         without_group: the entries of sharded modules that have no parameters of their own.
         listener: returns the function to call when the plan or a user's prefetch list has changed, or None.
-        is_given: whether the plan is one that a user gave.
+        is_given: whether a user set the plan.
 
     Attributes:
         groups: all groups.
-        active: by group, the use whose backward has begun and not ended.
-        order: which group comes next, by the plan or by the user's lists.
-        review: compares what happens with the plan, and makes it anew.
+        active: by group, the use whose backward is running.
+        order: which group comes next, according to the plan or to the user's lists.
+        review: compares what happens with the plan, and makes a new plan if they differ.
         uses: the uses that a backward may still go through.
         pool: the memory of all groups.
-        witness: tells nodes what becomes of their gradients.
-        keepers: for each bucket of a frozen group whose forward runs, the object that all its new handles hold; its
-            deletion tells the engine that the last handle is gone.
-        under_hooks: whether the forward that began last runs under saved-tensor hooks of others, as of a checkpoint.
-        is_last_backward: whether `torch.autograd.grad` reduces at once although gradient sync is off; never if the
-            caller ends backward.
+        witness: reports to nodes what autograd will do with their gradients.
+        keepers: for each bucket of a frozen group whose forward is running, the object that all its new handles hold.
+            Its deletion notifies the engine that the last handle was freed.
+        under_hooks: whether the last forward that began runs under saved-tensor hooks of other code, such as a
+            checkpoint.
+        is_last_backward: whether `torch.autograd.grad` reduces immediately although gradient sync is off. It never
+            does if the caller ends backward.
         ends_by_hand: whether the caller ends backward (`end_backward_by_hand`).
-        changed_at: an event that a user recorded behind the last change of the parameters; good for one forward.
-        profiled: whether profiler ranges are put around the engine's work (see `profiling.py`).
+        changed_at: an event that a user recorded after the last parameter change; used for one forward.
+        profiled: whether the engine's work runs in profiler ranges (see `profiling.py`).
     """
 
     profiled = False
@@ -160,7 +162,7 @@ class Engine:
             weakref.finalize(self, runtime.pool.memory.leave, runtime.gather_lane, runtime.reduce_lane)
 
     def _watch_copies(self, group: ParamGroup) -> None:
-        """Watch for gradients of tensors that users may hold from before the engine was made."""
+        """Watch for gradients of tensors that users may have kept from before the engine was created."""
         for index, param in enumerate(group.params):
             if (whole := param.replaced) is not None:
                 watch_replaced(weakref.ref(self), whole)
@@ -169,11 +171,11 @@ class Engine:
                     watch_leaf(weakref.ref(self), leaf, group, index)
 
     def parts(self) -> tuple[object, ...]:
-        """The engine, its `Actions` and its `GradientFlow`: the objects whose classes `listeners.py` switches."""
+        """The engine, its `Actions` and its `GradientFlow`: the objects whose classes `listeners.py` replaces."""
         return self, self._do, self._gradients
 
     def part(self) -> Part:
-        """What it runs, for `out_of_memory.explain`."""
+        """The memory users of this engine, for `out_of_memory.explain`."""
         return Part(self.groups, self.pool, self.order.plan)
 
     @property
@@ -183,17 +185,17 @@ class Engine:
 
     @property
     def in_forward(self) -> bool:
-        """Whether a forward of a sharded module runs."""
+        """Whether a forward of a sharded module is running."""
         return self._depth > 0
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward has begun that has not ended."""
+        """Whether a backward has begun and not ended."""
         return self._pass is not None
 
     @property
     def last_record(self) -> Record | None:
-        """The record of the last finished iteration; None if there was none yet."""
+        """The record of the last finished iteration; None if there is none yet."""
         over = (not self._iterations.waiting or self.uses.all_fired()) and self._depth == 0 and self._pass is None
         return (self._do.record_so_far() if over else None) or self._do.history.last
 
@@ -204,10 +206,12 @@ class Engine:
     # ---- forward
 
     def enter(self, is_root: bool) -> None:
-        """A sharded module is called. The outermost call begins a forward.
+        """Enter a call of a sharded module. The outermost call begins a forward.
+
+        A checkpoint around the root calls it in backward; this begins no forward.
 
         Raises:
-            ShardConfigStateError: another thread runs the root. (A checkpoint around the root calls it in backward.)
+            ShardConfigStateError: another thread is running the root.
         """
         if (is_root or self._depth == 0) and current_backward() < 0:
             if is_root and self._pass is not None and self._pass.alive:
@@ -223,12 +227,12 @@ class Engine:
         self._depth += 1
 
     def _follow_tools(self) -> None:
-        """A forward or a backward begins: if there are tools, or were, the engine gets the classes that they need."""
+        """At the start of a forward or backward: if tools are active, or were, switch to the classes that they need."""
         if LISTENERS or is_profiled() or self.profiled or self.pool.owns or is_logged():
             self._look(self)
 
     def failed(self, error: BaseException) -> None:
-        """A forward has failed. If it was interrupted (Ctrl-C), nothing is waited for; the next forward clears up."""
+        """Report a failed forward. After an interrupt (Ctrl-C), wait for nothing; the next forward cleans up."""
         self.review.seat.failed(error)
         if isinstance(error, Exception):
             self._do.explain(error)
@@ -236,7 +240,7 @@ class Engine:
             self._iterations.interrupt()
 
     def show_sharded(self) -> None:
-        """A forward has failed: if it was the outermost one, install the sharded parameters, for whoever goes on."""
+        """After the outermost forward failed: install the sharded parameters, so that the program can continue."""
         if self._depth == 1 and current_backward() < 0:
             self._do.hide_idle()
 
@@ -262,11 +266,11 @@ class Engine:
         self.review.begin(torch.is_grad_enabled(), waiting)
 
     def leave(self, learn_order: bool, failed: bool) -> None:
-        """A call of a sharded module has ended, well or not.
+        """Leave a call of a sharded module, successful or not.
 
         Args:
-            learn_order: whether it was a call of the root that has succeeded: then the review looks at its order.
-            failed: whether it was any call that has failed.
+            learn_order: whether it was a successful call of the root. Then the review checks its order.
+            failed: whether the call failed.
         """
         self._depth -= 1
         if not self._depth and current_backward() < 0:
@@ -277,14 +281,14 @@ class Engine:
 
     @apart_from_checkpoints
     def _end_forward(self, learn_order: bool, failed: bool) -> None:
-        self._end_abandoned(failed)  # as of a group of several modules, not all of which have run
+        self._end_abandoned(failed)  # for example, of a group with several modules that have not all run
         if not self._iterations.was_interrupted:
             self._do.drop_after_forward(failed)
         if learn_order:
             self.review.end()
 
     def _end_abandoned(self, failed: bool = True) -> None:
-        """No forward runs any more: end those whose end was never reported.
+        """After the last forward: end the forwards whose end was not reported.
 
         A checkpoint around `super().__call__` stops its recomputation by an exception, which no forward hook sees.
         """
@@ -293,10 +297,10 @@ class Engine:
                 self.after_forward(group, failed=failed)
 
     def before_forward(self, group: ParamGroup) -> tuple[Use, Outputs] | None:
-        """A module is about to run: gather its group and install the unsharded parameters.
+        """Before a module runs: gather its group and install the unsharded parameters.
 
         Returns:
-            the new use and the outputs of its node (empty for a frozen group); None if no backward can follow, or if
+            the new use and the outputs of its node (empty for a frozen group). None if no backward can follow, or if
             the use exists already.
         """
         if group.running:
@@ -305,7 +309,7 @@ class Engine:
         made_in = current_backward()
         if made_in >= 0:
             self._open_pass(made_in)
-            if group in self.active:  # recomputed in its own backward, which has installed the node's outputs
+            if group in self.active:  # recomputed in its own backward, which already installed the node's outputs
                 if group.phase is not UNSHARDED:
                     self._do.gather_again(group)
                 self._do.installed.show_gathered(group)
@@ -326,7 +330,7 @@ class Engine:
         return made
 
     def _begin_use(self, group: ParamGroup, made_in: int) -> tuple[Use, Outputs]:
-        """A backward may follow the forward that begins: make its use and, unless the group is frozen, the node."""
+        """Make the use of a forward that a backward may follow and, unless the group is frozen, its node."""
         forward = self._iterations.forward if made_in < 0 else 0
         use = self.uses.begin(group, made_in, forward, self.under_hooks)
         if not group.trains:
@@ -342,24 +346,24 @@ class Engine:
         return use, outputs
 
     def after_forward(self, group: ParamGroup, copied: Sequence[torch.Tensor] = (), failed: bool = False) -> None:
-        """A module's forward has ended, well or not.
+        """End a module's forward, successful or not.
 
         Args:
             group: the module's group.
-            copied: the views of weights that were in the module's outputs. Copies have replaced them there, so the
-                caller is about to drop the views.
-            failed: whether the forward has ended by an error, which the caller raises; then edits are not looked for,
+            copied: the views of weights that were in the module's outputs. The caller has replaced them by copies and
+                is about to release them.
+            failed: whether the forward ended with an error, which the caller raises. Then edits are not checked for,
                 because other ranks may not have failed.
 
         Raises:
-            StaleStateError: the forward has edited its weights in place; its group is resharded all the same.
+            StaleStateError: the forward edited its weights in place. Its group is still resharded.
         """
         group.running -= 1
         if group.running:
             return
         written = False
         if self.uses.end_forward(group) or not torch.is_grad_enabled():
-            written = group.end_use(copied)  # the outputs may hide views of weights in objects that were not searched
+            written = group.end_use(copied)  # outputs may hold views of weights in objects that were not searched
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
         stays = group in self.active
@@ -369,17 +373,17 @@ class Engine:
         edited = self._do.find_edits(group) if written else ()
         self._do.end_forward(group, stays)
         if edited:
-            self._do.give_up(group)  # what was edited must not be read again
+            self._do.give_up(group)  # edited weights must not be read again
             raise lost_edit(edited)
 
     # ---- backward
 
     def _open_pass(self, number: int, use: Use | None = None) -> BackwardPass:
-        """The outermost backward pass that runs now; the first call within it queues `_end_backward`.
+        """The outermost backward pass that is running; the first call within it queues `_end_backward`.
 
         Args:
-            number: autograd's number of the pass that runs now, which may be nested in the outermost one.
-            use: the use that backward has reached, if the caller knows one.
+            number: autograd's number of the running pass, which may be nested in the outermost one.
+            use: the use that backward has reached, if known.
         """
         if self._pass is not None and not self._pass.alive:
             self._recover()
@@ -395,7 +399,7 @@ class Engine:
         return self._pass
 
     def before_backward(self, use: Use, outputs: Outputs, gradients: object = None) -> None:
-        """Backward has reached an output of a use. `gradients` are those of the output; they are not read."""
+        """Backward has reached an output of a use. `gradients` are the gradients of this output; they are not read."""
         now = self._open_pass(current_backward(), use)
         if use in now.entered:
             return
@@ -409,10 +413,10 @@ class Engine:
         self._do.begin_backward(use, outputs, missed, following)
 
     def _pass_over(self, now: BackwardPass, passed: Passed) -> None:
-        """Backward goes past a use whose node runs later in this pass, or only on other ranks.
+        """Handle a use that backward skips: its node runs later in this pass, or only on other ranks.
 
         All ranks must issue the same gathers in the same order, and another rank may reach the use here. So this rank
-        gathers now what that rank gathers, and gives the weights up where that rank ends the use.
+        issues the gathers of that rank now, and reshards where that rank ends the use.
         """
         if passed.begins:
             self._do.pass_over(passed.use.group, *self.order.before(passed.use, now))
@@ -420,21 +424,21 @@ class Engine:
             self._do.end_use(passed.use.group, passed.following)
 
     def halfway(self) -> None:
-        """Backward has read half of the saved weights of the use that it reached last: issue the waiting gathers."""
+        """Backward has read half of the saved weights of the use that it reached last: issue the held-back gathers."""
         self._do.catch_up()
 
     def _finish_later_uses(self, now: BackwardPass, use: Use) -> None:
-        """Complete the uses that get no more gradients, now that backward has reached `use`.
+        """Complete the uses that get no more gradients once backward has reached `use`.
 
-        Backward visits uses from the last to the first, so it is done with all uses that began after the forward of
-        `use` was over. One whose node this pass does not run would otherwise stay active until backward ends.
+        Backward visits uses from the last to the first, so it has finished all uses that began after the forward of
+        `use` ended. Otherwise, a use whose node this pass does not run would stay active until backward ends.
         """
         for later in list(self.active.values()):
             if later.number > use.last and not now.will_fire(later):
                 self._complete(now, later, [None] * len(later.group.params))
 
     def fetch(self, bucket: Bucket) -> None:
-        """Backward unpacks a saved weight of this bucket: see that the weight is gathered."""
+        """Gather the group of a saved weight that backward unpacks, unless it is unsharded already."""
         group = _group_of(bucket)
         if group.phase is UNSHARDED:
             return
@@ -444,11 +448,12 @@ class Engine:
         self._do.gather_again(group)
 
     def on_gradients(self, use: Use, node: Any, gradients: Gradients) -> list[torch.Tensor | None]:
-        """The node of a use runs.
+        """Handle the gradients of a use when its node runs.
 
         Returns:
-            what the node gives autograd for the sharded parameters: gradients only where `torch.autograd.grad` asks
-            for them, and None otherwise, as the engine sets `.grad` itself when the reduction is over.
+            the values that the node returns to autograd for the sharded parameters. These are gradients where
+            `torch.autograd.grad` asks for them, and None elsewhere, because the engine sets `.grad` itself after the
+            reduction.
         """
         number = current_backward()
         now = self._open_pass(number, use)
@@ -468,7 +473,7 @@ class Engine:
         return [None] * len(gradients)
 
     def _complete(self, now: BackwardPass, use: Use, gradients: Gradients) -> None:
-        """The last gradients of a use have come: end the use, and hand their sum on."""
+        """End a use whose last gradients have arrived, and pass their sum on."""
         total = use.complete(gradients)
         for passed in now.leave(use):
             self._pass_over(now, passed)
@@ -476,16 +481,16 @@ class Engine:
         self._gradients.take(now, use, total)
 
     def _end_use(self, now: BackwardPass, use: Use) -> None:
-        """The backward of a use is over: reshard, unless its weights are needed again at once."""
+        """End the backward of a use: reshard, unless its weights are needed again immediately."""
         if self.active.get(use.group) is use:
             del self.active[use.group]
             self._do.budget.unread.pop(use.group, None)
-        if use.group.running and not self._depth:  # a recomputation that its checkpoint stopped early
+        if use.group.running and not self._depth:  # its checkpoint stopped a recomputation early
             use.group.running = 0
         self._do.end_use(use.group, now.next_group())
 
     def _end_backward(self, now: BackwardPass, _token: Token) -> None:
-        """The outermost backward pass has ended without an error."""
+        """End the outermost backward pass, which had no error."""
         if now is not self._pass:
             return
         if self._do.watch is not None:
@@ -502,20 +507,20 @@ class Engine:
         self._forget_pass()
 
     def end_backward_by_hand(self, wait: bool = True, now: BackwardPass | None = None) -> None:
-        """Reduce the gradients that still wait, then reshard.
+        """Reduce the remaining gradients, then reshard.
 
         Args:
             wait: whether to wait for all reductions; if not, a later `GradientFlow.settle` does.
-            now: the pass that ends, if one runs.
+            now: the pass that ends, if there is one.
         """
         with torch.no_grad():
             self._gradients.finish(now, self.groups, wait)
-        # A pass that goes through no forward of the model, as of a loss that code outside reads unsharded weights for,
-        # says nothing about weights that users have unsharded.
+        # A pass may go through no forward of the model, for example if code outside reads unsharded weights for a loss.
+        # Such a pass does not end the pinning of groups that users unsharded.
         self._do.drop_after_backward(pinned=now is None or now.newest > 0)
 
     def reset(self) -> None:
-        """Give up whatever a failed forward or backward has left behind, and all accumulated gradients."""
+        """Clean up after a failed forward or backward, and discard all accumulated gradients."""
         self._depth = 0
         self._iterations.release()
         self._forget_running()
@@ -525,7 +530,7 @@ class Engine:
 
     def _forget_running(self) -> None:
         for group in self.groups:
-            group.running = 0  # one that has failed, or was stopped, does not report its end
+            group.running = 0  # a forward that failed or was stopped does not report its end
         self.uses.in_forward.clear()
 
     def _forget_pass(self) -> None:
@@ -539,7 +544,7 @@ class Engine:
         """A pass has ended: if it failed, install the sharded parameters. `_recover` does the rest later."""
         if self._pass is not None and not self._pass.alive:
             self._do.budget.unread.clear()
-            if not self._depth:  # the end of an interrupted recomputation is never reported
+            if not self._depth:  # an interrupted recomputation never reports its end
                 self._forget_running()
             self._do.hide_idle()
             self._do.installed.close_backward()
@@ -547,7 +552,7 @@ class Engine:
             self.review.seat.failed("an error in its backward")
 
     def _recover(self) -> None:
-        """A backward has failed, or a forward was interrupted: give up what it left behind."""
+        """Clean up after a failed backward or an interrupted forward."""
         self._gradients.discard()
         self._forget_pass()
         self._iterations.end()
@@ -557,9 +562,10 @@ class Engine:
         self._do.give_up_idle()
 
     def on_handles_gone(self, use: Use) -> None:
-        """The last saved weight of a use of a frozen group was freed: its backward, if one runs, is over.
+        """The last saved weight of a use of a frozen group was freed: end its backward, if one is running.
 
-        Not if the group has packed weights, which its backward may still read: layers keep views of them, unseen.
+        This does not apply to groups with packed weights. Their backward may still read them, because layers keep views
+        of these weights that the engine does not see.
         """
         self.uses.graph_gone(use)
         if use.group.layout.packed:
@@ -568,23 +574,23 @@ class Engine:
             self._end_use(self._pass, use)
 
     def on_gradient_outside_forward(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:
-        """A gradient came to an unsharded parameter that was read outside of its module's forward."""
+        """Take a gradient of an unsharded parameter that was read outside its module's forward."""
         self._open_pass(current_backward())
         if (entries := group.entries()) is not None:
-            entries.take_over()  # it may have been thawed since it was gathered
+            entries.take_over()  # the parameter may have been thawed since it was gathered
         self._gradients.add_outside_forward(group, index, gradient)
 
     def on_gradient_of_replaced(self, fqn: str) -> None:
-        """A gradient came to the tensor that the parameter of this name was before sharding.
+        """Refuse a gradient of the tensor that the parameter of this name was before sharding.
 
         Raises:
-            ShardConfigStateError: this backward goes through the model. In another one, the tensor belongs to code that
-                trains it without the model, as an unsharded copy of it does.
+            ShardConfigStateError: this backward goes through the model. In other backwards, the tensor belongs to code
+                that trains it without the model, for example an unsharded copy of the model.
         """
         if self._pass is None and not any(passes_through(group.shards) for group in self.groups):
             return
         error = ShardConfigStateError(
-            f"rank {dist.get_rank()}: parameter {fqn}: a gradient came to the tensor that it was before fully_shard. "
+            f"rank {dist.get_rank()}: parameter {fqn}: got a gradient for the tensor that it was before fully_shard. "
             "The model still computes with that tensor, so the sharded parameter gets no gradient. A list, tuple, "
             "dict, closure or partial that was made before sharding holds it. Read the parameter from its module in "
             "forward instead (self.linear.weight), or pass it in ignored_params"
@@ -593,13 +599,13 @@ class Engine:
         raise error
 
     def before_first_reduction(self, ask: Callable[[], None]) -> None:
-        """Have `ask` called before the next reduction; if it raises, again before the one after that."""
+        """Call `ask` before the next reduction. If it raises, call it again before the following one."""
         self._do.before_first_reduction(ask)
 
-    # ---- what users ask for
+    # ---- requests of users
 
     def unshard(self, group: ParamGroup, wait: bool) -> None:
-        """Gather a group and keep it until `reshard`, its next use, or a change of its parameters."""
+        """Gather a group and keep it unsharded until `reshard`, its next use, or a change of its parameters."""
         try:
             self._do.pin(group, wait)
         except BaseException as error:
@@ -607,15 +613,15 @@ class Engine:
             raise
 
     def reshard(self, group: ParamGroup) -> None:
-        """Give the unsharded parameters of a group up, unless its forward runs now."""
+        """Reshard a group, unless its forward is running."""
         if not group.running and group.phase is not SHARDED:
             self._do.drop(group)
 
     def count_memory(self, wanted: bool) -> None:
-        """Tell whether a tool counts memory on this rank: then each lease is an allocation of its own.
+        """Set whether a tool counts memory on this rank. If so, each lease becomes a separate allocation.
 
-        This takes effect (`BufferPool.owns`) only while nothing runs, no graph may read weights and no reduction is in
-        flight. Ranks may differ in this, so no collective may depend on it.
+        This takes effect (`BufferPool.owns`) only while nothing is running, no graph may read weights and no reduction
+        is in flight. Ranks may differ in this setting, so no collective may depend on it.
         """
         self.pool.count(wanted)
         busy = self._depth or self._pass is not None or current_backward() >= 0 or not self.uses.all_fired()
@@ -625,17 +631,17 @@ class Engine:
         self.pool.own(wanted)
 
     def between_graphs(self) -> None:
-        """A compiled step begins, and no memory is leased: lay the pool's slots out in an arena if that is due."""
+        """Between compiled steps, when no memory is leased: place the pool's slots in an arena if that is due."""
         if not self._depth and self._pass is None and self.pool.wants_arena and self.uses.all_fired():
             self._do.plan_memory()
 
     def _watch(self, on: bool) -> None:
         self.review.measuring.watch(on)
 
-    watched = property(fset=_watch, doc="Whether what is done is timed.")
+    watched = property(fset=_watch, doc="Whether all actions are timed.")
 
     def converted(self, groups: Sequence[ParamGroup]) -> None:
-        """Parameters were moved or converted: rebuild their groups, unless a backward may still need the memory."""
+        """Rebuild groups whose parameters were moved or converted, unless a backward may still use the memory."""
         if self._depth or self._pass is not None or not self.uses.all_fired():
             return
         self._gradients.settle()
@@ -643,7 +649,7 @@ class Engine:
         self.review.converted()
 
     def before_optimizer_step(self, stepped: set[int], optimizer: Optimizer | None = None) -> None:
-        """An optimizer is about to change these parameters, by id: reshard their groups and end the iteration.
+        """Reshard the groups of these parameters, given by id, and end the iteration: an optimizer will change them.
 
         Unsharded parameters must not outlive the values that they were gathered from.
         """
@@ -651,7 +657,7 @@ class Engine:
         if groups:
             self._iterations.end()
             if self._pass is None:
-                # Reductions of a backward that was not the last one. The backward of a graph may be running.
+                # Reductions of a backward that was not the last one. A graph's backward may be running.
                 self._gradients.settle(keeps_hooks=current_backward() >= 0)
             self.review.seat.stepped(optimizer, {group.fqn: group.having() for group in groups})
         for group in groups:
@@ -660,7 +666,7 @@ class Engine:
                 self._do.drop(group)
 
     def check_reduced(self, stepped: set[int]) -> None:
-        """An optimizer is about to read the gradients of these parameters, by id: see that they are reduced."""
+        """Check that the gradients of these parameters, given by id, are reduced: an optimizer will read them."""
         for group in self.groups:
             if group.gradients.phase is not GradPhase.NONE and not stepped.isdisjoint(map(id, group.shards)):
                 if self._pass is None:

@@ -1,9 +1,9 @@
-"""Gradients on their way from the autograd node of a use to `.grad` of the sharded parameters.
+"""The flow of gradients from the autograd node of a use to `.grad` of the sharded parameters.
 
-take                  the gradients of a use are complete: in their turn they are reduced or, with sync off, accumulated
-returned              the caller of `torch.autograd.grad` wants some of them: they are reduced at once
-add_outside_forward   a gradient outside forward is added to the next gradients of its group
-finish                backward is over: gradients that still wait are reduced, and all reductions are waited for
+take                  when the gradients of a use are complete: reduce them in turn or, with sync off, accumulate them
+returned              when the caller of `torch.autograd.grad` asks for some of them: reduce them immediately
+add_outside_forward   add a gradient from outside forward to the next gradients of its group
+finish                when backward is over: reduce the remaining gradients, and wait for all reductions
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class GradientFlow:
         self._looked: set[ParamGroup] = set()  # groups that were searched for hooks, in this pass
 
     def take_hooks(self, group: ParamGroup) -> None:
-        """Take a group's parameter hooks from autograd until the pass ends: they must see reduced gradients."""
+        """Take a group's parameter hooks from autograd until the pass ends, because they must see reduced gradients."""
         self._looked.add(group)
         if group.gradients.may_have_hooks:
             group.gradients.take_hooks()
 
     def settle(self, keeps_hooks: bool = False) -> None:
-        """Wait for all reductions, set `.grad`, call the hooks, and give these back to autograd.
+        """Wait for all reductions, set `.grad`, call the hooks, and return the hooks to autograd.
 
         Args:
-            keeps_hooks: whether they are kept from autograd, as a backward runs that is not the engine's.
+            keeps_hooks: whether not to return the hooks, because a backward is running that is not the engine's.
         """
         self._do.settle()
         for group in () if keeps_hooks else self._do.groups:
@@ -56,18 +56,18 @@ class GradientFlow:
                 group.gradients.give_hooks_back()
 
     def take(self, now: BackwardPass, use: Use, gradients: Gradients) -> None:
-        """All gradients of a use have come: reduce or accumulate them when it is their turn."""
+        """Reduce or accumulate the complete gradients of a use when it is their turn."""
         outside = self._outside_forward.pop(use.group, None)
         total = gradients if outside is None else added(outside, gradients)
         for each, complete in now.in_turn(use, total):
             self._reduce_or_accumulate(each.group, complete)
 
     def _reduce_or_accumulate(self, group: ParamGroup, gradients: Gradients) -> None:
-        """Reduce gradients or accumulate them, as the settings say. Without any gradient, `.grad` stays None."""
+        """Reduce or accumulate gradients according to the settings. Without any gradient, `.grad` stays None."""
         options = group.settings.current
         if any(map(getattr, gradients, repeat("is_sparse"), repeat(False))):
             raise _sparse(group, gradients)
-        if options.reduce_unused:  # ranks may use other groups, or none: `finish` reduces in one order on all of them
+        if options.reduce_unused:  # ranks may use different groups, or none: `finish` reduces in the same order on all
             group.gradients.accumulate(gradients)
         elif all(map(is_, gradients, repeat(None))):
             return
@@ -79,9 +79,9 @@ class GradientFlow:
             group.gradients.accumulate(gradients)
 
     def returned(self, use: Use, fates: Sequence[Fate], wanted: Gradients, is_last: bool) -> list[torch.Tensor | None]:
-        """Reduce at once; returns the pieces that the caller of `torch.autograd.grad` asked for, None for the others.
+        """Reduce immediately. Returns the shards that the caller of `torch.autograd.grad` asked for, else None.
 
-        A zero-bubble pipeline asks so in each micro-batch, and adds the results to `.grad` itself. With sync off its
+        A zero-bubble pipeline does this in each microbatch and adds the results to `.grad` itself. With sync off, the
         results add nothing (`ShardedParam.nothing`), and the gradients are accumulated for a later reduction.
         """
         params = use.group.params
@@ -102,14 +102,14 @@ class GradientFlow:
         return out
 
     def add_outside_forward(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:
-        """Take a gradient outside forward, of the parameter `index` of a group."""
+        """Add a gradient from outside forward, of the parameter `index` of a group."""
         gradients: list[torch.Tensor | None] = [None] * len(group.params)
         gradients[index] = group.params[index].local_gradient(gradient, group.settings.current)
         before = self._outside_forward.get(group)
         self._outside_forward[group] = gradients if before is None else added(before, gradients)
 
     def finish(self, now: BackwardPass | None, groups: Sequence[ParamGroup], wait: bool) -> None:
-        """Backward is over: reduce the gradients that still wait and, if `wait`, wait for all reductions."""
+        """At the end of backward: reduce the remaining gradients and, if `wait`, wait for all reductions."""
         for use, gradients in now.left_over() if now is not None else ():
             self._reduce_or_accumulate(use.group, gradients)
         for group, gradients in self._outside_forward.items():
@@ -128,41 +128,41 @@ class GradientFlow:
             self._do.hand_out()
 
     def _wants_zeros(self, group: ParamGroup) -> bool:
-        """Whether a group with `reduce_unused` must be reduced without a gradient, as other ranks may have got some.
+        """Whether to reduce a group with `reduce_unused` that has no gradient, because other ranks may have some.
 
-        It must if gradient sync is on, and the group trains and was gathered since the last backward, or is still
-        unsharded.
+        This is the case if gradient sync is on and the group trains. In addition, it must have been gathered since the
+        last backward, or still be unsharded.
         """
         if not group.settings.current.requires_gradient_sync:
             return False
         return group.trains and (group in self._do.gathered or group.phase is not SHARDED)
 
     def discard(self) -> None:
-        """A backward has failed: throw its gradients away."""
+        """Discard the gradients of a failed backward."""
         self._outside_forward.clear()
         self._looked.clear()
         self._do.discard()
-        self.settle()  # of nothing: gives the hooks back
+        self.settle()  # nothing is in flight: returns the hooks to autograd
 
 
 class LeafOwner(Protocol):
-    """Receives gradients of tensors that are no sharded parameters."""
+    """Receives gradients of tensors that are not sharded parameters."""
 
     def on_gradient_outside_forward(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:
-        """A gradient came to an unsharded parameter that was read outside of its module's forward."""
+        """Take a gradient of an unsharded parameter that was read outside its module's forward."""
 
 
 class ReplacedOwner(Protocol):
-    """Refuses gradients of parameters from before sharding."""
+    """Refuses gradients of tensors that were parameters before sharding."""
 
     def on_gradient_of_replaced(self, fqn: str) -> None:
-        """A gradient came to the tensor that the parameter of this name was before sharding."""
+        """Refuse a gradient of the tensor that the parameter of this name was before sharding."""
 
 
 def watch_replaced(owner: Callable[[], ReplacedOwner | None], whole: torch.Tensor) -> None:
-    """Let the owner refuse gradients of `whole`, a parameter from before sharding."""
+    """Make the owner refuse gradients of `whole`, a parameter from before sharding."""
     if whole.requires_grad:
-        # The parameter that has replaced it may share its dictionary of hooks, so the hook asks whose gradient it is.
+        # The sharded parameter may share the dictionary of hooks, so the hook checks whose gradient it gets.
         hook = functools.partial(_refuse_replaced, owner, weakref.ref(whole))
         whole.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         HANDLES.give()
@@ -177,13 +177,13 @@ def _refuse_replaced(
 
 
 def watch_leaf(owner: Callable[[], LeafOwner | None], leaf: torch.Tensor, group: ParamGroup, index: int) -> None:
-    """Hand gradients of `leaf`, the unsharded parameter `index` of `group`, on to the owner, off `leaf.grad`."""
-    if (before := leaf.__dict__.get(WATCHED)) is not None:  # of a former engine, which would take the gradient first
+    """Pass gradients of `leaf`, the unsharded parameter `index` of `group`, to the owner instead of to `leaf.grad`."""
+    if (before := leaf.__dict__.get(WATCHED)) is not None:  # the hook of an earlier engine would take the gradient
         (leaf._post_accumulate_grad_hooks or {}).pop(before, None)
-    # Kept for each parameter, and so small: a function made here would be three more objects, for its cells.
+    # A partial object is small. A closure for each parameter would need three more objects, for its cells.
     hand_on = functools.partial(_hand_on, owner, weakref.ref(group), index)
     trains = leaf.requires_grad
-    leaf.requires_grad_(True)  # users may thaw it later, and torch takes hooks on what requires gradients alone
+    leaf.requires_grad_(True)  # users may thaw it later, and torch only allows hooks on tensors that require gradients
     handle = leaf.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
     leaf.requires_grad_(trains)
     HANDLES.give()

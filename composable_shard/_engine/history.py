@@ -1,4 +1,4 @@
-"""The actions of this iteration and of the last one; `Record` objects are made of them only on request."""
+"""The actions of this iteration and of the last one. `Record` objects are built from them only on request."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ Mark = tuple[int, int, int]  # lengths of `done`, `order` and `around` at some t
 
 
 class History:
-    """What was done in this iteration, as plain lists to which `Actions` appends: noting an action must cost little.
+    """The actions of this iteration in plain lists, because appending an action must cost little host time.
 
     Attributes:
         done: the actions of this iteration in one flat list: kind, FQN and live bytes of the first, then of the second,
             and so on.
         order: FQNs of the groups in the order in which their forwards began in this iteration.
-        around: pairs of FQNs: a group whose forward began while that of another group ran, and that enclosing group.
-            The root's own group does not count as enclosing.
+        around: pairs of FQNs: a group whose forward began while that of another group was running, and the other group,
+            which encloses it. The root's own group does not count as enclosing.
     """
 
     def __init__(self) -> None:
         self.done: list[Any] = []
         self.order: list[str] = []
         self.around: list[tuple[str, str]] = []
-        self._begun: list[ParamGroup] = []  # from the outermost; the last ones may have ended since
+        self._begun: list[ParamGroup] = []  # the outermost first; the last ones may have ended since
         self._last: Record | _Parts | None = None
         self._so_far: Record | None = None
 
     def begins(self, group: ParamGroup) -> None:
-        """The forward of a group begins, outside of any backward."""
+        """Begin the forward of a group, outside of any backward."""
         begun = self._begun
         while begun and (begun[-1] is group or not begun[-1].running):
             begun.pop()
@@ -43,11 +43,11 @@ class History:
         begun.append(group)
 
     def lasted(self, nbytes: int) -> None:
-        """Correct the last action: while it ran, `nbytes` more were live than was noted."""
+        """Correct the last action: while it ran, `nbytes` more were live than recorded."""
         self.done[-1] += nbytes
 
     def roll(self, spans: tuple[Span, ...]) -> bool:
-        """An iteration has ended: its actions become the last record; false if there are none."""
+        """End an iteration: its actions become the last record. Returns False if there are none."""
         if not self.done:
             return False
         self._last = self.done, self.order, self.around, spans
@@ -63,17 +63,17 @@ class History:
         return self._last
 
     def so_far(self, spans: tuple[Span, ...]) -> Record | None:
-        """The record since the last one; None if nothing was done. The same object until more is done."""
+        """The record since the last one; None if there are no actions. The same object until more actions follow."""
         if self.done and (self._so_far is None or len(self._so_far.actions) * 3 != len(self.done)):
             self._so_far = _record(self.done, self.order, self.around, spans)
         return self._so_far
 
     def mark(self) -> Mark:
-        """A mark of how far this iteration has come, to be given to `since`."""
+        """A mark of how far this iteration has come, to pass to `since`."""
         return len(self.done), len(self.order), len(self.around)
 
     def since(self, mark: Mark) -> Record:
-        """The record of what was done since then, in the same iteration."""
+        """The record of the actions since `mark`, in the same iteration."""
         done, order, around = mark
         return _record(self.done[done:], self.order[order:], self.around[around:], ())
 

@@ -1,4 +1,4 @@
-"""Which tensors stand in the modules of a group: sharded parameters, outputs of a node, leaves, copies of weights."""
+"""Which tensors are installed in a group's modules: sharded parameters, outputs of a node, leaves, or copies."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ LeafHook = Callable[[torch.Tensor, ParamGroup, int], None]
 class Installed:
     """Installs tensors in the modules of one engine's groups.
 
-    With create_graph, modules see copies of a use's weights while its backward runs: what a checkpoint within a module
-    recomputes of weights is saved for another backward then, without our hooks, and must not be memory that goes back.
+    With create_graph, modules see copies of a use's weights while its backward runs. Weights that a checkpoint in a
+    module recomputes with are then saved for another backward, and not through our hooks. They must therefore not be
+    in memory that the pool reuses.
 
     Args:
-        watch_leaf: called once with every leaf that users may find in a module outside of its forward.
+        watch_leaf: called once for every unsharded leaf that users can read from a module outside its forward.
     """
 
     def __init__(self, watch_leaf: LeafHook) -> None:
         self._watch_leaf = watch_leaf
         # By group: the use that backward has reached, its node's outputs, and the copies.
         self._copied: dict[ParamGroup, tuple[Use, Outputs, list[torch.Tensor]]] = {}
-        self._are_hooks = False  # whether users have hooks, which may keep what is installed in backward
+        self._are_hooks = False  # whether users have hooks, which may keep tensors that are installed in backward
 
     def hide(self, group: ParamGroup) -> None:
         """Install a group's sharded parameters."""
@@ -51,9 +52,9 @@ class Installed:
         entries.lend(leaves)
 
     def show_again(self, use: Use, outputs: Outputs) -> None:
-        """Install the outputs of a use's node again, for a recomputation; leaves where there is no node.
+        """Install the outputs of a use's node again, for a recomputation; leaves if there is no node.
 
-        If the weights were gathered to another place than before, the outputs are made to show these.
+        If the weights were gathered into other memory than before, the outputs are redirected to it.
         """
         group = use.group
         if use.places != group.places:
@@ -67,11 +68,11 @@ class Installed:
             self.show_leaves(group)
 
     def open_backward(self) -> None:
-        """A backward pass begins."""
+        """Begin a backward pass."""
         self._are_hooks = HANDLES.of_others() > 0
 
     def end_use(self, group: ParamGroup) -> None:
-        """The backward of a use is over."""
+        """End the backward of a use."""
         if self._copied:
             self.show_gathered(group)
             self._copied.pop(group, None)
@@ -79,13 +80,13 @@ class Installed:
             bucket.note_kept()
 
     def close_backward(self) -> None:
-        """The pass is over, or has failed."""
+        """End a backward pass, successful or not."""
         self._copied.clear()
 
     # ---- copies
 
     def copy(self, use: Use, outputs: Outputs) -> None:
-        """Have the modules of a use see copies of its weights, until `end_use`."""
+        """Install copies of a use's weights in its modules, until `end_use`."""
         group = use.group
         shown = group.weights() if outputs else group.leaves()
         with to_keep():
@@ -94,7 +95,7 @@ class Installed:
         self.show_copies(group)
 
     def show_copies(self, group: ParamGroup) -> None:
-        """Show the copies of this group's weights, if there are any."""
+        """Install the copies of this group's weights, if there are any."""
         if (copied := self._copied.get(group)) is None:
             return
         use, outputs, copies = copied
@@ -105,7 +106,7 @@ class Installed:
             entries.show(copies)
 
     def show_gathered(self, group: ParamGroup) -> None:
-        """Show the gathered weights and not their copies: a call whose hooks save handles begins, or the use ends."""
+        """Install gathered weights instead of copies, for a call whose hooks save handles or at the end of the use."""
         if (copied := self._copied.get(group)) is None or group.phase is not UNSHARDED:
             return
         use, outputs, _ = copied
@@ -117,18 +118,18 @@ class Installed:
 
 
 def _fill(group: ParamGroup, outputs: Outputs, weights: Sequence[torch.Tensor]) -> None:
-    """Make the outputs of a node of this group show these weights."""
+    """Make the outputs of a node of this group refer to these weights."""
     for out, weight in zip(outputs, weights, strict=False):
         (local_tensor(out) if group.layout.wraps and isinstance(out, DTensor) else out).data = weight
 
 
 def _may_train(leaf: torch.Tensor) -> bool:
-    """Whether users may thaw a frozen leaf; not one of a class of their own, which may refuse it."""
+    """Whether users may thaw a frozen leaf. False for user-defined classes, which may refuse it."""
     return type(leaf) is torch.nn.Parameter and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def _copy_of_leaf(leaf: torch.Tensor) -> torch.Tensor:
-    """A leaf over memory of its own; one of a class of users' as it is."""
+    """A leaf with its own memory; a leaf of a user-defined class is returned as it is."""
     if type(leaf) is not torch.nn.Parameter:
         return leaf
     copy = torch.nn.Parameter(leaf.detach().clone(), requires_grad=leaf.requires_grad)

@@ -1,9 +1,9 @@
-"""Listeners, which let tools wrap the backward of a group, as torch's `FSDPMemTracker` does with FSDP2.
+"""Listeners let tools wrap the backward of a group, as torch's `FSDPMemTracker` does with FSDP2.
 
-So that steps without tools cost nothing, an engine and its parts change their classes at the beginning of a forward or
-a backward. While there are listeners, they have the classes below, which call a group's listener where its backward
-begins and ends. While only a profiler runs, or actions are logged, they have the classes of `profiling.py`, and
-otherwise the plain ones.
+Steps without tools must cost nothing. An engine and its parts therefore change their classes when a forward or a
+backward begins. While there are listeners, they use the classes below, which call a group's listener where its backward
+begins and ends. While only a profiler is active, or actions are logged, they use the classes of `profiling.py`.
+Otherwise they use the plain classes.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Listener(Protocol):
         """The group that it listens to; None while there is no engine."""
 
     def around(self, moment: str, work: Callable[[], None], gradients: Gradients = ()) -> None:
-        """Call `work`, and around it whatever a tool wants to do at this moment, `PRE_BACKWARD` or `POST_BACKWARD`.
+        """Call `work`, and around it the tool's own code for `moment`, which is `PRE_BACKWARD` or `POST_BACKWARD`.
 
         `POST_BACKWARD` comes twice in a backward: with the unsharded gradients, and again when `.grad` is set.
         """
 
 
-_reduced: weakref.WeakSet[ParamGroup] = weakref.WeakSet()  # groups for which the second `POST_BACKWARD` is to come
+_reduced: weakref.WeakSet[ParamGroup] = weakref.WeakSet()  # groups whose second `POST_BACKWARD` is still to come
 
 
 def _tell(group: ParamGroup, moment: str, work: Callable[[], None], gradients: Gradients = ()) -> None:
@@ -52,7 +52,7 @@ def _tell(group: ParamGroup, moment: str, work: Callable[[], None], gradients: G
 
 
 class ListenedActions(LoggedActions):
-    """Actions that tell listeners."""
+    """Actions that notify listeners."""
 
     def begin_backward(
         self, use: Use, outputs: Outputs, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]
@@ -84,11 +84,11 @@ class ListenedActions(LoggedActions):
 
 
 def _nothing() -> None:
-    """No work: what belongs to the second `POST_BACKWARD` was done before listeners are told."""
+    """Do nothing: the work of the second `POST_BACKWARD` is done before listeners are notified."""
 
 
 class ListenedEngine(ProfiledEngine):
-    """An engine that tells listeners."""
+    """An engine that notifies listeners."""
 
     def _complete(self, now: BackwardPass, use: Use, gradients: Gradients) -> None:
         _tell(use.group, POST_BACKWARD, partial(super()._complete, now, use, gradients), gradients)
@@ -101,7 +101,7 @@ _LISTENED = ListenedEngine, ListenedActions, ProfiledFlow
 
 
 def follow_tools(engine: Engine) -> None:
-    """Give an engine and its parts the classes that the tools of now call for."""
+    """Give an engine and its parts the classes that the active tools need."""
     listens = bool(LISTENERS)
     if listens is not engine.pool.owns:
         engine.count_memory(listens)

@@ -1,7 +1,7 @@
 """Measures the times that `PrefetchPolicy.auto` needs, in a few steps.
 
-The first training step is not measured: it learns the order, and warms up. In the next ones, every collective is waited
-for where it is issued, so that it and the compute around it are timed alone. Of several times the least counts.
+The first training step is not measured: it learns the order and warms up. In the measured steps, every collective is
+waited for where it is issued, so that collectives and compute are timed separately. The minimum over the steps counts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .actions import Actions
 from .stopwatch import Stopwatch
 
 STEPS = 2  # how many steps are measured
-CHECK_AFTER = 64  # iterations until costs are measured again; then twice as many, and so on
-_TRIES = 8  # after so many steps that cannot be measured, measuring is given up
+CHECK_AFTER = 64  # iterations until costs are measured again; doubled after each check
+_TRIES = 8  # measuring stops after this many steps that cannot be measured
 
 _PARTS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
     ("forward", (Kind.FORWARD,)),
@@ -30,34 +30,34 @@ Seconds = dict[tuple[str, str], float]  # by part (see `_PARTS`) and FQN of a gr
 
 
 class Measuring:
-    """Measures steps of one engine: at first until the plan has costs and later, ever more rarely, to check these.
+    """Measures steps of one engine: first until the plan has costs, later at growing intervals to check the costs.
 
-    When to do so depends on the number of iterations and on no clock, so that all ranks measure the same ones.
+    The number of iterations decides when to measure, never a clock, so all ranks measure the same iterations.
 
     Args:
-        actions: what is measured.
+        actions: the actions to measure.
 
     Attributes:
-        is_on: whether steps are measured now.
+        is_on: whether steps are being measured.
     """
 
     def __init__(self, actions: Actions) -> None:
         self.is_on = False
         self._do = actions
-        self._watch: Stopwatch | None = None  # a user's, which times whatever is not measured
-        self._order: tuple[str, ...] = ()  # of the steps that were measured, or given up, last
+        self._watch: Stopwatch | None = None  # a user's stopwatch, which times all steps that are not measured
+        self._order: tuple[str, ...] = ()  # the order of the last steps that were measured or abandoned
         self._samples: list[Seconds] = []
         self._tries = 0
-        self._every = self._due_in = CHECK_AFTER  # iterations between two checks; until the next one
+        self._every = self._due_in = CHECK_AFTER  # iterations between two checks, and until the next check
 
     def watch(self, on: bool) -> None:
-        """Begin to time all actions for a user, or end it. While steps are measured, this takes effect after that."""
+        """Start or stop timing all actions for a user. While steps are measured, this takes effect afterwards."""
         self._watch = Stopwatch(self._do.pool.memory.device) if on else None
         if not self.is_on:
             self._do.time_by(self._watch)
 
     def _is_due(self, plan: ShardPlan) -> bool:
-        """Whether costs are missing, or it is time to check them. Each call counts as one iteration."""
+        """Whether costs are missing, or a check of them is due. Each call counts as one iteration."""
         if plan.prefetch.kind != "auto":
             return False
         if plan.costs is None:
@@ -66,18 +66,18 @@ class Measuring:
         return self._due_in <= 0
 
     def check_later(self) -> None:
-        """The plan's costs hold, or cannot be checked now: check them after twice as many iterations as last time."""
+        """Schedule the next check after twice as many iterations: the costs hold, or cannot be checked now."""
         self._every *= 2
         self._due_in, self._tries = self._every, 0
 
     def between_steps(self, plan: ShardPlan) -> Seconds | None:
-        """An iteration is over: take its times if it was measured, and decide whether to measure the next one.
+        """At the end of an iteration: take its times if it was measured, and decide whether to measure the next one.
 
         Returns:
-            the seconds of each part of each group, when enough steps were measured; else None.
+            the seconds of each part of each group, once enough steps were measured; otherwise None.
         """
         if not self._is_due(plan):
-            if self.is_on:  # the user has changed the policy since
+            if self.is_on:  # the user has changed the policy
                 self._end()
             return None
         if plan.order != self._order:
@@ -113,7 +113,7 @@ class Measuring:
         self.is_on, self._samples = False, []
         self._do.time_by(self._watch)
         if self._watch is not None:
-            self._watch.take()  # its spans are of iterations before the measured ones
+            self._watch.take()  # its spans are from before the measured iterations
 
 
 def _is_whole(plan: ShardPlan, record: Record) -> bool:
@@ -127,13 +127,13 @@ def _given_up(plan: ShardPlan) -> str:
     forwards = ", ".join(fqn or ROOT_NAME for fqn in plan.order)
     return (
         f"PrefetchPolicy.auto: none of {_TRIES} steps ran the forwards {forwards} "
-        "and reduced the gradients of them all, so nothing is known of times; groups are gathered one ahead. Set the "
-        "policy when steps are regular, or PrefetchPolicy.depth"
+        "and reduced the gradients of them all, so there are no measured times and each group is prefetched one module "
+        "ahead. Set the policy when steps are regular, or use PrefetchPolicy.depth"
     )
 
 
 def _seconds(plan: ShardPlan, record: Record) -> Seconds:
-    """Seconds of each group: its forward, backward, one gather and one reduction."""
+    """Seconds of each group: its forward, its backward, one gather and one reduction."""
     own, begun = own_seconds(record.spans), Counter((span.kind, span.fqn) for span in record.spans)
     seconds: Seconds = {}
     for fqn in dict.fromkeys(plan.order):
@@ -144,11 +144,11 @@ def _seconds(plan: ShardPlan, record: Record) -> Seconds:
 
 
 def costs_of(plan: ShardPlan, seconds: Seconds, streams: bool) -> Costs:
-    """The costs that follow from measured times.
+    """The costs computed from measured times.
 
     Args:
-        plan: of the measured steps.
-        seconds: as `Measuring.between_steps` returns them.
+        plan: the plan of the measured steps.
+        seconds: as returned by `Measuring.between_steps`.
         streams: as `Actions.streams`.
     """
     parts = {name: {fqn: took for (of, fqn), took in seconds.items() if of == name} for name, _ in _PARTS}

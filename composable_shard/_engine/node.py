@@ -1,7 +1,7 @@
 """The autograd node of a use.
 
-A *use* is one forward of a group. Its node takes the sharded parameters and gives the unsharded ones, from which all
-operations of that forward begin. So when autograd runs the node, the gradients of the use are complete.
+A *use* is one forward of a group. Its node takes the sharded parameters and returns the unsharded ones. All operations
+of that forward start from these. So when autograd runs the node, the gradients of the use are complete.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _forward_of, _has_fired = attrgetter("forward"), attrgetter("fired")
 
 
 def _no_node() -> None:
-    """Stands in for a weak reference to a node."""
+    """Replaces a weak reference to a node where there is none."""
 
 
 class Use:
@@ -44,16 +44,16 @@ class Use:
     Attributes:
         group: the group.
         number: counts the uses of all groups of the engine, in the order of creation.
-        last: number of the last use that began before the forward of this one was over.
-        made_in: number of the backward pass in which the forward ran (a recomputation), -1 outside of any.
-        forward: number of the root's forward that contains the use; 0 for a recomputation.
-        node: a weak reference to the autograd node; gives None if there is none, as for a frozen group.
-        places: where the weights lie that the node's outputs show.
-        reads: how many handles of weights of the group's first bucket autograd has saved.
+        last: number of the last use that began before the forward of this one ended.
+        made_in: number of the backward pass in which the forward ran (a recomputation); -1 outside of any.
+        forward: number of the root forward that contains the use; 0 for a recomputation.
+        node: a weak reference to the autograd node; returns None if there is no node, as for a frozen group.
+        places: the memory places of the weights that the node's outputs refer to.
+        reads: how many handles autograd has saved for weights of the group's first bucket.
         fired: whether its gradients have been complete once.
-        under_hooks: whether its forward ran under saved-tensor hooks of others, such as those of a checkpoint that
+        under_hooks: whether its forward ran under saved-tensor hooks of other code, such as a checkpoint that
             recomputes the forward.
-        partial: the sum of the gradients so far, while other nested backward passes will bring more; else None.
+        partial: the sum of the gradients so far, if other nested backward passes will add more; otherwise None.
     """
 
     __slots__ = (
@@ -92,103 +92,103 @@ class Use:
         self.partial: list[torch.Tensor | None] | None = None
 
     def end_forward(self, last: int) -> None:
-        """The forward of the use is over; `last` is the number of the last use that has begun until now."""
+        """End the forward of the use; `last` is the number of the last use that has begun so far."""
         self.last, self.reads = last, self.group.buckets[0].saved - self._saved_before
 
     def keep(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Some gradients have come, and more will: add them to the partial ones."""
+        """Add gradients to the partial sum, because more will follow."""
         self.partial = list(gradients) if self.partial is None else added(self.partial, gradients)
 
     def complete(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The last gradients have come; returns the sum of all."""
+        """Take the last gradients; returns the sum of all."""
         self.fired = True
         before, self.partial = self.partial, None
         return list(gradients) if before is None else added(before, gradients)
 
     def move(self, places: tuple[int, ...]) -> None:
-        """The node's outputs show the weights at these places now."""
+        """Note that the node's outputs now refer to the weights at these places."""
         self.places = places
 
     def forget(self) -> None:
-        """The backward of the use has failed: drop its partial gradients."""
+        """Discard the partial gradients after the backward of the use failed."""
         self.partial = None
 
 
 def added(first: Sequence[torch.Tensor | None], second: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Sums of gradients, pair by pair; None stands for no gradient."""
+    """The sums of gradients, pair by pair; None stands for no gradient."""
     return [b if a is None else a if b is None else a + b for a, b in zip(first, second, strict=True)]
 
 
 class Uses:
-    """The uses of an engine that a backward may still go through, here or on other ranks.
+    """The uses of an engine that a backward may still go through, on this rank or on other ranks.
 
     Attributes:
-        in_forward: by group, the use whose forward runs now.
-        lost: the uses whose graph was freed here, but may live on other ranks.
+        in_forward: by group, the use whose forward is running.
+        lost: the uses whose graph was freed on this rank, but may be alive on other ranks.
     """
 
     def __init__(self) -> None:
         self.in_forward: dict[ParamGroup, Use] = {}
         self._count = 0  # of all uses so far
-        self._live: dict[int, Use] = {}  # those whose graph lives, by number, in the order of creation
+        self._live: dict[int, Use] = {}  # the uses whose graph is alive, by number, in the order of creation
         self.lost: list[Use] = []
 
     def __iter__(self) -> Iterator[Use]:
-        return iter([*self._live.values(), *self.lost])  # a list at once: a thread of autograd may end a use meanwhile
+        return iter([*self._live.values(), *self.lost])  # a copy, because an autograd thread may end a use meanwhile
 
     def begin(self, group: ParamGroup, made_in: int, forward: int, under_hooks: bool) -> Use:
-        """A forward of a group has begun: its new use; the arguments are as of `Use`."""
+        """Create the use of a group's forward that has begun; arguments as for `Use`."""
         self._count += 1
         use = self._live[self._count] = self.in_forward[group] = Use(group, self._count, made_in, forward, under_hooks)
         return use
 
     def end_forward(self, group: ParamGroup) -> bool:
-        """A forward of a group is over; returns whether it was that of a use."""
+        """End a forward of a group; returns whether it belonged to a use."""
         use = self.in_forward.pop(group, None)
         if use is not None:
             use.end_forward(self._count)
         return use is not None
 
     def graph_gone(self, use: Use) -> None:
-        """The graph of a use was freed."""
+        """Note that the graph of a use was freed."""
         self._live.pop(use.number, None)
         if use.group.settings.current.reduce_unused and use.group.trains and use.forward and not use.fired:
             self.lost.append(use)
 
     def begin_iteration(self, waiting: bool) -> None:
-        """A forward of the root begins: forget lost uses for which no rank can run a backward any more.
+        """At the start of a root forward: forget lost uses for which no rank can run a backward any more.
 
         Args:
-            waiting: whether an earlier forward waits for its backward; if not, all lost uses are forgotten. Otherwise
-                those of forwards of which no graph lives here.
+            waiting: whether an earlier forward waits for its backward. If not, all lost uses are forgotten. If so, only
+                those are forgotten whose forward has no graph alive on this rank.
         """
         alive = set(map(_forward_of, self._live.values())) if waiting else ()
         self.lost = [use for use in self.lost if use.forward in alive]
 
     def forget(self, forwards: Container[int] | None = None) -> None:
-        """The backward of these forwards is over (None: of all): forget their lost uses."""
+        """Forget the lost uses of these forwards (None: of all), because their backward is over."""
         self.lost = [use for use in self.lost if forwards is not None and use.forward not in forwards]
 
     def all_fired(self) -> bool:
-        """Whether a backward has gone through every graph that lives."""
+        """Whether each graph that is alive has had a backward."""
         return all(map(_has_fired, self._live.values()))
 
 
 class NodeOwner(Protocol):
-    """Is told of the events of a node: the engine."""
+    """The object that is notified of a node's events: the engine."""
 
     witness: Witness
     uses: Uses
 
     def on_gradients(self, use: Use, node: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The node of a use runs; returns the gradients that autograd hands to the sharded parameters."""
+        """Handle the gradients when the node of a use runs; returns the gradients for the sharded parameters."""
 
     def on_handles_gone(self, use: Use) -> None:
-        """The last saved weight of a use of a frozen group was freed."""
+        """Handle that the last saved weight of a use of a frozen group was freed."""
 
 
 class _Lifeline:
-    """Lives as long as a node, and with it tells the owner of the end of the graph."""
+    """Lives as long as a node, and notifies the owner when the graph is freed."""
 
     __slots__ = ("owner", "use")
 
@@ -201,7 +201,7 @@ class _Lifeline:
 
 
 class Keeper:
-    """Held by all handles of a use of a frozen group, which has no node; tells the owner when the last one is freed."""
+    """Held by all handles of a use of a frozen group, which has no node; notifies the owner when the last is freed."""
 
     __slots__ = ("_owner", "_use")
 
@@ -214,22 +214,22 @@ class Keeper:
 
 
 class Witness:
-    """Tells what a backward pass does with the gradients of a node's leaves, by means of one leaf of its own.
+    """Reports what a backward pass does with the gradients of a node's leaves, with the help of an extra leaf.
 
     A pass may add a leaf's gradient to `.grad`, return it (`torch.autograd.grad`) or drop it (`inputs=`). Asking each
-    leaf for this takes longer than autograd's own work for it. So every node also takes the witness's leaf, which no
-    user can name in `inputs=` or in `torch.autograd.grad`. If a pass will add a gradient to that leaf, it is restricted
-    to no inputs and adds the gradients of all leaves. Only in other passes are the leaves asked one by one.
+    leaf takes longer than autograd's own work for it. So every node also takes the witness's leaf, which no user can
+    name in `inputs=` or in `torch.autograd.grad`. If a pass will add a gradient to that leaf, the pass is
+    not restricted to any inputs, and it adds the gradients of all leaves. Only in other passes is each leaf asked.
     """
 
     def __init__(self) -> None:
         with plainly(), torch.enable_grad():
-            self.leaf = torch.zeros((), requires_grad=True)  # on the CPU: its node belongs to no stream
+            self.leaf = torch.zeros((), requires_grad=True)  # on the CPU, so that its node belongs to no stream
             self._node = get_gradient_edge(self.leaf).node
-        self._adds_all = -1  # number of a pass that adds the gradients of all leaves
+        self._adds_all = -1  # number of the last pass known to add the gradients of all leaves
 
     def fates(self, node: Any, number: int) -> list[Fate] | None:
-        """The fate of each leaf's gradient of a node in the pass `number`, which runs now; None if all are added."""
+        """What happens to the gradient of each leaf of a node in the running pass `number`; None if all are added."""
         if number != self._adds_all:
             if not node_will_run(self._node):
                 return gradient_fates([leaf_node for leaf_node, _ in node.next_functions[1:]])
@@ -238,7 +238,7 @@ class Witness:
 
 
 class _Unshard(NotForCompiledAutograd):
-    """The node: takes sharded parameters, gives unsharded ones."""
+    """The node: takes sharded parameters and returns unsharded ones."""
 
     @staticmethod
     def forward(
@@ -246,10 +246,10 @@ class _Unshard(NotForCompiledAutograd):
     ) -> tuple[torch.Tensor, ...]:
         ctx.lifeline = lifeline
         ctx.set_materialize_grads(False)
-        outputs = tuple(map(_data, weights))  # takes a third of the time of `detach`
+        outputs = tuple(map(_data, weights))  # a third of the time of `detach`
         group = lifeline.use.group
-        # Here, and not by `DTensor.from_local` behind this node: that sums gradients in their own dtype, and autograd
-        # casts what comes to an output of this node to the dtype of that output.
+        # Not done by `DTensor.from_local` after this node: that would sum gradients in their own dtype, while autograd
+        # casts the gradients of this node's outputs to the dtype of the output.
         if group.layout.wraps:
             outputs = group.wrapped(outputs)
         needed = ctx.needs_input_grad
@@ -261,7 +261,7 @@ class _Unshard(NotForCompiledAutograd):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():  # with create_graph
+        if torch.is_grad_enabled():  # True with create_graph
             return _differentiated_once(ctx, *gradients)
         line = ctx.lifeline
         use = line.use
@@ -273,41 +273,43 @@ class _Unshard(NotForCompiledAutograd):
     def refusal(node: Any) -> ShardConfigStateError:
         return ShardConfigStateError(
             f"group {node.lifeline.use.group.name}: compiled autograd cannot trace the backward of an eager forward, "
-            "whose hooks gather weights and reduce gradients; compile the model (`torch.compile(model)`), whose "
-            "backward it then runs as it is, or run this backward without compiled autograd"
+            "because its hooks gather weights and reduce gradients; compile the model (`torch.compile(model)`), whose "
+            "backward is then called without tracing it, or run this backward without compiled autograd"
         )
 
 
 _apply = plain_apply(_Unshard)
 called_directly(_Unshard)
-# A forward may assign an unsharded parameter to a module, and a tracer of torch.fx may assign one to its graph.
+# A forward may assign an unsharded parameter to a module, and a torch.fx tracer may assign one to its graph.
 outputs_pass_for_leaves(_Unshard)
 _attributes, _data = attrgetter("__dict__"), attrgetter("data")
 
 
-# Differentiating a reduced gradient again must raise an error, instead of treating the gradient as a constant. While
-# `once_differentiable` runs our backward, grad mode is off.
+# Differentiating a reduced gradient again must raise an error instead of treating the gradient as a constant. Grad mode
+# is off while `once_differentiable` runs our backward.
 _differentiated_once = once_differentiable(_Unshard.backward)
 
 
 def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
     """Create the node of `use` over the weights that its group has gathered.
 
+    `ParamGroup.begin_use` must be called after the outputs are installed.
+
     Returns:
         the unsharded parameters: tensors of this graph that look like Parameters, with the attributes that users set
-        on the sharded ones. Attributes that forward sets on them stay there, as these may belong to this graph.
-        `ParamGroup.begin_use` must follow when they are installed.
+        on the sharded parameters. Attributes that forward sets on them stay there, because they may belong to this
+        graph.
     """
     group = use.group
     weights = group.weights_for_use()
     outputs = _apply(_Lifeline(owner, use), weights, owner.witness.leaf, *group.shards)
-    # `_is_param` is among them: isinstance(out, nn.Parameter) holds.
+    # The attribute `_is_param` is among them, so isinstance(out, nn.Parameter) holds.
     if group.layout.extended:
         run_all(map(lend_attributes, outputs, group.shards))
-    elif outputs[0].__dict__:  # fake ones, which have attributes of their class there
+    elif outputs[0].__dict__:  # fake tensors have attributes of their class there
         run_all(map(dict.update, map(_attributes, outputs), lent_attributes(group.shards)))
     else:
-        # New tensors have no attributes yet: set as a whole, they take less host time than by `update`.
+        # New tensors have no attributes yet. Replacing the whole dictionary takes less host time than `update`.
         run_all(map(setattr, outputs, repeat("__dict__"), lent_attributes(group.shards)))
     if group.layout.packed:
         group.lend_carried(outputs)

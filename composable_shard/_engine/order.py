@@ -1,4 +1,4 @@
-"""The schedules in force, and which groups to gather ahead: by the plan, or by prefetch lists of users instead."""
+"""The current schedules, and which groups to prefetch: those of the plan, or those of users' prefetch lists instead."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .backward import BackwardPass
 from .node import Use
 
 Ahead = Sequence[tuple[ParamGroup, Sequence[ParamGroup]]]
-_in_backward = attrgetter("gathers_in_backward")  # whether backward gathers a group ahead
+_in_backward = attrgetter("gathers_in_backward")  # whether backward prefetches a group
 
 
 @cache
 def phase_of(grad: bool, sync: bool, waiting: bool) -> str:
-    """The phase of a forward, by name. Forwards of different phases may run the groups in different orders.
+    """The name of a forward's phase. Forwards of different phases may run the groups in different orders.
 
     Args:
         grad: whether the forward runs in grad mode.
@@ -39,21 +39,23 @@ def phase_of(grad: bool, sync: bool, waiting: bool) -> str:
 
 @dataclass(frozen=True, eq=False)
 class PhaseSchedule:
-    """The schedule of one phase, with groups in the place of their names (see `_plan.schedule.Schedule`).
+    """The schedule of one phase, with groups instead of their names (see `_plan.schedule.Schedule`).
 
     Attributes:
         order: FQNs of the groups in the order in which their forwards begin.
-        around: FQNs of groups that may run in the forward of another group but the root's, each with that group.
-        forward: the same groups, each with the groups to gather when its forward begins.
-        backward: the groups in the order in which their backwards begin, each with the groups to gather then; None to
-            gather the group that each backward pass expects next.
-        kept: groups whose unsharded parameters stay gathered after forward; None where their settings decide.
-        max_reductions: how many reductions may be in flight, or fewer if the settings say so; None for the settings.
-        in_flight: groups for whose reduction another number holds than `max_reductions`, and that number.
-        reduces_first: whether reductions are waited for before backward gathers, whatever the groups' settings say.
-        stays_for_next: whether weights stay for the next backward of their group, where that follows at once.
+        around: pairs of FQNs: a group that may run in the forward of another group, and that group. The root's own
+            group does not count as the other group.
+        forward: the groups of `order`, each with the groups to prefetch when its forward begins.
+        backward: the groups in the order in which their backwards begin, each with the groups to prefetch then. None
+            to prefetch the group that each backward pass expects next.
+        kept: groups that stay unsharded after forward; None if their settings decide.
+        max_reductions: the maximum number of reductions in flight, unless the settings allow fewer; None if the
+            settings decide.
+        in_flight: groups with a maximum other than `max_reductions` for their reduction, and that maximum.
+        reduces_first: whether reductions are waited for before gathers in backward, regardless of the groups' settings.
+        stays_for_next: whether a group stays unsharded if its own next backward follows immediately.
         holds: groups whose reductions keep their memory until they are waited for, also on a stream.
-        budget: the most bytes that may be leased at once; None for no bound.
+        budget: the maximum number of leased bytes; None for no limit.
     """
 
     order: tuple[str, ...]
@@ -74,7 +76,7 @@ class PhaseSchedule:
 
 
 class Order:
-    """The only holder of the schedules in force, and of the index that the forward of now has reached in its schedule.
+    """The only place that stores the current schedules, and how far the current forward has come in its schedule.
 
     Args:
         plan: the first plan to follow.
@@ -83,13 +85,13 @@ class Order:
         listener: returns the function to call when the plan or a user's prefetch list has changed, or None.
 
     Attributes:
-        plan: the plan in force.
-        forward: the plan's schedule for the forward that runs now or ran last; in backward, the same as `backward`.
-        backward: the plan's schedule for the backward that runs now or comes next.
+        plan: the current plan.
+        forward: the plan's schedule for the forward that is running or ran last; in backward, the same as `backward`.
+        backward: the plan's schedule for the backward that is running or comes next.
         usual: the plan's schedule for phases whose order it does not know.
-        phases: for each phase whose order the plan knows, its schedule.
-        explicit: the users' prefetch lists, by (whether for backward, group): the groups to gather ahead instead of the
-            ones in the schedule.
+        phases: by phase, the schedules of the phases whose order the plan knows.
+        explicit: the users' prefetch lists, by (whether for backward, group): the groups to prefetch instead of those
+            in the schedule.
     """
 
     def __init__(
@@ -110,16 +112,16 @@ class Order:
         self.follow(plan)
 
     def follow(self, plan: ShardPlan) -> None:
-        """Follow a plan of the same groups from now on; groups that are gathered already stay so.
+        """Follow a plan of the same groups from now on. Groups that are unsharded stay unsharded.
 
         Raises:
-            ShardConfigValueError: the plan names a group that does not exist; the old plan stays in force.
-            PoolBudgetError: a group does not fit in the order of some phase; the old plan stays in force.
+            ShardConfigValueError: the plan names a group that does not exist. The old plan stays in effect.
+            PoolBudgetError: a group does not fit in the order of some phase. The old plan stays in effect.
         """
         self._check_names(plan)
         usual, own = self._schedule(plan), plan.own_orders
         phases = {phase: self._schedule(plan.in_phase(phase)) if phase in own else usual for phase, _ in plan.orders}
-        self._pool.use_mem_pool(plan.pool.mem_pool)  # the last call that can fail: the plan changes whole or not at all
+        self._pool.use_mem_pool(plan.pool.mem_pool)  # the last call that can fail; the plan is adopted as a whole
         self._pool.keep_idle(plan.pool.keep_idle)
         self.plan, self.phases = plan, phases
         self.forward = self.backward = self.usual = usual
@@ -132,14 +134,14 @@ class Order:
         names = chain(plan.order, *scheduled, *plan.own_orders.values())
         for fqn in names:
             if fqn not in self._by_fqn:
-                raise ShardConfigValueError(f"plan: names {fqn!r}, which is no group of this model")
+                raise ShardConfigValueError(f"plan: names {fqn!r}, but the model has no parameter group of this name")
 
     def gather_ahead(self, group: ParamGroup, backward: bool, following: list[ParamGroup]) -> None:
-        """A user lists the groups to gather when the forward, or the backward, of a group begins."""
+        """Set a user's list of groups to prefetch when the forward, or the backward, of a group begins."""
         self.explicit[backward, group] = following
 
     def lists_changed(self) -> None:
-        """Tell the listener that the plan, or a prefetch list of a user, has changed."""
+        """Notify the listener that the plan, or a user's prefetch list, has changed."""
         if (listener := self._listener()) is not None:
             listener(self)
 
@@ -169,12 +171,12 @@ class Order:
         )
 
     def described(self) -> ShardPlan:
-        """The plan with the options and parameters that groups have now; the same object if nothing differs."""
+        """The plan with the current options and parameters of the groups; the same object if nothing differs."""
         groups = tuple(_described(each, self._by_fqn[each.fqn]) for each in self.plan.groups)
         return self.plan if groups == self.plan.groups else replace(self.plan, groups=groups).with_policies()
 
     def placed(self) -> ShardPlan:
-        """The plan, completed with the offsets at which the pool places its slots, if these lie in one piece."""
+        """The plan with the offsets at which the pool places its slots, if these are parts of one allocation."""
         if not self._pool.arena.keeps_idle:
             return self.plan
         places = tuple(each for group in self._by_fqn.values() for each in _placed(group, self._pool))
@@ -186,18 +188,19 @@ class Order:
         """The schedule that compiled graphs follow, with the users' prefetch lists.
 
         Args:
-            reductions: whether it also says how many reductions may be in flight; with a memory budget it always does.
+            reductions: whether it also specifies how many reductions may be in flight. It always does with a memory
+                budget.
         """
         plan, edges = self.plan, self.plan.edges()
         ahead: tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]] = ({}, {})  # in forward, in backward
-        if reductions or not plan.is_default:  # by default graphs gather one module ahead, in the order of their own
+        if reductions or not plan.is_default:  # by default, graphs prefetch one module ahead, in their own order
             ahead = self._by_module(edges.forward), self._by_module(edges.backward)
         for (backward, group), listed in self.explicit.items():
             ahead[backward][module_of(group.fqn)] = tuple(module_of(each.fqn) for each in listed)
         budget = plan.pool.budget
         all_first = [module_of(each.fqn) for each in plan.groups if edges.reduces_first or each.reduces_first]
         first = tuple(dict.fromkeys(all_first))
-        if not reductions and budget is None:  # what waits for reductions before it gathers has one in flight at most
+        if not reductions and budget is None:  # modules that wait for reductions before gathers have one in flight
             return GraphSchedule(*ahead, dict.fromkeys(first, 1), first)
         kept: Counter[str] = Counter()
         for fqn in edges.kept if budget is not None else ():
@@ -206,7 +209,7 @@ class Order:
         return GraphSchedule(*ahead, self._in_flight(edges), first, budget, dict(kept), queued)
 
     def _in_flight(self, edges: Schedule) -> dict[str, int]:
-        """By module, how many reductions may be in flight."""
+        """By module, the maximum number of reductions in flight."""
         numbers, by_module = dict(edges.in_flight), dict[str, int]()
         for fqn in self._by_fqn:
             module, most = module_of(fqn), numbers.get(fqn, edges.max_reductions)
@@ -214,7 +217,7 @@ class Order:
         return by_module
 
     def _by_module(self, edges: Iterable[tuple[str, Sequence[str]]]) -> dict[str, tuple[str, ...]]:
-        """For each module, the modules to gather ahead with it. A graph treats all groups of one module as one."""
+        """For each module, the modules to prefetch with it. A graph treats all groups of a module as one group."""
         ahead: dict[str, tuple[str, ...]] = {module_of(fqn): () for fqn in self._by_fqn}
         for fqn, following in edges:
             module, others = module_of(fqn), map(module_of, following)
@@ -222,10 +225,10 @@ class Order:
         return ahead
 
     def begin(self, phase: str, trains: bool) -> None:
-        """A forward of the root begins.
+        """Begin a forward of the root.
 
         Args:
-            phase: the kind of forward, as `phase_of` names it.
+            phase: the phase of the forward, as returned by `phase_of`.
             trains: whether a backward can follow.
         """
         self._next = 0
@@ -234,16 +237,16 @@ class Order:
             self.backward = self.forward
 
     def begin_backward(self) -> None:
-        """A backward begins: its recomputations follow the phase of its own forward, whatever has run since."""
+        """Begin a backward: recomputations follow the phase of its own forward, even if other forwards ran since."""
         self.forward = self.backward
 
     def note(self, phase: str, order: tuple[str, ...]) -> None:
-        """A forward of a new phase ran in the usual order: the plan knows the order of that phase now."""
+        """Note the order of a new phase, whose forward ran in the usual order."""
         self.plan = self.plan.noting(phase, order)
         self.phases[phase] = self.usual
 
     def after(self, group: ParamGroup) -> Sequence[ParamGroup]:
-        """What to gather ahead when the forward of `group` begins."""
+        """The groups to prefetch when the forward of `group` begins."""
         forwards, index = self.forward.forward, self._next
         if index >= len(forwards) or forwards[index][0] is not group:
             index = _index_of(group, forwards, index)
@@ -257,11 +260,11 @@ class Order:
         return self._next >= len(self.forward.forward)
 
     def before(self, use: Use, now: BackwardPass) -> tuple[Sequence[ParamGroup], Sequence[ParamGroup]]:
-        """What to gather ahead when the backward of a use begins; nothing if backward went past the use before.
+        """The groups to gather when the backward of a use begins; none if backward skipped the use earlier.
 
         Returns:
-            the groups to gather before the use's own group, because entries of the schedule that were skipped list
-            them; and the groups to gather after it.
+            the groups to gather before the use's own group, because skipped entries of the schedule list them, and the
+            groups to prefetch after it.
         """
         if now.gone_past and use in now.gone_past:
             return (), ()
@@ -274,18 +277,18 @@ class Order:
         else:
             skipped, planned = now.due(group, backwards)
             missed = [other for other in skipped if other is group or now.expects(other)]
-            listed = list(filter(now.expects, planned))  # a loss may not depend on the last modules
+            listed = list(filter(now.expects, planned))  # the loss may not depend on the last modules
         return list(filter(_in_backward, missed)), list(filter(_in_backward, listed))
 
 
 def _index_of(group: ParamGroup, forwards: Ahead, begin: int) -> int:
-    """The index of the next forward of a group, from `begin` on or else from the first; -1 if it has none."""
+    """The index of the next forward of a group, searched from `begin` on and then from the first; -1 if it has none."""
     indices = [index for index, (planned, _) in enumerate(forwards) if planned is group]
     return next((index for index in indices if index >= begin), indices[0] if indices else -1)
 
 
 def _placed(group: ParamGroup, pool: BufferPool) -> Iterator[Placed]:
-    """Where the pool places the slots that it leases for a group, under the names that plans use."""
+    """The placement of the slots that the pool leases for a group, with the names that plans use."""
     for purpose, backward, requests in group.requests():
         slots = [ArenaSlot("", *span) for span in map(pool.span_of, requests) if span is not None]
         if requests and len(slots) == len(requests):
@@ -293,7 +296,7 @@ def _placed(group: ParamGroup, pool: BufferPool) -> Iterator[Placed]:
 
 
 def _described(plan: GroupPlan, group: ParamGroup) -> GroupPlan:
-    """A group's part of a plan, with its present dtypes and options."""
+    """A group's part of a plan, with its current dtypes and options."""
     options = group.options
     params = tuple(
         replace(

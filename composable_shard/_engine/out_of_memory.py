@@ -1,4 +1,4 @@
-"""Who holds what, said when there is not enough memory: a note on the error, with bytes by kind and what would help."""
+"""Explains out-of-memory errors: a note lists the bytes by category, and ways to use less memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WORDS = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_
 
 
 class Part(NamedTuple):
-    """What one engine runs: its groups, their memory, and the plan that it follows."""
+    """The groups of one engine, their memory, and the plan that the engine follows."""
 
     groups: Sequence[ParamGroup]
     pool: BufferPool
@@ -32,28 +32,28 @@ class Part(NamedTuple):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation has failed, on whatever device: torch has a type for it on accelerators only."""
+    """Whether an allocation has failed on any device. torch has an error type for this on accelerators only."""
     return isinstance(error, _KINDS) or (isinstance(error, RuntimeError) and any(w in str(error) for w in _WORDS))
 
 
 def explain(error: BaseException, parts: Sequence[Part]) -> None:
-    """Add a note to an error, if memory has run out and nobody has explained it yet.
+    """Add a note to an error if memory has run out and the error has no such note yet.
 
     Args:
-        error: any.
-        parts: of the model; none if it has not run.
+        error: any error.
+        parts: the parts of the model; empty if it has not run.
     """
     if not parts or not is_out_of_memory(error) or any(_TITLE in note for note in getattr(error, "__notes__", ())):
         return
     try:
         note = "\n".join(_lines(parts))
-    except Exception as problem:  # must not take the place of what is explained
+    except Exception as problem:  # must not replace the error that the note explains
         note = f"{_TITLE} this rank could not be counted: {type(problem).__name__}: {problem}"
     error.add_note(note)
 
 
 class _Allocator(NamedTuple):
-    """What the allocator of an accelerator counts: bytes of tensors now and at most so far, and bytes it has in all."""
+    """Statistics of an accelerator's allocator, in bytes: allocated to tensors now, the peak of that, and reserved."""
 
     allocated: int
     peak: int
@@ -61,7 +61,7 @@ class _Allocator(NamedTuple):
 
 
 def _allocator_of(device: torch.device) -> _Allocator | None:
-    """None if it does not count, as that of the CPU."""
+    """The allocator's statistics; None if it has none, as on the CPU."""
     module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
     if not hasattr(module, "memory_reserved"):
         return None
@@ -71,14 +71,14 @@ def _allocator_of(device: torch.device) -> _Allocator | None:
 
 
 class _Held:
-    """The bytes that are held on this rank.
+    """The bytes in use on this rank.
 
     Attributes:
-        parts: of the model.
-        device: where the model computes.
-        kinds: bytes by type of device, for each kind of tensors that the model and its optimizers keep.
+        parts: the parts of the model.
+        device: the device on which the model computes.
+        kinds: bytes by device type, for each category of tensors that the model and its optimizers hold.
         pool: bytes that the pools hold.
-        allocator: what the allocator counts; None if it does not.
+        allocator: the allocator's statistics; None if it has none.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -99,11 +99,11 @@ class _Held:
 
     @property
     def on_device(self) -> int:
-        """Bytes of all kinds on the device of the model, without the pool."""
+        """Bytes of all categories on the device of the model, without the pool."""
         return sum(kind[self.device.type] for kind in self.kinds.values())
 
     def rest(self) -> tuple[int, int] | None:
-        """Bytes of whatever else is allocated, now and at the allocator's peak; None if that is not known."""
+        """Bytes of all other allocations, now and at the allocator's peak; None if not known."""
         if self.allocator is None:
             return None
         known = self.on_device + self.pool
@@ -128,26 +128,26 @@ def _lines(parts: Sequence[Part]) -> Iterator[str]:
     live, peak = (sum(getattr(part.pool, name) for part in parts) for name in ("live_bytes", "peak_bytes"))
     yield (
         f"  pool (gathered weights and communication): {mib(held.pool)}, {mib(live)} of it in use now, "
-        f"{mib(peak)} at most so far"
+        f"peak use {mib(peak)}"
     )
     rest = held.rest()
     if rest is None:
-        yield f"  activations and everything else: not known, the allocator of {held.device.type} does not count"
+        yield f"  activations and everything else: unknown, the allocator of {held.device.type} has no statistics"
     else:
-        yield f"  activations and everything else: {mib(rest[0])} now, {mib(rest[1])} at most so far"
-    yield "what would help, by how much it is at most:"
+        yield f"  activations and everything else: {mib(rest[0])} now, {mib(rest[1])} at the peak"
+    yield "ways to use less memory, with the most that each can save:"
     for nbytes, advice in sorted(_advice(held), key=lambda line: -line[0]):
         yield f"  {mib(nbytes) if nbytes else 'unknown'}: {advice}"
 
 
 def _amount(kind: Counter[str], device: str) -> str:
-    """Bytes on the model's device; elsewhere with the name of the device."""
+    """Bytes on the model's device; amounts on other devices name the device."""
     amounts = [mib(nbytes) + ("" if where == device else f" on {where}") for where, nbytes in kind.items()]
     return " and ".join(amounts) or mib(0)
 
 
 def _advice(held: _Held) -> Iterator[tuple[int, str]]:
-    """What would help, with the bytes that it would save at most; 0 if they are not known."""
+    """Ways to use less memory, with the most bytes that each can save; 0 if not known."""
     rest = held.rest()
     activations = 0 if rest is None else rest[1]
     if rest is None or activations:
@@ -155,26 +155,26 @@ def _advice(held: _Held) -> Iterator[tuple[int, str]]:
         yield activations, "smaller microbatches, with gradient accumulation"
     waiting = held.kinds["gradients that wait for their reduction"][held.device.type]
     if waiting:
-        yield waiting, "reductions at each microbatch: set_requires_gradient_sync(True)"
+        yield waiting, "set_requires_gradient_sync(True): reduce gradients in each microbatch"
     if held.device.type != "cpu" and held.on_device:
         yield held.on_device - waiting, "offload_policy=CPUOffloadPolicy(): parameters, gradients, optimizer on the CPU"
     if held.allocator is not None and (free := held.allocator.reserved - held.allocator.allocated) > 0:
-        yield free, "PYTORCH_ALLOC_CONF=expandable_segments:True: the allocator holds this in pieces that are not used"
+        yield free, "PYTORCH_ALLOC_CONF=expandable_segments:True: the allocator reserves this in unused fragments"
     for part in held.parts:
         yield from _advice_for(part)
 
 
 def _advice_for(part: Part) -> Iterator[tuple[int, str]]:
-    """What would help with the pool of a part."""
+    """Ways to use less memory for the pool of a part."""
     groups, pool, plan = part
     kept = [group for group in groups if not (group.is_root or group.options.reshards(False))]
     if len(kept) > 1:
         nbytes = [group.layout.weight_bytes for group in kept]
         named = f"{kept[0].name} and {len(kept) - 1} more"
-        yield sum(nbytes) - max(nbytes), f"reshard_after_forward=True (ZeRO-3 in the place of ZeRO-2) for {named}"
+        yield sum(nbytes) - max(nbytes), f"reshard_after_forward=True (ZeRO-3 instead of ZeRO-2) for {named}"
     if len(groups) == 1:
-        yield pool.peak_bytes, "fully_shard on each block as well: all parameters are one group, and gathered at once"
+        yield pool.peak_bytes, "fully_shard on each block as well: now all parameters are one group, gathered together"
     steps, sizes, _ = plan.parts()
     least = least_step(steps, sizes).peak
     if plan.pool.budget is None and pool.peak_bytes > least:
-        yield pool.peak_bytes - least, f"a budget for the pool, of at least PoolPolicy(budget={least})"
+        yield pool.peak_bytes - least, f"a pool budget of at least PoolPolicy(budget={least})"

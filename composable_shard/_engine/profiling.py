@@ -1,8 +1,8 @@
-"""Ranges for torch's profiler, under the names that torch's FSDP2 gives them, and a log of all actions.
+"""Ranges for torch's profiler, with the names that torch's FSDP2 uses, and a log of all actions.
 
-While a profiler runs, or the logger ``composable_shard.engine`` has level DEBUG, the engine and its parts have the
+While a profiler is active, or the logger ``composable_shard.engine`` has level DEBUG, the engine and its parts use the
 classes below, which put ranges around their work. The classes change when a forward or a backward begins
-(`listeners.follow_tools`), so that nothing is paid without either.
+(`listeners.follow_tools`), so steps without a profiler or log pay no cost.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ record: Callable[[str], AbstractContextManager[Any]] = torch.profiler.record_fun
 
 
 def range_of(label: str, group: ParamGroup) -> AbstractContextManager[Any]:
-    """A range named after a group and, if the module has several groups, the number of ranks that share it."""
+    """A range named after a group and, if the module has several groups, the number of ranks that shard it."""
     fqn, _, on_other_mesh = group.fqn.partition(" on ")
     name = f"FSDP::{label} ({fqn})" if fqn else f"FSDP::{label}"
     return record(f"{name} [pg={group.shard_size}]" if on_other_mesh or group.companions else name)
 
 
 class ProfiledActions(Actions):
-    """Actions within ranges."""
+    """Actions in profiler ranges."""
 
     def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], given: Any = _NOTHING) -> T:
         label = _ACTIONS.get(kind)
@@ -70,7 +70,7 @@ class ProfiledActions(Actions):
 
 
 class LoggedActions(ProfiledActions):
-    """Actions that are logged, before they begin, as records have them: ``UNSHARD blocks.0``."""
+    """Actions that are logged before they begin, in the notation of records: ``UNSHARD blocks.0``."""
 
     def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], given: Any = _NOTHING) -> T:
         LOG.debug("%s", Action(kind, group.fqn))
@@ -78,7 +78,7 @@ class LoggedActions(ProfiledActions):
 
 
 class ProfiledFlow(GradientFlow):
-    """A gradient flow within ranges."""
+    """A gradient flow in profiler ranges."""
 
     def _reduce_or_accumulate(self, group: ParamGroup, gradients: Gradients) -> None:
         with range_of("post_backward_accumulate", group):
@@ -86,7 +86,7 @@ class ProfiledFlow(GradientFlow):
 
 
 class ProfiledEngine(Engine):
-    """An engine whose events run within ranges."""
+    """An engine whose events run in profiler ranges."""
 
     profiled = True
 

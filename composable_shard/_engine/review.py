@@ -1,14 +1,14 @@
-"""The review: what happened is compared with the plan. Each drift is logged with its cause, and the plan made anew.
+"""The review compares what happened with the plan. It logs each drift with its cause, and makes a new plan.
 
-what is compared                                when
-order: the groups whose forwards began          at the end of each forward of the root
-bytes: the most that were live at once          between two iterations, if the most has grown
-time: measured costs (see `measuring.py`)       between two iterations, the more rarely the longer they hold
+compared                                        when
+order: the groups whose forwards began          at the end of each root forward
+bytes: the peak of live bytes                   between two iterations, if the peak has grown
+time: measured costs (see `measuring.py`)       between two iterations, less often the longer the costs hold
 
-All ranks must follow one plan. The first forward comes on all ranks, so they agree on its order by a collective; times
-are measured on all ranks in the same iterations, and agreed on likewise. Later, a rank that sees another order than
-planned votes for a new plan (`Ballot`), and follows the old one until all ranks have voted for the same. So a rank that
-deviates once changes no plan, not even its own, and no rank waits for another.
+All ranks must follow the same plan. All ranks run a first forward, so they agree on its order by a collective. They
+measure times in the same iterations, and agree on these in the same way. Later, a rank that sees another order than
+planned votes for a new plan (`Ballot`), and follows the old one until all ranks have voted for the same plan. So a
+single rank that deviates changes no plan, not even its own, and no rank waits for another.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from .history import Mark
 from .measuring import Measuring, costs_of
 from .order import Order, PhaseSchedule, phase_of
 
-# Each vote (`Ballot`) makes a schedule and asks the store, so votes are limited: an engine may start 16, and one more
+# Each vote (`Ballot`) makes a schedule and queries the store, so votes are limited: an engine may start 16, plus one
 # for every 64 forwards.
 _FREE_BALLOTS, _FORWARDS_A_BALLOT = 16, 64
 
 
 class Review:
-    """Keeps the plan of one engine true to what happens, and the same on all ranks.
+    """Updates the plan of one engine when steps deviate from it, and keeps it the same on all ranks.
 
     Args:
-        order: holds the plan.
+        order: stores the plan.
         actions: their history is compared with the plan.
         among: the process groups of the model, whose ranks must follow the same plan.
-        seat: of the model in the ledgers.
-        given: whether the plan is one that a user gave.
+        seat: the model's entry in the ledgers.
+        given: whether a user set the plan.
 
     Attributes:
         log: the drifts so far.
-        replans: how often the plan was made anew.
-        measuring: when steps are measured, and whether they are now.
-        seat: of the model in the ledgers.
+        replans: how often a new plan was made.
+        measuring: decides which steps are measured, and tracks whether the current one is.
+        seat: the model's entry in the ledgers.
     """
 
     def __init__(self, order: Order, actions: Actions, among: Among, seat: Seat, given: bool = False) -> None:
@@ -60,19 +60,19 @@ class Review:
         self.measuring = Measuring(actions)
         self._order = order
         self._do = actions
-        self._linked = among  # includes simulated process groups: for times, which also differ among simulated ranks
+        self._linked = among  # for times: includes simulated process groups, because simulated ranks differ in times
         self._among = real(among)
         self.seat = seat
         seat.follow(order.plan)
         self._engine = names_in(self._among)
-        self._is_given = given  # whether the plan in force is one that a user gave
-        self._forwards = 0  # of the root that have ended well
+        self._is_given = given  # whether a user set the current plan
+        self._forwards = 0  # how many root forwards ended without an error
         self._has_learned = False
         self._phase = ""
-        self._begun: Mark = (0, 0, 0)  # where in the history the forward that runs now began
+        self._begun: Mark = (0, 0, 0)  # where in the history the current forward began
         # Since the last forward: whether a user has changed the plan, and whether a conversion may have changed it.
         self._changed = self._may_differ = False
-        # The vote that is open, and the function to call with its outcome.
+        # The open vote, and the function to call with its outcome.
         self._vote: tuple[Ballot, Callable[[Ballot, Outcome], None]] | None = None
         self._votes = 0
         self._most_bytes = 0
@@ -81,7 +81,7 @@ class Review:
     # ---- order
 
     def begin(self, grad: bool, waiting: bool) -> None:
-        """A forward of the root begins; arguments as for `phase_of`."""
+        """Begin a root forward; arguments as for `phase_of`."""
         if self._changed or self._may_differ:
             self._take_changes()
         groups = self._do.groups
@@ -93,7 +93,7 @@ class Review:
             self._vote[0].cast()
 
     def end(self) -> None:
-        """A forward of the root has ended well: count votes, and compare its order with the plan's.
+        """End a successful root forward: count votes, and compare its order with the plan's.
 
         Raises:
             RankMismatchError: ranks have run their first forward in different orders.
@@ -115,9 +115,9 @@ class Review:
             self._order.note(self._phase, seen)
 
     def _learn_first(self, seen: Record) -> None:
-        """Learn the order of the first forward, and agree on it by a collective, as all ranks come here once.
+        """Learn the order of the first forward, and agree on it by a collective: all ranks reach this point once.
 
-        Where `reduce_unused` lets ranks run different modules, they agree on their gathers alone.
+        With `reduce_unused`, ranks may run different modules, so they only agree on their gathers.
         """
         planned = self._order.plan
         if any(group.options.reduce_unused for group in self._do.groups):
@@ -132,16 +132,16 @@ class Review:
         self._order.note(self._phase, seen.order)
 
     def _left_plan(self, planned: PhaseSchedule, seen: Record) -> None:
-        """A forward ran otherwise than planned: see that all ranks did the same, and vote for a plan that says so."""
+        """Log a forward that deviated from the plan, and start a vote on a plan with its order."""
         self.log.add("order", self._forwards, order_drift(planned, seen))
         plan = self._order.plan
         noted = partial(plan.noting, self._phase, seen.order, seen.around)
         self._want(partial(replan, plan, seen) if self._phase == TRAIN else noted, self._may_be_alone(planned, seen))
 
     def _may_be_alone(self, planned: PhaseSchedule, seen: Record) -> bool:
-        """Whether a rank may leave the plan in this way alone.
+        """Whether a single rank may deviate from the plan in this way.
 
-        It may if the groups that differ stay gathered after forward, and are reduced in one order after backward.
+        It may if the groups that differ stay unsharded after forward, and are reduced in one order after backward.
         """
         expected, ran = Counter(planned.order), Counter(seen.order)
         moved = ran == expected
@@ -149,7 +149,7 @@ class Review:
         return all(group.options.reduce_unused and not group.settings.gives_up[group.is_root] for group in differing)
 
     def _count_votes(self, arrived: frozenset[str]) -> None:
-        """Count the votes in whose process group a gather has arrived."""
+        """Count the votes of those process groups in which a gather has arrived."""
         assert self._vote is not None
         ballot, decide = self._vote
         outcome = ballot.count(arrived)
@@ -160,25 +160,25 @@ class Review:
     # ---- bytes and times
 
     def between_steps(self) -> None:
-        """An iteration is over: compare its peak with the plan's, if it was the highest so far, and times, if due."""
+        """At the end of an iteration: compare its peak with the planned one if it has grown, and times if due."""
         if self._do.pool.peak_bytes > self._most_bytes:
             self._compare_bytes()
         if self._order.plan.prefetch.kind == "auto" or self.measuring.is_on:
             self._compare_times()
 
     def _compare_bytes(self) -> None:
-        """More bytes were live than ever before: log it if they are more than planned."""
+        """Log the peak of live bytes, which has grown, if it exceeds the planned peak."""
         peak, plan, record = self._do.pool.peak_bytes, self._order.plan, self._do.history.last
         self._most_bytes = peak
         if record is None or peak <= plan.peak_bytes:
             return
         causes = drift(plan, record) if record.peak_bytes == peak and record.order == plan.order else ()
-        summary = f"{peak} bytes were live, and at most {plan.peak_bytes} are planned"
+        summary = f"{peak} bytes were live, more than the planned peak of {plan.peak_bytes}"
         self.log.add("bytes", self._forwards, [*causes, summary])
         self._want(self._order.described)
 
     def _compare_times(self) -> None:
-        """If steps were measured: make the plan anew, unless the measured times are those of the plan."""
+        """After measured steps: make a new plan, unless the measured times match those of the plan."""
         plan = self._order.plan
         seconds = self.measuring.between_steps(plan)
         if seconds is None:
@@ -195,25 +195,25 @@ class Review:
         agree(measured, self._linked)
         self._adopt(measured)
 
-    # ---- what users change
+    # ---- changes by users
 
     def asked(self, plan: ShardPlan, given: bool) -> None:
-        """Follow a plan that a user wants, at once; the next forward is an error unless all ranks have it.
+        """Follow a user's plan from now on. The next forward raises an error unless all ranks have the same plan.
 
         Raises:
-            ShardConfigValueError, PoolBudgetError: as `Order.follow`.
+            ShardConfigValueError, PoolBudgetError: as in `Order.follow`.
         """
         self._order.follow(plan)
         self._is_given, self._vote, self._changed = given, None, True
 
     def settings_changed(self) -> None:
-        """Make the plan anew with the options that groups have now; all ranks must have changed these alike."""
+        """Make a new plan from the current options of the groups; all ranks must have changed them in the same way."""
         if (plan := self._order.described()) is not self._order.plan:
             self._warn_of_loss(self._order.plan.diff(plan).partition("\n")[0])
             self.asked(plan, given=False)
 
     def converted(self) -> None:
-        """Parameters may have changed their dtype: the next forward looks, and asks other ranks only if they have."""
+        """Parameters may have a new dtype: the next forward checks, and compares with other ranks only if so."""
         self._may_differ = True
 
     def _take_changes(self) -> None:
@@ -226,11 +226,11 @@ class Review:
     # ---- a new plan
 
     def _want(self, make: Callable[[], ShardPlan], free: bool = False) -> None:
-        """Start a vote on another plan, which is followed once all ranks want it. Does nothing after too many votes.
+        """Start a vote on another plan, which takes effect once all ranks want it. Does nothing after too many votes.
 
         Args:
             make: makes the plan.
-            free: whether it is no error, and no reason to warn, if only some ranks want the plan.
+            free: whether only some ranks may want the plan, without an error or a warning.
         """
         if self._vote is not None or self._votes >= _FREE_BALLOTS + self._forwards // _FORWARDS_A_BALLOT:
             return
@@ -247,7 +247,7 @@ class Review:
         self._vote = Ballot(plan, self._among, self._engine, self._forwards), decide
 
     def _decide(self, free: bool, ballot: Ballot, outcome: Outcome) -> None:
-        """A vote on what ranks have seen is over; `free` as for `_want`."""
+        """Act on the outcome of a vote; `free` as for `_want`."""
         if outcome is Outcome.ALL:
             self._adopt(ballot.plan)
         elif not free:
@@ -256,7 +256,7 @@ class Review:
             self._warn_alone(ballot.plan)
 
     def _adopt(self, plan: ShardPlan) -> None:
-        """Follow a plan that was made anew from what has happened, on all ranks; a vote on the old one is void."""
+        """Follow a new plan that all ranks made from what happened. A vote on the old plan becomes void."""
         if changes := order_drift(self._order.plan, plan):
             self._warn_of_loss(changes[0])
         self._order.follow(plan)
@@ -267,32 +267,31 @@ class Review:
     def _warn_of_loss(self, why: str) -> None:
         if self._is_given:
             self._is_given = False
-            text = (
-                f"set_plan: the plan that was given is not followed any more ({why}); it was made anew by its policies"
-            )
+            text = f"set_plan: the given plan is no longer followed ({why}); its policies were used to make a new plan"
             warnings.warn(text, stacklevel=2)
 
     def _warn_alone(self, plan: ShardPlan) -> None:
-        """Warn, once, that not all ranks have left the plan, or not alike."""
+        """Warn once that not all ranks have deviated from the plan, or not in the same way."""
         if self._has_warned:
             return
         self._has_warned = True
         warnings.warn(
-            f"rank {dist.get_rank()}: a forward of the root left the plan, and not on all ranks alike "
-            f"({self._order.plan.diff(plan).partition(chr(10))[0]}). All keep the plan that they have. Where ranks run "
-            "different modules in one step, their collectives meet those of other modules: run the same on all ranks, "
-            "or unshard() on all of them what only some will run and call set_reduce_scatter_unused_params(True)",
+            f"rank {dist.get_rank()}: a root forward deviated from the plan, and not in the same way on all ranks "
+            f"({self._order.plan.diff(plan).partition(chr(10))[0]}). All ranks keep their plan. If ranks run different "
+            "modules in one step, a collective of one module is paired with that of another. Run the same modules on "
+            "all ranks. If some modules run on some ranks only, call unshard() for them on all ranks and "
+            "set_reduce_scatter_unused_params(True)",
             stacklevel=2,
         )
 
 
 def _gathers(seen: Record) -> list[str]:
-    """The groups of which gathers were issued, in order."""
+    """FQNs of the groups whose gathers were issued, in order."""
     return [action.fqn for action in seen.actions if action.kind is Kind.UNSHARD]
 
 
 def _arrived(actions: Iterable[Action]) -> frozenset[str]:
-    """The groups whose gathers were both issued and waited for in these actions."""
+    """FQNs of the groups whose gathers were both issued and waited for in these actions."""
     issued: set[str] = set()
     arrived: set[str] = set()
     for action in actions:

@@ -1,7 +1,7 @@
-"""The times of a step: spans of compute, of collectives and of waiting, by group.
+"""The times of a step: spans of compute, of collectives and of waits, by group.
 
-`Actions` tells a `Stopwatch` when compute of a group begins and ends, and calls all other work through it. A `serial`
-stopwatch has each collective waited for where it is issued, so that each is timed alone.
+`Actions` notifies a `Stopwatch` when compute of a group begins and ends, and calls all other work through it. With a
+`serial` stopwatch, each collective is waited for where it is issued, so that it is timed separately.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ def use_clock(now: Callable[[], float]) -> Callable[[], float]:
 
 
 class Stopwatch:
-    """Times one engine.
+    """Times the actions of one engine.
 
     Args:
-        device: of the groups; if it is an accelerator, a serial stopwatch synchronizes it at each reading.
+        device: the groups' device. A serial stopwatch synchronizes an accelerator at each reading.
         serial: as the attribute.
 
     Attributes:
-        serial: whether each collective is to be waited for where it is issued.
+        serial: whether each collective is waited for where it is issued.
     """
 
     def __init__(self, device: torch.device, serial: bool = False) -> None:
         self.serial = serial
         self._device = device
         self._running: list[tuple[Kind, str, float, int]] = []  # with the index in `_spans`
-        self._spans: list[Span | None] = []  # in the order in which they began; None for those that have not ended
+        self._spans: list[Span | None] = []  # in the order in which they began; None for spans that have not ended
         self._origin = self._read()
 
     def _read(self) -> float:
@@ -52,7 +52,7 @@ class Stopwatch:
         return _clock()
 
     def begin(self, kind: Kind, fqn: str) -> None:
-        """A group's forward or backward compute begins. A backward that begins ends the one before it."""
+        """Begin a group's forward or backward compute. A backward also ends the previous backward."""
         if kind is Kind.BACKWARD:
             self.end(kind)
         self._running.append((kind, fqn, self._read(), self._new_index()))
@@ -68,7 +68,7 @@ class Stopwatch:
             self._ended(kind, fqn, begin, index)
 
     def timed(self, kind: Kind, fqn: str, work: Callable[..., T], *args: Any) -> T:
-        """Call `work`, and note its span."""
+        """Call `work` and record its span."""
         begin, index = self._read(), self._new_index()
         result = work(*args)
         self._ended(kind, fqn, begin, index)
@@ -87,7 +87,7 @@ class Stopwatch:
         return tuple(filter(None, self._spans))
 
     def take(self) -> tuple[Span, ...]:
-        """The spans so far, which are forgotten, as the next iteration begins."""
+        """Return the spans so far and discard them, because the next iteration begins."""
         spans = self.spans
         self._spans, self._origin = [], self._read()
         self._running.clear()

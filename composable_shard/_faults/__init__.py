@@ -1,1 +1,1 @@
-"""What ranks tell each other so that none is silently wrong and none waits for ever; see `ledger.py` and `watch.py`."""
+"""Ranks compare their actions so that no rank computes wrong results or hangs; see `ledger.py` and `watch.py`."""

@@ -1,7 +1,7 @@
-"""The ledgers of this rank in a file, for `composable-shard explain FOLDER`, once ranks cannot go on together.
+"""Writes this rank's ledgers to a file for `composable-shard explain FOLDER` when ranks cannot continue together.
 
-Nothing is written unless the environment variable ``COMPOSABLE_SHARD_FAULTS`` names a folder. Each rank writes one file
-there, when it hears of a fault or has failed itself; a later fault of the same rank replaces it.
+Files are written only if the environment variable ``COMPOSABLE_SHARD_FAULTS`` names a folder. Each rank writes one file
+there when it is notified of a fault or fails itself. A later fault of the same rank replaces the file.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ JSON_VERSION = 1
 FILE_NAME = re.compile(r"rank([0-9]+)\.json")
 LOG = logging.getLogger("composable_shard.faults")
 WAITS_LOG = logging.getLogger("composable_shard.faults.waits")
-WAITS_LOG.addHandler(logging.NullHandler())  # healthy ranks wait, too: on stderr only where logging is set up
+WAITS_LOG.addHandler(logging.NullHandler())  # healthy ranks wait, too: no output on stderr unless logging is set up
 _MOST_RANKS = 1 << 20
-_NOTES = 200  # of each ledger, that are written
+_NOTES = 200  # how many notes of each ledger are written
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
@@ -42,15 +42,15 @@ class LedgerTail:
 
     Attributes:
         group, description: name and description of the process group.
-        device: of its tensors.
-        ranks: the ranks of the world in it, as `in_ranges` has them.
-        limit: seconds that ranks wait for each other at most.
-        place: the number of notes of the ledger so far.
-        notes: the last ones of them; the very last is the note at `place - 1`.
-        asked: the places of those notes that were asked: that were new, so that all ranks compared them.
-        about_to: what the rank asked last, and has not done; None if it was waiting for no answer.
-        taken_back: whether the last note could not be done, as the rank has failed.
-        left: whether this rank has failed itself at this place.
+        device: the device of its tensors.
+        ranks: its ranks of the world, in the format of `in_ranges`.
+        limit: the maximum time in seconds that ranks wait for each other.
+        place: the number of notes in the ledger so far.
+        notes: the last notes; the very last is the note at `place - 1`.
+        asked: the places of those notes that were not expected, so that all ranks compared them.
+        about_to: the note that the rank is waiting to have compared; None if it is not waiting.
+        taken_back: whether the action of the last note was not issued, because the rank has failed.
+        left: whether this rank itself has failed at this place.
     """
 
     group: str
@@ -68,7 +68,7 @@ class LedgerTail:
 
 @dataclass(frozen=True)
 class FaultText:
-    """Why ranks cannot go on together: the name of an error's class, and its text."""
+    """Why ranks cannot continue together: the name of an error's class, and its text."""
 
     kind: str
     text: str
@@ -76,16 +76,16 @@ class FaultText:
 
 @dataclass(frozen=True)
 class RankLedgers:
-    """What a rank writes.
+    """The content of a rank's file.
 
     Attributes:
-        rank, world: in the default process group.
-        host, pid: where it ran.
-        time: when this was written; UTC, in ISO 8601.
+        rank, world: rank and world size in the default process group.
+        host, pid: host name and process id.
+        time: the time of writing; UTC, in ISO 8601.
         torch, library: their versions.
-        failure: the error with which the rank has failed itself; None if it has not, or went on.
-        fault: None if it has failed itself, and has not heard of a fault.
-        ledgers: of all process groups over which this rank communicates.
+        failure: the error with which the rank itself failed; None if it has not failed, or continued afterwards.
+        fault: the fault; None if the rank failed itself and has not been notified of a fault.
+        ledgers: the ledgers of all process groups over which this rank communicates.
     """
 
     rank: int
@@ -100,7 +100,7 @@ class RankLedgers:
     ledgers: tuple[LedgerTail, ...]
 
     def to_json(self) -> str:
-        """As JSON, for `from_json`."""
+        """The content as JSON, for `from_json`."""
         return written(self, "ledgers", JSON_VERSION)
 
     @classmethod
@@ -108,13 +108,13 @@ class RankLedgers:
         """The inverse of `to_json`.
 
         Raises:
-            ShardConfigValueError: the text is something else, of another version, or has other fields.
+            ShardConfigValueError: the text has another format or version, or other fields.
         """
         return read(cls, text, "ledgers", JSON_VERSION)
 
 
 class Noted(Protocol):
-    """A ledger, as far as it is written."""
+    """The parts of a ledger that are needed to write it."""
 
     ranks: list[int]
     rank: int
@@ -131,12 +131,12 @@ class Dump:
         self._failure = ""
 
     def of_fault(self, faulty: Noted, others: Sequence[Noted], kind: str, text: str) -> None:
-        """There is a fault; its spreading to further ledgers is none of its own.
+        """Write the ledgers because of a fault. If the fault spreads to further ledgers, nothing more is written.
 
         Args:
-            faulty: the ledger in which it was heard.
-            others: those whose process groups exist.
-            kind, text: of the error.
+            faulty: the ledger in which the fault was found.
+            others: the ledgers whose process groups exist.
+            kind, text: class name and text of the error.
         """
         ledgers = [*dict.fromkeys([faulty, *others])]
         with self._lock:
@@ -147,14 +147,14 @@ class Dump:
         _write_where_asked(ledgers, FaultText(kind, text), self._failure)
 
     def of_failure(self, ledgers: Sequence[Noted], why: str) -> None:
-        """This rank has failed itself; nothing is written if a fault came before."""
+        """Write the ledgers because this rank itself has failed, unless they were written for a fault before."""
         self._failure = why
         if ledgers and not any(each in self._covered for each in ledgers):
             _write_where_asked(ledgers, None, why)
 
 
 def pointer() -> str:
-    """What the text of an error ends with; empty where no folder is asked for."""
+    """The end of an error's text, which names the folder; empty if no folder was requested."""
     path = _folder()
     return "" if path is None else f"; ledgers of the ranks: {path} (python -m composable_shard explain {path})"
 
@@ -170,24 +170,24 @@ def _write_where_asked(ledgers: Sequence[Noted], fault: FaultText | None, failur
         return
     try:
         write(path, ledgers, fault, failure)
-    except Exception as error:  # whatever it is, the fault itself is what the user must see
+    except Exception as error:  # of any type: the user must see the fault itself
         LOG.warning("%s: cannot write the ledgers of this rank (%s); %s names the folder", path, error, VARIABLE)
 
 
 def write(folder: Path, ledgers: Sequence[Noted], fault: FaultText | None, failure: str = "") -> Path:
-    """Write the ends of ledgers, at once or not at all.
+    """Write the ends of ledgers atomically.
 
     Args:
-        folder: made if it is not there.
-        ledgers: of this rank; at least one.
-        fault: why ranks cannot go on together, if they cannot.
-        failure: the last error of this rank itself; it is not written of a rank that went on.
+        folder: the folder; created if it does not exist.
+        ledgers: the ledgers of this rank; at least one.
+        fault: why ranks cannot continue together; None if they can.
+        failure: the last error of this rank itself. It is not written if the rank continued afterwards.
 
     Returns:
-        the file, ``rank<N>.json``.
+        the path of the file, ``rank<N>.json``.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     rank = ledgers[0].ranks[ledgers[0].rank]
     tails = tuple([each.tail(_NOTES) for each in ledgers])
@@ -223,7 +223,7 @@ def _version() -> str:
 
 
 def in_ranges(ranks: Sequence[int]) -> str:
-    """Ranks as text, such as ``0, 2-7``."""
+    """Ranks as text, for example ``0, 2-7``."""
     runs: list[tuple[int, int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -237,7 +237,7 @@ def from_ranges(text: str) -> tuple[int, ...]:
     """The inverse of `in_ranges`.
 
     Raises:
-        ShardConfigValueError: it is no such text, or there are more than a million ranks.
+        ShardConfigValueError: the text has another format, or more than a million ranks.
     """
     ranks: list[int] = []
     for each in text.split(", "):

@@ -1,7 +1,7 @@
-"""Ctrl-C while a rank waits for others: Python hears of it only when the wait ends, which may be never.
+"""Detects Ctrl-C while a rank waits for others: Python handles signals only when the wait ends, which may be never.
 
-What hears of it at once is the wakeup file descriptor of `signal`, to which the interpreter writes the number of each
-signal as it comes, in whatever call the main thread is.
+The wakeup file descriptor of `signal` is notified immediately. The interpreter writes the number of each signal to it
+as the signal arrives, in whatever call the main thread is.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import time
 
 from .._comm.lanes import WAITING
 
-_PATIENCE_S = 1.0  # a wait that ends by itself within this time goes on as if nothing had come
-_MOST = 4096  # bytes read at once
+_PATIENCE_S = 1.0  # a wait that ends by itself within this time is not interrupted
+_MOST = 4096  # maximum number of bytes to read in one call
 
 
 class Interrupts:
-    """The signals that come to this process; `listen` begins."""
+    """The signals that this process receives, from the call of `listen` on."""
 
     def __init__(self) -> None:
         self._pipe = -1
         self._came = 0.0
 
     def listen(self) -> None:
-        """Hear signals, unless somebody else does already, as an event loop, or this is not the main thread."""
+        """Listen to signals, unless other code (such as an event loop) does, or this is not the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return
         reading, writing = os.pipe()
@@ -40,7 +40,7 @@ class Interrupts:
         os.close(writing)
 
     def came_while_waiting(self) -> bool:
-        """Whether an interrupt came some time ago, and the main thread still waits in the same wait as then."""
+        """Whether an interrupt came more than `_PATIENCE_S` ago, and the main thread is still in the same wait."""
         if self._pipe != -1 and signal.SIGINT in self._read():
             self._came = time.monotonic()
         waits = 0 < WAITING.since <= self._came
@@ -51,11 +51,11 @@ class Interrupts:
     def _read(self) -> bytes:
         try:
             return os.read(self._pipe, _MOST)
-        except OSError:  # nothing has come
+        except OSError:  # no signal has come
             return b""
 
     def forked(self) -> None:
-        """This is a child process, whose signals are not its parent's."""
+        """Reset in a child process, whose signals are not its parent's."""
         if self._pipe != -1:
             self._pipe = -1
             signal.set_wakeup_fd(-1)

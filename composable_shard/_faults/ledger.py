@@ -1,13 +1,15 @@
-"""The ledger: what this rank does with others, in order, compared with what they do *before* it is done.
+"""The ledger: the ordered actions that this rank takes with others, compared with those of others *before* they happen.
 
-Each process group of ours has one. A rank notes in it each gather and reduction before it issues it, each forward that
-gathers, and each step of an optimizer. Ranks whose notes are equal issue collectives that fit together.
+Each process group of this library has one. Before a rank issues a gather or a reduction, it adds a note to the ledger.
+It also notes each forward that gathers, and each optimizer step. If the notes of all ranks are equal, their collectives
+match.
 
-Training repeats itself. So a note is compared with the one that followed the last time (`_Log`), which is the same
-on all ranks because their notes so far are. What was expected goes on at once, for a fraction of a microsecond. A rank
-that notes something else *asks*: it writes its note to the store of the process group, and issues nothing until all
-ranks have said what is theirs at this place. Ranks that do the same ask as well, and all go on. A rank that went on as
-expected answers by its watcher (see `watch.py`): then the notes differ, which is a `RankMismatchError` on all ranks.
+Training repeats itself. So a note is compared with the one that followed the last time (`_Log`), which is the same on
+all ranks because all earlier notes are. An expected note costs a fraction of a microsecond, and the rank continues. If
+a note is not expected, the rank *asks*: it writes the note to the store of the process group, and issues nothing until
+all ranks have reported their note for this place. If all ranks do the same, all of them ask, and all continue. A rank
+whose note was expected answers through its watcher (see `watch.py`). The notes then differ, which raises a
+`RankMismatchError` on all ranks.
 """
 
 from __future__ import annotations
@@ -31,25 +33,25 @@ from .._torch.distributed import Store, delete_key, prefixed, store_of
 from .dump import WAITS_LOG, LedgerTail, in_ranges, pointer
 
 _KINDS: dict[str, type[ComposableShardError]] = {each.__name__: each for each in (PeerLostError, RankMismatchError)}
-_HOST = 0  # the rank that hosts the store, unless a launcher does
-_MOST_NOTES = 1 << 18  # of which half are forgotten then
+_HOST = 0  # the rank that hosts the store, unless a launcher hosts it
+_MOST_NOTES = 1 << 18  # above this number, half of the notes are discarded
 _MODEL = re.compile(r"model [\d.]+")
-STEP, HOLD = "step ", "hold "  # beginnings of notes of what a rank has done, or has, before others compare it
-_PAUSES = (0.0002, 0.01)  # seconds between two looks for an answer: at first, and at most
-_TOLD_S = 1.0  # how long a rank waits for the plan of another one, to say how they differ
+STEP, HOLD = "step ", "hold "  # prefixes of notes about past actions or current values, not about what comes next
+_PAUSES = (0.0002, 0.01)  # seconds between two checks for an answer: the first and the longest pause
+_TOLD_S = 1.0  # how long a rank waits for the plan of another one, to report how they differ
 _LATE_S = 1.0  # a question that lasts longer is logged
-_NEWS_FOR_S = 10.0  # how long news stay
-_NEWS_AFTER = 0.02  # seconds that a rank waits for others to ask the same, before it wakes their watchers
+_NEWS_FOR_S = 10.0  # how long news are kept
+_NEWS_AFTER = 0.02  # seconds that a rank waits for others to ask, too, before it notifies their watchers
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why ranks cannot go on together.
+    """Why ranks cannot continue together.
 
     Attributes:
         kind: name of the error's class.
-        text: what, where and what to do; the same on all ranks.
-        ending: what this rank's error says behind it.
+        text: what is wrong, where, and what to do; the same on all ranks.
+        ending: text that this rank's error appends.
     """
 
     kind: str
@@ -57,7 +59,7 @@ class Fault:
     ending: str = ""
 
     def error(self) -> ComposableShardError:
-        """A new error of it."""
+        """Create an error for this fault."""
         return _KINDS[self.kind](self.text + self.ending)
 
     def __str__(self) -> str:
@@ -71,10 +73,10 @@ class Fault:
 
 
 class _News:
-    """What this rank tells the watchers of all ranks; who looks later than some seconds does not see it any more.
+    """Messages of this rank to the watchers of all ranks. They are deleted after some seconds.
 
     Args:
-        store: of the process group.
+        store: the store of the process group.
     """
 
     def __init__(self, store: Store) -> None:
@@ -82,36 +84,36 @@ class _News:
         self._posted: deque[tuple[float, str]] = deque()
 
     def post(self, text: str, store: Store | None = None) -> None:
-        """Tell it; `store` is another client, for another thread."""
+        """Send a message; `store` is another client, for use in another thread."""
         store = store or self._store
         key = f"news/{store.add('news', 1)}"
         store.set(key, text)
         self._posted.append((time.monotonic(), key))
 
     def forget_old(self, store: Store) -> None:
-        """Delete what was told some time ago; called by one thread alone."""
+        """Delete old messages; called in one thread only."""
         while self._posted and time.monotonic() - self._posted[0][0] > _NEWS_FOR_S:
             delete_key(store, self._posted.popleft()[1])
 
 
 class _Log:
-    """The notes of this rank, and which note is expected next: the one of the last time, or the planned one.
+    """The notes of this rank, and the note expected next: the one that followed the last time, or the planned one.
 
-    The oldest notes are forgotten. A place counts them, too.
+    The oldest notes are discarded, but places count them, too.
 
     Attributes:
-        notes: those that are not forgotten.
+        notes: the notes that were not discarded.
     """
 
     def __init__(self) -> None:
         self.notes: list[str] = []
         self._forgotten = 0
-        self._lock = threading.Lock()  # of what another thread reads while notes are forgotten
-        self._not_issued = -1  # as many notes there were when the last one was taken back
-        self._last: dict[str, int] = {}  # by note: its last index in `notes`, of those before `_indexed`
+        self._lock = threading.Lock()  # protects what other threads read while notes are discarded
+        self._not_issued = -1  # the number of notes when the last one was taken back
+        self._last: dict[str, int] = {}  # by note: its last index in `notes`, among those before `_indexed`
         self._indexed = 0
-        self._source = self.notes  # in which the next note is expected: these notes, or what is planned
-        self._at = 0  # and where
+        self._source = self.notes  # the list with the expected next note: `notes` itself, or planned notes
+        self._at = 0  # index of the expected next note in `_source`
         self._planned: list[str] = []
 
     @property
@@ -121,31 +123,31 @@ class _Log:
 
     @property
     def issued(self) -> int:
-        """The same without the last note if it was taken back."""
+        """The number of notes, without the last one if it was taken back."""
         return self.place - self.is_taken_back(self.place)
 
     def at(self, place: int) -> str:
-        """The note at a place, for other threads, too."""
+        """The note at a place; other threads may call this."""
         with self._lock:
             index = place - self._forgotten
-            return self.notes[index] if index >= 0 else "something that it has forgotten"
+            return self.notes[index] if index >= 0 else "an action that is no longer recorded"
 
     def tail(self, count: int) -> tuple[int, tuple[str, ...]]:
-        """The number of notes, and the last ones, for other threads, too."""
+        """The number of notes, and the last `count` notes; other threads may call this."""
         with self._lock:
             end = len(self.notes)
             return self._forgotten + end, tuple(self.notes[max(end - count, 0) : end])
 
     def take_back(self) -> None:
-        """What was noted last was not done."""
+        """Mark the last note as not issued."""
         self._not_issued = self.place
 
     def is_taken_back(self, place: int) -> bool:
-        """Whether the last of so many notes was taken back."""
+        """Whether there are `place` notes and the last one was taken back."""
         return self._not_issued == place
 
     def take(self, note: str) -> bool:
-        """Whether this note was expected; then it is appended, and the one behind it is expected."""
+        """Append a note if it was expected, and expect the one after it; returns whether it was expected."""
         at, expected = self._at, self._source
         if at < len(expected) and expected[at] == note:
             self._at = at + 1
@@ -154,11 +156,11 @@ class _Log:
         return False
 
     def plan(self, notes: list[str]) -> None:
-        """Behind the next note that is new, these are planned."""
+        """Expect these notes after the next new note."""
         self._planned = notes
 
     def append(self, note: str) -> None:
-        """Append a note that was not expected, as all ranks do."""
+        """Append a note that was not expected; all ranks do this at the same place."""
         for index in range(self._indexed, len(self.notes)):
             self._last[self.notes[index]] = index
         self._indexed = len(self.notes)
@@ -168,10 +170,10 @@ class _Log:
             self._source, self._at, self._planned = self._planned, 0, []
             return
         self._source = self.notes
-        self._at = len(self.notes) if before is None else before + 1  # of a new note: behind it, where nothing is
+        self._at = len(self.notes) if before is None else before + 1  # after a new note, none is expected
 
     def forget(self, count: int) -> None:
-        """Forget the first notes."""
+        """Discard the first `count` notes."""
         with self._lock:
             del self.notes[:count]
             self._forgotten += count
@@ -185,22 +187,22 @@ class Ledger:
     """The notes of this rank in one process group.
 
     Args:
-        group: the process group; one of ours.
-        device: of its tensors.
-        on_fault: called once there is a fault.
+        group: the process group, created by this library.
+        device: the device of its tensors.
+        on_fault: called when there is a fault.
 
     Attributes:
         group, device: the process group, and the device of its tensors.
         ranks: the ranks of the world in it, in order.
         rank: this rank's index among them.
-        news: what it tells the watchers of all ranks.
-        fault: why its ranks cannot go on together; None while they can.
-        left_at: the place at which this rank has failed last; -1 if it never has.
+        news: messages to the watchers of all ranks.
+        fault: why its ranks cannot continue together; None while they can.
+        left_at: the place at which this rank failed last; -1 if it never has.
         plans: by digest, the plans that notes name.
     """
 
     trains = True  # ranks communicate over the group, and need not keep its connections after a fault
-    _prefix = "composable_shard/ledger"  # of its keys in the store
+    _prefix = "composable_shard/ledger"  # prefix of its keys in the store
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, on_fault: Callable[[Ledger], None]) -> None:
         self.group, self.device = group, device
@@ -214,13 +216,13 @@ class Ledger:
         self._on_fault = on_fault
         self._log = _Log()
         self._asked: dict[int, str] = {}  # by place
-        self._said = (-1, "")  # the place and the note of the last question, or answer, that all ranks know of
-        self._before: dict[str, bool] = {}  # what is noted before the next note; whether it begins a forward
-        self._is_held = False  # the next note: there are some before it, or a fault
+        self._said = (-1, "")  # place and note of the last question or answer that all ranks have completed
+        self._before: dict[str, bool] = {}  # notes to add before the next note; True for those that begin a forward
+        self._is_held = False  # whether the next note takes the slow path: notes precede it, or there is a fault
         self._forwards = 0
         self._compares = True  # until the store is lost
 
-    # ---- what this rank does
+    # ---- actions of this rank
 
     @property
     def world(self) -> int:
@@ -229,7 +231,7 @@ class Ledger:
 
     @property
     def limit(self) -> float:
-        """Seconds that ranks wait for each other at most."""
+        """The maximum time in seconds that ranks wait for each other."""
         return limit_of(self.group, self.device).total_seconds()
 
     @property
@@ -239,7 +241,7 @@ class Ledger:
 
     @property
     def asks(self) -> bool:
-        """Whether this rank waits for what others say at its place."""
+        """Whether this rank waits for the notes of others at its place."""
         return self.place in self._asked
 
     @property
@@ -248,11 +250,11 @@ class Ledger:
         return self._log.notes[-1] if self._log.notes else ""
 
     def plan(self, notes: list[str]) -> None:
-        """All ranks have the same plan, by which these notes follow the beginning of a forward."""
+        """Expect these notes after the next beginning of a forward, because all ranks have the same plan."""
         self._log.plan(notes)
 
     def tail(self, count: int) -> LedgerTail:
-        """The last notes, to be written; another thread may read them while this rank goes on."""
+        """The last notes in the form in which they are written; other threads may call this."""
         place, notes = self._log.tail(count)
         taken_back = self._log.is_taken_back(place)
         return LedgerTail(
@@ -270,7 +272,7 @@ class Ledger:
         )
 
     def begin(self, note: str) -> None:
-        """A forward begins. It is noted with the first collective in it, for others need not know of one without."""
+        """Begin a forward. It is noted with its first collective, because otherwise it does not concern other ranks."""
         self._before = {before: False for before, begins in self._before.items() if not begins} | {note: True}
         self._is_held = True
         if len(self._log.notes) > _MOST_NOTES:
@@ -278,17 +280,17 @@ class Ledger:
             self._asked.clear()
 
     def stepped(self, note: str) -> None:
-        """An optimizer has stepped; noted with the next collective."""
+        """Note an optimizer step; added with the next collective."""
         while note in self._before:
             note += "'"
         self._before[note] = False
         self._is_held = True
 
     def issue(self, note: str) -> None:
-        """This rank is about to issue a collective.
+        """Note a collective that this rank is about to issue.
 
         Raises:
-            RankMismatchError: not all ranks are about to issue the same; it is issued on none.
+            RankMismatchError: not all ranks are about to issue the same collective. It is issued on no rank.
             PeerLostError: another rank is lost.
         """
         if self._is_held or not self._log.take(note):
@@ -296,7 +298,7 @@ class Ledger:
 
     def _issue(self, note: str) -> None:
         self._is_held = False
-        self._is_held = self.fault is not None  # in this order: another thread may set both between
+        self._is_held = self.fault is not None  # in this order, because another thread may set both in between
         before, self._before = self._before, {}
         for each, begins in before.items():
             self._forwards += begins
@@ -312,15 +314,15 @@ class Ledger:
             except (dist.DistNetworkError, dist.DistStoreError) as error:
                 if _HOST in self.ranks:
                     raise self.without_store(error) from error
-                # The host, which is in other groups, has ended or failed. These ranks need the store only to compare
-                # what they do. A collective with a lost rank fails without it.
+                # The host, which is not in this group, has ended or failed. These ranks need the store only to compare
+                # their actions. A collective with a lost rank also fails without it.
                 self._compares = False
         self._log.append(note)
 
-    # ---- what others do
+    # ---- actions of other ranks
 
     def _ask(self, note: str) -> None:
-        """Ask the others whether they, too, are about to do this."""
+        """Ask the other ranks whether they are about to do the same."""
         self.check()
         place = self.place
         self._asked[place] = note
@@ -351,7 +353,7 @@ class Ledger:
             pause = min(2 * pause, longest)
 
     def _clear(self, place: int, note: str) -> None:
-        """All ranks have come to this place, and so need nothing any more of what was said before."""
+        """Delete the keys of the previous question from the store: all ranks have reached this place."""
         (before, said), self._said = self._said, (place, note)
         if before < 0:
             return
@@ -361,12 +363,12 @@ class Ledger:
                 delete_key(self.store, key)
 
     def check(self) -> None:
-        """Raise the fault, if there is one."""
+        """Raise the error of the fault, if there is one."""
         if self.fault is not None:
             raise self.fault.error()
 
     def _say(self, store: Store, place: int, note: str) -> None:
-        """Tell what this rank's note is at a place; the last rank says whether all are alike."""
+        """Report this rank's note at a place; the last rank to report sets whether all notes are equal."""
         alike = _alike(place, note)
         store.set(f"said/{place}/{self.rank}", note)
         store.add(alike, 1)
@@ -374,27 +376,27 @@ class Ledger:
             store.set(f"go/{place}", "alike" if store.add(alike, 0) == self.world else "apart")
 
     def answer(self, store: Store, place: int) -> bool:
-        """Another rank asks for this rank's note at a place; returns whether it is answered.
+        """Answer another rank's question for this rank's note at a place; returns whether it was answered.
 
         Args:
-            store: a client of its own, as another thread calls this.
+            store: a separate client, because another thread calls this.
             place: the place.
         """
         if place >= self.place:
             return False
-        if place not in self._asked:  # else this rank has said it itself
+        if place not in self._asked:  # otherwise this rank has reported the note itself
             note = self._log.at(place)
             self._tell_plan(store, note)
             self._say(store, place, note)
         return True
 
     def _tell_plan(self, store: Store, note: str) -> None:
-        """Let the others see the plan that a note of this rank names."""
+        """Publish the plan that a note of this rank names."""
         if plan := self.plans.get(_plan_in(note)):
             store.set(f"plan/{_plan_in(note)}", plan.to_json())
 
     def _plan_of(self, note: str) -> str:
-        """The plan that a note of another rank names, as JSON; empty if it names none, or that rank does not tell."""
+        """The plan that a note of another rank names, as JSON; empty if it names none, or if it is not published."""
         key = f"plan/{_plan_in(note)}"
         end = time.monotonic() + _TOLD_S
         while _plan_in(note) and time.monotonic() < end:
@@ -423,16 +425,16 @@ class Ledger:
 
     def _absent(self, place: int, note: str) -> None:
         absent = [rank for at, rank in enumerate(self.ranks) if not self.store.check([f"said/{place}/{at}"])]
-        if absent:  # else the last one has just come
+        if absent:  # else the last rank has just arrived
             self.poison(*self._absence(place, note, absent))
         self.check()
 
     def _absence(self, place: int, note: str, absent: Sequence[int]) -> tuple[type[ComposableShardError], str]:
-        """The error of ranks that wait for absent ones."""
+        """The error type and text for ranks that wait for absent ones."""
         text = (
-            f"{_ranks(absent)} did not come to action {place}, where rank {dist.get_rank()} is about to {note}, within "
-            f"{self.limit:.0f} s. All ranks must run the same modules; a rank that runs a forward, a save or a "
-            "full_tensor alone keeps the others waiting. One that is only slow needs a longer "
+            f"{_ranks(absent)} did not reach action {place}, where rank {dist.get_rank()} is about to {note}, within "
+            f"{self.limit:.0f} s. All ranks must run the same modules: if one rank alone runs a forward, a save or a "
+            "full_tensor, the others wait for it. If a rank is only slow, increase "
             "init_process_group(timeout=...)"
         )
         return RankMismatchError, text
@@ -440,14 +442,14 @@ class Ledger:
     # ---- faults
 
     def poison(self, kind: type[ComposableShardError], text: str, store: Store | None = None) -> None:
-        """Ranks cannot go on together: all of them raise this, or what another rank has found before."""
+        """Make all ranks raise this error, or the one that another rank reported earlier."""
         store = store or self.store
         first = store.compare_set("poison", "", f"{kind.__name__}|{text}")
         self.news.post("poison", store)
         self.hear(first.decode())
 
     def hear(self, poison: str) -> None:
-        """A rank has found that ranks cannot go on together."""
+        """Take the fault that a rank has reported."""
         if self.fault is None:
             self.fault = Fault.parse(poison, pointer())
             self._is_held = True
@@ -455,30 +457,30 @@ class Ledger:
             self._on_fault(self)
 
     def without_store(self, error: Exception) -> ComposableShardError:
-        """The store of the process group is gone: what to raise."""
+        """The error to raise when the store of the process group cannot be reached any more."""
         self.hear(
-            f"{PeerLostError.__name__}|the store of the process group is gone, with the rank that hosts it (rank "
-            f"{_HOST}, unless a launcher does): {error}. Start the job again from a checkpoint"
+            f"{PeerLostError.__name__}|the store of the process group cannot be reached: its host (rank {_HOST}, "
+            f"unless a launcher hosts it) may have ended: {error}. Start the job again from a checkpoint"
         )
         assert self.fault is not None
         return self.fault.error()
 
     def end(self, why: str) -> None:
-        """This process ends."""
+        """Notify other ranks that this process ends."""
         self.left_at = -1
         self.leave(why)
 
     def cut(self, why: str) -> None:
-        """This process cannot reach the others."""
+        """Set a fault because this process cannot reach the others."""
         self.fault = Fault(PeerLostError.__name__, why)
         self._is_held = True
 
     def take_back(self) -> None:
-        """What was noted last could not be issued: an error of this rank comes."""
+        """Mark the last note as not issued, because this rank raises an error."""
         self._log.take_back()
 
     def leave(self, error: str) -> None:
-        """This rank has failed: ranks that wait for what it has not issued wait in vain, unless they fail likewise."""
+        """Notify other ranks that this rank has failed. They stop waiting for it, unless they fail in the same way."""
         place = self._log.issued
         if self.fault is None and self.left_at != place:
             self.left_at = place
@@ -486,9 +488,9 @@ class Ledger:
 
 
 class Meeting(Ledger):
-    """The ledger in which the ranks of a user's process group meet, before they make one of ours.
+    """The ledger for the ranks of a user's process group to meet in, before they create one of this library.
 
-    It has one note. A rank that fails before its first forward is noticed here, because it has no other ledger yet.
+    It has one note. It detects a rank that fails before its first forward and therefore has no other ledger yet.
     """
 
     trains = False
@@ -498,7 +500,8 @@ class Meeting(Ledger):
         """Wait for all ranks.
 
         Raises:
-            PeerLostError: on all ranks that wait, another one has failed or ended, or does not come within the limit.
+            PeerLostError: another rank has failed or ended, or did not come within the limit. Raised on all ranks that
+                wait.
         """
         self.issue("begin its first forward")
 
@@ -506,29 +509,30 @@ class Meeting(Ledger):
         has = "has" if len(absent) == 1 else "have"
         text = (
             f"{_ranks(absent)} {has} not begun a first forward within {self.limit:.0f} s, while rank {dist.get_rank()} "
-            "waits in its own. All ranks must run the model; one that is only slow, loading data say, needs a longer "
-            "init_process_group(timeout=...)"
+            "waits in its own. All ranks must run the model. If a rank is only slow, for example because it loads "
+            "data, increase init_process_group(timeout=...)"
         )
         return PeerLostError, text
 
 
 def _alike(place: int, note: str) -> str:
-    """The key under which ranks are counted whose note at a place is this one."""
+    """The key for counting the ranks that have this note at a place."""
     return f"alike/{place}/{hashlib.sha256(note.encode()).hexdigest()[:16]}"
 
 
 def _advice(one: str, two: str) -> str:
     if one.startswith(HOLD) and two.startswith(HOLD):
-        return "Seed and load all ranks alike, or call broadcast_state(model) to give all what the first rank has"
+        return "Seed and load all ranks in the same way, or call broadcast_state(model) to copy the first rank's values"
     if _MODEL.sub("", one) == _MODEL.sub("", two):
         return (
-            "Neither was done. Models are numbered in the order in which fully_shard is called on their mesh: call it "
-            "equally often on all ranks, also for models that only some ranks use, and run the models in one order"
+            "Neither was done. Models are numbered in the order in which fully_shard is called on their mesh. Call it "
+            "the same number of times on all ranks, also for models that only some ranks use, and run the models in "
+            "the same order"
         )
-    done = "Weights may be apart since" if one.startswith(STEP) and two.startswith(STEP) else "Neither was done"
+    done = "Weights may differ since then" if one.startswith(STEP) and two.startswith(STEP) else "Neither was done"
     return (
-        f"{done}. Run the same modules, settings and optimizer steps on all ranks, in one order, or unshard() on all "
-        "of them what only some will run"
+        f"{done}. Run the same modules, settings and optimizer steps on all ranks, in the same order. If only some "
+        "ranks run a module, call unshard() for it on all of them"
     )
 
 

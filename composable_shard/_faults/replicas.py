@@ -1,4 +1,4 @@
-"""What must be equal on ranks and is not sharded among them: whether it is, and how to make it so."""
+"""Checks that unsharded values which must be equal on all ranks are equal, and can make them equal."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from .settings import put_sharded_state, sharded_state_of
 
 PERIOD = "COMPOSABLE_SHARD_CHECK_REPLICAS"
 _PERIOD_IN_DEBUG = 10
-_AT_ONCE = 1 << 22  # numbers of 8 bytes whose fingerprint is taken together
+_AT_ONCE = 1 << 22  # how many 8-byte numbers are fingerprinted together
 _FACTOR = 0x9E37_79B9_7F4A_7C15 - (1 << 64)  # odd, so that no bit of a number is lost
 _NAMED = 5  # how many differences an error names
 
 
 @dataclass(frozen=True)
 class _Value:
-    """Something that ranks must have alike.
+    """A value that must be equal on ranks.
 
     Attributes:
-        name: in words.
+        name: a description.
         held: a tensor, or plain data.
-        groups: the process groups whose ranks must have it alike.
+        groups: the process groups whose ranks must have the same value.
     """
 
     name: str
@@ -46,9 +46,9 @@ class _Value:
 
 
 class Rolling:
-    """The rolling check: every so many forwards in training, the fingerprint of another value of `check_replicas`.
+    """The rolling check: compares the fingerprint of one value at a time, every few training forwards.
 
-    Statistics of batch normalisation are left out, since each rank has its own.
+    The values are those of `check_replicas`, except batch normalization statistics, which differ between ranks.
 
     Args:
         model: the root.
@@ -60,9 +60,9 @@ class Rolling:
         self._forwards = self._next = 0
 
     def due(self) -> tuple[str, tuple[dist.ProcessGroup, ...]] | None:
-        """A forward in training begins: what this rank has, in words, and the process groups that must have it alike.
+        """At the start of a training forward: a description of this rank's value, and the process groups to compare in.
 
-        None if nothing is due.
+        None if no check is due.
         """
         self._forwards += 1
         period = self._period or (_PERIOD_IN_DEBUG if _debug.debugging else 0)
@@ -88,8 +88,8 @@ def _period() -> int:
     given = os.environ.get(PERIOD, "").strip() or "0"
     if not given.isdecimal():
         raise ShardConfigValueError(
-            f"{PERIOD}={given}: expected after how many forwards in training ranks compare another part of what they "
-            "must have alike, or 0 for never"
+            f"{PERIOD}={given}: expected the number of training forwards between two comparisons of values that must "
+            "be equal on all ranks, or 0 for no comparisons"
         )
     return int(given)
 
@@ -97,23 +97,26 @@ def _period() -> int:
 def check_replicas(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, generators: bool = False
 ) -> None:
-    """See that ranks have alike what they must, to the bit. Collective: call it on all ranks.
+    """Check that ranks agree bit for bit on all values that must be equal. Collective: call it on all ranks.
 
-    Compared are parameters and buffers that are not sharded; the shards of parameters, over the replicas of a 2D mesh
-    or of tensor parallelism; and of an optimizer its settings (learning rates among them), its step counts, and its
-    state over replicas. Before `fully_shard`, that is all of the model: so this tells whether ranks have initialised it
-    alike, which nobody can tell later. One fingerprint of 8 bytes is taken of each tensor, and one of these is sent;
-    only if these differ, all are compared.
+    Compared values:
+    - parameters and buffers that are not sharded
+    - the shards of parameters, over the replicas of a 2D mesh or of tensor parallelism
+    - an optimizer's settings (for example learning rates), its step counts, and its state over replicas
+
+    Before `fully_shard`, this is the whole model, so the check shows whether all ranks initialized it in the same way.
+    This cannot be checked later. Each tensor is reduced to a fingerprint of 8 bytes, and only one combined fingerprint
+    is sent. If these differ, the fingerprints of all tensors are compared.
 
     Args:
-        model: sharded or not.
-        optimizer: of its parameters.
-        generators: whether the states of torch's default random generator must be equal, too. Dropout wants them to
-            differ between ranks, so by default they are not compared.
+        model: a model, sharded or not.
+        optimizer: the optimizer of its parameters.
+        generators: whether the states of torch's default random generator must be equal, too. They are not compared by
+            default, because dropout needs different states on different ranks.
 
     Raises:
-        RankMismatchError: something differs; on all ranks, with the names of what differs first. `broadcast_state`
-            makes it equal.
+        RankMismatchError: values differ. Raised on all ranks, with the names of the first differing values.
+            `broadcast_state` makes them equal.
     """
     difference = ""
     state = {} if optimizer is None else sharded_state_of(optimizer)
@@ -122,21 +125,22 @@ def check_replicas(
     for group in dict.fromkeys([*axes, *[group for value in values for group in value.groups]]):
         here = _difference(group, [value for value in values if group in value.groups])  # on all its ranks
         difference = difference or here
-    for group in axes:  # those of other groups learn of it, too
+    for group in axes:  # ranks of other groups also raise the error
         difference = next(filter(None, _of_ranks(group, difference)), "")
     if difference:
         raise RankMismatchError(difference)
 
 
 def broadcast_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Make equal what `check_replicas` compares: all ranks get what the first rank of each process group has.
+    """Make the values that `check_replicas` compares equal: copy them from the first rank of each process group.
 
-    Collective: call it on all ranks. Random generators stay as they are. Called before `fully_shard` on a model that
-    ranks have initialised differently, it gives all of them that of rank 0.
+    Collective: call it on all ranks. Random generators are not changed. Called before `fully_shard` on a model that
+    ranks have initialized differently, it copies the model of rank 0 to all ranks.
 
     Args:
-        model: sharded or not.
-        optimizer: of its parameters; settings and state are sent, too. It must have the same param groups on all ranks.
+        model: a model, sharded or not.
+        optimizer: the optimizer of its parameters. Its settings and state are copied, too. It must have the same param
+            groups on all ranks.
     """
     with torch.no_grad(), without_dispatch_modes():
         state = {} if optimizer is None else sharded_state_of(optimizer)
@@ -148,7 +152,7 @@ def broadcast_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
         put_sharded_state(optimizer, state)
         _send_settings(optimizer, _axes(model))
     for reshard in filter(None, [getattr(module, "reshard", None) for module in model.modules()]):
-        reshard()  # weights that were gathered before
+        reshard()  # unsharded parameters from before are outdated
 
 
 def _send_settings(optimizer: torch.optim.Optimizer, axes: tuple[dist.ProcessGroup, ...]) -> None:
@@ -167,7 +171,7 @@ def _send(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _axes(model: nn.Module) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups of the axes of the model's meshes; that of all ranks for a model that is not sharded."""
+    """The process groups of the axes of the model's meshes; that of all ranks if the model is not sharded."""
     meshes = {param.device_mesh: None for param in model.parameters() if isinstance(param, DTensor)}
     groups = [group for mesh in meshes for group in mesh.get_all_groups()]
     if not meshes and dist.is_initialized() and dist.group.WORLD is not None:
@@ -201,7 +205,7 @@ def _values(
 
 
 def _tensor(name: str, held: Any, axes: tuple[dist.ProcessGroup, ...]) -> Iterator[_Value]:
-    """A value and where it must be equal; nothing for what is sharded over all ranks."""
+    """A value and the process groups in which it must be equal; nothing if it is sharded over all ranks."""
     if not isinstance(held, DTensor):
         yield _Value(name, held, axes)
         return
@@ -212,7 +216,7 @@ def _tensor(name: str, held: Any, axes: tuple[dist.ProcessGroup, ...]) -> Iterat
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """The settings of an optimizer's param group that are plain numbers, flags and texts."""
+    """The settings of an optimizer's param group that are plain numbers, flags and strings."""
     plain = (bool, int, float, str, tuple, list, type(None))
     plain_ones = {name: value for name, value in group.items() if name != "params" and isinstance(value, plain)}
     tensors = {name: value.item() for name, value in group.items() if isinstance(value, torch.Tensor)}
@@ -220,7 +224,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _difference(group: dist.ProcessGroup, values: list[_Value]) -> str:
-    """What ranks of a process group do not have alike, in words; empty if they have all of it."""
+    """A text about the values that differ between ranks of a process group; empty if all are equal."""
     prints = [(value.name, _fingerprint(value.held)) for value in values]
     digest = hashlib.sha256(repr(prints).encode()).hexdigest()
     if len({*_of_ranks(group, digest)}) == 1:
@@ -232,15 +236,15 @@ def _difference(group: dist.ProcessGroup, values: list[_Value]) -> str:
     differing = [name for name in dict.fromkeys([*one, *two]) if one.get(name) != two.get(name)]
     shown = first_names([_shown(name, one, two) for name in differing], _NAMED)
     return (
-        f"ranks {ranks[0]} and {ranks[other]} do not have alike: {shown}. Seed and load all ranks alike, or call "
-        "broadcast_state(model) to give all of them what the first rank has"
+        f"ranks {ranks[0]} and {ranks[other]} differ in: {shown}. Seed and load all ranks in the same way, or call "
+        "broadcast_state(model) to copy the first rank's values to all of them"
     )
 
 
 def _shown(name: str, one: dict[str, Any], two: dict[str, Any]) -> str:
     values = [prints.get(name, "not there") for prints in (one, two)]
     if any(isinstance(value, int) and not isinstance(value, bool) and abs(value) > 1 << 32 for value in values):
-        return name  # fingerprints say nothing to people
+        return name  # fingerprints mean nothing to users
     return f"{name} ({values[0]} and {values[1]})"
 
 
@@ -261,7 +265,7 @@ def _device(group: dist.ProcessGroup) -> torch.device:
 
 
 def _fingerprint(held: Any) -> Any:
-    """A number that hardly any other tensor has; data that are no tensor stand for themselves."""
+    """A number that practically identifies the content of a tensor; other data is returned as it is."""
     if not isinstance(held, torch.Tensor):
         return held
     held = local_tensor(held) if isinstance(held, DTensor) else held

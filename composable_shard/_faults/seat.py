@@ -1,4 +1,4 @@
-"""The seat of a model in the ledgers of its process groups, and what each of its groups of parameters notes there."""
+"""The entry of a model in the ledgers of its process groups, and the notes of its parameter groups."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .watch import WATCHER, ledger_of
 
 @dataclass(frozen=True, eq=False)
 class Notes:
-    """What a group of parameters notes before its collectives.
+    """The notes of a parameter group before its collectives.
 
     Attributes:
         gathers, reduces: the ledgers of the process groups over which it gathers, and reduces.
-        name: of the group and its model, for the notes.
+        name: name of the group and its model, for the notes.
     """
 
     gathers: tuple[Ledger, ...] = ()
@@ -47,20 +47,20 @@ class Notes:
         return f"reduce {self.name}, {how}"
 
     def take_back(self) -> None:
-        """The collective that was noted last could not be issued."""
+        """Mark the last noted collective as not issued."""
         for ledger in self.reduces:
             ledger.take_back()
 
 
-_MOST_PLANS = 8  # that a ledger holds, to say how those of ranks differ
+_MOST_PLANS = 8  # how many plans a ledger stores, to report how the plans of ranks differ
 NOTHING_NOTED = Notes()
 
 
 class ReductionNotes:
-    """The notes of the reductions of a group, one for each way to reduce it.
+    """The notes of a group's reductions, one for each way to reduce it.
 
     Args:
-        notes: of the group.
+        notes: the notes of the group.
     """
 
     __slots__ = ("_chosen", "_notes", "_of")
@@ -71,32 +71,32 @@ class ReductionNotes:
         self._chosen = ""
 
     def name(self, way: object, how: str) -> None:
-        """There is a way to reduce the group, in words."""
+        """Add a way to reduce the group, with its description."""
         self._of[way] = self._notes.reduce(how)
 
     def in_words(self, how: str) -> str:
-        """The note of a reduction that is described so."""
+        """The note of a reduction with this description."""
         return self._notes.reduce(how)
 
     def choose(self, way: object) -> None:
-        """The next reduction will go this way."""
+        """Choose the way of the next reduction."""
         self._chosen = self._of[way]
 
     def issue(self, whole: bool) -> None:
-        """A reduction is about to be issued: over the replicas, too, if `whole`."""
+        """Note a reduction that is about to be issued; with `whole`, it also reduces over the replicas."""
         for ledger in self._notes.reduces if whole else self._notes.gathers:
             ledger.issue(self._chosen)
 
     def take_back(self) -> None:
-        """It could not be issued."""
+        """Mark the reduction as not issued."""
         self._notes.take_back()
 
 
 class Seat:
-    """A model among others in the ledgers.
+    """The entry of one model in the ledgers.
 
     Args:
-        meshes: by FQN, the sharding of each group of parameters.
+        meshes: by FQN, the sharding of each parameter group.
         model: a number of the model that is the same on all ranks.
         root: the model.
     """
@@ -104,9 +104,9 @@ class Seat:
     def __init__(self, meshes: Iterable[tuple[str, MeshInfo]], model: str, root: nn.Module) -> None:
         self._model = f"model {model}"
         self._of: dict[str, Notes] = {}
-        self._served: dict[Ledger, set[str]] = {}  # by ledger of gathers
+        self._served: dict[Ledger, set[str]] = {}  # by ledger of gathers, FQNs of groups
         self._of_group: dict[dist.ProcessGroup, Ledger] = {}
-        self._fqns: dict[Ledger, list[str]] = {}  # by ledger, of gathers or of reductions over replicas alone
+        self._fqns: dict[Ledger, list[str]] = {}  # by ledger of gathers, or of reductions over replicas
         for fqn, info in meshes:
             shards = _ledgers(info.shard_group, info.device)
             replicas = _ledgers(info.replicate_group, info.device)
@@ -122,11 +122,11 @@ class Seat:
         self._rolling = Rolling(root)
 
     def of(self, fqn: str) -> Notes:
-        """The notes of a group of parameters."""
+        """The notes of a parameter group."""
         return self._of[fqn]
 
     def follow(self, plan: ShardPlan) -> None:
-        """From now on the model follows this plan."""
+        """Set the plan that the model follows from now on."""
         for ledger, fqns in self._served.items():
             part = plan.part(fqns)
             self._plans[ledger] = part.digest[:8]
@@ -135,10 +135,10 @@ class Seat:
             ledger.plans[part.digest[:8]] = part
 
     def plan(self, actions: Iterable[Action], planned: Mapping[str, tuple[str, str]]) -> None:
-        """All ranks have agreed on a plan, so that they need not ask each other for each note of its first step.
+        """Expect the notes of a step: all ranks have agreed on a plan, so its first step needs no questions.
 
         Args:
-            actions: of a step, in order.
+            actions: the actions of a step, in order.
             planned: by FQN, the notes of a gather and of a reduction.
         """
         notes: dict[Ledger, list[str]] = {ledger: [] for ledger in self._fqns}
@@ -154,7 +154,7 @@ class Seat:
             ledger.plan(expected)
 
     def begin(self, phase: str) -> None:
-        """A forward of the model begins."""
+        """Begin a forward of the model."""
         if self._of_group and not phase.startswith(NO_GRAD) and (due := self._rolling.due()) is not None:
             held, groups = due
             for ledger in {self._of_group[group]: None for group in groups if group in self._of_group}:
@@ -163,20 +163,20 @@ class Seat:
             ledger.begin(_begun(self._model, phase, plan))
 
     def together(self, what: str) -> None:
-        """All ranks of the model are about to do something together that is no step: "gather full tensors", say.
+        """Note a joint action of all ranks of the model that is not part of a step, for example "gather full tensors".
 
         Raises:
-            RankMismatchError: some are about to do something else, on all ranks.
+            RankMismatchError: some ranks are about to do something else. Raised on all ranks.
             PeerLostError: another rank is lost.
         """
         for ledger in self._fqns:
             ledger.issue(f"{what} of {self._model}")
 
     def stepped(self, optimizer: Optimizer | None, having: Mapping[str, Having]) -> None:
-        """An optimizer steps parameters of the model.
+        """Note that an optimizer steps parameters of the model.
 
         Args:
-            optimizer: which one; None where that is not known, as in a compiled step.
+            optimizer: the optimizer; None if it is not known, for example in a compiled step.
             having: by FQN of the groups that it steps, which of their parameters have a gradient.
         """
         details = self._details(optimizer, having) if optimizer is not None and self._fqns else {}
@@ -184,7 +184,7 @@ class Seat:
             ledger.stepped(f"{STEP}an optimizer of {self._model}{details.get(ledger, '')}")
 
     def _details(self, optimizer: Optimizer, having: Mapping[str, Having]) -> dict[Ledger, str]:
-        """By ledger, what the note says of the step: of those of its groups that are in the ledger."""
+        """By ledger, the text of the note about the settings of the step, for the groups in that ledger."""
         rates = rates_of(optimizer)
         if optimizer not in self._credit:
             self._credit[optimizer] = {ledger: Credit() for ledger in self._fqns}
@@ -194,7 +194,7 @@ class Seat:
         }
 
     def failed(self, error: object) -> None:
-        """A forward or a backward has failed on this rank."""
+        """Report a failed forward or backward of this rank."""
         if isinstance(error, ComposableShardError) and any(ledger.fault is not None for ledger in self._fqns):
             return
         why = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else str(error)
@@ -209,13 +209,13 @@ def _begun(model: str, phase: str, plan: str) -> str:
 
 
 def _ledgers(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Ledger, ...]:
-    """The ledger of a process group; none if it is of one rank, of a simulated world, or made in Python."""
+    """The ledger of a process group. None for groups of one rank, of a simulated world, or implemented in Python."""
     if group is None or group.size() == 1 or not is_native(group) or not is_shared(group, device):
         return ()
     return (ledger_of(own_group(group, device), device),)
 
 
 def summary(nbytes: int, dtypes: Sequence[torch.dtype]) -> str:
-    """Bytes and dtypes, for a note."""
+    """Text with bytes and dtypes, for a note."""
     names = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes})
     return f"{nbytes:,} bytes of {', '.join(names)}"

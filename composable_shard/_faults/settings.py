@@ -1,8 +1,9 @@
-"""What the note of an optimizer's step says of it: its learning rates, and which parameters have a gradient.
+"""The settings in the note of an optimizer step: its learning rates, and which parameters have a gradient.
 
-Ranks whose learning rates or gradients differ train apart, and no collective would show it. A note that is the same as
-the last time costs nothing, but a schedule changes the rate at each step, and what is new asks all ranks. So changes
-have a credit, and when it is used up only some of the steps say more than that they are made. All ranks count alike.
+If learning rates or gradients differ between ranks, their weights diverge, and no collective shows it. A note that
+equals the last one costs nothing. But a schedule changes the rate in each step, and a new note asks all ranks. Changes
+therefore have a credit. When it is used up, only some of the notes contain the settings. All ranks count in the same
+way.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 
 import torch
 
-_CREDIT = 100  # changes that are told in a row
-_NOW_AND_THEN = 20  # steps between two that are told without credit
-_SHOWN = 4  # learning rates in a note
+_CREDIT = 100  # how many changes in a row are noted
+_NOW_AND_THEN = 20  # without credit, one change in this many is noted
+_SHOWN = 4  # maximum number of learning rates in a note
 
 Rates = tuple[float | str, ...]
 Having = tuple[bool, ...]
@@ -28,15 +29,15 @@ def rates_of(optimizer: torch.optim.Optimizer) -> Rates:
 
 def _number(rate: Any) -> float | str:
     if isinstance(rate, torch.Tensor):
-        return rate.item() if rate.device.type == "cpu" else "on a device"  # which nobody waits for here
+        return rate.item() if rate.device.type == "cpu" else "on a device"  # reading it would block the host
     return float(rate) if rate is not None else "none"
 
 
 def sharded_state_of(optimizer: torch.optim.Optimizer) -> Mapping[torch.Tensor, Any]:
-    """The state of an optimizer by parameter, cut as the parameters are.
+    """The state of an optimizer by parameter, sharded like the parameters.
 
-    An optimizer that keeps it in another way has a method `sharded_state`, which is a collective, and takes it back by
-    `put_sharded_state`.
+    An optimizer that stores its state in another form has a method `sharded_state`, which is a collective, and a method
+    `put_sharded_state`, which takes the state back.
     """
     made = getattr(optimizer, "sharded_state", None)
     state: Mapping[torch.Tensor, Any] = optimizer.state if made is None else made()
@@ -44,14 +45,14 @@ def sharded_state_of(optimizer: torch.optim.Optimizer) -> Mapping[torch.Tensor, 
 
 
 def put_sharded_state(optimizer: torch.optim.Optimizer, state: Mapping[torch.Tensor, Any]) -> None:
-    """The state that `sharded_state_of` gave was changed in place: let the optimizer have it, if it does not yet."""
+    """Return the state of `sharded_state_of`, changed in place, to an optimizer that has not got it yet."""
     put = getattr(optimizer, "put_sharded_state", None)
     if put is not None:
         put(state)
 
 
 class Credit:
-    """Decides which steps tell their settings, in one process group."""
+    """Decides which steps note their settings, in one process group."""
 
     __slots__ = ("_credit", "_last", "_text", "_untold")
 
@@ -62,11 +63,11 @@ class Credit:
         self._untold = 0
 
     def in_note(self, rates: Rates, having: Having) -> str:
-        """What the note of a step says of its settings; empty if it says nothing.
+        """The text about settings in the note of a step; empty if the note omits them.
 
         Args:
             rates: learning rates.
-            having: for each parameter of the process group that is stepped, whether it has a gradient.
+            having: whether each stepped parameter of the process group has a gradient.
         """
         if (rates, having) == self._last:
             self._credit = min(self._credit + 1, _CREDIT)
@@ -88,4 +89,4 @@ def _in_words(rates: Rates, having: Having) -> str:
 
 
 def _digest(values: Rates | Having) -> str:
-    return f"{zlib.crc32(repr(values).encode()):08x}"  # `hash` of a text differs between processes
+    return f"{zlib.crc32(repr(values).encode()):08x}"  # `hash` of a string differs between processes

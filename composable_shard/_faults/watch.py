@@ -1,13 +1,13 @@
-"""The watcher: a thread beside the training that hears what other ranks say, and frees this one from vain waits.
+"""The watcher: a thread next to the training that reads messages of other ranks and ends waits that cannot succeed.
 
-What ranks say is in the store of a process group (`Ledger.post`): a rank asks what this one does, has failed, has
-ended, or has found that ranks cannot go on together (the *poison*). Every rank also leaves a sign of life there, once a
-second; others look for it only when a wait of theirs has failed, or lasts too long.
+Ranks exchange messages through the store of a process group (see `ledger._News`). A rank asks for another rank's note,
+has failed, has ended, or has found that ranks cannot continue together (the *poison*). Every rank also writes a
+heartbeat to the store about once a second. Others check it only when one of their waits has failed, or lasts too long.
 
-A wait for a collective of gloo does not end before its own limit. What ends it, of every kind, is a receive with a
-limit of a millisecond that another thread of the process issues: it closes the connections of the process group. On
-an accelerator, where the host waits for a stream and not for a collective, the backend is told to abort. Both are done
-only when ranks cannot go on together; the process group is of no use afterwards.
+A wait for a gloo collective does not end before its own timeout. A receive with a timeout of one millisecond, issued
+from another thread of the process, ends any such wait: it closes the connections of the process group. On accelerators,
+the host waits for a stream and not for a collective, so the backend is aborted instead. Both happen only when ranks
+cannot continue together; the process group is unusable afterwards.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from .ledger import Ledger, Meeting
 
 _log = logging.getLogger("composable_shard.faults")
 
-SILENCE = "COMPOSABLE_SHARD_PEER_TIMEOUT"  # seconds without a sign of life after which a rank is lost; 0 for none
-LOOK_S = 0.25  # between two looks
-_LOOKS_A_SIGN = 4
-_LOOKS_FOR_MISSING = 4  # that are in vain, before news that are missing are passed over
-LOST_S = 3.0  # a rank whose sign of life is older is lost, if a wait of ours has failed
+SILENCE = "COMPOSABLE_SHARD_PEER_TIMEOUT"  # seconds without a heartbeat after which a rank is lost; 0 for no limit
+LOOK_S = 0.25  # seconds between two looks
+_LOOKS_A_SIGN = 4  # looks per heartbeat
+_LOOKS_FOR_MISSING = 4  # after this many looks, a missing message is skipped
+LOST_S = 3.0  # a rank with an older heartbeat is lost, if a wait of this rank has failed
 _ANSWERED_S = 2.0  # how long the store may take to answer
-_EXPLAINED_S = 6.0  # how long a wait that has failed waits for its explanation
+_EXPLAINED_S = 6.0  # how long a failed wait waits for its explanation
 _JOINED_S = 5.0
-_VAIN_S = 0.5  # a wait that lasts longer may be in vain
-_TAG, _NEVER_SENT = 0x7FFF_0001, 0x7FFF_0002  # of messages that never come
-_QUIET_S = 1.5  # a rank of which nothing is heard for longer may have ended
-_ENDED, _DESTROYED = "has ended", "has destroyed its process groups"  # how a rank leaves in order
+_VAIN_S = 0.5  # a wait that lasts longer may never end
+_TAG, _NEVER_SENT = 0x7FFF_0001, 0x7FFF_0002  # tags of messages that are never sent
+_QUIET_S = 1.5  # a rank with no heartbeat for longer may have ended
+_ENDED, _DESTROYED = "has ended", "has destroyed its process groups"  # how a rank leaves without a failure
 _OUTPUT = "look at its output, and start the job again from a checkpoint"
-_BATCHES = f"if it had fewer batches than the others, give all ranks equally many; else {_OUTPUT}"
-_OF_BACKEND = {"TIMEOUT": "a collective timed out"}  # by what NCCL's reports
+_BATCHES = f"if it had fewer batches than the others, give all ranks the same number; otherwise {_OUTPUT}"
+_OF_BACKEND = {"TIMEOUT": "a collective timed out"}  # by the error that NCCL's backend reports
 _OF_NETWORK = ("onnection", "losed", "imed out", "timeout", "reset by peer", "roken pipe", "gloo")  # in errors of waits
 
 
@@ -60,9 +60,9 @@ class _Left(NamedTuple):
     """A rank that has left.
 
     Attributes:
-        place: of its ledger, at which it has left.
+        place: the place in its ledger at which it left.
         why: its error, `_ENDED` or `_DESTROYED`.
-        sign: its last sign of life.
+        sign: its last heartbeat.
     """
 
     place: int
@@ -71,7 +71,7 @@ class _Left(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """Whether it has not failed, as far as is known."""
+        """Whether it left without a known failure."""
         return self.why in (_ENDED, _DESTROYED)
 
     def __str__(self) -> str:
@@ -80,16 +80,16 @@ class _Left(NamedTuple):
 
 
 class _Ear:
-    """What a watcher has heard in one process group.
+    """What a watcher knows about the ranks of one process group.
 
     Args:
-        ledger: of this rank there.
-        silence_s: how old the sign of life of a rank may be for which this one waits; 0 for any age.
+        ledger: the ledger of this rank in the process group.
+        silence_s: the maximum age in seconds of the heartbeat of a rank that this one waits for; 0 for no limit.
     """
 
     def __init__(self, ledger: Ledger, silence_s: float) -> None:
         self.ledger, self.silence_s = ledger, silence_s
-        self.store = another_client(ledger.store)  # a connection of its own: the other one's waits are long
+        self.store = another_client(ledger.store)  # a separate connection, because waits on the other one are long
         self.heard = self.missed = 0
         self.asked: set[int] = set()
         self.left: dict[int, _Left] = {}  # by index of a rank
@@ -97,10 +97,10 @@ class _Ear:
         self.looks = 0
         self.broken_at = self.searched_since = 0.0
         self.backend = ledger.group._get_backend(ledger.device)
-        self.queues = backend_name(ledger.group, ledger.device) != "gloo"  # the host does not wait for collectives
+        self.queues = backend_name(ledger.group, ledger.device) != "gloo"  # then the host waits for no collectives
 
     def look(self, own: Ledger, failed: str) -> None:
-        """Hear the news, and act on them.
+        """Read new messages, and act on them.
 
         Args:
             own: the ledger.
@@ -118,7 +118,7 @@ class _Ear:
             self._look_for_lost(own, failed)
 
     def _hear(self, own: Ledger) -> None:
-        """Take what is new."""
+        """Read new messages."""
         last = self.store.add("news", 0)
         while self.heard < last:
             key = f"news/{self.heard + 1}"
@@ -128,10 +128,10 @@ class _Ear:
             elif self.missed < _LOOKS_FOR_MISSING:
                 self.missed += 1
                 return
-            self.heard += 1  # also over what a rank did not write before it was killed, or has deleted since
+            self.heard += 1  # also skips messages that a killed rank did not write, or that were deleted since
 
     def _failed(self) -> str:
-        """What the backend itself says has failed; empty if nothing has."""
+        """The failure that the backend reports; empty if there is none."""
         asked = getattr(self.backend, "get_error", None)
         state = "SUCCESS" if asked is None else asked().name
         return _OF_BACKEND.get(state, state) if state != "SUCCESS" else ""
@@ -147,7 +147,7 @@ class _Ear:
             self.left[int(rank)] = _Left(int(place), why, self._sign(int(rank)))
 
     def _look_for_lost(self, own: Ledger, failed: str) -> None:
-        """This rank waits: is there another one that will never come?"""
+        """Check whether this rank waits for another one that will never come."""
         if self._look_for_left(own, failed):
             return
         if failed:
@@ -156,12 +156,12 @@ class _Ear:
             return
         elif self.silence_s and self.looks % _LOOKS_A_SIGN == 0:
             self._look_for_signs(own, failed, self.silence_s)
-        elif WAITING.since and time.monotonic() - WAITING.since > own.limit - 2 * LOST_S:  # it may fail soon
+        elif WAITING.since and time.monotonic() - WAITING.since > own.limit - 2 * LOST_S:  # the wait may fail soon
             self._signs(own)
 
     def _look_for_left(self, own: Ledger, failed: str) -> bool:
-        """Has a rank failed before it came to where this one waits?"""
-        at = own.place + (own.asks or bool(failed))  # who asks, or agrees on a plan, does what it has not noted yet
+        """Check whether a rank left before it reached the place where this rank waits."""
+        at = own.place + (own.asks or bool(failed))  # a rank that asks or agrees on a plan has not noted its action yet
         for rank, left in self.left.items():
             if rank != own.rank and at > left.place > own.left_at and not self._is_back(rank, left):
                 self._lost(own, rank, str(left), _BATCHES if left.in_order else _OUTPUT)
@@ -169,7 +169,7 @@ class _Ear:
         return False
 
     def _is_back(self, rank: int, left: _Left) -> bool:
-        """Whether a rank that had destroyed its process groups has made them again, in the same store."""
+        """Whether a rank that had destroyed its process groups has created them again, in the same store."""
         return left.why == _DESTROYED and self._sign(rank) != left.sign
 
     def _look_for_signs(self, own: Ledger, failed: str, longest_s: float) -> None:
@@ -177,15 +177,16 @@ class _Ear:
         now = time.monotonic()
         for rank, (sign, seen) in signs.items():
             if now - seen > longest_s:
-                self._lost(own, rank, f"has given no sign of life for {now - seen:.0f} s{_known_of(sign)}")
+                self._lost(own, rank, f"has sent no heartbeat for {now - seen:.0f} s{_known_of(sign)}")
                 return
         if ("imed out" in failed or "imeout" in failed) and now - self.searched_since > longest_s:
             self._late(own, signs)
 
     def _look_for_closed(self, own: Ledger) -> bool:
-        """This rank asks others, which no connection tells it of: is one of them closed, as of a rank that was killed?
+        """Check whether a rank that this one asks has closed its connection, for example because it was killed.
 
-        A receive that is only issued fails at once if the connection is closed; else it waits, for nothing.
+        This rank waits for the store, so its connections to other ranks do not report this. A receive fails immediately
+        if the connection is closed. Otherwise it stays pending, and no message is ever sent for it.
         """
         now = time.monotonic()
         for rank, (sign, seen) in self._signs(own).items():
@@ -198,7 +199,7 @@ class _Ear:
         return False
 
     def _signs(self, own: Ledger) -> dict[int, tuple[bytes, float]]:
-        """By index of each other rank: its last sign of life, and when it was seen first."""
+        """By index of each other rank: its last heartbeat, and when that was first seen."""
         now = time.monotonic()
         self.searched_since = self.searched_since or now
         for rank in range(own.world):
@@ -216,7 +217,7 @@ class _Ear:
         own.poison(
             PeerLostError,
             f"rank {own.ranks[index]} {what}; rank {own.ranks[own.rank]} waits for it in {_last(own)}. Training cannot "
-            f"go on without that rank: {advice}",
+            f"continue without that rank: {advice}",
             self.store,
         )
 
@@ -225,21 +226,21 @@ class _Ear:
         late = {rank: (place, last) for rank, (place, last) in behind.items() if place < own.place}
         if late:
             did = "; ".join(
-                f"rank {rank} has come no further than action {place - 1} ({last})"
+                f"rank {rank} only reached action {place - 1} ({last})"
                 if place
-                else f"rank {rank} has done nothing yet"
+                else f"rank {rank} has reached no action yet"
                 for rank, (place, last) in late.items()
             )
             own.poison(
                 RankMismatchError,
-                f"not all ranks came to action {own.place - 1}, {own.last}, within {own.limit:.0f} s: {did}. All ranks "
-                "must run the same modules; a rank that runs a forward, a save or a full_tensor alone keeps the "
-                "others waiting, and so does one that has fewer batches",
+                f"not all ranks reached action {own.place - 1}, {own.last}, within {own.limit:.0f} s: {did}. All ranks "
+                "must run the same modules: if one rank alone runs a forward, a save or a full_tensor, or has fewer "
+                "batches, the others wait",
                 self.store,
             )
 
     def end_vain_waits(self, own: Ledger, is_stuck: bool) -> None:
-        """End the waits of this rank that nothing will end.
+        """End waits of this rank that would never end.
 
         Args:
             own: the ledger.
@@ -259,7 +260,7 @@ class _Ear:
         )
 
     def is_answered(self) -> bool:
-        """After an error: whether the store still answers."""
+        """Whether the store still answers after an error."""
         with suppress(Exception):
             self.store.check(["poison"])
             return True
@@ -271,7 +272,7 @@ class _Ear:
             self.broken_at = now
             if self.queues:
                 self.backend.abort()
-                self.broken_at = float("inf")  # once is enough
+                self.broken_at = float("inf")  # abort only once
                 return
             with suppress(RuntimeError):
                 nowhere = [torch.zeros(1)]
@@ -279,7 +280,7 @@ class _Ear:
 
 
 def _within(seconds: float, *calls: Callable[[], object]) -> None:
-    """Make calls that ask the store, whose host may be stopped: then they never return, and are left to themselves."""
+    """Make calls to the store. If its host is stopped, they never return, and are abandoned after `seconds`."""
 
     def make() -> None:
         for call in calls:
@@ -299,8 +300,8 @@ def _silence_s() -> float:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
         raise ShardConfigValueError(
-            f"{SILENCE}={given}: expected how many seconds a rank may give no sign of life while others wait for it, "
-            "or 0 to wait for it as long as the process group allows"
+            f"{SILENCE}={given}: expected the number of seconds without a heartbeat after which a rank is lost while "
+            "others wait for it, or 0 to wait as long as the process group's timeout"
         )
     return seconds
 
@@ -319,7 +320,7 @@ def _without_connection(own: Ledger, error: Exception) -> str:
 
 def _known_of(sign: bytes) -> str:
     place, last = _place_of(sign)
-    return f"; the last that is known of it is action {place - 1} ({last})" if place else ""
+    return f"; its last known action is {place - 1} ({last})" if place else ""
 
 
 def _place_of(sign: bytes) -> tuple[int, str]:
@@ -328,12 +329,13 @@ def _place_of(sign: bytes) -> tuple[int, str]:
 
 
 class _Watcher:
-    """The thread, and all ledgers of this process."""
+    """The watcher thread, and all ledgers of this process."""
 
     def __init__(self) -> None:
         self._ears: list[_Ear] = []
-        self._meetings: dict[dist.ProcessGroup, Meeting] = {}  # by the group of the user, until its ranks have met
-        # Ledgers whose store is lost, for errors of later waits. Held weakly: a ledger keeps its process group alive.
+        self._meetings: dict[dist.ProcessGroup, Meeting] = {}  # by the user's process group, until its ranks have met
+        # Ledgers whose store is lost, to explain errors of later waits. Weak, because ledgers keep process groups
+        # alive.
         self._unheard: weakref.WeakSet[Ledger] = weakref.WeakSet()
         self._failed = ""
         self._thread: threading.Thread | None = None
@@ -343,13 +345,13 @@ class _Watcher:
         self._dump = Dump()
 
     def add(self, ledger: Ledger) -> None:
-        """Watch for a ledger while its process group exists.
+        """Watch a ledger while its process group exists.
 
         Raises:
-            ShardConfigValueError: the environment names no time for `SILENCE`.
+            ShardConfigValueError: the environment variable `SILENCE` is not a valid time.
         """
-        heard = [ear for ear in self._ears if ear.ledger.fault is None]  # what is faulty is not used any more
-        self._ears = [*heard, _Ear(ledger, _silence_s())]  # a new list: the thread may be reading the old one
+        heard = [ear for ear in self._ears if ear.ledger.fault is None]  # faulty ledgers are not used any more
+        self._ears = [*heard, _Ear(ledger, _silence_s())]  # a new list, because the thread may be reading the old one
         _log.info("watching process group %s of ranks %s", ledger.group.group_name, in_ranges(ledger.ranks))
         if self._thread is None:
             self._interrupts.listen()
@@ -358,11 +360,11 @@ class _Watcher:
             self._thread.start()
 
     def ledgers(self) -> list[Ledger]:
-        """Those of process groups that exist, without meetings."""
+        """The ledgers of process groups that exist, without meetings."""
         return [ear.ledger for ear in self._ears if ear.ledger.trains and exists(ear.ledger.group)]
 
     def expect(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """The ranks of this group will meet: tell them if this one ends before it comes."""
+        """Expect a meeting of the ranks of this group: notify them if this process ends before it comes."""
         if group not in self._meetings:
             self._meetings = {each: meeting for each, meeting in self._meetings.items() if exists(each)}
             self._meetings[group] = Meeting(group, device, self.spread)
@@ -372,7 +374,7 @@ class _Watcher:
         """Wait for the other ranks of a group.
 
         Raises:
-            PeerLostError: one is lost, or does not come.
+            PeerLostError: a rank is lost, or does not come.
         """
         self.expect(group, device)
         meeting = self._meetings[group]
@@ -385,7 +387,7 @@ class _Watcher:
             is_stuck = self._interrupts.came_while_waiting()
             for ear in self._ears:
                 self._look(ear, is_stuck)
-        # Here, as from Python 3.12 on no thread can be started while an interpreter ends.
+        # Done in this thread, because from Python 3.12 on no thread can be started while an interpreter ends.
         for ear in self._ears:
             with suppress(Exception):
                 ear.ledger.end(self._why)
@@ -404,16 +406,16 @@ class _Watcher:
                 self._drop(ear, error)
 
     def _drop(self, ear: _Ear, error: Exception) -> None:
-        """A process group or its store is gone."""
+        """Stop watching a process group that was destroyed, or whose store is lost."""
         self._ears = [each for each in self._ears if each is not ear]
-        due = self._failed or (not ear.ledger.trains and exists(ear.ledger.group))  # who comes later cannot find out
+        due = self._failed or (not ear.ledger.trains and exists(ear.ledger.group))  # later waits cannot find the reason
         if due and ear.ledger.fault is None:
             ear.ledger.without_store(error)
         if ear.ledger.trains:
             self._unheard.add(ear.ledger)
 
     def spread(self, faulty: Ledger) -> None:
-        """What has gone wrong in one process group concerns the ranks of all others that there are now."""
+        """Report the fault of one process group to the ranks of all other current ones."""
         fault = faulty.fault
         assert fault is not None
         self._dump.of_fault(faulty, self.ledgers(), fault.kind, fault.text)
@@ -423,11 +425,11 @@ class _Watcher:
                     ear.ledger.poison(type(fault.error()), fault.text, ear.store)
 
     def failed(self, why: str) -> None:
-        """This rank has failed itself."""
+        """Write the ledgers because this rank itself has failed."""
         self._dump.of_failure(self.ledgers(), why)
 
     def explain(self, error: Exception) -> Exception:
-        """A wait has failed: return the error that says why, or the same one."""
+        """The error that explains why a wait has failed, or the same error if there is no explanation."""
         if threading.current_thread() is self._thread or not _is_of_network(error):
             return error
         ledgers = self.ledgers()
@@ -441,7 +443,7 @@ class _Watcher:
             self._failed = ""
 
     def _explained(self, ledgers: list[Ledger], error: Exception) -> Exception:
-        """Wait until the thread has found why; else say what is known."""
+        """Wait until the thread has found the reason. Otherwise return an error with the last action."""
         end = time.monotonic() + _EXPLAINED_S
         while time.monotonic() < end:
             if (fault := next((own.fault for own in ledgers if own.fault is not None), None)) is not None:
@@ -450,29 +452,29 @@ class _Watcher:
         own = ledgers[0]
         why = _without_connection(own, error)
         _within(_ANSWERED_S, partial(own.poison, PeerLostError, why))
-        if own.fault is None:  # nor does the store answer
+        if own.fault is None:  # the store does not answer either
             for each in ledgers:
                 each.cut(why)
         return PeerLostError(why) if own.fault is None else own.fault.error()
 
     def end(self) -> None:
-        """This process ends: say so, and why."""
+        """Notify other ranks that this process ends, and why."""
         if (raised := getattr(sys, "last_value", None)) is not None:
             self._why = f"{type(raised).__name__}: {raised}"
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(_JOINED_S)  # a thread that comes back to an interpreter that is gone ends the process
+            self._thread.join(_JOINED_S)  # a thread that outlives the interpreter would crash the process
             leave_to_gloo()
         if raised is not None:
             self.failed(self._why)
 
     def forked(self) -> None:
-        """This is a child process: the connections are its parent's."""
+        """Reset in a child process: the connections belong to its parent."""
         self._interrupts.forked()
         for own in self.ledgers():
             own.cut(FORKED.format(os.getpid()))
         self._ears, self._unheard, self._meetings, self._thread = [], weakref.WeakSet(), {}, None
-        self._ended, self._dump = threading.Event(), Dump()  # another thread may have held their locks at the fork
+        self._ended, self._dump = threading.Event(), Dump()  # another thread may have held their locks during the fork
 
 
 WATCHER = _Watcher()
@@ -482,7 +484,7 @@ os.register_at_fork(after_in_child=WATCHER.forked)
 
 
 def ledger_of(group: dist.ProcessGroup, device: torch.device) -> Ledger:
-    """The ledger of this rank in a process group of ours, which is watched from now on."""
+    """The ledger of this rank in a process group of this library; it is watched from now on."""
     for ledger in WATCHER.ledgers():
         if ledger.group is group:
             return ledger
@@ -492,13 +494,13 @@ def ledger_of(group: dist.ProcessGroup, device: torch.device) -> Ledger:
 
 
 def together(what: str, ranks: Collection[int]) -> None:
-    """All of these ranks are about to do something together that belongs to no model: "save a checkpoint", say.
+    """Note a joint action of all of these ranks that belongs to no model, for example "save a checkpoint".
 
-    Every process group of ours that lies within these ranks compares it, in an order that is the same on all of them.
-    One that cannot go on is left out: what it had to say has been raised before.
+    Every process group of this library whose ranks are all among these compares it, in the same order on all ranks.
+    Process groups with a fault are skipped, because their error was already raised.
 
     Raises:
-        RankMismatchError: some are about to do something else, on all ranks.
+        RankMismatchError: some ranks are about to do something else. Raised on all ranks.
         PeerLostError: another rank is lost.
     """
     for ledger in sorted(WATCHER.ledgers(), key=lambda each: each.group.group_name):

@@ -1,1 +1,1 @@
-"""What stands for the engine while torch.compile traces: operators in the graph, in the plan's order."""
+"""Replaces the engine while torch.compile traces: puts gathers and reductions as operators into the graph."""

@@ -1,8 +1,8 @@
 """In-place edits of unsharded weights within a traced forward.
 
-AOTAutograd turns an edit into a new tensor, which the rest of the graph reads and which no shard ever hears of, as if
-it had been undone behind the forward. So edits are looked for while Dynamo traces: it runs each operator on fake
-tensors, whose versions tell.
+AOTAutograd turns an edit into a new tensor. The rest of the graph reads that tensor, but no shard is updated, so the
+edit would be lost after the forward. Edits are therefore detected while Dynamo traces: it runs each operator on fake
+tensors, whose versions show the edits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from .._torch.compiler import last_traced
 from .._torch.core import compilation, run_while_tracing
 
-_Weights = Sequence[tuple[torch.Tensor, int]]  # fake tensors, each with the version that it had at first
+_Weights = Sequence[tuple[torch.Tensor, int]]  # fake tensors, each with its initial version
 
 _count = itertools.count(1)
 _watched: weakref.WeakKeyDictionary[object, dict[int, _Weights]] = weakref.WeakKeyDictionary()  # by compilation
@@ -24,10 +24,10 @@ _watched: weakref.WeakKeyDictionary[object, dict[int, _Weights]] = weakref.WeakK
 
 @run_while_tracing
 def watch_edits(count: int) -> int:
-    """The results of the last `count` operators that were traced are the weights of a module, whose forward begins.
+    """Watch the results of the last `count` traced operators: the weights of a module whose forward begins.
 
     Returns:
-        a number for `edited`; 0 if nothing is traced.
+        a number for `edited`; 0 if nothing is being traced.
     """
     now = compilation()
     if now is None:
@@ -39,9 +39,9 @@ def watch_edits(count: int) -> int:
 
 @run_while_tracing
 def edited(number: int) -> str:
-    """Indices, with blanks between them, of the weights that were edited in place since `watch_edits` gave a number.
+    """Indices, separated by spaces, of the weights that were edited in place since `watch_edits` returned `number`.
 
-    Empty where the graph was broken since: the weights have left it.
+    Empty if the graph was broken since then, because the weights have left it.
     """
     now = compilation()
     weights = () if now is None else _watched.get(now, {}).pop(number, ())

@@ -1,7 +1,8 @@
-"""What a compiled graph does, read from its nodes: its sequence as short text, its gathers, what it saves for backward.
+"""Reads a compiled graph from its nodes: its sequence as short text, its gathers, and the tensors saved for backward.
 
 A sequence has a letter for each node that counts, in the order of the graph: G all-gather, R reduce-scatter, A
-all-reduce, X all-to-all, w a wait for one of them, m a matrix product, k gradients kept for a later backward.
+all-reduce, X all-to-all, w a wait for one of them, m a matrix product, k gradients kept for a later backward, s reduced
+gradients handed over to `.grad`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _LETTERS = {
     "composable_shard.hand_over": "s",
     **dict.fromkeys(("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "mkldnn._linear_pointwise"), "m"),
 }
-# What only moves or casts data: its result is still the gathered weight.
+# Operators that only move or cast data: their results are still the gathered weight.
 _MOVES = frozenset(
     f"aten.{name}"
     for name in [
@@ -73,12 +74,12 @@ def letter_of(node: fx.Node) -> str:
     """The letter of a node in a sequence; empty if it does not count."""
     name = name_of(node)
     if name in WAITS and isinstance(launch := node.args[0], fx.Node) and not letter_of(launch):
-        return ""  # one rank has copied, and nothing was communicated
+        return ""  # a copy on a single rank, without communication
     return _LETTERS.get(name, "")
 
 
 def name_of(node: fx.Node) -> str:
-    """Name of the operator without its overload, as ``aten.mm``; empty for what is no operator."""
+    """Name of the operator without its overload, for example ``aten.mm``; empty for other nodes."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return str(target).rpartition(".")[0]
@@ -86,7 +87,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def computes(node: fx.Node) -> bool:
-    """Whether a node computes, and does not only move data or communicate."""
+    """Whether a node computes, and does not just move data or communicate."""
     name = name_of(node)
     return bool(name) and name not in _MOVES and not name.startswith(_COMMUNICATES)
 
@@ -95,19 +96,20 @@ def sequence(graph: fx.Graph) -> str:
     """The graph as a sequence of letters, in order.
 
     G launches an all-gather, R a reduce-scatter, A an all-reduce, X an all-to-all; w waits for one of them; m is a
-    matrix product; k keeps gradients for a later reduction, s hands reduced ones over. Other operators have no letter.
+    matrix product; k keeps gradients for a later reduction, s hands reduced gradients over to `.grad`. Other operators
+    have no letter.
     """
     return "".join(letter_of(node) for node in graph.nodes)
 
 
 @dataclass(frozen=True)
 class Gather:
-    """An all-gather of the weights of a group, in a graph.
+    """An all-gather of a group's weights in a graph.
 
     Attributes:
-        fqn: the module that gathers.
-        again: whether backward shall gather again.
-        saved: what of the gathered weights is saved for backward all the same, in bytes.
+        fqn: the module whose weights are gathered.
+        again: whether backward should gather again.
+        saved: how many bytes of the gathered weights are saved for backward anyway.
     """
 
     fqn: str
@@ -117,14 +119,14 @@ class Gather:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One compiled graph.
+    """A report on one compiled graph.
 
     Attributes:
         direction: ``forward``, ``backward`` or ``inference``.
         sequence: its letters.
         gathers: its all-gathers of weights, in order.
         saved: bytes of the tensors that a forward graph saves for backward and that are not its inputs.
-        course: its launches, waits and compute in order, by the paths of modules in the graph; the shares of compute
+        course: its launches, waits and compute in order, by the paths of modules in the graph. The shares of compute
             are numbers of multiplications.
     """
 
@@ -139,11 +141,11 @@ class GraphReport:
 
 
 def report_graph(graph: fx.Graph, outputs: int | None) -> GraphReport:
-    """Read a graph as AOTAutograd hands it to a compiler.
+    """Report on a graph in the form that AOTAutograd passes to a compiler.
 
     Args:
-        graph: forward or backward, after the partitioner.
-        outputs: how many outputs of a forward graph come before those that are saved for backward; None if there is no
+        graph: a forward or backward graph, after the partitioner.
+        outputs: how many outputs of a forward graph precede those that are saved for backward; None if there is no
             backward.
     """
     backward = is_backward(graph)
@@ -155,7 +157,7 @@ def report_graph(graph: fx.Graph, outputs: int | None) -> GraphReport:
 
 
 def outputs_of(graph: fx.Graph) -> list[Any]:
-    """What a graph returns: nodes and constants."""
+    """The outputs of a graph: nodes and constants."""
     last = next(node for node in reversed(graph.nodes) if node.op == "output")
     listed = last.args[0]
     assert isinstance(listed, (list, tuple))
@@ -170,12 +172,12 @@ def _saved(graph: fx.Graph, outputs: int) -> list[fx.Node]:
 def _is_input(node: fx.Node) -> bool:
     """Whether a node is an input of its graph, or a view of one."""
     while name_of(node) in ("aten.view", "aten.detach", "aten.alias"):
-        (node, *_) = node.all_input_nodes  # behind it may stand sizes
+        (node, *_) = node.all_input_nodes  # sizes may follow the first input
     return node.op == "placeholder"
 
 
 def bytes_of(node: fx.Node) -> int:
-    """Bytes of the tensors that a node gives, of sizes as they were when the graph was made."""
+    """Bytes of the tensors that a node returns, with the sizes at the time when the graph was made."""
     value = node.meta.get("val")
     tensors = value if isinstance(value, (list, tuple)) else [value]
     sizes = [math.prod(map(size_hint, t.shape)) * t.itemsize for t in tensors if isinstance(t, torch.Tensor)]
@@ -183,25 +185,25 @@ def bytes_of(node: fx.Node) -> int:
 
 
 def is_backward(graph: fx.Graph) -> bool:
-    """Whether it is the graph of a backward."""
+    """Whether this is the graph of a backward."""
     return any(node.op == "placeholder" and "tangents" in node.name for node in graph.nodes)
 
 
 def module_of(node: fx.Node) -> str:
-    """FQN of the module whose forward a node comes from."""
+    """FQN of the module whose forward created a node."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return _fqn(next(reversed(list(stack.values())))[0] if stack else "")
 
 
 class Names:
-    """The names that a schedule has for the modules of a graph.
+    """Maps paths of modules in a graph to the names in a schedule.
 
-    The sharded root, below which schedules name modules, may be within other modules of the graph, which does not say
-    where: it is where most of the names are known.
+    The root of the schedule's names may be nested in other modules of the graph, and the graph does not contain its
+    path. The path under which most modules have a name in the schedule is taken as the root.
 
     Args:
         communicate: paths of the modules that gather or reduce, see `module_of`.
-        scheduled: the names of the schedule.
+        scheduled: the names in the schedule.
     """
 
     def __init__(self, communicate: Iterable[str], scheduled: Set[str]) -> None:
@@ -212,7 +214,7 @@ class Names:
         self._known = {*scheduled, *(_below(self._root, path) for path in paths)}
 
     def of(self, path: str) -> str:
-        """The innermost module that has a name, around the one with this path or that one itself."""
+        """The innermost named module that contains, or is, the module with this path."""
         path = _below(self._root, path)
         while path and path not in self._known:
             path = path.rpartition(".")[0]
@@ -230,7 +232,7 @@ def takes_gradients(node: fx.Node) -> bool:
 
 def course_in(graph: fx.Graph) -> tuple[CourseStep, ...]:
     """The course of a graph, see `GraphReport`."""
-    read_last: dict[fx.Node, list[str]] = {}  # the modules whose weights a node is the last one to read
+    read_last: dict[fx.Node, list[str]] = {}  # by node, the modules whose weights no later node reads
     for gather in [node for node in graph.nodes if name_of(node) == GATHER]:
         read_last.setdefault(_last_read(gather), []).append(module_of(gather))
     compute = Kind.BACKWARD if is_backward(graph) else Kind.FORWARD
@@ -241,13 +243,13 @@ def course_in(graph: fx.Graph) -> tuple[CourseStep, ...]:
             course[-1] = step._replace(share=course[-1].share + step.share)
         elif step is not None:
             course.append(step)
-        if node.op != "output":  # what is saved stays
+        if node.op != "output":  # saved weights stay
             course += [CourseStep(Kind.RESHARD, module) for module in read_last.get(node, ())]
     return tuple(course)
 
 
 def _step(node: fx.Node, compute: Kind) -> CourseStep | None:
-    """What a node is in the course of its graph; None if it is nothing."""
+    """The step of a node in the course of its graph; None if it has none."""
     name = name_of(node)
     if name == GATHER:
         return CourseStep(Kind.UNSHARD, module_of(node), nbytes=sum(map(bytes_of, node.users)))
@@ -271,7 +273,7 @@ def _bytes_of_all(nodes: Any) -> int:
 
 
 def _multiplications(node: fx.Node) -> float:
-    """About how many a node does: of a matrix product its own, of all else one for each number that it gives."""
+    """The approximate number of multiplications of a node: exact for matrix products, else one per output element."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return 1.0
@@ -292,7 +294,7 @@ def _fqn(path: str) -> str:
 
 
 def weights_of(gather: fx.Node) -> Iterator[fx.Node]:
-    """All nodes that hold what was gathered."""
+    """All nodes that hold the gathered weights."""
     to_do, seen = [gather], {gather}
     while to_do:
         node = to_do.pop()
@@ -305,7 +307,7 @@ def weights_of(gather: fx.Node) -> Iterator[fx.Node]:
 
 
 def faults(forward: GraphReport) -> list[str]:
-    """In words, what of the promise a forward graph does not hold."""
+    """Texts that describe gathered weights which a forward graph saves although backward gathers them again."""
     return [
         f"{gather.fqn}: its weights should be gathered again in backward, but the compiled forward keeps "
         f"{gather.saved} bytes of them"
@@ -315,11 +317,11 @@ def faults(forward: GraphReport) -> list[str]:
 
 
 def repeated_gathers(forward: GraphReport, backward: GraphReport) -> list[str]:
-    """In words, what a backward graph gathers that it should not."""
+    """Texts that describe gathers of a backward graph that should not be there."""
     wanted = Counter(gather.fqn for gather in forward.gathers if gather.again)
     counts = Counter(gather.fqn for gather in backward.gathers)
     return [
-        f"{fqn}: is gathered {counts[fqn]} times in the compiled backward, {wanted[fqn]} times expected"
+        f"{fqn}: the compiled backward gathers its weights {counts[fqn]} times, expected {wanted[fqn]}"
         for fqn in counts
         if counts[fqn] > wanted[fqn]
     ]

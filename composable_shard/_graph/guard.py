@@ -1,10 +1,10 @@
-"""The guard: reads each graph that `torch.compile` makes of a sharded model, and warns when it is not what is promised.
+"""The guard: reads each graph that `torch.compile` makes of a sharded model, and warns if it is not as requested.
 
-Under Inductor it is a pass after all others (`torch._inductor.config.post_grad_custom_post_pass`), installed when a
-sharded model is first traced, chained behind the user's own. It changes nothing, and graphs without gathers are none of
-its business. Its version is part of the key of the compile cache, as that of every pass; what comes from the cache was
-read by the guard when it was made, and a graph with a fault carries its warning along. Other backends are read when the
-model is compiled by `composable_shard.compile`.
+Under Inductor the guard runs as the last pass (`torch._inductor.config.post_grad_custom_post_pass`), after the user's
+own pass if there is one. It is installed when a sharded model is first traced. It changes no graph, and ignores graphs
+without gathers. Like that of every pass, its version is part of the compile cache's key. Cached graphs were read when
+they were made; a graph with a fault contains a node that warns. With other backends, graphs are read when the model is
+compiled by `composable_shard.compile`.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _forwards: weakref.WeakKeyDictionary[Any, GraphReport] = weakref.WeakKeyDictiona
 
 @dataclass(frozen=True)
 class FailedGuard:
-    """Why a function was compiled again: a guard of its compiled code did not hold.
+    """Why a function was compiled again: a guard of its compiled code failed.
 
     Attributes:
         function: its name.
-        place: the file and the line in which it begins.
-        guard: in torch's words, after the number of the compilation whose guard it is; a function that was compiled
-            several times has one for each.
+        place: the file and line in which it begins.
+        guard: the guard in torch's words, after the number of its compilation. A function that was compiled several
+            times has one for each compilation.
     """
 
     function: str
@@ -59,11 +59,11 @@ class FailedGuard:
     guard: str
 
     def __str__(self) -> str:
-        return f"{self.function} ({self.place}) was compiled again, for a guard failed: {self.guard}"
+        return f"{self.function} ({self.place}) was compiled again because a guard failed: {self.guard}"
 
 
 class WatchedGraphs(list[GraphReport]):
-    """The reports of graphs, in the order of their compilation, and why there were recompilations."""
+    """The reports of graphs, in the order of compilation, and the reasons for recompilations."""
 
     def __init__(self) -> None:
         self._before = Counter({code: len(guards) for code, guards in failed_guards().items()})
@@ -71,14 +71,14 @@ class WatchedGraphs(list[GraphReport]):
 
     @property
     def failed_guards(self) -> Sequence[FailedGuard]:
-        """The guards that failed so that something was compiled again, sharded or not, function by function."""
+        """The guards whose failure caused a recompilation, of sharded modules or not, grouped by function."""
         self.note_failures()
         return tuple(self._failed)
 
     def note_failures(self) -> None:
-        """Take over the guards that have failed since the last time."""
+        """Add the guards that have failed since the last call."""
         for code, guards in failed_guards().items():
-            seen = self._before[code] if self._before[code] <= len(guards) else 0  # torch has forgotten the others
+            seen = self._before[code] if self._before[code] <= len(guards) else 0  # else torch has cleared its list
             self._failed += [_failed(code, guard) for guard in guards[seen:]]
             self._before[code] = len(guards)
 
@@ -90,10 +90,10 @@ def _failed(code: CodeType, guard: str) -> FailedGuard:
 
 @contextlib.contextmanager
 def watch_graphs() -> Iterator[WatchedGraphs]:
-    """Collect a report of each graph that is compiled within the context, and torch's guards for whose failure
-    something was compiled again (`WatchedGraphs.failed_guards`).
+    """Collect a report of each graph that is compiled within the context, and the failed guards that caused
+    recompilations (`WatchedGraphs.failed_guards`).
 
-    What a compile cache has is compiled anew within the context, since the cache holds no graphs.
+    Within the context, graphs in a compile cache are compiled again, because the cache stores no graphs.
     """
     watched = WatchedGraphs()
     _listeners.append(watched)
@@ -101,11 +101,11 @@ def watch_graphs() -> Iterator[WatchedGraphs]:
         yield watched
     finally:
         watched.note_failures()
-        _listeners[:] = [each for each in _listeners if each is not watched]  # equal lists are others
+        _listeners[:] = [each for each in _listeners if each is not watched]  # by identity: lists may be equal
 
 
 def read(graph: fx.Graph) -> list[str]:
-    """Read one graph; returns what is wrong with it, in words."""
+    """Read one graph; returns texts that describe its faults."""
     report = report_graph(graph, forward_outputs(len(outputs_of(graph))))
     for watched in _listeners:
         watched.append(report)
@@ -127,8 +127,8 @@ def read(graph: fx.Graph) -> list[str]:
 
 def _say(text: str) -> None:
     warnings.warn(
-        f"{text}. Results are right, but the compiled step needs more memory or more communication than was asked for. "
-        "A policy of selective checkpointing, or another partitioner, can be the reason",
+        f"{text}. Results are correct, but the compiled step needs more memory or more communication than requested. "
+        "A selective checkpointing policy, or another partitioner, can be the reason",
         CompiledGraphWarning,
         stacklevel=2,
     )
@@ -150,14 +150,14 @@ has_side_effect(torch.ops.composable_shard_guard.warn.default)
 
 
 def _mark(graph: fx.Graph, warnings: list[str]) -> None:
-    """Let the graph say it, wherever and from whatever cache it is run."""
+    """Make the graph itself warn, even if it is loaded from a cache."""
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
         for text in warnings:
             graph.call_function(torch.ops.composable_shard_guard.warn.default, (text,))
 
 
 def guard_pass(before: Any, places: bool = False) -> Any:
-    """An Inductor pass: `before`, another one or None; then communication is placed, if it shall; then the guard."""
+    """An Inductor pass that runs `before` (another pass or None), places communication if `places`, and then guards."""
     base: Any = graph_pass()
     version = f"{_VERSION}, {'places' if places else 'reads'}"
 
@@ -172,7 +172,7 @@ def guard_pass(before: Any, places: bool = False) -> Any:
                 place(graph, _schedule_now())
             _mark(graph, read(graph))
 
-        def __eq__(self, other: object) -> bool:  # models compiled alike share code, as equal layers do
+        def __eq__(self, other: object) -> bool:  # models compiled in the same way share code, as equal layers do
             same = getattr(other, "kind", None) == version
             return isinstance(other, base) and same and getattr(other, "chained", self) == before
 
@@ -192,14 +192,14 @@ def _is_guard(last_pass: Any) -> bool:
 
 
 def install() -> None:
-    """Put the guard behind the passes that Inductor has."""
+    """Put the guard after the passes that Inductor has."""
     before = last_pass()
     if not _is_guard(before):
         set_last_pass(guard_pass(before))
 
 
 def guarded(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiler of a backend of AOTAutograd; before it communication is placed, and the guard reads the graph."""
+    """The compiler of an AOTAutograd backend, with communication placed and the graph read by the guard beforehand."""
 
     @functools.wraps(compiler)
     def compile_graph(module: fx.GraphModule, inputs: Any, **options: Any) -> Any:
@@ -221,40 +221,40 @@ _schedules: weakref.WeakKeyDictionary[object, GraphSchedule] = weakref.WeakKeyDi
 
 
 def _schedule_now() -> GraphSchedule:
-    """The schedule of the model that is compiled now."""
+    """The schedule of the model that is being compiled."""
     now = compilation()
     return NOTHING_SAID if now is None else _schedules.get(now, NOTHING_SAID)
 
 
 _count = itertools.count()
 _numbers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()  # by compilation
-_reports: dict[int, list[GraphReport]] = {}  # by number of compilation, of the latest ones
+_reports: dict[int, list[GraphReport]] = {}  # by number of compilation, for the latest compilations
 _MOST_COMPILATIONS = 256
 
 
 def _number_now() -> int | None:
-    """The number of the compilation that runs now; None if no sharded module was traced in it."""
+    """The number of the current compilation; None if no sharded module was traced in it."""
     now = compilation()
     return None if now is None else _numbers.get(now)
 
 
 def graphs_compiled(number: int) -> Sequence[GraphReport]:
-    """The graphs that the guard has read in a compilation, see `begin_trace`.
+    """The graphs that the guard has read in a compilation, by the number that `begin_trace` returned.
 
-    None if they came from a cache, or if many others were compiled since.
+    Empty if they came from a cache, or if many others were compiled since.
     """
     return _reports.get(number, ())
 
 
 @run_while_tracing
 def begin_trace(schedule: str) -> int:
-    """A sharded module is about to be traced; the graphs of a compilation follow the schedule of the outermost one.
+    """Begin to trace a sharded module. The graphs of a compilation follow the schedule of its outermost one.
 
     Args:
         schedule: text of its `GraphSchedule`.
 
     Returns:
-        a number of the compilation.
+        the number of the compilation; -1 if nothing is being compiled.
     """
     global _begun_in
     _begun_in = current_compilation()
@@ -267,14 +267,14 @@ def begin_trace(schedule: str) -> int:
 
 @run_while_tracing
 def same_graph() -> bool:
-    """Whether what is traced now becomes part of the graph in which the trace of its module began."""
+    """Whether the current trace belongs to the same graph in which the trace of its module began."""
     return current_compilation() == _begun_in
 
 
 def say_broken(what: str) -> None:
-    """The graph broke within a sharded module."""
+    """Warn that the graph broke within a sharded module; `what` names it."""
     _say_once(
-        f"torch.compile broke the graph inside of a sharded {what} ({last_graph_break() or 'reason unknown'}): its "
-        "gathered weights leave the graph and stay until backward. Pass fullgraph=True to make this an error that "
-        "shows where"
+        f"torch.compile broke the graph inside a sharded {what} ({last_graph_break() or 'reason unknown'}): its "
+        "gathered weights become outputs of the graph and stay in memory until backward. Pass fullgraph=True to turn "
+        "the graph break into an error that shows its location"
     )

@@ -1,29 +1,29 @@
 """A group's gather and reduction as operators of a graph.
 
-Dynamo records one call of `unshard`. AOTAutograd traces through its autograd kernel, down to operators in two halves,
-which stay visible in the graph: a launch gives a token, and the wait for that token gives the result.
+Dynamo records one call of `unshard`. AOTAutograd traces through its autograd kernel, down to pairs of operators that
+stay visible in the graph. A launch returns a token, and the wait for that token returns the result.
 
     all_gather_into_tensor(shards) -> token     wait_weights(token, shards) -> unsharded parameters, mark
-    reduce_scatter_tensor(gradients) -> token   wait_gradients(token) -> this rank's pieces of the averages
+    reduce_scatter_tensor(gradients) -> token   wait_gradients(token) -> this rank's shards of the averages
 
-On a mesh of replicas `all_reduce` takes the token of a reduce-scatter and gives that of the all-reduce that follows.
-The halves are functional: no result shares memory with an argument, and a wait reads what its launch has sent, so that
-the compiler keeps that alive. When a graph runs, they do what eager steps do, by the transports, the copies and the
-pool of the group (`Exchange`), which they find by the memory of one of its shards, the `anchor`.
+On a mesh with replicas, `all_reduce` takes the token of a reduce-scatter and returns that of the all-reduce that
+follows. Launches and waits are functional: no result shares memory with an argument. The wait of a gather also takes
+the shards, so the compiler keeps these alive. At run time they do the same as eager steps, with the transports, the
+copies and the pool of the group (`Exchange`). They find the group by the memory of one of its shards, the `anchor`.
 
-An operator takes no Python object: what it must know of a group when it is traced is a frozen `Layout`, found by a
-digest of all that decides the graph. So equal groups share compiled code, on all ranks if their shards are equal, and a
-compile cache never hands out code that was made for another layout.
+An operator takes no Python objects. While it is traced, it gets the facts about its group from a frozen `Layout`, which
+it finds by a digest of everything that determines the graph. So equal groups share compiled code, on all ranks if their
+shards are equal, and a compile cache never returns code that was made for another layout.
 
-The other operators are for what cannot be decided when a graph is made:
+Some decisions cannot be made when a graph is created. Further operators make them at run time:
 
     keep     keep unsharded gradients for a later backward (gradient sync is off)
-    settle   a parameter got no gradient on this rank; if another rank had one, add the reduced one to `.grad`
+    settle   a parameter got no gradient on this rank; if another rank had one, add the reduced gradient to `.grad`
 
-and `touch` does nothing: it needs in backward what comes behind the weights, an empty tensor, so that this rank gathers
-again whether or not its own graph has a need of it. Ranks that use different parameters of a group then still issue the
-same collectives. A weight would do, too, but a compiler may put `touch` at the end of a graph, and the memory of all
-weights of a group is one slot of the pool: it would be held until then.
+Finally, `touch` does nothing, but in backward it takes the `mark`, an empty tensor that follows the weights. This makes
+the rank gather again in backward even if its own graph does not need the weights. Ranks that use different parameters
+of a group therefore still issue the same collectives. `touch` does not take a weight, because a compiler may put
+`touch` at the end of a graph. All weights of a group share one slot of the pool, which would stay leased until then.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ from .._torch.core import alias, has_side_effect
 from . import registry
 
 _FILES = *sorted(Path(__file__).parent.glob("*.py")), Path(layouts.__file__), Path(compiler.__file__)
-CODE = hashlib.sha256(b"".join(file.read_bytes() for file in _FILES)).hexdigest()  # of all that makes a graph
-REDUCE, KEEP, TAKE = 0, 1, 2  # what becomes of the gradients; the last: reduce them with those that were kept
-STEPS, ADDS = 4, 8  # with the first or the last of these: the graph gives them to `.grad`, and perhaps more are to come
+CODE = hashlib.sha256(b"".join(file.read_bytes() for file in _FILES)).hexdigest()  # of all code that makes a graph
+REDUCE, KEEP, TAKE = 0, 1, 2  # what happens to gradients; TAKE: reduce them together with those that were kept
+STEPS, ADDS = 4, 8  # flags: the graph adds gradients to `.grad` itself; with ADDS more may follow
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a graph must know of a group.
+    """The facts about a group that a graph depends on.
 
     Attributes:
         shapes: the unsharded shapes.
-        dims, rows: along which dim each is cut, and of how many rows the cuts are multiples.
-        keeps: whether each is gathered in the dtype in which it is stored.
-        world: number of pieces of each parameter.
-        rank: the first rank that has pieces of the shapes of this rank's: such ranks share compiled code.
-        replicates: whether gradients are averaged over replicas, too.
-        device: where weights are gathered, if shards are kept elsewhere; else empty.
-        ports: indices of the parameters whose gradients may come in the dtype of reduction. For each, the operator
-            `unshard` gives a further output, which has no memory and no meaning except that its gradient is that of the
-            parameter: autograd would cast a gradient of the parameter itself.
-        options: of which only the dtypes count here.
+        dims, rows: the dim along which each parameter is sharded, and the number of rows that shards are multiples of.
+        keeps: whether each parameter is gathered in the dtype in which it is stored.
+        world: number of shards of each parameter.
+        rank: the first rank whose shards have the same shapes as this rank's: such ranks share compiled code.
+        replicates: whether gradients are also averaged over replicas.
+        device: the device on which weights are gathered, if shards are stored on another one; otherwise empty.
+        ports: indices of the parameters whose gradients may have the dtype of reduction. For each, the operator
+            `unshard` returns a further output without memory. Its value is not used; its gradient is that of the
+            parameter. Autograd would cast a gradient of the parameter itself.
+        options: only their dtypes matter here.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -84,22 +84,22 @@ class Layout:
     options: Options
 
     def register(self) -> str:
-        """Make it known to the operators; returns its key."""
+        """Register the layout for the operators; returns its key."""
         _layouts[self.key] = self
         return self.key
 
     @functools.cached_property
     def key(self) -> str:
-        """A digest of all that decides the graph: equal for equal layouts, and in every process."""
+        """A digest of everything that determines the graph: the same for equal layouts, in every process."""
         return hashlib.sha256(f"{CODE} {self!r}".encode()).hexdigest()[:16]
 
     @functools.cached_property
     def params(self) -> tuple[ParamLayout, ...]:
-        """Where the parameters would lie in one bucket."""
+        """The offsets that the parameters would have in one bucket."""
         return bucket_layout(self.shapes, self.world, dims=self.dims, rows=self.rows).params
 
     def gradients_of(self, of_outputs: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
-        """The gradients of the parameters, by index, from those of all outputs of `unshard`; without missing ones."""
+        """The gradients of the parameters, by index, from those of all outputs of `unshard`, without missing ones."""
         count = len(self.shapes)
         gradients = dict(enumerate(of_outputs[:count]))
         gradients.update({i: port for i, port in zip(self.ports, of_outputs[count:], strict=True) if port is not None})
@@ -117,9 +117,9 @@ class Layout:
     def room_for_pieces(
         self, like: torch.Tensor, wanted: Sequence[int], dtypes: Sequence[torch.dtype]
     ) -> list[torch.Tensor]:
-        """Tensors for this rank's pieces of gradients, each with the offset in memory that the reduction gives it.
+        """Tensors for this rank's shards of gradients, each at the memory offset that the reduction will use.
 
-        Compilers rely on the alignment that follows from it.
+        Compilers rely on the resulting alignment.
         """
         offsets: dict[int, int] = {}
         reduced = {index: self.options.reduce_dtype(dtype) for index, dtype in zip(wanted, dtypes, strict=True)}
@@ -144,7 +144,7 @@ _layouts: dict[str, Layout] = {}
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
-    """Dtypes as operators take them."""
+    """Dtypes in the form of an operator's argument."""
     return " ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
@@ -152,11 +152,11 @@ def _dtypes(names: str) -> list[torch.dtype]:
     return [getattr(torch, name) for name in names.split()]
 
 
-# ---- what is traced
+# ---- traced code
 
 
 def _gather(layout: Layout, shards: Sequence[torch.Tensor], anchor: torch.Tensor) -> list[torch.Tensor]:
-    """All-gather the parameters of a group; behind them comes an empty tensor."""
+    """All-gather the parameters of a group; an empty tensor follows them in the results."""
     ops = torch.ops.composable_shard
     launch = ops.all_gather_into_tensor if layout.world > 1 else ops.copy_weights
     token = launch(shards, anchor, layout.key)
@@ -166,13 +166,13 @@ def _gather(layout: Layout, shards: Sequence[torch.Tensor], anchor: torch.Tensor
 
 @dataclass(frozen=True)
 class _Use:
-    """One use of a group: what its backward must know.
+    """The facts about one use of a group that its backward depends on.
 
     Attributes:
-        layout: of the group.
-        fate: what becomes of the gradients: `REDUCE`, `KEEP` or `TAKE`, or one of these with `STEPS` or `ADDS`.
+        layout: the group's layout.
+        fate: what happens to the gradients: `REDUCE`, `KEEP` or `TAKE`, possibly combined with `STEPS` or `ADDS`.
         factor, only_sums: the options `divide_factor` and `only_sums`.
-        stored: by index, the dtypes of the parameters that want a gradient.
+        stored: by index, the dtypes of the parameters that require a gradient.
     """
 
     layout: Layout
@@ -182,7 +182,7 @@ class _Use:
     stored: Mapping[int, torch.dtype]
 
     def reduce(self, given: Mapping[int, torch.Tensor], anchor: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Reduce, by index; zeros stand for missing gradients. Behind the pieces come marks, if any are missing."""
+        """Reduce gradients, by index, with zeros for missing ones. If any are missing, marks follow the results."""
         layout, ops = self.layout, torch.ops.composable_shard
         launch = (
             ops.reduce_scatter_tensor
@@ -258,26 +258,26 @@ def _without_gradients(shards: list[torch.Tensor], tag: torch.Tensor | None, key
     return _gather(_layouts[key], shards, _anchor(shards, tag))[:-1]
 
 
-# ---- what is on its way while a graph runs
+# ---- work in flight while a graph runs
 
 
 class _Work(Protocol):
     def abandon(self) -> None:
-        """Nobody wants the result any more."""
+        """Discard the work, because its result is not needed any more."""
 
 
 W = TypeVar("W", bound=_Work)
 
 
 class _Flights(Generic[W]):
-    """Launched work by its token, a tensor of one number, until somebody waits for it."""
+    """Launched work that has not been waited for, by its token, which is a tensor of one number."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._flying: dict[int, tuple[W, weakref.ref[torch.Tensor]]] = {}
 
     def launch(self, work: W) -> torch.Tensor:
-        """The token of work that was started; if it is gone before anybody waits, the work is abandoned."""
+        """Return a token for work that was started. If the token is freed before a wait, the work is abandoned."""
         number = next(self._numbers)
         token = torch.scalar_tensor(number, dtype=torch.int64, device="cpu")  # a third of the host time of `tensor`
         self._flying[number] = work, weakref.ref(token, functools.partial(self._lose, number))
@@ -288,7 +288,7 @@ class _Flights(Generic[W]):
             entry[0].abandon()
 
     def take(self, token: torch.Tensor) -> W | None:
-        """The work of a token, to be waited for now; None if it was waited for before."""
+        """Remove and return the work of a token, for a wait; None if it was waited for before."""
         entry = self._flying.pop(int(token.item()), None)
         return None if entry is None else entry[0]
 
@@ -308,7 +308,7 @@ def _wait_weights(
     token: torch.Tensor, shards: list[torch.Tensor], anchor: torch.Tensor, key: str
 ) -> list[torch.Tensor]:
     gather = _gathers.take(token)
-    if gather is None:  # the compiler has kept the token for backward, and waits for it a second time there
+    if gather is None:  # the compiler has saved the token for backward, and waits for it a second time there
         gather = registry.known(anchor).exchange().gather(shards)
     return [*gather.finish(), token.new_empty(0)]
 
@@ -334,7 +334,7 @@ def _launch_reduction(
 
 def _go_on(token: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     reduction = _reductions.take(token)
-    assert reduction is not None, "a compiled graph goes on twice with one reduction"
+    assert reduction is not None, "a compiled graph continues one reduction twice"
     reduction.advance()
     return _reductions.launch(reduction)
 
@@ -346,7 +346,7 @@ def _wait_gradients(
     assert reduction is not None, "a compiled graph waits twice for one reduction"
     done = reduction.finish()
     pieces = [done[index][0] for index in wanted]
-    if compiler.results_are_checked():  # as of the graph of a whole step
+    if compiler.results_are_checked():  # for example in the graph of a whole step
         pieces = list(map(alias, pieces))
     return [*pieces, torch.stack([done[index][1].to(torch.float32) for index in missing])] if missing else pieces
 
@@ -359,12 +359,12 @@ def _room_for_gradients(
 
 
 def _check_sets_gradients(anchor: torch.Tensor, what: str) -> None:
-    """Raise where torch, once the graph is done, would overwrite the `.grad` that is about to be set."""
+    """Raise an error if torch would overwrite `.grad` after the graph has run."""
     if compiler.results_are_checked():
         name = registry.known(anchor).exchange().name
         raise ShardConfigStateError(
             f"group with {name}: {what} cannot be part of a compiled step that includes the backward, after which "
-            "torch itself sets .grad; compile the model alone, or run this step on the model that is not compiled"
+            "torch itself sets .grad; compile only the model, or run this step with the uncompiled model"
         )
 
 
@@ -410,7 +410,7 @@ def _outside_autograd(kernel: Callable[..., Any]) -> Callable[..., Any]:
 def _define(schema: str, kernel: Any, fake: Any, autograd: Any = None) -> None:
     """Define an operator.
 
-    Every kernel acts beyond its arguments, on collectives or slots, so none may be captured in a CUDA graph.
+    Every kernel does more than compute results, such as communication or leases, so none may be part of a CUDA graph.
     """
     _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))  # type: ignore[no-untyped-call]
     name = schema.partition("(")[0]
@@ -422,7 +422,7 @@ def _define(schema: str, kernel: Any, fake: Any, autograd: Any = None) -> None:
 
 
 def _token(*_: object) -> torch.Tensor:
-    return torch.empty((), dtype=torch.int64, device="cpu")  # whatever the default device is: the host reads it
+    return torch.empty((), dtype=torch.int64, device="cpu")  # not the default device, because the host reads it
 
 
 def _nothing(*_: object) -> None:

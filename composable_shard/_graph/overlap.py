@@ -1,10 +1,10 @@
-"""Where a compiled graph launches its communication and where it waits, so that both overlap with compute.
+"""Decides where a compiled graph launches its communication and where it waits, to overlap both with compute.
 
-AOTAutograd hands a graph over with each gather launched where it is needed, and each reduction waited for at once. Only
-nodes are moved, never data: the graph computes the same. The schedule is that of the plan, which policies and budgets
-have made already: what is gathered when a module begins, and how many reductions fly. For what it does not name, in the
-graph of a part of a model for instance, gathers are one ahead, and a reduction is waited for behind the launch of the
-next one. Every rank has the same graph, so collectives keep one order.
+AOTAutograd launches each gather where it is needed, and waits for each reduction immediately. Here, nodes are moved but
+data is not, so the graph still computes the same. The schedule is that of the plan and already includes policies and
+budgets: which groups are gathered when a module begins, and how many reductions are in flight. For modules that it does
+not name, for example in the graph of a part of a model, gathers are launched one module ahead, and each reduction is
+waited for after the launch of the next one. Every rank has the same graph, so collectives stay in the same order.
 
     forward     GwmGwmGwm        becomes    GwGmwGmwm, two ahead GGwGmwmwm
     backward    mGwmRwGwmRwmRw   becomes    GmwGmRwmRwmRww
@@ -36,11 +36,11 @@ from .graphs import (
 
 
 def place(graph: fx.Graph, schedule: GraphSchedule = NOTHING_SAID) -> None:
-    """Launch gathers ahead, and wait for reductions later.
+    """Launch gathers earlier, and wait for reductions later.
 
     Args:
-        graph: of forward or of backward.
-        schedule: that of the plan.
+        graph: a forward or backward graph.
+        schedule: the plan's schedule.
     """
     order = _Order(graph, schedule)
     launches = _launches(order, schedule)
@@ -61,8 +61,8 @@ class _Gather:
     Attributes:
         launch, wait: its two halves.
         arrival: the last of the nodes that take the weights from the wait.
-        moves: the nodes that move with its launch: itself and the views of inputs for it; empty if it must stay.
-        nbytes: of the weights.
+        moves: the nodes that move with its launch: the launch and the views of inputs for it; empty if it must stay.
+        nbytes: bytes of the weights.
     """
 
     launch: fx.Node
@@ -73,7 +73,7 @@ class _Gather:
 
     @classmethod
     def of(cls, launch: fx.Node) -> _Gather | None:
-        """That of a node; None if it is no gather of a group's shards, or if nobody waits for it."""
+        """The gather that a node launches; None if it does not gather a group's shards, or has no wait."""
         wait = _wait_of(launch) if name_of(launch) == GATHER else None
         if wait is None:
             return None
@@ -82,13 +82,13 @@ class _Gather:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """A reduction that can be waited for later: its launch, and what comes of it.
+    """A reduction that can be waited for later.
 
     Attributes:
-        launch: takes the gradients.
-        ends: the wait, and all that comes of it; nothing of it computes. An all-reduce that follows a reduce-scatter is
-            one of them, as it is issued when the reduce-scatter was waited for.
-        nbytes: of the gradients.
+        launch: the node that takes the gradients.
+        ends: the wait and all nodes that depend on it; none of them computes. If an all-reduce follows a
+            reduce-scatter, it is one of them, because it is issued after the wait for the reduce-scatter.
+        nbytes: bytes of the gradients.
     """
 
     launch: fx.Node
@@ -97,7 +97,7 @@ class _Reduction:
 
     @classmethod
     def of(cls, launch: fx.Node) -> _Reduction | None:
-        """That of a node; None if it launches none, or one that cannot be waited for later."""
+        """The reduction that a node launches; None if it launches none, or one that cannot be waited for later."""
         if not takes_gradients(launch):
             return None
         (following,) = launch.users
@@ -109,15 +109,15 @@ class _Reduction:
 
 
 class _Order:
-    """A graph before anything is moved. Places are numbers of nodes; what is put at one comes before its node.
+    """The order of a graph before any move. Places are indices of nodes; a node put at a place precedes the node there.
 
     Attributes:
-        at: the number of each node.
-        first, last: numbers of the first node that is no input, and of the last one.
-        gathers: of weights.
-        reductions: those that can be waited for later.
-        names: of the modules.
-        backward: whether it is the graph of a backward.
+        at: the index of each node.
+        first, last: indices of the first node that is not an input, and of the last node.
+        gathers: the gathers of weights.
+        reductions: the reductions that can be waited for later.
+        names: the names of the modules.
+        backward: whether this is the graph of a backward.
     """
 
     def __init__(self, graph: fx.Graph, schedule: GraphSchedule) -> None:
@@ -140,15 +140,15 @@ class _Order:
         self._arrivals = {self.name(each.launch): self.arrival(each) for each in reversed(self.gathers)}
 
     def name(self, node: fx.Node) -> str:
-        """The innermost module around a node that has a name."""
+        """The innermost named module around a node."""
         return self.names.of(module_of(node))
 
     def arrival(self, gather: _Gather) -> int:
-        """The index of the node at which all weights of a gather have come."""
+        """The index after the node at which all weights of a gather are available."""
         return self.at[gather.arrival] + 1
 
     def fixed(self, index: int) -> fx.Node:
-        """The first node from there on that is not moved."""
+        """The first node from `index` on that is not moved."""
         return next(node for node in self._nodes[index:] if node not in self._moving)
 
     def last_use(self, gather: _Gather) -> int:
@@ -156,36 +156,36 @@ class _Order:
         return max(self.at[user] for node in weights_of(gather.launch) for user in node.users)
 
     def begin(self, module: str) -> int:
-        """Where a module begins to compute, the root before all else; behind the graph if it is not here."""
+        """The index where a module begins to compute; for the root the first, for modules not in the graph the last."""
         return self.first if module == ROOT_NAME else self._computes.get(module, [self.last])[0]
 
     def ready(self, module: str) -> int:
-        """Where a module gathers ahead, as in eager: behind its own weights, or where its backward begins."""
+        """Where a module prefetches, as in eager steps: after its own gather or, in backward, where it begins."""
         own = module in self._arrivals and (module == ROOT_NAME or not self.backward)
         return self._arrivals[module] if own else self.begin(module)
 
     def middle(self, module: str) -> int:
-        """Half-way through what a module computes."""
+        """The index of the middle one of a module's compute nodes."""
         numbers = self._computes.get(module) or [self.first]
         return numbers[len(numbers) // 2]
 
     def end(self, module: str) -> int:
-        """Behind all that a module computes; of the root, at the end."""
+        """The index after all compute of a module; for the root, the last index."""
         return self.last if module == ROOT_NAME else self._computes.get(module, [self.first])[-1] + 1
 
 
 class _Launch(NamedTuple):
-    """Where a gather is to be launched, and the module that begins there."""
+    """Where to launch a gather, and the module that begins there."""
 
     at: int
     module: str
 
 
 def _launches(order: _Order, schedule: GraphSchedule) -> list[_Launch]:
-    """Where gathers are to be launched."""
+    """Where to launch each gather."""
     gathered_by = schedule.gathered_by(order.backward)
     launches: list[_Launch] = []
-    one_ahead = _Launch(order.first, ROOT_NAME)  # where the weights of the gather before have come
+    one_ahead = _Launch(order.first, ROOT_NAME)  # where the weights of the previous gather are available
     for gather in order.gathers:
         module = order.name(gather.launch)
         wanted = [_Launch(order.at[gather.launch], module)]  # where it is needed
@@ -193,32 +193,32 @@ def _launches(order: _Order, schedule: GraphSchedule) -> list[_Launch]:
             wanted.append(_Launch(order.begin(module), module))
         ahead = [_Launch(order.ready(each), each) for each in gathered_by.get(module, ())]
         if module not in gathered_by or (ahead and min(ahead) > wanted[0]):
-            ahead = [one_ahead]  # the schedule does not know it, or has it gathered by what begins only later here
+            ahead = [one_ahead]  # not in the schedule, or scheduled with a module that begins too late in this graph
         launches.append(max([min(wanted + ahead), *launches[-1:]]))  # gathers keep their order
         one_ahead = _Launch(order.arrival(gather), module)
     return launches
 
 
 class _Flight:
-    """The reductions in flight, while one goes through a graph.
+    """The reductions in flight, during a walk through a graph.
 
     Attributes:
-        waits: the indices of the nodes at which reductions are to be waited for.
+        waits: by reduction, the index of the node at which to wait for it.
     """
 
     def __init__(self, order: _Order, schedule: GraphSchedule) -> None:
         self.waits = dict.fromkeys(order.reductions, order.last)
         self._order = order
         self._most = schedule.in_flight
-        self._flying: deque[tuple[str, list[_Reduction]]] = deque()  # by module: one with several dtypes has several
+        self._flying: deque[tuple[str, list[_Reduction]]] = deque()  # by module; one per dtype
 
     def settle(self, at: int, most: int = 0) -> None:
-        """Wait for the oldest, until so many modules have reductions in flight."""
+        """Wait for the oldest reductions at index `at`, until at most `most` modules have reductions in flight."""
         while len(self._flying) > most:
             self.waits.update(dict.fromkeys(self._flying.popleft()[1], at))
 
     def launch(self, reduction: _Reduction) -> None:
-        """One more is launched."""
+        """Add a reduction that is launched now."""
         module = self._order.name(reduction.launch)
         if module not in self._most:
             self.settle(self._order.at[reduction.launch] + 1)
@@ -234,7 +234,7 @@ class _Flight:
 
 
 def _follow(order: _Order, launches: list[_Launch], schedule: GraphSchedule) -> _Flight:
-    """The waits for reductions; launches of gathers that come behind them move."""
+    """Decide the waits for reductions; launches of gathers that must follow these waits are moved."""
     flight = _Flight(order, schedule)
     events: list[tuple[int, int | _Reduction]] = [(launch.at, k) for k, launch in enumerate(launches)]
     events += [(order.at[reduction.launch], reduction) for reduction in order.reductions]
@@ -243,7 +243,7 @@ def _follow(order: _Order, launches: list[_Launch], schedule: GraphSchedule) -> 
             flight.launch(event)
         elif flight and (module := launches[event].module) in schedule.reduces_first:
             gather = order.gathers[event].launch
-            if module != order.name(gather):  # as in eager: when half of what the module saved was read
+            if module != order.name(gather):  # as in eager steps: when half of the module's saved tensors were read
                 launches[event] = _Launch(max(at, min(order.middle(module), order.at[gather])), module)
             flight.settle(launches[event].at)
     return flight
@@ -252,10 +252,10 @@ def _follow(order: _Order, launches: list[_Launch], schedule: GraphSchedule) -> 
 def _within(
     budget: int, order: _Order, launches: Sequence[int], waits: Mapping[_Reduction, int], schedule: GraphSchedule
 ) -> list[int]:
-    """The same launches, but for those ahead that would exceed the budget, which come where they are needed.
+    """The same launches, except prefetches that would exceed the budget: these move to where they are needed.
 
-    The plan holds its budget already. An eager step does likewise where it does not run as planned, or where users have
-    listed what is gathered ahead.
+    The plan is within its budget already. Steps that deviate from the plan, or that use prefetch lists of users, may
+    not be; eager steps handle this in the same way.
     """
     live = [0] * order.last
 
@@ -281,14 +281,14 @@ def _within(
 
 
 def _launch_earlier(gather: _Gather, target: fx.Node) -> None:
-    """Move a gather, and what it needs, before `target`, which is no later than its wait."""
+    """Move a gather, and the nodes that it needs, before `target`, which is no later than its wait."""
     for node in gather.moves:
         if target < node or node is gather.launch:
             target.prepend(node)
 
 
 def _finish_later(ends: Iterable[fx.Node], target: fx.Node) -> None:
-    """Move the end of a reduction before `target`, but for what is behind it anyway."""
+    """Move the end of a reduction before `target`, except for nodes that come after it already."""
     for node in sorted(node for node in ends if node < target):
         target.prepend(node)
 
@@ -298,7 +298,7 @@ def _wait_of(collective: fx.Node) -> fx.Node | None:
 
 
 def _moves_of(launch: fx.Node) -> tuple[fx.Node, ...]:
-    """A gather, and the views of inputs for it; empty if it needs more."""
+    """A gather, and the views of inputs for it; empty if it needs other nodes."""
     moves, to_do = {launch}, list(launch.all_input_nodes)
     while to_do:
         node = to_do.pop()
@@ -311,7 +311,7 @@ def _moves_of(launch: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _ends_of(wait: fx.Node) -> frozenset[fx.Node] | None:
-    """A wait and all that comes of it, without the output; None if some of it computes, or is reduced."""
+    """A wait and all nodes that depend on it, except the output; None if any of them computes or is reduced."""
     ends, to_do = {wait}, [wait]
     while to_do:
         for user in to_do.pop().users:

@@ -1,4 +1,4 @@
-"""Which group a shard belongs to, by the address of its memory: a graph knows tensors, and no groups."""
+"""Finds the group that a shard belongs to by the address of its memory: a graph has tensors, but no groups."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from .._torch.core import has_memory
 
 
 class Owner(Protocol):
-    """A group, as a graph that runs finds it."""
+    """A group, in the form in which a running graph finds it."""
 
     def anchors(self) -> Sequence[torch.Tensor]:
-        """The tensors whose memory stands for it."""
+        """The tensors whose memory identifies the group."""
 
     def exchange(self) -> Exchange | None:
-        """Its gathers and reductions; None if the group of the eager runtime is gone."""
+        """Its gathers and reductions; None if the group of the eager runtime was freed."""
 
     def before_gather(self) -> None:
-        """A graph is about to gather it."""
+        """Prepare for a graph that is about to gather the group."""
 
     def keep(self, gradients: Gradients) -> None:
-        """Keep these, or rather what is in them now, for a later backward; the graph may reuse their memory."""
+        """Keep the current values of these gradients for a later backward; the graph may reuse their memory."""
 
     def take(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        """These and those that were kept, added; the latter are kept no longer."""
+        """Return the sums of these gradients and the kept ones, which are no longer kept."""
 
     def settle(self, index: int, piece: torch.Tensor, complete: bool = True) -> None:
         """Add a reduced gradient to `.grad`."""
 
     @property
     def zeros_for_unused(self) -> bool:
-        """Whether a parameter that got no gradient on any rank gets zeros."""
+        """Whether a parameter that got no gradient on any rank gets zeros as its gradient."""
 
 
 class Known:
-    """The group that some memory stands for.
+    """A group that is identified by the memory of a tensor.
 
     Args:
         anchor: the tensor with that memory.
         owner: the group.
 
     Attributes:
-        owner: returns it; None if it is gone.
+        owner: returns the group; None if it was freed.
     """
 
     __slots__ = ("_anchor", "_exchange", "owner")
@@ -60,7 +60,7 @@ class Known:
         self._exchange: Exchange | None = None
 
     def exchange(self) -> Exchange:
-        """The gathers and reductions of the group, as they are now or, if it is gone, as they were last."""
+        """The current gathers and reductions of the group; if it was freed, the last ones."""
         owner = self.owner()
         if owner is not None:
             self._exchange = owner.exchange() or self._exchange
@@ -68,37 +68,37 @@ class Known:
         return self._exchange
 
     def has(self, anchor: object) -> bool:
-        """Whether this is the weak reference to its tensor."""
+        """Whether `anchor` is the weak reference to this group's tensor."""
         return anchor is self._anchor
 
     def is_at(self, address: int) -> bool:
-        """Whether the memory at an address is still that of the group."""
+        """Whether the memory at an address still belongs to the group."""
         anchor = self._anchor()
         return anchor is not None and anchor.data_ptr() == address
 
 
-# By id, and no WeakSet: its references can be listed at once while another thread adds an owner.
+# Keyed by id instead of a WeakSet, because the references can be copied atomically while another thread adds an owner.
 _owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
 _by_address: dict[int, Known] = {}
 
 
 def _forget(address: int, anchor: object) -> None:
-    """A tensor is gone: nothing may stand for its group's memory any more, so that the pool can be freed."""
+    """Remove the entry of a freed tensor, so that the pool of its group can be freed."""
     entry = _by_address.get(address)
     if entry is not None and entry.has(anchor):
         _by_address.pop(address, None)
 
 
 def add(owner: Owner) -> None:
-    """Let graphs find a group while it lives, and later for as long as its shards do."""
+    """Let graphs find a group during its lifetime, and afterwards as long as its shards are alive."""
     _owners[id(owner)] = owner
 
 
 def known(anchor: torch.Tensor) -> Known:
-    """The group that this memory stands for.
+    """The group that this memory identifies.
 
     Raises:
-        ShardConfigStateError: it is that of no sharded module.
+        ShardConfigStateError: the memory does not belong to a sharded module.
     """
     address = anchor.data_ptr()
     entry = _by_address.get(address)
@@ -107,15 +107,15 @@ def known(anchor: torch.Tensor) -> Known:
         entry = _by_address.get(address)
         if entry is None or not entry.is_at(address):
             raise ShardConfigStateError(
-                f"a compiled graph runs on parameters of shape {tuple(anchor.shape)} that belong to no sharded module "
-                "now; if they were replaced since it was compiled (by torch.func.functional_call, say), run the model "
-                "that is not compiled"
+                f"a compiled graph runs on parameters of shape {tuple(anchor.shape)} that do not belong to any sharded "
+                "module now; if they were replaced since it was compiled (for example by torch.func.functional_call), "
+                "run the uncompiled model"
             )
     return entry
 
 
 def _look_again() -> None:
-    """Note the addresses of all groups, and forget memory that is gone."""
+    """Note the addresses of all groups, and remove the entries of freed memory."""
     for address, entry in list(_by_address.items()):
         if not entry.is_at(address):
             _by_address.pop(address, None)

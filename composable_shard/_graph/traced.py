@@ -1,8 +1,8 @@
-"""The same events while `torch.compile` traces: what a module's hooks do then.
+"""What a module's hooks do while `torch.compile` traces.
 
-A group's gather is one operator (see `_operators`) under `torch.utils.checkpoint`, so that the partitioner gathers
-again in backward instead of saving the weights. What Dynamo reads here becomes a guard of the compiled code: nothing of
-it may differ between equal layers, or they would not share code.
+A group's gather is one operator (see `operators.py`) under `torch.utils.checkpoint`, so that the partitioner gathers
+again in backward instead of saving the weights. Everything that Dynamo reads here becomes a guard of the compiled code.
+It must therefore be the same for equal layers, or they would not share code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 _OWN_CONTEXT = "composable_shard saves gathered weights"
 _save_gathered: Any = partial(create_selective_checkpoint_contexts, _policy)
-_save_gathered.cache_hash = _OWN_CONTEXT  # without it AOTAutograd caches no such graph
+_save_gathered.cache_hash = _OWN_CONTEXT  # without it, AOTAutograd does not cache such graphs
 
 
 def _about_users(record: logging.LogRecord) -> bool:
@@ -68,21 +68,21 @@ NO_COMMS = Comms()
 
 
 class Follower(Protocol):
-    """The places in the modules where parameters are found."""
+    """The module entries in which parameters are stored."""
 
     def follow(self) -> None:
-        """Take over parameters that users have put there."""
+        """Adopt parameters that users have assigned there."""
 
 
 def _ports(params: Sequence[ShardedParam], options: Options) -> tuple[int, ...]:
-    """Indices of the parameters whose gradients are summed over other axes than ours in another dtype than theirs."""
+    """Indices of DTensor parameters whose gradients are reduced in a wider dtype than they are computed in."""
     dtypes = [(p.compute_dtype(options), options.reduce_dtype(p.dtype)) for p in params]
     wider = [own is not reduced and torch.promote_types(own, reduced) is reduced for own, reduced in dtypes]
     return tuple(i for i, p in enumerate(params) if p.parallel is not None and wider[i])
 
 
 def _layout_of(params: Sequence[ShardedParam], info: MeshInfo, options: Options) -> Layout:
-    """What a graph must know of the group of some parameters."""
+    """The layout of the group of these parameters."""
     rows = tuple(param.rows for param in params)
     return Layout(
         shapes=tuple(param.shape for param in params),
@@ -99,17 +99,17 @@ def _layout_of(params: Sequence[ShardedParam], info: MeshInfo, options: Options)
 
 
 def _tag_of(params: Sequence[ShardedParam], device: torch.device) -> torch.Tensor | None:
-    """Memory that stands for a group when a graph runs, if this rank holds no element of it."""
+    """A tensor whose memory identifies a group at run time, if this rank has no element of it."""
     if any(param.sharded.is_meta or param.local.numel() for param in params):
         return None
     return torch.empty(1, device=device)
 
 
 class TracedSteps:
-    """An optimizer that steps inside of backward, as traced code sees it.
+    """The state of traced code for an optimizer that steps inside of backward.
 
-    Graphs of the model give gradients to `.grad` themselves, group by group, where the optimizer's hooks find them. A
-    group that several uses of a graph have gathered is complete when the backward of the first use is over.
+    Graphs of the model add gradients to `.grad` themselves, group by group, and the optimizer's hooks find them there.
+    If a graph gathers a group in several uses, its gradients are complete when the backward of the first use is over.
 
     Args:
         root: the model. Graphs of parts of it do not know whether other graphs use a group as well, and leave gradients
@@ -122,37 +122,38 @@ class TracedSteps:
         self._groups: list[TracedGroup] = []
 
     def take(self, group: TracedGroup) -> None:
-        """Step a group in graphs."""
+        """Step a group inside of backward in graphs."""
         self._groups.append(group)
         group.stepped_by(self)
 
     def begin(self) -> None:
-        """The root is about to be traced."""
+        """Begin to trace the root."""
         self.is_open = True
 
     def end(self) -> None:
-        """The root was traced."""
+        """End the trace of the root."""
         self.is_open = False
         for group in self._groups:
             group.forget_uses()
 
     def let_go(self) -> None:
-        """From now on graphs leave gradients to autograd."""
+        """Make new graphs leave gradients to autograd."""
         for group in self._groups:
             group.stepped_by(None)
 
 
 class TracedGroup:
-    """A group as traced code sees it.
+    """The state of a group for traced code.
 
     Attributes:
-        key: of its layout; equal on ranks that can share compiled code.
-        unknown: number of a module of the group while its root is not known; empty once it is.
-        is_root: whether the group is the root's own.
-        compiled: whether a graph gathers it.
-        watched: while its forward is traced, the number by which edits of its weights are asked for.
-        uses: in which the forward that is traced has gathered it, where an optimizer steps inside of backward.
-        steps: that optimizer; None if there is none.
+        key: key of its layout; equal on ranks that can share compiled code.
+        unknown: number of a module of the group while its root is unknown; empty afterwards.
+        is_root: whether this is the root's own group.
+        compiled: whether a graph gathers the group.
+        watched: while its forward is traced, the number to pass to `edited`.
+        uses: how many times the traced forward has gathered the group; counted if an optimizer steps inside of
+            backward.
+        steps: the state of that optimizer; None if there is none.
     """
 
     def __init__(self, params: Sequence[ShardedParam], info: MeshInfo, settings: Settings) -> None:
@@ -178,12 +179,12 @@ class TracedGroup:
         watch_steps(self)
 
     def bind(self, group: ParamGroup | None, is_root: bool, between_steps: Callable[[], None]) -> None:
-        """The root is known: this is the group of the eager runtime.
+        """Bind the group of the eager runtime, because the root is now known.
 
         Args:
-            group: None if there are no parameters.
-            is_root: whether it is the root's own.
-            between_steps: a method of the engine, to be called before a graph gathers while no memory is leased.
+            group: the group; None if there are no parameters.
+            is_root: whether this is the root's own group.
+            between_steps: a method of the engine to call before a graph gathers, when no memory is leased.
         """
         self._between_steps = weakref.WeakMethod(between_steps)
         self.unknown = ""
@@ -192,28 +193,28 @@ class TracedGroup:
         self._extended = group is not None and group.layout.extended
 
     def stepped_by(self, steps: TracedSteps | None) -> None:
-        """Have graphs give gradients to `.grad`, where an optimizer waits for them; None for no longer."""
+        """Make graphs add gradients to `.grad` for an optimizer; None to stop this."""
         self.steps = steps
 
     def forget_uses(self) -> None:
-        """Count the uses of another forward."""
+        """Reset the count of uses for the next forward."""
         self.uses = 0
 
     # ---- while tracing
 
     def unshard(self, entries: Follower) -> list[torch.Tensor]:
-        """The unsharded parameters, of what stands in the modules now."""
+        """The unsharded parameters of the tensors that are installed in the modules now."""
         with_side_effects(entries.follow)
         with_side_effects(partial(setattr, self, "compiled", True))
         self._count_use()
         self._check_can_trace()
         full = self._gather([param.sharded for param in self._params])
         count = len(self._params)
-        # A plain view outside of the region: else a user's own checkpointed block would have the weights saved.
+        # A plain view, made outside this checkpoint. Otherwise a user's checkpoint of the block would save the weights.
         views = [tensor.view(tensor.shape) for tensor in full[:count]]
         with_side_effects(partial(setattr, self, "watched", watch_edits(len(views))))
         self._lend_carried(views)
-        # Without gradients, or if none is needed, the operator gives no ports.
+        # Without gradients, or if none is needed, the operator returns no ports.
         ports = [None] * count if len(full) == count else [None if at is None else full[at] for at in self._ports]
         triples = zip(views, ports, self._params, strict=True)
         return [p.parallel.wrap(view, port) if p.parallel else view for view, port, p in triples]
@@ -224,20 +225,20 @@ class TracedGroup:
         if partial_sums or options.comms != NO_COMMS:
             raise ShardConfigStateError(
                 "torch.compile: custom communication, all-reduce hooks and set_requires_all_reduce(False) work in "
-                "eager steps only; unset them, or run this step on the model that is not compiled"
+                "eager steps only; unset them, or run this step with the uncompiled model"
             )
         if self._extended:
             raise ShardConfigStateError(
                 "torch.compile: parameters with fsdp_pre_all_gather are gathered in eager steps only; compile the "
-                "modules that hold them one by one, by module.compile()"
+                "modules that hold them one by one with module.compile()"
             )
 
     def _gather(self, shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The outputs of the operator, in a checkpoint that decides whether backward gathers again."""
+        """The outputs of the operator, called in a checkpoint that decides whether backward gathers again."""
         full: tuple[torch.Tensor, ...]
         if self._settings.reshards(self.is_root):
             full = checkpoint(self._again, *shards, use_reentrant=False)
-        elif torch.compiler.is_compiling():  # not again, even if a user's checkpoint around the module recomputes it
+        elif torch.compiler.is_compiling():  # gathers once, even if a user's checkpoint recomputes the module
             full = checkpoint(self._once, *shards, use_reentrant=False, context_fn=_save_gathered)
         else:
             full = self._once(*shards)
@@ -249,10 +250,10 @@ class TracedGroup:
                 param.carried.lend_in_graph(view)
 
     def check_edits(self) -> None:
-        """The forward that `unshard` has begun is over.
+        """End the forward that `unshard` began.
 
         Raises:
-            StaleStateError: it has edited weights in place.
+            StaleStateError: the forward has edited weights in place.
         """
         indices = edited(self.watched)
         with_side_effects(partial(setattr, self, "watched", 0))
@@ -280,16 +281,17 @@ class TracedGroup:
     def _check_placements(self) -> None:
         if not DISPATCHES and (names := [param.fqn for param in self._params if param.rows > 1]):
             raise ShardConfigStateError(
-                f"torch.compile: parameter {names[0]} is placed by Ragged, whose gradients compiled graphs give from "
-                f"torch 2.13 on, this is {torch.__version__}; shard it by Shard(0), or do not compile"
+                f"torch.compile: parameter {names[0]} is placed by Ragged, but compiled graphs return its "
+                f"gradient from torch 2.13 on only, and this is torch {torch.__version__}; shard it by Shard(0), or do "
+                "not compile"
             )
 
     def _fate(self) -> int:
         if not self._settings.current.requires_gradient_sync:
-            if not GRAPHS_GIVE_NONE:  # and zeros in `.grad` would look like `zero_grad`
+            if not GRAPHS_GIVE_NONE:  # zeros in `.grad` would have the same effect as `zero_grad`
                 raise ShardConfigStateError(
                     f"torch.compile: set_requires_gradient_sync(False) needs torch 2.13 or later, this is "
-                    f"{torch.__version__}; run such a micro-batch on the model that is not compiled"
+                    f"{torch.__version__}; run such a microbatch with the uncompiled model"
                 )
             return KEEP
         fate = TAKE if self._settings.accumulates else REDUCE
@@ -300,7 +302,7 @@ class TracedGroup:
     # ---- when a graph runs
 
     def anchors(self) -> list[torch.Tensor]:
-        """The tensors whose memory stands for the group, after it has taken over what users put into its modules."""
+        """The tensors whose memory identifies the group, after it has adopted parameters that users assigned."""
         group = self._of_runtime()
         entries = None if group is None else group.entries()
         if group is not None and entries is not None and group.phase is SHARDED:
@@ -310,12 +312,12 @@ class TracedGroup:
         return [self._tag] if self._tag is not None else [param.local for param in self._params]
 
     def exchange(self) -> Exchange | None:
-        """The gathers and reductions of the group; None if that of the eager runtime is gone."""
+        """The gathers and reductions of the group; None if the group of the eager runtime was freed."""
         group = self._of_runtime()
         return None if group is None else group.exchange()
 
     def before_gather(self) -> None:
-        """A graph is about to gather the group: between two steps, let the engine lay its memory out anew."""
+        """Before a graph gathers the group: between two steps, let the engine place its memory in an arena if due."""
         group, between_steps = self._of_runtime(), self._between_steps and self._between_steps()
         if group is not None and between_steps is not None and group.exchange().pool.wants_arena:
             between_steps()
@@ -324,19 +326,19 @@ class TracedGroup:
         return self._group() if self._group is not None else None
 
     def keep(self, gradients: Gradients) -> None:
-        """Keep these, or rather what is in them now, for a later backward."""
+        """Keep the current values of these gradients for a later backward."""
         group = self._of_runtime()
         if group is not None:
             self._set_hooks_aside()
             group.gradients.accumulate(gradients, lent=True)
 
     def take(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        """These and those that were kept, added; the latter are kept no longer."""
+        """Return the sums of these gradients and the kept ones, which are no longer kept."""
         group = self._of_runtime()
         return list(gradients) if group is None else group.gradients.take(gradients)
 
     def settle(self, index: int, piece: torch.Tensor, complete: bool = True) -> None:
-        """Add a reduced gradient to `.grad`, and call the hooks unless more is to come."""
+        """Add a reduced gradient to `.grad`, and call the hooks unless more gradients will follow."""
         self._set_hooks_aside()
         if not complete:
             self._params[index].add(piece)
@@ -348,7 +350,7 @@ class TracedGroup:
             group.gradients.add({index: piece})
 
     def _set_hooks_aside(self) -> None:
-        """Until this pass is over: autograd has no gradients for the parameters, and would call hooks with none."""
+        """Take hooks from autograd until this pass ends: it has no gradients here, and would call hooks with None."""
         group = self._of_runtime()
         if group is None:
             return
@@ -362,13 +364,13 @@ class TracedGroup:
         return self._settings.current.reduce_unused
 
     def before_optimizer_step(self, stepped: set[int], optimizer: Optimizer | None) -> None:
-        """An optimizer is about to change parameters, by id.
+        """Note that an optimizer is about to change parameters, given by id.
 
-        Foreach functions move no version of a sharded parameter, so that autograd would not notice in backward that
-        the shards which a graph has saved are others now.
+        Foreach functions do not increase the versions of sharded parameters. Autograd would then not notice in backward
+        that the shards which a graph has saved were changed.
         """
         if self.compiled and not stepped.isdisjoint([id(param.sharded) for param in self._params]):
             torch.autograd.graph.increment_version([param.local for param in self._params])
 
     def check_reduced(self, stepped: set[int]) -> None:
-        """Nothing: the group of the eager runtime keeps gradients for graphs, too."""
+        """Do nothing: the group of the eager runtime keeps gradients for graphs, too."""

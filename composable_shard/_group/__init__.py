@@ -1,1 +1,1 @@
-"""Parameters that share a collective: how they are laid out, gathered, reduced and put back."""
+"""Parameter groups, whose parameters share a collective: their layout, gathers, reductions and saved tensors."""

@@ -1,7 +1,8 @@
 """Accumulated gradients, which wait for a later backward to reduce them.
 
-There are two kinds: unsharded gradients wait for a backward with gradient sync on, and reduced pieces wait for their
-all-reduce over the replicas. `zero_grad` must clear both, whether it sets `.grad` to None or to zero: see `marks.py`.
+There are two types: unsharded gradients that wait for a backward with gradient sync on, and reduced pieces that wait
+for their all-reduce over the replicas. `zero_grad` must clear both, whether it sets `.grad` to None or to zero: see
+`marks.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .._torch.core import is_of_cuda_graph as _is_lent
 from .marks import GradientMarks
 from .param import ShardedParam
 
-# By index of the parameter: a reduced piece, and its reduced mark, which is not 0 if any rank had a gradient.
+# By index of the parameter: a reduced piece and its reduced mark, which is not 0 if any rank had a gradient.
 Partial = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -27,9 +28,9 @@ class AccumulatedGradients:
         streams: whether they are on an accelerator.
 
     Attributes:
-        whole: the unsharded gradients, also those that `zero_grad` has voided since. Other classes only read it.
+        whole: the unsharded gradients, including those that `zero_grad` has voided since. Other classes only read it.
         pieces: the reduced pieces that wait for an all-reduce over replicas; likewise.
-        wanted: indices of the parameters that required gradients when some were accumulated, the same on all ranks.
+        wanted: indices of the parameters that required gradients when some were accumulated; the same on all ranks.
             The next reduction includes these parameters even if they are frozen by then.
     """
 
@@ -37,25 +38,25 @@ class AccumulatedGradients:
         self._params = params
         self._marks = GradientMarks(params, streams)
         self.whole: dict[int, torch.Tensor] = {}
-        self._owned: set[int] = set()  # of `whole`: sums made here, which nobody else holds
+        self._owned: set[int] = set()  # indices in `whole` of sums made here, which no other code holds
         self.pieces: Partial = {}
         self.wanted: set[int] = set()
 
     def tensors(self) -> list[torch.Tensor]:
-        """The accumulated gradients and pieces, those that `zero_grad` has voided among them."""
+        """Return the accumulated gradients and pieces, including those that `zero_grad` has voided."""
         return [*self.whole.values(), *(piece for piece, _ in self.pieces.values())]
 
     def note_wanted(self) -> None:
-        """Gradients are about to be accumulated: note which parameters require them."""
+        """Note which parameters require gradients, right before gradients are accumulated."""
         self.wanted.update(index for index, param in enumerate(self._params) if param.sharded.requires_grad)
 
     def add(self, gradients: Mapping[int, torch.Tensor], dtypes: Sequence[torch.dtype], lent: bool = False) -> None:
-        """Add unsharded gradients to the accumulated ones of their parameters, in the dtype of reduction.
+        """Add unsharded gradients to the accumulated ones of their parameters, in the dtype of the reduction.
 
         Args:
             gradients: by the index of the parameter.
             dtypes: of the reduction, for all parameters of the group.
-            lent: whether their memory may be written to after this call, as that of a graph's own tensors is.
+            lent: whether their memory may be overwritten after this call, like that of a graph's own tensors.
         """
         self._drop_voided()
         added, first = _parted(gradients, self.whole.__contains__)
@@ -71,7 +72,7 @@ class AccumulatedGradients:
         self._marks.put(gradients)
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The sums of these unsharded gradients and the accumulated ones, which are dropped here."""
+        """Return the sums of these unsharded gradients and the accumulated ones, which are dropped here."""
         self._drop_voided()
         total = list(gradients)
         new = {index: gradient for index in self.whole if (gradient := total[index]) is not None}
@@ -88,8 +89,8 @@ class AccumulatedGradients:
 
         Args:
             indices: of the parameters.
-            pieces: this rank's; they are written to by later calls.
-            used: their reduced marks: not 0 if any rank of the shard axis had a gradient.
+            pieces: this rank's; later calls write to them.
+            used: their reduced marks, not 0 if any rank of the shard axis had a gradient.
         """
         self._drop_voided()
         self.wanted.update(indices)
@@ -100,9 +101,9 @@ class AccumulatedGradients:
         self._marks.put(indices)
 
     def take_partial(self) -> Partial | None:
-        """The accumulated pieces that `zero_grad` has not voided, which are dropped here; None if there are none.
+        """Return the accumulated pieces that `zero_grad` has not voided, and drop them; None if there are none.
 
-        A reduction takes them as it begins. It has chosen its members by `wanted`, which is cleared here.
+        A reduction calls this when it begins. It has already chosen its members by `wanted`, which is cleared here.
         """
         if self.wanted:
             self.wanted.clear()
@@ -114,9 +115,9 @@ class AccumulatedGradients:
         return taken
 
     def held(self, stepped: Container[int]) -> list[str]:
-        """Names of the parameters among these, by id, with accumulated gradients that `zero_grad` has not voided."""
+        """Return the names of parameters, given by id, whose accumulated gradients `zero_grad` has not voided."""
         stepped_here = [index for index in self._held() if id(self._params[index].sharded) in stepped]
-        gone = self._marks.gone(stepped_here, or_untold=True)  # then other ranks raise the error
+        gone = self._marks.gone(stepped_here, or_untold=True)  # without evidence here, other ranks raise the error
         return [self._params[index].fqn for index in stepped_here if index not in gone]
 
     def forget(self) -> None:
@@ -129,20 +130,20 @@ class AccumulatedGradients:
 
     @contextlib.contextmanager
     def marked(self) -> Iterator[None]:
-        """Within, `.grad` is added to, which may erase marks: look before at what was cleared, and mark again."""
+        """Check the marks before the body adds to `.grad`, which may erase marks, and restore them afterwards."""
         self._drop_voided()
         yield
         self._marks.put(self._held())
 
     def unmake(self, indices: Iterable[int]) -> None:
-        """Take `.grad` away from these parameters again, if it was made here to be marked and nothing was added."""
+        """Remove the `.grad` of these parameters if it was made here only to be marked and nothing was added to it."""
         self._marks.unmake(index for index in indices if index not in self.whole and index not in self.pieces)
 
     def _held(self) -> Iterable[int]:
         return dict.fromkeys((*self.whole, *self.pieces))
 
     def _drop_voided(self) -> None:
-        """Drop what `zero_grad` has cleared since."""
+        """Drop the accumulated gradients that `zero_grad` has cleared."""
         gone = self._marks.gone(self._held())
         self._marks.drop(gone)
         for index in gone:
@@ -151,14 +152,14 @@ class AccumulatedGradients:
             self._owned.discard(index)
 
     def _sums(self, new: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The sums of these gradients and the accumulated ones, in place of those that were made here."""
+        """Return the sums of these gradients and the accumulated ones; sums made here are added to in place."""
         own, others = _parted(new, self._owned.__contains__)
         if own:
             torch._foreach_add_(_of(self.whole, own), _of(new, own))
-        # Not in place: the first one is autograd's, and others may hold it.
+        # Not in place: the first gradient is autograd's, and other code may hold it.
         alike, unlike = _parted(others, lambda index: new[index].dtype is self.whole[index].dtype)
         made = list(torch._foreach_add(_of(self.whole, alike), _of(new, alike))) if alike else []
-        # In the dtype of the first, without a conversion of the other before: so the sum is rounded once.
+        # In the dtype of the first, without converting the other one before, so that the sum is rounded only once.
         made += [self.whole[index].clone().add_(new[index]) for index in unlike]
         return dict(zip((*own, *alike, *unlike), (*_of(self.whole, own), *made), strict=True))
 
@@ -168,7 +169,7 @@ def _of(tensors: Mapping[int, torch.Tensor], indices: Iterable[int]) -> list[tor
 
 
 def _parted(indices: Iterable[int], belongs: Callable[[int], bool]) -> tuple[list[int], list[int]]:
-    """Those that belong to something, and the others."""
+    """Return those for which `belongs` is true, and the others."""
     parts: tuple[list[int], list[int]] = [], []
     for index in indices:
         parts[not belongs(index)].append(index)

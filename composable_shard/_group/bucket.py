@@ -1,4 +1,4 @@
-"""Gather buckets: the weights of one dtype that one all-gather moves."""
+"""Gather buckets: the parameters of one dtype that one all-gather communicates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _version, _shape, _dim, _rows, _sharded = map(attrgetter, ("_version", "shape", 
 
 
 class _Members(dict[Place, int]):
-    """By `Place`, the index of the parameter that lies there, found by the byte offsets at which parameters begin."""
+    """The index of the parameter at a `Place`, found by the byte offsets at which parameters begin."""
 
     def __init__(self, begins: list[int]) -> None:
         self._begins = begins
@@ -43,19 +43,18 @@ class _Members(dict[Place, int]):
 
 
 class Gatherer:
-    """Queues the gathers of one bucket. Views are made once per slot and kept: a step only replays them.
+    """Queues the gathers of one bucket. Views are made once per slot and kept, so each step only repeats the copies.
 
     Args:
         copies: the copies and the collective of a gather.
-        dtype: of the gathered weights.
+        dtype: of the gathered parameters.
         for_landing: the pool's requests, in forward and backward, for the landing buffer that small parameters share;
-            None if none do.
-        pool, lane: where memory comes from, and where gathers are queued.
-        begins: offsets of the parameters in a slot, in elements, if other than the layout's.
+            None if no parameters share one.
+        pool, lane: the source of memory, and the queue of gathers.
+        begins: offsets of the parameters in a slot, in elements, if they differ from the layout's.
 
     Attributes:
-        copies: as given.
-        for_landing: as given; None if no parameters share a landing buffer.
+        copies, for_landing: as given.
     """
 
     def __init__(
@@ -79,10 +78,10 @@ class Gatherer:
         """Begin to gather `shards` into a slot.
 
         Args:
-            slot: where the weights will lie.
+            slot: the destination.
             shards: this rank's shards.
             after: events that the gather waits for.
-            read: slots in which the shards lie, to be released when the gather is done.
+            read: slots that contain the shards, to be released when the gather is done.
         """
         wholes = self._seen.get(slot)
         if wholes is None:
@@ -98,7 +97,7 @@ class Gatherer:
     def start_into(
         self, wholes: Wholes, shards: list[torch.Tensor], after: Events, read: Sequence[Slot] = ()
     ) -> Job[None]:
-        """`start` into any memory, given as the views by which a gather fills it."""
+        """Do the same as `start` into any memory, given as the views that a gather fills."""
         leased: list[Slot] = []
         try:
             landing = None
@@ -122,24 +121,24 @@ class Gatherer:
 
 
 class Bucket:
-    """Parameters of one group that one collective gathers, with the state that handles of their weights check.
+    """Parameters of one group that one collective gathers, with the state that handles of them check.
 
     Attributes:
         group: returns the group; None if it was freed.
         params: the parameters, as members of this bucket.
         fqns: their names.
-        dtype: the dtype in which they are used; `is_complex` says whether its tensors may be lazy conjugates.
-        slot: where the weights are, or will be when a running gather is done; None while sharded.
-        at: the address of the slot that was leased last; 0 if the weights lie in no slot.
-        readable: whether the gather is done, so that the weights can be read.
+        dtype: the dtype in which they are used. `is_complex` tells whether tensors of it may be lazy conjugates.
+        slot: the slot of the unsharded parameters, or of the running gather; None while sharded.
+        at: the address of the slot that was leased last; 0 if the unsharded parameters are in no slot.
+        readable: whether the gather is done, so that the unsharded parameters can be read.
         generation: how often the sharded parameters have changed; handles of an earlier generation are stale.
-        shown: the outputs of the node of the use that runs forward now, by index; empty outside of a forward, or if
-            modules have leaves installed.
-        here: the leaf Parameters over the memory in which the weights are now; None if none were made there.
-        writes: what was written to the unsharded parameters; see `edits.py`.
-        saved: how many handles were made so far.
-        reads_left: after how many more reads of handles the engine must be told that half of a use's handles were read;
-            0 if it need not be told.
+        shown: the node outputs of the use that runs forward now, by index; empty outside of a forward, or if modules
+            have leaves installed.
+        here: the leaf Parameters over the memory of the unsharded parameters; None if none were made there.
+        writes: the writes to the unsharded parameters; see `edits.py`.
+        saved: number of handles made so far.
+        reads_left: number of handle reads until half of a use's handles were read and the engine is notified; 0 if no
+            notification is needed.
         gather_bytes: bytes that a gather leases from the pool.
     """
 
@@ -152,7 +151,7 @@ class Bucket:
         self, params: Sequence[ShardedParam], dtype: torch.dtype, group: Callable[[], Any], faces: Faces | None = None
     ) -> None:
         self.group = group
-        self._faces = faces  # of weights that lie in slots
+        self._faces = faces  # of parameters in slots
         self.params = list(params)
         self._sharded = list(map(_sharded, params))
         self.fqns = [p.fqn for p in params]
@@ -172,27 +171,27 @@ class Bucket:
         raise NotImplementedError
 
     def weights_for_use(self) -> list[torch.Tensor]:
-        """The weights for a forward that begins; `begin_use` must follow when its node is made."""
+        """Return the unsharded parameters for a forward that begins; `begin_use` must follow when its node is made."""
         return self.weights
 
     def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
-        """The node of a use was made, with these outputs for the members, and modules have them installed."""
+        """Note the node of a use: these are its outputs for the members, and modules have them installed."""
         if self._faces is not None:
             self._faces.begin_use(outputs)
         self.shown = outputs
         self.writes.packed.clear()
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> bool:
-        """A forward is over, and its outputs or leaves are still installed: note whether others keep weights.
+        """Note, while the outputs or leaves of a finished forward are still installed, whether other code keeps them.
 
-        A selective checkpoint may, or a function that puts them on its ``ctx``, or a module that caches them. No handle
-        stands for these weights (see `faces.py`).
+        A selective checkpoint may keep unsharded parameters. So may a function that puts them on its ``ctx``, or a
+        module that caches them. No handle stands for these tensors (see `faces.py`).
 
         Args:
             dropped: views that the caller is about to drop.
 
         Returns:
-            whether the forward has written to weights, as far as versions tell.
+            whether the forward has written to unsharded parameters, as far as versions tell.
         """
         shown, self.shown = self.shown, ()
         if self._faces is not None:
@@ -203,12 +202,12 @@ class Bucket:
         return not shown and self.here is not None and bool(self.here.written())
 
     def note_kept(self) -> None:
-        """The backward of a use is over, and the outputs of its node may be installed: as in `end_use`."""
+        """Do the same as `end_use` at the end of a use's backward, when the outputs of its node may be installed."""
         if self._faces is not None and self.writes.noted:
             self._faces.note_kept(self.writes.noted)
 
     def leaves(self) -> list[torch.nn.Parameter]:
-        """The unsharded parameters as leaves; the same objects whenever the weights are in the same slot."""
+        """Return the unsharded parameters as leaves: the same objects whenever the parameters are in the same slot."""
         if self._faces is not None and self.slot is not None:
             self.here = self._faces.use_leaves(self.slot)
             self.writes.packed.clear()
@@ -220,8 +219,8 @@ class Bucket:
         raise NotImplementedError
 
     def note_shards(self, shards: Sequence[torch.Tensor]) -> None:
-        """A gather of these shards begins: if they were written to since the last one, saved weights are void."""
-        with without_torch_function():  # else each DTensor is asked for a `__torch_function__`
+        """Note a gather of these shards. If they were written to since the last one, saved handles become stale."""
+        with without_torch_function():  # or each DTensor's `__torch_function__` would run
             versions = [*map(_version, self._sharded), *map(_version, shards)]
         if versions != self._versions:
             self._versions = versions
@@ -233,11 +232,11 @@ class Bucket:
             return [*map(_version, self._sharded), *map(_version, map(local_tensor, self._sharded))] != self._versions
 
     def arrived(self) -> None:
-        """The gather is done: the weights can be read."""
+        """Mark the gather as done: the unsharded parameters can be read."""
         self.readable = True
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
-        """Give the weights up, if they are gathered.
+        """Release the unsharded parameters, if they are gathered.
 
         Args:
             after: the event behind all work that reads them.
@@ -246,27 +245,27 @@ class Bucket:
         raise NotImplementedError
 
     def _forget_memory(self) -> tuple[Slot | None, Leaves | None]:
-        """The weights are about to be released; returns the slot where they were, and the leaves over it, if any."""
+        """Reset the state before a release; returns the slot of the parameters, and the leaves over it, if any."""
         was = self.slot, self.here
         self.slot = self.here = None
         self.readable = False
         return was
 
     def lose(self) -> None:
-        """Give the weights up, but do not let their memory be reused: an abandoned gather may still write to it."""
+        """Drop the unsharded parameters without reusing their memory: an abandoned gather may still write to it."""
         self.slot, self.readable = None, False
 
     def forget(self) -> None:
-        """Give back memory that is reserved for the next gather: this bucket will not be used again."""
+        """Release memory that is reserved for the next gather: this bucket will not be used again."""
         raise NotImplementedError
 
     def leave_slots(self) -> None:
-        """Drop all views of slots, while none is leased."""
+        """Drop all views of slots, while no slot is leased."""
         return
 
-    # A handle stands for a weight as it was gathered, and resharding loses whatever is written to it. So an edit is an
-    # error: at the end of the forward in which it was made, or when the weights are given up, or where backward finds
-    # that a weight was edited after it had been saved.
+    # A handle stands for a parameter as it was gathered, and resharding discards anything written to it. So an edit is
+    # an error, raised at the end of the forward that made the edit, at the release of the parameters, or when backward
+    # finds that a parameter was edited after it was saved.
 
     def risen(self) -> set[int]:
         return set(self.writes.risen(self.here))
@@ -281,16 +280,16 @@ class Bucket:
 
 
 class GatherBucket(Bucket):
-    """Parameters that are gathered as they are, cast to one dtype, into a slot of the pool.
+    """Parameters that are gathered unchanged, cast to one dtype, into a slot of the pool.
 
     Attributes:
         copies: the copies and the collective of a gather.
-        places: where the parameters lie in a slot.
+        places: the layout of the parameters in a slot.
         begins: offset of each parameter in a slot, in elements.
-        for_weights, for_landing: the pool's requests, in forward and in backward, for the weights and for the landing
-            buffer that small parameters share (None if there is none).
-        members: by `Place`, the index of the parameter that lies there.
-        nbytes: bytes that the weights need of a slot.
+        for_weights, for_landing: the pool's requests, in forward and in backward, for the unsharded parameters and for
+            the landing buffer that small parameters share (None if there is none).
+        members: by `Place`, the index of the parameter there.
+        nbytes: bytes that the unsharded parameters need in a slot.
     """
 
     __slots__ = (
@@ -342,7 +341,7 @@ class GatherBucket(Bucket):
         like: torch.Tensor,
         lane: Lane,
     ) -> GatherCopies:
-        """The copies of its gathers; `converted` are the indices of shards that cannot be sent as they are."""
+        """Make the copies of its gathers; `converted` are indices of shards that cannot be sent as they are."""
         return GatherCopies(layout, info.shard_rank, transport, converted, info.offloads, like, lane.streams)
 
     @property
@@ -357,7 +356,7 @@ class GatherBucket(Bucket):
         return self._faces.idle(self.slot, for_use=True)
 
     def open(self) -> Slot:
-        """Lease the slot into which weights will be gathered, or resume the reserved one."""
+        """Lease the slot into which parameters will be gathered, or resume the reserved one."""
         slot, self._reserved = self._reserved, None
         if slot is None:
             slot = self._pool.lease_for(self.for_weights[self._pool.backward], self._self)
@@ -365,7 +364,7 @@ class GatherBucket(Bucket):
             self._pool.resume(slot, self._self)
         assert self._faces is not None
         self.slot, self.at = slot, slot.begin
-        self.here = self._faces.enter(slot)  # after the slot is noted: it may raise, and the slot must be given back
+        self.here = self._faces.enter(slot)  # after the slot is noted: this may raise, and the slot must be released
         return slot
 
     def start(self, after: torch.Event | None) -> Job[None]:
@@ -381,7 +380,7 @@ class GatherBucket(Bucket):
         self._sums = self._checksums(self.slot) if _debug.debugging and self.slot is not None else None
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
-        """Give the slot back, or reserve it for the next gather: if asked to, or if somebody keeps views of it."""
+        """Release the slot, or reserve it for the next gather if requested or if user code keeps views of it."""
         slot, leaves = self._forget_memory()
         self.writes.end_reads()
         if slot is None:
@@ -410,17 +409,18 @@ class GatherBucket(Bucket):
         return self._sums_in_slot(here)
 
     def _read_before(self, written: dict[int, list[torch.Tensor]]) -> set[int]:
-        """Those of these weights whose leaf the forward has saved in an earlier version; backward would read the last.
+        """Return those of these parameters whose leaf the forward has saved in an earlier version than the last.
 
-        For outputs of a node, backward notices it (`look_at`). The version of a leaf rises when it is resharded.
-        A write through a DTensor raises its own version and not that of its local tensor, of which handles are made.
+        Backward would read the last version. For outputs of a node, backward detects that (`look_at`). For a leaf it
+        cannot, because resharding increases the version of a leaf. A write through a DTensor increases the version of
+        the DTensor and not that of its local tensor, from which handles are made.
         """
         versions = {i: {each._version for each in w if not isinstance(each, DTensor)} for i, w in written.items()}
         packed = [(self.members[place], version) for place, version in self.writes.packed]
         return {index for index, version in packed if index in versions and version not in versions[index]}
 
     def _lies(self, tensor: torch.Tensor, index: int) -> bool:
-        """Whether an unsharded parameter is still where it was gathered, and shaped as it was: `set_` may move it."""
+        """Whether an unsharded parameter still has its address and shape, which `set_` may change."""
         assert self.slot is not None
         local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
         place = self.slot.begin + self.begins[index] * self.dtype.itemsize
@@ -467,15 +467,15 @@ class GatherBucket(Bucket):
 class LowBitBucket(GatherBucket):
     """Parameters that are gathered in fewer bits than they are computed with.
 
-    What this rank sends in forward is sent again in backward. A forward makes it anew: hand-written optimizers may step
-    shards in ways that leave no trace.
+    In backward, this rank sends the bytes of the forward again. Each forward rounds again, because hand-written
+    optimizers may change shards without increasing their versions.
     """
 
     __slots__ = ("_low", "_sent")
 
     def __init__(self, *contents: Any) -> None:
-        self._sent = -1  # the generation of the shards when they were rounded last
-        self._low: LowBitGather | None = None  # nothing if nothing would become smaller
+        self._sent = -1  # the generation of the shards when they were last rounded
+        self._low: LowBitGather | None = None  # None if rounding makes nothing smaller
         super().__init__(*contents)
 
     def _copies(
@@ -504,5 +504,5 @@ def _are_packed(params: Sequence[ShardedParam]) -> bool:
 
 
 def gather_bucket(*contents: Any) -> GatherBucket:
-    """The bucket of these arguments of `GatherBucket`, the last of which says what the weights travel as."""
+    """Make the bucket for these arguments of `GatherBucket`; the last one is the wire format of the parameters."""
     return GatherBucket(*contents) if contents[-1] is None else LowBitBucket(*contents)

@@ -1,17 +1,17 @@
-"""Writes to unsharded parameters: resharding loses them, so they are errors, unless they have changed no value.
+"""Detects edits of unsharded parameters, which resharding would lose: they are errors if they have changed a value.
 
-A version that has risen shows that a tensor was written to, but not whether values have changed.
-`torch.nn.utils.parametrize` sets a parameter onto itself, a clamp may find nothing to clamp. So where versions have
-risen, sums over the bits of the weights are compared with those of the weights as they were gathered: a sum of every
-row and one of every column. A write that keeps all of them is not met by chance.
+An increased version shows that a tensor was written to, but not whether its values have changed: for example
+`torch.nn.utils.parametrize` sets a parameter to itself, and a clamp may find nothing to clamp. So for parameters with
+increased versions, sums over their bits are compared with those of the gathered values: one sum for each row and one
+for each column. It is very unlikely that an edit leaves all of them the same.
 
-Sums are taken at the first gather of a bucket, and then at each gather of the parameters that were ever written to.
-So a program that writes in every forward is judged from its first one on, and a step without writes computes nothing.
-If the first write comes later, there are no sums, and the weights are gathered again into the same memory. The ledger
-of actions (`_faults/`) makes it an error if not all ranks do so.
+Sums are computed at the first gather of a bucket, and then at each gather for the parameters that were ever written to.
+So in a program that writes in every forward, the first forward is checked, too, and a step without writes computes
+nothing. If the first write comes later, there are no sums to compare with, and the parameters are gathered again into
+the same memory. If not all ranks do so, the ledger of actions (`_faults/`) raises an error.
 
-Each rank judges its whole copies, not only its own rows. So ranks that have made the same write come to the same
-verdict, whosever rows it has changed.
+Each rank checks its full unsharded parameters, not only its own rows. So ranks that have made the same write come to
+the same result, no matter whose rows it has changed.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _EDITED = -1  # a version that no tensor has
 
 
 class BitSums(NamedTuple):
-    """Sums over the bits of one weight, read as integers: two 1-D tensors on the weight's device."""
+    """Sums over the bits of one parameter, read as integers: two 1-D tensors on the parameter's device."""
 
     rows: torch.Tensor
     columns: torch.Tensor
 
     def differ(self, other: BitSums) -> torch.Tensor:
-        """A bool tensor on the device."""
+        """Return whether the sums differ, as a bool tensor on the device."""
         return (self.rows != other.rows).any() | (self.columns != other.columns).any()
 
 
 def bit_sums(weight: torch.Tensor) -> BitSums:
-    """The sums of a contiguous weight of any dtype, in which the last dim is a row; sums overflow."""
+    """Return the sums of a contiguous tensor of any dtype, whose last dim is a row; sums overflow."""
     row = weight.shape[-1] if weight.ndim and weight.numel() else 1
     numbers = weight.detach().view(-1, row).view(torch.uint8)
-    # As large ones as fit: sums of 8 bytes are twenty times faster on a CPU than sums for which 4 are converted to 8.
+    # Use the widest integers that fit: on a CPU, summing 8-byte ones is 20 times faster than converting 4 bytes to 8.
     wide = next(dtype for dtype in _INTEGERS if numbers.shape[1] % dtype.itemsize == 0)
     if numbers.storage_offset() % wide.itemsize:
         numbers = numbers.clone()
@@ -55,18 +55,18 @@ def bit_sums(weight: torch.Tensor) -> BitSums:
 
 
 class Writes:
-    """What was written to the unsharded parameters of one bucket, as far as versions tell.
+    """The writes to the unsharded parameters of one bucket, as far as versions tell.
 
     Args:
         count: the number of parameters.
 
     Attributes:
-        gathered: by index, sums of weights as they were gathered.
-        packed: the places of the handles that the running forward has made of leaves, and the versions of these.
-        rewritten: by index, versions of the weights that were written to until the backward of a use began.
-        looked_at: the outputs of a use, if the running backward has read a weight of it; else None.
-        noted: the outputs of the use that backward has reached, of which `rewritten` tells; None if there is none.
-        sums_next: indices of the weights whose sums the next gather takes.
+        gathered: by index, sums of the parameters when they were gathered.
+        packed: the places of the handles that the running forward has made of leaves, with the versions of the leaves.
+        rewritten: by index, versions of the parameters that were written to before the backward of a use began.
+        looked_at: the outputs of a use, if the running backward has read a parameter of it; else None.
+        noted: the outputs of the use that backward has reached, to which `rewritten` refers; None if there is none.
+        sums_next: indices of the parameters whose sums the next gather computes.
     """
 
     __slots__ = ("_ended", "_ever", "gathered", "looked_at", "noted", "packed", "rewritten", "sums_next")
@@ -75,23 +75,23 @@ class Writes:
         self.gathered: dict[int, BitSums] = {}
         self.packed: list[tuple[Any, int]] = []
         self.rewritten: dict[int, int] = {}
-        self._ended: Sequence[torch.Tensor] = ()  # the outputs of the last use, if it has written to some
-        # Indices of the parameters whose versions have ever risen; the same set object, which `sums_next` becomes.
+        self._ended: Sequence[torch.Tensor] = ()  # the outputs of the last use, if it has written to some of them
+        # Indices of the parameters whose versions have ever increased. `sums_next` becomes this same set object.
         self._ever: set[int] = set()
         self.noted: Sequence[torch.Tensor] | None = None
         self.looked_at: Sequence[torch.Tensor] | None = None
         self.sums_next: Iterable[int] = range(count)
 
     def note_gathered(self, sums: dict[int, BitSums]) -> None:
-        """A gather is done: these are the sums of the weights in `sums_next`."""
+        """Note the sums of the parameters in `sums_next` after a gather."""
         self.gathered, self.sums_next = sums, self._ever
 
     def note_shown(self, shown: Sequence[torch.Tensor]) -> None:
-        """A forward that is over has written to some of these, the outputs of its node."""
+        """Note the node outputs of a finished forward that has written to some of them."""
         self._ended = shown
 
     def risen(self, leaves: Leaves | None) -> dict[int, list[torch.Tensor]]:
-        """By index, the output and the leaf of each parameter, if their versions have risen since the gather."""
+        """Return, by index, the output and the leaf of each parameter whose version has increased since the gather."""
         written = {index: [out] for index, out in enumerate(self._ended) if out._version}
         if leaves is not None:
             for index in leaves.written():
@@ -99,23 +99,23 @@ class Writes:
         return written
 
     def note_risen(self, indices: set[int]) -> None:
-        """The versions of these parameters have risen: each gather takes their sums from now on."""
+        """Note that the versions of these parameters have increased: each gather computes their sums from now on."""
         self._ever |= indices
 
     def accept(self) -> None:
-        """What was written so far is judged."""
-        self._ended = ()  # each use has outputs of its own, which are judged once
+        """Forget the writes so far, which were checked."""
+        self._ended = ()  # each use has its own outputs, which are checked only once
         self.packed.clear()
 
     def begin_reads(self, shown: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
-        """Backward reaches a use: note what was written to until now, for all reads of its weights.
+        """Note, when backward reaches a use, all writes until now, for all reads of the use's parameters.
 
-        A checkpoint may recompute before the first read, and repeats writes that were judged when the forward ended.
+        A checkpoint may recompute before the first read. It repeats writes that were checked at the end of the forward.
 
         Args:
-            shown: the outputs of the node. A write to one before it was saved was judged, so a weight was edited if it
-                has another version now than when it was saved.
-            leaves: those over the memory of the weights, if any were made.
+            shown: the outputs of the node. A write to an output before it was saved was checked. So a parameter was
+                edited if it now has a version other than when it was saved.
+            leaves: the leaves over the memory of the parameters, if any were made.
         """
         rewritten: dict[int, int] = {}
         if any(map(_version, shown)):
@@ -125,59 +125,59 @@ class Writes:
         self.rewritten, self.noted = rewritten, shown
 
     def look_at(self, shown: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
-        """The first weight of a use is read: see what was written to, once, as a look costs as much as reading it.
+        """Check for writes at the first read of a use's parameters; only once, because a check costs as much as a read.
 
         Args:
-            shown, leaves: as of `begin_reads`.
+            shown, leaves: as for `begin_reads`.
         """
         if shown is not self.noted:
             self.begin_reads(shown, leaves)
         self.looked_at = shown
 
     def end_reads(self) -> None:
-        """The backward of a use is over: the next one looks for edits again."""
+        """Note the end of a use's backward: the next one checks for edits again."""
         self.looked_at = self.noted = None
 
 
 class Edited(Protocol):
-    """A bucket, as far as its edits go.
+    """The interface by which edits of a bucket's parameters are checked.
 
     Attributes:
         fqns: names of its parameters.
-        writes: what was written to them.
+        writes: the writes to them.
     """
 
     fqns: list[str]
     writes: Writes
 
     def risen(self) -> set[int]:
-        """Indices of the parameters whose versions have risen since they were gathered."""
+        """Return indices of the parameters whose versions have increased since the gather."""
 
     def sums(self, indices: Iterable[int]) -> dict[int, BitSums]:
-        """Sums of these weights as they are now.
+        """Return the current sums of these parameters.
 
-        Left out are those that were moved, that a forward has saved before the last write to them (it may have computed
-        with other values), and those whose bits are not comparable.
+        Three types of parameters are left out: those that were moved; those that a forward has saved before the last
+        write to them, because it may have computed with other values; and those whose bits cannot be compared.
         """
 
     def accept(self, edited: Collection[int] = ()) -> None:
-        """What was written so far is judged: only later writes count, and edits of the weights with these indices."""
+        """Accept all writes so far, except those to the parameters with the indices `edited`."""
 
 
 def changed(buckets: Sequence[Edited], gather_again: Callable[[], None]) -> list[str]:
-    """FQNs of the unsharded parameters whose values have changed since they were gathered; all others are accepted.
+    """Return FQNs of the unsharded parameters whose values have changed since the gather, and accept all others.
 
-    Waits for the device if any version has risen.
+    Waits for the device if any version has increased.
 
     Args:
         buckets: of one group.
         gather_again: gathers the group again into the same memory; a collective.
 
     Raises:
-        StaleStateError: it cannot be told, because other ranks do not gather.
+        StaleStateError: the values could not be compared, because other ranks do not gather again.
     """
     written = [(bucket, risen, bucket.sums(risen)) for bucket in buckets if (risen := bucket.risen())]
-    edited = {bucket: risen for bucket, risen, _ in written}  # until the opposite is known
+    edited = {bucket: risen for bucket, risen, _ in written}  # all count as edited until compared
     try:
         edited = _changed(written, gather_again)
     finally:
@@ -200,15 +200,15 @@ def _changed(
 
 
 def _same(now: dict[int, BitSums], before: dict[int, BitSums]) -> set[int]:
-    """The indices whose sums are the same; waits once for the device."""
+    """Return the indices whose sums are equal; waits once for the device."""
     flags = torch.stack([sums.differ(before[index]) for index, sums in now.items()]).tolist() if now else []
     return {index for index, differ in zip(now, flags, strict=True) if not differ}
 
 
 def lost_edit(fqns: Sequence[str]) -> StaleStateError:
-    """The error for unsharded parameters that were edited in place."""
+    """Make the error for unsharded parameters that were edited in place."""
     return StaleStateError(
-        f"{', '.join(fqns)}: edited in place while unsharded. Such an edit is lost with the unsharded copy, and with "
-        "it what the model was meant to learn from it. Edit sharded parameters instead, between two steps, or compute "
-        "with an edited copy"
+        f"{', '.join(fqns)}: edited in place while unsharded. Resharding frees the unsharded copy, so the edit, and "
+        "anything that the model should learn from it, would be lost. Edit sharded parameters instead, between two "
+        "steps, or compute with an edited copy"
     )

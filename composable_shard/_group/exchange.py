@@ -1,10 +1,11 @@
-"""`Exchange`: the gathers and reductions of a group for compiled graphs, by its copies, transports and slots.
+"""`Exchange`: the gathers and reductions of a group for compiled graphs, with the group's copies, transports and slots.
 
-A graph hands shards or gradients in and gets weights or pieces back. It tells nobody when it reads a weight last: the
-compiler decides that, and may save a weight for backward, return it, or reuse its memory for something else. So weights
-lie in slots that the pool takes back when nobody refers to their storages any more.
+A graph passes in shards or gradients and gets unsharded parameters or reduced pieces. It does not report the last read
+of a parameter: the compiler decides when that is, and may save a parameter for backward, return it, or reuse its memory
+for another tensor. So the pool reclaims a slot of unsharded parameters when no tensor refers to their storages any
+more.
 
-An exchange holds no parameter, module or engine, so that the backward of a graph can run after the model is gone.
+An exchange holds no parameter, module or engine, so the backward of a graph can run after the model was freed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .reduction import ReduceBucket, Reduced, free_queued
 
 
 class _Facts(NamedTuple):
-    """What a reduction must know of a parameter."""
+    """The facts about a parameter that a reduction needs."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -46,9 +47,9 @@ class _Gathers:
     """The gathers of one bucket of parameters.
 
     Args:
-        bucket: whose copies, transport and requests are used. It is not held.
+        bucket: its copies, transport and requests are used; the bucket itself is not held.
         members: indices of its parameters in the group.
-        pool, lane: where memory comes from, and where gathers are queued.
+        pool, lane: the source of memory, and the queue of gathers.
     """
 
     def __init__(self, bucket: GatherBucket, members: Sequence[int], pool: BufferPool, lane: Lane) -> None:
@@ -61,9 +62,9 @@ class _Gathers:
         self._faces: dict[Slot, Face] = {}
 
     def start(self, shards: list[torch.Tensor]) -> _Gathering:
-        """Begin to gather `shards`, those of the members."""
+        """Begin to gather `shards`, the shards of the members."""
         pool, after = self._pool, (self._lane.mark(),)
-        if pool.owns or self._requests[0].refills:  # such a slot has no memory once released, whoever refers to it
+        if pool.owns or self._requests[0].refills:  # a slot of these loses its memory at release, even if referred to
             memory = pool.memory.allocate(self._requests[0].nbytes)
             flat = memory.view(self._dtype)
             with plainly():
@@ -79,13 +80,13 @@ class _Gathers:
     def _wait(self, gathering: _Gathering) -> None:
         try:
             gathering.job.finish()
-        except Exception:  # not after an interrupt: then the gather may still write to the slot, which stays leased
+        except Exception:  # not after an interrupt: the gather may still write to the slot, which then stays leased
             if gathering.slot is not None:
                 self._pool.give_up([gathering.slot])
             raise
 
     def finish(self, gathering: _Gathering) -> list[torch.Tensor]:
-        """Wait for the weights. Each has a storage of its own."""
+        """Wait for the unsharded parameters, each of which has its own storage, and return them."""
         self._wait(gathering)
         slot = gathering.slot
         if slot is None:
@@ -100,7 +101,7 @@ class _Gathers:
         return weights
 
     def abandon(self, gathering: _Gathering) -> None:
-        """Nobody wants the weights any more: the pool waits for them, and gets their memory back."""
+        """Give the gather to the pool, which waits for it and reclaims its memory: no one uses the parameters."""
         self._pool.abandon(partial(self._drop, gathering))
 
     def _drop(self, gathering: _Gathering) -> None:
@@ -116,13 +117,13 @@ class _Gathers:
 
 @dataclass(frozen=True)
 class _Gathering:
-    """A gather on its way.
+    """A gather in flight.
 
     Attributes:
-        gathers: who has begun it.
+        gathers: the object that has begun it.
         job: the gather.
-        slot: where its weights will lie; None if in no slot.
-        memory: where they will lie else, as a 1D tensor of their dtype.
+        slot: the destination; None if it is not a slot.
+        memory: the destination if it is not a slot, as a 1D tensor of the parameters' dtype.
     """
 
     gathers: _Gathers
@@ -132,13 +133,13 @@ class _Gathering:
 
 
 class Gather:
-    """The gathers of all buckets of a group on their way."""
+    """The gathers of all buckets of a group, in flight."""
 
     def __init__(self, parts: list[_Gathering]) -> None:
         self._parts = parts
 
     def finish(self) -> list[torch.Tensor]:
-        """Wait for the weights, in the order of the group's parameters."""
+        """Wait for the unsharded parameters, and return them in the order of the group's parameters."""
         weights: dict[int, torch.Tensor] = {}
         try:
             while self._parts:
@@ -150,19 +151,19 @@ class Gather:
         return [weights[index] for index in range(len(weights))]
 
     def abandon(self) -> None:
-        """Nobody wants the weights any more."""
+        """Abandon all gathers that were not finished."""
         while self._parts:
             part = self._parts.pop(0)
             part.gathers.abandon(part)
 
 
 class Reduction:
-    """The reductions of all buckets of a group on their way.
+    """The reductions of all buckets of a group, in flight.
 
     Args:
         jobs: of each bucket.
-        on_host: whether the host waits for results, since it reads them.
-        pool: memory of the reductions.
+        on_host: whether the host waits for the results, because it reads them.
+        pool: the source of the reductions' memory.
     """
 
     def __init__(self, jobs: list[tuple[ReduceBucket, Job[Reduced]]], on_host: bool, pool: BufferPool) -> None:
@@ -178,7 +179,7 @@ class Reduction:
             raise
 
     def finish(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Wait for this rank's pieces, and marks that are positive if any rank had that gradient, by index."""
+        """Wait, and return by index this rank's pieces, each with a mark: positive if any rank had that gradient."""
         done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         try:
             while self._jobs:
@@ -194,7 +195,7 @@ class Reduction:
         return done
 
     def abandon(self) -> None:
-        """Nobody wants the pieces any more: the pool waits for them, and gets the memory of the reductions back."""
+        """Give the reductions to the pool, which waits for them and reclaims their memory: no one uses the pieces."""
         while self._jobs:
             self._pool.abandon(self._jobs.pop(0)[1].finish)
 
@@ -205,12 +206,12 @@ class Exchange:
     Args:
         params: the group's parameters; they are not held.
         buckets: its gather buckets, and for each the indices of its parameters in the group.
-        info, transports: with whom it communicates, and how.
-        options: of which only the dtypes, and in how many bits they travel, count here.
-        pool: memory of its engine.
+        info, transports: of the group.
+        options: only the dtypes and the number of bits in which tensors are sent are used here.
+        pool: of its engine.
         gather_lane, reduce_lane: of its engine.
-        notes, note: what the group notes before its collectives, and before a gather.
-        rounding: how it rounds gradients that travel in fewer bits.
+        notes, note: the notes of the group before its collectives, and its note before a gather.
+        rounding: the state of rounding its gradients, if they are sent in fewer bits.
     """
 
     def __init__(
@@ -238,7 +239,7 @@ class Exchange:
 
     @property
     def name(self) -> str:
-        """The first parameter, for messages."""
+        """The first parameter's name, for messages."""
         return self._facts[0].fqn
 
     def gather(self, shards: Sequence[torch.Tensor]) -> Gather:
@@ -259,7 +260,7 @@ class Exchange:
 
         Args:
             gradients: in the order of the group's parameters; None counts as zeros.
-            wanted: indices of the parameters that want one, the same on all ranks.
+            wanted: indices of the parameters whose gradients are reduced, the same on all ranks.
             factor, only_sums: the options `divide_factor` and `only_sums`.
         """
         if self._notes.reduces:
@@ -294,7 +295,7 @@ class Exchange:
         return buckets
 
     def leave_slots(self) -> None:
-        """Drop all views of slots, since the pool is about to replace its slots."""
+        """Drop all views of slots, because the pool is about to replace its slots."""
         self._reduces.clear()
         for gathers in self._gathers:
             gathers.leave_slots()

@@ -5,9 +5,9 @@
     shard.fsdp_post_all_gather(outputs, metadata, param_dtype, out=tensor)  # from the second time on
 
 The unsharded tensor stays one object, as such subclasses expect: a leaf Parameter, which is installed where there is no
-node. Its memory is its own and not the pool's: the gathered `outputs`, and the tensors `owned` that the shard returns
-with it. The storages of both are emptied when the weights are given up; whatever else the tensor refers to belongs to
-the shard and stays.
+node. Its memory does not belong to the pool: it consists of the gathered `outputs` and the tensors `owned` that the
+shard returns with the tensor. Resharding empties the storages of both. All other memory that the tensor refers to
+belongs to the shard and stays.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def is_extended(param: ShardedParam) -> bool:
     """Whether a parameter defines its own all-gather.
 
     Raises:
-        ShardConfigTypeAssertionError: it has one of the two methods only, or its signature is none that FSDP2 knows.
+        ShardConfigTypeAssertionError: it has only one of the two methods, or a signature that FSDP2 does not support.
     """
     local = param.local
     has_pre, has_post = hasattr(local, _PRE), hasattr(local, _POST)
@@ -57,7 +57,7 @@ def is_extended(param: ShardedParam) -> bool:
 
 
 def _takes_all(param: ShardedParam) -> bool:
-    """Whether `fsdp_pre_all_gather` takes five arguments, and not the mesh alone."""
+    """Whether `fsdp_pre_all_gather` takes five arguments instead of only the mesh."""
     signature = inspect.signature(param.local.fsdp_pre_all_gather)  # type: ignore[attr-defined]
     if len(signature.parameters) not in (1, 5):
         raise ShardConfigTypeAssertionError(
@@ -89,12 +89,12 @@ class _Memory:
 
 
 class _Extended:
-    """One parameter with its own all-gather.
+    """One parameter that defines its own all-gather.
 
     Attributes:
-        leaf: the unsharded parameter, as torch's FSDP2 has it; None before the first gather.
+        leaf: the unsharded parameter, like that of torch's FSDP2; None before the first gather.
         inputs: the tensors that this rank sends.
-        outputs: for each input, the flat tensor into which that of all ranks is gathered.
+        outputs: for each input, the flat tensor into which the inputs of all ranks are gathered.
     """
 
     def __init__(self, param: ShardedParam, dtype: torch.dtype, info: MeshInfo, policy: MixedPrecisionPolicy) -> None:
@@ -117,7 +117,7 @@ class _Extended:
         """Get the inputs from the shard and allocate the outputs.
 
         Returns:
-            whether their sizes or dtypes have changed since the last gather, so that the leaf must be made anew.
+            whether their sizes or dtypes have changed since the last gather, so that the leaf must be made again.
         """
         param, info = self.param, self._info
         local: Any = param.local.to(info.device, non_blocking=True) if info.offloads else param.local
@@ -154,7 +154,7 @@ class _Extended:
             )
 
     def take(self) -> dict[int, torch.UntypedStorage]:
-        """Make the unsharded parameter from what was gathered; returns the storages that `free` will empty, by id."""
+        """Make the unsharded parameter from the outputs; returns the storages that `free` will empty, by id."""
         local: Any = self.param.local
         outputs = tuple(output.view(-1, *size[1:]) for output, size in zip(self.outputs, self._sizes, strict=True))
         if self.leaf is None:
@@ -168,13 +168,13 @@ class _Extended:
         parts = plain_parts(self.leaf)
         tells_parts = all(type(part) in (torch.Tensor, nn.Parameter) for part in parts)
         if tells_parts and self._arriving.storages.keys().isdisjoint(map(storage_id, parts)):
-            self._arriving.free()  # nothing of the parameter lies in the outputs
+            self._arriving.free()  # no part of the parameter is in the outputs
             return self._handed_over.storages
         return self._handed_over.storages | self._arriving.storages
 
     def _leaf(self, made: torch.Tensor) -> nn.Parameter:
         parallel = self.param.parallel
-        if made.shape != self._shape:  # there are padded rows at its end
+        if made.shape != self._shape:  # it has padding rows at the end
             made = torch.as_strided(made, self._shape, self._stride, 0)
         leaf = nn.Parameter(made if parallel is None else parallel.around(made), requires_grad=False)
         leaf.__dict__[LEAF_OF] = self.param.fqn
@@ -193,7 +193,7 @@ class _Extended:
         self.inputs = []
 
     def abandon(self) -> list[torch.Tensor]:
-        """Begin anew at the next gather, in other memory; returns the memory of the gather that is abandoned."""
+        """Use new memory from the next gather on; returns the memory of the gather that is abandoned."""
         abandoned = [*self.inputs, *self.outputs]
         self.inputs, self.outputs, self.leaf = [], [], None
         self._arriving, self._handed_over = _Memory(), _Memory()
@@ -201,7 +201,7 @@ class _Extended:
 
 
 class ExtensionBucket(Bucket):
-    """The parameters of a group that define their own all-gather; one collective gathers all of their bytes."""
+    """The parameters of a group that define their own all-gather. One collective gathers all of their bytes."""
 
     def __init__(
         self,
@@ -220,28 +220,28 @@ class ExtensionBucket(Bucket):
         self._transport = transport
         self._pool = pool
         self._lane = lane
-        self._gatherers: dict[tuple[int, ...], Gatherer] = {}  # by the bytes of the inputs
+        self._gatherers: dict[tuple[int, ...], Gatherer] = {}  # by the sizes of the inputs in bytes
         self._claims: list[Outside] = []
-        self._abandoned: list[torch.Tensor] = []  # to which gathers may still write, or from which they may send
+        self._abandoned: list[torch.Tensor] = []  # gathers may still write to these or send from these
 
     @property
     def weights(self) -> list[torch.Tensor]:
         return [member.tensor for member in self._members]
 
     def start(self, after: torch.Event | None) -> Job[None]:
-        if after is not None:  # `ask` reads the parameters, on the current stream
+        if after is not None:  # `ask` reads the parameters on the current stream
             after.wait()
         self.note_shards([param.local for param in self.params])
         with torch.inference_mode(False), torch.no_grad():
             if any([member.ask() for member in self._members]):  # noqa: C419 - all of them
-                self.generation += 1  # handles hold views of the former outputs, which are gone
+                self.generation += 1  # handles hold views of the former outputs, which are freed
         inputs = [_bytes(tensor) for member in self._members for tensor in member.inputs]
         outputs = [_bytes(tensor) for member in self._members for tensor in member.outputs]
         gatherer = self._gatherer_of(tuple([tensor.numel() for tensor in inputs]))
         return gatherer.start_into(gatherer.copies.into(outputs), inputs, (self._lane.mark(),))
 
     def _gatherer_of(self, sizes: tuple[int, ...]) -> Gatherer:
-        """The gatherer of inputs with these sizes in bytes; the last one is kept."""
+        """Return the gatherer of inputs with these sizes in bytes; only the last one is kept."""
         if sizes not in self._gatherers:
             info, route = self._info, None if self._transport is None else self._transport.route
             shapes = [(info.shard_size * size,) for size in sizes]
@@ -274,7 +274,7 @@ class ExtensionBucket(Bucket):
     def lose(self) -> None:
         for member in self._members:
             self._abandoned += member.abandon()
-        self.generation += 1  # handles hold views of the outputs, which are left to the gather
+        self.generation += 1  # handles hold views of the outputs, which the abandoned gather may still use
         self.release(None)
 
     def forget(self) -> None:

@@ -1,13 +1,14 @@
-"""Faces: tensors over a slot, through which modules read the unsharded parameters and we notice who keeps views.
+"""Faces: tensors over a slot, through which modules read the unsharded parameters and the runtime detects kept views.
 
-If a view of a weight outlives its forward (in a cache, say, or on a function's ``ctx``), the slot must not be reused,
-as the view would then show other data. A view shares the storage of the tensor that it was made from, so the use counts
-of the storages of a face tell whether such views exist.
+A view of a parameter may outlive its forward, for example in a cache or on a function's ``ctx``. The slot must then not
+be reused, because the view would show other data. A view shares the storage of its base tensor, so the use counts of a
+face's storages show whether such views exist.
 
-If an unsharded parameter itself outlives its forward, reference counts tell. They are taken when it was installed and
-when it is about to be replaced: in between, the runtime neither takes nor drops references, so whatever was added is
-the user's. Its slot is reused, so it reads as NaN until the next gather, which makes it show the weights again. So a
-module may cache its weight, as it may under FSDP2, where unsharded parameters are the same objects in all steps.
+If an unsharded parameter itself outlives its forward, its reference count shows it. Counts are taken when the parameter
+is installed and right before it is replaced. Between the two, the runtime neither adds nor drops references, so any
+additional reference is the user's. The slot of such a parameter is reused: the parameter reads as NaN until the next
+gather, which makes it show the gathered values again. So a module may cache its weight. Under FSDP2 it may do so, too,
+because unsharded parameters are the same objects in all steps.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from .._torch.core import alias, has_memory, plainly, storage_id, storage_uses
 from .._torch.distributed import local_tensor
 from .param import ShardedParam
 
-# Attribute of a leaf: the name of its parameter. It shows, and lets errors name, a leaf that was taken for a parameter.
+# Attribute of a leaf: the name of its parameter. Errors use it to detect and name a leaf that is used as a parameter.
 LEAF_OF = "_unsharded_copy_of"
 _version, _data = attrgetter("_version"), attrgetter("data")
-_SHOWN = (torch.nn.Parameter, DTensor)  # classes of leaves whose memory is that of their face
+_SHOWN = (torch.nn.Parameter, DTensor)  # classes of leaves that share the memory of their face
 
 
 def weights_in(
     flat: torch.Tensor, dtype: torch.dtype, layout: BucketLayout, view: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Views of the parameters in memory, given as bytes: for `alias` cannot export every dtype (by dlpack).
+    """Make views of the parameters in memory, given as bytes because `alias` cannot export every dtype (by dlpack).
 
     Args:
         flat: the memory.
-        dtype, layout: of the parameters, and where they lie.
-        view: makes each from its bytes.
+        dtype, layout: of the parameters.
+        view: makes a view from a parameter's bytes.
     """
     size = dtype.itemsize
     params = layout.params
@@ -52,15 +53,15 @@ def weights_in(
 
 
 class Face:
-    """The unsharded parameters in one slot, as tensors whose storages' use counts tell who else reads them.
+    """The unsharded parameters in one slot, as tensors whose storage use counts show whether other code reads them.
 
-    Each parameter has a storage of its own, also since operators such as `torch.cond` take no tensors that share one.
+    Each parameter has its own storage, also because operators such as `torch.cond` refuse tensors that share one.
 
     Attributes:
         begin: the address of the slot.
         weights: the unsharded parameters, without autograd history.
-        at_rest: for each storage, its use count when nobody keeps extra views: then only the face and the installed
-            outputs (or leaves) share it. Empty until such outputs or leaves are made for the first time.
+        at_rest: for each storage, its use count without extra views: only the face and the installed outputs (or
+            leaves) share it. Empty until such outputs or leaves are made for the first time.
     """
 
     __slots__ = ("_alone", "_storages", "at_rest", "begin", "weights")
@@ -68,31 +69,31 @@ class Face:
     def __init__(self, slot: Slot, dtype: torch.dtype, layout: BucketLayout) -> None:
         self.begin = slot.begin
         with plainly():
-            # Each with a storage object of its own, unless the slot's memory resizes.
+            # Each has its own storage object, unless the slot's memory resizes.
             view = _data if slot.resizes else alias
             self.weights = weights_in(slot.typed(torch.uint8), dtype, layout, view)
-        # If the slot's memory resizes, use counts do not matter: views share its storage, and a kept view sees whatever
-        # is gathered into the slot next, wherever its memory lies then.
+        # If the slot's memory resizes, use counts do not matter: views share the slot's storage, so a kept view shows
+        # the next gather into the slot, wherever its memory is then.
         counts = not slot.resizes and all(map(has_memory, self.weights[:1]))  # all are fake, or none
         self._storages = list(map(storage_id, self.weights)) if counts else []
-        self._alone = self._users()  # the use counts while nobody uses the face
+        self._alone = self._users()  # the use counts of an unused face
         self.at_rest: list[int] = []
 
     def _users(self) -> list[int]:
-        """The use count of each storage now; fake tensors have none."""
+        """Return the current use count of each storage; fake tensors have none."""
         return list(map(storage_uses, self._storages))
 
     def note_shown(self) -> None:
-        """A node's outputs over this face were made for the first time; a face has those of one node at a time."""
+        """Note the first outputs of a node over this face; a face has the outputs of one node at a time."""
         self.at_rest = self._users()
 
     def note_leaves(self) -> None:
-        """Leaves were made over this face; they stay as long as it does."""
+        """Note that leaves were made over this face; they stay as long as the face."""
         self._alone = self.at_rest = self._users()
 
     @property
     def has_outputs(self) -> bool:
-        """Whether outputs of a node lie over this face; the first one stands for all, if none was kept."""
+        """Whether a node has outputs over this face; the first output stands for all, if none was kept."""
         return bool(self._storages) and storage_uses(self._storages[0]) != self._alone[0]
 
     def is_used(self) -> bool:
@@ -111,11 +112,11 @@ class Face:
 
 
 class Leaves:
-    """The unsharded parameters in one slot as leaf Parameters: the same objects whenever the weights are there.
+    """The unsharded parameters in one slot as leaf Parameters: the same objects whenever the parameters are there.
 
     Attributes:
         params: the leaves.
-        versions: the version of each leaf as its weights were gathered; a later one tells of an edit.
+        versions: the version of each leaf when its values were gathered; a later version indicates an edit.
         face: the face whose memory they share; None if the memory is not the pool's.
     """
 
@@ -127,14 +128,14 @@ class Leaves:
         self._locals = {index: _local(leaf) for index, leaf in enumerate(params) if face and type(leaf) in _SHOWN}
         self._storages = list(map(storage_id, self._locals.values()))
         self.versions: list[int] = list(map(_version, params))
-        self._free_counts = list(map(getrefcount, params))  # reference counts while no module has them
+        self._free_counts = list(map(getrefcount, params))  # reference counts while no module has them installed
 
     def held(self) -> list[bool]:
-        """For each leaf, whether anything but this object holds it: user code, or modules in which it is installed."""
+        """Return for each leaf whether other objects hold it: user code, or modules in which it is installed."""
         return list(map(gt, map(getrefcount, self.params), self._free_counts))
 
     def show_weights(self) -> None:
-        """Undo what a forward has put into the `.data` of a leaf, such as a bias in the dtype of its input.
+        """Undo assignments to the `.data` of a leaf in a forward, for example of a bias in the dtype of its input.
 
         Leaves that user code has kept may show other memory, too.
         """
@@ -142,32 +143,32 @@ class Leaves:
             assert self.face is not None
             with plainly():
                 for index, local in self._locals.items():
-                    if type(self.params[index]) in _SHOWN:  # a packed one may have got another class
+                    if type(self.params[index]) in _SHOWN:  # a packed one may have another class by now
                         local.data = self.face.weights[index].data
 
     def written(self) -> set[int]:
-        """Indices of the leaves that were written to since their weights were gathered, as far as versions tell."""
+        """Return indices of the leaves that were written to since the gather, as far as versions tell."""
         versions = list(map(_version, self.params))
         if versions == self.versions:
             return set()
         return {index for index, version in enumerate(versions) if version != self.versions[index]}
 
     def give_up(self) -> None:
-        """Increase the version counters of the leaves, as their memory is about to hold something else.
+        """Increase the version counters of the leaves, because their memory is about to hold other data.
 
-        If autograd has saved a leaf itself, and not as a handle, it then raises an error and does not read the memory.
+        If autograd has saved a leaf itself instead of a handle, it then raises an error and does not read the memory.
         """
         torch.autograd.graph.increment_version(self.params)
         self.versions = list(map(_version, self.params))
 
     def note_versions(self, edited: Collection[int] = ()) -> None:
-        """What was written so far is no edit, except of the leaves with these indices."""
+        """Accept all writes so far, except to the leaves with these indices."""
         versions = list(map(_version, self.params))
         self.versions = [self.versions[at] if at in edited else now for at, now in enumerate(versions)]
 
 
 def _without_values(weight: torch.Tensor) -> torch.Tensor:
-    """A tensor like this one, of bytes that are NaN in floating-point dtypes; it has memory for one element."""
+    """Make a tensor like this one whose bytes are NaN in floating-point dtypes; it has memory for only one element."""
     with plainly():
         element = torch.full((weight.element_size(),), 0xFF, dtype=torch.uint8, device=weight.device)
         return element.view(weight.dtype).squeeze(0).expand(weight.shape)
@@ -177,15 +178,16 @@ def _follow(tensor: torch.Tensor, param: ShardedParam) -> None:
     """Freeze or thaw a kept leaf like its parameter.
 
     Raises:
-        ShardConfigStateError: the parameter was thawed since, and the tensor is an output of a node, which cannot be.
+        ShardConfigStateError: the parameter was unfrozen since, but the tensor is a node output, which cannot be.
     """
     trains = param.sharded.requires_grad
     if tensor.requires_grad == trains or not tensor.is_leaf:
         return
     if LEAF_OF not in tensor.__dict__:
         raise ShardConfigStateError(
-            f"parameter {param.fqn}: was frozen when code kept its unsharded copy in a forward, and trains now, so "
-            "the copy would get no gradient. Read the parameter from its module again after requires_grad_(True)"
+            f"parameter {param.fqn}: was frozen when user code kept its unsharded copy in a forward, and requires a "
+            "gradient now, which the copy would not get. Read the parameter from its module again after "
+            "requires_grad_(True)"
         )
     tensor.requires_grad_(trains)
 
@@ -195,39 +197,39 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _leaf(weight: torch.Tensor, param: ShardedParam) -> torch.nn.Parameter:
-    local = weight.data  # with a version counter of its own, which `Leaves.give_up` moves
+    local = weight.data  # has its own version counter, which `Leaves.give_up` increases
     leaf = torch.nn.Parameter(param.parallel.around(local) if param.parallel else local, requires_grad=False)
     leaf.__dict__[LEAF_OF] = param.fqn
     return leaf
 
 
 class Faces:
-    """The faces of a bucket in all slots where it ever was, and which of them somebody keeps views of.
+    """The faces of a bucket in all slots that it has used, and which of them user code keeps views of.
 
     Attributes:
         leaves: by slot, the leaves that were made there.
         in_use: the face that the running forward reads; if none runs, the one that the last forward read.
-        lent: the faces of which somebody kept views after a forward.
+        lent: the faces of which user code kept views after a forward.
         kept: whether user code may have kept unsharded parameters (`ShardedParam.kept`) after a forward.
     """
 
     def __init__(self, dtype: torch.dtype, layout: BucketLayout, params: Sequence[ShardedParam]) -> None:
         self._dtype, self._layout, self._params = dtype, layout, params
         self._of: dict[Slot, list[Face]] = {}
-        self._begins: dict[Slot, int] = {}  # where each slot was when its faces were made
+        self._begins: dict[Slot, int] = {}  # the address of each slot when its faces were made
         self.leaves: dict[Slot, Leaves] = {}
         self.in_use: Face | None = None
         self.lent: list[Face] = []
         self.kept = any(param.kept for param in params)
-        self._of_kept: dict[Slot, Face] = {}  # by slot, the face whose weights the kept ones are made to show
-        self._hidden: list[torch.Tensor] = []  # what kept ones show while nothing is gathered
-        self._counts: list[int] = []  # reference counts of the outputs of the last use, when they were installed
+        self._of_kept: dict[Slot, Face] = {}  # by slot, the face whose values the kept parameters show
+        self._hidden: list[torch.Tensor] = []  # the data of kept parameters while nothing is gathered
+        self._counts: list[int] = []  # reference counts of the last use's outputs, when they were installed
         self._dropped: list[weakref.ref[torch.Tensor]] = []  # views of leaves that the last forward was about to drop
 
     def enter(self, slot: Slot) -> Leaves | None:
-        """The weights are about to be gathered into this slot; returns the leaves there, if any were made.
+        """Prepare a gather into this slot; returns the leaves there, if any were made.
 
-        If its memory has moved since (see `BufferPool.rest`), faces over the former memory are of no use any more.
+        If the slot's memory has moved (see `BufferPool.rest`), faces over the former memory are dropped.
         """
         if self._begins.get(slot) != slot.begin:
             self._begins[slot] = slot.begin
@@ -238,7 +240,7 @@ class Faces:
         return self.leaves.get(slot)
 
     def _show_kept(self, slot: Slot) -> None:
-        """Make all unsharded parameters that user code has kept show the weights in this slot."""
+        """Make all unsharded parameters that user code has kept show the values in this slot."""
         if slot not in self._of_kept:
             self._of_kept[slot] = Face(slot, self._dtype, self._layout)
         self._point_kept_at(self._of_kept[slot].weights)
@@ -249,15 +251,15 @@ class Faces:
                 _follow(copy, param)
 
     def hide_kept(self, slot: Slot) -> None:
-        """The slot is given back: fill the unsharded parameters that user code has kept with NaN."""
+        """Fill the unsharded parameters that user code has kept with NaN, because the slot is released."""
         if not self._hidden:
-            face = self._of_kept.get(slot) or self.in_use  # those kept in this very use were not shown before
+            face = self._of_kept.get(slot) or self.in_use  # parameters kept in the last use have no face here yet
             assert face is not None
             self._hidden = list(map(_without_values, face.weights))
         self._point_kept_at(self._hidden)
 
     def _point_kept_at(self, weights: Sequence[torch.Tensor]) -> None:
-        """Make the unsharded parameters that are still kept show these weights, by index."""
+        """Make the unsharded parameters that are still kept share the data of these weights, by index."""
         self._forget_leaves_let_go()
         kept = [(index, tensor) for index, param in enumerate(self._params) for tensor in param.kept_ones()]
         with plainly():
@@ -268,28 +270,28 @@ class Faces:
             self._of_kept.clear()
 
     def _forget_leaves_let_go(self) -> None:
-        """The leaves of a slot live as long as the slot, so weak references do not tell that user code let them go."""
+        """Forget leaves that user code has released. They live as long as the slot, so weak references stay valid."""
         for leaves in self.leaves.values():
             for param, leaf, held in zip(self._params, leaves.params, leaves.held(), strict=True):
                 if not held:
                     param.forget_kept(leaf)
 
     def _keep(self, held: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """User code holds these unsharded parameters, by index, after their forward."""
+        """Note that user code holds these unsharded parameters, by index, after their forward."""
         for index, tensor in held:
             self._params[index].note_kept(tensor)
             self.kept = True
 
     def idle(self, slot: Slot, for_use: bool = False) -> list[torch.Tensor]:
-        """The weights of a face in this slot that has no outputs of a node and no kept views; made if there is none.
+        """Return the weights of a face in this slot without node outputs and kept views; a new one if there is none.
 
         Args:
-            slot: where the weights lie.
+            slot: of the unsharded parameters.
             for_use: whether a forward that begins now will read this face.
         """
         faces = self._of.setdefault(slot, [])
         for face in faces:
-            # Of outputs that live and die together the first one tells, unless it was kept and moved to another face.
+            # Outputs are freed together, so the first one stands for all, unless it was kept and moved to another face.
             looks_at_all = self.kept or face in self.lent
             if not (face.is_used() if looks_at_all else face.has_outputs):
                 break
@@ -303,7 +305,7 @@ class Faces:
         return face.weights
 
     def use_leaves(self, slot: Slot) -> Leaves:
-        """The leaves in this slot, made at the first call; the forward that begins reads their face."""
+        """Return the leaves in this slot, made at the first call; the forward that begins reads their face."""
         leaves = self.leaves.get(slot)
         if leaves is None:
             with plainly():
@@ -316,13 +318,13 @@ class Faces:
         return leaves
 
     def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
-        """A node was made over the face in use, and modules have its outputs installed."""
+        """Note a new node over the face in use, whose outputs modules have installed."""
         if self.in_use is not None and not self.in_use.at_rest:
             self.in_use.note_shown()
         self._counts = list(map(getrefcount, outputs))
 
     def end_use(self, shown: Sequence[torch.Tensor], dropped: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
-        """A forward is over: note which weights user code will keep, and whether it will keep views.
+        """Note at the end of a forward which parameters user code will keep, and whether it will keep views.
 
         Args:
             shown: the outputs of the node, still installed; empty if modules have leaves.
@@ -335,13 +337,13 @@ class Faces:
             self._note_users(self.in_use, dropped, leaves)
 
     def note_kept(self, shown: Sequence[torch.Tensor]) -> None:
-        """These outputs of a node, which are installed, are about to be replaced: note those that user code holds."""
+        """Note which of these installed node outputs, which are about to be replaced, user code holds."""
         counts = list(map(getrefcount, shown))
         if counts != self._counts:
             self._keep(itertools.compress(enumerate(shown), map(gt, counts, self._counts)))
 
     def _note_users(self, face: Face, dropped: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
-        """Views of a face that a forward has read are alive: note whether they will stay; arguments as of `end_use`."""
+        """Note whether the views of a face that a forward has read will stay; arguments as for `end_use`."""
         if face in self.lent:
             return
         views = {id(view): view for view in dropped if not isinstance(view, torch.nn.Parameter)}
@@ -351,7 +353,7 @@ class Faces:
             self._dropped = list(map(weakref.ref, views.values()))
 
     def are_kept(self, leaves: Leaves | None) -> bool:
-        """The weights are given up: returns whether somebody keeps views of them, or of the leaves over them."""
+        """Return whether user code keeps views of the parameters, or the leaves over them, when they are released."""
         if self.lent:
             self.lent = [face for face in self.lent if face.is_used()]
         if leaves is None:

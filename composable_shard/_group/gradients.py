@@ -1,6 +1,6 @@
-"""`GroupGradients`: the gradients of one group on their way to `.grad`. They are accumulated, or reduced, or both.
+"""`GroupGradients`: accumulates and reduces the gradients of one group before they are added to `.grad`.
 
-A table in `phases.py` says which phase may follow which; only `_set_phase` changes the phase.
+A table in `phases.py` lists the allowed transitions between phases; only `_set_phase` changes the phase.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class GroupGradients:
     Args:
         name: of the group, for messages.
         params: its parameters.
-        shards: the same as users and optimizers see them, sharded.
+        shards: the sharded parameters, as users and optimizers see them.
         info: the sharding of the group.
         settings: its options.
         pool, lane: memory and lane of the reductions.
         transports: of the group.
-        slots: sizes in bytes of the slots of its weights, which reductions may use too.
-        notes: what the group notes before its collectives.
-        rounding: how it rounds gradients that travel in fewer bits.
+        slots: sizes in bytes of the slots of its unsharded parameters, which reductions may use too.
+        notes: the notes of the group before its collectives.
+        rounding: the state of rounding its gradients, if they are sent in fewer bits.
 
     Attributes:
-        phase: where the gradients are: none, accumulated or being reduced.
-        hooks_taken: whether hooks of its parameters were taken from autograd and not given back.
-        buckets_of: the reduce buckets, by all that they depend on (who trains, dtypes, divisors).
+        phase: of the gradients: none, accumulated or being reduced.
+        hooks_taken: whether hooks of its parameters were removed from autograd and not yet restored.
+        buckets_of: the reduce buckets, by all that they depend on (parameters that train, dtypes, divisors).
     """
 
     __slots__ = (
@@ -83,24 +83,24 @@ class GroupGradients:
         self._accumulated = AccumulatedGradients(params, lane.streams)
         self._in_flight = 0  # reductions
         self.hooks_taken = False
-        # Torch counts the handles of all hooks. This is how many it had given out, besides ours, when no parameter of
-        # the group had a hook: while that number is the same, there is still none. -1 if it is unknown.
+        # Torch counts the handles of all hooks. This is the number of handles, without ours, at a time when no
+        # parameter of the group had a hook: while the number is the same, there still is none. -1 if unknown.
         self._handles_seen = min([p.hooks.handles_seen for p in params], default=-1)
         self._on_nodes: list[dict[int, Hook]] | None = None
         self.buckets_of: dict[tuple[object, ...], list[ReduceBucket]] = {}
 
     def rebuild(self, shards: Sequence[torch.Tensor], transports: Transports, slots: Sequence[int]) -> None:
-        """Parameters were converted, or transports changed: make buckets and look for hooks anew.
+        """Make buckets and look for hooks again, because parameters were converted or transports changed.
 
         Args:
-            shards, transports, slots: as when this was made.
+            shards, transports, slots: as for `__init__`.
         """
         self._shards, self._transports, self._slots = shards, transports, slots
         self._handles_seen, self._on_nodes = -1, None
         self.buckets_of.clear()
 
     def leave_slots(self) -> None:
-        """Drop all views of slots, since the pool is about to replace its slots."""
+        """Drop all views of slots, because the pool is about to replace its slots."""
         self.buckets_of.clear()
 
     def _set_phase(self, new: GradPhase) -> None:
@@ -112,13 +112,13 @@ class GroupGradients:
 
     @property
     def may_have_hooks(self) -> bool:
-        """Whether any parameter may have hooks; False only if certainly none has."""
-        if self._handles_seen == HANDLES.of_others():  # every kind of hook comes with a handle
+        """Whether any parameter may have hooks; False only if none has one."""
+        if self._handles_seen == HANDLES.of_others():  # registering any type of hook makes a handle
             return False
         return self._on_nodes is None or any(self._on_nodes) or any_gradient_hooks(self._shards)
 
     def take_hooks(self) -> None:
-        """Take the users' hooks on the parameters from autograd, before it can call them with gradients not reduced."""
+        """Remove the users' hooks from autograd, before it can call them with gradients that are not reduced."""
         seen = HANDLES.of_others()
         self.hooks_taken = any([param.hooks.take(param.sharded) for param in self._params])  # noqa: C419 - of all
         if not self.hooks_taken:
@@ -127,18 +127,18 @@ class GroupGradients:
         self._on_nodes = None if None in on_nodes else [hooks for both in on_nodes if both for hooks in both]
 
     def give_hooks_back(self) -> None:
-        """A backward is over: give autograd the users' hooks back."""
+        """Restore the users' hooks in autograd at the end of a backward."""
         self.hooks_taken = any([param.hooks.give_back(param.sharded) for param in self._params])  # noqa: C419 - of all
 
     # ---- `.grad`
 
     def any_set(self) -> bool:
         """Whether any sharded parameter has a `.grad`."""
-        with without_torch_function():  # else each DTensor is asked for a `__torch_function__`
+        with without_torch_function():  # or each DTensor's `__torch_function__` would run
             return any(map(is_not, map(_grad, self._shards), itertools.repeat(None)))
 
     def waiting(self) -> list[torch.Tensor]:
-        """The accumulated gradients, which wait for a later backward to reduce them."""
+        """Return the accumulated gradients, which wait for a later backward to reduce them."""
         return self._accumulated.tensors()
 
     def add(self, pieces: Mapping[int, torch.Tensor], unused: Sequence[int] = ()) -> None:
@@ -184,7 +184,7 @@ class GroupGradients:
 
         Args:
             gradients: in the order of the parameters; None for those that have none.
-            lent: whether their memory may be written to after this call.
+            lent: whether their memory may be overwritten after this call.
         """
         options = self._settings.current
         self._accumulated.note_wanted()
@@ -195,11 +195,11 @@ class GroupGradients:
             self._set_phase(GradPhase.ACCUMULATED)
 
     def accumulated(self, index: int) -> torch.Tensor | None:
-        """The accumulated unsharded gradient of a parameter."""
+        """Return the accumulated unsharded gradient of a parameter."""
         return self._accumulated.whole.get(index)
 
     def take(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        """The sums of these gradients and the accumulated ones, which the group holds no longer."""
+        """Return the sums of these gradients and the accumulated ones, which the group no longer holds."""
         total = self._accumulated.take(gradients) if self._accumulated.whole else list(gradients)
         if self.phase is GradPhase.ACCUMULATED and self._in_flight:
             self._set_phase(GradPhase.REDUCING)
@@ -212,11 +212,11 @@ class GroupGradients:
             self._set_phase(GradPhase.NONE)
 
     def check_reduced(self, stepped: Container[int], now: str = "the optimizer steps") -> None:
-        """An optimizer is about to step parameters with these ids: none of their gradients may still be accumulated.
+        """Check, before an optimizer steps the parameters with these ids, that none of their gradients is accumulated.
 
         Args:
             stepped: the ids.
-            now: what is about to happen to them, in words.
+            now: the event before which the check runs, in words.
 
         Raises:
             ShardConfigStateError: a gradient still waits for its reduction.
@@ -225,13 +225,13 @@ class GroupGradients:
             setting = "set_requires_gradient_sync" if self._accumulated.whole else "set_requires_all_reduce"
             raise ShardConfigStateError(
                 f"group {self._name}: {now} {', '.join(names)}, but gradients of a backward under "
-                f"{setting}(False) still wait for their reduction; first run the last micro-batch under "
+                f"{setting}(False) still wait for their reduction; first run the last microbatch under "
                 f"{setting}(True), or call zero_grad() to drop them"
             )
 
     @property
     def await_reduction(self) -> bool:
-        """Whether accumulated gradients must be reduced by the next backward, even one that does not use the group."""
+        """Whether the next backward must reduce accumulated gradients, even if it does not use the group."""
         options, accumulated = self._settings.current, self._accumulated
         pending = accumulated.whole or (accumulated.pieces and options.requires_all_reduce)
         return bool(pending) and options.requires_gradient_sync
@@ -244,7 +244,7 @@ class GroupGradients:
         return sum(bucket.nbytes for bucket in self._buckets())
 
     def _buckets(self) -> list[ReduceBucket]:
-        """The buckets of a reduction that begins now, one for each dtype of reduction."""
+        """Return the buckets of a reduction that begins now, one for each dtype of the reduction."""
         trains = self._trains()
         if wanted := self._accumulated.wanted:
             trains = tuple(trained or index in wanted for index, trained in enumerate(trains))
@@ -259,11 +259,11 @@ class GroupGradients:
         return buckets
 
     def planned_note(self) -> str:
-        """The note of a reduction of all parameters that require gradients now."""
+        """Return the note of a reduction of all parameters that currently require gradients."""
         return self._notes.in_words(_reduced(self._params, self._trains(), self._settings.current))
 
     def _trains(self) -> tuple[bool, ...]:
-        with without_torch_function():  # else each DTensor is asked for a `__torch_function__`
+        with without_torch_function():  # or each DTensor's `__torch_function__` would run
             return tuple(map(_requires_grad, self._shards))
 
     def start_reduce(self, gradients: Gradients, alone: bool = False, holds: bool = False) -> Reduction:
@@ -271,8 +271,8 @@ class GroupGradients:
 
         Args:
             gradients: the gradients.
-            alone: whether to reduce these alone, over all ranks, whatever is accumulated or set.
-            holds: whether its memory stays leased until it is waited for, also on a stream.
+            alone: whether to reduce only these, over all ranks, whatever is accumulated or set.
+            holds: whether its memory stays leased until the wait for it, even on a stream.
         """
         whole = alone or self._transports.replicate is None or self._settings.current.requires_all_reduce
         buckets = self._buckets()
@@ -295,7 +295,7 @@ class GroupGradients:
         return Reduction(jobs, asked, whole, queued, sum(bucket.nbytes for bucket in buckets) - queued)
 
     def _asked(self, gradients: Gradients, buckets: Sequence[ReduceBucket]) -> list[int]:
-        """The parameters whose `.grad` stays None if no rank has a gradient of them; not those that are frozen."""
+        """Return the parameters whose `.grad` stays None if no rank has a gradient for them; not the frozen ones."""
         if self._settings.current.reduce_unused or not any(map(is_, gradients, itertools.repeat(None))):
             return []
         return [index for bucket in buckets for index in bucket.indices if gradients[index] is None]
@@ -305,7 +305,7 @@ class GroupGradients:
 
         Returns:
             The reduced gradients. Parameters that had no gradient on any rank are left out, unless the options ask for
-            zeros. Empty if the reduction stops before the all-reduce over replicas: the group holds its pieces then.
+            zeros. Empty if the reduction stops before the all-reduce over replicas: the group then holds its pieces.
         """
         done: list[tuple[list[int], Reduced]] = []
         waited = iter(reduction.jobs)
@@ -315,7 +315,7 @@ class GroupGradients:
             if not reduction.whole:
                 self._accumulate_pieces(done)
                 done = []
-        finally:  # a reduction whose wait has failed is not in flight any more, either
+        finally:  # a reduction whose wait has failed is no longer in flight, either
             _give_up(job for _, job in waited)
             self._in_flight -= 1
             if self._in_flight == 0:
@@ -324,7 +324,7 @@ class GroupGradients:
         return GroupReduced(done, reduction.asked, self._to_await(reduction))
 
     def _to_await(self, reduction: Reduction) -> list[Job[Reduced]]:
-        """The jobs that copy something to the host, which must wait for them before it reads it."""
+        """Return the jobs that copy results to the host, which must wait for these jobs before it reads the results."""
         copied = self._lane.streams and reduction.whole and (self._info.offloads or reduction.asked)
         return [job for _, job in reduction.jobs] if copied else []
 
@@ -336,14 +336,14 @@ class GroupGradients:
 
 
 def _give_up(jobs: Iterable[Job[Reduced]]) -> None:
-    """After an error: wait for these too, which use memory that goes back. The error that came first is raised."""
+    """Wait for the remaining jobs after an error, because their memory is released; their own errors are ignored."""
     for job in jobs:
         with contextlib.suppress(Exception):
             job.finish()
 
 
 def _reduced(params: Sequence[ShardedParam], trains: Sequence[bool], options: Options) -> str:
-    """What is reduced, for a note."""
+    """Describe a reduction for a note."""
     wanted = [param for param, trained in zip(params, trains, strict=True) if trained]
     dtypes = [options.reduce_dtype(param.dtype) for param in wanted]
     numels = [math.prod(param.shape) * dtype.itemsize for param, dtype in zip(wanted, dtypes, strict=True)]

@@ -1,9 +1,9 @@
 """`ParamGroup`: parameters that share their collectives.
 
-A group installs tensors in modules only through its `entries`, and knows no other groups but its `companions`.
+A group installs tensors in modules only through its `entries`. It refers to no other groups except its `companions`.
 
-A table in `phases.py` says which phase of the parameters may follow which; only `_set_phase` changes the phase. The
-gradients have an object and phases of their own (`gradients.py`).
+A table in `phases.py` lists the allowed transitions between parameter phases; only `_set_phase` changes the phase. The
+gradients are a separate object with separate phases (`gradients.py`).
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Runtime:
 
 @dataclass(frozen=True, eq=False)
 class GroupComm:
-    """With whom a group communicates, and how.
+    """The meshes, transports and rounding with which a group communicates.
 
     Attributes:
         info: its sharding.
-        transports: what moves its weights and gradients.
-        small: the mesh of the few ranks that keep its weights between forward and backward; None without such.
-        notes: what it notes before its collectives, so that other ranks know.
-        rounding: how it rounds gradients that travel in fewer bits.
+        transports: communicate its parameters and gradients.
+        small: the mesh of the few ranks that keep its parameters between forward and backward; None if there is none.
+        notes: the notes that it makes before its collectives, for comparison with other ranks.
+        rounding: the state of rounding its gradients, if they are sent in fewer bits.
     """
 
     info: MeshInfo
@@ -76,15 +76,16 @@ class GroupComm:
 
 @dataclass(frozen=True, eq=False)
 class GroupLayout:
-    """How the parameters of a group are laid out in gather buckets; made anew when parameters are converted.
+    """The layout of a group's parameters in gather buckets; made again when parameters are converted.
 
     Attributes:
         members: for each bucket, the indices of its parameters in the group.
         wraps: whether any parameter was a DTensor before it was sharded.
         extended: whether any parameter defines its own all-gather (see `extension.py`).
-        packed: what its packed parameters carry, by their indices (see `packed.py`).
-        gather_bytes, weight_bytes: bytes that a gather leases, and those of them that the weights keep after it.
-        note: of a gather, in the ledgers.
+        packed: the state that its packed parameters carry, by index (see `packed.py`).
+        gather_bytes: bytes that a gather leases.
+        weight_bytes: bytes of those that stay leased for the unsharded parameters after it.
+        note: the note of a gather in the ledgers.
     """
 
     members: Sequence[Sequence[int]]
@@ -97,28 +98,28 @@ class GroupLayout:
 
 
 class Entries(Protocol):
-    """The `_parameters` entries of a group's modules, under which a forward finds its parameters."""
+    """The `_parameters` entries of a group's modules, in which a forward finds its parameters."""
 
     def show(self, tensors: Sequence[torch.Tensor]) -> None:
         """Install these tensors, in the order of the group's parameters, instead of the sharded ones."""
 
     def lend(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Install leaves, which users may freeze, thaw or hook in the place of the sharded parameters."""
+        """Install leaves instead of the sharded parameters; users may freeze, thaw or hook these leaves."""
 
     def take_over(self) -> None:
-        """Do to the sharded parameters what users have done to the leaves; `show`, `hide` and `adopt` do it, too."""
+        """Apply to the sharded parameters what users have done to the leaves; `show`, `hide` and `adopt` do it, too."""
 
     def hide(self) -> None:
         """Install the sharded parameters again."""
 
     def note_assigned(self) -> None:
-        """Note what users have put in the place of what is installed, which `hide` puts back for `adopt`."""
+        """Note tensors that users have assigned over the installed ones; `hide` restores them for `adopt`."""
 
     def adopt(self) -> bool:
-        """Take over parameters that users have assigned over sharded ones; True if there were any."""
+        """Take over parameters that users have assigned over sharded ones; returns whether there were any."""
 
     def follow(self) -> None:
-        """Do what `adopt` does; the next call of that returns True, too, if there were any."""
+        """Do the same as `adopt`. If it took over any, the next call of `adopt` returns True, too."""
 
 
 class ParamGroup:
@@ -132,19 +133,18 @@ class ParamGroup:
         comm: its meshes and transports.
         runtime: the pool and the lanes of its engine.
         entries: returns the `_parameters` entries of its modules; None if the modules were freed.
-
     Attributes:
         fqn, params, settings, is_root, entries: as given; compiled graphs follow the settings too.
         shards: the sharded parameters, as users and optimizers see them.
-        buckets: the gather buckets, one for each dtype, apart for parameters that define their own all-gather.
+        buckets: the gather buckets, one per dtype; parameters that define their own all-gather have separate ones.
         layout: facts of these buckets.
         residents: for each gather bucket, the pieces that a few ranks keep of it; empty until `shrink` is called.
-        phase: where the parameters are: sharded, gathering, unsharded or resident.
+        phase: of the parameters: sharded, gathering, unsharded or resident.
         gradients: its gradients, accumulated or being reduced.
-        running: how many forwards of its modules have begun and not ended.
+        running: number of forwards of its modules that have begun and not ended.
         used_in: number of the last forward of the root in which a node was made for this group.
         companions: groups of the same module on other meshes, whose forwards begin right after this one's.
-        stay: why the weights outlive their use.
+        stay: the reasons why the unsharded parameters outlive their use.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class ParamGroup:
         self.gradients = GroupGradients(*own, comm.transports, self._slot_bytes(), comm.notes, comm.rounding)
 
     def _laid_out(self) -> tuple[list[Bucket], GroupLayout]:
-        """The gather buckets for the parameters as they are now, and their layout."""
+        """Make the gather buckets for the current parameters, and their layout."""
         by_kind = self._by_kind()
         buckets = [self._bucket([self.params[i] for i in members], *kind) for kind, members in by_kind.items()]
         layout = GroupLayout(
@@ -192,7 +192,7 @@ class ParamGroup:
         return buckets, layout
 
     def _by_kind(self) -> dict[tuple[bool, bool, torch.dtype], list[int]]:
-        """Indices of the parameters, by whether they say themselves what is gathered, are packed, and by dtype."""
+        """Return indices of the parameters by whether they define their own all-gather, are packed, and by dtype."""
         options = self.options
         by_kind: dict[tuple[bool, bool, torch.dtype], list[int]] = {}
         for index, p in enumerate(self.params):
@@ -220,10 +220,10 @@ class ParamGroup:
         return [bucket.nbytes for bucket in self._in_slots()]
 
     def requests(self) -> Iterator[tuple[str, bool, list[Request]]]:
-        """What the group leases from the pool.
+        """Iterate over the group's requests to the pool.
 
         Yields:
-            a purpose; whether these are backward's requests for it, while forward has its own; and the requests.
+            a purpose; True for backward's requests if forward has separate ones for that purpose; and the requests.
         """
         yield "small", False, [resident.for_pieces for resident in self.residents]
         yield "landing", False, [resident.for_landing for resident in self.residents]
@@ -243,7 +243,7 @@ class ParamGroup:
 
     @property
     def name(self) -> str:
-        """The name for messages."""
+        """The name in messages."""
         return self.fqn or ROOT_NAME
 
     @property
@@ -253,28 +253,28 @@ class ParamGroup:
 
     @property
     def options(self) -> Options:
-        """The options in force now."""
+        """The current options."""
         return self.settings.current
 
     @property
     def issues_in_wait(self) -> bool:
-        """Whether the wait for one of its reductions may issue the all-reduce, so that all ranks must wait alike."""
+        """Whether waiting for one of its reductions may issue the all-reduce, so that all ranks must wait alike."""
         return not self._runtime.gather_lane.streams and self._comm.transports.replicate is not None
 
     @property
     def reduces_first(self) -> bool:
         """Whether backward waits for reductions before it gathers this group.
 
-        Streams order both, so that one's buffers can follow the other's without a wait. On a CPU only waiting frees
-        memory; and what overlaps there takes the cores of what it overlaps with. Never on a mesh of replicas: there,
-        the wait for a reduction may issue its all-reduce.
+        Streams order both, so the buffers of a gather can reuse those of a reduction without a wait. On a CPU, only
+        waiting frees memory, and overlapped work competes for the same cores. On a mesh with replicas the answer is
+        always False, because the wait for a reduction may issue its all-reduce.
         """
         waits = not self._runtime.gather_lane.streams and self._comm.transports.replicate is None
         return waits and self.settings.current.max_reductions is None
 
     @property
     def gathers_in_backward(self) -> bool:
-        """Whether backward gathers the group before it asks for a weight: packed ones it may read without asking."""
+        """Whether backward gathers the group before a handle is read: packed parameters may be read without one."""
         return self.settings.current.unshard_in_backward or bool(self.layout.packed)
 
     @property
@@ -305,16 +305,16 @@ class ParamGroup:
         try:
             for bucket in self.buckets:
                 self._gathers.append((bucket, bucket.start(after)))
-        except BaseException:  # out of memory, say: the group is sharded as before
+        except BaseException:  # for example out of memory: the group is sharded as before
             self._comm.notes.take_back()
             self._give_up_gathers()
             raise
         self._set_phase(GATHERING)
 
     def _give_up_gathers(self) -> None:
-        """A gather has failed: wait for those that were begun, which write to the memory that is freed here."""
+        """Clean up after a failed gather: wait for gathers that have begun, which write to the memory freed here."""
         for _, job in self._gathers:
-            with contextlib.suppress(Exception):  # the caller raises the first error already
+            with contextlib.suppress(Exception):  # the caller already raises the first error
                 job.finish()
         self._gathers = []
         self.stay.end()
@@ -326,14 +326,14 @@ class ParamGroup:
             bucket.release(after)
 
     def _leave_gathers(self) -> None:
-        """The wait was interrupted (Ctrl-C, say): wait for no gather, and never reuse the memory that it may write."""
+        """Clean up after an interrupted wait, for example by Ctrl-C: wait for no gather, and never reuse its memory."""
         self._gathers = []
         self.stay.end()
         for bucket in self.buckets:
             bucket.lose()
 
     def finish_gather(self) -> None:
-        """Wait until the weights can be read."""
+        """Wait until the unsharded parameters can be read."""
         self._set_phase(UNSHARDED)
         try:
             for bucket, job in self._gathers:
@@ -349,27 +349,27 @@ class ParamGroup:
         self._gathers = []
 
     def is_outdated(self) -> bool:
-        """Whether shards were written to since the gather of them was issued, as far as versions tell."""
+        """Whether shards were written to since their gather was issued, as far as versions tell."""
         return any(map(_is_outdated, self.buckets))
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> bool:
-        """A forward is over: from now on, do not reuse memory of weights that anybody keeps views of.
+        """Note the end of a forward: memory of parameters of which user code keeps views is not reused from now on.
 
         Args:
             dropped: views that the caller is about to drop, which do not count.
 
         Returns:
-            whether the forward has written to weights, as far as versions tell.
+            whether the forward has written to unsharded parameters, as far as versions tell.
         """
         if len(self.buckets) == 1:
             return self.buckets[0].end_use(dropped)
         return any([bucket.end_use(dropped) for bucket in self.buckets])  # noqa: C419 - all of them
 
     def reshard(self, again: bool = False) -> None:
-        """Give the unsharded parameters up, or the pieces that a few ranks keep of them.
+        """Release the unsharded parameters, or the pieces that a few ranks keep of them.
 
         Args:
-            again: whether they are gathered again immediately: into the same memory, to stay as long as before.
+            again: whether they are gathered again immediately, into the same memory, to stay as long as before.
         """
         was_resident = self.phase is RESIDENT
         self._set_phase(SHARDED)
@@ -384,35 +384,35 @@ class ParamGroup:
             bucket.release(after, reserve)
 
     def is_written(self) -> bool:
-        """Whether unsharded parameters outside of a forward were written to since the gather, as versions tell."""
+        """Whether unsharded parameters outside of a forward were written to since the gather, judging by versions."""
         for bucket in self.buckets:  # noqa: SIM110 - a generator would take more host time
             if bucket.here is not None and bucket.here.written():
                 return True
         return False
 
     def check_unedited(self) -> None:
-        """See that no unsharded parameter outside of a forward was edited, without a collective.
+        """Check, without a collective, that no unsharded parameter outside of a forward was edited.
 
         Raises:
-            StaleStateError: one was; or was written to, and it takes a gather to tell whether its values have changed.
+            StaleStateError: one was edited; or one was written to, and only a gather could tell whether it has changed.
         """
         if self.is_written() and (edited := changed(self.buckets, _cannot_gather)):
             raise lost_edit(edited)
 
     def forget_writes(self) -> None:
-        """A forward has failed: whether it has edited unsharded parameters is not asked any more."""
+        """Accept all writes to unsharded parameters after a failed forward, without checking for edits."""
         for bucket in self.buckets:
             bucket.accept()
 
     @property
     def shrinks(self) -> bool:
-        """Whether the weights stay cut among a few ranks after forward (``reshard_after_forward=n``)."""
+        """Whether the parameters stay sharded among a few ranks after forward (``reshard_after_forward=n``)."""
         return self._comm.small is not None and self.settings.current.few_ranks > 0 and not self.layout.extended
 
     def shrink(self) -> None:
-        """Give the unsharded parameters up, except for a piece of each: a few ranks together keep all pieces.
+        """Release the unsharded parameters except for a piece of each: a few ranks together keep all pieces.
 
-        Backward then gathers among these few ranks alone (``reshard_after_forward=n``).
+        Backward then gathers among these few ranks only (``reshard_after_forward=n``).
         """
         small, transport, run = self._comm.small, self._comm.transports.small, self._runtime
         assert small is not None
@@ -428,12 +428,12 @@ class ParamGroup:
             bucket.release(after)
 
     def pieces(self) -> list[torch.Tensor]:
-        """The pieces that this rank keeps after `shrink`, as DTensor parameters on the mesh of the few ranks."""
+        """Return the pieces that this rank keeps after `shrink`, as DTensor parameters on the small mesh."""
         return self._in_order([resident.shown() for resident in self.residents])
 
     def note_versions(self) -> None:
-        """The next gather will outlive its use: note the versions of the parameters it is made from, for `is_stale`."""
-        if self.phase is SHARDED:  # the pieces of a few ranks were made from older versions, noted by then
+        """Note the versions of the sharded parameters for `is_stale`, before a gather that will outlive its use."""
+        if self.phase is SHARDED:  # the pieces of a few ranks were made from older versions, which are already noted
             self._versions = self._versions_now()
 
     def is_stale(self) -> bool:
@@ -447,34 +447,34 @@ class ParamGroup:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Where the weights of each bucket lie; when that differs from earlier, they have moved."""
+        """The address of each bucket's unsharded parameters, which changes when the memory moves."""
         return tuple(map(_at, self.buckets))
 
     def weights(self) -> list[torch.Tensor]:
-        """The unsharded parameters, in the order of `params`, without autograd history."""
+        """Return the unsharded parameters, in the order of `params`, without autograd history."""
         return self._in_order(list(map(_weights, self.buckets)))
 
     def weights_for_use(self) -> list[torch.Tensor]:
-        """The unsharded parameters for a node that is about to be made over them; `begin_use` must follow."""
+        """Return the unsharded parameters for a node that is about to be made; `begin_use` must follow."""
         return self._in_order(list(map(_weights_for_use, self.buckets)))
 
     def wrapped(self, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The unsharded parameters as modules see them: DTensors where they were DTensors before."""
+        """Return the unsharded parameters as modules see them: as DTensors if they were DTensors before."""
         pairs = zip(weights, self.params, strict=True)
         return tuple([weight if p.parallel is None else p.parallel.around(weight) for weight, p in pairs])
 
     def local_gradients(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients of the weights, from gradients of what `wrapped` has made of them."""
+        """Return the gradients of the gathered tensors, given the gradients of the results of `wrapped`."""
         options = self.settings.current
         pairs = zip(gradients, self.params, strict=True)
         return [None if gradient is None else p.local_gradient(gradient, options) for gradient, p in pairs]
 
     def begin_use(self, outputs: Sequence[torch.Tensor], forward: int) -> None:
-        """The node of a use was made, and its outputs are installed.
+        """Note the node of a use: it was made, and its outputs are installed.
 
         Args:
-            outputs: those of the node, in the order of `params`.
-            forward: number of the forward of the root that runs; 0 for a recomputation.
+            outputs: of the node, in the order of `params`.
+            forward: number of the root's running forward; 0 for a recomputation.
         """
         if forward:
             self.used_in = forward
@@ -485,7 +485,7 @@ class ParamGroup:
             bucket.begin_use([outputs[index] for index in members])
 
     def leaves(self) -> list[torch.Tensor]:
-        """The unsharded parameters as leaf Parameters, with the `requires_grad` and attributes of the sharded ones."""
+        """Return the unsharded parameters as leaves, with the `requires_grad` and attributes of the sharded ones."""
         leaves = self._in_order(list(map(_leaves, self.buckets)))
         shards = [param.sharded for param in self.params]
         if self.layout.extended:
@@ -499,7 +499,7 @@ class ParamGroup:
         return leaves
 
     def lend_carried(self, wholes: Sequence[torch.Tensor]) -> None:
-        """Let unsharded parameters, which have the attributes of the sharded ones, have what packed ones carry."""
+        """Set the state of packed parameters on unsharded ones, which already have the sharded ones' attributes."""
         for index, carried in self.layout.packed.items():
             carried.lend(wholes[index])
 
@@ -510,20 +510,20 @@ class ParamGroup:
         return [by_index[index] for index in range(len(self.params))]
 
     def planned_notes(self) -> tuple[str, str]:
-        """The notes of a gather and of a reduction, as the options and parameters are now."""
+        """Return the notes of a gather and of a reduction under the current options and parameters."""
         return self.layout.note, self.gradients.planned_note()
 
     def having(self) -> tuple[bool, ...]:
-        """For each parameter, whether it has a gradient."""
+        """Return for each parameter whether it has a gradient."""
         return tuple([shard.grad is not None for shard in self.shards])
 
     def stepped(self) -> None:
-        """An optimizer or a load is about to change the sharded parameters."""
+        """Note that an optimizer or a load is about to change the sharded parameters."""
         for bucket in self.buckets:
             bucket.generation += 1
 
     def rebuild(self, transports: Transports | None = None) -> None:
-        """Make all buckets anew, since dtypes or devices of parameters changed, or transports; only while sharded."""
+        """Make all buckets again, because dtypes, devices or transports have changed; only while sharded."""
         assert self.phase is SHARDED
         if transports is not None:
             self._comm = replace(self._comm, transports=transports)
@@ -535,7 +535,7 @@ class ParamGroup:
         self.gradients.rebuild(self.shards, self._comm.transports, self._slot_bytes())
 
     def leave_slots(self) -> None:
-        """Drop all views of slots, since the pool is about to replace its slots; only while sharded."""
+        """Drop all views of slots, because the pool is about to replace its slots; only while sharded."""
         self.gradients.leave_slots()
         if self._exchange is not None:
             self._exchange.leave_slots()
@@ -544,7 +544,7 @@ class ParamGroup:
             bucket.leave_slots()
 
     def exchange(self) -> Exchange:
-        """Its gathers and reductions for compiled graphs, made when a graph first runs, and anew after `rebuild`."""
+        """Return its gathers and reductions for compiled graphs, made at the first call, and again after `rebuild`."""
         if self._exchange is None:
             assert not self.layout.extended
             members = dict(zip(self._in_slots(), self.layout.members, strict=True))

@@ -1,9 +1,9 @@
 """The users' hooks on one sharded parameter, which are called with reduced gradients.
 
-Autograd calls the hooks of a leaf when a gradient reaches the leaf. Here that is too early: the gradient is not reduced
-yet. So the hooks are taken from autograd before it can call them, and called with the reduced gradient. After the
-backward pass they are given back, since in a compiled step autograd passes reduced gradients itself. Hooks on the
-leaf's autograd node cannot be taken: each is wrapped, and the wrapper ignores calls without a reduced gradient.
+Autograd calls the hooks of a leaf when a gradient reaches the leaf. Here that is too early, because the gradient is not
+reduced yet. So the hooks are removed from autograd before it can call them, and called with the reduced gradient. They
+are restored after the backward, because in a compiled step autograd itself passes reduced gradients. Hooks on the
+leaf's autograd node cannot be removed. Each is wrapped, and the wrapper ignores calls without a reduced gradient.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ WATCHED = "_watched_by"
 
 
 class ParamHooks:
-    """The hooks of one sharded parameter; it is true while there are hooks to call with reduced gradients.
+    """The hooks of one sharded parameter. The object is true while there are hooks to call with reduced gradients.
 
     Attributes:
-        handles_seen: how many hook handles torch had given to others when it was sharded; -1 if it had hooks then.
+        handles_seen: number of hook handles that torch had made for other code when the parameter was sharded; -1 if
+            the parameter already had hooks.
     """
 
     __slots__ = ("_node", "_node_was_asked", "_on_accumulated", "_on_tensor", "handles_seen")
@@ -42,7 +43,7 @@ class ParamHooks:
         self._on_tensor: list[dict[int, Hook]] = []
         self._on_accumulated: list[dict[int, Hook]] = []
         self._node: _NodeHooks | None = None
-        self._node_was_asked = False  # for hooks; at the second search the node is kept, as hooks may come at any time
+        self._node_was_asked = False  # whether hooks were looked for; the second look keeps the node, as hooks may come
         self.handles_seen = HANDLES.of_others()
 
     def __bool__(self) -> bool:
@@ -50,13 +51,13 @@ class ParamHooks:
 
     @property
     def on_node(self) -> tuple[dict[int, Hook], dict[int, Hook]] | None:
-        """The node's own dictionaries of hooks (before it, after it), which change with it; None if it is not kept."""
+        """The node's own dictionaries of hooks (before it, after it), which stay up to date; None without the node."""
         return None if self._node is None else (self._node.before, self._node.after)
 
     def carry(self, before: torch.Tensor, sharded: torch.Tensor) -> None:
-        """Take over the hooks of the parameter as it was before sharding."""
+        """Take over the hooks of the parameter from before sharding."""
         carry_gradient_hooks(before, sharded)
-        may_have = HANDLES.of_others() > 0 and before.requires_grad and before.is_leaf  # every hook comes with a handle
+        may_have = HANDLES.of_others() > 0 and before.requires_grad and before.is_leaf  # each hook has a handle
         if may_have and (carried := _NodeHooks(before)):
             self._node = _NodeHooks(sharded)
             self._node.carry(carried)
@@ -64,12 +65,12 @@ class ParamHooks:
             self.handles_seen = -1
 
     def take_over(self, leaf: torch.Tensor, sharded: torch.Tensor) -> None:
-        """Let the sharded parameter have the hooks that users have registered on an unsharded copy, a leaf."""
+        """Move the hooks that users have registered on an unsharded copy, a leaf, to the sharded parameter."""
         self._hold(take_gradient_hooks(leaf, but=leaf.__dict__.get(WATCHED)))
         self.give_back(sharded)
 
     def take(self, sharded: torch.Tensor) -> bool:
-        """Take the hooks that users have registered since the last call from autograd; returns whether any are held."""
+        """Remove hooks that users have registered since the last call from autograd; returns whether any are held."""
         self._hold(take_gradient_hooks(sharded))
         self._look_at_node(sharded)
         if self._node:
@@ -92,13 +93,13 @@ class ParamHooks:
         self._node_was_asked = True
 
     def give_back(self, sharded: torch.Tensor) -> bool:
-        """Give autograd the hooks back; returns whether any could not be given back."""
+        """Restore the hooks in autograd; returns whether any could not be restored."""
         left = return_gradient_hooks(sharded, self._on_tensor, self._on_accumulated)
         self._on_tensor, self._on_accumulated = left
         return any(left)
 
     def on_tensor(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Call the tensor hooks with a reduced gradient (a DTensor), and return it as they have changed it."""
+        """Call the tensor hooks with a reduced gradient (a DTensor), and return the changed gradient."""
         for hooks in self._on_tensor:
             for hook in tuple(hooks.values()):
                 changed = hook(gradient)
@@ -113,7 +114,7 @@ class ParamHooks:
         return gradient
 
     def after(self, sharded: torch.Tensor, gradient: torch.Tensor) -> None:
-        """The gradient was added to `.grad`: call the hooks that run then."""
+        """Call the hooks that run after the gradient was added to `.grad`."""
         for hooks in self._on_accumulated:
             for hook in tuple(hooks.values()):
                 hook(sharded)
@@ -125,25 +126,25 @@ class _NodeHooks:
     """The hooks on the autograd node of one leaf; optimizers that step in backward use such hooks.
 
     Attributes:
-        before, after: the node's own dictionaries of hooks, so that users' handles can remove them at all times.
+        before, after: the node's own dictionaries of hooks, so that users' handles can remove them at any time.
     """
 
     def __init__(self, leaf: torch.Tensor) -> None:
-        self._node = leaf_node(leaf)  # held, for a leaf does not: the node would be freed with its hooks
+        self._node = leaf_node(leaf)  # held here, because the leaf does not hold it: it would be freed with its hooks
         self.before, self.after = hooks_of_node(self._node)
 
     def __bool__(self) -> bool:
         return bool(self.before or self.after)
 
     def take(self) -> None:
-        """Have the hooks called with reduced gradients only, from now on."""
+        """Wrap the hooks, so that they are called with reduced gradients only."""
         for hooks in (self.before, self.after):
             for key, hook in hooks.items():
                 if not isinstance(hook, _AfterReduction):
                     hooks[key] = _AfterReduction(hook)
 
     def is_of(self, leaf: torch.Tensor) -> bool:
-        """Whether the node is still the leaf's; converting the module (`.to`) gives the leaf another one."""
+        """Whether the node is still the leaf's; converting the module (`.to`) gives the leaf another node."""
         return self._node.variable is leaf
 
     def carry(self, others: _NodeHooks) -> None:
@@ -157,8 +158,8 @@ class _NodeHooks:
 class _AfterReduction:
     """A user's hook on the autograd node of a sharded parameter, to be called with reduced gradients only.
 
-    In an eager backward, autograd runs the node with None before the gradient is reduced: that call is ignored. In a
-    compiled step, autograd passes a gradient, which is reduced already.
+    In an eager backward, autograd runs the node with None before the gradient is reduced. That call is ignored. In a
+    compiled step, autograd passes a gradient that is already reduced.
     """
 
     def __init__(self, hook: Callable[..., Any]) -> None:

@@ -1,11 +1,11 @@
 """Marks on `.grad`, which show whether `zero_grad` was called while gradients are accumulated elsewhere.
 
-Nobody tells us of `zero_grad`. So `.grad` exists from the first accumulated gradient on, and its first element is -0.0
-where it would be 0: adding to -0.0 changes no bit of a sum, and `zero_` clears the sign.
+torch does not report a call of `zero_grad`. So `.grad` exists from the first accumulated gradient on, and its first
+element is -0.0 where it would be 0. Adding to -0.0 changes no bit of a sum, and `zero_` clears the sign.
 
-Version counters show most changes without a look at the values, but not all: the foreach functions of optimizers with
-``foreach=True`` or ``fused=True`` bump none on a DTensor. Values are looked at where that costs little, on a CPU. An
-accelerator is trusted while versions are the same; that they tell the truth is asserted on the device, at the end.
+Version counters show most changes without reading the values, but not all: on a DTensor, the foreach functions of
+optimizers with ``foreach=True`` or ``fused=True`` do not bump them. On a CPU, reading a value is cheap, so the marks
+are read. On an accelerator, unchanged versions are trusted, and a device-side assertion checks them at the end.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .._torch.distributed import dtensor_like, local_tensor
 from .param import ShardedParam
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_State = tuple[weakref.ref[torch.Tensor], int, int]  # a `.grad`, and the versions of it and of its local tensor
+_State = tuple[weakref.ref[torch.Tensor], int, int]  # a `.grad`, its version, and the version of its local tensor
 _UNNOTICED = (
     "composable_shard: .grad was set to zero by a foreach function, which leaves no trace on an accelerator, while "
-    "gradients of micro-batches without gradient sync were accumulated; call zero_grad(set_to_none=True)"
+    "gradients of microbatches without gradient sync were accumulated; call zero_grad(set_to_none=True)"
 )
 
 
@@ -32,17 +32,17 @@ class GradientMarks:
 
     Args:
         params: of the group.
-        trusts: whether versions that have not changed are enough, as on an accelerator.
+        trusts: whether unchanged versions are enough, as on an accelerator.
     """
 
     def __init__(self, params: Sequence[ShardedParam], trusts: bool) -> None:
         self._params = params
         self._trusts = trusts
-        self._seen: dict[int, _State] = {}  # by index: `.grad` as it was marked
-        self._made: dict[int, _State] = {}  # likewise, of those that were made here
+        self._seen: dict[int, _State] = {}  # by index: the state of `.grad` when it was marked
+        self._made: dict[int, _State] = {}  # likewise, for each `.grad` that was made here
 
     def put(self, indices: Iterable[int]) -> None:
-        """Gradients of these parameters are accumulated: mark their `.grad`, and make those that are missing."""
+        """Mark the `.grad` of these parameters, whose gradients are accumulated; make a `.grad` where it is missing."""
         indices = [index for index in indices if not self._is_same(index)]
         missing = [index for index in indices if self._grad(index) is None]
         untouched = list(filter(self._is_untouched, indices))
@@ -56,11 +56,12 @@ class GradientMarks:
             states[index] = _state(self._grad(index))
 
     def gone(self, indices: Iterable[int], or_untold: bool = False) -> set[int]:
-        """Those of these parameters whose `.grad` was removed, or set to zero since it was marked.
+        """Return those of these parameters whose `.grad` was removed or set to zero since it was marked.
 
         Args:
             indices: of the parameters.
-            or_untold: whether those count whose `.grad` does not tell: it is empty on this rank, as are all others.
+            or_untold: whether to include parameters without any evidence: their `.grad` is empty on this rank, and so
+                is that of all others.
         """
         indices = list(indices)
         gone = {index for index in indices if self._is_gone(index)}
@@ -68,80 +69,80 @@ class GradientMarks:
         return gone | self._void(asked, or_untold) if asked else gone
 
     def _void(self, asked: Sequence[int], or_untold: bool) -> set[int]:
-        """Those of these parameters, which all have a `.grad`, whose mark on it is lost."""
+        """Return those of these parameters that have a `.grad` but lost the mark on it."""
         same = {index: self._is_same(index) for index in self._seen if not self._is_gone(index)}
         survives = self._look(same)
-        # An empty piece has no mark. Another parameter of the group tells then, which was changed if this one was, and
-        # which `zero_grad` sets to zero as well.
+        # An empty piece has no mark. A parameter of the group whose versions agree in having changed or not stands in
+        # for it: `zero_grad` sets both to zero.
         others = {same[index]: mark for index, mark in survives.items()}
         shown = {index: survives.get(index, others.get(same[index])) for index in asked}
         kept = {index: same[index] and not or_untold if mark is None else mark for index, mark in shown.items()}
         return {index for index, is_kept in kept.items() if not is_kept}
 
     def _look(self, indices: Iterable[int]) -> dict[int, bool]:
-        """Whether gradients survive, as far as their marks are on this rank."""
+        """Return whether gradients survive, for those that have a mark on this rank."""
         marks = self._marks(indices)
         present = dict(zip(marks, _survive(marks.values()).tolist(), strict=True)) if marks else {}
         return {index: bool(mark) or self._has_values(index) for index, mark in present.items()}
 
     def _has_values(self, index: int) -> bool:
-        """Whether something other than 0 is in a gradient whose mark is gone: users have added to it then."""
+        """Whether a gradient without its mark has a value other than 0, which means that users have added to it."""
         grad = self._grad(index)
         return grad is not None and bool(local_tensor(grad).any())
 
     def forget(self, indices: Sequence[int]) -> None:
-        """The gradients of these parameters are not accumulated any more. Assert that no change was unnoticed."""
+        """Forget these parameters, whose gradients are no longer accumulated. Assert that no change went unnoticed."""
         trusted = [index for index in indices if self._trusts and self._is_same(index)]
         if trusted and (marks := self._marks(trusted)):
             torch._assert_async(_survive(marks.values()).all(), _UNNOTICED)
         self.drop(indices)
 
     def drop(self, indices: Iterable[int]) -> None:
-        """These marks are not looked at any more."""
+        """Forget the marks of these parameters, without a check."""
         for index in indices:
             self._seen.pop(index, None)
 
     def _grad(self, index: int) -> torch.Tensor | None:
-        with without_torch_function():  # else a DTensor is asked for a `__torch_function__`
+        with without_torch_function():  # or a DTensor's `__torch_function__` would run
             return self._params[index].sharded.grad
 
     def _is_gone(self, index: int) -> bool:
         return self._grad(index) is None or index not in self._seen
 
     def _is_same(self, index: int) -> bool:
-        """Whether `.grad` is as it was when it was marked, as far as versions tell."""
+        """Whether `.grad` is unchanged since it was marked, as far as versions tell."""
         seen, grad = self._seen.get(index), self._grad(index)
         return grad is not None and seen is not None and _is(grad, seen)
 
     def _make(self, indices: Sequence[int]) -> None:
-        """Let `.grad` be -0.0 everywhere. Those of one dtype are made by one operator, and share their memory."""
+        """Set `.grad` to -0.0 everywhere. One operator makes all of one dtype, which share their memory."""
         params = [self._params[index] for index in indices]
         for dtype in dict.fromkeys(param.dtype for param in params):
             alike = [param for param in params if param.dtype is dtype]
             sizes = [param.local.numel() for param in alike]
             flat = torch.full((sum(sizes),), -0.0, dtype=dtype, device=alike[0].local.device)
             for param, piece in zip(alike, torch.split(flat, sizes), strict=True):
-                # By `data`, with a version of its own: views of one tensor share theirs.
+                # `data` has its own version: views of one tensor would share theirs.
                 param.set_gradient(dtensor_like(param.sharded, piece.view(param.local.shape).data))
 
     def unmake(self, indices: Iterable[int]) -> None:
-        """Take `.grad` away again where it was made here, and is as it was."""
+        """Remove `.grad` where it was made here and is unchanged."""
         for index in filter(self._is_untouched, list(indices)):
             self._params[index].set_gradient(None)
 
     def _is_untouched(self, index: int) -> bool:
-        """Whether `.grad` was made here, and is as it was."""
+        """Whether `.grad` was made here and is unchanged."""
         made, grad = self._made.get(index), self._grad(index)
         return made is not None and grad is not None and _is(grad, made)
 
     def _mark(self, indices: Sequence[int]) -> None:
-        """Mark gradients that were there before."""
+        """Mark gradients that existed before."""
         if marks := list(self._marks(indices).values()):
             first = torch.cat(marks)
             torch._foreach_copy_(marks, list(torch.split(torch.where(first == 0, -0.0, first), 1)))
 
     def _marks(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
-        """By index, a view of the element of `.grad` that is its mark; not of those that are empty on this rank."""
+        """Return, by index, views of the elements of `.grad` that are marks; gradients empty on this rank have none."""
         marks = {}
         for index in indices:
             grad = self._grad(index)
@@ -154,7 +155,7 @@ class GradientMarks:
 
 
 def _state(grad: torch.Tensor | None) -> _State:
-    """What tells whether a `.grad` is this one later on, and has not been changed."""
+    """Return the state by which a later check recognizes this `.grad` and any change of it."""
     assert grad is not None
     return weakref.ref(grad), grad._version, local_tensor(grad)._version
 
@@ -164,6 +165,6 @@ def _is(grad: torch.Tensor, state: _State) -> bool:
 
 
 def _survive(marks: Iterable[torch.Tensor]) -> torch.Tensor:
-    """For each mark, 0 if `.grad` was set to zero."""
+    """Return for each mark 0 if `.grad` was set to zero."""
     first = torch.cat(list(marks))
-    return first.view(_BITS[first.dtype.itemsize])  # of 0 none is set, of -0.0 one
+    return first.view(_BITS[first.dtype.itemsize])  # 0 has no bit set, -0.0 has the sign bit

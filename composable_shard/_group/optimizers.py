@@ -1,7 +1,7 @@
-"""A hook before the step of every optimizer: it checks what is stepped, and tells the engines.
+"""A hook before the step of every optimizer: it checks the stepped parameters and notifies the engines.
 
-Where `torch.compile` traces a step, the hook is traced, too, and leaves an operator in the graph that tells the engines
-when the graph runs. So what we listen for breaks no graph.
+If `torch.compile` traces a step, it traces the hook, too, and records an operator that notifies the engines when the
+graph runs. So the hook causes no graph break.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from .param import SHARDED_IN
 
 
 class StepWatcher(Protocol):
-    """Whoever must know of optimizers' steps."""
+    """An object that is notified of optimizer steps."""
 
     def before_optimizer_step(self, stepped: set[int], optimizer: Optimizer | None) -> None:
-        """An optimizer is about to step the parameters with these ids; a compiled step does not say which one."""
+        """Handle a step, before it, of the parameters with these ids; a compiled step does not pass its optimizer."""
 
     def check_reduced(self, stepped: set[int]) -> None:
-        """An optimizer is about to read the gradients of these parameters: none may still wait for its reduction."""
+        """Check, before an optimizer reads the gradients of these parameters, that none waits for its reduction."""
 
 
-_NAMED = 5  # parameters that an error names at most
-REDUCED, STEPPED, REDUCED_AND_STEPPED = 1, 2, 3  # what watchers are told of: each a method of theirs, and both
+_NAMED = 5  # maximum number of parameters that an error names
+REDUCED, STEPPED, REDUCED_AND_STEPPED = 1, 2, 3  # notifications: one for each method of a watcher, and both
 
-# By id, and no WeakSet: the weak references can be listed at once while another thread adds a watcher.
+# By id instead of in a WeakSet: the weak references can be listed in one call while another thread adds a watcher.
 _watchers: weakref.WeakValueDictionary[int, StepWatcher] = weakref.WeakValueDictionary()
 _optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
 
 
 def watch_steps(watcher: StepWatcher) -> None:
-    """Tell `watcher`, while it lives, of every optimizer's steps; not all are of its parameters."""
+    """Notify `watcher`, while it lives, of the steps of all optimizers, even of those without its parameters."""
     _watchers[id(watcher)] = watcher
 
 
 def note_optimizer(optimizer: Optimizer) -> None:
-    """Have `state_of_optimizers` count the state of an optimizer, while it lives; those that have stepped are known."""
+    """Include an optimizer, while it lives, in `state_of_optimizers`; those that have stepped are already included."""
     _optimizers[id(optimizer)] = optimizer
 
 
 def state_of_optimizers(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that the optimizers that are known keep for these parameters, but for those on disk."""
+    """Return the tensors that known optimizers store for these parameters, except those on disk."""
     optimizers = list(filter(None, map(call, _optimizers.valuerefs())))
-    apart = {id(optimizer.state): optimizer for optimizer in optimizers}.values()  # one may stand around another
+    apart = {id(optimizer.state): optimizer for optimizer in optimizers}.values()  # a wrapper shares its inner's state
     params = list(params)
     held = [optimizer.state.get(param, {}) for optimizer in apart for param in in_memory(optimizer, params)]
     return tree_tensors(held)
@@ -74,13 +74,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if not callable(closure):
         _tell(optimizer, params, REDUCED_AND_STEPPED)
         return None
-    checked = partial(_run_closure, optimizer, closure, params)  # it makes the gradients, so it checks them
+    checked = partial(_run_closure, optimizer, closure, params)  # the closure computes the gradients, then checks them
     _tell(optimizer, params, STEPPED)
     return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": checked})
 
 
 def _tell(optimizer: Optimizer, params: Sequence[torch.Tensor], what: int) -> None:
-    """Tell the watchers of a step of these parameters; while Dynamo traces, let the graph do so."""
+    """Notify the watchers of a step of these parameters; while Dynamo traces, record an operator that does so."""
     if not torch.compiler.is_compiling():
         _tell_watchers(set(map(id, params)), what, optimizer)
         return
@@ -100,7 +100,7 @@ def _tell_watchers(stepped: set[int], what: int, optimizer: Optimizer | None = N
 
 
 def _check_are_of_the_model(params: Sequence[torch.Tensor]) -> None:
-    """Raise ShardConfigStateError for parameters that are not, or no longer, those of the model."""
+    """Raise ShardConfigStateError for parameters that are not parameters of the model, or no longer are."""
     copies, old = [], []
     for param in params:
         if hasattr(param, LEAF_OF):
@@ -110,19 +110,19 @@ def _check_are_of_the_model(params: Sequence[torch.Tensor]) -> None:
     if copies:
         raise ShardConfigStateError(
             f"the optimizer holds unsharded copies of {first_names(copies, _NAMED)}, which get no gradients; "
-            "build it before the first forward, or after reshard()"
+            "build the optimizer before the first forward, or after reshard()"
         )
     if old:
         raise ShardConfigStateError(
-            f"the optimizer holds {first_names(old, _NAMED)} as they were before fully_shard, and would train nothing; "
-            "build it after sharding, from model.parameters()"
+            f"the optimizer holds {first_names(old, _NAMED)} as they were before fully_shard, and would not train the "
+            "model; build the optimizer after sharding, from model.parameters()"
         )
 
 
 def _avoid_mixed_lists(group: dict[str, Any]) -> None:
     """Turn foreach and fused off for an optimizer's param group that mixes DTensors and plain tensors.
 
-    torch's foreach and fused functions refuse such lists. (Plain tensors are parameters in `ignored_params`.)
+    torch's foreach and fused functions refuse such lists. The plain tensors are parameters in `ignored_params`.
     """
     fused = group.get("fused")
     if group.get("foreach", False) is False and not fused:
@@ -147,7 +147,7 @@ def _living_watchers() -> list[StepWatcher]:
 
 
 _library = torch.library.Library("composable_shard", "FRAGMENT")  # type: ignore[no-untyped-call]
-# It takes the shards so that no compiler moves it behind their change, and says which they are by the parameters' ids.
+# It takes the shards, so that no compiler moves it after their update. The ids identify the parameters.
 _library.define("before_step(Tensor[] shards, int[] ids, int what) -> ()", tags=(torch.Tag.cudagraph_unsafe,))  # type: ignore[no-untyped-call]
 _library.impl("before_step", lambda shards, ids, what: _tell_watchers(set(ids), what), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("composable_shard::before_step", lambda shards, ids, what: None, lib=_library)

@@ -1,14 +1,14 @@
 """Packed parameters: frozen ones whose bytes are not numbers of their dtype, such as quantized weights.
 
-They are gathered as the bytes that they are, whatever the mixed-precision policy says. What belongs to them besides
-their data (scales, code books, the shape of the layer) are attributes of the parameter: `fully_shard` keeps them on the
-sharded parameter, and lends them to the unsharded one. An attribute may also be the data itself under another name; on
-the unsharded parameter it is the gathered data then, and on the sharded one it is left out, since it would keep the
-whole parameter on every rank.
+They are gathered as bytes, whatever the mixed-precision policy is. The rest of their state (scales, code books, the
+shape of the layer) is in attributes of the parameter. `fully_shard` keeps these on the sharded parameter and sets them
+on the unsharded one. An attribute may also be the data itself under another name. On the unsharded parameter such an
+attribute is the gathered data. On the sharded one it is left out, because it would keep the full parameter on every
+rank.
 
-Layers for such weights keep views of them where autograd does not look: on the ``ctx`` of a function, or in an object
-of the module. So their memory is emptied and filled again while all views of it stay (`Request.refills`): as they are
-frozen, each gather brings the same bytes.
+Layers for such weights keep views of them that autograd does not see: on the ``ctx`` of a function, or in an object of
+the module. So their memory is freed and allocated again while all views of it stay (`Request.refills`). Because the
+parameters are frozen, each gather restores the same bytes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .._torch.core import storage_id
 
 @dataclass(frozen=True, eq=False)
 class Carried:
-    """What a packed parameter has besides its data.
+    """The state of a packed parameter besides its data.
 
     Attributes:
         kind: the parameter's class.
-        attributes: by name, what is kept.
-        data: names under which it has its own data once more.
-        states: names of the objects among `attributes` that hold tensors. Each forward is lent a copy, as a layer may
-            change them together with the weights, to another layout, say.
+        attributes: by name, the attributes that are kept.
+        data: names of attributes that are the parameter's own data.
+        states: names of those `attributes` that are objects which hold tensors. Each forward gets a copy, because a
+            layer may change them together with the parameter, for example when it converts the layout.
     """
 
     kind: type
@@ -42,45 +42,45 @@ class Carried:
     states: tuple[str, ...]
 
     def of(self, sharded: torch.Tensor) -> Carried:
-        """The same, as the sharded parameter has it: that of a copied module has copies."""
+        """Return the same for this sharded parameter; that of a copied module has copies of the attributes."""
         kept = {name: sharded.__dict__[name] for name in self.attributes if name in sharded.__dict__}
         return replace(self, attributes=kept)
 
     def keep(self, sharded: torch.Tensor) -> None:
-        """Put what is missing on the sharded parameter, as after a conversion of the module."""
+        """Set missing attributes on the sharded parameter, for example after a conversion of the module."""
         for name in self.attributes.keys() - sharded.__dict__.keys():
             sharded.__dict__[name] = self.attributes[name]
 
     def lend(self, whole: torch.Tensor) -> None:
-        """Let the unsharded parameter, which has the attributes of the sharded one, have what is its own."""
+        """Set the own `states` and `data` of an unsharded parameter that has the sharded parameter's attributes."""
         for name in self.states:
             whole.__dict__[name] = copy.copy(whole.__dict__[name])
         for name in self.data:
             whole.__dict__[name] = whole.data
 
     def whole(self, data: torch.Tensor, sharded: torch.Tensor) -> nn.Parameter:
-        """The full parameter as it was before it was sharded, of its class."""
+        """Make the full parameter as it was before it was sharded, of its class."""
         made: nn.Parameter = torch.Tensor._make_subclass(self.kind, data, False)
         made.__dict__.update({name: sharded.__dict__[name] for name in self.attributes if name in sharded.__dict__})
         self.lend(made)
         return made
 
     def take(self, sharded: torch.Tensor, whole: torch.Tensor) -> None:
-        """Put what a full parameter has besides its data, whose piece is in the sharded one by now, on that."""
+        """Copy the attributes of a full parameter, whose data is already sharded, to the sharded parameter."""
         sharded.__dict__.update({name: whole.__dict__[name] for name in self.attributes if name in whole.__dict__})
 
     def lend_in_graph(self, whole: torch.Tensor) -> None:
-        """The same while Dynamo traces, for a tensor that has no attributes yet."""
+        """Do the same as `lend` while Dynamo traces, for a tensor that has no attributes yet."""
         public = {name: value for name, value in self.attributes.items() if not name.startswith("_")}
         for name, value in {**public, **{name: whole.view(whole.shape) for name in self.data}}.items():
             setattr(whole, name, value)
 
 
 def carried_by(param: nn.Parameter) -> Carried | None:
-    """What a parameter carries if it is packed; None if it is not.
+    """Return the state that a parameter carries if it is packed; None if it is not.
 
-    Packed are frozen parameters that have no gradient by their dtype (integers), and those of a class of their own that
-    carry tensors. Tensor subclasses that are made of other tensors say themselves how they are gathered.
+    Two types of frozen parameters are packed: those whose dtype allows no gradient (integers), and those of a subclass
+    that carry tensors. Tensor subclasses that are made of other tensors define their own all-gather.
     """
     holding = [name for name, value in param.__dict__.items() if _holds_tensors(value)]
     if param.requires_grad or _gathers_itself(param) or not (_is_no_number(param.dtype) or _is_own(param, holding)):
@@ -89,7 +89,7 @@ def carried_by(param: nn.Parameter) -> Carried | None:
 
 
 def _carried(param: nn.Parameter, holding: Sequence[str]) -> Carried:
-    """What it carries; `holding` are the names of the attributes that are, or hold, tensors."""
+    """Return what a parameter carries; `holding` are the names of attributes that are tensors or hold tensors."""
     attributes = param.__dict__
     data = tuple(name for name in holding if _is_data_of(param, attributes[name]))
     kept = {name: value for name, value in attributes.items() if name not in data}
@@ -106,7 +106,7 @@ def _is_no_number(dtype: torch.dtype) -> bool:
 
 
 def _is_own(param: nn.Parameter, holding: Sequence[str]) -> bool:
-    """Whether its class is its own, and it carries tensors under these names."""
+    """Whether a parameter is of a subclass and carries tensors under these names."""
     return type(param) is not nn.Parameter and bool(holding)
 
 
@@ -115,7 +115,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _within(value: Any) -> Iterator[Any]:
-    """A value, and what an object holds that is no module."""
+    """Yield a value and, unless it is a tensor or module, its attributes."""
     yield value
     if not isinstance(value, torch.Tensor | nn.Module | type):
         yield from getattr(value, "__dict__", {}).values()

@@ -31,7 +31,7 @@ SHARDED_IN = "_sharded_in"
 
 
 def _cut(whole: torch.Tensor, info: MeshInfo, dim: int, rows: int = 1) -> torch.Tensor:
-    """This rank's piece of a parameter, with storage of its own, on the device where shards are kept (or on meta)."""
+    """Copy this rank's piece of a parameter to new memory on the device where shards are stored (or on meta)."""
     layout = bucket_layout([tuple(whole.shape)], info.shard_size, whole.element_size(), [dim], [rows]).params[0]
     device = whole.device if whole.device.type == "meta" else info.home
     pins = info.pins and device.type == "cpu"
@@ -49,7 +49,7 @@ def _cut(whole: torch.Tensor, info: MeshInfo, dim: int, rows: int = 1) -> torch.
 
 
 def shard_parameter(name: str, param: nn.Parameter, cut: Cut) -> nn.Parameter:
-    """This rank's piece of `param`, which has this name, as a DTensor parameter with storage of its own."""
+    """Return this rank's piece of `param`, which has this name, as a DTensor parameter with its own storage."""
     mesh, placements = cut.placements(name)
     with torch.no_grad():
         whole = param.detach() if cut.parallel is None else local_tensor(param).detach()
@@ -61,26 +61,26 @@ def shard_parameter(name: str, param: nn.Parameter, cut: Cut) -> nn.Parameter:
     return sharded
 
 
-_PLAIN = (torch.Tensor, nn.Parameter, DTensor, RaggedTensor)  # classes that keep nothing of their own in `__dict__`
+_PLAIN = (torch.Tensor, nn.Parameter, DTensor, RaggedTensor)  # classes that store nothing in `__dict__`
 
 
-# Attributes of a weight by which functions that fuse gradient accumulation (Megatron's, TransformerEngine's) find a
-# tensor to add the gradient to, instead of giving it to autograd. They would add this rank's gradient of the whole
-# weight, which is never reduced. Without these attributes they give autograd the gradient.
+# Attributes by which functions that fuse gradient accumulation (Megatron's, TransformerEngine's) find a tensor to add a
+# parameter's gradient to, instead of returning it to autograd. They would add this rank's unsharded gradient, which is
+# never reduced. Without these attributes they return the gradient to autograd.
 FUSED_ACCUMULATION = frozenset(("main_grad", "get_main_grad", "grad_added_to_main_grad", "zero_out_wgrad"))
 
 
 def lend_attributes(tensor: torch.Tensor, param: torch.Tensor) -> None:
-    """Copy the attributes that users set on a parameter (tags for optimizers, say).
+    """Copy the attributes that users set on a parameter, for example tags for optimizers.
 
-    Not copied are attributes that its class sets, and those of `FUSED_ACCUMULATION`.
+    Attributes that its class sets and those of `FUSED_ACCUMULATION` are not copied.
     """
     owned = _of_the_class(param) | _of_the_class(tensor) | FUSED_ACCUMULATION
     tensor.__dict__.update({name: value for name, value in param.__dict__.items() if name not in owned})
 
 
 def lent_attributes(params: Iterable[torch.Tensor]) -> list[dict[str, Any]]:
-    """The same attributes of many parameters whose classes set none."""
+    """Return these attributes of many parameters whose classes set none."""
     attributes = list(map(dict.copy, map(_attributes, params)))
     if not FUSED_ACCUMULATION.isdisjoint(chain.from_iterable(attributes)):
         for names in attributes:
@@ -90,7 +90,7 @@ def lent_attributes(params: Iterable[torch.Tensor]) -> list[dict[str, Any]]:
 
 
 def _of_the_class(tensor: torch.Tensor) -> set[str]:
-    """Names in a tensor's `__dict__` that belong to its class: inner tensors, what `__init__` sets, caches."""
+    """Return the names in a tensor's `__dict__` that belong to its class: inner tensors, caches, set by `__init__`."""
     kind: Any = type(tensor)
     if kind in _PLAIN:
         return set()
@@ -114,18 +114,18 @@ class ShardedParam:
     """A parameter of a group.
 
     Attributes:
-        fqn: its name, for messages: within the sharded module at first, within the root once that is known.
-        sharded: the DTensor parameter. Loading with ``assign=True`` or converting a module may replace it by another,
-            which the group then adopts.
+        fqn: its name, for messages: within the sharded module at first, within the root once the root is known.
+        sharded: the DTensor parameter. Loading with ``assign=True`` or converting a module may replace it by another
+            one, which the group then adopts.
         shape: the unsharded shape; that of the local tensor if the parameter was a DTensor before.
-        dim, rows: the dim along which it is cut, and of how many rows the cuts are multiples.
+        dim, rows: the dim along which it is sharded; boundaries between shards are multiples of this number of rows.
         parallel: how it was placed before, if it was a DTensor.
-        keeps_dtype: whether it is gathered in the dtype in which it is stored, whatever the policy says of others.
-        carried: what it has besides its data if it is packed (see `packed.py`); else None.
-        kept: weak references to unsharded copies of it that user code has kept after a forward. Later gathers make them
-            show the weights again (see `faces.py`).
+        keeps_dtype: whether it is gathered in the dtype in which it is stored, whatever the policy sets for others.
+        carried: its state besides its data if it is packed (see `packed.py`); None if it is not.
+        kept: weak references to unsharded copies of it that user code has kept after a forward. Later gathers make
+            these copies show the gathered values again (see `faces.py`).
         hooks: the users' hooks on it.
-        module: a weak reference to the module that holds it; None until the root is known.
+        module: a weak reference to the module that has it; None until the root is known.
     """
 
     __slots__ = (
@@ -146,33 +146,33 @@ class ShardedParam:
         _all.add(self)
 
     def note_kept(self, copy: torch.Tensor) -> None:
-        """User code keeps this unsharded copy of it."""
+        """Note that user code keeps this unsharded copy."""
         if all(each is not copy for each in self.kept_ones()):
             self.kept.append(weakref.ref(copy))
 
     def forget_kept(self, copy: torch.Tensor) -> None:
-        """User code keeps this unsharded copy no longer."""
+        """Note that user code no longer keeps this unsharded copy."""
         self.kept = [each for each in self.kept if each() is not copy]
 
     def kept_ones(self) -> list[torch.Tensor]:
-        """The unsharded copies that are still kept; forgets the others."""
+        """Return the unsharded copies that still exist, and forget the others."""
         alive = [copy for each in self.kept if (copy := each()) is not None]
         if len(alive) < len(self.kept):
             self.kept = [each for each in self.kept if each() is not None]
         return alive
 
     def replace(self, whole: nn.Parameter) -> None:
-        """It takes the place of this parameter, which an optimizer may still hold: both bear its name, for errors."""
+        """Replace the parameter `whole`, which an optimizer may still hold; both get the name that errors show."""
         self._whole = weakref.ref(whole)
         self.rename(self.fqn)
 
     @property
     def replaced(self) -> nn.Parameter | None:
-        """The parameter from before sharding, if anybody still holds it."""
+        """The parameter from before sharding, if it still exists."""
         return self._whole() if self._whole is not None else None
 
     def rename(self, fqn: str) -> None:
-        """Give it this name."""
+        """Set the name."""
         self.fqn = fqn
         for tensor in (self.sharded, self.replaced):
             if tensor is not None:
@@ -182,8 +182,8 @@ class ShardedParam:
         sharded = self.sharded
         if "fsdp_pre_all_gather" in getattr(self.local, "__dict__", ()):
             raise ShardConfigStateError(
-                f"parameter {self.fqn}: fsdp_pre_all_gather was put on its shard, and cannot be copied with it; "
-                "define a class of tensors with these methods"
+                f"parameter {self.fqn}: fsdp_pre_all_gather is an attribute of its local tensor, and the copy would "
+                "lose it; define a tensor subclass with these methods"
             )
         if id(sharded) not in memo:  # torch's own copy of a DTensor fails if it has a gradient
             with torch.no_grad():
@@ -195,12 +195,12 @@ class ShardedParam:
         made = ShardedParam(self.fqn, memo[id(sharded)], self._cut, self.shape)
         memo[id(self)] = made
         whole = self.replaced
-        if type(whole) is nn.Parameter:  # a module that still holds it is perhaps being copied
+        if type(whole) is nn.Parameter:  # a module that still holds it may be part of the same copy
             made.replace(copy.deepcopy(whole, memo))
         return made
 
     def fix_sizes(self) -> None:
-        """A graph is made for the sizes that the parameter has."""
+        """Make the sizes of the parameter static for graphs."""
         for tensor in (self.sharded, self.local):
             fix_sizes(tensor)
 
@@ -215,18 +215,18 @@ class ShardedParam:
         return self.sharded.dtype
 
     def compute_dtype(self, options: Options) -> torch.dtype:
-        """The dtype in which it is gathered and used."""
+        """Return the dtype in which it is gathered and used."""
         stored = self.sharded.dtype
         return stored if self.keeps_dtype else options.compute_dtype(stored)
 
     def local_gradient(self, gradient: torch.Tensor, options: Options) -> torch.Tensor:
-        """The gradient of the tensor that is gathered, from one of the unsharded parameter as modules see it."""
+        """Return the gradient of the gathered tensor, from that of the unsharded parameter as modules see it."""
         if self.parallel is None:
             return gradient
         return self.parallel.local_gradient(gradient, options.reduce_dtype(self.dtype))
 
     def piece_of(self, whole: torch.Tensor, info: MeshInfo) -> DTensor:
-        """This rank's piece of an unsharded value of this parameter (or of its local tensor), placed like it."""
+        """Return this rank's piece of an unsharded value of this parameter (or of its local tensor), placed like it."""
         with torch.no_grad():
             if self.parallel is not None and tuple(whole.shape) != self.shape:
                 whole = self.parallel.local_of(whole.detach())
@@ -242,7 +242,7 @@ class ShardedParam:
             hooks.after(sharded, dtensor_like(sharded, gradient))
 
     def add(self, gradient: torch.Tensor) -> None:
-        """Add this rank's piece of a part of the reduced gradient to `.grad`, of which no hook is told yet."""
+        """Add this rank's piece of a part of the reduced gradient to `.grad`, without calling any hook."""
         grad = self.sharded.grad
         if grad is None:
             self.set_gradient(dtensor_like(self.sharded, gradient))
@@ -250,11 +250,11 @@ class ShardedParam:
             local_tensor(grad).add_(gradient)
 
     def set_gradient(self, gradient: DTensor | None) -> None:
-        """Put another `.grad` in place."""
+        """Set `.grad`."""
         self.sharded.grad = gradient
 
     def nothing(self) -> DTensor:
-        """A gradient piece of -0.0: adding it changes no bit of a sum, nor a mark (see `marks.py`)."""
+        """Return a gradient piece of -0.0: adding it changes no bit of a sum and no mark (see `marks.py`)."""
         local = self.local
         return dtensor_like(self.sharded, torch.full(local.shape, -0.0, dtype=local.dtype, device=local.device))
 

@@ -1,4 +1,4 @@
-"""The group phases, and two small tables of which may follow which: one for parameters and one for gradients."""
+"""The phases of a group's parameters and gradients, and tables of the allowed transitions."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from .._errors import PhaseError
 
 
 class ParamPhase(StrEnum):
-    """Where the parameters of a group are."""
+    """The state of a group's parameters."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"  # a gather was issued and not yet waited for
     UNSHARDED = "unsharded"
-    RESIDENT = "resident"  # cut among a few ranks, between forward and backward
+    RESIDENT = "resident"  # sharded among a few ranks, between forward and backward
 
 
 class GradPhase(StrEnum):
-    """Where the gradients of a group are."""
+    """The state of a group's gradients."""
 
-    NONE = "none"  # neither accumulated nor in flight; `.grad` may have any
-    ACCUMULATED = "accumulated"  # unsharded ones, or pieces that wait for an all-reduce
+    NONE = "none"  # neither accumulated nor in flight; `.grad` may be set
+    ACCUMULATED = "accumulated"  # unsharded gradients, or pieces that wait for an all-reduce
     REDUCING = "reducing"  # at least one reduction is in flight
 
 
-# For code that runs many times in a step: looking a member up in its enumeration takes as long as three calls.
+# For code that runs many times in a step: looking up an enum member takes as long as three calls.
 SHARDED, GATHERING, UNSHARDED, RESIDENT = ParamPhase
-AWAY = (SHARDED, RESIDENT)  # a gather must be issued before the weights can be read
+AWAY = (SHARDED, RESIDENT)  # a gather must be issued before the parameters can be read
 
 PARAM_TRANSITIONS = {
     ParamPhase.SHARDED: {ParamPhase.GATHERING},
@@ -44,12 +44,12 @@ TRANSITIONS: dict[Any, Any] = {**PARAM_TRANSITIONS, **GRAD_TRANSITIONS}
 
 
 class Stay:
-    """Why the weights of a group outlive the use that has gathered them.
+    """The reasons why a group's unsharded parameters outlive the use that has gathered them.
 
     Attributes:
-        pinned: whether a user has called `unshard`. Then the weights stay until `reshard`, until the group's own next
-            use reshards them, until a backward ends that is to reshard them, or until its parameters change.
-        kept: whether the weights have outlived a backward, because `set_reshard_after_backward(False)` was in force.
+        pinned: whether a user has called `unshard`. If so, the parameters stay unsharded until `reshard`, until the
+            group's own next use reshards them, until the end of a backward that reshards them, or until they change.
+        kept: whether the parameters have outlived a backward because of `set_reshard_after_backward(False)`.
     """
 
     __slots__ = ("kept", "pinned")
@@ -64,10 +64,10 @@ class Stay:
         self.kept = True
 
     def end(self) -> None:
-        """The weights were released."""
+        """Reset the reasons: the parameters were released."""
         self.pinned = self.kept = False
 
 
 def illegal(group: str, old: StrEnum, new: StrEnum) -> PhaseError:
-    """The error of a transition that is not in the tables."""
-    return PhaseError(f"group {group}: cannot go from {old.value} to {new.value}; please report this")
+    """Make the error of a transition that is not in the tables."""
+    return PhaseError(f"group {group}: cannot go from {old.value} to {new.value}; this is a bug, please report it")

@@ -1,10 +1,9 @@
-"""Decides how each parameter of a call of `fully_shard` is sharded, and raises errors for what cannot be sharded.
+"""Decides how each parameter of a call of `fully_shard` is sharded, and refuses parameters that cannot be sharded.
 
-A parameter may be a DTensor already: on the mesh of another parallelism (tensor or expert parallel), or on a *full
-mesh*, which has the axes of all kinds of parallelism. On a full mesh it must be replicated over *our axes*, the
-data-parallel ones (`dp_mesh_dims`). Its local tensor is then sharded over
-the data-parallel mesh. What users see as the sharded parameter is a DTensor on both meshes, or on the full one; in
-forward they find the DTensor that they had.
+A parameter may already be a DTensor: on the mesh of another parallelism (tensor or expert parallel), or on a *full
+mesh*, which has the axes of all types of parallelism. On a full mesh it must be replicated over *our axes*, the
+data-parallel ones (`dp_mesh_dims`). Its local tensor is then sharded over the data-parallel mesh. The sharded parameter
+that users see is a DTensor on both meshes, or on the full one. In forward, modules see the original DTensor.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ PlacementFn = Callable[[nn.Parameter], Any]  # -> Shard | Ragged | ShardPlacemen
 
 @dataclass(frozen=True, eq=False)
 class Parallel:
-    """How a parameter was placed before it was sharded.
+    """The placement of a parameter before it was sharded.
 
     Attributes:
-        mesh, placements: those of the DTensor: the other parallelism's, or of the full mesh.
+        mesh, placements: of the DTensor: on the mesh of the other parallelism, or on the full mesh.
         shape, stride: of the whole DTensor.
         full: the full mesh and our axes of it, if the DTensor is on one.
         wrapper: makes the DTensor from its local tensor in a graph, see `wrap`.
@@ -60,41 +59,42 @@ class Parallel:
         return self  # process groups cannot be copied
 
     def wrap(self, local: torch.Tensor, port: torch.Tensor | None) -> DTensor:
-        """The unsharded parameter as the DTensor that it was, from its local tensor, for a graph with a backward.
+        """Make the DTensor that the unsharded parameter was from its local tensor, for a graph with a backward.
 
-        The backward of `DTensor.from_local` gives a gradient the placements of the DTensor. On a full mesh it would so
-        sum up gradients that are partial over our axes, which is the task of the reduction that follows. And it sums in
-        the dtype of the gradient.
+        The backward of `DTensor.from_local` gives a gradient the placements of the DTensor. On a full mesh it would sum
+        gradients that are partial over our axes, but that sum is left to the reduction that follows. Also, it would sum
+        in the dtype of the gradient.
 
         Args:
             local: the local tensor.
-            port: a tensor of this shape in the dtype of reduction, which takes the gradient of `local` if it is in that
-                dtype: autograd would cast a gradient of `local` itself. None if the dtypes are the same.
+            port: a tensor of the shape of `local` in the dtype of the reduction. It gets the gradient of `local` if the
+                gradient is in that dtype, because autograd would cast a gradient of `local` itself. None if the dtypes
+                are the same.
         """
         if not torch.is_grad_enabled() or self.wrapper is None or (self.full is None and port is None):
             return self.around(local)
         return self.wrapper(local, port)
 
     def around(self, local: torch.Tensor) -> DTensor:
-        """The DTensor whose local tensor this is; where autograd records, call `wrap` instead."""
+        """Make the DTensor with this local tensor; where autograd records, call `wrap` instead."""
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
     def local_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's local tensor, out of a value of the whole parameter that all ranks have."""
+        """Return this rank's local tensor of a value of the whole parameter that all ranks have."""
         return distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None).to_local()
 
     def local_gradient(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The gradient of the local tensor, from a gradient of the DTensor.
+        """Return the gradient of the local tensor, given a gradient of the DTensor.
 
-        Over the data-parallel axes its placement stays (partial, as a rule): the reduction to come will sum it up. Sums
-        over other axes are made here.
+        Over the data-parallel axes its placement stays (usually partial), because the later reduction sums it. Sums
+        over other axes are computed here.
 
         Args:
-            gradient: of the DTensor; a plain tensor is the local gradient already.
-            dtype: of the reduction to come. A sum is made in this dtype if it is wider than that of `gradient`, and the
-                result has it then. Otherwise the result has the dtype of `gradient`.
+            gradient: of the DTensor; a plain tensor is already the local gradient.
+            dtype: of the later reduction. If a sum is needed and this dtype is wider than that of `gradient`, the sum
+                and the result are in this dtype. Otherwise the result has the dtype of `gradient`.
         """
         if not isinstance(gradient, DTensor):
             return gradient
@@ -109,14 +109,14 @@ class Parallel:
         return gradient.redistribute(placements=wanted).to_local()
 
     def placed(self, info: MeshInfo, dim: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """Mesh and placements of the sharded parameter, cut along `dim` over the data-parallel ranks."""
+        """Return mesh and placements of the sharded parameter, sharded along `dim` over the data-parallel ranks."""
         if self.full is not None:
             return self._placed_in_full(self.full, info, dim)
         own = info.placements(dim)
         return concatenated_mesh([info.mesh, self.mesh]), (*own[:-1], self._cut(dim, 0), *self.placements)
 
     def _cut(self, dim: int, first: int) -> Placement:
-        """The placement of our axis, which cuts `dim` further after the mesh axes from `first` on have cut it."""
+        """Return the placement of our axis, which shards `dim` after the mesh axes from `first` on have sharded it."""
         factor = 1
         for axis, placement in enumerate(self.placements):
             if axis >= first and isinstance(placement, Shard) and placement.dim % len(self.shape) == dim:
@@ -124,7 +124,7 @@ class Parallel:
         return Shard(dim) if factor == 1 else strided_shard(dim, factor)
 
     def _placed_in_full(self, full: FullMesh, info: MeshInfo, dim: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """`placed` on a full mesh, which has our axes: several shard axes become one, behind the replicate axes."""
+        """Do the same as `placed` on a full mesh: several shard axes become one, behind the replicate axes."""
         placements = list(self.placements)
         for axis in full.shard:
             placements[axis] = self._cut(dim, axis + 1)
@@ -144,14 +144,14 @@ class Parallel:
         return meshes[0] if len(meshes) == 1 else concatenated_mesh(meshes), tuple(combined)
 
 
-@functools.lru_cache(maxsize=256)  # one wrapper for all parameters placed alike: equal layers share compiled code
+@functools.lru_cache(maxsize=256)  # one wrapper for all parameters placed alike, so equal layers share compiled code
 def _wrapper(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     shape: torch.Size,
     stride: tuple[int, ...],
     ours: tuple[tuple[int, ...], ...] | None,
-    groups: tuple[weakref.ref[dist.ProcessGroup], ...],  # a mesh of an earlier world is equal, and its groups are gone
+    groups: tuple[weakref.ref[dist.ProcessGroup], ...],  # a mesh of an earlier world is equal, but its groups are freed
 ) -> Callable[[torch.Tensor, torch.Tensor | None], DTensor]:
     parallel = Parallel(mesh, placements, shape, stride, None if ours is None else FullMesh(mesh, *ours))
 
@@ -174,7 +174,7 @@ def _wrapper(
     def wrap(local: torch.Tensor, port: torch.Tensor | None) -> DTensor:
         return function_for(local.dtype, (local if port is None else port).dtype)(local, port)
 
-    # Dynamo must not trace into it: how a gradient is placed is known only when AOTAutograd makes the backward graph.
+    # Dynamo must not trace it: the placement of the gradient is known only when AOTAutograd makes the backward graph.
     allowed: Callable[..., DTensor] = torch.compiler.allow_in_graph(wrap)  # type: ignore[no-untyped-call]
     return allowed
 
@@ -186,7 +186,7 @@ def _placed(param: DTensor, full: FullMesh | None = None) -> Parallel:
 
 
 def _in_full(name: str, param: torch.Tensor, full: FullMesh) -> Parallel:
-    """How a parameter is placed on the full mesh."""
+    """Return the placement of a parameter on the full mesh."""
     if not isinstance(param, DTensor) or param.device_mesh != full.mesh:
         given = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else "a plain tensor"
         raise ShardConfigValueError(
@@ -200,17 +200,18 @@ def _in_full(name: str, param: torch.Tensor, full: FullMesh) -> Parallel:
             names, role = full.mesh.mesh_dim_names, "shard" if axis in full.shard else "replicate"
             raise ShardConfigValueError(
                 f"parameter {name}: Expected Replicate() on DP {role} dim '{names[axis] if names else axis}' (index "
-                f"{axis}) but got {param.placements[axis]}; dp_mesh_dims names that axis, so it is ours to use"
+                f"{axis}) but got {param.placements[axis]}; dp_mesh_dims names this axis as data-parallel, so "
+                "distribute the parameter with Replicate() on it"
             )
     return _placed(param, full)
 
 
 def _parallel_of(name: str, param: torch.Tensor, info: MeshInfo) -> Parallel | None:
-    """How a parameter is placed already; None if it is a plain tensor.
+    """Return the existing placement of a parameter; None if it is a plain tensor.
 
     Raises:
         ShardConfigValueError: its mesh cannot be combined with the data-parallel one; or `dp_mesh_dims` was given, and
-            it is no DTensor on that mesh, replicated over the data-parallel axes.
+            it is not a DTensor on that mesh that is replicated over the data-parallel axes.
     """
     if info.full is not None:
         return _in_full(name, param, info.full)
@@ -226,7 +227,7 @@ def _parallel_of(name: str, param: torch.Tensor, info: MeshInfo) -> Parallel | N
     names = set(info.mesh.mesh_dim_names or ()), set(param.device_mesh.mesh_dim_names or ())
     if not all(names) or names[0] & names[1]:
         raise ShardConfigValueError(
-            f"{where}, and shall be sharded on {info.mesh}: their axes need names, all different; build one mesh "
+            f"{where}, and cannot be sharded on {info.mesh}: their axes need names, all different; build one mesh "
             "(init_device_mesh with mesh_dim_names) and give each parallelism its submesh, for example mesh['dp']"
         )
     parallel = _placed(param)
@@ -244,11 +245,11 @@ class Cut(NamedTuple):
 
     Attributes:
         info: the mesh.
-        dim: of the parameter, or of its local tensor.
+        dim: the sharded dim, of the parameter or of its local tensor.
         parallel: how it was placed before, if it was a DTensor.
-        rows: of which the cuts are multiples.
+        rows: boundaries between shards are multiples of this number of rows.
         keeps_dtype: whether it is gathered in the dtype in which it is stored.
-        carried: what it has besides its data, if it is packed.
+        carried: its state besides its data, if it is packed.
     """
 
     info: MeshInfo
@@ -259,7 +260,7 @@ class Cut(NamedTuple):
     carried: Carried | None = None
 
     def placements(self, name: str) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """Mesh and placements of the sharded parameter."""
+        """Return mesh and placements of the sharded parameter."""
         if self.parallel is not None:
             return self.parallel.placed(self.info, self.dim)
         placements = self.info.placements(self.dim)
@@ -271,9 +272,9 @@ class Placements:
 
     Args:
         info: the mesh of the call.
-        offload: where shards are kept, on every mesh.
-        choose: the user's `shard_placement_fn`; None to cut all along dim 0 on the mesh of the call.
-        policy: the mixed-precision policy, which may except parameters from its dtype.
+        offload: determines where shards are stored, on every mesh.
+        choose: the user's `shard_placement_fn`; None to shard all along dim 0 on the mesh of the call.
+        policy: the mixed-precision policy, which may exclude parameters from its dtype.
 
     Attributes:
         info: the mesh of the call.
@@ -289,11 +290,11 @@ class Placements:
         self._others: dict[tuple[object, ...], MeshInfo] = {}
 
     def cut(self, name: str, param: nn.Parameter) -> Cut:
-        """How `param` is to be sharded.
+        """Decide how `param` is sharded.
 
         Raises:
-            ShardConfigTypeError: it has no shape yet, or the user's function gave something else than a placement.
-            ShardConfigValueError: it cannot be sharded so.
+            ShardConfigTypeError: it has no shape yet, or the user's function returned an object that is no placement.
+            ShardConfigValueError: it cannot be sharded in this way.
         """
         wanted = None if self._choose is None else self._choose(param)
         info = self.info
@@ -320,7 +321,7 @@ class Placements:
 
 
 def _identity(info: MeshInfo) -> tuple[object, ...]:
-    """A key that is equal for meshes on which parameters are sharded in the same way."""
+    """Return a key that is equal for meshes on which parameters are sharded in the same way."""
     full = info.full
     return (info.mesh,) if full is None else (full.mesh, full.shard, full.replicate)
 
@@ -329,14 +330,14 @@ def _keeps_dtype(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -
     """Whether the policy has this parameter gathered in the dtype in which it is stored.
 
     Raises:
-        ShardConfigValueError: it asks for a dtype that is neither that one nor the policy's.
+        ShardConfigValueError: the policy asks for a dtype that is neither the stored one nor its `param_dtype`.
     """
     overrides = overrides_of(policy)
     wanted = None if overrides is None else overrides(param)
     if wanted not in (None, policy.param_dtype, param.dtype):
         raise ShardConfigValueError(
-            f"param_dtype_override_fn: gave {wanted} for parameter {name}; expected None, param_dtype "
-            f"({policy.param_dtype}) or the dtype in which it is stored ({param.dtype})"
+            f"param_dtype_override_fn: returned {wanted} for parameter {name}; expected None, param_dtype "
+            f"({policy.param_dtype}) or the dtype in which the parameter is stored ({param.dtype})"
         )
     return wanted is not None and wanted != policy.param_dtype
 
@@ -345,16 +346,16 @@ def _check_can_shard(name: str, param: nn.Parameter, info: MeshInfo) -> None:
     """Refuse a parameter that cannot be sharded on `info`'s mesh.
 
     Raises:
-        ShardConfigValueError: it is a scalar, not contiguous, on a device that is not this rank's, or wants gradients
-            of another dtype than its own.
+        ShardConfigValueError: it is a scalar, not contiguous, on a device other than this rank's, or requests gradients
+            of a dtype other than its own.
         ShardConfigTypeError: it is a lazy parameter, which has no shape yet.
     """
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ShardConfigTypeError(f"parameter {name}: has no shape yet; run the lazy module once before sharding it")
     if getattr(param, "grad_dtype", None) not in (None, param.dtype):
         raise ShardConfigValueError(
-            f"parameter {name}: has grad_dtype {param.grad_dtype}, which is not supported; leave it out, gradients are "
-            "then kept in the dtype of the parameter"
+            f"parameter {name}: has grad_dtype {param.grad_dtype}, which is not supported; do not set it, so that "
+            "gradients are kept in the dtype of the parameter"
         )
     if param.ndim == 0:
         raise ShardConfigValueError(
@@ -369,35 +370,35 @@ def _check_can_shard(name: str, param: nn.Parameter, info: MeshInfo) -> None:
         )
     if param.device.type not in ("meta", "cpu") and param.device != info.device:
         raise ShardConfigValueError(
-            f"parameter {name}: lies on {param.device}, but this rank computes on {info.device}; "
+            f"parameter {name}: is on {param.device}, but this rank computes on {info.device}; "
             "set the device first (torch.accelerator.set_device_index) and move the module to it"
         )
 
 
 def _check_ragged(name: str, param: nn.Parameter, parallel: Parallel | None, wanted: Ragged) -> None:
-    """Refuse a parameter that cannot be cut at multiples of some rows.
+    """Refuse a parameter that cannot be sharded at multiples of some rows.
 
     Raises:
-        ShardConfigUnsupportedError: it is a DTensor already, or of a class that says how it is gathered.
+        ShardConfigUnsupportedError: it is already a DTensor, or of a class that defines its own all-gather.
     """
     if parallel is not None:
         raise ShardConfigUnsupportedError(
-            f"shard_placement_fn: gave {wanted} for parameter {name}, which is a DTensor on {parallel.mesh} already; "
-            "give Shard(dim) or None for parameters of tensor and expert parallelism"
+            f"shard_placement_fn: returned {wanted} for parameter {name}, which is already a DTensor on "
+            f"{parallel.mesh}; return Shard(dim) or None for parameters of tensor and expert parallelism"
         )
     if hasattr(param, "fsdp_pre_all_gather"):
         raise ShardConfigUnsupportedError(
-            f"shard_placement_fn: gave {wanted} for parameter {name}, a {type(param.data).__name__} with "
-            "fsdp_pre_all_gather; give Shard(0) or None"
+            f"shard_placement_fn: returned {wanted} for parameter {name}, a {type(param.data).__name__} with "
+            "fsdp_pre_all_gather; return Shard(0) or None"
         )
 
 
 def _dim_of(name: str, param: nn.Parameter, placement: Any, info: MeshInfo) -> int:
-    """The dim that a user wants a parameter cut along.
+    """Return the dim along which the user wants a parameter sharded.
 
     Raises:
-        ShardConfigTypeError: the placement is no `Shard`.
-        ShardConfigValueError: the parameter has no such dim; or the dim is not 0, and its size is no multiple of the
+        ShardConfigTypeError: the placement is not a `Shard`.
+        ShardConfigValueError: the parameter has no such dim; or the dim is not 0 and its size is not a multiple of the
             number of ranks.
     """
     if placement is None:
@@ -411,12 +412,12 @@ def _dim_of(name: str, param: nn.Parameter, placement: Any, info: MeshInfo) -> i
     dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < param.ndim:
         raise ShardConfigAssertionError(
-            f"shard_placement_fn: gave {placement} for parameter {name}. Shard dim {dim} is invalid for {param.ndim}D "
-            f"tensor: {param.shape}; give a dim that it has"
+            f"shard_placement_fn: returned {placement} for parameter {name}. Shard dim {dim} is invalid for "
+            f"{param.ndim}D tensor: {param.shape}; return a dim that the parameter has"
         )
     if dim > 0 and shape[dim] % info.shard_size:
         raise ShardConfigUnsupportedError(
             f"parameter {name}: FSDP does not support uneven sharding on dim {dim}: {torch.Size(shape)} (world size: "
-            f"{info.shard_size}); choose dim 0, or one that divides"
+            f"{info.shard_size}); choose dim 0, or a dim that divides evenly"
         )
     return dim

@@ -1,7 +1,8 @@
-"""Reduce buckets: the gradients of one dtype that one reduction moves, each with a mark.
+"""Reduce buckets: the gradients of one dtype that one reduction communicates, each with a mark.
 
-A parameter's mark is 1 if this rank has a gradient for it, else 0. The marks stand at the end of each rank's chunk and
-are reduced with the gradients. So they tell without another collective which parameters had a gradient on any rank.
+A parameter's mark is 1 if this rank has a gradient for it, else 0. The marks are at the end of each rank's chunk and
+are reduced with the gradients. So no other collective is needed to determine which parameters had a gradient on any
+rank.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _AS_IT_IS = contextlib.nullcontext()
 
 
 class Reducible(Protocol):
-    """What a reduction must know of a parameter, such as a `ShardedParam`; it is not held."""
+    """The facts about a parameter that a reduction needs, for example a `ShardedParam`; the object is not held."""
 
     @property
     def fqn(self) -> str: ...
@@ -50,19 +51,19 @@ class Reducible(Protocol):
 
 
 class Reduced:
-    """The result of a reduction, cut into pieces only when `parts` is called.
+    """The result of a reduction, split into pieces only when `parts` is called.
 
-    To cut many results in a row takes half the time that it takes to cut each as its reduction ends.
+    Splitting many results in a row takes half the time of splitting each when its reduction ends.
 
     Args:
-        copies: cut the result.
+        copies: split the result.
         out: this rank's chunk of the reduced bucket, with the marks.
-        divisor: what `out` is still to be divided by; None if nothing is left to divide.
-        others: copies of `out` in the dtypes of members that are not stored in the dtype of reduction.
+        divisor: by which `out` must still be divided; None if there is no division.
+        others: copies of `out` in the dtypes of members that are not stored in the dtype of the reduction.
         marks: a copy of the marks on the host.
 
     Attributes:
-        marks: the reduced marks on the host, once it has waited for the job, if they were asked for; else None.
+        marks: the reduced marks on the host, valid once the host has waited for the job; None if not requested.
         is_uncut: whether `parts` was not called yet.
     """
 
@@ -85,7 +86,7 @@ class Reduced:
         self.is_uncut = True
 
     def parts(self) -> Parts:
-        """This rank's pieces of the gradients, and the marks as they were reduced."""
+        """Return this rank's pieces of the gradients, and the reduced marks."""
         if self._parts is None:
             assert self._out is not None
             if self._divisor is not None:
@@ -97,7 +98,7 @@ class Reduced:
 
 
 def _on_stream(comms: Comms) -> AllReduceHook | None:
-    """The user's all-reduce hook, wrapped to run on the user's stream, if there is one, in order with reductions."""
+    """Wrap the user's all-reduce hook to run on the user's stream, if there is one, in order with reductions."""
     hook, stream = comms.all_reduce_hook, comms.hook_stream
     if hook is None or stream is None:
         return hook
@@ -115,7 +116,7 @@ def _on_stream(comms: Comms) -> AllReduceHook | None:
 def _division(
     dtype: torch.dtype, info: MeshInfo, transports: Transports, options: Options
 ) -> tuple[bool, torch.Tensor | None, torch.Tensor | None]:
-    """Whether the collectives average, and by what gradients are divided before and after them."""
+    """Return whether the collectives average, and the divisors of gradients before and after them."""
     sizes = ((transports.reduce, info.shard_size), (transports.replicate, info.replicate_size))
     axes = [(size, transport.averages) for transport, size in sizes if transport is not None]
     mean, before, after = division(options.divide_factor, options.only_sums, dtype, axes)
@@ -131,14 +132,14 @@ def _in_few_bits(
     rounding: Rounding,
     params: Sequence[Reducible],
 ) -> Transports:
-    """The transports of a bucket, in fewer bits if its gradients shall travel so."""
+    """Return the transports of a bucket, in fewer bits if the policy rounds its gradients."""
     if not options.comm_policy.rounds_gradients:
         return transports
     return compressed(transports, info, layout, options.comm_policy, dtype, rounding, [param.fqn for param in params])
 
 
 def _divisor(factor: float) -> torch.Tensor | None:
-    """The divisor as a 0-dim tensor on the CPU: to the same bits as a number, at a quarter of the time on the host."""
+    """Make a divisor as a 0-dim CPU tensor: bitwise identical to a number, in a quarter of the host time."""
     return torch.tensor(factor, dtype=torch.float64) if factor != 1 else None
 
 
@@ -150,12 +151,12 @@ class ReduceBucket:
         params: the members.
         dtype: of the reduction.
         info, transports, options, pool, lane: the group's.
-        slots: sizes in bytes of the weights' slots, see `reduce_layout`.
+        slots: sizes in bytes of the slots of unsharded parameters, see `reduce_layout`.
         rounding: of the group.
 
     Attributes:
         indices: as given.
-        requests: the pool's requests of a reduction: for the bucket, and for scratch memory if the transport needs any.
+        requests: the pool's requests of a reduction: for the bucket, and for scratch memory if the transport needs it.
         nbytes: bytes of all requests.
     """
 
@@ -187,12 +188,12 @@ class ReduceBucket:
         self._others = {*stored} - {dtype}
         self._hook = _on_stream(options.comms)
         # If both conditions below hold, the reduce-scatter is the only step, and is launched without the machinery for
-        # several steps. A division after it needs no step on a CPU, which divides when it cuts the result. On an
-        # accelerator it is a step of its own, so that it runs on the lane's stream, beside the compute.
+        # several steps. A division after it needs no step on a CPU, which divides when it splits the result. On an
+        # accelerator the division is a separate step, so that it runs on the lane's stream, concurrently with compute.
         scatters = self._shard is not None and self._replicate is None and self._hook is None
         kept = not self._others and not info.offloads and (self._divide_after is None or not lane.streams)
         self._is_launched = scatters and kept
-        # The all-reduce over replicas runs beside the reduce-scatters that follow this one.
+        # The all-reduce over replicas runs concurrently with the reduce-scatters that follow this one.
         self._is_apart = lane.streams and self._shard is not None and self._replicate is not None
         whole = layout.nbytes if self._shard is not None else 0
         wanted = (("reduction", whole), ("scratch", layout.scratch * dtype.itemsize))
@@ -209,14 +210,14 @@ class ReduceBucket:
         asks: bool = False,
         holds: bool = False,
     ) -> Job[Reduced]:
-        """Begin to average unsharded gradients over the ranks; `free_queued` is to follow.
+        """Begin to average unsharded gradients over the ranks; `free_queued` must follow.
 
         Args:
             gradients: of all parameters of the group; None counts as zeros.
-            partial: pieces of earlier reductions that stopped after the reduce-scatter, by index, to be added.
+            partial: pieces, by index, of earlier reductions that stopped after the reduce-scatter; they are added.
             whole: False to stop after the reduce-scatter, without the all-reduce over replicas.
-            asks: whether the marks are to be copied to the host.
-            holds: whether its memory stays leased until it is waited for, on every lane.
+            asks: whether to copy the marks to the host.
+            holds: whether its memory stays leased until the wait for it, on every lane.
         """
         # The result outlives the step as `.grad`, so it is allocated here, on the stream that will read it.
         numel, like = self._layout.numel, self._copies.ones
@@ -227,7 +228,7 @@ class ReduceBucket:
         try:
             for request in self.requests:
                 slots.append(self._pool.lease_for(request))
-            # Packed here, on the current stream: then autograd's gradients need not live until the collective is done.
+            # Packed here, on the current stream, so autograd's gradients can be freed before the collective is done.
             with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
                 self._pack(gradients, out, slots)
             job, scattered = self._queued(out, slots, partial, whole, asks, when_done)
@@ -248,7 +249,7 @@ class ReduceBucket:
         asks: bool,
         when_done: WhenDone,
     ) -> tuple[Job[Reduced], Job[Any]]:
-        """The job, and the one behind which its slots are not used any more."""
+        """Queue the reduction; returns its job, and the job after which its slots are no longer used."""
         after = [self._lane.mark()]
         for slot in slots[1:]:
             after += slot.free_after
@@ -273,7 +274,7 @@ class ReduceBucket:
         held: tuple[Any, ...],
         when_done: WhenDone,
     ) -> tuple[Job[Reduced], Job[Any]]:
-        """Queue the reduce-scatter on the lane, and the steps that follow on the lane behind it."""
+        """Queue the reduce-scatter on the lane, and the following steps on the lane behind it."""
         scattered = self._lane.start(self._scatter(out, slots), after, out)
         try:
             job = self._lane.behind().start(steps, scattered.ended(), (*held, scattered), when_done)
@@ -283,7 +284,7 @@ class ReduceBucket:
         return job, scattered
 
     def _pack(self, gradients: Sequence[torch.Tensor | None], out: torch.Tensor, slots: Sequence[Slot]) -> None:
-        """Copy the gradients into the bucket, or right into the result if there is nobody on the shard axis but us."""
+        """Copy the gradients into the bucket, or directly into the result if the shard axis has only this rank."""
         if not slots:
             bucket, chunks = out, out.view(1, -1)
         else:
@@ -304,7 +305,7 @@ class ReduceBucket:
         others: dict[torch.dtype, torch.Tensor],
         asks: bool,
     ) -> Steps[Reduced]:
-        """What follows the reduce-scatter."""
+        """Run the steps after the reduce-scatter."""
         if partial:
             self._add(partial, out)
         if not whole:
@@ -318,12 +319,12 @@ class ReduceBucket:
         return self._result(out, others, asks)
 
     def _result(self, out: torch.Tensor, others: dict[torch.dtype, torch.Tensor], asks: bool) -> Reduced:
-        """The result where it is stored: in the dtypes of the parameters, and offloaded if they are."""
+        """Make the result for storage: in the dtypes of the parameters, and offloaded if they are."""
         converted = {dtype: self._at_home(other.copy_(out)) for dtype, other in others.items()}
         marks = self._copies.marks_on_host(out) if asks else None
         done = Reduced(self._copies, self._at_home(out), others=converted, marks=marks)
         if others:
-            done.parts()  # cut now, so that `out` can be freed if no piece is in its dtype
+            done.parts()  # split now, so that `out` can be freed if no piece has its dtype
         return done
 
     def _scatter(self, out: torch.Tensor, slots: list[Slot]) -> Steps[None]:
@@ -335,7 +336,7 @@ class ReduceBucket:
         return (yield from steps)
 
     def _scattered(self, out: torch.Tensor, slots: list[Slot]) -> tuple[Any, ...]:
-        """The arguments of the reduce-scatter."""
+        """Return the arguments of the reduce-scatter."""
         assert self._shard is not None
         scratch = self._scratch_in(slots[1]) if len(slots) > 1 else None
         return out, self._seen[slots[0]][0], scratch, self._mean and self._shard.averages
@@ -349,14 +350,14 @@ class ReduceBucket:
                 now.used[position].add_(used)
 
     def _at_home(self, out: torch.Tensor) -> torch.Tensor:
-        """The result on the device where shards are kept; the copy may run until the job is finished."""
+        """Copy the result to the device where shards are stored; the copy may run until the job is finished."""
         if not self._info.offloads:
             return out
         home = torch.empty(out.shape, dtype=out.dtype, device=self._info.home, pin_memory=self._info.pins)
         return home.copy_(out, non_blocking=self._info.pins)
 
     def _views_of(self, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
-        """A slot as the bucket, flat and as (world, chunk)."""
+        """View a slot as the bucket, flat and as (world, chunk)."""
         views = self._seen.get(slot)
         if views is None:
             with plainly():
@@ -371,12 +372,12 @@ class ReduceBucket:
 
 
 def free_queued(pool: BufferPool, jobs: Iterable[tuple[ReduceBucket, Job[Reduced]]]) -> int:
-    """On a stream, what is queued behind these reductions may use their memory, so the next gather needs no more.
+    """Release, on a stream, the memory of these reductions for work queued after them, such as the next gather.
 
-    It is free behind the last of them, for a plan counts the reductions of a group as one.
+    All of it is free behind the last reduction, because a plan counts the reductions of a group as one.
 
     Returns:
-        bytes of this memory.
+        the size of this memory in bytes.
     """
     leased = [each for _, job in jobs for each in job.occupied]
     for slot, _ in leased:
@@ -390,10 +391,10 @@ class Reduction:
 
     Attributes:
         jobs: the job of each bucket.
-        asked: indices of the parameters that had no gradient on this rank, if `.grad` stays None where none had one.
-        whole: whether it includes the all-reduce over replicas, if any, so that its result belongs into `.grad`.
-        queued_bytes: of the pool, that were leased while it was queued, and no longer.
-        leased_bytes: of the pool, that are leased until it is waited for.
+        asked: indices of parameters without a gradient on this rank whose `.grad` stays None if no rank has one.
+        whole: whether it includes the all-reduce over replicas, if any, so that its result is added to `.grad`.
+        queued_bytes: bytes of the pool that were leased while it was queued, and are released already.
+        leased_bytes: bytes of the pool that stay leased until the wait for it.
     """
 
     jobs: list[tuple[ReduceBucket, Job[Reduced]]]
@@ -412,9 +413,9 @@ class GroupReduced:
         jobs: those that the host must wait for before it reads a result.
 
     Attributes:
-        is_uncut: whether no result is cut yet: then to hold this takes no more memory than to hold its pieces.
-        is_awaited: whether the host need not wait for an accelerator before it reads a result.
-        unused: those of `asked` that had none, once `pieces` was called.
+        is_uncut: whether no result is split yet, so that this object needs no more memory than its pieces.
+        is_awaited: whether the host can read a result without waiting for an accelerator.
+        unused: those of `asked` that had no gradient; valid once `pieces` was called.
     """
 
     __slots__ = ("_asked", "_done", "_jobs", "is_awaited", "is_uncut", "unused")
@@ -433,7 +434,7 @@ class GroupReduced:
             self.is_uncut &= reduced.is_uncut
 
     def pieces(self) -> dict[int, torch.Tensor]:
-        """This rank's pieces of the gradients, by the index of the parameter."""
+        """Return this rank's pieces of the gradients, by the index of the parameter."""
         for job in self._jobs:
             job.wait_on_host()
         self._jobs, self.is_awaited = (), True
@@ -447,11 +448,11 @@ class GroupReduced:
         return by_index
 
     def _unused(self) -> list[int]:
-        """The parameters, among those asked for, that had no gradient on any rank."""
+        """Return those of `asked` that had no gradient on any rank."""
         unused: list[int] = []
         for indices, reduced in self._done:
             marks = reduced.parts().used if reduced.marks is None else reduced.marks
-            # Fake ones do not tell what other ranks had: then, a gradient missing here counts as missing everywhere.
+            # Fake marks have no values. A gradient that is missing here then counts as missing on all ranks.
             values = marks.tolist() if has_memory(marks) else [0.0] * len(indices)
             unused += [
                 index for index, value in zip(indices, values, strict=True) if index in self._asked and not value
@@ -470,13 +471,13 @@ def reduce_buckets(
     slots: Sequence[int],
     rounding: Rounding,
 ) -> list[ReduceBucket]:
-    """The buckets of a group's gradients, one for each dtype of reduction.
+    """Make the buckets of a group's gradients, one for each dtype of the reduction.
 
     Args:
         params: the group's parameters.
         trains: for each, whether it requires a gradient.
         info, transports, options, pool, lane: the group's.
-        slots: sizes in bytes of the weights' slots: a reduction asks for such a size if it nearly fits, to reuse one.
+        slots: sizes in bytes of the slots of unsharded parameters. A reduction that nearly fits one requests its size.
         rounding: of the group.
     """
     members: dict[torch.dtype, list[int]] = {}

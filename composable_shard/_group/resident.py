@@ -1,7 +1,7 @@
-"""Weights that stay cut among a few neighbouring ranks between forward and backward (``reshard_after_forward=n``).
+"""Parameters that stay sharded among a few adjacent ranks between forward and backward (``reshard_after_forward=n``).
 
-Each of `n` ranks keeps a piece of the gathered weights, so that backward gathers among these `n` ranks alone (those of
-one node, say).
+Each of `n` ranks keeps a piece of the gathered parameters. Backward then gathers among these `n` ranks only, for
+example within one node.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .param import ShardedParam
 
 
 class Resident:
-    """The pieces that this rank keeps of one bucket's weights.
+    """The pieces that this rank keeps of one bucket's unsharded parameters.
 
     Args:
-        bucket: the bucket that gathers the weights in forward.
+        bucket: the bucket that gathers the parameters in forward.
         info: the mesh of the few ranks.
         transport: gathers among the few ranks.
-        pool, lane: where memory comes from, and where gathers are queued.
+        pool, lane: the source of memory, and the queue of gathers.
 
     Attributes:
         for_pieces, for_landing: the pool's requests for the pieces, and for the buffer into which they are gathered.
@@ -52,8 +52,8 @@ class Resident:
         itemsize, name = bucket.dtype.itemsize, bucket.fqns[0]
         self.for_pieces = pool.request(f"pieces {name}", layout.numel * itemsize)
         self.for_landing = landing = pool.request(f"landing {name}", layout.total * itemsize)
-        # The number of the few ranks (`info.shard_size`) divides the number of all ranks. So their padded pieces take
-        # no more room in a slot than the padded pieces of all ranks.
+        # The number of the few ranks (`info.shard_size`) divides the number of all ranks. So their padded pieces need
+        # no more of a slot than the padded pieces of all ranks.
         together = GatherLayout(layout, (), tuple(range(len(shapes))), layout, 0, landing.nbytes)
         copies = GatherCopies(together, info.shard_rank, transport)
         self._gatherer = Gatherer(copies, bucket.dtype, (landing, landing), pool, lane, bucket.begins)
@@ -62,7 +62,7 @@ class Resident:
         self._shown: dict[Slot, list[nn.Parameter]] = {}
 
     def keep(self) -> None:
-        """Copy this rank's pieces out of the gathered weights."""
+        """Copy this rank's pieces out of the gathered parameters."""
         slot = self._slot = self._pool.lease_for(self.for_pieces)
         for event in slot.free_after:
             event.wait()
@@ -76,7 +76,7 @@ class Resident:
         return own_pieces(slot.typed(self._bucket.dtype, written), self._layout, self._info.shard_rank)
 
     def shown(self) -> list[nn.Parameter]:
-        """The pieces as DTensor parameters on the mesh of the few ranks, to install between forward and backward."""
+        """Return the pieces as DTensor parameters on the small mesh, to install between forward and backward."""
         assert self._slot is not None
         pieces = self._shown.get(self._slot)
         if pieces is None:
@@ -97,7 +97,7 @@ class Resident:
         )
 
     def start(self) -> Job[None]:
-        """Begin to gather the weights from the pieces, into a slot of the bucket."""
+        """Begin to gather the parameters from the pieces, into a slot of the bucket."""
         assert self._slot is not None
         slot = self._bucket.open()
         after = (self._kept_at, *slot.free_after)
@@ -106,7 +106,7 @@ class Resident:
         return job
 
     def release(self) -> None:
-        """Give the pieces up."""
+        """Release the pieces."""
         if self._slot is not None:
             self._pool.release(self._slot, self._lane.mark())
             self._slot = None

@@ -1,11 +1,12 @@
-"""Saved-tensor hooks by which autograd saves handles of weights, instead of their memory.
+"""Saved-tensor hooks by which autograd saves handles of parameters instead of their memory.
 
-While a sharded module runs forward, a view of a weight is packed as a handle (bucket, offset, shape, strides). In
-backward, the handle is unpacked to that view of the weights as they are gathered then, in whatever slot. So autograd
-never reads a slot that was leased to something else meanwhile.
+While a sharded module runs forward, a view of a parameter is packed as a handle (bucket, offset, shape, strides). In
+backward, the handle is unpacked to that view of the parameters as they are gathered then, in whichever slot. So
+autograd never reads a slot that was leased for other data in the meantime.
 
-Torch applies only the innermost hooks, so these pass every other tensor on to the hooks that were active outside of
-them. Where there are none, the tensor is kept with its version, which is checked here as torch would without hooks.
+Torch applies only the innermost hooks, so these hooks pass every other tensor on to the hooks that were active outside
+of them. If there are none, the tensor is kept with its version. The version is checked here, as torch does without
+hooks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class WeightOwner(Protocol):
-    """The engine, as these hooks know it: it gathers weights and knows where they lie.
+    """The interface of the engine for these hooks: it gathers parameters and finds their memory.
 
     Attributes:
         under_hooks: whether other hooks are active outside of ours in the forward that began last.
@@ -48,26 +49,26 @@ class WeightOwner(Protocol):
     def pool(self) -> BufferPool: ...
 
     def fetch(self, bucket: Bucket) -> None:
-        """Make a bucket's weights readable, gathering them if need be."""
+        """Make a bucket's unsharded parameters readable; gather them if needed."""
 
     def halfway(self) -> None:
-        """Backward has read half of the handles of a use."""
+        """Handle the event that backward has read half of the handles of a use."""
 
     @property
     def keepers(self) -> Mapping[Bucket, object]:
-        """By bucket, an object for all new handles to hold, whose deletion tells that the last of them is gone."""
+        """By bucket, an object that all new handles hold, so that its deletion shows that the last handle was freed."""
 
 
 class Handle(NamedTuple):
-    """A saved view of a weight."""
+    """A saved view of an unsharded parameter."""
 
     bucket: Bucket
-    place: Place | tuple[torch.Tensor, int]  # outside of the pool's memory: the view itself and its weight's index
-    owner: WeightOwner | None  # gathers the weights; None if it was freed
-    keeper: object  # is deleted with the last handle of its use
-    generation: int  # the bucket's, when the view was saved
-    shown: Sequence[torch.Tensor]  # the node's outputs that were installed then, to find edits of them
-    version: int  # of the view then; it shares the version of the output
+    place: Place | tuple[torch.Tensor, int]  # outside of the pool's memory: the view itself and the parameter's index
+    owner: WeightOwner | None  # gathers the parameters; None if it was freed
+    keeper: object  # freed with the last handle of its use
+    generation: int  # of the bucket when the view was saved
+    shown: Sequence[torch.Tensor]  # the node outputs that were installed then, to detect edits of them
+    version: int  # of the view then; it is the version of the output, too
 
 
 _Tensor, _data_ptr, _is_grad_enabled = torch.Tensor, torch.Tensor.data_ptr, torch.is_grad_enabled
@@ -75,7 +76,7 @@ _new = tuple.__new__  # makes a named tuple at a third of the cost of calling it
 
 
 class _Flattened(NamedTuple):
-    """A saved tensor of a subclass that has weights among its inner tensors, which became handles."""
+    """A saved tensor of a subclass whose inner tensors include parameters, which became handles."""
 
     kind: type
     inner: dict[str, Any]
@@ -91,7 +92,7 @@ class _Foreign(NamedTuple):
 
 
 def saved_weights(owner: WeightOwner) -> AbstractContextManager[Any] | None:
-    """A context with these hooks for one forward; None if hooks of this owner are the innermost ones already."""
+    """Return a context with these hooks for one forward; None if this owner's hooks are already the innermost ones."""
     outer = active_saved_tensors_hooks()
     ours = _ours(outer)
     if ours is not None and ours.owner() is not owner:
@@ -113,14 +114,15 @@ def _are_ours(hooks: SavedTensorsHooks) -> bool:
 
 
 def give_way() -> None:
-    """From now on, let `torch.func` transforms run in forwards under these hooks, which are set aside meanwhile."""
+    """From now on, let `torch.func` transforms run in forwards under these hooks, by disabling the hooks meanwhile."""
     give_way_to_transforms(_are_ours)
 
 
 def weights_in_place(owner: WeightOwner) -> AbstractContextManager[None] | None:
-    """A context without these hooks, as some `torch.func` transforms demand; None if they are not the innermost ones.
+    """Return a context without these hooks, as some `torch.func` transforms require; None if they are not innermost.
 
-    Autograd saves weights as it saves any tensor then, so it is for forwards whose weights stay gathered in their slot.
+    In it, autograd saves parameters like any tensor, so it is for forwards whose parameters stay gathered in their
+    slot.
     """
     owner.under_hooks = False
     ours = _ours(active_saved_tensors_hooks())
@@ -130,8 +132,8 @@ def weights_in_place(owner: WeightOwner) -> AbstractContextManager[None] | None:
 class _Hooks:
     """The hooks of one forward.
 
-    The hooks hold the engine weakly, but handles hold it strongly. So an autograd graph keeps alive what its backward
-    needs, while a collective's thread, which may have a copy of this thread's hooks, keeps nothing alive.
+    The hooks hold the engine weakly, but handles hold it strongly. So an autograd graph keeps the objects that its
+    backward needs alive. The thread of a collective, which may have a copy of this thread's hooks, keeps nothing alive.
     """
 
     __slots__ = ("_addresses", "_keepers", "_last", "_outer", "_places", "has_outer", "owner")
@@ -157,12 +159,12 @@ class _Hooks:
             return flattened
         if self._outer is not None:
             return _Foreign(self._outer[0](tensor))
-        if tensor.requires_grad:  # detached: an operator's saved output would hold its own node, in a cycle
+        if tensor.requires_grad:  # detached, because an operator's saved output would hold its own node, in a cycle
             tensor = tensor.detach()
         version = tensor._version
         return (tensor, version) if version else tensor
 
-    @never_trace  # compiled autograd would trace it, and not see that it gathers
+    @never_trace  # compiled autograd would trace it and not record that it gathers
     def unpack(self, packed: Any) -> torch.Tensor:
         kind = type(packed)
         if kind is Handle:
@@ -180,7 +182,7 @@ class _Hooks:
         return _restored(packed)
 
     def _handle(self, tensor: torch.Tensor, address: int) -> Any:
-        """A handle for a view of weights whose data begins at `address`; None if the view is of no weights."""
+        """Make a handle for a view of a parameter whose data begins at `address`; None for views of other tensors."""
         slot = self._last
         if slot is None or slot.owner is None or not slot.begin <= address < slot.end:
             slot = self._last = self._addresses.find(address)
@@ -201,7 +203,7 @@ class _Hooks:
         return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown, version))
 
     def _flattened(self, tensor: Any) -> Any:
-        """A tensor of a subclass, with handles for those of its inner tensors that are weights; None if none is."""
+        """Flatten a tensor subclass, with handles for inner tensors that are parameters; None if there are none."""
         if type(tensor) in PLAIN or not hasattr(tensor, "__tensor_flatten__"):
             return self._handle(tensor, address_of(tensor))
         names, context = tensor.__tensor_flatten__()
@@ -216,25 +218,25 @@ class _Hooks:
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a lazy conjugate, or lazily negated, of which a handle cannot tell."""
+    """Whether a tensor is lazily conjugated or negated, which a handle does not record."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def _copied(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A copy of a weight, to be saved as any tensor is, with its version."""
+    """Copy a parameter, to be saved like any tensor, with its version."""
     copy = tensor.detach().clone()
     return copy, copy._version
 
 
 def _weight(handle: Handle) -> torch.Tensor:
-    """The weight that a handle stands for, gathered again if need be."""
+    """Return the unsharded parameter of a handle, gathered again if needed."""
     bucket, place, owner, _, generation, shown, version = handle
     if generation != bucket.generation:
         raise _stale(bucket)
     if not bucket.readable:
         assert owner is not None
         owner.fetch(bucket)
-        if generation != bucket.generation:  # the gather has noticed it
+        if generation != bucket.generation:  # the gather has detected a change
             raise _stale(bucket)
     writes = bucket.writes
     if shown is not writes.looked_at:
@@ -248,7 +250,7 @@ def _weight(handle: Handle) -> torch.Tensor:
         if not bucket.reads_left and owner is not None:
             owner.halfway()
     view: torch.Tensor = bucket.slot.views[place] if type(place) is Place else place[0]  # type: ignore[union-attr, index]
-    # With grad mode on (create_graph), backward saves this view again, without hooks: so it needs memory of its own.
+    # With grad mode on (create_graph), backward saves this view again, without hooks, so the view needs its own memory.
     return view.clone() if _is_grad_enabled() else view
 
 
@@ -257,7 +259,7 @@ def _kept(part: Any) -> Any:
 
 
 def _restored(packed: Any) -> torch.Tensor:
-    """A tensor of a subclass, or one of its inner tensors, from the form in which it was saved."""
+    """Restore a tensor of a subclass, or one of its inner tensors, from the form in which it was saved."""
     if isinstance(packed, Handle):
         return _weight(packed)
     if isinstance(packed, _Flattened):
@@ -272,7 +274,7 @@ def _restored(packed: Any) -> torch.Tensor:
 def _stale(bucket: Bucket) -> StaleStateError:
     return StaleStateError(
         f"weights of the group with {', '.join(bucket.fqns)}: an optimizer, a load or a write to the sharded "
-        "parameters has changed them between forward and backward; run backward first, or forward again afterwards"
+        "parameters has changed them between forward and backward; run backward first, or run forward again afterwards"
     )
 
 
@@ -280,7 +282,7 @@ def _edited(fqn: str) -> SavedTensorModifiedError:
     return SavedTensorModifiedError(
         f"parameter {fqn}: its unsharded copy was modified by an in-place operation after it had been gathered and "
         "before backward read it: in a forward, after one, or before one by code that called unshard(). The sharded "
-        "parameter does not have that edit, so the gradient would be that of other weights. Edit the sharded parameter "
+        "parameter does not have that edit, so the gradient would be for other values. Edit the sharded parameter "
         "instead, between two steps, or compute with an edited copy"
     )
 

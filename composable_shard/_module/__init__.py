@@ -1,1 +1,1 @@
-"""What a sharded module has of its own: methods, state, and the parameters in their places."""
+"""The sharded module: its class, methods, state and parameters."""

@@ -1,7 +1,7 @@
 """Parameters that are added to modules after `fully_shard`.
 
-A sharded parameter that has only moved to another module is followed there. A new parameter is refused if a forward
-would train it, because nobody would average its gradients.
+A sharded parameter may move to another module. A new parameter raises an error if a forward would train it, because its
+gradients would not be averaged over the ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .entries import ModuleEntries, Place
 
 
 def check_use(owner: nn.Module, name: str, fqn: str) -> None:
-    """Refuse a parameter that its module treats in a way that sharding cannot serve.
+    """Refuse a parameter that its module uses in a way that sharding does not support.
 
     Raises:
         ShardConfigValueError: an embedding writes to its weight in forward, or gives it a sparse gradient.
@@ -34,8 +34,8 @@ def check_use(owner: nn.Module, name: str, fqn: str) -> None:
     where = f"parameter {fqn}: is the weight of an {type(owner).__name__} with"
     if owner.max_norm is not None:
         raise ShardConfigValueError(
-            f"{where} max_norm, which writes to it in forward, and what is written to an unsharded copy is lost; "
-            "set max_norm=None and clip the rows after the optimizer's step, or pass the weight in ignored_params"
+            f"{where} max_norm, which writes to it in forward, and writes to an unsharded copy are lost; set "
+            "max_norm=None and clip the rows after the optimizer's step, or pass the weight in ignored_params"
         )
     if owner.sparse and owner.weight.requires_grad:
         raise ShardConfigValueError(
@@ -45,14 +45,14 @@ def check_use(owner: nn.Module, name: str, fqn: str) -> None:
 
 
 class Top(NamedTuple):
-    """What a module holds; the dictionaries alone, so that the module is not kept alive."""
+    """The dictionaries of a module, without a reference to the module, so that it is not kept alive."""
 
     params: dict[str, Any]  # its `_parameters`
     children: dict[str, Any]  # its `_modules`
 
 
 class _Seen:
-    """What modules held when it was looked at last, by which it can be told cheaply whether that has changed."""
+    """A snapshot of the children and parameters of modules, for a cheap check whether they have changed."""
 
     def __init__(self, tops: Sequence[Top]) -> None:
         below = [top for _, _, top in _below(tops)]
@@ -67,7 +67,7 @@ class _Seen:
         self._empty = [params for params, _ in empty], [name for _, name in empty]
 
     def is_current(self) -> bool:
-        """Whether the modules still have the same children, and no more parameters than they had."""
+        """Whether the modules still have the same children, and no additional parameters."""
         return (
             [*map(len, self._dicts)] == self._sizes
             and all(map(is_, chain.from_iterable(map(dict.values, self._parents)), self._children))
@@ -75,7 +75,7 @@ class _Seen:
         )
 
     def names(self) -> dict[int, set[str]]:
-        """By id of a module's `_parameters`: the names of those that were there."""
+        """By id of a module's `_parameters`: the names of its parameters in the snapshot."""
         return {id(params): names for params, names in self._filled}
 
 
@@ -83,8 +83,8 @@ class WatchedEntries(ModuleEntries):
     """The entries of a call's own mesh, which also watch for parameters that are added.
 
     Args:
-        places, params: as those of `ModuleEntries`.
-        tops: of the modules of the call: they are watched with all modules below.
+        places, params: as for `ModuleEntries`.
+        tops: the modules of the call. They are watched with all modules below them.
         others: the entries of the call's other meshes.
 
     Attributes:
@@ -101,30 +101,30 @@ class WatchedEntries(ModuleEntries):
         super().__init__(places, params)
         self.claim: Callable[[nn.Module], None] | None = None
         self._tops = tops
-        self._prefixes = [""] * len(tops)  # of names within each top, once the root is known
+        self._prefixes = [""] * len(tops)  # prefix of the names in each top; set once the root is known
         self._others = others
         self._seen = _Seen(tops)
         self._allows_unmanaged = False
-        self._idle: list[nn.Parameter] = []  # accepted, though nobody shards them, as they did not train at that time
+        self._idle: list[nn.Parameter] = []  # unsharded parameters that were accepted because they did not train then
 
     def allow_unmanaged(self) -> None:
-        """Accept parameters that nobody shards."""
+        """Accept parameters that are not sharded."""
         self._allows_unmanaged = True
 
     def name_modules(self, names: Mapping[int, str]) -> None:
-        """Name the call's modules in errors as the root does."""
+        """Set the names of the call's modules in the root, for error messages."""
         known = [names.get(id(top.params), "") for top in self._tops]
         self._prefixes = [f"{name}." if name else "" for name in known]
 
     def adopt(self) -> bool:
-        """Follow parameters that have moved, refuse new ones that would train, then do what `ModuleEntries.adopt` does.
+        """Follow moved parameters, refuse new ones that would train, then call `ModuleEntries.adopt`.
 
         A new parameter is accepted if it does not train, or has post-accumulate hooks, which may average its gradients.
-        Either may change, so accepted parameters are looked at again in each forward.
+        Either may change, so accepted parameters are checked again in each forward.
 
         Raises:
-            ShardConfigStateError: parameters were added that nobody shards, and this forward trains them; or one has
-                no place any more, or was replaced by one that is placed otherwise.
+            ShardConfigStateError: this forward trains parameters that were added and are not sharded; or a parameter
+                was deleted, or replaced by one with another shape, mesh or placements.
         """
         if not self._seen.is_current() or (self._idle and any(map(_trains, self._idle))):
             self._look_anew()
@@ -150,7 +150,7 @@ class WatchedEntries(ModuleEntries):
     def _new_places(
         self, family: Sequence[ModuleEntries]
     ) -> Iterator[tuple[str, nn.Module | None, dict[str, Any], str]]:
-        """The places of parameters that are new, or that no call has sharded and an earlier look has accepted.
+        """The places of parameters that are new, or that are not sharded and were accepted by an earlier check.
 
         Yields:
             the prefix of the names of a module's parameters, the module, its `_parameters`, and the parameter's name.
@@ -169,13 +169,13 @@ class WatchedEntries(ModuleEntries):
         trained = [name for name, param in added.items() if _trains(param)]
         if trained and not self._allows_unmanaged:
             raise ShardConfigStateError(
-                f"parameters {', '.join(trained)}: were added after fully_shard, so nobody shards them or reduces "
-                "their gradients; call fully_shard on the module that was added, or, if you average their gradients "
-                "yourself, do so in post-accumulate hooks, or call allow_unmanaged_parameters() on the model"
+                f"parameters {', '.join(trained)}: were added after fully_shard, so they are not sharded and their "
+                "gradients are not reduced; call fully_shard on the module that was added, or average their gradients "
+                "in post-accumulate hooks, or call allow_unmanaged_parameters() on the model"
             )
 
     def _follow_moved(self, moved: Sequence[tuple[ModuleEntries, nn.Module | None, Place]]) -> None:
-        """Parameters, each of some entries, were put into other modules: note these, and the places there."""
+        """Note the new modules and places of parameters that were moved; each belongs to one of the entries."""
         for entries, module, (_, name, index) in moved:
             if module is not None:
                 param = entries.params[index]
@@ -188,14 +188,14 @@ class WatchedEntries(ModuleEntries):
 
 
 def _below(tops: Sequence[Top], prefixes: Iterable[str] = repeat("")) -> Iterator[tuple[str, nn.Module | None, Top]]:
-    """The modules of `tops` and all below that no other call has sharded.
+    """Walk the modules of `tops` and all modules below that no other call has sharded.
 
     Args:
         tops: where to begin.
-        prefixes: of the names within each of them; by default none.
+        prefixes: prefix of the names in each of them; by default empty.
 
     Yields:
-        the prefix of its parameters' names, the module (None for one of `tops`), and what it holds.
+        the prefix of the parameters' names, the module (None for one of `tops`), and its dictionaries.
     """
     seen: set[int] = set()
     to_do: list[tuple[str, nn.Module | None, Top]] = []
@@ -215,5 +215,5 @@ def _below(tops: Sequence[Top], prefixes: Iterable[str] = repeat("")) -> Iterato
 
 
 def _trains(param: torch.Tensor) -> bool:
-    """Whether a forward that begins now may give a parameter a gradient that nobody averages."""
+    """Whether a forward that begins now may give a parameter a gradient that is not averaged over the ranks."""
     return param.requires_grad and torch.is_grad_enabled() and not has_post_accumulate_hooks(param)

@@ -1,4 +1,4 @@
-"""The entries of `_parameters` in which modules look up a group's parameters, and what is installed in them."""
+"""Install a group's sharded or unsharded parameters in the `_parameters` entries of modules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Place = tuple[dict[str, nn.Parameter | None], str, int]  # a module's `_paramete
 
 
 class _Columns(NamedTuple):
-    """The columns of all places, over which every forward maps; `indices` is None if they count up from 0."""
+    """The columns of all places, over which every forward maps; `indices` is None if they are 0, 1, 2, ..."""
 
     dicts: list[dict[str, nn.Parameter | None]]
     names: list[str]
@@ -42,16 +42,16 @@ class _Columns(NamedTuple):
 class ModuleEntries:
     """All entries of modules' `_parameters` that hold a group's parameters, sharded or unsharded.
 
-    The dictionaries are held, never the modules, so that a module is not kept alive by its own state.
+    This object refers to the dictionaries, never to the modules, so that a module is not kept alive by its own state.
 
     Args:
         places: the entries. A tied parameter has several.
         params: the sharded parameters, tied ones once.
 
     Attributes:
-        places, params: as given; users may move or tie parameters.
-        shown: whether other tensors than the sharded parameters are installed.
-        converted: whether `adopt` shall report a change even if it finds none.
+        places, params: as given, then updated when users move or tie parameters.
+        shown: whether tensors other than the sharded parameters are installed.
+        converted: whether `adopt` must report a change even if it finds none.
     """
 
     def __init__(self, places: Sequence[Place], params: Sequence[ShardedParam]) -> None:
@@ -62,19 +62,19 @@ class ModuleEntries:
         self._columns = _Columns.of(places)
         self._shards = [param.sharded for param in params]
         self._installed: Sequence[torch.Tensor] = self._shards
-        self._lent: list[bool] = []  # `requires_grad` of what is installed, if users may set it
-        self._handles_seen = 0  # hooks' handles that there were then
+        self._lent: list[bool] = []  # `requires_grad` of the installed tensors, if they are leaves that users may change
+        self._handles_seen = 0  # number of hook handles when the leaves were installed
         self._assigned: list[tuple[dict[str, Any], str, Any]] = []  # see `note_assigned`
         self._recurrent: list[weakref.ref[nn.Module]] = []
         self._has_warned = False
-        self._before: dict[int, weakref.ref[nn.Parameter]] = {}  # by index, what was replaced last
-        # Of the sharded parameters as they were seen last: the storage of each DTensor, and this rank's piece in it.
+        self._before: dict[int, weakref.ref[nn.Parameter]] = {}  # by index, the parameters that were replaced last
+        # For the sharded parameters at the last check: the storage of each DTensor, and its local tensor.
         self._storages: list[Any] = []
         self._pieces: list[weakref.ref[torch.Tensor]] = []
         self._check_data()
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy's engine sets the lists for its own modules
+        # The engine of a copy sets the lists for its own modules.
         return self.__dict__ | {"_recurrent": [], "_storages": [], "_pieces": [], "_before": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ class ModuleEntries:
         self._check_data()
 
     def keep_lists(self, recurrent: Sequence[nn.Module]) -> None:
-        """Note which of these RNNs have our parameters: `_flat_weights`, their second list, must follow the entries."""
+        """Note which of these RNNs have our parameters: their `_flat_weights` lists must be updated with the entries."""
         ours = {id(names) for names in self._columns.dicts} if recurrent else ()
         of_ours = [module for module in recurrent if id(module._parameters) in ours]
         self._recurrent = [
@@ -92,12 +92,12 @@ class ModuleEntries:
         ]
 
     def name_modules(self, names: Mapping[int, str]) -> None:
-        """Modules have these names in the root, by id of their `_parameters`; here nothing asks for them."""
+        """Receive the modules' names in the root, by id of their `_parameters`. This class does not use them."""
 
     def follow(self) -> None:
-        """Do what `adopt` does, while Dynamo traces.
+        """Do the work of `adopt` while Dynamo traces.
 
-        If parameters were replaced, `converted` is set, and `adopt` reports it to the engine in the next eager forward.
+        If parameters were replaced, set `converted`, so that `adopt` reports it to the engine in the next eager forward.
         """
         if self.shown:
             return
@@ -106,7 +106,7 @@ class ModuleEntries:
             self.converted = True
 
     def show(self, tensors: Sequence[torch.Tensor], traced: bool = False) -> None:
-        """Install these tensors; with `traced`, one by one, which Dynamo can trace."""
+        """Install these tensors; with `traced`, in a loop that Dynamo can trace."""
         if self._lent and not traced:
             self.take_over()
             self._lent = []
@@ -123,13 +123,13 @@ class ModuleEntries:
                 list_anew(module)
 
     def lend(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Install leaves, which users may freeze, thaw or hook in the place of the sharded parameters."""
+        """Install leaves, which users may freeze, unfreeze or hook instead of the sharded parameters."""
         self.show(leaves)
         self._lent = list(map(_requires_grad, leaves))
         self._handles_seen = HANDLES.of_others()
 
     def take_over(self) -> None:
-        """Do to the sharded parameters what users have done to the leaves that are installed, if any are."""
+        """Apply to the sharded parameters what users have changed on the installed leaves, if any are installed."""
         if not self._lent:
             return
         self.note_assigned()
@@ -144,7 +144,7 @@ class ModuleEntries:
                 param.hooks.take_over(leaf, param.sharded)
 
     def note_assigned(self) -> None:
-        """Note what users have put in the place of what is installed: `hide` puts it back, and `adopt` looks at it."""
+        """Note the tensors that users have assigned over installed ones: `hide` restores them, `adopt` checks them."""
         if not self._hold(self._installed):
             self._assigned = [
                 (names, name, self._shard_of(now))
@@ -153,11 +153,11 @@ class ModuleEntries:
             ]
 
     def _shard_of(self, tensor: Any) -> Any:
-        """The sharded parameter in whose place `tensor` is installed; any other tensor itself."""
+        """The sharded parameter for which `tensor` is installed; `tensor` itself if there is none."""
         return next((self._shards[index] for index, own in enumerate(self._installed) if own is tensor), tensor)
 
     def hide(self, traced: bool = False) -> None:
-        """Install the sharded parameters again, and what users have assigned; `traced` as for `show`."""
+        """Install the sharded parameters again, then the tensors that users have assigned; `traced` as for `show`."""
         if self.shown:
             self.show(self._shards, traced)
             self.shown = False
@@ -169,7 +169,7 @@ class ModuleEntries:
         return self._installed[index]
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
-        """The index of the parameter that `tensor` is, sharded or unsharded; None if it is none of ours."""
+        """The index of the parameter whose sharded or unsharded tensor this is; None if it is not one of ours."""
         copy_of = tensor.__dict__.get(LEAF_OF)
         for index, param in enumerate(self.params):
             if tensor is param.sharded or tensor is self._installed[index] or param.fqn == copy_of:
@@ -177,14 +177,14 @@ class ModuleEntries:
         return None
 
     def move(self, moved: Sequence[Place]) -> None:
-        """Parameters were put into these places as well: note them, and drop the old ones that are empty."""
+        """Add places into which parameters were moved, and drop their old places that are empty now."""
         indices = {index for _, _, index in moved}
         kept = [(own, name, at) for own, name, at in self.places if at not in indices or own.get(name) is not None]
         self._set_places([*kept, *moved])
         self._install_anew()
 
     def keep_carried(self) -> None:
-        """Put what packed parameters carry on the sharded ones again, which a conversion or a load has made anew."""
+        """Set the attributes of packed parameters again on sharded ones that a conversion or a load has re-created."""
         for param in self.params:
             if param.carried is not None:
                 param.carried.keep(param.sharded)
@@ -193,27 +193,28 @@ class ModuleEntries:
         """Check that modules still have the tensors that were installed last.
 
         Raises:
-            ShardConfigStateError: somebody has replaced one, as `torch.func.functional_call` does.
+            ShardConfigStateError: one was replaced, for example by `torch.func.functional_call`.
         """
         if self._hold(self._installed):
             return
         for names, name, index in self.places:
             if names.get(name) is not self._installed[index]:
                 raise ShardConfigStateError(
-                    f"parameter {self.params[index].fqn}: {_kind(names.get(name))} was put in its place while the "
-                    "model runs (by torch.func.functional_call?), and sharding would put its own over it; use a "
+                    f"parameter {self.params[index].fqn}: was replaced by {_kind(names.get(name))} while the model "
+                    "runs (by torch.func.functional_call?), and the gathered parameter would overwrite it; use a "
                     "module that is not sharded for such calls"
                 )
 
     def adopt(self) -> bool:
-        """Take over parameters that a load or a conversion has put in the place of sharded ones.
+        """Adopt parameters by which a load or a conversion has replaced sharded ones.
 
         Returns:
             whether parameters were replaced, tied or converted since the last call.
 
         Raises:
-            ShardConfigStateError: an entry is gone, or has no DTensor with the shape, mesh and placements of the old
-                one; or stands in the place of an unsharded copy; or the `.data` of a sharded parameter was assigned.
+            ShardConfigStateError: an entry was deleted; or it does not contain a DTensor with the shape, mesh and
+                placements of the old one; or an unsharded copy was replaced; or the `.data` of a sharded parameter was
+                assigned.
         """
         self._check_leaves()
         self.take_over()
@@ -235,7 +236,7 @@ class ModuleEntries:
         return changed
 
     def _replace(self, replaced: dict[int, nn.Parameter]) -> None:
-        """Manage these parameters in the place of the sharded ones with these indices."""
+        """Manage these parameters instead of the sharded ones with these indices."""
         returns = any(self._is_known(param, index) for index, param in replaced.items())
         self._before = {} if returns else {index: weakref.ref(self._shards[index]) for index in replaced}
         for index, param in replaced.items():
@@ -245,17 +246,17 @@ class ModuleEntries:
         self._storages, self._pieces = [], []
 
     def _is_known(self, param: Any, index: int) -> bool:
-        """Whether it is the sharded parameter, or the one that it has replaced."""
+        """Whether `param` is the sharded parameter with this index, or the one that was replaced by it."""
         before = self._before.get(index)
         return param is self._shards[index] or (before is not None and before() is param)
 
     def _check_leaves(self) -> None:
-        """Refuse other parameters in the place of leaves. Who puts the leaves back later would get the other ones.
+        """Refuse parameters that were assigned over leaves: code that later restores the leaves would undo that.
 
-        A replaced parameter may come back, as it does after `torch.func.functional_call`.
+        The parameter that was replaced last is accepted, because `torch.func.functional_call` restores it.
 
         Raises:
-            ShardConfigStateError: a DTensor that is not ours stands in the place of a leaf.
+            ShardConfigStateError: a leaf was replaced by a DTensor that is not ours.
         """
         if not self._lent or self._hold(self._installed):
             return
@@ -263,18 +264,19 @@ class ModuleEntries:
             now = names.get(name)
             if isinstance(now, DTensor) and self._shard_of(now) is now and not self._is_known(now, index):
                 raise ShardConfigStateError(
-                    f"parameter {self.params[index].fqn}: was replaced while its unsharded copy stood in the module, "
-                    "as one does after a forward; call reshard() on the sharded module first, then replace parameters "
-                    "or call it by torch.func.functional_call"
+                    f"parameter {self.params[index].fqn}: was replaced while its unsharded copy was in the module, for "
+                    "example after a forward; call reshard() on the sharded module first, then replace parameters or "
+                    "use torch.func.functional_call"
                 )
 
     def _check_data(self) -> None:
-        """Notice `.data` that was assigned to a sharded parameter: a DTensor keeps its old piece without a word.
+        """Detect an assignment to `.data` of a sharded parameter: a DTensor silently keeps its old local tensor.
 
-        Such a DTensor has another storage around the same piece. A conversion gives it another piece.
+        After such an assignment the DTensor has another storage, but the same local tensor. After a conversion it has
+        another local tensor.
 
         Raises:
-            ShardConfigStateError: what was assigned is no DTensor, or of another dtype.
+            ShardConfigStateError: the assigned tensor is not a DTensor, or has another dtype.
         """
         with without_torch_function():
             storages = [*map(_storage, self._shards)]
@@ -287,18 +289,18 @@ class ModuleEntries:
         self._storages, self._pieces = storages, [weakref.ref(local_tensor(shard)) for shard in self._shards]
 
     def _say_lost(self, param: ShardedParam) -> None:
-        """Raise, or warn once where what was assigned may be a view of the parameter's own data, and so no loss."""
+        """Raise an error; only warn, once, if the assigned tensor may be a view of the parameter's own data."""
         kept = param.sharded
-        what = f"parameter {param.fqn}: its .data was assigned after sharding, which a DTensor does not take over: "
-        instead = "Write into it instead, as by param.data.copy_(...)"
+        what = f"parameter {param.fqn}: its .data was assigned after sharding, which has no effect on a DTensor: "
+        instead = "Write into it instead, for example by param.data.copy_(...)"
         if address_of(kept) or kept.dtype != local_tensor(kept).dtype:
             raise ShardConfigStateError(f"{what}it still has its old values. {instead}")
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"{what}unless that was its own data, it is lost. {instead}", stacklevel=2)
+            warnings.warn(f"{what}the new values are lost, unless they are its own data. {instead}", stacklevel=2)
 
     def _replaced(self) -> dict[int, nn.Parameter]:
-        """By index: the parameters that were put in the place of sharded ones, checked to be placed alike."""
+        """By index: the parameters that replace sharded ones. Each must have the same shape, mesh and placements."""
         replaced: dict[int, nn.Parameter] = {}
         for names, name, index in self.places:
             param, now = self.params[index], names.get(name)
@@ -307,17 +309,18 @@ class ModuleEntries:
             if not isinstance(now, DTensor) or _spec(now) != _spec(param.sharded) or not now.is_leaf:
                 raise ShardConfigStateError(
                     f"parameter {param.fqn}: was replaced by {_kind(now)} after sharding; "
-                    "change the values of the DTensor parameter in place, or replace it by one placed alike"
-                    f"{'' if now is None or now.is_leaf else '; this one is computed from others'}"
+                    "change the values of the DTensor parameter in place, or replace it by a DTensor with the same "
+                    "shape, mesh and placements"
+                    f"{'' if now is None or now.is_leaf else '; this one is not a leaf'}"
                 )
             replaced[index] = now
         return replaced
 
     def _tie(self) -> bool:
-        """Note entries that now hold another parameter of the group: users have tied the two.
+        """Note entries that now contain another parameter of the group, because users have tied the two.
 
-        That parameter must still be in an entry of its own. To adopt it as the replaced parameter instead would give
-        one tensor two gradients, of which one would be lost.
+        That parameter must still be in its own entry. Adopting it as the replaced parameter would give one tensor two
+        gradients, and one of these would be lost.
 
         Returns:
             whether there are such entries.
@@ -329,7 +332,7 @@ class ModuleEntries:
         return tied
 
     def _home_of(self, tensor: Any, index: int) -> int:
-        """The index of the sharded parameter that `tensor` is, if an entry of its own still holds it; else `index`."""
+        """The index of the sharded parameter `tensor`, if it is still in its own entry; else `index`."""
         for names, name, at in self.places:
             if tensor is self._shards[at] and names.get(name) is tensor:
                 return at
@@ -339,19 +342,19 @@ class ModuleEntries:
         self.places, self._columns = list(places), _Columns.of(places)
 
     def _install_anew(self) -> None:
-        """Put what is installed into all places, among them such as are new or were changed."""
+        """Install the current tensors into all places, including new and changed ones."""
         for names, name, index in self.places:
             names[name] = self._installed[index]  # type: ignore[assignment]
 
     def _hold(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the modules have these tensors, in the order of the parameters."""
+        """Whether the modules contain exactly these tensors, which are in the order of the parameters."""
         dicts, names, indices = self._columns
         expected = tensors if indices is None else [tensors[index] for index in indices]
         return all(map(is_, map(dict.get, dicts, names), expected))
 
 
 def list_anew(module: Any) -> None:
-    """Rebuild the list of an RNN; not by its own method, which copies the weights to new memory on CUDA."""
+    """Rebuild the weight list of an RNN. The RNN's own method would copy the weights to new memory on CUDA."""
     flat = [module._parameters[name] for name in module._flat_weights_names]
     module._flat_weights = flat
     # Dynamo cannot compare weak references, and a traced module does not need them.

@@ -1,4 +1,4 @@
-"""Gradients of all ranks together: clipped by one norm, and averages in which each token counts the same."""
+"""Clip the gradients of all ranks by one norm, and average losses so that each token counts the same."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from .._torch.distributed import backend_name, sum_over_ranks
 from .state import states_below
 
 Ranks = nn.Module | DeviceMesh | dist.ProcessGroup | None
-_NEAR = 16  # autograd nodes of a loss that are searched for a division by no tokens
+_NEAR = 16  # number of autograd nodes of a loss that are searched for a division by zero tokens
 
 
 # ---- clipping
 
 
 class ClipWatcher(Protocol):
-    """Whoever wants to know the norms that gradients had before they were clipped."""
+    """Receives the norms of gradients before they are clipped."""
 
     def clipped(self, params: set[int], norm: torch.Tensor) -> None:
-        """The gradients of the parameters with these ids, which had this norm, were clipped."""
+        """Called after the gradients of the parameters with these ids, which had this norm, were clipped."""
 
 
 _watchers: weakref.WeakSet[ClipWatcher] = weakref.WeakSet()
 
 
 def watch_clipping(watcher: ClipWatcher) -> None:
-    """Tell `watcher`, while it lives, of every call of `clip_grad_norm_` that is not traced by Dynamo."""
+    """Notify `watcher`, which is held weakly, of every call of `clip_grad_norm_` that is not traced by Dynamo."""
     _watchers.add(watcher)
 
 
@@ -51,18 +51,20 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scale gradients down, in place, so that the norm of all of them together is at most `max_norm`.
+    """Clip gradients in place, so that their total norm is at most `max_norm`.
 
-    As `torch.nn.utils.clip_grad_norm_`, which refuses to mix sharded parameters with plain ones (`ignored_params`), or
-    those of several meshes. A plain gradient counts as it is on this rank: average it over the ranks first, or ranks
-    clip differently. So do they if the ranks beside a mesh hold other parameters (experts, say) of which no DTensor
-    tells: let those be DTensors on the axis of the experts before they are sharded.
+    Like `torch.nn.utils.clip_grad_norm_`, which does not support a mix of sharded and plain parameters
+    (`ignored_params`), or of parameters on several meshes. All ranks must clip by the same norm:
+
+    - The local value of a plain gradient is used. Average it over the ranks first.
+    - Parameters that differ between ranks outside of the mesh (for example experts) must be DTensors on that axis
+      before they are sharded. Otherwise the norm does not include the parameters of the other ranks.
 
     Returns:
-        the norm before: a DTensor where all gradients lie on one mesh, as torch's; else a tensor.
+        the norm before clipping: a DTensor if all gradients are on one mesh, like torch's, else a tensor.
 
     Raises:
-        ShardConfigValueError: `max_norm` is negative or NaN, which would turn the gradients round or spoil them.
+        ShardConfigValueError: `max_norm` is negative or NaN, which would invert the gradients or set them to NaN.
     """
     if isinstance(max_norm, (int, float)) and not max_norm >= 0:
         raise ShardConfigValueError(f"max_norm: expected a number that is not negative, got {max_norm!r}")
@@ -102,16 +104,17 @@ def _norm(params: list[torch.Tensor], norm_type: float, foreach: bool | None) ->
 def average_by_tokens(
     loss: torch.Tensor, tokens: int | torch.Tensor, group: Ranks = None, *, total: int | torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The loss of which each rank is to call `backward`, so that all tokens of all ranks weigh the same.
+    """Weight a loss so that all tokens of all ranks count the same; each rank calls `backward` on the result.
 
-    Data parallelism averages gradients over the ranks and so weighs ranks alike, however many tokens each one has
+    Data parallelism averages gradients over the ranks, so every rank has the same weight, however many tokens it has
     (padding, packing, the end of an epoch). With this loss, the averaged gradients are those of one process that takes
-    the mean over the tokens of all ranks. Where all ranks have as many tokens, gradients stay the same to the bit.
+    the mean over the tokens of all ranks. If all ranks have the same number of tokens, gradients are bitwise identical
+    to those of the unweighted loss.
 
         loss = cs.average_by_tokens(mean_loss, tokens)  # 0-dim; equal on all ranks
         loss.backward()
 
-    With gradient accumulation the tokens of all microbatches have to be known before the first backward:
+    With gradient accumulation, the number of tokens of all microbatches must be known before the first backward:
 
         total = cs.total_tokens(sum(tokens_of(batch) for batch in microbatches))
         losses = []
@@ -120,31 +123,32 @@ def average_by_tokens(
             losses[-1].backward()
         step_loss = sum(losses).detach()  # the mean over all tokens of the step
 
-    It is one all-reduce of two numbers over each axis of the mesh, without a host synchronisation, and traces under
-    ``torch.compile(fullgraph=True)`` where `group` is None or a process group.
+    This takes one all-reduce of two numbers over each axis of the mesh, without a host synchronisation. It can be traced
+    by ``torch.compile(fullgraph=True)`` if `group` is None or a process group.
 
     Args:
-        loss: this rank's mean over its tokens; 0-dim.
-        tokens: how many these are; an int or a 0-dim tensor. A rank that has none calls `backward` all the same, since
-            the others wait for it: its loss may be NaN (0/0) then, counts as 0, and gives gradients of 0. (A NaN in a
-            gradient is mended where a scalar was divided by no tokens, in one of the last 16 operations of the loss. In
-            a compiled graph it is not: divide by ``count.clamp(min=1)`` there.)
+        loss: the mean over this rank's tokens; 0-dim.
+        tokens: the number of these tokens; an int or a 0-dim tensor. A rank with 0 tokens must call `backward` as well,
+            because the other ranks wait for it. Its loss may be NaN (0/0). It counts as 0, and its gradients are 0.
+            (NaN gradients are set to 0 if one of the last 16 operations of the loss divides a scalar by the number of
+            tokens. This does not work in a compiled graph: divide by ``count.clamp(min=1)`` there.)
         group: the data-parallel ranks, over which gradients are averaged: a sharded model (the mesh of its outermost
-            group: both axes of an HSDP mesh, and not the axes of tensor parallelism), a mesh of these axes, or a
-            process group. None is all ranks, which is right beside tensor parallelism as well, where ranks that share a
-            batch pass the same numbers; ranks that see no loss (other pipeline stages) must not be in it.
-        total: tokens of all ranks in all microbatches of the step, as `total_tokens` says; None for those of this call.
+            group: both axes of an HSDP mesh, without the axes of tensor parallelism), a mesh of these axes, or a process
+            group. None means all ranks. That is also correct with tensor parallelism, if ranks that share a batch pass
+            the same numbers. Ranks that have no loss (other pipeline stages) must not be included.
+        total: number of tokens of all ranks in all microbatches of the step, from `total_tokens`. None means the tokens
+            of this call.
 
     Returns:
-        0-dim, of the dtype of `loss`; its value is the mean over the tokens of all ranks. With `total` it is the part
-        of this microbatch: the parts of a step add up to the mean over its tokens.
+        0-dim, with the dtype of `loss`. Its value is the mean over the tokens of all ranks. With `total`, it is the
+        share of this microbatch; the shares of a step add up to the mean over its tokens.
 
     Raises:
-        ShardConfigTypeError: `tokens` or `total` is no int and no tensor, or `group` is none of these.
+        ShardConfigTypeError: `tokens` or `total` is not an int or a tensor, or `group` has another type.
         ShardConfigValueError: `loss`, `tokens` or `total` is not 0-dim; a number is negative; or `group` is a module
             that is not sharded.
 
-    Gradients must be averaged as they are by default: see `set_gradient_divide_factor`.
+    The default division of gradients must be in use: see `set_gradient_divide_factor`.
     """
     if loss.dim():
         raise ShardConfigValueError(f"loss: expected the mean over this rank's tokens, 0-dim, got {tuple(loss.shape)}")
@@ -166,11 +170,11 @@ def total_tokens(tokens: int | torch.Tensor, group: Ranks = None) -> torch.Tenso
     """The number of tokens on all ranks, for the `total` of `average_by_tokens`; one all-reduce of a number.
 
     Args:
-        tokens: of all microbatches of a step on this rank; an int or a 0-dim tensor.
-        group: as of `average_by_tokens`.
+        tokens: number of tokens in all microbatches of a step on this rank; an int or a 0-dim tensor.
+        group: as for `average_by_tokens`.
 
     Returns:
-        0-dim, int64, on the device that the ranks communicate from.
+        0-dim, int64, on the device from which the ranks communicate.
 
     Raises:
         ShardConfigTypeError, ShardConfigValueError: as `average_by_tokens`.
@@ -180,7 +184,7 @@ def total_tokens(tokens: int | torch.Tensor, group: Ranks = None) -> torch.Tenso
 
 
 def _process_groups(ranks: Ranks) -> list[dist.ProcessGroup]:
-    """The process groups of the axes: a sum over the one after the other is a sum over all of these ranks."""
+    """The process groups of the mesh axes. Sums over one after the other give the sum over all of these ranks."""
     if ranks is None:
         world = dist.group.WORLD if dist.is_initialized() else None
         return [] if world is None else [world]
@@ -212,13 +216,13 @@ def _device_of(ranks: Ranks, groups: list[dist.ProcessGroup]) -> torch.device:
     try:
         for group in groups:
             backend_name(group, device)
-    except (RuntimeError, NotImplementedError):  # gloo alone, on a machine that has an accelerator
+    except (RuntimeError, NotImplementedError):  # only gloo, on a machine with an accelerator
         return torch.device("cpu")
     return device
 
 
 def _count(name: str, tokens: int | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A number of tokens as a tensor: in float64, which counts up to 2**53 exactly."""
+    """Convert a number of tokens to a float64 tensor, which is exact up to 2**53."""
     if isinstance(tokens, torch.Tensor):
         if tokens.dim():
             raise ShardConfigValueError(f"{name}: expected an int or a 0-dim tensor, got {tuple(tokens.shape)}")
@@ -237,15 +241,15 @@ def _summed(numbers: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Ten
 
 
 def _mend_divisions(loss: torch.Tensor, some: torch.Tensor) -> None:
-    """Where a rank has no tokens, let NaN that the last operations of its loss give for gradients be 0.
+    """On a rank without tokens, set NaN gradients of scalars in the last operations of its loss to 0.
 
-    The gradient of 0/0 is NaN even where the gradient of the result is 0. Only such scalars are changed.
+    The gradient of 0/0 is NaN even if the gradient of the result is 0. Only such scalars are changed.
     """
     nodes = [loss.grad_fn]
     for node in nodes:
         if node is None or isinstance(node, torch.autograd.function.BackwardCFunction):
-            continue  # a leaf's end, or somebody's own function
-        if not hasattr(node, "variable"):  # a leaf's node has one, and the leaf's hooks are its owner's
+            continue  # the end of the graph, or a custom autograd function
+        if not hasattr(node, "variable"):  # not the node of a leaf, because the leaf's hooks belong to its owner
             node.register_hook(partial(_mended, some))
             HANDLES.give()
         nodes += [inner for inner, _ in node.next_functions if inner not in nodes][: _NEAR - len(nodes)]

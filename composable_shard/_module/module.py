@@ -1,8 +1,8 @@
-"""The module: the class that `fully_shard` swaps in, its hooks, and the methods that users call.
+"""The class of sharded modules, its forward hooks, and the methods that users call.
 
-`__call__` encloses the whole forward: it enters the engine, sets the saved-tensor hooks that keep weights out of
-autograd's memory, and leaves the engine even if the forward raises. The rest is done by `pre_forward` and
-`post_forward`, ordinary forward hooks, which `torch.compile` can trace.
+`__call__` encloses the whole forward: it enters the engine, sets the saved-tensor hooks that keep autograd from saving
+unsharded weights, and leaves the engine even if the forward raises. `pre_forward` and `post_forward` do the rest. They
+are ordinary forward hooks, which `torch.compile` can trace.
 """
 
 from __future__ import annotations
@@ -59,32 +59,33 @@ from .methods import Methods
 from .sharded_reads import explain_meta_buffers, explain_sharded_read
 from .state import EAGER, STATE, TRACED, Bound, ShardState, Way, states_below
 
-_BUILDER = "_shard_builder"  # key in a root's `__dict__`: the thread that builds its engine; `setdefault` is atomic
+# Key in a root's `__dict__`: the id of the thread that builds its engine. It is set by `setdefault`, which is atomic.
+_BUILDER = "_shard_builder"
 
 
 class UnshardHandle(TorchUnshardHandle):
-    """An unshard that was issued and not yet waited for."""
+    """A handle for an unshard that may still be in flight."""
 
     def __init__(self, engine: Engine, groups: Sequence[ParamGroup]) -> None:
         self._engine = engine
         self._groups = groups
 
     def wait(self) -> None:
-        """Make the unsharded parameters readable in the module; a no-op if they are already, or were resharded."""
+        """Wait, and install the unsharded parameters in the module; a no-op if they are installed or resharded."""
         for group in self._groups:
             if group.phase is GATHERING:
                 self._engine.unshard(group, wait=True)
 
 
 def bound_of(module: nn.Module, agrees: bool = True, runs: bool = True) -> Bound:
-    """What a module has of its engine, which is made now if there is none; the arguments are `build_engine`'s."""
+    """Return a module's part in its engine. Build the engine if there is none; the arguments are `build_engine`'s."""
     state: ShardState = module.__dict__[STATE]
     if state.bound is None:
         here = threading.get_ident()
         if module.__dict__.setdefault(_BUILDER, here) != here:
             raise two_threads("its first forward")
         try:
-            if state.bound is None:  # or another thread has built it in the meantime
+            if state.bound is None:  # else another thread has built the engine in the meantime
                 apart_from_checkpoints(build_engine)(module, agrees, runs)
         finally:
             module.__dict__.pop(_BUILDER, None)
@@ -111,9 +112,9 @@ class FSDPModule(Methods):
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """Called by torch's own `Module.__call__`, which may have been reached without our `__call__`.
 
-        `torch.compile` calls the `__call__` that it saved before the module was sharded: such a call starts over with
-        our `__call__`. A checkpoint around `super().__call__` bypasses our `__call__` as well when it recomputes; that
-        call goes on here, because the original call has been through our `__call__`.
+        `torch.compile` calls the `__call__` that it saved before the module was sharded. Such a call starts over with
+        our `__call__`. An activation checkpoint around `super().__call__` also bypasses our `__call__` when it
+        recomputes. That call continues here, because the original call went through our `__call__`.
         """
         state: ShardState = self.__dict__[STATE]
         call = super()._call_impl  # type: ignore[misc]
@@ -132,7 +133,7 @@ class FSDPModule(Methods):
         state: ShardState = self.__dict__[STATE]
         state.release()
         try:
-            return super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # past torch's own
+            return super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # skip torch's FSDPModule
         finally:
             for each in state.family:
                 each.entries.keep_carried()
@@ -141,11 +142,11 @@ class FSDPModule(Methods):
                 state.bound.engine.converted(state.groups)
 
     def share_memory(self) -> Any:
-        """Move this rank's pieces of the parameters, and the buffers, to memory that processes share."""
+        """Move this rank's shards of the parameters, and the buffers, to shared memory."""
         return self._apply(_share)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, also those of sharded parameters while unsharded parameters are installed."""
+        """Clear all gradients, including those of sharded parameters while the unsharded parameters are installed."""
         for state in states_below(self):  # type: ignore[arg-type]
             for param in state.declaration.params if state.entries.shown else ():
                 grad = param.sharded.grad
@@ -156,19 +157,19 @@ class FSDPModule(Methods):
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:
-        """A copy with sharded parameters of its own, on the same mesh, and no engine yet.
+        """Copy the module with its sharded parameters, on the same mesh. The copy has no engine yet.
 
         Raises:
-            ShardConfigStateError: gradients wait for a later backward; the copy would not have them.
+            ShardConfigStateError: there are accumulated gradients that are not reduced; the copy would lose them.
         """
-        adopt_forward_methods(self)  # type: ignore[arg-type]  # torch's are bound to this module
+        adopt_forward_methods(self)  # type: ignore[arg-type]  # torch's wrappers are bound to this module
         states = states_below(self)  # type: ignore[arg-type]
         for group in [group for state in states for group in state.groups]:
             group.gradients.check_reduced({*map(id, group.shards)}, "a deep copy is made of")
         for state in states:
             state.release()
             for param in state.declaration.params:
-                copy.deepcopy(param, memo)  # before the modules that hold it
+                copy.deepcopy(param, memo)  # before the modules that contain it
         made = memo[id(self)] = object.__new__(type(self))
         compiled = {"_compiled_call_impl"}  # bound to this module; `nn.Module` does not copy it either
         made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in compiled}, memo))
@@ -182,13 +183,13 @@ class FSDPModule(Methods):
         )
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's own parameters (not those of sharded modules below it).
+        """All-gather this module's own parameters (not those of sharded modules below it).
 
-        They stay unsharded until `reshard`, until the module's next use or the next backward of the model reshards
-        them, or until their values change.
+        They stay unsharded until `reshard` is called, until the module's next forward or backward or the model's next
+        backward reshards them, or until the values of the sharded parameters change.
 
         Args:
-            async_op: return at once, with a handle whose `wait()` makes the parameters readable.
+            async_op: return immediately, with a handle whose `wait()` installs the unsharded parameters.
         """
         async_op = as_bool("async_op", async_op)
         engine = bound_of(self, runs=False).engine  # type: ignore[arg-type]
@@ -198,19 +199,19 @@ class FSDPModule(Methods):
         return UnshardHandle(engine, groups) if async_op else None
 
     def reshard(self) -> None:
-        """Give up the unsharded parameters of this module. Ignored while its forward runs."""
+        """Reshard this module's own parameters. Ignored while its forward runs."""
         state: ShardState = self.__dict__[STATE]
         state.release()
 
 
 def _share(tensor: torch.Tensor) -> torch.Tensor:
-    """Share a tensor's memory; torch's own way ends the process for a DTensor, whose memory is that of its piece."""
+    """Move a tensor to shared memory; for a DTensor its local tensor, because torch's own way crashes the process."""
     (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).share_memory_()  # type: ignore[no-untyped-call]
     return tensor
 
 
 def _is_plain(call: Any, module: nn.Module) -> bool:
-    """Whether a module's call is torch's own, and runs no module hooks but ours.
+    """Whether a module's call is torch's own, and runs no module hooks except ours.
 
     A class may override `__call__`, and torch.fx replaces it.
     """
@@ -229,7 +230,7 @@ def _call_whole(call: Callable[..., Any], _module: nn.Module, args: tuple[Any, .
 
 
 def _call_past(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`_call_whole` in eager mode, counted so that `FSDPModule._call_impl` does not start over."""
+    """`_call_whole` in eager mode, with the call counted so that `FSDPModule._call_impl` does not start over."""
     state: ShardState = module.__dict__[STATE]
     return state.counted(call, args, kwargs)
 
@@ -239,13 +240,13 @@ _NO_HOOKS = contextlib.nullcontext()
 
 
 def _run(module: nn.Module, call: _Call | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One eager call of a sharded module.
+    """Run one eager call of a sharded module.
 
     Args:
         module: the module.
-        call: runs it with its hooks; None for a module that has ours alone: then torch's own call, which takes twice
-            the time, would do no more than what is done here.
-        args, kwargs: of the call.
+        call: runs the module with its hooks. None for a module that has only our hooks: they are called directly here,
+            because torch's own call takes twice the time.
+        args, kwargs: arguments of the call.
     """
     state: ShardState = module.__dict__[STATE]
     bound = state.bound or bound_of(module)
@@ -282,13 +283,13 @@ def _run(module: nn.Module, call: _Call | None, args: tuple[Any, ...], kwargs: d
 
 
 def _hooks_for(engine: Engine, group: ParamGroup | None, stays: bool) -> contextlib.AbstractContextManager[Any] | None:
-    """The saved-tensor hooks of a call; None without gradients, or where those of the forward around it serve it, too.
+    """The saved-tensor hooks of a call; None without gradients, or if those of the enclosing forward are enough.
 
-    Where they are forbidden, as in `torch.func.grad`, there are none: autograd saves the weights and their memory.
+    Also None where hooks are forbidden, as in `torch.func.grad`: then autograd saves the weights with their memory.
 
     Args:
-        engine: of the module.
-        group: of the module, if it has parameters.
+        engine: the module's engine.
+        group: the module's group, if it has parameters.
         stays: whether the weights keep their memory until backward (`set_keep_unsharded_storage`).
     """
     if not (torch.is_grad_enabled() and saved_tensors_hooks_are_enabled()):
@@ -299,10 +300,10 @@ def _hooks_for(engine: Engine, group: ParamGroup | None, stays: bool) -> context
 
 
 def _hooks_of_recomputation(state: ShardState) -> contextlib.AbstractContextManager[Any] | None:
-    """The saved-tensor hooks of a recomputation past our `__call__`, whose caller has set none.
+    """The saved-tensor hooks of a recomputation that bypasses our `__call__`; None if the checkpoint has set hooks.
 
-    A reentrant checkpoint sets none. One that is not reentrant counts what is saved in it, by hooks of its own, and
-    must find as much as in the forward, in which its hooks were within ours.
+    A reentrant checkpoint sets none. A non-reentrant one counts saved tensors by its own hooks. It must count as many
+    as in the original forward, in which its hooks were inside of ours.
     """
     if state.bound is None or active_saved_tensors_hooks() is not None:
         return None
@@ -312,24 +313,26 @@ def _hooks_of_recomputation(state: ShardState) -> contextlib.AbstractContextMana
 def _needs_storage(module: nn.Module, bound: Bound) -> ShardConfigStateError:
     name = bound.group.name if bound.group is not None else type(module).__name__
     return ShardConfigStateError(
-        f"module {name}: its forward runs inside of a transform of torch.func, or uses one, that needs the weights to "
-        "stay in place until backward; call set_keep_unsharded_storage(True) on the root, before its first forward"
+        f"module {name}: its forward runs inside of a torch.func transform, or uses one, that needs the weights to "
+        "stay in memory until backward; call set_keep_unsharded_storage(True) on the root, before its first forward"
     )
 
 
 def _saved_none(engine: Engine, group: ParamGroup | None) -> bool:
     """Whether this call recomputes a forward that saved no weights through our saved-tensor hooks.
 
-    That forward's checkpoint took them: the module may begin one in a hook behind ours, as
-    `torch.distributed._composable.checkpoint` does. The recomputation then sets no hooks of ours either, because the
-    checkpoint counts the tensors that are saved in it.
+    In that forward, the hooks of an activation checkpoint saved the tensors instead: a module hook that runs after ours
+    may begin a checkpoint, as `torch.distributed._composable.checkpoint` does. The recomputation must not set our
+    saved-tensor hooks either, because the checkpoint counts the tensors that are saved in it.
     """
     use = None if group is None else engine.active.get(group)
     return use is not None and not use.reads and not any(bucket.saved for bucket in use.group.buckets[1:])
 
 
 class _ForwardMethod:
-    """A method of a sharded module that runs as a forward. The module holds this object, which holds it weakly.
+    """A method of a sharded module that runs as a forward.
+
+    The module refers to this object, which has only a weak reference to the module.
 
     Args:
         module: the module.
@@ -346,7 +349,7 @@ class _ForwardMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         if module is None:
-            raise ShardConfigStateError(f"{self._name}: its module is gone")
+            raise ShardConfigStateError(f"{self._name}: its module has been deleted")
         return _forward_as(self.__wrapped__, self._takes_module, module, args, kwargs)  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardMethod:
@@ -372,14 +375,14 @@ def _forward_as(
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let another method of a sharded module run as its forward does: on unsharded parameters, and with a backward.
+    """Make another method of a sharded module run like its forward: on unsharded parameters, and with a backward.
 
-    Modules that are not sharded stay as they are, so that code may call this for both.
+    Modules that are not sharded are left unchanged, so code may call this for any module.
 
     Args:
         module: the module.
-        method_name: name of the method, for example ``generate`` or ``encode``. It may be one of the class, or a
-            function that was set on this module alone.
+        method_name: name of the method, for example ``generate`` or ``encode``: a method of the class, or a function
+            that was set on this module only.
 
     Raises:
         ShardConfigValueError: the module has no such method.
@@ -392,7 +395,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     if not callable(method) or isinstance(method, nn.Module):
         raise ShardConfigValueError(
-            f"method_name: {type(module).__name__} does not have a method {method_name!r}; name one that it has"
+            f"method_name: {type(module).__name__} does not have a method {method_name!r}; pass the name of a method"
         )
     module.__dict__[method_name] = _ForwardMethod(module, method_name, method)
 
@@ -400,8 +403,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def adopt_forward_methods(module: nn.Module) -> None:
     """Replace the wrappers that torch's own `register_fsdp_forward_method` has set on a module by `_ForwardMethod`.
 
-    A torch wrapper that runs right now has called the state's `_pre_forward` and will call the method that it wraps.
-    That inner method is replaced, too: a `_ForwardMethod` does the whole forward, and ends it also if the method fails.
+    A torch wrapper that is running has called the state's `_pre_forward`, and will call the method that it wraps. That
+    inner method is replaced, too: a `_ForwardMethod` does the whole forward, and also ends it if the method fails.
     """
     for name, value in list(module.__dict__.items()):
         cell = registered_by_torch(value)
@@ -418,7 +421,7 @@ _modules: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDiction
 
 
 def number(module: nn.Module) -> None:
-    """Give a sharded module a number, by which `_find_root` finds it: Dynamo hands that function constants only."""
+    """Number a sharded module, so that `_find_root` can find it: Dynamo passes only constants to that function."""
     here = str(next(_numbers))
     _modules[here] = module
     module.__dict__[STATE].traced.unknown = here
@@ -426,7 +429,7 @@ def number(module: nn.Module) -> None:
 
 @run_while_tracing
 def _find_root(unknown: str) -> bool:
-    """Make the engine of a module that is compiled before it has ever run.
+    """Build the engine of a module that is compiled before its first forward.
 
     Dynamo may trace a function several times and must take the same path each time, so this is always called: with the
     module's number, or with an empty string once the engine exists.
@@ -438,7 +441,7 @@ def _find_root(unknown: str) -> bool:
 
 
 def _trace(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One call of a sharded module while Dynamo traces."""
+    """Run one call of a sharded module while Dynamo traces."""
     state: ShardState = module.__dict__[STATE]
     _find_root(state.traced.unknown)
     with_side_effects(partial(setattr, state, "compiled_as", begin_trace(state.asked.schedule)))
@@ -458,9 +461,10 @@ def _trace(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[s
 def _let_engine_surround_compiled_code(module: nn.Module) -> None:
     """Let the engine gather and reduce outside of the compiled code of a module on which `compile()` was called.
 
-    Torch then compiles `_call_impl`, hooks included, and runs the compiled code at every call of the module, also when
-    a checkpoint in the class's own `__call__` recomputes. As the module's own communication is not in the graph, layers
-    of one class share their code; that of sharded modules within is part of the graph.
+    Torch then compiles `_call_impl`, including hooks, and runs the compiled code at every call of the module, also when
+    an activation checkpoint in the class's own `__call__` recomputes. The module's own communication is not in the
+    graph, so that layers of one class share their code. The communication of sharded modules inside of it is in the
+    graph.
     """
     compiled = module._compiled_call_impl
     if hasattr(compiled, "_surrounded"):
@@ -479,13 +483,13 @@ def _let_engine_surround_compiled_code(module: nn.Module) -> None:
 
 
 def _run_around(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run compiled code, whose graph gathers for the sharded modules within, but not for the module itself."""
+    """Run compiled code, whose graph gathers for the sharded modules inside of the module, but not for itself."""
     state: ShardState = module.__dict__[STATE]
     depth = len(state.open_calls)
     state.begin(module)
     try:
         with state.around_compiled_code(), warnings.catch_warnings():
-            # Dynamo looks for a `.grad` of the unsharded parameters, which are no leaves.
+            # Dynamo reads `.grad` of the unsharded parameters, which are not leaves.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             output = call(*args, **kwargs)
     except BaseException:
@@ -495,7 +499,7 @@ def _run_around(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ..
 
 
 def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """The hook before forward, ahead of all other hooks: install the unsharded parameters, move and cast the inputs."""
+    """The hook before forward, which runs first: install the unsharded parameters, move and cast the inputs."""
     state: ShardState = module.__dict__[STATE]
     way = state.way
     if way is TRACED:
@@ -511,7 +515,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         args, kwargs = _mapped(partial(_move, state.inputs_to), args, kwargs, copies)
     if dtype is not None:
         args, kwargs = _cast_inputs(state, args, kwargs, dtype, copies)
-    if copies or state.copies:  # a call within one that waits has an entry of its own
+    if copies or state.copies:  # if an enclosing call has an entry, this call needs one as well, maybe an empty one
         with_side_effects(partial(state.copies.append, copies))
     return args, kwargs
 
@@ -528,9 +532,9 @@ def _cast_inputs(
 def _mapped(
     function: Callable[[torch.Tensor], torch.Tensor], args: Any, kwargs: Any, copies: list[ContainerCopy]
 ) -> tuple[Any, Any]:
-    """Arguments of a call with a function applied to their tensors; forward shares the containers that do not change.
+    """Apply a function to the tensors in the arguments of a call. Containers that do not change are not copied.
 
-    `args` and `kwargs` themselves are of this call alone, so that nothing is to be written back into them.
+    `args` and `kwargs` themselves belong to this call only, so nothing has to be written back into them.
     """
     args = map_tensors(function, args, copies)
     return args, {name: map_tensors(function, each, copies) for name, each in kwargs.items()} if kwargs else kwargs
@@ -543,7 +547,7 @@ def _begin_traced(state: ShardState, module: nn.Module) -> None:
 
 
 def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """The hook after forward: let the engine reshard (if it is to), have it watch for backward, cast the outputs."""
+    """The hook after forward: let the engine reshard and register for backward, then cast the outputs."""
     state: ShardState = module.__dict__[STATE]
     way = state.way
     if way is TRACED:
@@ -562,7 +566,7 @@ def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _ended(module: nn.Module, state: ShardState, output: Any) -> Any:
-    """End a forward at the engine, and let autograd call it when backward reaches one of the outputs.
+    """End a forward in the engine, and have autograd call the engine when backward reaches one of the outputs.
 
     Returns:
         the output, in which views of weights are replaced by clones.
@@ -584,10 +588,10 @@ def _ended(module: nn.Module, state: ShardState, output: Any) -> Any:
 
 
 def _apart_from_weights(output: Any, engine: Engine) -> tuple[Any, Sequence[torch.Tensor]]:
-    """The output with clones instead of views of weights, and the views that were cloned.
+    """Replace views of weights in the output by clones; return the output and the views that were cloned.
 
-    A view of a weight would change when the weight's slot is leased again. Views in containers that `map_tensors`
-    leaves alone are not cloned: like those that users keep elsewhere, they keep the slot.
+    A view of a weight would change when the weight's slot is leased again. Views in containers that `map_tensors` does
+    not support are not cloned: like views that users keep elsewhere, they keep the slot from being leased.
     """
     tensors = tree_tensors(output)
     parts = tensors if {*map(type, tensors)}.issubset(PLAIN) else [part for t in tensors for part in plain_parts(t)]
@@ -598,7 +602,7 @@ def _apart_from_weights(output: Any, engine: Engine) -> tuple[Any, Sequence[torc
 
 
 def _with_clones(output: Any, views: Set[int]) -> tuple[Any, list[torch.Tensor]]:
-    """The output with clones instead of the tensors that have one of `views`, by id, in them, and those views."""
+    """Clone the tensors of the output that are, or contain, one of `views` (ids); return the output and these views."""
     cloned: list[torch.Tensor] = []
 
     def clone(tensor: torch.Tensor) -> torch.Tensor:
@@ -618,7 +622,7 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _return_writes(state: ShardState) -> None:
-    """Let the caller's containers have what forward has written into the copies that it was given."""
+    """Write the items that forward has written into copies of containers into the caller's containers."""
     copies = state.copies[-1]
     with_side_effects(partial(state.copies.__delitem__, -1))
     if copies:

@@ -1,4 +1,4 @@
-"""State dicts hold the sharded parameters, also while unsharded ones are installed; full tensors can be loaded, too.
+"""State-dict hooks: save the sharded parameters even while unsharded ones are installed, and load full tensors, too.
 
 The hooks find the state through the module that they are called with, so that a copied module uses its own state.
 """
@@ -30,7 +30,7 @@ def watch_state_dict(owner: nn.Module, state: ShardState) -> None:
 
 
 class StateDictOwner:
-    """A weak reference to a state, copied with the module; the function that `WatchedEntries.claim` is set to."""
+    """A weak reference to a state, copied with the module. `WatchedEntries.claim` is set to such an object."""
 
     def __init__(self, state: ShardState) -> None:
         self.state = weakref.ref(state)
@@ -47,7 +47,7 @@ class StateDictOwner:
 
 
 def states_with_parameters_in(model: nn.Module) -> list[ShardState]:
-    """Each state once that has parameters in `model` or a module below, also if a module around it was sharded."""
+    """List the states with parameters in `model` or below, each once, even if only an enclosing module is sharded."""
     owners = [owner for module in model.modules() if (owner := module.__dict__.get(OWNED_BY)) is not None]
     firsts = [state for owner in owners if (state := owner.state()) is not None]
     return list(dict.fromkeys(each for state in firsts for each in state.family))
@@ -65,7 +65,8 @@ def _params(module: nn.Module) -> list[tuple[ShardState, str, ShardedParam]]:
 
 
 def _before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    # Users' own hooks of this module run before `_after_save`, and may rename what they see, or make others of it.
+    # Users' hooks on this module run before `_after_save`, and may rename or replace the tensors. So install the
+    # sharded parameters here already.
     for state in {state: None for state, _, _ in _params(module)}:
         state.check_edits()
         state.show_sharded()
@@ -80,7 +81,7 @@ def _after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, loca
         if value is not None and (state.entries.shown or not isinstance(value, DTensor)):
             state_dict[prefix + name] = value if value is param.sharded else param.sharded.detach()
     for state in {state: None for state, _, _ in params}:
-        state.show_sharded()  # who reads a state dict then looks optimizers' parameters up by name
+        state.show_sharded()  # callers of state_dict() then look up the optimizers' parameters by name
 
 
 def _is_placed_otherwise(given: DTensor, sharded: torch.Tensor) -> bool:
@@ -100,7 +101,7 @@ def _before_load(
         if not isinstance(given, torch.Tensor):
             continue
         if isinstance(given, DTensor):
-            # A copy redistributes it. What is assigned must be placed alike, which hooks' own tensors are not.
+            # Copying redistributes a DTensor. With assign=True it must already have the same placements.
             if not (local_metadata.get("assign_to_params_buffers") and _is_placed_otherwise(given, param.sharded)):
                 continue
             given = given.full_tensor()

@@ -1,1 +1,1 @@
-"""What happens in a step, as data: the record of one, schedules, memory and times predicted from them."""
+"""A training step as data: plans, schedules, records, and predictions of memory and time."""

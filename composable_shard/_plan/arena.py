@@ -1,17 +1,27 @@
-"""The arena: offsets for buffers with given lifetimes, in hardly more memory than is live at once.
+"""Arena packing: assign offsets to buffers so that the arena is barely larger than the peak of live bytes.
 
-Finding the smallest arena is NP-hard (it is offline dynamic storage allocation). `pack` needs to know only which
-buffers *meet*, that is, are ever live at once: so it serves a plan, which knows the lifetimes, and a pool, which has
-seen buffers meet. It places buffers one by one, each into the smallest gap between the buffers that it meets. The first
-ones get the best offsets, so several orders are tried. The best order is then changed at random, with the topmost
-buffers moved forward, while that is cheap. Buffers of one name get one offset, unless separate ones save enough.
+Finding the smallest arena is NP-hard (offline dynamic storage allocation), so `pack` is a heuristic. Its input is the
+set of buffer pairs that *meet*, which means that both are live at some step. A plan derives these pairs from
+lifetimes. A pool observes them at run time.
 
-Measured on chains of 2 to 24 groups, forward and backward, in bytes of the arena for each byte of the lower bound
-(mean, 99th percentile): ordered by size 1.03, 1.25; by size times duration 1.04, 1.28; by opening 1.12, 1.61; by the
-bytes that are live meanwhile 1.04, 1.31; the best of the four 1.01, 1.18; with 400 random changes 1.005, 1.07; with
-changes only to buffers that are live when most bytes are, 1.002, 1.03, in half the time. Nothing was gained by orders
-by duration or by closing, by first fit, by changes that are not random (always the topmost buffer to the front), or by
-placing only buffers near the topmost one anew.
+1. Buffers are placed one at a time, each into the smallest sufficient gap between the buffers that it meets.
+2. Early buffers get the best offsets, so four orders are tried.
+3. The best order is varied at random within a work limit: a topmost buffer moves forward.
+4. Buffers of one name get one offset, unless separate offsets save enough memory.
+
+Arena bytes per byte of the lower bound, for chains of 2 to 24 groups, forward and backward:
+
+    order                                                      mean   99th percentile
+    by size                                                    1.03   1.25
+    by size times duration                                     1.04   1.28
+    by opening step                                            1.12   1.61
+    by bytes live at the same time                             1.04   1.31
+    best of these four                                         1.01   1.18
+    ... with 400 random changes                                1.005  1.07
+    ... with changes only to buffers live at the peak          1.002  1.03  (half the time)
+
+These variants gained nothing: ordering by duration or by closing step, first fit, deterministic changes (always moving
+the topmost buffer to the front), and re-placing only buffers near the topmost one.
 """
 
 from __future__ import annotations
@@ -29,9 +39,9 @@ class Lifetime:
     """A buffer of `nbytes` bytes that is live from step `opened` to before step `closed`.
 
     Attributes:
-        name: names its content; lifetimes of one name get one offset where that costs (almost) nothing.
-        lane: the stream that orders its uses; buffers of different lanes share no memory.
-        queued: whether it is live only until its use is queued on a stream.
+        name: identifies the content. Lifetimes of one name get one offset if that costs (almost) no memory.
+        lane: the stream that orders the buffer's uses. Buffers of different lanes share no memory.
+        queued: whether the buffer is live only until its use is queued on a stream.
     """
 
     name: str
@@ -44,7 +54,7 @@ class Lifetime:
 
 @dataclass(frozen=True, slots=True)
 class ArenaSlot:
-    """The memory of a lifetime: `nbytes` bytes (a multiple of 512) at `offset` bytes in the memory of a lane."""
+    """The memory of a lifetime: `nbytes` bytes (a multiple of 512) at byte `offset` of a lane."""
 
     lane: str
     offset: int
@@ -53,12 +63,12 @@ class ArenaSlot:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The slots of a pool for lifetimes of one name; several, if the buffer is leased in parts.
+    """The slots of a pool for lifetimes of one name. A buffer that is leased in parts has several slots.
 
     Attributes:
         name: the name of the lifetimes.
         backward: whether the slots are for lifetimes that open in backward.
-        slots: one for each part.
+        slots: one slot per part.
     """
 
     name: str
@@ -67,19 +77,19 @@ class Placed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
+        """Total bytes of all parts."""
         return sum(slot.nbytes for slot in self.slots)
 
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """Lifetimes with their slots.
+    """Lifetimes and their slots.
 
     Attributes:
         lifetimes: the buffers.
-        slots: one for each lifetime.
-        lanes: each lane with its bytes.
-        bound: the lower bound of any arrangement: the most live bytes of each lane, summed over the lanes.
+        slots: one slot per lifetime.
+        lanes: the name and size in bytes of each lane.
+        bound: a lower bound in bytes for any arrangement: the peak of live bytes of each lane, summed over lanes.
     """
 
     lifetimes: tuple[Lifetime, ...]
@@ -89,7 +99,7 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all lanes."""
+        """Total bytes of all lanes."""
         return sum(nbytes for _, nbytes in self.lanes)
 
     def __str__(self) -> str:
@@ -101,22 +111,22 @@ class Arena:
 
 
 def peak_bytes(lifetimes: Iterable[Lifetime]) -> int:
-    """The lower bound of any arrangement: the largest sum of bytes that are live at one step."""
+    """The peak of live bytes, a lower bound for the size of any arrangement."""
     return _peak((life.opened, life.closed, life.nbytes) for life in lifetimes)
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of 512."""
+    """Round up to a multiple of 512 bytes."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def solve(lifetimes: Sequence[Lifetime], period: int | None = None) -> Arena:
-    """Give each lifetime a slot, such that no two that are live at once share a byte.
+    """Assign a slot to each lifetime, such that lifetimes that overlap in time share no byte.
 
     Args:
-        lifetimes: in any order, which matters in ties alone.
-        period: steps of a loop, if the lifetimes repeat: one that closes after `period` lives on in the next round.
-            None for lifetimes that happen once.
+        lifetimes: in any order. The order only breaks ties.
+        period: number of steps of a loop, if the lifetimes repeat. A lifetime that closes after `period` continues in
+            the next round. None if the lifetimes occur once.
     """
     slots = [ArenaSlot(life.lane, 0, 0) for life in lifetimes]
     lanes, bound = [], 0
@@ -134,7 +144,9 @@ def solve(lifetimes: Sequence[Lifetime], period: int | None = None) -> Arena:
 
 
 def as_placed(lifetimes: Sequence[Lifetime], turn: int, pool_slots: Iterable[Placed]) -> Arena | None:
-    """The arena of these lifetimes in the slots that a pool uses for them; a lifetime in parts becomes several.
+    """Build the arena of these lifetimes from the slots that a pool uses for them.
+
+    A lifetime that the pool leases in parts becomes several lifetimes.
 
     Args:
         lifetimes: in any order.
@@ -142,7 +154,7 @@ def as_placed(lifetimes: Sequence[Lifetime], turn: int, pool_slots: Iterable[Pla
         pool_slots: the slots of the pool.
 
     Returns:
-        the arena; None if the pool has no slots for some lifetime, or slots of lifetimes that are live at once overlap.
+        The arena, or None if a lifetime has no slots in the pool, or if slots of simultaneous lifetimes overlap.
     """
     known = {(each.name, each.backward, each.nbytes): each.slots for each in pool_slots}
     parts: list[tuple[Lifetime, ArenaSlot]] = []
@@ -165,7 +177,7 @@ def _overlap(one: ArenaSlot, other: ArenaSlot) -> bool:
 
 
 def followers(arena: Arena) -> list[list[int]]:
-    """For each lifetime of an arena, the indices of those before it that had some of its memory."""
+    """For each lifetime of an arena, the indices of earlier lifetimes whose memory overlaps its memory."""
     lives, slots = arena.lifetimes, arena.slots
     return [
         [
@@ -190,17 +202,17 @@ def _peak(lives: Iterable[tuple[int, int, int]]) -> int:
 
 
 def _arcs(life: Lifetime, period: int | None) -> Iterator[tuple[int, int]]:
-    """The steps of one round during which a lifetime is live."""
+    """The half-open step intervals of one round in which a lifetime is live."""
     if period is None or life.closed <= period:
         yield life.opened, life.closed
     else:
-        assert life.closed - period <= life.opened < period, f"{life} meets itself, in a loop of {period} steps"
+        assert life.closed - period <= life.opened < period, f"{life} meets itself in a loop of {period} steps"
         yield 0, life.closed - period
         yield life.opened, period
 
 
 def _meetings(count: int, arcs: Sequence[tuple[int, int, int]]) -> list[list[int]]:
-    """For each lifetime, the indices of those that it meets: both are live at some step."""
+    """For each lifetime, the indices of the lifetimes that it meets: both are live at some step."""
     meets: list[dict[int, None]] = [{} for _ in range(count)]
     live: dict[int, None] = {}
     changes = [(end, 0, i) for i, _, end in arcs] + [(begin, 1, i) for i, begin, _ in arcs]
@@ -214,19 +226,23 @@ def _meetings(count: int, arcs: Sequence[tuple[int, int, int]]) -> list[list[int
     return [list(each) for each in meets]
 
 
-_MOST_VISITS = 1_000_000  # pairs of buffers to look at in all tries: about a second
-_MOST_TRIES = 1000  # random changes for each share of `_CROWDED`
-_CROWDED = (0.95, 0.85)  # of the bound: buffers that are ever live with more bytes than this are changed at random
-_ONE_PLACE = 1.02  # of the bound: size up to which an arena with one offset for each name is taken over a smaller one
+_MOST_VISITS = 1_000_000  # limit of buffer pairs examined in all tries, about one second
+_MOST_TRIES = 1000  # random changes per share of `_CROWDED`
+_CROWDED = (0.95, 0.85)  # shares of the bound: only buffers that are ever live with more bytes are changed at random
+_ONE_PLACE = 1.02  # times the bound: up to this size, one offset per name is preferred to a smaller arena
 
 
 def pack(sizes: Sequence[int], meets: Sequence[Sequence[int]], names: Sequence[Hashable]) -> list[int]:
-    """Offsets of buffers, such that no two that ever meet share a byte: the same on all ranks.
+    """Choose offsets for buffers, such that buffers that meet share no byte. The result is the same on all ranks.
 
     Args:
-        sizes: bytes of each buffer, in the order in which they are first needed.
-        meets: for each buffer, the indices of those that are live at the same time; symmetric.
-        names: the name of each; buffers of one name that never meet get one offset, unless that takes more memory.
+        sizes: bytes of each buffer, in the order of first use.
+        meets: for each buffer, the indices of the buffers that are live at the same time; symmetric.
+        names: the name of each buffer. Buffers of one name that never meet get one offset, unless that needs more
+            memory.
+
+    Returns:
+        The offset of each buffer in bytes.
     """
     packing = _Packing(sizes, meets, names)
     apart = packing.solve()
@@ -245,7 +261,7 @@ def pack(sizes: Sequence[int], meets: Sequence[Sequence[int]], names: Sequence[H
 
 
 def _as_one(meets: Sequence[Sequence[int]], names: Sequence[Hashable]) -> list[int]:
-    """For each buffer, the index of the first one of its name, or its own if buffers of that name meet."""
+    """For each buffer, the index of the first buffer of its name, or its own index if buffers of that name meet."""
     firsts: dict[Hashable, int] = {}
     one = [firsts.setdefault(name, i) for i, name in enumerate(names)]
     clash = {one[i] for i, met in enumerate(meets) for other in met if one[other] == one[i]}
@@ -254,12 +270,12 @@ def _as_one(meets: Sequence[Sequence[int]], names: Sequence[Hashable]) -> list[i
 
 class _Result(NamedTuple):
     height: int
-    moved: int  # buffers that do not lie where the first one of their name does
+    moved: int  # buffers whose offset differs from that of the first buffer of their name
     offsets: list[int]
 
 
 class _Packing:
-    """The search for an arrangement of buffers; arguments as for `pack`."""
+    """A search for an arrangement of buffers. The arguments are those of `pack`."""
 
     def __init__(self, sizes: Sequence[int], meets: Sequence[Sequence[int]], names: Sequence[Hashable]) -> None:
         self.sizes = sizes
@@ -272,14 +288,14 @@ class _Packing:
         self.enough: float = self.bound
 
     def _pressures(self) -> list[int]:
-        """For each buffer, the most bytes that are found live at once with it: a lower bound for their memory.
+        """For each buffer, a lower bound of the arena size: the bytes of a set of buffers that all meet each other.
 
-        Such a set of buffers, all of which meet each other, is grown greedily, by size and by bytes met in all. Buffers
-        that meet most bytes are looked at first, while that is cheap.
+        The set contains the buffer and is grown greedily, once by size and once by the total bytes that each buffer
+        meets. Buffers that meet the most bytes are processed first, within a work limit.
         """
         sizes, pressures = self.sizes, list(self.sizes)
         if sum(map(len, self.meets)) > _MOST_VISITS:
-            return pressures  # too many for more than one try
+            return pressures  # a single placement already exceeds the work limit
         met = [set(each) for each in self.meets]
         near = [sizes[i] + sum([sizes[other] for other in each]) for i, each in enumerate(self.meets)]
         looked_at = 0
@@ -298,10 +314,10 @@ class _Packing:
         return pressures
 
     def solve(self, enough: float = 0.0) -> _Result:
-        """The best arrangement found within `_MOST_VISITS` and `_MOST_TRIES`, or one of at most `enough` bytes."""
+        """Return the best arrangement found within the work limits; stop early at one of at most `enough` bytes."""
         self.enough = max(enough, self.bound)
         if enough and self.bound > enough:
-            return _Result(self.bound, 0, [])  # no arrangement is small enough
+            return _Result(self.bound, 0, [])  # no arrangement can be small enough
         best, order = self._best_of_orders()
         rng = Random(0)  # the same on all ranks, and in every run
         for share in _CROWDED:
@@ -309,7 +325,10 @@ class _Packing:
         return best
 
     def _moved_about(self, best: _Result, order: list[int], share: float, rng: Random) -> _Result:
-        """The best arrangement after random changes to buffers that are live with many others; the rest always fits."""
+        """The best arrangement after random changes to the buffers that are live near the peak of bytes.
+
+        Only these buffers are placed in each try. The other buffers are added when the try has improved.
+        """
         crowded = [i for i in order if self.pressure[i] > share * self.bound]
         rest = [i for i in order if self.pressure[i] <= share * self.bound]
         current = self._place(crowded, True)
@@ -344,7 +363,7 @@ class _Packing:
         return best.height <= self.enough or self.visits > _MOST_VISITS
 
     def _changed(self, order: list[int], result: _Result, rng: Random) -> list[int]:
-        """The order with a topmost buffer moved forward, and sometimes another one moved, too."""
+        """The order with a topmost buffer moved forward, and sometimes also a buffer that it meets."""
         top = _pick([i for i in order if result.offsets[i] + self.sizes[i] == result.height], rng)
         at = order.index(top)
         other = [i for i in order if i != top]
@@ -357,11 +376,11 @@ class _Packing:
         return other
 
     def _place(self, order: Sequence[int], homes: bool) -> _Result:
-        """Place the buffers in this order, each into the smallest gap that takes it.
+        """Place the buffers in this order, each into the smallest sufficient gap.
 
         Args:
-            order: indices of the buffers to place; others are left out.
-            homes: whether a buffer gets the offset of an earlier one of its name, if that is free.
+            order: indices of the buffers to place. Other buffers are ignored.
+            homes: whether a buffer gets the offset of an earlier buffer of its name, if that offset is free.
         """
         offsets, sizes, height = [-1] * len(self.sizes), self.sizes, 0
         home: dict[Hashable, int] = {}
@@ -388,7 +407,10 @@ def _is_free(taken: Sequence[tuple[int, int]], begin: int, end: int) -> bool:
 
 
 def _best_gap(taken: Sequence[tuple[int, int]], size: int, height: int) -> int:
-    """The offset of the smallest gap that takes `size` bytes; the last gap ends at `height`, or is open above it."""
+    """The offset of the smallest gap of at least `size` bytes.
+
+    The space above all taken spans always fits. It counts as a gap that ends at `height` if the buffer fits below that.
+    """
     best, least, end = -1, 0, 0
     for start, stop in taken:
         gap = start - end

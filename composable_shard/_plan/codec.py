@@ -1,7 +1,7 @@
-"""Exact conversion of frozen dataclasses to plain data for JSON, and back by the types of their fields.
+"""Lossless conversion of frozen dataclasses to JSON and back, driven by the types of their fields.
 
-Supported: `int`, `float`, `str`, `bool`, `None`, `torch.dtype`, enums of strings, dataclasses, tuples of these, and
-unions with `None`. Tuples become lists; a dataclass becomes an object of its fields.
+Supported types: `int`, `float`, `str`, `bool`, `None`, `torch.dtype`, `StrEnum`, dataclasses, tuples of these, and
+unions with `None`. A tuple becomes a list, and a dataclass becomes an object with one key per field.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def written(value: Any, name: str, version: int) -> str:
-    """A dataclass as JSON, under a name and with the version of its form, for `read`."""
+    """Convert a dataclass to JSON that `read` accepts: an object with the keys ``version`` and `name`."""
     return json.dumps({"version": version, name: value}, indent=1, default=_encode)
 
 
@@ -30,42 +30,43 @@ def read(kind: type[T], text: str, name: str, version: int) -> T:
     """The inverse of `written`.
 
     Raises:
-        ShardConfigValueError: the text is no such JSON, or of another version; or a field is missing, unknown or of
-            another type, with its path.
+        ShardConfigValueError: the text is not such JSON or has another version, or a field is missing, unknown or has
+            another type. The message contains the path of the field.
     """
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ShardConfigValueError(f"{name}: is no JSON ({error})") from None
+        raise ShardConfigValueError(f"{name}: is not valid JSON ({error})") from None
     if not isinstance(data, dict) or "version" not in data:
         raise ShardConfigValueError(f"{name}: has no version; is it a file that to_json() wrote?")
     others = sorted(set(data) - {"version", name})
     if others and name not in data:
-        raise ShardConfigValueError(f"{name}: is not in it, but {', '.join(others)}; give the file of a {name}")
+        raise ShardConfigValueError(f"{name}: missing; the JSON contains {', '.join(others)}. Pass a {name} file")
     if data["version"] != version:
         raise ShardConfigValueError(
-            f"{name}: is of version {data['version']!r}, and this library reads {version}; make the {name} anew"
+            f"{name}: version {data['version']!r} is not supported; this library reads version {version}. "
+            f"Re-create the {name}"
         )
     if others:
-        raise ShardConfigValueError(f"{name}: has fields that are not known: {', '.join(others)}")
+        raise ShardConfigValueError(f"{name}: unknown fields: {', '.join(others)}")
     return typing.cast(T, _decode(kind, data.get(name), name))
 
 
 def _encode(value: Any) -> Any:
-    """Convert what JSON does not know to what it knows: nothing but one object at a time.
+    """Convert one object that `json` cannot encode. Nested objects are left to later calls.
 
-    A plan of thousands of parameters that is converted whole would fill the cycle collector.
+    Converting a plan of thousands of parameters in one call would create many objects for the cyclic garbage collector.
     """
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if names := _names(typing.cast(typing.Hashable, type(value))):
         return {name: getattr(value, name) for name in names}
-    raise TypeError(f"{type(value).__name__}: is no data of a plan")
+    raise TypeError(f"{type(value).__name__}: cannot be converted to JSON")
 
 
 @functools.cache
 def _names(kind: Any) -> tuple[str, ...]:
-    """The fields of a dataclass; nothing of other classes."""
+    """The field names of a dataclass; empty for other classes."""
     return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
 
 
@@ -100,12 +101,12 @@ def _plain(kind: Any, data: Any, where: str) -> Any:
 
 
 def _tuple(kinds: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
-    """Of any length, all of one kind, if `kinds` ends with an ellipsis."""
+    """Decode a tuple. If `kinds` ends with an ellipsis, the tuple has any length and one element type."""
     if kinds[-1] is Ellipsis:
         if not isinstance(data, list):
             raise _unexpected("a list", data, where)
         if kinds[0] in (int, str) and {*map(type, data)} == {kinds[0]}:
-            return tuple(data)  # as below, at once
+            return tuple(data)  # fast path, same result as below
         kinds = kinds[:1] * len(data)
     elif not isinstance(data, list) or len(kinds) != len(data):
         raise _unexpected(f"a list of {len(kinds)}", data, where)
@@ -132,9 +133,9 @@ def _object(kind: type, data: Any, where: str) -> Any:
         raise _unexpected("an object", data, where)
     fields = _fields(kind)
     if unknown := sorted(set(data) - set(fields)):
-        raise ShardConfigValueError(f"{where}: has fields that are not known: {', '.join(unknown)}")
+        raise ShardConfigValueError(f"{where}: unknown fields: {', '.join(unknown)}")
     if missing := [name for name in fields if name not in data]:
-        raise ShardConfigValueError(f"{where}: lacks {', '.join(missing)}")
+        raise ShardConfigValueError(f"{where}: missing fields: {', '.join(missing)}")
     return kind(**{name: _decode(each, data[name], f"{where}.{name}") for name, each in fields.items()})
 
 

@@ -1,4 +1,4 @@
-"""What a group costs: bytes of memory, and seconds of compute and of communication on a machine. Frozen data."""
+"""The costs of a group: bytes of memory, and seconds of compute and communication on a machine. Frozen data."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .schedule import ROOT_NAME
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes that a group takes of the pool.
+    """Bytes that a group leases from the pool.
 
     Attributes:
-        weights: its unsharded parameters.
-        landing: further buffers of a gather, until it is waited for.
-        reduction: the buffers of a reduction, until it is waited for.
-        small: this rank's pieces of weights that a few ranks share between forward and backward.
-        small_landing: further buffers of a gather among these ranks.
-        frees_queued: whether the buffers of a reduction are leased only until it is queued, as on a stream: what is
-            queued behind it may use them.
+        weights: the unsharded parameters.
+        landing: additional buffers of a gather, leased until the gather has been waited for.
+        reduction: the buffers of a reduction, leased until the reduction has been waited for.
+        small: this rank's pieces of weights that are resharded to a few ranks between forward and backward.
+        small_landing: additional buffers of a gather among these ranks.
+        frees_queued: whether the buffers of a reduction are leased only until the reduction is queued. This is so with
+            streams, because later work on the stream may reuse the buffers.
     """
 
     weights: int
@@ -34,21 +34,21 @@ class Sizes:
 
     @property
     def queued(self) -> int:
-        """Bytes of a reduction that are leased only until it is queued."""
+        """Bytes of reduction buffers that are leased only until the reduction is queued."""
         return self.reduction if self.frees_queued else 0
 
 
 def held(sizes: Mapping[str, Sizes], fqns: Container[str]) -> dict[str, Sizes]:
-    """These sizes, with reductions of the groups `fqns` that keep their memory until they are waited for."""
+    """Copy the sizes, with reductions of the groups `fqns` that keep their memory until they have been waited for."""
     return {fqn: replace(size, frees_queued=False) if fqn in fqns else size for fqn, size in sizes.items()}
 
 
 class Moved(NamedTuple):
-    """Bytes that the collectives of a group move, all ranks' parts together; each dtype has a collective of its own.
+    """Bytes that the collectives of a group move, summed over ranks. Each dtype has its own collective.
 
     Attributes:
         ranks: number of ranks over which the group is sharded.
-        few: number of ranks that share its weights between forward and backward; 1 if none do.
+        few: number of ranks to which the weights are resharded between forward and backward; 1 if they are not.
         gather, reduce: bytes of each collective.
         small_gather: bytes of each gather among the few ranks.
     """
@@ -62,7 +62,7 @@ class Moved(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds that a group takes: compute, and each of its collectives alone on the link."""
+    """Seconds of a group's compute, and of each of its collectives without contention."""
 
     forward: float
     backward: float
@@ -78,15 +78,15 @@ Seconds = tuple[tuple[str, float], ...]
 class Costs:
     """Measured or assumed times: a collective takes ``latency + (ranks - 1) / ranks * bytes / bandwidth`` seconds.
 
-    All ranks must have the same costs; where they measure, all take the slowest rank's times. Use `of` to make costs.
+    All ranks must have the same costs. Measured costs are those of the slowest rank. Use `of` to create costs.
 
     Attributes:
-        latency: seconds of a collective of no bytes.
+        latency: seconds of an empty collective.
         bandwidth: bytes per second of a rank's link.
-        forward, backward: seconds of compute of each group in a step, all its uses together, by FQN, sorted.
-        gather, reduce: by FQN, sorted: seconds of the gather, and of the reduction, of groups for which the formula
-            shall not be used.
-        streams: whether a stream waits for communication, as on an accelerator, and never the host.
+        forward, backward: seconds of compute per step of each group, summed over its uses, by FQN, sorted.
+        gather, reduce: seconds of the gather and of the reduction for groups that do not follow the formula, by FQN,
+            sorted.
+        streams: whether a stream waits for communication, as on an accelerator, instead of the host.
 
     Raises:
         ShardConfigValueError: a number is negative or not finite, or the bandwidth is 0.
@@ -121,7 +121,7 @@ class Costs:
         reduce: Mapping[str, float] | None = None,
         streams: bool = False,
     ) -> Costs:
-        """Make costs from mappings by FQN; arguments and errors as for the class."""
+        """Create costs from mappings by FQN. Arguments and errors are those of the class."""
 
         def by_fqn(each: Mapping[str, float] | None) -> Seconds:
             return tuple(sorted((each or {}).items()))
@@ -130,19 +130,19 @@ class Costs:
         return cls(latency, bandwidth, *parts, streams)
 
     def scaled(self, by: Mapping[str, float]) -> Costs:
-        """The costs with the compute of some groups multiplied by a factor, by FQN."""
+        """Copy the costs, with the compute of each group multiplied by its factor in `by` (by FQN, default 1)."""
         parts = ({fqn: seconds * by.get(fqn, 1.0) for fqn, seconds in of} for of in (self.forward, self.backward))
         forward, backward = (tuple(part.items()) for part in parts)
         return replace(self, forward=forward, backward=backward)
 
     def times(self, moved: Mapping[str, Moved]) -> dict[str, Times]:
-        """Seconds of each group.
+        """Seconds of each group, by FQN.
 
         Args:
-            moved: by FQN, the bytes that the group's collectives move.
+            moved: the bytes that each group's collectives move, by FQN.
 
         Raises:
-            ShardConfigValueError: the compute of a group is not known.
+            ShardConfigValueError: the compute time of a group is unknown.
         """
         known = {name: dict(getattr(self, name)) for name in ("forward", "backward", "gather", "reduce")}
         times = {}

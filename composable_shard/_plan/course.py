@@ -1,6 +1,6 @@
-"""The course of a step: launches, waits and compute in their order, and what each collective is hidden behind.
+"""The course of a step: its launches, waits and compute in order, and the compute that hides each collective.
 
-A plan has one, and a step that was compiled has one, so that the two can be laid side by side.
+Plans and compiled steps both have a course, so that the two can be compared.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from .schedule import ROOT_NAME, Action, Kind
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 LAUNCHES = (Kind.UNSHARD, Kind.REDUCE)
-_ENDS = {Kind.WAIT: Kind.UNSHARD, Kind.REDUCED: Kind.REDUCE}  # what a wait is for
+_ENDS = {Kind.WAIT: Kind.UNSHARD, Kind.REDUCED: Kind.REDUCE}  # for each wait, the launch that it waits for
 _GIVE_UP = (Kind.RESHARD, Kind.SHRINK)
 _LETTERS = {Kind.UNSHARD: "G", Kind.REDUCE: "R", Kind.FORWARD: "c", Kind.BACKWARD: "c", Kind.RESHARD: ""}
 
 
 class CourseStep(NamedTuple):
-    """What happens next.
+    """One step of a course.
 
     Attributes:
-        kind: `UNSHARD` and `REDUCE` launch, `WAIT` and `REDUCED` wait, `FORWARD` and `BACKWARD` compute, and at
-            `RESHARD` the weights were read for the last time.
-        module: FQN of the module whose group it is, `(root)` for the root.
-        share: of compute, the share of what a use of the module computes in this direction.
-        nbytes: of a launch, the bytes that stay until the wait, or until the weights were read last.
+        kind: `UNSHARD` and `REDUCE` launch, `WAIT` and `REDUCED` wait, and `FORWARD` and `BACKWARD` compute. `RESHARD`
+            follows the last read of the weights.
+        module: FQN of the group's module, `(root)` for the root.
+        share: for compute, the fraction of the compute of one use of the module in this direction.
+        nbytes: for a launch, the bytes that stay allocated until the wait (`REDUCE`) or until the last read of the
+            weights (`UNSHARD`).
     """
 
     kind: Kind
@@ -41,17 +42,17 @@ Course = Sequence[CourseStep]
 
 
 class Flight(NamedTuple):
-    """A collective from its launch to the end of the wait for it.
+    """A collective from its launch to the end of its wait.
 
     Attributes:
         kind: `UNSHARD` or `REDUCE`.
-        module: FQN of the module whose group it is.
-        number: counts the collectives of this kind and module in the course, from 0.
-        nbytes: as the launch says.
-        behind: the modules that compute meanwhile, in order.
-        begin, end: of launch and wait, in seconds; without times, counted in steps.
-        seconds: alone on the link; None without times, as the next is.
-        waited: seconds that compute waits for it.
+        module: FQN of the group's module.
+        number: index of the collective among those of this kind and module in the course, from 0.
+        nbytes: `nbytes` of the launch.
+        behind: the modules that compute between launch and wait, in order.
+        begin, end: beginning of the launch and end of the wait, in seconds. Without times, indices of steps.
+        seconds: duration without contention on the link. None without times.
+        waited: seconds of exposed communication. None without times.
     """
 
     kind: Kind
@@ -66,7 +67,7 @@ class Flight(NamedTuple):
 
     @property
     def key(self) -> tuple[Kind, str, int]:
-        """What it has in common with the same collective of another course."""
+        """Identifies the same collective in another course."""
         return self.kind, self.module, self.number
 
     def __str__(self) -> str:
@@ -74,12 +75,12 @@ class Flight(NamedTuple):
 
 
 def module_of(fqn: str) -> str:
-    """The module of a group, as a graph names it: the first one of a list of modules, without the mesh."""
+    """The name that a graph uses for the module of a group: the first of a list of modules, without the mesh."""
     return fqn.partition(" on ")[0].partition(", ")[0] or ROOT_NAME
 
 
 def by_module(times: Mapping[str, Times]) -> dict[str, Times]:
-    """The seconds of each module: of all its groups compute, of the first one a collective."""
+    """Seconds of each module: compute summed over its groups, and the collectives of its first group."""
     modules: dict[str, list[Times]] = {}
     for fqn, each in times.items():
         modules.setdefault(module_of(fqn), []).append(each)
@@ -94,11 +95,11 @@ def by_module(times: Mapping[str, Times]) -> dict[str, Times]:
 def courses_of(
     timed: Sequence[Action], nbytes: Mapping[str, tuple[int, int]]
 ) -> tuple[list[CourseStep], list[CourseStep]]:
-    """The course of a plan's forward, and that of its backward.
+    """The courses of a plan's forward and of its backward.
 
     Args:
-        timed: its actions with the beginnings and ends of forwards and backwards, see `timed_step`.
-        nbytes: by FQN, the bytes of a group's weights and of its reduction.
+        timed: the plan's actions with the beginnings and ends of forwards and backwards, see `timed_step`.
+        nbytes: the bytes of each group's weights and of its reduction, by FQN.
     """
     turn = next((at for at, action in enumerate(timed) if action.kind is Kind.BACKWARD), len(timed))
     return _course_of(timed[:turn], nbytes), _course_of(timed[turn:], nbytes)
@@ -115,7 +116,7 @@ def _course_of(timed: Iterable[Action], nbytes: Mapping[str, tuple[int, int]]) -
         if action.kind in COMPUTE:
             running = CourseStep(action.kind, module, 1.0)
         elif action.kind is Kind.REDUCED and running is not None and running.share == 1.0:
-            running = running._replace(share=0.5)  # the engine waits when half of what the group saved was read
+            running = running._replace(share=0.5)  # the engine waits once half of the saved tensors have been read
             course.append(running)
         if action.kind not in (*COMPUTE, Kind.ENDED):
             sizes = dict(zip(LAUNCHES, nbytes[action.fqn], strict=True))
@@ -125,19 +126,19 @@ def _course_of(timed: Iterable[Action], nbytes: Mapping[str, tuple[int, int]]) -
 
 
 def sequence_of(course: Course) -> str:
-    """A course as a sequence of letters: G gathers, R reduces, w waits, c computes."""
+    """A course as a string: G is a gather, R a reduction, w a wait, c compute."""
     return "".join(_LETTERS.get(step.kind, "w") for step in course)
 
 
 class Span(NamedTuple):
-    """When a step of a course begins and ends, in seconds; without times, counted in steps."""
+    """Beginning and end of a step of a course in seconds. Without times, indices of steps."""
 
     begin: float
     end: float
 
 
 def spans_of(course: Course, times: Mapping[str, Times] | None) -> list[Span]:
-    """When each step begins and ends, if one link serves all collectives in the order of their launch."""
+    """The span of each step, if one link runs all collectives in launch order."""
     if times is None:
         return [Span(at, at + 1) for at in range(len(course))]
     now = link = 0.0
@@ -164,7 +165,7 @@ def _alone(kind: Kind, times: Times) -> float:
 
 
 def flights_of(course: Course, times: Mapping[str, Times] | None) -> Iterator[Flight]:
-    """The collectives of a course, in the order of their waits; those that nobody waits for are left out."""
+    """The collectives of a course in the order of their waits. Collectives without a wait are left out."""
     spans = spans_of(course, times)
     launched: dict[tuple[Kind, str], deque[int]] = {}
     numbers: Counter[tuple[Kind, str]] = Counter()
@@ -183,7 +184,7 @@ def flights_of(course: Course, times: Mapping[str, Times] | None) -> Iterator[Fl
 
 
 def live_bytes(course: Course) -> list[int]:
-    """Bytes of weights and of gradients in flight that are live after each step."""
+    """Live bytes of unsharded weights and of gradients in flight after each step."""
     held: dict[tuple[Kind, str], deque[int]] = {}
     live, after = 0, []
     for step in course:
@@ -198,11 +199,11 @@ def live_bytes(course: Course) -> list[int]:
 
 
 def exposed(compiled: Iterable[Flight], planned: Iterable[Flight]) -> Iterator[tuple[Flight, Flight]]:
-    """The collectives that are exposed in one course and hidden in the other, which has them too.
+    """Find the collectives that are exposed in a compiled step and hidden in the plan.
 
-    With times, one is exposed if it is waited for longer than in the other by more than half of what it takes. Without,
-    it is if nothing is computed while it flies; the root's compute alone, of which a plan does not know where it is,
-    counts as nothing in the plan.
+    With times, a collective counts as exposed if its wait is longer than in the plan by more than half of its duration.
+    Without times, it counts as exposed if nothing computes between its launch and its wait. The plan does not know when
+    the root computes, so the root's compute alone does not hide a collective of the plan.
     """
     others = {flight.key: flight for flight in planned}
     for mine in compiled:

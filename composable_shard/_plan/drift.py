@@ -1,4 +1,4 @@
-"""Drift: differences of what happened from the plan."""
+"""Drift: differences between a recorded step and its plan."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .schedule import ROOT_NAME
 from .simulation import Times
 
 _TIME_TOLERANCE = 0.25  # of the planned seconds
-_LEAST_TIME = 0.01  # of the planned compute of a step: smaller differences do not matter
+_LEAST_TIME = 0.01  # of the planned compute of a step: smaller differences are ignored
 _TOLD = 32
 
 
 class DriftLog:
-    """All drift so far.
+    """All drift since the model was sharded.
 
     Attributes:
-        counts: numbers of forwards in another order (``order``), of iterations with more bytes (``bytes``) and of
-            measurements with other times (``time``).
-        lines: the last statements, each with the number of the root's forward in which the drift was noticed.
+        counts: number of forwards with a different order (``order``), of iterations with more bytes than planned
+            (``bytes``), and of measurements with different times (``time``).
+        lines: the last statements, each with the number of the root forward in which the drift was noticed.
     """
 
     def __init__(self) -> None:
@@ -30,25 +30,25 @@ class DriftLog:
         self.lines: deque[str] = deque(maxlen=_TOLD)
 
     def add(self, kind: str, forward: int, statements: Sequence[str]) -> None:
-        """Count one drift of this kind, and keep the statements that describe it."""
+        """Count one drift of a type, and store the statements that describe it."""
         self.counts[kind] += 1
         self.lines += [f"forward {forward}, {kind}: {each}" for each in statements]
 
 
 def drift(plan: ShardPlan, record: Record) -> tuple[str, ...]:
-    """A statement for each difference of a step from its plan; none if the step kept to the plan.
+    """Describe the differences between a plan and a recorded step, in one line each. Empty if there are none.
 
     Args:
-        plan: what was expected.
-        record: what happened.
+        plan: the plan of the step.
+        record: the recorded step.
 
-    Times are compared where both sides have them: a record that was measured, a plan with costs.
+    Times are compared if the plan has costs and the record was measured.
     """
     return (*order_drift(plan, record), *_steps(plan, record), *time_drift(plan, dict(record.times)))
 
 
 class Forwards(Protocol):
-    """The forwards of a plan, of the schedule of a phase, or of a record; `order` and `around` as in `Record`."""
+    """The forwards of a plan, of a phase's schedule, or of a record. `order` and `around` are those of `Record`."""
 
     @property
     def order(self) -> tuple[str, ...]: ...
@@ -57,48 +57,51 @@ class Forwards(Protocol):
 
 
 def order_drift(planned: Forwards, seen: Forwards) -> list[str]:
-    """How forwards differ from the planned ones, by group: in their order, and in which run inside of which."""
+    """Differences between planned and recorded forwards, by group: their order and their enclosing groups."""
     inside = sorted(set(seen.around) - set(planned.around))
     return [
         *_orders(planned.order, seen.order),
-        *(f"{fqn}: has run inside of {outer}, which is not planned" for fqn, outer in inside),
+        *(f"{fqn}: ran inside {outer}, which is not planned" for fqn, outer in inside),
     ]
 
 
 def _orders(planned: Sequence[str], seen: Sequence[str]) -> list[str]:
-    statements = [f"{_name(fqn)}: planned, and has not run" for fqn in dict.fromkeys(planned) if fqn not in seen]
+    statements = [f"{_name(fqn)}: planned, but did not run" for fqn in dict.fromkeys(planned) if fqn not in seen]
     strange = [fqn for fqn in dict.fromkeys(seen) if fqn not in planned]
-    statements += [f"{_name(fqn)}: has run, and is not in the planned order" for fqn in strange]
+    statements += [f"{_name(fqn)}: ran, but is not in the planned order" for fqn in strange]
     if statements or planned == seen:
         return statements
     for number, (expected, fqn) in enumerate(zip(planned, seen, strict=False), 1):
         if expected != fqn:
-            return [f"{_name(fqn)}: was forward {number}, where {_name(expected)} is planned"]
-    return [f"{_name(seen[-1])}: ended the forwards at {len(seen)}, and {len(planned)} are planned"]
+            return [f"{_name(fqn)}: ran as forward {number}, but {_name(expected)} is planned"]
+    return [f"{_name(seen[-1])}: forwards ended after {len(seen)}, but {len(planned)} are planned"]
 
 
 def _steps(plan: ShardPlan, record: Record) -> list[str]:
-    """The first action that differs; if none does, the first action after which the live bytes differ."""
+    """The first action that differs. If all actions agree, the first action after which the live bytes differ."""
     if not record.actions or plan.order != record.order:
         return []
     actions, live = plan.actions(), plan.live_bytes()
     for number, (planned, done) in enumerate(zip(actions, record.actions, strict=False), 1):
         if planned != done:
-            return [f"{_name(done.fqn)}: action {number} was {done}, and {planned} is planned"]
+            return [f"{_name(done.fqn)}: action {number} was {done}, but {planned} is planned"]
     if len(actions) != len(record.actions):
         longer = max(actions, record.actions, key=len)
         extra = longer[min(len(actions), len(record.actions))]
-        what = "was planned and not done" if longer is actions else "was done and not planned"
+        what = "was planned, but not done" if longer is actions else "was done, but not planned"
         return [f"{_name(extra.fqn)}: {extra} {what}"]
     for action, planned_bytes, seen_bytes in zip(actions, live, record.live_bytes, strict=False):
         if planned_bytes != seen_bytes:
             where = _name(action.fqn)
-            return [f"{where}: {seen_bytes} bytes were live after {action}, and {planned_bytes} are planned"]
+            return [f"{where}: {seen_bytes} bytes were live after {action}, but {planned_bytes} are planned"]
     return []
 
 
 def time_drift(plan: ShardPlan, times: Mapping[str, Times]) -> list[str]:
-    """The groups whose times differ from the planned ones, by a share of them and enough to matter in a step."""
+    """Describe groups whose times differ from the planned times.
+
+    A difference counts if it exceeds `_TIME_TOLERANCE` of the planned time and `_LEAST_TIME` of the step's compute.
+    """
     planned = plan.times() or {}
     least = _LEAST_TIME * sum(each.forward + each.backward for each in planned.values())
     statements = []
@@ -106,7 +109,7 @@ def time_drift(plan: ShardPlan, times: Mapping[str, Times]) -> list[str]:
         for name in Times.__dataclass_fields__:
             expected, measured = getattr(planned[fqn], name), getattr(times[fqn], name)
             if abs(measured - expected) > max(_TIME_TOLERANCE * expected, least):
-                words = f"took {1e3 * measured:.3f} ms, and {1e3 * expected:.3f} ms are planned"
+                words = f"took {1e3 * measured:.3f} ms, but {1e3 * expected:.3f} ms are planned"
                 statements.append(f"{_name(fqn)}: its {name.replace('_', ' ')} {words}")
     return statements
 

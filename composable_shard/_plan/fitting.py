@@ -1,8 +1,13 @@
-"""Fit a step into a budget before anything is gathered ahead, then gather ahead by number of modules or by bytes.
+"""Fit a step without prefetching into a budget, then add prefetching by number of modules or by bytes.
 
-A step gives up the following to fit into a budget, in this order: gathers ahead, reductions in flight, weights that
-stay for the next backward of their group, weights that are kept after forward. The bytes that it still needs, each
-group alone with its enclosing groups, are the least budget that works.
+To fit into a budget, the planner drops the following, in this order:
+
+1. prefetching,
+2. reductions in flight,
+3. weights that stay unsharded for the next backward of their group,
+4. weights that are kept after forward.
+
+The least budget that works is the bytes of the step without all of these: each group alone with its enclosing groups.
 """
 
 from __future__ import annotations
@@ -30,20 +35,21 @@ from .schedule import (
 )
 from .simulation import Sizes, lifetimes, live_bytes
 
-# Reductions in flight; whether they come first; whether weights stay for the next backward of their group.
+# Each level: (1) reductions in flight, (2) whether backward waits for reductions before it gathers, (3) whether weights
+# stay unsharded for the next backward of their group.
 _LEVELS = ((MAX_REDUCTIONS, False, True), (1, False, True), (1, True, True))
-_LEAST = (1, True, False)  # where uses of a group follow one another
-SMALL = 160  # actions of a step up to which what costs more than it mostly gains is tried as well
+_LEAST = (1, True, False)  # only differs from the level before it if a group has successive uses
+SMALL = 160  # number of actions of a step up to which expensive searches with small expected gain also run
 
 
 class Gather(NamedTuple):
-    """A gather of a step in which nothing is gathered ahead.
+    """A gather of a step without prefetching.
 
     Attributes:
-        event: index of the forward or backward that needs it.
-        fqn: its group.
+        event: index of the forward or backward that needs the gather.
+        fqn: the group.
         nbytes: bytes of the weights and of the landing buffers.
-        action_index: index of its action.
+        action_index: index of the gather's action.
     """
 
     event: int
@@ -53,7 +59,7 @@ class Gather(NamedTuple):
 
 
 class Bare:
-    """A step in which nothing is gathered ahead: its actions, its memory, and how gathers can be moved forward."""
+    """A step without prefetching: its actions and its memory, and methods that issue its gathers earlier."""
 
     def __init__(self, steps: Sequence[Step], sizes: Mapping[str, Sizes], schedule: Schedule) -> None:
         self.steps, self.sizes, self.schedule = steps, sizes, schedule
@@ -61,7 +67,7 @@ class Bare:
         self.live = live_bytes(lifetimes(self.actions, sizes), len(self.actions))
         self.peak = max(self.live, default=0)
         self.events: list[Action] = []
-        self.issues: list[int] = []  # for each event, the index of the action behind which it gathers ahead
+        self.issues: list[int] = []  # for each event, the index of the action after which it prefetches
         self.gathers: list[Gather] = []
         shrunk: set[str] = set()
         for index, action in enumerate(self.actions):
@@ -78,16 +84,16 @@ class Bare:
                 self.issues[-1] = index
         self.first_backward = len(self.events) // 2
         forward, backward = modules_of(forward_order(steps)), modules_of(backward_order(steps))
-        self.modules = forward + [forward[-1] + 1 + number for number in backward]  # of the events
+        self.modules = forward + [forward[-1] + 1 + number for number in backward]  # the module number of each event
         self.reduces_first = schedule.reduces_first or any(step.reduces_first for step in steps)
-        self.work = len(self.actions)  # actions that were written down
+        self.work = len(self.actions)  # number of actions generated in all simulations
 
     def first_event(self, gather: Gather) -> int:
-        """The first event at which a gather can be issued: no forward gathers for backward."""
+        """The first event at which a gather can be issued. A forward does not prefetch for backward."""
         return self.first_backward if gather.event >= self.first_backward else 0
 
     def limited(self, wanted: Sequence[int], budget: int | None) -> list[int]:
-        """The event at which each gather is issued: the wanted one, or the first one after it with enough memory."""
+        """The event that issues each gather: the wanted event, or the first later event with enough memory."""
         live, issued, least, looked_at = list(self.live), [], 0, 0
         for gather, want in zip(self.gathers, wanted, strict=True):
             event, index = gather.event, gather.action_index
@@ -115,7 +121,10 @@ class Bare:
         return replace(self.schedule, forward=listed(names[:turn], edges), backward=listed(names[turn:], later))
 
     def _moved_one_by_one(self, wanted: Sequence[int], budget: int) -> list[int]:
-        """`limited`, but exact where gathers ahead move the waits for reductions: writes the step for each change."""
+        """Exact variant of `limited` for steps in which prefetching moves the waits for reductions.
+
+        It generates the step again for each change.
+        """
         issued = [gather.event for gather in self.gathers]
         for index, want in enumerate(wanted):
             least = max(want, issued[index - 1] if index else 0)
@@ -127,13 +136,13 @@ class Bare:
         return issued
 
     def peak_of(self, schedule: Schedule) -> int:
-        """The most bytes that are live at once."""
+        """Peak of live bytes of the step with this schedule."""
         actions = timed_step(self.steps, schedule)
         self.work += len(actions)
         return max(live_bytes(lifetimes(actions, self.sizes), len(actions)), default=0)
 
     def under(self, wanted: Sequence[int], budget: int | None) -> tuple[Schedule, list[int]]:
-        """The schedule nearest to the wanted events that fits into the budget, and the event of each gather."""
+        """The schedule closest to the wanted events that fits into the budget, and the event of each gather."""
         allowed, cut = budget, 0
         if budget is not None and len(self.actions) <= SMALL and self.reduces_first:
             issued = self._moved_one_by_one(wanted, budget)
@@ -146,43 +155,45 @@ class Bare:
             over = self.peak_of(schedule) - budget
             if over <= 0:
                 return schedule, issued
-            # Where reductions come first, gathers ahead move their waits, which `limited` does not see.
+            # If backward waits for reductions before it gathers, prefetching moves these waits. `limited` ignores that.
             cut = max(over, 2 * cut)
             wanted, allowed = issued, allowed - cut
 
 
 def by_depth(bare: Bare, depth: int) -> list[int]:
-    """For each gather the event `depth` modules ahead; modules whose weights are there already count, too."""
+    """For each gather, the event `depth` modules earlier. Modules whose weights are already unsharded count as well."""
     modules, first = bare.modules, first_of(bare.modules)
     return [max(bare.first_event(each), first[max(0, modules[each.event] - depth)]) for each in bare.gathers]
 
 
 def by_bytes(bare: Bare, nbytes: int) -> list[int]:
-    """For each gather the earliest event such that groups gathered ahead, and not begun, take at most `nbytes`."""
+    """For each gather, the earliest event such that prefetched groups that have not begun take at most `nbytes`."""
     wanted, ahead, oldest = [], 0, 0
     for index, gather in enumerate(bare.gathers):
         ahead += gather.nbytes
         while ahead > nbytes:
             ahead -= bare.gathers[oldest].nbytes
             oldest += 1
-        # Gathers from `oldest` on may be ahead together, from the event that needs the gather before them.
+        # Gathers from index `oldest` to `index` may be prefetched together, once gather `oldest - 1` has been used.
         event = bare.gathers[oldest - 1].event if oldest else 0
         wanted.append(gather.event if oldest > index else max(bare.first_event(gather), event))
     return wanted
 
 
 def fitting(steps: Sequence[Step], sizes: Mapping[str, Sizes], budget: int | None) -> Bare:
-    """A bare step within the budget that keeps what settings keep, or as much of it as fits.
+    """A step without prefetching that fits into the budget.
+
+    It keeps the groups that the settings keep after forward, or as many of them as fit.
 
     Raises:
-        PoolBudgetError: not even the least step fits.
+        PoolBudgetError: the step that needs the least memory does not fit.
     """
     kept = list(kept_by_setting(steps))
     if budget is None:
         return bare_step(steps, sizes, kept, 0)
     _check_budget(steps, sizes, budget)
     droppable = [fqn for fqn in kept if fqn not in {step.fqn for step in steps if step.is_root}]
-    low, high = 0, len(droppable)  # how many to drop: those that would be held longest
+    low, high = 0, len(droppable)  # number of groups to drop, starting with those that are held longest
     while low < high:
         middle = (low + high) // 2
         less = [fqn for fqn in kept if fqn not in droppable[:middle]]
@@ -193,18 +204,19 @@ def fitting(steps: Sequence[Step], sizes: Mapping[str, Sizes], budget: int | Non
 
 
 def levels(steps: Sequence[Step]) -> tuple[tuple[int, bool, bool], ...]:
-    """The levels at which a step saves memory, from nothing to all that is possible; see `_LEVELS`."""
+    """The levels of memory saving of a step, from none to the most possible; see `_LEVELS`."""
     pairs = itertools.pairwise(backward_order(steps))
     return (*_LEVELS, _LEAST) if any(one.fqn == other.fqn for one, other in pairs) else _LEVELS
 
 
 def bare_step(steps: Sequence[Step], sizes: Mapping[str, Sizes], kept: Sequence[str], level: int) -> Bare:
-    """A step that keeps these groups, at one of `levels`."""
+    """A step without prefetching that keeps these groups, at one of the `levels`."""
     most, first, stays = levels(steps)[level]
     return Bare(steps, sizes, Schedule((), (), tuple(kept), most, first, stays_for_next=stays))
 
 
 def least_step(steps: Sequence[Step], sizes: Mapping[str, Sizes]) -> Bare:
+    """The step that needs the least memory."""
     roots = list(dict.fromkeys(step.fqn for step in steps if step.is_root and not step.reshard_after_forward))
     return bare_step(steps, sizes, roots, -1)
 
@@ -219,8 +231,9 @@ def _check_budget(steps: Sequence[Step], sizes: Mapping[str, Sizes], budget: int
     beside = " and of ".join(("the root", *around))
     raise PoolBudgetError(
         f"PoolPolicy(budget={budget}): {fqn or ROOT_NAME} cannot fit. The least budget that works is {least.peak} "
-        f"bytes: its weights take {size.weights}, a gather {size.landing} and a reduction {size.reduction} besides, "
-        f"and the weights of {beside} stay beside it. Raise the budget, or shard the group's modules one by one",
+        f"bytes: its weights take {size.weights} bytes, a gather another {size.landing} and a reduction another "
+        f"{size.reduction}, and the weights of {beside} stay gathered at the same time. Raise the budget, or shard the "
+        "modules of the group individually",
         fqn,
         least.peak,
     )

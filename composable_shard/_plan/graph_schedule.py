@@ -1,4 +1,4 @@
-"""The part of a plan that compiled graphs follow, by module: what is gathered ahead, and reductions in flight."""
+"""The part of a plan that compiled graphs follow, by module: prefetching, and reductions in flight."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Listed = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class GraphSchedule:
-    """The part of a plan that compiled graphs follow. Modules are FQNs in the root; those not named have defaults.
+    """The part of a plan that compiled graphs follow. Modules are FQNs in the root; others have the defaults.
 
     Attributes:
-        forward, backward: by module, the modules to gather when its forward, or backward, begins.
-        in_flight: by module, how many reductions may be in flight, its own included.
+        forward, backward: by module, the modules to gather when its forward or backward begins.
+        in_flight: by module, the limit of reductions in flight, including its own.
         reduces_first: modules whose backward waits for reductions before it gathers.
-        budget: the most bytes that weights may take from the launch of their gather, or from forward on, to their last
-            use, and buckets of gradients until their reduction is over; None for no limit.
-        kept: by module, the bytes of weights that stay between forward and backward, if there is a budget.
-        frees_queued: whether buckets of gradients take memory only until their reduction is queued, as on a stream.
+        budget: the limit in bytes for unsharded weights and gradient buckets; None for no limit. Weights count from the
+            launch of their gather (kept weights: from forward) to their last use, buckets until their reduction ends.
+        kept: by module, the bytes of weights that stay unsharded between forward and backward, if there is a budget.
+        frees_queued: whether gradient buckets take memory only until their reduction is queued, as with streams.
     """
 
     forward: Listed = field(default_factory=dict)
@@ -32,7 +32,7 @@ class GraphSchedule:
     frees_queued: bool = False
 
     def to_text(self) -> str:
-        """This schedule as text, on which compiled code can be guarded; empty if nothing is prescribed."""
+        """This schedule as text, for guards of compiled code. Empty for the default schedule."""
         return "" if self == NOTHING_SAID else json.dumps(vars(self), sort_keys=True)
 
     @classmethod
@@ -42,12 +42,12 @@ class GraphSchedule:
 
     @property
     def modules(self) -> set[str]:
-        """All modules that are named in lists."""
+        """All modules that occur in `forward` and `backward`."""
         lists = [*self.forward.items(), *self.backward.items()]
         return {module for at, listed in lists for module in (at, *listed)}
 
     def gathered_by(self, backward: bool) -> dict[str, list[str]]:
-        """For each module, those at whose beginning it is gathered; none if it is gathered on demand."""
+        """For each module, the modules that gather it when they begin. Empty if it is gathered on demand."""
         lists = self.backward if backward else self.forward
         return {module: [at for at, listed in lists.items() if module in listed] for module in self.modules}
 

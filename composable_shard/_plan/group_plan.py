@@ -1,4 +1,4 @@
-"""A group in a plan: its parameters, and the bytes that their gathers and reductions take. Frozen data."""
+"""A group in a plan: its parameters, and the memory and traffic of its gathers and reductions. Frozen data."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ class ParamPlan:
     """A parameter of a group.
 
     Attributes:
-        fqn: its name within the root.
-        shape: its unsharded shape.
-        stored, gathered, reduced: dtypes of its shard, its unsharded parameter, and its gradient in the reduction.
-        trains: whether it gets a gradient.
-        dim: the dim along which it is cut.
-        rows: of which the cuts are multiples.
-        packed: whether its bytes are no numbers of its dtype, so that it is gathered apart from those that are.
+        fqn: fully qualified name within the root.
+        shape: unsharded shape.
+        stored, gathered, reduced: dtypes of the shard, of the unsharded parameter, and of the reduced gradient.
+        trains: whether the parameter gets a gradient.
+        dim: the dim along which the parameter is sharded.
+        rows: shard boundaries are multiples of this number of rows (`Ragged`).
+        packed: whether the bytes are not numbers of the dtype (as in packed 4-bit weights). Such parameters are
+            gathered separately.
     """
 
     fqn: str
@@ -52,12 +53,12 @@ class ParamPlan:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the unsharded parameter."""
         return math.prod(self.shape)
 
 
 class _Members(NamedTuple):
-    """The shapes of parameters of one dtype, along which dims they are cut, and at multiples of how many rows."""
+    """The parameters of one dtype: their shapes, and the `dim` and `rows` of each (see `ParamPlan`)."""
 
     dtype: torch.dtype
     shapes: list[tuple[int, ...]]
@@ -66,13 +67,13 @@ class _Members(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """How gradients of one dtype are reduced.
+    """The reduction of the gradients of one dtype.
 
     Attributes:
-        dtype: of them.
-        layout: of the reduction over the shards.
-        sent: what a rank sends to each other one there in fewer bits; None if they travel as they are.
-        between: likewise, what a replica sends to each other one.
+        dtype: dtype of the gradients.
+        layout: layout of the reduction over the shard axis.
+        sent: what a rank sends to each peer of the shard axis in fewer bits; None if gradients are sent in `dtype`.
+        between: what a replica sends to each other replica in fewer bits; None if gradients are sent in `dtype`.
     """
 
     dtype: torch.dtype
@@ -86,20 +87,19 @@ class GroupPlan:
     """A group of parameters that share their collectives.
 
     Attributes:
-        fqn: name of its module within the root ("" for the root itself).
-        params: its members, tied ones once.
+        fqn: name of the group's module within the root ("" for the root itself).
+        params: the parameters. A tied parameter occurs once.
         shard_size: number of ranks over which each parameter is sharded.
-        mesh: the mesh in words.
-        is_root: whether it is the root's own group.
-        reshard_after_forward: whether the unsharded parameters are given up between forward and backward.
-        route: how its transport takes parameters; None if the shard axis has one rank only.
-        small_size: how many ranks share the weights between forward and backward; 0 if they are resharded fully.
-        reduces_first: whether its backward waits for reductions before it gathers.
-        frees_queued: whether the memory of its reductions is free for what is queued behind them, as on a stream, and
-            not only once the host has waited for them.
-        reduces_last: whether its gradients are reduced only when backward is over, because not all ranks may have
-            gradients.
-        comm_policy: in how many bits it travels.
+        mesh: description of the mesh.
+        is_root: whether this is the root's own group.
+        reshard_after_forward: whether the unsharded parameters are resharded between forward and backward.
+        route: how the transport handles large and small parameters; None if the shard axis has only one rank.
+        small_size: number of ranks to which the weights are resharded after forward; 0 if they are resharded fully.
+        reduces_first: whether the group's backward waits for reductions before it gathers.
+        frees_queued: whether work that is queued after a reduction may reuse the reduction's memory, as with streams.
+            Otherwise the memory is free once the host has waited for the reduction.
+        reduces_last: whether the gradients are reduced after the whole backward, because some ranks may have none.
+        comm_policy: number of bits in which parameters and gradients are communicated.
     """
 
     fqn: str
@@ -117,11 +117,11 @@ class GroupPlan:
 
     @property
     def name(self) -> str:
-        """The name for users."""
+        """The name in messages."""
         return self.fqn or ROOT_NAME
 
     def _by_dtype(self, dtypes: Iterable[torch.dtype], params: Sequence[ParamPlan]) -> list[_Members]:
-        """The parameters of each dtype, packed ones apart."""
+        """The parameters grouped by dtype. Packed parameters form their own groups."""
         members: dict[tuple[torch.dtype, bool], _Members] = {}
         for dtype, param in zip(dtypes, params, strict=True):
             of_dtype = members.setdefault((dtype, param.packed), _Members(dtype, [], [], []))
@@ -136,7 +136,7 @@ class GroupPlan:
 
     @functools.cached_property
     def gather_layouts(self) -> tuple[GatherLayout, ...]:
-        """The layout of the gather of each dtype."""
+        """The layout of each dtype's gather."""
         kinds = dict.fromkeys((p.gathered, p.packed) for p in self.params)
         wires = [None if packed else self.comm_policy.wire("gather", dtype) for dtype, packed in kinds]
         return tuple(
@@ -151,16 +151,16 @@ class GroupPlan:
 
     @property
     def landing_bytes(self) -> int:
-        """Bytes of the landing buffers, which a gather needs beside the unsharded parameters until it is done."""
+        """Bytes of the landing buffers, which a gather needs in addition to the unsharded parameters."""
         return self.sizes.landing
 
     @property
     def reduce_bytes(self) -> int:
-        """Bytes of the buffers that a reduction needs until it is done."""
+        """Bytes of the buffers of a reduction."""
         return self.sizes.reduction
 
     def _resident_layouts(self) -> list[tuple[torch.dtype, BucketLayout]]:
-        """By dtype, the bucket in which a few ranks share the weights and gather them again; none if they do not."""
+        """By dtype, the bucket for weights that are resharded to `small_size` ranks; empty if `small_size` is 0."""
         members = self._gathered if self.small_size else ()
         return [
             (dtype, bucket_layout(shapes, self.small_size, dtype.itemsize, dims)) for dtype, shapes, dims, _ in members
@@ -178,7 +178,7 @@ class GroupPlan:
 
     @property
     def _reduce_layouts(self) -> tuple[tuple[torch.dtype, ReduceLayout], ...]:
-        """By dtype, the layout of the reduction; none if the shard axis has one rank only."""
+        """By dtype, the layout of the reduction. Empty if the shard axis has only one rank."""
         if self.route is None:
             return ()
         slots = [layout.nbytes for layout in self.gather_layouts]
@@ -186,7 +186,7 @@ class GroupPlan:
 
     @functools.cached_property
     def sizes(self) -> Sizes:
-        """Bytes that the group takes of the pool."""
+        """Bytes that the group leases from the pool."""
         gathers, few = self.gather_layouts, self._resident_layouts()
         reductions = 0
         for dtype, layout in self._reduce_layouts:
@@ -212,7 +212,7 @@ class GroupPlan:
 
     @property
     def replica_bytes(self) -> int | None:
-        """Bytes that a replica sends to each other one in fewer bits; None if its gradients travel as they are."""
+        """Bytes that a replica sends to each other replica; None if `comm_policy` has no setting for replicas."""
         if self.comm_policy.replicas is None:
             return None
         return sum(
@@ -222,7 +222,7 @@ class GroupPlan:
 
     @property
     def reductions(self) -> tuple[Reduced, ...]:
-        """Of each dtype, how its gradients are reduced, and in which bits."""
+        """The reduction of each dtype's gradients."""
         reductions = []
         for members in self._reduced:
             dtype, layout = members.dtype, self._reduce_layout(members)
@@ -232,7 +232,7 @@ class GroupPlan:
 
     @property
     def rounding_bytes(self) -> int:
-        """Bytes that stay beside the pool for what travels in fewer bits: rounded shards, and what rounding leaves."""
+        """Bytes outside of the pool for communication in fewer bits: rounded shards, and rounding errors (feedback)."""
         kept = sum(layout.parcel.nbytes for layout in self.gather_layouts if layout.parcel is not None)
         if not self.comm_policy.error_feedback:
             return kept
@@ -243,30 +243,30 @@ class GroupPlan:
 
     @property
     def step(self) -> Step:
-        """What the schedule must know of a use of the group."""
+        """One use of the group, as the scheduler sees it."""
         small = self.small_size > 0
         return Step(self.fqn, self.is_root, self.reshard_after_forward, self.trains, small, self.reduces_first)
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of the stored shards of a rank with full pieces."""
+        """Bytes of the stored shards, for a rank without short pieces."""
         shapes, dims = [p.shape for p in self.params], [p.dim for p in self.params]
         layout = bucket_layout(shapes, self.shard_size, dims=dims, rows=[p.rows for p in self.params])
         return sum(at.piece * p.stored.itemsize for at, p in zip(layout.params, self.params, strict=True))
 
     @property
     def trains(self) -> bool:
-        """Whether any member gets a gradient."""
+        """Whether any parameter gets a gradient."""
         return any(p.trains for p in self.params)
 
     @property
     def dtype(self) -> str:
-        """In words: the dtypes of its parameters as stored, gathered and reduced."""
+        """Text: the dtypes in which parameters are stored, gathered and reduced."""
         return joined(_dtype(p) for p in self.params)
 
     @property
     def transport(self) -> str:
-        """In words: how it is moved."""
+        """Text: the transport of the group, and its communication policy."""
         return self._moved_by if self.comm_policy == AS_IT_IS else f"{self._moved_by}, {self.comm_policy}"
 
     @property
@@ -281,14 +281,14 @@ class GroupPlan:
 
     @property
     def reshard(self) -> str:
-        """In words: when its weights are given up."""
+        """Text: when the weights are resharded."""
         if not self.reshard_after_forward:
             return "after backward"
         return f"after forward, among {self.small_size}" if self.small_size else "after forward"
 
 
 def _rounded(layout: ReduceLayout, sent: Parcel | None) -> int:
-    """Elements of a chunk that travel in fewer bits."""
+    """Number of elements of a chunk that are sent in fewer bits."""
     parts = () if sent is None else sent.parts
     return sum(layout.result.params[index].piece for part in parts if part.form for index in part.members)
 

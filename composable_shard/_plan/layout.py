@@ -1,10 +1,10 @@
-"""Where each parameter lies in a bucket: integers only.
+"""The layout of parameters in a bucket, as integers.
 
-A *bucket* is what one collective moves: `world` chunks of `numel` elements, one per rank. Each parameter is cut along
-one dim (0 by default) into `world` pieces of `chunk` rows (as by `torch.chunk`, the last ones may be shorter or empty).
-Every rank's piece of a parameter starts at the same `offset` in that rank's chunk. Pieces are padded to `chunk` rows,
-so that all ranks send equally much. Another dim than 0 must divide evenly. Where the cuts along dim 0 have to be
-multiples of some rows (`Ragged`), a full piece has as many more of them.
+A *bucket* is the data of one collective: `world` chunks of `numel` elements, one chunk per rank. Each parameter is
+sharded along one dim (0 by default) into `world` pieces of `chunk` rows. As with `torch.chunk`, the last pieces may be
+shorter or empty. The pieces of a parameter start at the same `offset` in each rank's chunk. They are padded to `chunk`
+rows, so that all ranks send the same number of bytes. A dim other than 0 must divide evenly. With `Ragged`, shard
+boundaries along dim 0 are multiples of a number of rows, and `chunk` is rounded up to such a multiple.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ SLOT_ALIGNMENT_BYTES = 512
 
 
 def slot_bytes(nbytes: int) -> int:
-    """Bytes of a slot of the pool for `nbytes` bytes; no slot is empty."""
+    """Size in bytes of a pool slot for `nbytes` bytes: a multiple of 512, at least 512."""
     return -(-max(nbytes, 1) // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class ParamLayout:
-    """One parameter within a bucket; counts are in elements unless they say rows.
+    """One parameter of a bucket. Counts are in elements unless stated otherwise.
 
     Attributes:
-        shape: the unsharded shape, at least one dim.
+        shape: unsharded shape, with at least one dim.
         world: number of pieces.
-        chunk: rows of a full piece, ``ceil(shape[dim] / world)``, or more where cuts are multiples of some rows.
-        row: elements of one row.
-        offset: where the piece starts in each rank's chunk.
-        dim: the dim that is cut; its indices are the rows.
+        chunk: number of rows of a full piece: ``ceil(shape[dim] / world)``, or more with `Ragged`.
+        row: elements per row.
+        offset: offset of the piece in each rank's chunk.
+        dim: the dim that is sharded. A row is one index of this dim.
     """
 
     shape: tuple[int, ...]
@@ -50,20 +50,20 @@ class ParamLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the unsharded parameter."""
         return self.shape[self.dim] * self.row
 
     @property
     def piece(self) -> int:
-        """Elements of one padded piece."""
+        """Elements of one piece, including padding."""
         return self.chunk * self.row
 
     def rows_of(self, rank: int) -> int:
-        """Rows that `rank` really holds."""
+        """Number of rows that `rank` holds, without padding."""
         return max(0, min(self.chunk, self.shape[self.dim] - rank * self.chunk))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the piece that `rank` really holds."""
+        """Shape of the piece that `rank` holds, without padding."""
         return (*self.shape[: self.dim], self.rows_of(rank), *self.shape[self.dim + 1 :])
 
     @property
@@ -73,18 +73,18 @@ class ParamLayout:
 
     @property
     def full_pieces(self) -> int:
-        """How many ranks hold a piece of `chunk` rows."""
+        """Number of ranks that hold a piece of `chunk` rows."""
         return self.world if self.chunk == 0 else self.shape[self.dim] // self.chunk
 
     @property
     def rest(self) -> int:
-        """Elements of the one shorter piece that follows the full ones (0 if there is none)."""
+        """Elements of the shorter piece that follows the full pieces; 0 if there is none."""
         return self.numel - self.full_pieces * self.piece
 
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """All parameters of a bucket; `numel` is the length of one rank's chunk."""
+    """The parameters of a bucket. `numel` is the length of one rank's chunk in elements."""
 
     world: int
     params: tuple[ParamLayout, ...]
@@ -92,24 +92,28 @@ class BucketLayout:
 
     @property
     def total(self) -> int:
-        """Elements of the whole bucket, all ranks."""
+        """Elements of the bucket, summed over ranks."""
         return self.world * self.numel
 
     @property
     def begins(self) -> list[int]:
-        """Offset of each parameter, in elements, in memory with all ranks' pieces of one parameter in a row."""
+        """Offset of each parameter in elements, in memory where the pieces of one parameter are contiguous."""
         return [self.world * param.offset for param in self.params]
 
 
 def piece_numel(shape: tuple[int, ...], world: int, dim: int, rows: int = 1) -> int:
-    """Elements of one padded piece of a parameter that is cut along `dim`, at multiples of `rows`."""
+    """Elements of one padded piece of a parameter that is sharded along `dim` at multiples of `rows`."""
     return rows_of_chunk(shape[dim], world, rows) * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
 
 def first_alike(sizes: Sequence[int], world: int, rank: int, rows: Sequence[int] | None = None) -> int:
-    """The first rank that holds as many rows as `rank` of each parameter, whose sizes along the cut dim these are.
+    """The first rank whose pieces have the same numbers of rows as the pieces of `rank`.
 
-    `rows`: of which the cuts of each are multiples; 1 if not given.
+    Args:
+        sizes: size of each parameter along its sharded dim.
+        world: number of ranks.
+        rank: the rank to compare with.
+        rows: for each parameter, the number of rows whose multiples are shard boundaries; 1 if not given.
     """
     params = bucket_layout([(size,) for size in sizes], world, rows=rows).params
 
@@ -126,14 +130,14 @@ def bucket_layout(
     dims: Sequence[int] | None = None,
     rows: Sequence[int] | None = None,
 ) -> BucketLayout:
-    """Lay parameters of the given unsharded `shapes` one after the other.
+    """Lay out parameters consecutively.
 
     Args:
         shapes: unsharded shapes, each with at least one dim.
         world: number of ranks that share the bucket.
-        itemsize: bytes of one element, to align each piece to 16 bytes; None to leave no gaps.
-        dims: the dim along which each is cut; 0 if not given.
-        rows: of which the cuts of each are multiples; 1 if not given.
+        itemsize: bytes per element, to align each piece to 16 bytes; None for no gaps.
+        dims: the sharded dim of each parameter; 0 if not given.
+        rows: for each parameter, the number of rows whose multiples are shard boundaries; 1 if not given.
     """
     align = 1 if itemsize is None else max(1, SHARD_ALIGNMENT_BYTES // itemsize)
     params, end = [], 0
@@ -147,12 +151,14 @@ def bucket_layout(
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How a transport takes parameters: large ones *alone*, straight into their memory, the rest packed in a buffer.
+    """How a transport gathers and reduces parameters.
+
+    Large parameters are gathered *alone*, directly into their memory. The others are packed into a buffer.
 
     Attributes:
         name: the transport's name.
-        gather_from: least bytes of a rank's piece for a parameter to be gathered alone; None for never.
-        sums: whether ranks receive the gradients of the others in a buffer (`scratch`) and add them up themselves.
+        gather_from: a parameter is gathered alone if each rank's piece has at least this many bytes; None for never.
+        sums: whether each rank receives the gradients of its peers in a buffer (`scratch`) and sums them itself.
     """
 
     name: str
@@ -166,18 +172,19 @@ def _is_alone(param: ParamLayout, itemsize: int, least: int | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GatherLayout:
-    """Where the parameters of one gather land, and which of them share a buffer on the way.
+    """Where the parameters of one gather are stored, and which of them pass through a landing buffer.
 
     Attributes:
-        places: the layout of all parameters in the slot, in which all ranks' pieces of one parameter are in a row (see
+        places: the layout of all parameters in the slot. The pieces of one parameter are contiguous there (see
             `BucketLayout.begins`).
-        alone: indices of the parameters that are gathered straight into the slot.
-        packed: indices of the others.
-        landing: the buffer that these share until they are copied to the slot; None if no buffer is needed.
-        nbytes: bytes of the slot, with room for the marks of the reduction, which may take the slot over.
-        landing_bytes: bytes of that buffer.
-        parcel: what a rank sends if that is other than the parameters as they are computed with; then all share the
-            landing buffer, whose elements are bytes.
+        alone: indices of the parameters that are gathered directly into the slot.
+        packed: indices of the other parameters.
+        landing: layout of the landing buffer for the packed parameters, from which they are copied to the slot. None if
+            there is no landing buffer.
+        nbytes: bytes of the slot. This includes space for the marks of the reduction, which may reuse the slot.
+        landing_bytes: bytes of the landing buffer.
+        parcel: what a rank sends if parameters are sent in fewer bits. All parameters then pass through the landing
+            buffer, whose elements are bytes. None if they are sent in the dtype of the computation.
     """
 
     places: BucketLayout
@@ -189,7 +196,7 @@ class GatherLayout:
     parcel: Parcel | None = None
 
     def moved(self, itemsize: int) -> int:
-        """Bytes that the gather moves: all ranks' parts, padding included."""
+        """Bytes that the gather moves, summed over ranks, including padding."""
         pieces = [self.places.params[i].piece for i in self.alone]
         return self.places.world * sum(pieces) * itemsize + self.landing_bytes
 
@@ -206,12 +213,12 @@ def gather_layout(
     """Lay out a gather of parameters of one dtype.
 
     Args:
-        shapes, dims: of the unsharded parameters, and the dim along which each is cut.
+        shapes, dims: unsharded shape and sharded dim of each parameter.
         world: number of ranks.
-        itemsize: bytes of an element.
-        route: the transport's route; None where there is nothing to gather.
-        rows: of which the cuts of each are multiples; 1 if not given.
-        wire: what they travel as, if not as they are.
+        itemsize: bytes per element.
+        route: the transport's route; None if there is nothing to gather.
+        rows: for each parameter, the number of rows whose multiples are shard boundaries; 1 if not given.
+        wire: the format in which parameters are sent; None for their dtype.
     """
     places = bucket_layout(shapes, world, itemsize, dims, rows)
     nbytes = world * _with_marks(places.numel, len(shapes), itemsize) * itemsize
@@ -228,7 +235,7 @@ def _gather_as_it_is(
     least = None if route is None else route.gather_from
     alone = [i for i, param in enumerate(places.params) if _is_alone(param, itemsize, least)]
     packed = sorted({*range(len(places.params))} - {*alone})
-    if len(packed) == 1 and places.params[packed[0]].dim == 0:  # a buffer would look like the slot
+    if len(packed) == 1 and places.params[packed[0]].dim == 0:  # a buffer would have the same layout as the slot
         alone, packed = sorted(alone + packed), []
     if route is None or not packed:
         return GatherLayout(places, tuple(alone), tuple(packed), None, nbytes, 0)
@@ -245,19 +252,20 @@ def _some(values: Sequence[T], indices: Sequence[int]) -> list[T]:
 
 @dataclass(frozen=True, slots=True)
 class ReduceLayout:
-    """How gradients are reduced: in one bucket, each rank's chunk of which ends with a mark for each gradient.
+    """The layout of a reduction of gradients: one bucket, in which each rank's chunk ends with a mark per gradient.
 
-    All transports use one order, because the result is reduced again over replicas, which may have other transports.
+    A mark is 1 if the rank has the gradient, else 0. All transports use the same order, because the result is reduced
+    again over replicas, which may use other transports.
 
     Attributes:
         result: layout of one rank's pieces, without gaps.
-        numel: length of a chunk, the marks included. It is a multiple of 16 bytes, so that the chunks of all ranks are
-            aligned; NCCL is slow with those that are not.
+        numel: length of a chunk in elements, including marks. It is a multiple of 16 bytes, so that the chunks of all
+            ranks are aligned. NCCL is slow with unaligned chunks.
         nbytes: bytes of the bucket's buffer; 0 if there is nothing to reduce.
-        scratch: elements of the buffer for what the others send, if this rank adds it up (`Route.sums`); else 0. With a
-            parcel, of that and of what this rank sends.
-        moved: bytes that the reduction moves: all ranks' parts.
-        parcel: what a rank sends to another, if that is other than its gradients in the dtype of the bucket.
+        scratch: elements of the buffer for data from peers, if this rank sums it (`Route.sums`), else 0. With a parcel,
+            the buffer also contains the data that this rank sends.
+        moved: bytes that the reduction moves, summed over ranks.
+        parcel: what a rank sends to each peer if gradients are sent in fewer bits, else None.
     """
 
     result: BucketLayout
@@ -269,16 +277,16 @@ class ReduceLayout:
 
     @property
     def marks(self) -> int:
-        """Elements behind the pieces: the marks, and what aligns the next chunk."""
+        """Elements after the pieces: the marks, and padding to align the next chunk."""
         return self.numel - self.result.numel
 
     def between_replicas(self, itemsize: int, wire: Wire | None) -> Parcel | None:
-        """What a replica sends of its chunk; None if that is the chunk as it is, of elements of `itemsize` bytes."""
+        """What a replica sends in the format `wire`; None if it sends its chunk unchanged (`itemsize` bytes each)."""
         return parcel([(at.chunk, at.row) for at in self.result.params], itemsize, wire, self.marks)
 
 
 def _with_marks(numel: int, marks: int, itemsize: int) -> int:
-    """The length of a chunk with marks behind `numel` elements, so that the next one is aligned."""
+    """The length of a chunk of `numel` elements and `marks` marks, padded so that the next chunk is aligned."""
     align = max(1, SHARD_ALIGNMENT_BYTES // itemsize)
     return -(-(numel + marks) // align) * align
 
@@ -296,14 +304,14 @@ def reduce_layout(
     """Lay out a reduction of gradients of one dtype.
 
     Args:
-        shapes, dims: of the unsharded gradients, and the dim along which each is cut.
+        shapes, dims: unsharded shape and sharded dim of each gradient.
         world: number of ranks.
-        itemsize: bytes of an element.
-        route: the transport's route; None where there is nothing to reduce.
-        slots: bytes of the gather's slots. A bucket that is up to 1/8 smaller than one of them gets its size, so that
-            the two can share memory.
-        rows: of which the cuts of each are multiples; 1 if not given.
-        wire: what gradients travel as, if not as they are.
+        itemsize: bytes per element.
+        route: the transport's route; None if there is nothing to reduce.
+        slots: bytes of the gather's slots. If a slot is larger than the bucket by at most 1/8, the bucket gets the
+            slot's size, so that the two can share memory.
+        rows: for each parameter, the number of rows whose multiples are shard boundaries; 1 if not given.
+        wire: the format in which gradients are sent; None for their dtype.
     """
     result = bucket_layout(shapes, world, dims=dims, rows=rows)
     numel = _with_marks(result.numel, len(shapes), itemsize)

@@ -1,8 +1,8 @@
-"""How the pieces of parameters travel in fewer bits: integers only.
+"""The byte layout of parameter pieces that are sent in fewer bits, as integers.
 
-A *parcel* is what one rank sends in a collective: parts, and behind the values of all of them the scales. Rows, the
-indices of the dim that is cut, are cut into equal blocks, each of which has a scale. Parameters whose blocks are of one
-size are one part, without gaps, so that one operator rounds all of them.
+A *parcel* is what one rank sends in a collective: the values of all parts, followed by the scales. A row (one index of
+the sharded dim) is divided into equal blocks, and each block has a scale. Parameters with the same block size form one
+part without gaps, so that one operator rounds all of them.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from .._policies import Wire
 
 SHARD_ALIGNMENT_BYTES = 16
 SCALE_BYTES = 4
-AT_ONCE = 1 << 16  # numbers of all ranks that are rounded together in any case; more if a parameter has more
+AT_ONCE = 1 << 16  # elements (summed over ranks) that are rounded together; more if a single parameter has more
 _VALUE_BYTES = {"fp8": 1, "int8": 1, "bf16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some parameters in a parcel that travel alike, one behind the other.
+    """Consecutive parameters of a parcel that are sent in the same format.
 
     Attributes:
-        form: what their values travel as; empty if as they are.
-        begin: byte at which they begin.
-        nbytes: how many bytes they are.
-        block: elements that share a scale; 0 if there are none.
-        scales: byte at which the scales begin.
-        members: indices of the parameters; that behind the last one stands for the marks.
-        turn: parts of equal turns are rounded together.
+        form: the format of the values (``fp8``, ``int8``, ``bf16``); empty for their dtype.
+        begin: byte offset of the values in the parcel.
+        nbytes: bytes of the values.
+        block: number of elements that share a scale; 0 if there are no scales.
+        scales: byte offset of the scales in the parcel.
+        members: indices of the parameters. The index after the last parameter stands for the marks.
+        turn: parts with the same turn are rounded together.
     """
 
     form: str
@@ -46,8 +46,8 @@ class Parcel:
     """What one rank sends.
 
     Attributes:
-        parts: by turn.
-        nbytes: of all of it, so that the next rank's is aligned.
+        parts: the parts, ordered by turn.
+        nbytes: bytes of the parcel, padded so that the next rank's parcel is aligned.
     """
 
     parts: tuple[Part, ...]
@@ -55,7 +55,7 @@ class Parcel:
 
 
 def block_of(row: int, most: int) -> int:
-    """Elements of the equal blocks into which a row is cut: the most that `most` allows, or else the whole row."""
+    """Elements of the equal blocks of a row: the largest size up to `most` that divides it, or the row."""
     for blocks in range(-(-row // most), 4 * row // most + 1):
         if row % blocks == 0:
             return row // blocks
@@ -63,7 +63,7 @@ def block_of(row: int, most: int) -> int:
 
 
 def _cut(row: int, itemsize: int, wire: Wire) -> tuple[str, int]:
-    """What a row of numbers travels as, and its blocks; as it is where that takes no more bytes."""
+    """The format and block size in which a row is sent. The format is empty if `wire` would not save bytes."""
     size = _VALUE_BYTES[wire.form]
     block = 0 if size > 1 or row == 0 else block_of(row, wire.block)
     scales = SCALE_BYTES * (row // block) if block else 0
@@ -73,14 +73,17 @@ def _cut(row: int, itemsize: int, wire: Wire) -> tuple[str, int]:
 def parcel(
     pieces: Sequence[tuple[int, int]], itemsize: int, wire: Wire | None, marks: int = 0, ranks: int = 1
 ) -> Parcel | None:
-    """Lay a parcel out; None if nothing in it would become smaller.
+    """Lay out a parcel.
 
     Args:
-        pieces: rows of a padded piece of each parameter, and elements of a row.
-        itemsize: bytes of an element that travels as it is.
-        wire: what the others travel as.
-        marks: elements behind the pieces, which travel as they are.
-        ranks: how many parcels are rounded, or read, together.
+        pieces: for each parameter, the rows of a padded piece and the elements per row.
+        itemsize: bytes of an element that is sent in its dtype.
+        wire: the format of all other elements.
+        marks: number of elements after the pieces that are sent in their dtype.
+        ranks: number of parcels that are rounded, or read, together.
+
+    Returns:
+        The parcel, or None if the format would not save bytes.
     """
     if wire is None:
         return None
@@ -99,7 +102,7 @@ def parcel(
 
 
 def _with_scales(parts: Sequence[Part], end: int) -> Parcel:
-    """The parcel of these parts, with their scales from byte `end` on."""
+    """Add the scales to the parts, starting at byte `end`."""
     placed = []
     for each in parts:
         placed.append(replace(each, scales=end if each.block else 0))
@@ -108,9 +111,9 @@ def _with_scales(parts: Sequence[Part], end: int) -> Parcel:
 
 
 def _batches(kinds: Sequence[tuple[str, int]], numels: Sequence[int]) -> dict[tuple[int, str, int], list[int]]:
-    """Indices of what travels alike, by turn, form and block.
+    """Group the indices by turn, format and block size.
 
-    A turn is of no more numbers than the largest parameter has, or `AT_ONCE`: so it takes no more memory than that one.
+    A turn has at most as many elements as the largest parameter, or `AT_ONCE`. This bounds the memory for rounding.
     """
     batches: dict[tuple[int, str, int], list[int]] = {}
     most = max(AT_ONCE, *numels)

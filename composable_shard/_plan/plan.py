@@ -1,6 +1,6 @@
 """The plan: which parameters are gathered and reduced together, in which order and when. Frozen data.
 
-Bytes, offsets in an arena and predicted times are functions of the plan, not part of it.
+Bytes, arena offsets and predicted times are computed from the plan. They are not stored in it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ Around = tuple[tuple[str, str], ...]  # FQNs of groups, each with its innermost 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase that was seen.
+    """A phase that has run.
 
     Attributes:
-        name: its name ("train", "no_grad", "train, no sync", ...; see `phase_of`).
+        name: name of the phase ("train", "no_grad", "train, no sync", ...; see `phase_of`).
         order: FQNs of the groups in the order in which their forwards began.
         around: the enclosing groups in this phase; None if they are those of the plan.
     """
@@ -66,19 +66,19 @@ class ShardPlan:
     """The plan of one root.
 
     Attributes:
-        groups: all groups, in the order of their modules.
-        order: FQNs of the groups in the order in which their forwards begin, one entry a use. At first this is the
-            order of the modules; the order of the first step replaces it.
-        phases: each phase that was seen, by name.
-        around: FQNs of the groups that run in the forward of another group but the root's, each with its innermost
-            enclosing group. At first this is how the modules are nested; what the first step has seen replaces it. A
-            use in `order` counts as inside if it is right after its enclosing group or after another use inside.
-        prefetch, pool, costs: what the schedule was made from; see `with_policies`.
-        schedule: what is gathered ahead, kept and waited for; None for the default: one module ahead, and what settings
-            keep.
-        places: the slots in which the pool of the engine that follows this plan has its buffers, once they are known.
-            They are an observation, not planned: plans that differ in `places` alone are equal.
-        phase: the kind of forward, with its backward, that this plan is for; see `in_phase`.
+        groups: all groups, in module order.
+        order: FQNs of the groups in the order in which their forwards begin, one entry per use. This is the module
+            order until the first step has run, then the order of that step.
+        phases: the phases that have run, sorted by name.
+        around: FQNs of the groups that run in the forward of another group (except the root), each with its innermost
+            enclosing group. This is the nesting of the modules until the first step has run, then that of the step. A
+            use in `order` is inside a group if it directly follows that group or another use inside it.
+        prefetch, pool, costs: the inputs of the schedule; see `with_policies`.
+        schedule: which groups are prefetched and kept, and when reductions are waited for. None for the default: prefetch
+            one module, and keep the groups that are not resharded after forward.
+        places: the slots of the buffers in the pool of the engine that follows this plan, once they are known. They are
+            observed, not planned. Plans that differ only in `places` are equal.
+        phase: the phase of this plan; see `in_phase`.
     """
 
     groups: tuple[GroupPlan, ...]
@@ -102,36 +102,36 @@ class ShardPlan:
 
     @property
     def is_default(self) -> bool:
-        """Whether the schedule follows from the settings of the groups alone, without policies."""
+        """Whether the schedule depends only on the settings of the groups, and not on policies."""
         return self.prefetch == ONE_AHEAD and self.pool == UNBOUNDED
 
     # ---- phases
 
     @property
     def orders(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """The name and the order of each phase that was seen."""
+        """The name and the order of each phase that has run."""
         return tuple((phase.name, phase.order) for phase in self.phases)
 
     @property
     def arounds(self) -> tuple[tuple[str, Around], ...]:
-        """The name and the enclosing groups of each phase in which others than `around` were seen."""
+        """The name and the enclosing groups of each phase whose enclosing groups differ from `around`."""
         return tuple((phase.name, phase.around) for phase in self.phases if phase.around is not None)
 
     def _phase_named(self, name: str) -> Phase:
-        """What is known of a phase; the plan's own order, if that phase was not seen."""
+        """The phase with this name. If it has not run, a phase with the plan's order."""
         return next((phase for phase in self.phases if phase.name == name), Phase(name, self.order))
 
     def order_in(self, phase: str) -> tuple[str, ...]:
-        """The order of forwards in a phase; `order`, if that phase was not seen."""
+        """The order of forwards in a phase. `order` if the phase has not run."""
         return self._phase_named(phase).order
 
     def around_in(self, phase: str) -> Around:
-        """The enclosing groups in a phase; `around`, if nothing else was seen in that phase."""
+        """The enclosing groups in a phase. `around` if the phase has no others."""
         around = self._phase_named(phase).around
         return self.around if around is None else around
 
     def noting(self, phase: str, order: tuple[str, ...], around: Around | None = None) -> ShardPlan:
-        """This plan with the order of a phase added and, if they are new, the enclosing groups in that phase."""
+        """Copy this plan, and add the order of a phase and, if they are new, its enclosing groups."""
         if around is None or set(around) <= set(self.around_in(phase)):
             around = self._phase_named(phase).around
         others = (each for each in self.phases if each.name != phase)
@@ -139,18 +139,18 @@ class ShardPlan:
         return replace(self, phases=tuple(phases))
 
     def _anew(self, **changes: Any) -> ShardPlan:
-        """This plan with these changes, and with a new schedule for them."""
+        """Copy this plan with these changes and a new schedule."""
         other = replace(self, schedule=None, **changes)
         return other if other.is_default else other._scheduled()
 
     def in_phase(self, phase: str) -> ShardPlan:
-        """The plan of a phase: actions, bytes and times are those of such a forward and of what follows it.
+        """The plan of a phase: its actions, bytes and times are those of a forward of this phase and its backward.
 
-        If the order is the same in that phase, the schedule is, too; else it is made for the phase's order, under the
-        same policies. In a phase "again", the memory that an earlier forward still holds is not counted.
+        If the phase has the same order, it has the same schedule. Otherwise a schedule is made for the phase's order,
+        under the same policies. In an "again" phase, the memory that an earlier forward still holds is not counted.
 
         Raises:
-            PoolBudgetError: in this order a group does not fit into the budget.
+            PoolBudgetError: a group does not fit into the budget in this order.
         """
         order, around = self.order_in(phase), self.around_in(phase)
         if (order, around) == (self.order, self.around):
@@ -158,7 +158,7 @@ class ShardPlan:
         return self._anew(order=order, around=around, costs=self._costs_of(order), phase=phase)
 
     def _costs_of(self, order: tuple[str, ...]) -> Costs | None:
-        """The costs for another order, scaled by its uses; None if they lack a group, which must be measured."""
+        """The costs for another order, scaled by the number of uses. None if a group has not been measured."""
         if self.costs is None or not {fqn for fqn, _ in self.costs.forward}.issuperset(order):
             return None
         before, now = Counter(self.order), Counter(order)
@@ -167,7 +167,7 @@ class ShardPlan:
 
     @property
     def own_orders(self) -> dict[str, tuple[str, ...]]:
-        """The orders of the phases whose order, or whose enclosing groups, differ from those of the plan."""
+        """The orders of the phases whose order or enclosing groups differ from those of the plan."""
         return {phase.name: phase.order for phase in self._own_phases()}
 
     def _own_phases(self) -> list[Phase]:
@@ -176,7 +176,7 @@ class ShardPlan:
     # ---- the step
 
     def actions(self) -> tuple[Action, ...]:
-        """The actions of a step, as the plan expects them."""
+        """The planned actions of a step."""
         return training_step(self._steps(), self.schedule, self.phase)
 
     def timed(self) -> tuple[Action, ...]:
@@ -184,7 +184,7 @@ class ShardPlan:
         return timed_step(self._steps(), self.edges(), self.phase)
 
     def edges(self) -> Schedule:
-        """The schedule, also where it is the default one."""
+        """The schedule, including the default schedule."""
         return self.schedule or self._one_ahead
 
     @functools.cached_property
@@ -192,25 +192,25 @@ class ShardPlan:
         return one_ahead(self._steps())
 
     def live_bytes(self) -> tuple[int, ...]:
-        """Bytes leased after each of `actions`; for `SHRINK` during it: the weights and the pieces cut from them."""
+        """Leased bytes after each of `actions`. For `SHRINK`, the bytes during it: the weights and their new pieces."""
         return tuple(live_bytes(self.lifetimes(), len(self.actions())))
 
     def lifetimes(self) -> list[Lifetime]:
-        """The buffers that `actions` lease, by index of action; named ``weights layers.3``, ``landing layers.3``..."""
+        """The buffers that `actions` lease, by action index. Names are ``weights layers.3``, ``landing layers.3``..."""
         return lifetimes(self.actions(), self._sizes())
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted most bytes of unsharded parameters and communication buffers in a training step.
+        """Predicted peak bytes of unsharded parameters and communication buffers in a training step.
 
-        Not included: gradients that autograd has made and not handed over yet, `.grad`, and activations.
+        Not included: activations, `.grad`, and gradients that autograd has not yet passed to the engine.
         """
         return peak_bytes(self.lifetimes())
 
     def arena(self) -> Arena:
-        """Offsets for all that `actions` lease: those of the pool if they are known and still serve, else solved.
+        """Offsets for all buffers of `actions`: those of the pool if they are known and still valid, else solved.
 
-        The arena has one lane: buffers of different streams may share memory, for the pool orders them by events.
+        The arena has one lane. Buffers of different streams may share memory, because the pool orders them by events.
         """
         lives, timed = self.lifetimes(), self.timed()
         forward = itertools.takewhile(lambda action: action.kind is not Kind.BACKWARD, timed)
@@ -218,22 +218,22 @@ class ShardPlan:
         return (as_placed(lives, turn, self.places) if self.places else None) or solve(lives)
 
     def courses(self) -> tuple[list[CourseStep], list[CourseStep]]:
-        """The launches, waits and compute of a step, in forward and in backward."""
+        """The courses of forward and of backward: launches, waits and compute in order."""
         sizes = self._sizes()
         nbytes = {fqn: (self.group(fqn).unsharded_bytes, size.reduction - size.queued) for fqn, size in sizes.items()}
         return courses_of(self.timed(), nbytes)
 
     def _streamed(self) -> Arena | None:
-        """The arena, if streams wait for communication: only then does memory that is shared cost time."""
+        """The arena if streams wait for communication, else None. Shared memory only costs time with streams."""
         return self.arena() if self.costs is not None and self.costs.streams else None
 
     def trace(self) -> Trace | None:
-        """When each action of a step happens; None without costs."""
+        """The times of the actions of a step. None without costs."""
         times = self.times()
         return None if times is None else trace(self.timed(), times, self._streamed())
 
     def predicted(self) -> Prediction:
-        """The peak of each kind of memory and, where costs are known, the times of each group and its exposed part."""
+        """Predicted peak of each type of memory. With costs, also the times and exposed communication of each group."""
         return predict(self.timed(), self._sizes(), self.times(), self._streamed())
 
     def with_policies(
@@ -242,12 +242,12 @@ class ShardPlan:
         pool: PoolPolicy | None = None,
         costs: Costs | None = None,
     ) -> ShardPlan:
-        """This plan with a new schedule.
+        """Copy this plan with a new schedule. None leaves an argument as it is in this plan.
 
         Args:
-            prefetch: replaces this plan's policy; None leaves it as it is, and so for the others.
-            pool: replaces this plan's budget.
-            costs: replaces what this plan knows of times, in seconds.
+            prefetch: the new prefetch policy.
+            pool: the new pool policy (budget in bytes).
+            costs: the new costs (times in seconds).
 
         Raises:
             PoolBudgetError: a group does not fit into the budget.
@@ -285,11 +285,11 @@ class ShardPlan:
         return {fqn: self.group(fqn).sizes for fqn in dict.fromkeys(self.order)}
 
     def parts(self) -> tuple[list[Step], dict[str, Sizes], dict[str, Times] | None]:
-        """What a schedule is made from: uses of groups in order, bytes of groups, and seconds where costs are known."""
+        """The inputs of a schedule: uses of groups in order, bytes of groups, and seconds if costs are known."""
         return self._steps(), self._bare_sizes(), self.times()
 
     def times(self) -> dict[str, Times] | None:
-        """Seconds of a use of each group, by FQN; None without costs."""
+        """Seconds per use of each group, by FQN. None without costs."""
         if self.costs is None:
             return None
         uses = Counter(self.order)
@@ -300,11 +300,11 @@ class ShardPlan:
         return times
 
     def backward_order(self) -> list[Step]:
-        """The uses in the order in which their backwards are expected to begin."""
+        """The uses of groups in the planned order of their backwards."""
         return backward_order(self._steps())
 
     def part(self, fqns: Set[str]) -> ShardPlan:
-        """The plan of these groups alone."""
+        """The plan restricted to these groups."""
         if self._by_fqn.keys() <= fqns:
             return self
 
@@ -331,19 +331,19 @@ class ShardPlan:
 
     @classmethod
     def from_json(cls, text: str) -> ShardPlan:
-        """The plan that `to_json` wrote: equal to it, and with the same digest.
+        """Read a plan that `to_json` wrote. It is equal to the original and has the same digest.
 
         Raises:
-            ShardConfigValueError: the text is no plan, one of another version, or has other fields.
+            ShardConfigValueError: the text is not a plan, has another version, or has missing or unknown fields.
         """
         plan = read(cls, text, "plan", JSON_VERSION)
         for where, listed in plan._names():
             if strange := [fqn for fqn in listed if fqn not in plan._by_fqn]:
-                raise ShardConfigValueError(f"plan.{where}: names {strange[0]!r}, which is none of its groups")
+                raise ShardConfigValueError(f"plan.{where}: names {strange[0]!r}, which is not a group of the plan")
         return plan
 
     def _names(self) -> Iterator[tuple[str, Iterable[str]]]:
-        """All FQNs of groups that stand in the plan beside the groups, by where they do."""
+        """All references to groups by FQN, with the name of the field that contains them."""
         yield "order", self.order
         yield "around", itertools.chain.from_iterable(self.around)
         for phase in self.phases:
@@ -354,10 +354,10 @@ class ShardPlan:
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of all on which ranks must agree: groups, orders, enclosing groups and schedule.
+        """SHA-256 of all fields on which ranks must agree: groups, orders, enclosing groups and schedule.
 
-        Policies and costs are left out, as what the schedule was made from, and places, as an observation. Nothing in a
-        plan depends on the rank: sizes of shards are those of a rank with full pieces.
+        It does not include policies and costs, which are inputs of the schedule, and `places`, which are observed. No
+        field of a plan depends on the rank: shard sizes are those of a rank without short pieces.
         """
         phases = [(phase.name, phase.order, phase.around) for phase in self._own_phases()]
         agreed = JSON_VERSION, self.groups, self.order, self.around, self.edges().telling(), phases
@@ -366,18 +366,20 @@ class ShardPlan:
     # ---- compared
 
     def check(self, other: ShardPlan) -> None:
-        """Refuse a plan that was made for another model, or for other ranks; its order and schedule may differ.
+        """Check that this plan is for the same model and ranks as `other`, the plan of the model.
+
+        Order and schedule may differ.
 
         Raises:
-            ShardConfigValueError: naming the first group or parameter that differs.
+            ShardConfigValueError: a group or parameter differs. The message names the first difference.
         """
         if difference := other_model(self.groups, other.groups):
             raise ShardConfigValueError(
-                f"plan of another model: {difference}. Make the plan anew with make_plan(model)"
+                f"plan of another model: {difference}. Re-create the plan with make_plan(model)"
             )
 
     def diff(self, other: ShardPlan) -> str:
-        """A line for each difference of `other` from this plan; empty if the plans are equal."""
+        """Describe the differences from this plan to `other`, one per line. Empty if the plans are equal."""
         lines = group_changes(self.groups, other.groups)
         lines += order_changes(self.order, other.order) + around_changes(self.around, other.around)
         for phase in dict.fromkeys([*self.own_orders, *other.own_orders]):
@@ -400,12 +402,12 @@ class ShardPlan:
 
 
 def replan(plan: ShardPlan, record: Record) -> ShardPlan:
-    """The plan for the next step: the recorded order and enclosing groups replace the planned ones.
+    """Make the plan for the next step: the recorded order and enclosing groups replace the planned ones.
 
-    Orders of other phases stay.
+    The orders of other phases are kept.
 
     Raises:
-        PoolBudgetError: in this order a group does not fit into the budget.
+        PoolBudgetError: a group does not fit into the budget in this order.
     """
     around = {pair for pair in plan.around if pair[0] not in record.order} | set(record.around)
     if record.order == plan.order and around == set(plan.around):

@@ -1,4 +1,4 @@
-"""What an iteration did. Records are all that the engine reports back to the plan."""
+"""Records of iterations: the feedback from the engine to the plan."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ JSON_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A period, in seconds from the beginning of the iteration, in which the host worked on, or waited for, a group.
+    """A time span in which the host worked on a group or waited for it, in seconds since the iteration began.
 
-    Spans of `UNSHARD` and `REDUCE` are the issue of a collective, of `WAIT` and `REDUCED` the waiting for it. Those of
-    `FORWARD` and `BACKWARD` are the compute, and contain the others.
+    Spans of `UNSHARD` and `REDUCE` issue a collective. Spans of `WAIT` and `REDUCED` wait for it. Spans of `FORWARD` and
+    `BACKWARD` are compute, and contain the other spans.
     """
 
     kind: Kind
@@ -27,10 +27,10 @@ class Span:
 
 
 def own_seconds(spans: Sequence[Span]) -> dict[tuple[Kind, str], float]:
-    """For each kind and group, the seconds of its spans, less those of the spans within them.
+    """Seconds of the spans of each kind and group, excluding nested spans.
 
     Args:
-        spans: in the order in which they began, as `Stopwatch.take` gives them.
+        spans: spans ordered by their beginning, as `Stopwatch.take` returns them.
     """
     seconds: dict[tuple[Kind, str], float] = {}
     open_: list[Span] = []
@@ -48,18 +48,20 @@ def own_seconds(spans: Sequence[Span]) -> dict[tuple[Kind, str], float]:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One iteration: from an outermost forward that begins while no earlier one waits for its backward, to the next.
+    """One iteration.
 
-    A backward ends the wait of its own forward and of all earlier ones. So do a failed backward and an optimizer step.
+    An iteration begins with an outermost forward while no earlier forward waits for its backward. It ends when the next
+    iteration begins. A forward stops waiting when a backward runs (its own or that of a later forward), when a backward
+    fails, or at an optimizer step.
 
     Attributes:
-        actions: what was done to the groups, in order of issue.
-        live_bytes: bytes leased from the pool after each action (unsharded parameters and communication buffers); for
-            `SHRINK`, which leases pieces before it gives the weights back, the most during it.
-        order: FQNs of the groups in the order in which their forwards began, one entry a use.
-        times: seconds that groups took, by FQN, where they were measured.
-        spans: what the host did when, if that was asked for.
-        around: FQNs of groups that ran in the forward of another group but the root's, each with that group.
+        actions: the actions on groups, in order of issue.
+        live_bytes: bytes leased from the pool after each action (unsharded parameters and communication buffers). For
+            `SHRINK`, which leases pieces before it releases the weights, the peak during the action.
+        order: FQNs of the groups in the order in which their forwards began, one entry per use.
+        times: measured seconds of groups, by FQN.
+        spans: what the host did at which time, if this was requested.
+        around: FQNs of groups that ran in the forward of another group (except the root), each with that group.
     """
 
     actions: tuple[Action, ...]
@@ -71,7 +73,7 @@ class Record:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that were leased at once."""
+        """Peak of leased bytes."""
         return max(self.live_bytes, default=0)
 
     def to_json(self) -> str:
@@ -80,10 +82,10 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> Record:
-        """The record that `to_json` wrote, equal to it.
+        """Read a record that `to_json` wrote. It is equal to the original.
 
         Raises:
-            ShardConfigValueError: the text is no record, one of another version, or has other fields.
+            ShardConfigValueError: the text is not a record, has another version, or has missing or unknown fields.
         """
         return read(cls, text, "record", JSON_VERSION)
 

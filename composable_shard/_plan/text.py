@@ -1,4 +1,4 @@
-"""A plan as text: its table, and its differences from another plan."""
+"""Plans as text: the table of a plan, and the differences between two plans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GROUP_WORDS: tuple[tuple[str, Callable[[GroupPlan], object]], ...] = (
     ("mesh", lambda group: group.mesh),
     ("dtype", lambda group: group.dtype),
     ("reshard", lambda group: group.reshard),
-    ("travels", lambda group: group.comm_policy),
+    ("comm policy", lambda group: group.comm_policy),
     ("transport", lambda group: f"{group.route.name}: {group.transport}" if group.route else group.transport),
     ("unsharded bytes", lambda group: group.unsharded_bytes),
     ("reduction bytes", lambda group: group.reduce_bytes),
@@ -31,14 +31,14 @@ def plan_text(
     predicted: Prediction,
     phases: Sequence[tuple[str, Sequence[str]]] = (),
 ) -> str:
-    """A plan as a table.
+    """Format a plan as a table.
 
     Args:
-        groups: in the order of their first use, those that were not used last.
-        schedule: None for the default one, which goes without saying.
-        why: what the schedule was made from.
-        predicted: of one training step.
-        phases: those that were seen, each with its order if that is another one.
+        groups: the groups in the order of their first use, followed by unused groups.
+        schedule: the schedule to print; None for the default schedule, which is not printed.
+        why: one line about the inputs of the schedule (policies and budget).
+        predicted: the prediction for one training step.
+        phases: name and order of each phase that was seen. The order is empty if it is that of the plan.
     """
     params = sum(p.numel for g in groups for p in g.params)
     title = f"plan: {len(groups)} groups, {params:,} parameters, {joined(g.mesh for g in groups)}"
@@ -46,7 +46,7 @@ def plan_text(
     lines.append(f"peak of unsharded parameters and communication in a training step: {mib(predicted.peak)}")
     lines += [] if schedule is None else _memory_lines(predicted)
     if predicted.exposed is not None and predicted.seconds is not None:
-        lines.append(f"exposed: {1e3 * predicted.exposed:.3f} of {1e3 * predicted.seconds:.3f} ms a step")
+        lines.append(f"exposed: {1e3 * predicted.exposed:.3f} of {1e3 * predicted.seconds:.3f} ms per step")
     lines += [f"order in {phase}: {_listed(order)}" for phase, order in phases if order]
     return "\n".join(lines if schedule is None else [*lines, why, *_schedule_lines(schedule)])
 
@@ -54,11 +54,11 @@ def plan_text(
 def _memory_lines(predicted: Prediction) -> list[str]:
     kinds = (("weights", predicted.weights), ("landing", predicted.landing), ("reductions", predicted.reductions))
     most = ", ".join(f"{name} {mib(nbytes)}" for name, nbytes in kinds)
-    return [f"of each kind at most: {most}", f"between forward and backward: {mib(predicted.kept)}"]
+    return [f"peak by type: {most}", f"kept between forward and backward: {mib(predicted.kept)}"]
 
 
 def _rows(groups: Sequence[GroupPlan], schedule: Schedule | None, predicted: Prediction) -> Iterator[tuple[str, ...]]:
-    """The rows of a plan's table, its head first; with columns of times, if they are known."""
+    """The rows of a plan's table, header first. Time columns are included if times are known."""
     times = {each.fqn: each for each in predicted.groups or ()}
     yield _HEAD if predicted.groups is None else _HEAD + _MILLISECONDS
     for group in groups:
@@ -90,7 +90,7 @@ def _reshard(group: GroupPlan, schedule: Schedule) -> str:
 
 
 def table(rows: Iterable[Sequence[str]], left: Sequence[int] = _LEFT) -> list[str]:
-    """Rows as lines; the columns of these numbers begin at the left, the others end at the right."""
+    """Format rows as lines. The columns with the indices `left` are left-aligned, the others right-aligned."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -107,13 +107,13 @@ def _schedule_lines(schedule: Schedule) -> list[str]:
     lines.append(f"  reductions in flight: {schedule.max_reductions}{others}{first}")
     if schedule.holds:
         lines.append(
-            f"  reductions keep their memory to their end: {_listed([fqn or ROOT_NAME for fqn in schedule.holds])}"
+            f"  reductions that keep their memory until they end: {_listed([fqn or ROOT_NAME for fqn in schedule.holds])}"
         )
-    return lines if schedule.stays_for_next else [*lines, "  weights are gathered anew for each backward of a group"]
+    return lines if schedule.stays_for_next else [*lines, "  weights are gathered again for each backward of a group"]
 
 
 def _edges(schedule: Schedule) -> dict[str, str]:
-    """The groups that each event gathers, by its text, with the number of the use if its group has several uses."""
+    """The groups that each event gathers, by the event's text. Events of repeated groups include a use number."""
     edges: dict[str, str] = {}
     for event, uses in schedule.ahead().items():
         for number, groups in enumerate(uses, 1):
@@ -123,13 +123,13 @@ def _edges(schedule: Schedule) -> dict[str, str]:
 
 
 def first_names(names: Sequence[str], most: int) -> str:
-    """Names for a message: all of them, or the first `most` and how many more there are, if that is more than one."""
+    """Join names for a message: all names, or the first `most` and the number of the others if that is above 1."""
     more = len(names) - most
     return ", ".join(names) if more < 2 else f"{', '.join(names[:most])} and {more} more"
 
 
 def mib(nbytes: int) -> str:
-    """Bytes in MiB."""
+    """Format bytes in MiB."""
     return f"{nbytes / 2**20:.2f} MiB"
 
 
@@ -137,28 +137,35 @@ def mib(nbytes: int) -> str:
 
 
 def other_model(mine: Sequence[GroupPlan], other: Sequence[GroupPlan]) -> str:
-    """The first difference that shows that `other` are groups of another model; empty if the model is the same."""
+    """Describe the first difference between a plan's groups and a model's groups. Empty if the models agree.
+
+    Args:
+        mine: the groups of the plan.
+        other: the groups of the model.
+    """
     for one, two in zip(mine, other, strict=False):
         if one.fqn != two.fqn:
-            return f"group {one.name} is here, group {two.name} there"
+            return f"the plan has group {one.name}, the model has group {two.name}"
         if one.shard_size != two.shard_size:
-            return f"group {one.name} is sharded over {one.shard_size} ranks here, over {two.shard_size} there"
+            sizes = f"{one.shard_size} ranks in the plan, over {two.shard_size} in the model"
+            return f"group {one.name} is sharded over {sizes}"
         if difference := _other_params(one, two):
             return difference
     if len(mine) != len(other):
-        longer, where = (mine, "here") if len(mine) > len(other) else (other, "there")
-        return f"group {longer[min(len(mine), len(other))].name} is {where} alone"
+        longer, where = (mine, "plan") if len(mine) > len(other) else (other, "model")
+        return f"group {longer[min(len(mine), len(other))].name} exists only in the {where}"
     return ""
 
 
 def _other_params(one: GroupPlan, two: GroupPlan) -> str:
     for param, peer in zip(one.params, two.params, strict=False):
         if param.fqn != peer.fqn:
-            return f"group {one.name}: parameter {param.fqn} is here, {peer.fqn} there"
+            return f"group {one.name}: the plan has parameter {param.fqn}, the model has {peer.fqn}"
         for name in _differing(param, peer):
-            return f"parameter {param.fqn}: {name} is {getattr(param, name)} here, {getattr(peer, name)} there"
+            values = f"{getattr(param, name)} in the plan, {getattr(peer, name)} in the model"
+            return f"parameter {param.fqn}: {name} is {values}"
     if len(one.params) != len(two.params):
-        return f"group {one.name} has {len(one.params)} parameters here, {len(two.params)} there"
+        return f"group {one.name} has {len(one.params)} parameters in the plan, {len(two.params)} in the model"
     return ""
 
 
@@ -168,19 +175,19 @@ def _differing(one: GroupPlan | ParamPlan, two: GroupPlan | ParamPlan) -> list[s
 
 
 def group_changes(old: Sequence[GroupPlan], new: Sequence[GroupPlan]) -> list[str]:
-    """A line for each group that was added, removed or changed."""
+    """Describe each group that was added, removed or changed in one line."""
     lines = _apart([group.name for group in old], [group.name for group in new], "group {}: removed", "group {}: added")
     after = {group.fqn: group for group in new}
     for group in old:
         if after.get(group.fqn, group) != group:
             lines.append(f"group {group.name}: {'; '.join(_of_group(group, after[group.fqn]))}")
     if not lines and [g.fqn for g in old] != [g.fqn for g in new]:
-        lines.append("groups: the same ones, declared in another order")
+        lines.append("groups: same groups, declared in a different order")
     return lines
 
 
 def _of_group(one: GroupPlan, two: GroupPlan) -> list[str]:
-    """What has changed in a group; the names of fields, for differences that have no text of their own."""
+    """The changes of a group. Differences without their own text are named by field."""
     changes = [f"{word} {f(one)} -> {f(two)}" for word, f in _GROUP_WORDS if f(one) != f(two)]
     before, after = {p.fqn: p.shape for p in one.params}, {p.fqn: p.shape for p in two.params}
     changes += _apart(list(before), list(after), "parameter {} removed", "parameter {} added")
@@ -190,14 +197,14 @@ def _of_group(one: GroupPlan, two: GroupPlan) -> list[str]:
 
 
 def _apart(old: Sequence[str], new: Sequence[str], removed: str, added: str) -> list[str]:
-    """A line, in the given form, for each name that only the old ones have, then for each that only the new have."""
+    """Format each name that occurs only in `old`, then each name that occurs only in `new`, as one line each."""
     before, after = set(old), set(new)
     lines = [removed.format(each) for each in old if each not in after]
     return lines + [added.format(each) for each in new if each not in before]
 
 
 def order_changes(old: Sequence[str], new: Sequence[str]) -> list[str]:
-    """The first difference of the orders of forwards, as one line."""
+    """Describe the first difference between two orders of forwards in one line."""
     if old == new:
         return []
     at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
@@ -206,13 +213,13 @@ def order_changes(old: Sequence[str], new: Sequence[str]) -> list[str]:
 
 
 def around_changes(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]]) -> list[str]:
-    """A line for each enclosing group that only one of the plans has."""
-    before, after = ([f"{fqn} inside of {outer}" for fqn, outer in around] for around in (old, new))
-    return _apart(before, after, "order: {} no more", "order: {} now")
+    """Describe each pair of group and enclosing group that occurs in only one of the plans, in one line each."""
+    before, after = ([f"{fqn} inside {outer}" for fqn, outer in around] for around in (old, new))
+    return _apart(before, after, "order: no longer {}", "order: now {}")
 
 
 def schedule_changes(old: Schedule, new: Schedule) -> list[str]:
-    """A line for each difference in prefetch edges, kept groups and reductions."""
+    """Describe each difference in prefetch edges, kept groups and reductions in one line."""
     before, after = _edges(old), _edges(new)
     lines = [
         f"prefetch: {event} gathers {before.get(event, 'nothing')} -> {after.get(event, 'nothing')}"
@@ -220,10 +227,10 @@ def schedule_changes(old: Schedule, new: Schedule) -> list[str]:
         if before.get(event) != after.get(event)
     ]
     kept, keeps = ([fqn or ROOT_NAME for fqn in schedule.kept] for schedule in (old, new))
-    lines += _apart(kept, keeps, "kept after forward: {} no more", "kept after forward: {} now")
+    lines += _apart(kept, keeps, "kept after forward: {} removed", "kept after forward: {} added")
     for name in ("max_reductions", "in_flight", "reduces_first", "stays_for_next", "holds"):
         old_value, new_value = getattr(old, name), getattr(new, name)
         lines += [f"{name}: {old_value} -> {new_value}"] if old_value != new_value else []
     if not lines and old.kept != new.kept:
-        lines.append("kept after forward: the same groups, in another order")
+        lines.append("kept after forward: same groups, in a different order")
     return lines

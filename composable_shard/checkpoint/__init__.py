@@ -1,4 +1,4 @@
-"""Checkpoints that survive anything: saved whole or not at all, checked when they are loaded, at any number of ranks.
+"""Save and load checkpoints: committed atomically, verified by checksums, loadable on any number of ranks.
 
 from composable_shard import checkpoint
 
@@ -6,7 +6,7 @@ state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "random
 if checkpoint.latest("runs/1") is not None:
     checkpoint.load("runs/1", state)
 ...
-checkpoint.save("runs/1", state, step=step, keep=3)  # or checkpoint.async_save, which goes on beside the training
+checkpoint.save("runs/1", state, step=step, keep=3)  # or checkpoint.async_save, which writes in the background
 """
 
 from ._async import async_save as async_save

@@ -1,4 +1,4 @@
-"""Saving in the background: the call copies what is saved, a process of its own writes it, a thread commits it."""
+"""Background saves: the call copies the state, a separate process writes the file, and a thread commits it."""
 
 from __future__ import annotations
 
@@ -34,35 +34,39 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> PendingSave:
-    """Save a state while training goes on; all ranks call it alike.
+    """Save a state in the background while training continues.
 
-    What is saved is the state of the moment of the call: the call copies this rank's part into memory that it shares
-    with a process of its own, which writes it. That memory is as large as this rank's file, is kept for the next save,
-    and there is only one: a save that is called while another one goes on waits for it first. The checkpoint is
-    committed when all ranks have written, as `save` does it.
+    This is a collective: all ranks must call it with the same arguments.
 
-    Where an optimizer's state is on disk (`DiskOffloadPolicy`), which is there to save memory, nothing is copied: the
-    call itself writes this rank's file, some of the state in memory at a time, and only the commit goes on after it.
+    The checkpoint holds the state at the time of the call. The call copies this rank's part into memory that it shares
+    with a writer process. This memory is as large as this rank's file and is reused by later saves. There is only one
+    such buffer: if another save is in progress, the call waits for it first. As with `save`, the checkpoint is
+    committed when all ranks have written their files.
+
+    If optimizer state is on disk (`DiskOffloadPolicy`), nothing is copied, to save memory. The call itself then writes
+    this rank's file and holds only a part of the state in memory at a time. Only the commit runs in the background.
 
     A failure is raised on all ranks: by `PendingSave.result`, or else by the next `save`, `async_save` or `wait`, which
-    then does nothing else. What nobody has asked for is waited for, and its failure printed, when the interpreter ends.
+    then does nothing else. When the interpreter exits, it waits for a pending save and prints its error if no call has
+    raised it.
 
     Args:
-        directory: of the checkpoints of a run, as of `save`; so are all arguments but the last.
+        directory: directory of the run's checkpoints. This and all other arguments except `progress` are those of
+            `save`.
         state: what to save, by name.
-        step: of the training.
-        keep: after the save, remove all but so many newest checkpoints.
+        step: training step.
+        keep: after the save, delete all checkpoints except the `keep` newest ones.
         overwrite: replace a checkpoint of the same step.
         checksum: "xxh3", "crc32" or "sha256".
-        process_group: of the ranks that save; by default all.
-        progress: is called with the bytes that this rank has written, and those that it is to write, now and then, in
-            a thread of its own; in the thread of the call where state is on disk.
+        process_group: process group of the ranks that save. Default: all ranks.
+        progress: called from time to time with the bytes that this rank has written and the bytes that it will write in
+            total. Called in a separate thread, or in the calling thread if optimizer state is on disk.
 
     Returns:
-        the save: its result, whether it has ended, how far it is.
+        A handle for the save: its result, whether it is done, and its progress.
 
     Raises:
-        CheckpointError: the save before this one has failed; besides, what `save` raises before it writes.
+        CheckpointError: the previous save failed. Also raises the errors that `save` raises before it writes.
     """
     ranks = Ranks(process_group)
     ranks.meet("save a checkpoint")
@@ -91,10 +95,10 @@ def async_save(
         write = write or (lambda: _write(pending, prepared, writer))
         thread = threading.Thread(target=_run, args=(pending, beside, prepared, write), name="checkpoint-save")
         thread.start()
-    except BaseException as error:  # the other ranks find this one silent, or are told
+    except BaseException as error:  # the other ranks get this error, or notice that this rank sends no heartbeat
         if beside is not None:
             beside.give_up(error)
-        if ranks.rank == 0 and thread is None:  # else the thread may be about to commit, or removes it itself
+        if ranks.rank == 0 and thread is None:  # otherwise the thread may commit, or deletes the files itself
             remove(prepared.attempt)
         pending.fail(error)
         raise
@@ -107,7 +111,7 @@ def _has_state_on_disk(layout: FileLayout) -> bool:
 
 
 def _written_now(pending: RunningSave, prepared: Prepared) -> Callable[[], SavedFile]:
-    """Write this rank's file; gives what gives the file, or raises what went wrong, when all ranks ask for it."""
+    """Write this rank's file now. The returned function gives the file or raises the error, when all ranks call it."""
     outcome: Future[SavedFile] = Future()
     try:
         see(prepared.attempt)
@@ -118,7 +122,7 @@ def _written_now(pending: RunningSave, prepared: Prepared) -> Callable[[], Saved
 
 
 def _run(pending: RunningSave, ranks: StoreRanks, prepared: Prepared, write: Callable[[], SavedFile]) -> None:
-    """Have the file written, commit with the other ranks, and note how that went."""
+    """Write the file, commit together with the other ranks, and record the outcome."""
     with contextlib.suppress(Exception), ranks.alive():
         try:
             path = _finish(ranks, prepared, write)
@@ -135,7 +139,7 @@ def _finish(ranks: StoreRanks, prepared: Prepared, write: Callable[[], SavedFile
         path = prepared.attempt.final
         if ranks.rank == 0 or not (path / NAME).is_file():
             raise
-        return path  # rank 0 was lost after it had committed
+        return path  # rank 0 was lost after the commit
     prune(ranks, prepared.request)
     return path
 
@@ -158,7 +162,7 @@ def _at_once(
     state: Mapping[str, Any],
     progress: Callable[[int, int], None] | None,
 ) -> PendingSave:
-    """Save before the call returns: in a simulated world, whose ranks are threads that take turns."""
+    """Save before the call returns. Used in a simulated world, where ranks are threads that take turns."""
     prepared = prepare(ranks, asked, state)
     pending = RunningSave(prepared.request.step, prepared.layout.size, progress)
     path = finish(ranks, prepared, lambda: write_own(prepared))

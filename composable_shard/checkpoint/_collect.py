@@ -1,4 +1,4 @@
-"""A state taken apart for a save: tensors by key, and trees of JSON."""
+"""Split a state for a save: tensors by key, and trees of JSON for everything else."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from ._state import (
 
 @dataclass
 class Collected:
-    """A state taken apart.
+    """The parts of a state.
 
     Attributes:
-        tensors: by key, those that the ranks hold together, or all alike.
-        own: by key, those of this rank alone.
-        aliases, values, per_rank: as in a manifest; of `per_rank` this rank's.
+        tensors: tensors that are sharded over the ranks or equal on all ranks, by key.
+        own: tensors of this rank only, by key.
+        aliases, values, per_rank: as in a manifest. `per_rank` has this rank's values only.
         owned: keys of the tensors of modules and optimizers.
         buffers: keys of the buffers of modules.
     """
@@ -47,17 +47,17 @@ class Collected:
     buffers: set[str] = field(default_factory=set)
 
     def keep_owned(self, key: str, tensor: torch.Tensor) -> None:
-        """Take in a tensor of a module or an optimizer."""
+        """Add a tensor of a module or an optimizer."""
         self.keep(key, tensor)
         self.owned.add(key)
 
     def keep(self, key: str, tensor: torch.Tensor) -> None:
-        """Take in a tensor."""
+        """Add a tensor."""
         self._refuse_second(key)
         self.tensors[key] = tensor
 
     def keep_own(self, key: str, tensor: torch.Tensor) -> None:
-        """Take in a tensor of this rank alone."""
+        """Add a tensor that only this rank has."""
         if isinstance(tensor, DTensor):
             raise ShardConfigTypeError(f"{key} is sharded over ranks, so PerRank cannot hold it")
         self._refuse_second(key)
@@ -69,17 +69,17 @@ class Collected:
 
 
 def collect(state: Mapping[str, Any], rank: int) -> Collected:
-    """Take a state apart.
+    """Split a state into tensors and JSON trees.
 
     Raises:
-        ShardConfigTypeError, ShardConfigValueError: something in it cannot be saved; it says what.
+        ShardConfigTypeError, ShardConfigValueError: something in the state cannot be saved. The message names it.
     """
     if not isinstance(state, Mapping):
         raise ShardConfigTypeError(f"state: is a {type(state).__name__}; give a dictionary of names")
     try:
         return _collect(state, rank)
     except RecursionError:
-        raise ShardConfigValueError("state: is nested too deeply, or holds itself") from None
+        raise ShardConfigValueError("state: is nested too deeply, or contains itself") from None
 
 
 def _collect(state: Mapping[str, Any], rank: int) -> Collected:
@@ -128,7 +128,7 @@ def _collect_optimizer(
 ) -> dict[str, Any]:
     content = OptimizerContent.of(path, optimizer, modules)
     state = {}
-    plain: list[str] = []  # tensors that are none of a mesh's though their parameters are DTensors
+    plain: list[str] = []  # keys of plain tensors whose parameters are DTensors
     for name, values in content.state.items():
         key = f"{path}.state.{name}"
         if name not in modules.parameters:

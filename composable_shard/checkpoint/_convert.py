@@ -1,7 +1,7 @@
-"""A committed checkpoint written anew: as one file, as the files of so many ranks, or its weights alone.
+"""Convert a committed checkpoint: to one file, to the files of another number of ranks, or to weights only.
 
-One process does it, without a model and without a process group: it reads what it is about to write, checks it against
-its checksums, and holds no more than `_AT_ONCE` bytes of it.
+One process does this without a model and without a process group. It reads the bytes that it is about to write, checks
+them against their checksums, and holds at most `_AT_ONCE` bytes of tensors in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ._format.writing import FileLayout, bytes_of, lay_out, write
 from ._io import files
 from ._pruning import open_manifest
 
-Progress = Callable[[int, int], None]  # is given how many bytes are written, and how many there will be
+Progress = Callable[[int, int], None]  # called with the bytes written so far and the total
 
 _AT_ONCE = 1 << 25  # bytes of tensors in memory
 _MOST_RANKS = 100_000
@@ -41,34 +41,35 @@ def reshard(
     step: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a checkpoint anew, in the files that so many ranks would have saved it in.
+    """Rewrite a checkpoint into the files that `ranks` ranks would have saved.
 
-    A checkpoint loads on any number of ranks as it is; in as many files as there are ranks, each rank reads one of them
-    from its begin to its end. Values of `PerRank` stay those of the ranks that saved. Tensors of modules and optimizers
-    are cut along the dimension that they are cut along already, or along the first one if all of them are in one file.
+    A checkpoint loads on any number of ranks without this. If it has as many files as there are ranks, each rank reads
+    exactly one file sequentially. `PerRank` values stay those of the ranks that saved them. Tensors of modules and
+    optimizers are split along the dimension along which they are already split, or along the first dimension if the
+    checkpoint has one file only.
 
     Args:
-        directory: that `save` was given, or one checkpoint in it.
-        out: a directory of checkpoints, which the new one is committed into; made where it does not exist.
-        ranks: how many files.
-        step: which checkpoint; by default the latest.
-        progress: is called with how many bytes are written, and how many there will be.
+        directory: directory that was passed to `save`, or one checkpoint in it.
+        out: directory of checkpoints into which the new one is committed. Created if it does not exist.
+        ranks: number of files.
+        step: step of the checkpoint. Default: the latest.
+        progress: called with the bytes written so far and the total bytes.
 
     Returns:
-        the path of the new checkpoint.
+        The path of the new checkpoint.
 
     Raises:
-        ShardConfigValueError: `out` has a checkpoint of this step or of a later one; `ranks` is no such number.
-        CheckpointError: the checkpoint cannot be read, as in `verify`; nothing remains of the new one.
+        ShardConfigValueError: `out` has a checkpoint of this step or of a later one, or `ranks` is invalid.
+        CheckpointError: the checkpoint cannot be read, as in `verify`. The new checkpoint is then deleted.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= _MOST_RANKS:
-        raise ShardConfigValueError(f"ranks: {ranks!r} is not a number of ranks; give 1 to {_MOST_RANKS:,}")
+        raise ShardConfigValueError(f"ranks: {ranks!r} is not a number of ranks; pass 1 to {_MOST_RANKS:,}")
     checkpoint, manifest = open_manifest(directory, step)
     later = [each.step for each in commits.committed(Path(out)) if each.step >= manifest.step]
     if later:
         raise ShardConfigValueError(
-            f"out: {out} has a checkpoint of step {later[-1]} already, and LATEST would go back to step "
-            f"{manifest.step}; give another directory"
+            f"out: {out} already has a checkpoint of step {later[-1]}, so LATEST would move back to step "
+            f"{manifest.step}; pass another directory"
         )
     with understood(checkpoint.path):
         layouts = _layouts(manifest, ranks)
@@ -83,7 +84,7 @@ def reshard(
 
 
 def _layouts(manifest: Manifest, ranks: int) -> list[FileLayout]:
-    """The files as `save` would lay them out: a part of each tensor that is cut, and some of those that are not."""
+    """The file layouts that `save` would choose: a part of each split tensor, and some of the tensors not split."""
     boxes: list[list[tuple[str, Box]]] = [[] for _ in range(ranks)]
     for rank, key, box in _placed(manifest, ranks):
         if 0 not in box.shape:
@@ -92,7 +93,7 @@ def _layouts(manifest: Manifest, ranks: int) -> list[FileLayout]:
 
 
 def _placed(manifest: Manifest, ranks: int) -> Iterator[tuple[int, str, Box]]:
-    """Rank, key and box of all parts of all tensors: those that the ranks share, then those of `PerRank` values."""
+    """Rank, key and box of all parts of all tensors: first the shared tensors, then those of `PerRank` values."""
     own = {key: rank for values in manifest.per_rank.values() for rank, tree in enumerate(values) for key in keys(tree)}
     sharded = set(_owned(manifest)) if len(manifest.files) == 1 else set()
     for turn, key in enumerate(sorted(manifest.tensors.keys() - own.keys())):
@@ -119,11 +120,11 @@ def keys(tree: Any) -> Iterator[str]:
 
 @contextlib.contextmanager
 def understood(path: Path) -> Iterator[None]:
-    """What the values of a manifest make a program stumble over is an error of the checkpoint."""
+    """Report an exception that malformed manifest values cause as a CheckpointCorruptError."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{path / NAME} cannot be understood: {type(error).__name__}: {error}") from None
+        raise CheckpointCorruptError(f"{path / NAME} cannot be parsed: {type(error).__name__}: {error}") from None
 
 
 def _owned(manifest: Manifest) -> Iterator[str]:
@@ -137,7 +138,7 @@ def _owned(manifest: Manifest) -> Iterator[str]:
 
 
 def _cut_dim(tensor: SavedTensor, sharded: bool) -> int | None:
-    """The dimension along which a tensor's pieces are cut; None where it stays whole."""
+    """The dimension along which a tensor is split into pieces; None if it is not split."""
     for dim in range(len(tensor.shape)):
         if len({piece.offsets[dim] for piece in tensor.pieces}) > 1:
             return dim
@@ -145,7 +146,7 @@ def _cut_dim(tensor: SavedTensor, sharded: bool) -> int | None:
 
 
 def _cut(tensor: SavedTensor, dim: int | None, ranks: int) -> Iterator[Box]:
-    """The boxes of a tensor by rank, as a DTensor's `Shard` cuts them; one box where it is not cut."""
+    """The boxes of a tensor by rank, split as DTensor's `Shard` does; one box if the tensor is not split."""
     if dim is None:
         yield _box((0,) * len(tensor.shape), tensor.shape, tensor.dtype)
         return
@@ -159,7 +160,7 @@ def _cut(tensor: SavedTensor, dim: int | None, ranks: int) -> Iterator[Box]:
 
 
 def _box(offsets: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Box:
-    return Box(offsets, shape, torch.empty(shape, dtype=dtype, device="meta"))  # filled when its turn comes
+    return Box(offsets, shape, torch.empty(shape, dtype=dtype, device="meta"))  # memory is allocated in `_content`
 
 
 def _tensors(manifest: Manifest, layouts: Iterable[FileLayout]) -> dict[str, SavedTensor]:
@@ -184,7 +185,7 @@ def _removed_on_error(partial: Path) -> Iterator[None]:
 
 
 class _Count:
-    """How many bytes are written."""
+    """Counts written bytes and reports them to `progress`."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._written = 0
@@ -192,7 +193,7 @@ class _Count:
         self._progress = progress
 
     def over(self, data: Iterable[memoryview]) -> Iterator[memoryview]:
-        """The same, counted."""
+        """Yield the same data and count its bytes."""
         for each in data:
             yield each
             self._written += len(each)
@@ -208,7 +209,7 @@ def _copy(source: Path, manifest: Manifest, layout: FileLayout, into: Path, coun
 def _content(
     source: Path, manifest: Manifest, header: bytes, boxes: Iterable[tuple[str, Box]], dtype: torch.dtype | None = None
 ) -> Iterator[memoryview]:
-    """The bytes of a file: its header, and boxes of a checkpoint in their order, checked as they are read."""
+    """Yield the bytes of a file: its header, then boxes of a checkpoint in order, verified as they are read."""
     yield memoryview(header)
     for batch in _batches(boxes):
         reader = Reader(source, manifest)
@@ -223,7 +224,7 @@ def _content(
 
 
 def _batches(boxes: Iterable[tuple[str, Box]]) -> Iterator[list[tuple[str, Box]]]:
-    """Boxes, cut where they are large, by as many as are in memory at a time."""
+    """Split large boxes and group all boxes into batches of at most `_AT_ONCE` bytes."""
     batch: list[tuple[str, Box]] = []
     size = 0
     for key, whole in boxes:
@@ -239,7 +240,7 @@ def _batches(boxes: Iterable[tuple[str, Box]]) -> Iterator[list[tuple[str, Box]]
 
 
 def _slices(box: Box, dim: int = 0) -> Iterator[Box]:
-    """Boxes that follow each other in a file and make up one, none of them of many bytes."""
+    """Split a box into consecutive parts of at most `_AT_ONCE` bytes, in the order of its bytes."""
     size = math.prod(box.shape) * box.local.element_size()
     if size <= _AT_ONCE:
         yield box
@@ -253,12 +254,12 @@ def _slices(box: Box, dim: int = 0) -> Iterator[Box]:
         yield from _slices(part, dim + 1 if count == 1 else dim)
 
 
-# -------------------------------------------------------------------------------------------------- weights alone
+# --------------------------------------------------------------------------------------------------- weights only
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was exported: where to, the files, how many tensors and bytes of them."""
+    """Result of an export: directory, file names, number of tensors, and their bytes."""
 
     path: Path
     files: tuple[str, ...]
@@ -276,28 +277,28 @@ def export_safetensors(
     step: int | None = None,
     progress: Progress | None = None,
 ) -> Exported:
-    """Write a module of a checkpoint in the layout of Hugging Face: safetensors, in several files with an index.
+    """Export a module of a checkpoint in Hugging Face's layout: safetensors files, with an index if there are several.
 
     Args:
-        directory: that `save` was given, or one checkpoint in it.
-        out: a directory, which must not exist; it appears when all of it is on disk.
-        name: of the module in the state; by default "model", or the only module that there is.
-        dtype: of floating-point tensors; by default they keep theirs.
-        shard_bytes: of tensors in a file, at most; a tensor is never split.
-        step: which checkpoint; by default the latest.
-        progress: is called with how many bytes are written, and how many there will be.
+        directory: directory that was passed to `save`, or one checkpoint in it.
+        out: directory to create. It must not exist, and appears only when all files are on disk.
+        name: name of the module in the state. Default: "model", or the only module if there is only one.
+        dtype: dtype of floating-point tensors. Default: unchanged.
+        shard_bytes: maximum bytes of tensors in one file. A tensor is never split.
+        step: step of the checkpoint. Default: the latest.
+        progress: called with the bytes written so far and the total bytes.
 
     Raises:
-        ShardConfigValueError: `out` exists, there is no such module, or a dtype that safetensors has no name for.
-        CheckpointError: the checkpoint cannot be read, as in `verify`; nothing is written then.
+        ShardConfigValueError: `out` exists, there is no such module, or safetensors has no name for a dtype.
+        CheckpointError: the checkpoint cannot be read, as in `verify`. Nothing is written then.
     """
     out = Path(out)
     checkpoint, manifest = open_manifest(directory, step)
     if os.path.lexists(out):
-        raise ShardConfigValueError(f"out: {out} exists; give a directory that does not")
+        raise ShardConfigValueError(f"out: {out} exists; pass a directory that does not exist")
     with understood(checkpoint.path):
         weights = _weights(manifest, name, dtype)
-    ties = {tie: each.name for each in weights for tie in each.ties}  # as `safetensors.torch.save_model` names them
+    ties = {tie: each.name for each in weights for tie in each.ties}  # as `safetensors.torch.save_model` records them
     described = [(each.name, each.dtype, each.saved.shape) for each in weights]
     parts, index = lay_out_parts("model", described, shard_bytes, ties)
     by_name = {each.name: each for each in weights}
@@ -318,7 +319,7 @@ def export_safetensors(
 
 
 class _Weight(NamedTuple):
-    """A tensor to export: its name in the module, its key in the checkpoint, what else it is called, and its dtype."""
+    """A tensor to export: its name in the module, its key in the checkpoint, its other (tied) names, and its dtype."""
 
     name: str
     key: str
@@ -328,18 +329,18 @@ class _Weight(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes that it will have."""
+        """Bytes of the exported tensor."""
         return math.prod(self.saved.shape) * self.dtype.itemsize
 
     @property
     def box(self) -> Box:
-        """All of it."""
+        """A box that covers the whole tensor."""
         return _box((0,) * len(self.saved.shape), self.saved.shape, self.saved.dtype)
 
 
 def _weights(manifest: Manifest, name: str | None, dtype: torch.dtype | None) -> list[_Weight]:
     name = _module_name(manifest, name)
-    names: dict[str, list[str]] = {}  # by key; of tied weights several
+    names: dict[str, list[str]] = {}  # by key; tied weights have several
     for each in manifest.values[name]["tensors"]:
         key = f"{name}.{each}"
         names.setdefault(manifest.aliases.get(key, key), []).append(each)
@@ -349,7 +350,7 @@ def _weights(manifest: Manifest, name: str | None, dtype: torch.dtype | None) ->
         becomes = dtype if dtype is not None and saved.dtype.is_floating_point else saved.dtype
         if becomes not in SAFETENSORS:
             raise ShardConfigValueError(
-                f"{key} has dtype {name_of(becomes)}, which safetensors has no name for; give another dtype"
+                f"{key} has dtype {name_of(becomes)}, which safetensors does not support; pass another dtype"
             )
         weights.append(_Weight(first, key, saved, tuple(ties), becomes))
     return weights
@@ -363,6 +364,6 @@ def _module_name(manifest: Manifest, name: str | None) -> str:
         name = "model" if "model" in modules or len(modules) != 1 else modules[0]
     if name not in modules:
         raise ShardConfigValueError(
-            f"name: no module of the checkpoint is called {name!r}; it has {', '.join(modules) or 'none'}"
+            f"name: the checkpoint has no module called {name!r}; its modules: {', '.join(modules) or 'none'}"
         )
     return name

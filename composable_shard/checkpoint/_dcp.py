@@ -1,4 +1,4 @@
-"""Checkpoints of `torch.distributed.checkpoint` (DCP), read and written for exchange with those who use it."""
+"""Import and export checkpoints of `torch.distributed.checkpoint` (DCP)."""
 
 from __future__ import annotations
 
@@ -38,33 +38,36 @@ def import_dcp(
     verify: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> Imported:
-    """Load a checkpoint of DCP's: of FSDP2, FSDP1 or this library; all ranks call it alike.
+    """Load a DCP checkpoint that FSDP2, FSDP1 or this library has saved.
 
-    Nothing that is in the checkpoint is executed. Each rank reads the bytes of its own shards straight into them. The
-    number of ranks and meshes may be others than those that saved.
+    This is a collective: all ranks must call it with the same arguments.
+
+    No code in the checkpoint is executed. Each rank reads only the bytes of its own shards, directly into these shards.
+    The number of ranks and the meshes may differ from those of the save.
 
     Args:
-        path: the directory that `torch.distributed.checkpoint.save` was given.
-        state: as for `load`, by the names that were saved: ``{"model": model, "optimizer": optimizer}`` for what
-            `get_state_dict` gave under these names. A model alone where its state dict itself was saved. Objects with
-            ``state_dict`` and ``load_state_dict``, tensors and plain values are loaded, too.
-        strict: names of modules must be those of the checkpoint.
-        cast: convert floating-point tensors where dtypes differ.
-        verify: read the pieces that are needed and compare them with the CRC-32 of their archives, before.
-        process_group: of the ranks that load; by default all.
+        path: directory that was passed to `torch.distributed.checkpoint.save`.
+        state: state to load into, as for `load`, by the names that were saved. Pass
+            ``{"model": model, "optimizer": optimizer}`` if the results of `get_state_dict` were saved under these
+            names. Pass a model if its state dict itself was saved. Objects with ``state_dict`` and ``load_state_dict``,
+            tensors and plain values are loaded, too.
+        strict: require the names of modules to match those in the checkpoint.
+        cast: convert floating-point tensors whose dtypes differ.
+        verify: before loading, read the needed pieces and compare them with the CRC-32 checksums of their archives.
+        process_group: process group of the ranks that load. Default: all ranks.
 
     Returns:
-        what was not found, and bytes read.
+        The missing and unexpected names, and the bytes read.
 
     Raises:
         CheckpointIncompleteError: there is no such checkpoint.
-        CheckpointMismatchError: names, shapes or dtypes do not fit; it lists them.
-        CheckpointCorruptError: files are missing, or not as they were written; it names them.
-        CheckpointUnsafeError: a pickle asks for more than DCP's own classes, or files are links or lie elsewhere.
-        RankMismatchError: one of the ranks does something else, as trains on; on all ranks.
+        CheckpointMismatchError: names, shapes or dtypes do not match. The message lists them.
+        CheckpointCorruptError: files are missing or damaged. The message names them.
+        CheckpointUnsafeError: a pickle needs more than DCP's own classes, or a file is a link or is outside of `path`.
+        RankMismatchError: a rank does something else, for example continues to train. Raised on all ranks.
     """
     ranks = Ranks(process_group)
-    ranks.meet("load a checkpoint of DCP")
+    ranks.meet("load a DCP checkpoint")
     where, names = _agreed(ranks, path, state, {"strict": strict, "cast": cast, "verify": verify})
     stored = ranks.first_alone(lambda: read_stored(where, names))
     given = {ROOT: state} if isinstance(state, nn.Module) else state
@@ -81,29 +84,31 @@ def import_dcp(
 def export_dcp(
     path: str | os.PathLike[str], state: Mapping[str, Any], *, process_group: dist.ProcessGroup | None = None
 ) -> Path:
-    """Write a checkpoint of DCP's, as `torch.distributed.checkpoint.save` does it; all ranks call it alike.
+    """Write a DCP checkpoint, as `torch.distributed.checkpoint.save` does.
 
-    Modules and optimizers are saved as torch's `get_model_state_dict` and `get_optimizer_state_dict` give them, so that
-    FSDP2 loads them by `torch.distributed.checkpoint.load` and `set_state_dict`. The directory gets its name when all
-    of it is on disk.
+    This is a collective: all ranks must call it with the same path.
+
+    Modules and optimizers are saved in the format of torch's `get_model_state_dict` and `get_optimizer_state_dict`, so
+    FSDP2 can load them with `torch.distributed.checkpoint.load` and `set_state_dict`. The directory gets its final name
+    only when all files are on disk.
 
     Args:
-        path: a directory, which does not exist yet.
-        state: modules, optimizers of theirs, and what DCP can save, by name.
-        process_group: of the ranks that save; by default all.
+        path: directory to create. It must not exist.
+        state: modules, their optimizers, and values that DCP can save, by name.
+        process_group: process group of the ranks that save. Default: all ranks.
 
     Returns:
-        the directory.
+        The directory.
 
     Raises:
         ShardConfigValueError: the directory exists, or the module of an optimizer is not in the state.
-        CheckpointMismatchError: ranks export to other paths, or a rank does not export a module or an optimizer of
-            which it has a part. Other entries may be of one rank alone.
-        CheckpointError: it could not be written; the directory is then absent.
-        RankMismatchError: one of the ranks does something else, as trains on; on all ranks.
+        CheckpointMismatchError: ranks export to different paths, or a rank does not export a module or an optimizer of
+            which it holds a part. Only one rank needs to export other entries.
+        CheckpointError: the checkpoint could not be written. The directory does not exist then.
+        RankMismatchError: a rank does something else, for example continues to train. Raised on all ranks.
     """
     ranks = Ranks(process_group)
-    ranks.meet("export a checkpoint of DCP")
+    ranks.meet("export a DCP checkpoint")
     directory, said = ranks.together_and_tell(
         lambda: Path(path), lambda directory: ({"path": os.path.abspath(directory)}, _ranks_of(state))
     )
@@ -115,7 +120,7 @@ def export_dcp(
         try:
             alone = not (dist.is_available() and dist.is_initialized())
             save(content, checkpoint_id=partial, process_group=process_group, no_dist=alone)
-        except CheckpointException as error:  # of all ranks alike, and no Exception
+        except CheckpointException as error:  # raised on all ranks; it is not a subclass of Exception
             failed = "; ".join(f"rank {rank}: {each[0]}" for rank, each in error.failures.items())
             raise CheckpointError(f"{directory} could not be written: {failed}") from error
         ranks.first_alone(lambda: commit(partial, directory))
@@ -130,9 +135,9 @@ def export_dcp(
 def _agreed(
     ranks: Ranks, path: str | os.PathLike[str], state: Mapping[str, Any] | nn.Module, options: dict[str, bool]
 ) -> tuple[Path, set[str] | None]:
-    """The path of an import, whose options are alike on all ranks, and the entries that any rank wants; None for all.
+    """Check that the options of an import are equal on all ranks. Gives the path and the entries that any rank loads.
 
-    Entries may be of one rank alone.
+    The entries are None if a rank loads all of them. Ranks may load different entries.
     """
     (where, _), said = ranks.together_and_tell(
         lambda: (Path(path), None if isinstance(state, nn.Module) else tuple(state)),
@@ -144,13 +149,13 @@ def _agreed(
 
 
 def _ranks_of(state: Mapping[str, Any]) -> dict[str, set[int]]:
-    """Of the modules and optimizers of a state, by name: the ranks that have parts of their parameters."""
+    """The ranks that hold parts of the parameters of each module and optimizer of a state, by name."""
     held = {name: _params_of(value) for name, value in state.items()}
     return {name: {rank for mesh in _meshes(params) for rank in mesh} for name, params in held.items() if params}
 
 
 def _params_of(value: Any) -> list[torch.Tensor]:
-    """The parameters of a module or an optimizer; none of anything else."""
+    """The parameters of a module or an optimizer; an empty list for any other value."""
     if isinstance(value, nn.Module):
         return list(value.parameters())
     if isinstance(value, torch.optim.Optimizer):
@@ -163,14 +168,14 @@ def _meshes(params: list[torch.Tensor]) -> set[tuple[int, ...]]:
 
 
 def _check_complete(said: Mapping[int, Mapping[str, set[int]]]) -> None:
-    """See that whoever has a part of a module or an optimizer exports it: it could not be loaded otherwise."""
+    """Check that every rank that holds a part of a module or an optimizer exports it. Otherwise it cannot be loaded."""
     for rank, entries in said.items():
         for name, wanted in entries.items():
             for other in sorted(wanted & said.keys()):
                 if name not in said[other]:
                     raise CheckpointMismatchError(
-                        f"state: rank {rank} exports {name!r}, of which rank {other} has a part, and rank {other} does "
-                        "not; all ranks of a model export it, and its optimizer, by one name"
+                        f"state: rank {rank} exports {name!r}, but rank {other}, which holds a part of it, does not; "
+                        "export a model and its optimizer under the same name on all ranks that hold parts of them"
                     )
 
 
@@ -187,7 +192,7 @@ def _state_dicts(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_rows(value: Any) -> Any:
-    """A value as DCP's readers expect it: a hook may have transposed a tensor."""
+    """The value as a contiguous tensor, as DCP's readers expect. A hook may have transposed it."""
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_contiguous():
         return value.contiguous()
     return value
@@ -198,11 +203,11 @@ def _module_of(name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, 
     for value in state.values():
         if isinstance(value, nn.Module) and stepped <= set(map(id, parameters_of(unwrapped(value)).values())):
             return value
-    raise ShardConfigValueError(f"{name} steps on parameters of no module of the state; put the module into it, too")
+    raise ShardConfigValueError(f"{name} updates parameters of no module in the state; add the module to the state")
 
 
 class _Translation:
-    """What DCP has saved, as a manifest of this library describes it."""
+    """Translates the metadata of a DCP checkpoint into a manifest of this library."""
 
     def __init__(self, stored: Stored, state: Mapping[str, Any]) -> None:
         self._stored = stored
@@ -211,11 +216,11 @@ class _Translation:
         self._manifest = Manifest(0, "", 1, "crc32")
 
     def manifest(self, ranks: int) -> Manifest:
-        """The manifest, of the entries that the state has."""
+        """Build the manifest of the entries in the state."""
         for name, value in self._entries.items():
             keys = self._keys(name)
             if not keys:
-                continue  # the load says what is missing
+                continue  # the load reports missing entries
             if isinstance(value, nn.Module):
                 entry = self._module(name, keys)
             elif isinstance(value, torch.optim.Optimizer):
@@ -227,7 +232,7 @@ class _Translation:
         return self._manifest
 
     def _keys(self, name: str) -> dict[str, tuple[str | int, ...]]:
-        """The keys of an entry, each with the names that lead to it from the entry."""
+        """The keys below an entry, each with its path below the entry."""
         paths = self._stored.paths
         if name == ROOT:
             return {key: (key,) for key in paths}
@@ -243,7 +248,7 @@ class _Translation:
         held = Holdings(self._modules[name])
         others = {*map(plain_name, held.others)}
         tensors: dict[str, SavedTensor] = {}
-        trees: dict[str, dict[str, tuple[str | int, ...]]] = {}  # DCP takes dictionaries apart
+        trees: dict[str, dict[str, tuple[str | int, ...]]] = {}  # DCP flattens dictionaries; these rebuild them
         for key, path in keys.items():
             own = plain_name(".".join(map(str, path)))
             depth = next(
@@ -309,16 +314,16 @@ class _Translation:
 
 
 def _depth(path: tuple[str | int, ...], name: str) -> int | None:
-    """How many of the names that lead to a tensor lead to the entry that it is in."""
+    """The number of leading path components that spell the name of the entry; None if the path is not below it."""
     return next((depth for depth in range(1, len(path) + 1) if ".".join(map(str, path[:depth])) == name), None)
 
 
 class _Leaf(dict[str, Any]):
-    """A tree that is encoded already."""
+    """A subtree that is already encoded."""
 
 
 def _lists(node: Any) -> Any:
-    """A tree whose dictionaries of 0, 1, ... are lists, as JSON has it."""
+    """Encode a tree as JSON. Dictionaries with the keys 0, 1, ... become lists."""
     if type(node) is not dict:
         return node
     if list(node) == list(range(len(node))):
@@ -329,4 +334,4 @@ def _lists(node: Any) -> Any:
 
 
 def _no_tensor(key: str, _: torch.Tensor) -> None:
-    raise CheckpointMismatchError(f"{key}: DCP has pickled a tensor in another value; save it under a name of its own")
+    raise CheckpointMismatchError(f"{key}: DCP has pickled a tensor inside another value; save it under its own name")

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as plain data that can be printed or written as JSON."""
+"""Describe the content of a checkpoint as plain data that can be printed or written as JSON."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ._pruning import open_manifest
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor, or several that differ in the numbers of their names alone: `name` has a * in place of those.
+    """One tensor, or several whose names differ only in numbers. `name` then has a * instead of each number.
 
     Attributes:
         name: key in the checkpoint.
-        dtype, shape: as in "float32" and (3, 4).
-        pieces: into how many parts one is cut.
-        count: how many tensors it stands for.
-        bytes: of all of them.
-        ties: other keys that it is known under; not of several.
+        dtype, shape: for example "float32" and (3, 4).
+        pieces: number of pieces of each tensor.
+        count: number of tensors that this entry stands for.
+        bytes: total bytes of these tensors.
+        ties: other keys of the same tensor. Empty if `count` is more than 1.
     """
 
     name: str
@@ -41,12 +41,12 @@ class EntryInfo:
     """An entry of the state.
 
     Attributes:
-        name: in the state.
+        name: name in the state.
         kind: "module", "optimizer", "stateful", "value" or "per rank".
         tensors: keys of its tensors.
-        bytes: of its tensors.
-        value: what it holds beside tensors, as in the manifest: of optimizers the groups without parameters, of modules
-            the extra state.
+        bytes: total bytes of its tensors.
+        value: everything except tensors, as in the manifest. For an optimizer, its groups without parameters. For a
+            module, its extra state.
     """
 
     name: str
@@ -61,17 +61,17 @@ class Info:
     """A checkpoint.
 
     Attributes:
-        path: of it.
-        step: that was given to `save`.
-        identity: of the save; equal in no two of them.
-        ranks: how many have saved it.
-        checksums: the algorithm.
-        files: bytes by name.
-        tensors: by key.
-        entries: of the state.
-        committed: the steps that the directory holds; empty where one checkpoint was given.
-        latest: the step that is loaded by default, None likewise.
-        partial: names of saves that have not ended, which do not count.
+        path: path of the checkpoint.
+        step: step that was passed to `save`.
+        identity: unique identifier of the save.
+        ranks: number of ranks that saved it.
+        checksums: checksum algorithm.
+        files: bytes of each file, by name.
+        tensors: all tensors, sorted by key.
+        entries: entries of the state.
+        committed: committed steps in the directory. Empty if the path of one checkpoint was passed.
+        latest: step that is loaded by default. None if the path of one checkpoint was passed.
+        partial: names of unfinished saves, which are not checkpoints.
     """
 
     path: str
@@ -88,14 +88,14 @@ class Info:
 
 
 def describe(directory: str | os.PathLike[str], step: int | None = None) -> Info:
-    """Say what a checkpoint holds; its manifest alone is read.
+    """Describe the content of a checkpoint. Reads only its manifest.
 
     Args:
-        directory: that `save` was given, or one checkpoint in it.
-        step: which checkpoint; by default the latest.
+        directory: directory that was passed to `save`, or one checkpoint in it.
+        step: step of the checkpoint. Default: the latest.
 
     Raises:
-        CheckpointError: there is none, or its manifest is damaged.
+        CheckpointError: there is no checkpoint, or its manifest is damaged.
     """
     directory = Path(directory)
     checkpoint, manifest = open_manifest(directory, step)
@@ -125,7 +125,7 @@ def describe(directory: str | os.PathLike[str], step: int | None = None) -> Info
 
 
 def grouped(tensors: tuple[TensorInfo, ...]) -> list[TensorInfo]:
-    """Tensors whose names differ in numbers alone, as those of a model's layers do, as one."""
+    """Merge tensors whose names differ only in numbers, such as those of a model's layers, into one entry each."""
     groups: dict[tuple[Any, ...], list[TensorInfo]] = {}
     for each in tensors:
         pattern = ".".join("*" if part.isdecimal() else part for part in each.name.split("."))
@@ -158,7 +158,7 @@ def _kind(value: Any) -> str:
 
 
 def _rest(kind: str, value: Any) -> Any:
-    """What an entry holds beside the tensors of a module, and the names of an optimizer's parameters."""
+    """The value of an entry without a module's tensors and without the names of an optimizer's parameters."""
     if kind == "optimizer":
         return [{option: each for option, each in group.items() if option != "params"} for group in value["groups"]]
     return value[{"module": "extra", "stateful": "value"}[kind]] if kind in ("module", "stateful") else value

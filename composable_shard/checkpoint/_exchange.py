@@ -1,4 +1,4 @@
-"""Filling a state from the files of others, once they are described as a checkpoint of this library is."""
+"""Fill a state from files of other libraries, after a manifest was built for these files."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ._ranks import Ranks
 from ._state import unwrapped as unwrapped
 from ._target import Target
 
-ROOT = "@"  # the entry of a model that is no part of a state; errors do not show it
+ROOT = "@"  # the entry name of a model that was passed without a state; error messages omit it
 _AT_ONCE = 1 << 23
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What was read of another library's files.
+    """Result of an import from another library's files.
 
     Attributes:
-        missing: names of the model that the files do not have; not empty under ``strict=False`` alone.
-        unexpected: names in the files that the model does not have; likewise.
-        bytes_read: by this rank, to check and to fill.
+        missing: names of the model that are not in the files. Empty unless ``strict=False``.
+        unexpected: names in the files that the model does not have. Empty unless ``strict=False``.
+        bytes_read: bytes that this rank read, to verify and to fill.
     """
 
     missing: tuple[str, ...]
@@ -43,13 +43,14 @@ class Imported:
 
 @dataclass(frozen=True)
 class Options:
-    """How a state is filled.
+    """Options of filling a state.
 
     Attributes:
-        strict: names must be those of the files.
-        cast: convert floating-point tensors where dtypes differ.
-        check: looks at the files once it is known what is wanted of them, by key; gives how many bytes were read.
-        concerns: which names of the model must be in the files; all, by default.
+        strict: require the names to match those in the files.
+        cast: convert floating-point tensors whose dtypes differ.
+        check: verifies the files before anything is filled. Called with the tensors to fill, by key. Returns the number
+            of bytes that it read.
+        concerns: whether a name of the model must be in the files. Default: all names.
     """
 
     strict: bool
@@ -59,10 +60,10 @@ class Options:
 
 
 def fill(ranks: Ranks, where: Path, manifest: Manifest, state: Mapping[str, Any], options: Options) -> Imported:
-    """Fill a state; nothing changes before all of it is known to fit.
+    """Fill a state. Nothing changes unless everything matches.
 
     Raises:
-        CheckpointMismatchError: names, shapes or dtypes do not fit; it lists them.
+        CheckpointMismatchError: names, shapes or dtypes do not match. The message lists them.
     """
     target = Target(manifest, ranks.rank, ranks.size, options.cast)
 
@@ -77,7 +78,7 @@ def fill(ranks: Ranks, where: Path, manifest: Manifest, state: Mapping[str, Any]
         missing = tuple(filter(options.concerns, missing))
     if options.strict and (missing or unexpected):
         problems = [f"{name}: is not in the files" for name in missing]
-        problems += [f"{name}: is in the files, and nothing here is called so" for name in unexpected]
+        problems += [f"{name}: is in the files, but not in the model" for name in unexpected]
         raise mismatch(where, problems)
     checked = ranks.together(lambda: options.check(target.all_wanted())) or 0
     read = fill_target(ranks, target, where, manifest, verify=None)
@@ -89,28 +90,28 @@ def _plainly(text: str) -> str:
 
 
 def begin(directory: Path) -> Path:
-    """Make the directory that is written into, beside the one that it becomes.
+    """Make a temporary directory next to `directory`. `commit` renames it to `directory`.
 
     Raises:
-        ShardConfigValueError: that exists already.
+        ShardConfigValueError: `directory` already exists.
     """
     if os.path.lexists(directory):
-        raise ShardConfigValueError(f"path: {directory} exists; give a new one, so that it is whole or absent")
+        raise ShardConfigValueError(f"path: {directory} exists; pass a path that does not exist")
     partial = directory.with_name(f".{directory.name}.tmp-{secrets.token_hex(6)}")
     files.make_directory(partial)
     return partial
 
 
 def commit(partial: Path, directory: Path) -> None:
-    """With all files on disk: give the directory its name."""
+    """Give the directory its final name, when all files are on disk."""
     files.sync_directory(partial)
     files.rename(partial, directory)
 
 
 def aliases_of(held: Holdings, tensors: Mapping[str, SavedTensor]) -> dict[str, str]:
-    """Of tied weights, the names that take the values of another name, which the files have.
+    """Map names of tied weights to the name in the files from which they get their values.
 
-    Names that the files have both are one where their values are equal to the bit.
+    If the files have several names of a tied weight, they count as tied if their values are bitwise identical.
     """
     by_first: dict[str, list[str]] = {}
     for each in held.tensors.values():
@@ -125,7 +126,7 @@ def aliases_of(held: Holdings, tensors: Mapping[str, SavedTensor]) -> dict[str, 
 
 
 def _same(one: SavedTensor, two: SavedTensor) -> bool:
-    """Whether two tensors in files, cut alike, are equal to the bit."""
+    """Whether two saved tensors are split in the same way and are bitwise identical."""
     if (one.dtype, one.shape, len(one.pieces)) != (two.dtype, two.shape, len(two.pieces)):
         return False
     for first, second in zip(one.pieces, two.pieces, strict=True):

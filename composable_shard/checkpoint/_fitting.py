@@ -1,4 +1,4 @@
-"""A state fitted to a checkpoint: for each entry, what a load wants of the checkpoint and does with it."""
+"""Match a state with a checkpoint: for each entry, which tensors a load reads and what it does with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SPOKEN = _KINDS | {"tensor": "a tensor", "generator": "a generator"}
 
 
 class _Place(NamedTuple):
-    """Where a value is in the state: its path, the container that holds it, and its name or index there."""
+    """The place of a value in the state: its path, its container, and its name or index in the container."""
 
     path: str
     container: Any
@@ -29,10 +29,10 @@ class _Place(NamedTuple):
 
 
 def fit(target: Target, state: Mapping[str, Any]) -> None:
-    """Find what a state wants of the checkpoint; what does not fit is among the target's problems.
+    """Find what a state reads from the checkpoint. Mismatches are added to the problems of the target.
 
     Raises:
-        ShardConfigTypeError, ShardConfigValueError: the state is not one that could have been saved.
+        ShardConfigTypeError, ShardConfigValueError: the state is invalid: it could not have been saved.
     """
     if not isinstance(state, Mapping):
         raise ShardConfigTypeError(f"state: is a {type(state).__name__}; give a dictionary of names")
@@ -47,7 +47,7 @@ def fit(target: Target, state: Mapping[str, Any]) -> None:
         except RecursionError:
             target.problems.append(f"{path}: is nested too deeply in the checkpoint")
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            target.problems.append(f"{path}: cannot be understood: {type(error).__name__}: {error}")
+            target.problems.append(f"{path}: cannot be parsed: {type(error).__name__}: {error}")
 
 
 def _fit(target: Target, place: _Place, value: Any, modules: Modules) -> None:
@@ -61,7 +61,7 @@ def _fit(target: Target, place: _Place, value: Any, modules: Modules) -> None:
     saved = target.manifest.values[path]
     kind, here = _kind(saved), _kind_of(value)
     if here != kind and (here is not None or kind in _KINDS):
-        target.problems.append(f"{path}: is {_spoken(here)} here, and {_spoken(kind)} in the checkpoint")
+        target.problems.append(f"{path}: is {_spoken(here)} here, but {_spoken(kind)} in the checkpoint")
     elif here == "module":
         fit_module(target, path, unwrapped(value), modules.contents[path], saved)
     elif here == "optimizer":
@@ -81,7 +81,7 @@ def _kind(saved: Any) -> str | None:
 
 
 def _kind_of(value: Any) -> str | None:
-    """As what a value of the state is saved; None for a plain one."""
+    """The kind as which a value of the state is saved; None for a plain value."""
     kinds = {
         "module": nn.Module,
         "optimizer": torch.optim.Optimizer,
@@ -97,7 +97,7 @@ def _spoken(kind: str | None) -> str:
 
 
 def _fit_value(target: Target, place: _Place, value: Any, saved: Any) -> None:
-    """Plain values, and generators."""
+    """Load plain values and generators."""
     made = decode(saved, value, target.fetch)
     if isinstance(value, MutableMapping) and isinstance(made, dict):
         target.after(lambda: _become(value, made))
@@ -105,7 +105,7 @@ def _fit_value(target: Target, place: _Place, value: Any, saved: Any) -> None:
         target.after(lambda: place.container.__setitem__(place.name, made))
     elif made is not value and made != value:
         kind = type(place.container).__name__
-        target.problems.append(f"{place.path}: is in a {kind}, which cannot be changed")
+        target.problems.append(f"{place.path}: cannot be replaced, because it is in a {kind}")
 
 
 def _become(value: MutableMapping[Any, Any], made: dict[Any, Any]) -> None:
@@ -116,7 +116,7 @@ def _become(value: MutableMapping[Any, Any], made: dict[Any, Any]) -> None:
 def _fit_per_rank(target: Target, path: str, value: PerRank) -> None:
     saved = target.manifest.per_rank.get(path)
     if saved is None:
-        target.problems.append(f"{path}: the checkpoint has no values by rank of this name")
+        target.problems.append(f"{path}: the checkpoint has no per-rank values of this name")
         return
     stateful = value.value if isinstance(value.value, Stateful) else None
     now = value.value if stateful is None else state_of(path, stateful)
@@ -125,7 +125,7 @@ def _fit_per_rank(target: Target, path: str, value: PerRank) -> None:
         make: Callable[[], Any] = lambda: made  # noqa: E731
     elif value.resize is None:
         target.problems.append(
-            f"{path}: has values of {len(saved)} ranks, and there are {target.ranks} now; give PerRank a `resize`"
+            f"{path}: has values of {len(saved)} ranks, but there are {target.ranks} now; pass `resize` to PerRank"
         )
         return
     else:

@@ -1,4 +1,4 @@
-"""A module fitted to a checkpoint: its own tensors are filled, those on meta are made."""
+"""Match a module with a checkpoint: its tensors are filled, and tensors on the meta device are replaced."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ._target import Target
 
 
 def fit_module(target: Target, path: str, module: nn.Module, content: ModuleContent, saved: Mapping[str, Any]) -> None:
-    """Find what a module wants of the checkpoint.
+    """Find what a module reads from the checkpoint.
 
     Args:
-        target: takes it.
-        path: of the module in the state.
-        module: to load into, without wrappers.
-        content: what its state dict gives.
-        saved: what the checkpoint says of it: names of tensors, and values that are none.
+        target: records the tensors to read, the problems, and the actions after the read.
+        path: path of the module in the state.
+        module: module to load into, without wrappers.
+        content: content of its state dict.
+        saved: entry of the module in the checkpoint: names of tensors, and values that are not tensors.
     """
     values, names = content.values, dict.fromkeys((*saved["tensors"], *saved["extra"]))
     target.differ(path, here=values, saved=names)
@@ -50,7 +50,7 @@ def fit_module(target: Target, path: str, module: nn.Module, content: ModuleCont
 def _made_for(
     target: Target, path: str, module: nn.Module, content: ModuleContent, names: set[str]
 ) -> dict[str, torch.Tensor]:
-    """The tensors to fill: a module's own, or new ones where these are on meta; one for tied names."""
+    """The tensors to fill: the module's tensors, or new ones for those on the meta device. Tied names share one."""
     tensors = {name: each for name, each in content.values.items() if name in names and isinstance(each, torch.Tensor)}
     held = Holdings(module) if any(map(is_meta, tensors.values())) else None
     made: dict[str, torch.Tensor] = {}
@@ -58,7 +58,7 @@ def _made_for(
         first = content.tied.get(name)
         if first in made:
             if target.key(f"{path}.{first}") != target.key(f"{path}.{name}"):
-                target.problems.append(f"{path}.{name}: is one with {path}.{first} here, and another in the checkpoint")
+                target.problems.append(f"{path}.{name}: is tied to {path}.{first} here, but not in the checkpoint")
             made[name] = made[first]
         else:
             made[name] = _materialised(held, name) if held is not None and is_meta(tensor) else tensor
@@ -66,7 +66,7 @@ def _made_for(
 
 
 def _materialised(held: Holdings, name: str) -> torch.Tensor:
-    """A tensor to load into, instead of one on meta: where this belongs, pinned if it is offloaded to pinned memory."""
+    """A new tensor to load into instead of one on the meta device. It is pinned if it is offloaded to pinned memory."""
     each: Held = held.tensors[name]
     home = each.home(held.ranks)
     pins = each.owner is not None and each.owner.info.pins and home.type == "cpu"
@@ -81,7 +81,10 @@ def _finish(
     content: ModuleContent,
     replaced: set[str],
 ) -> None:
-    """With all tensors filled: have the module take those that are not its own, and know that its own have changed."""
+    """Finish the load of a module after all its tensors are filled.
+
+    Marks the parameters as changed, and passes tensors that are not the module's own to `load_state_dict`.
+    """
     if replaced:
         tensors = _as_parameters(content, tensors, replaced)
     for state in states_below(module):
@@ -93,34 +96,34 @@ def _finish(
 
 
 def _check_taken(module: nn.Module, content: ModuleContent, tensors: dict[str, torch.Tensor]) -> None:
-    """See that a module has taken what is not its own tensors, but was put into its state dict by it or by a hook.
+    """Check that a module has loaded the tensors that a hook, and not the module itself, adds to its state dict.
 
     Raises:
-        CheckpointError: it gives other values.
+        CheckpointError: the state dict now has other values.
     """
     now = ModuleContent.of(module)
     beside = [name for name, each in content.entries.items() if each.source is None and name in tensors]
     lost = [name for name in beside if name in now.values and not are_alike(now.values[name], tensors[name])]
     if lost:
         raise CheckpointError(
-            f"{', '.join(lost[:20])}: the module was given these values and did not take them, so its weights are "
-            "loaded and this is not. If a hook of state_dict() makes them, add one that takes them back "
-            "(register_load_state_dict_pre_hook). If they belong to weights that were quantized from others, quantize "
-            "the same weights before the load, or load the adapters alone"
+            f"{', '.join(lost[:20])}: the module did not load these values, but its weights are loaded. If a hook of "
+            "state_dict() makes these values, add a hook that loads them (register_load_state_dict_pre_hook). If they "
+            "belong to weights that were quantized from other weights, quantize the same weights before the load, or "
+            "load only the adapters"
         )
 
 
 def _load_extra(module: nn.Module, content: ModuleContent, extra: dict[str, Any]) -> None:
-    own = content.values if content.renamed else {}  # hooks that rename back may rely on what they have renamed
+    own = content.values if content.renamed else {}  # hooks that undo a renaming may expect all renamed keys
     module.load_state_dict(_spelled(module, content, {**own, **extra}), strict=False)
 
 
 def _as_parameters(
     content: ModuleContent, tensors: dict[str, torch.Tensor], replaced: set[str]
 ) -> dict[str, torch.Tensor]:
-    """Tensors to assign: parameters that are there already as they are, and one new parameter for each new tensor.
+    """The tensors to assign: existing parameters unchanged, and one new parameter for each new tensor.
 
-    Each goes to all names that the module has for it, also to those that its state dict does not have.
+    Each is assigned to all its names in the module, including names that are not in the state dict.
     """
     assigned, new = dict(tensors), dict[int, nn.Parameter]()
     for name, tensor in tensors.items():
@@ -136,10 +139,10 @@ def _as_parameters(
 
 
 def _spelled(module: nn.Module, content: ModuleContent, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by the names that `load_state_dict` knows; those that have the memory of other parameters are copied.
+    """Values by the keys that `load_state_dict` expects. Values that share memory with other parameters are copied.
 
-    The metadata are the module's own. Tensors that are filled in place are not converted from an older version, so
-    no others are either.
+    The metadata is the module's own. Tensors that are filled in place are not converted from an older version of the
+    module, so the other tensors must not be converted either.
     """
     own = {plain_name(name): load_key(name) for name, _ in module.named_parameters(remove_duplicate=False)}
     keys = {**own, **content.keys}

@@ -1,4 +1,4 @@
-"""An optimizer fitted to a checkpoint: its tensors are filled, those that it has not yet are made."""
+"""Match an optimizer with a checkpoint: its tensors are filled, and missing ones are created."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ._target import Target
 def fit_optimizer(
     target: Target, path: str, optimizer: torch.optim.Optimizer, modules: Modules, saved: Mapping[str, Any]
 ) -> None:
-    """Find what an optimizer wants of the checkpoint.
+    """Find what an optimizer reads from the checkpoint.
 
     Args:
-        target: takes it.
-        path: of the optimizer in the state.
-        optimizer: to load into; it need not have stepped.
-        modules: those of the state, whose parameters it steps.
-        saved: what the checkpoint says of it: groups, and state by the keys of parameters.
+        target: records the tensors to read, the problems, and the actions after the read.
+        path: path of the optimizer in the state.
+        optimizer: optimizer to load into. It need not have stepped.
+        modules: modules of the state, whose parameters the optimizer updates.
+        saved: entry of the optimizer in the checkpoint: groups, and state by the keys of parameters.
     """
     content = OptimizerContent.of(path, optimizer, modules)
     groups = decode(saved["groups"], content.groups, target.fetch_to_hand)
@@ -38,8 +38,8 @@ def fit_optimizer(
     stepped = {name: modules.parameters[name] for group in content.groups for name in group["params"]}
     if any(map(is_meta, stepped.values())):
         target.problems.append(
-            f"{path}: steps on parameters on the meta device, in whose place the load puts others; make the "
-            "optimizer after the model is loaded, or call model.to_empty(device=...) before it is made"
+            f"{path}: has parameters on the meta device, which the load replaces; make the optimizer after the model "
+            "is loaded, or call model.to_empty(device=...) before the optimizer is made"
         )
         return
     others = {name for group in groups for name in group["params"]} - stepped.keys()
@@ -57,7 +57,7 @@ def fit_optimizer(
 def _on_disk(
     optimizer: torch.optim.Optimizer, stepped: Mapping[str, torch.Tensor], saved: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """State on disk for parameters that have none yet, so that what is loaded need not be in memory as a whole."""
+    """Allocate state on disk for parameters without state, so that the loaded state need not fit in memory."""
     if not isinstance(optimizer, OffloadedOptimizer):
         return {}
     names = {id(stepped[name]): name for name in stepped if name in saved}
@@ -72,14 +72,14 @@ def _same_groups(
     here: list[dict[str, Any]],
     saved: list[dict[str, Any]],
 ) -> bool:
-    """Whether as many groups were saved; how they differ goes to the target."""
+    """Whether the number of groups is equal. Other differences are added to the target."""
     if len(saved) != len(here):
-        target.problems.append(f"{path}: has {len(here)} groups of parameters here, and {len(saved)} in the checkpoint")
+        target.problems.append(f"{path}: has {len(here)} parameter groups here, but {len(saved)} in the checkpoint")
         return False
     for index, (ours, other) in enumerate(zip(here, saved, strict=True)):
         where = f"{path}.param_groups.{index}"
         target.problems.extend(
-            f"{where}.{name}: the checkpoint has no such option; it is of another kind of optimizer"
+            f"{where}.{name}: the checkpoint has no such option; it was saved by another type of optimizer"
             for name, default in optimizer.defaults.items()
             if name not in other and default is not None and not isinstance(default, bool)
         )
@@ -88,17 +88,17 @@ def _same_groups(
 
 
 def _decoded(target: Target, name: str, saved: Any, now: Any, parameter: torch.Tensor | None, plain: set[str]) -> Any:
-    """The state of a parameter, or that of none, which the optimizer has under a name of its own."""
+    """The state of a parameter, or state of no parameter, which the optimizer stores under a name."""
     if parameter is None:
         return decode(saved, now, target.fetch)
     values = decode(saved, now or {}, functools.partial(_fetch, target, parameter, plain))
     if not isinstance(values, dict):
-        raise TypeError(f"the state of {name} is no dictionary")
+        raise TypeError(f"the state of {name} is not a dictionary")
     return values
 
 
 def _fetch(target: Target, parameter: torch.Tensor, plain: set[str], key: str, now: Any) -> Any:
-    """An optimizer's tensor: the one that it has, or a new one that is sharded like its parameter."""
+    """The optimizer's existing tensor, or a new one that is sharded like its parameter."""
     if isinstance(now, torch.Tensor) and is_plain_beside(now, parameter) and is_split(parameter):
         raise CheckpointMismatchError(f"{key}: {PLAIN_BESIDE_SHARDED}")
     saved = target.saved(key)
@@ -109,7 +109,7 @@ def _fetch(target: Target, parameter: torch.Tensor, plain: set[str], key: str, n
 
 
 def _like(parameter: torch.Tensor, saved: SavedTensor) -> torch.Tensor | None:
-    """A new tensor, sharded like its parameter as far as its shape is the parameter's."""
+    """A new tensor: sharded like its parameter if the shapes are equal, replicated otherwise."""
     if saved.shape == tuple(parameter.shape):
         return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
     if not isinstance(parameter, DTensor):
@@ -131,7 +131,7 @@ def _finish(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], stat
 
 
 def _keep_dtypes(loaded: dict[str, Any], saved: dict[str, Any]) -> None:
-    """torch casts floating state to the dtype of its parameter; it gets the dtype back in which it was saved."""
+    """Restore the saved dtypes. `Optimizer.load_state_dict` casts floating-point state to the parameter's dtype."""
     for entry, value in saved.items():
         now = loaded.get(entry)
         if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:

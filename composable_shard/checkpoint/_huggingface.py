@@ -1,4 +1,4 @@
-"""Models in Hugging Face's layout: written from shards, and read into them, by the bytes that each rank needs."""
+"""Export and import models in Hugging Face's layout. Each rank reads only the bytes of its own shards."""
 
 from __future__ import annotations
 
@@ -49,37 +49,40 @@ def export_safetensors(
     metadata: Mapping[str, str] | None = None,
     extra_files: Mapping[str, str | bytes] | None = None,
 ) -> Path:
-    """Write a model as Hugging Face's libraries read it: `model.safetensors`, or parts of it and an index.
+    """Write a model in Hugging Face's layout: `model.safetensors`, or several files and an index.
 
         texts = {"config.json": config.to_json_string()}
         checkpoint.export_safetensors("out", model, dtype=torch.bfloat16, extra_files=texts)
         transformers.AutoModelForCausalLM.from_pretrained("out")
 
-    All ranks of the model call it alike. Rank 0 gets the full tensors, some at a time, and writes them: besides the
-    model it holds at most the bytes of the largest group, or of the largest tensor; the other ranks hold no more than
-    their shards. The directory gets its name when all of it is on disk, so that it is whole, or not there.
+    This is a collective: all ranks of the model must call it with the same arguments.
+
+    Rank 0 gathers the full tensors in batches and writes them. Besides the model, it holds at most the bytes of the
+    largest group or of the largest tensor. The other ranks hold only their shards. The directory gets its final name
+    only when all files are on disk, so it is either complete or does not exist.
 
     Args:
-        path: a directory, which does not exist yet.
-        model: sharded or not. Tied weights are written once, under their first name. Buffers are rank 0's.
-        dtype: of tensors of floating-point numbers in the files; by default they keep theirs, as packed weights always
-            do.
-        max_shard_size: bytes of a file's tensors; a tensor that has more gets a file of its own.
-        rename: gives for each name (FQN) the one in the files, or None to leave it out.
-        adapter: name of a `peft` adapter ("default", say), to write its tensors alone, as `adapter_model.safetensors`
-            with peft's names: LoRA and `modules_to_save`. Give peft's `adapter_config.json` as one of `extra_files`.
-        metadata: for the headers of the files.
-        extra_files: further files of the directory, by name, such as `config.json`.
+        path: directory to create. It must not exist.
+        model: sharded or unsharded model. Tied weights are written once, under their first name. Buffers are those of
+            rank 0.
+        dtype: dtype of floating-point tensors in the files. Default: unchanged. Packed weights always keep their dtype.
+        max_shard_size: maximum bytes of tensors in one file. A larger tensor gets a file of its own.
+        rename: maps each name (FQN) to the name in the files, or to None to omit the tensor.
+        adapter: name of a `peft` adapter, for example "default". Writes only its tensors (LoRA and `modules_to_save`)
+            to `adapter_model.safetensors`, under peft's names. Pass peft's `adapter_config.json` in `extra_files`.
+        metadata: metadata for the headers of the files.
+        extra_files: content of other files in the directory, by name, for example `config.json`.
 
     Returns:
-        the directory.
+        The directory.
 
     Raises:
-        ShardConfigTypeError, ShardConfigValueError: an argument is wrong, the directory exists, or a value of the model
-            cannot be in such a file.
-        CheckpointMismatchError: ranks export to other paths, by other arguments or other tensors.
-        CheckpointError: a tensor is on the meta device, or a file could not be written; the directory is then absent.
-        RankMismatchError: one of the ranks does something else, as trains on; on all ranks.
+        ShardConfigTypeError, ShardConfigValueError: an argument is invalid, the directory exists, or a value of the
+            model cannot be stored in a safetensors file.
+        CheckpointMismatchError: ranks export to different paths, with different arguments or different tensors.
+        CheckpointError: a tensor is on the meta device, or a file could not be written. The directory does not exist
+            then.
+        RankMismatchError: a rank does something else, for example continues to train. Raised on all ranks.
     """
     model = unwrapped(model)
     ranks = Together(ranks_of(model))
@@ -132,32 +135,34 @@ def import_safetensors(
     adapter: str | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Imported:
-    """Fill a model, sharded or not, from files of safetensors; all ranks call it alike.
+    """Fill a sharded or unsharded model from safetensors files.
 
-    Each rank reads the bytes of its own shards straight into them; nowhere is there a full copy of a sharded tensor.
-    A model on the meta device gets memory for what the files hold: make optimizers afterwards, and give buffers that
-    are not persistent their values. All names, shapes, dtypes and headers are looked at before anything changes.
+    This is a collective: all ranks must call it with the same arguments.
+
+    Each rank reads only the bytes of its own shards, directly into these shards. No rank holds a full copy of a sharded
+    tensor. For a model on the meta device, memory is allocated for the tensors in the files. Make optimizers afterwards
+    and initialize non-persistent buffers. All names, shapes, dtypes and headers are checked before anything changes.
 
     Args:
-        path: a directory of Hugging Face's (`model.safetensors.index.json` or `model.safetensors`, else
-            `adapter_model...`, else the only one it has), or one file. Links are followed from `snapshots/` to `blobs/`
-            of Hugging Face's cache, and refused otherwise.
-        model: to fill. Of tied weights one name in the files is enough.
-        strict: names must be those of the files.
-        cast: convert floating-point tensors where dtypes differ.
-        rename: gives for each name in the files the one of the model (FQN), or None to leave it out.
-        adapter: name of a `peft` adapter of the model, to fill its tensors alone; see `export_safetensors`.
-        process_group: of the ranks that load; by default all.
+        path: directory in Hugging Face's layout, or one file. In a directory, looks for `model.safetensors.index.json`
+            or `model.safetensors`, then for `adapter_model...`, then for the only model in it. Links from `snapshots/`
+            to `blobs/` of Hugging Face's cache are followed; other links are an error.
+        model: model to fill. One name of a tied weight in the files is enough.
+        strict: require the names to match those in the files.
+        cast: convert floating-point tensors whose dtypes differ.
+        rename: maps each name in the files to the name in the model (FQN), or to None to ignore the tensor.
+        adapter: name of a `peft` adapter of the model. Fills only its tensors; see `export_safetensors`.
+        process_group: process group of the ranks that load. Default: all ranks.
 
     Returns:
-        what was not found, and bytes read.
+        The missing and unexpected names, and the bytes read.
 
     Raises:
         CheckpointIncompleteError: there are no such files.
-        CheckpointMismatchError: names, shapes or dtypes do not fit; it lists them.
-        CheckpointCorruptError: a header or the index contradicts itself, or a file is missing.
-        CheckpointUnsafeError: links, or names that lead outside of the directory.
-        RankMismatchError: one of the ranks does something else, as trains on; on all ranks.
+        CheckpointMismatchError: names, shapes or dtypes do not match. The message lists them.
+        CheckpointCorruptError: a header or the index is inconsistent, or a file is missing.
+        CheckpointUnsafeError: a file is a link, or a name points outside of the directory.
+        RankMismatchError: a rank does something else, for example continues to train. Raised on all ranks.
     """
     ranks = Ranks(process_group)
     ranks.meet("import weights")
@@ -178,11 +183,11 @@ def import_safetensors(
 
 def _check_renaming(rename: Rename | None, adapter: str | None) -> None:
     if rename is not None and not callable(rename):
-        raise ShardConfigTypeError(f"rename: is a {type(rename).__name__}; give a function of a name, as {{...}}.get")
+        raise ShardConfigTypeError(f"rename: is a {type(rename).__name__}; pass a function of a name, as {{...}}.get")
     if adapter is not None and (not isinstance(adapter, str) or not adapter or "." in adapter):
         raise ShardConfigValueError(f"adapter: {adapter!r} is not the name of an adapter, such as 'default'")
     if rename is not None and adapter is not None:
-        raise ShardConfigValueError("rename: names of an adapter are peft's; give `rename` or `adapter`")
+        raise ShardConfigValueError("rename: cannot be combined with `adapter`, which uses peft's names; pass only one")
 
 
 def _checked_path(path: str | os.PathLike[str], rename: Rename | None, adapter: str | None) -> Path:
@@ -191,14 +196,14 @@ def _checked_path(path: str | os.PathLike[str], rename: Rename | None, adapter: 
 
 
 def _renaming(rename: Rename | None, adapter: str | None) -> Rename:
-    """From the model's names to those of the files."""
+    """The function that maps the model's names to those in the files."""
     if adapter is not None:
         return functools.partial(_adapter_name, adapter=adapter)
     return rename or (lambda key: key)
 
 
 def _adapter_name(key: str, adapter: str) -> str | None:
-    """The name that peft gives a tensor of an adapter in files; None for another tensor."""
+    """The name in peft's files of a tensor of the adapter; None for any other tensor."""
     parts = key.split(".")
     for at, (part, following) in enumerate(itertools.pairwise(parts)):
         if following == adapter and (part.startswith("lora_") or part == "modules_to_save"):
@@ -211,25 +216,25 @@ def _adapter_name(key: str, adapter: str) -> str | None:
 
 
 def _chosen(held: Holdings, rename: Rename) -> dict[str, Held]:
-    """By name in the files, what the model holds, tied weights once."""
+    """The model's tensors to write, by name in the files; tied weights once."""
     chosen: dict[str, Held] = {}
     for each in held.once():
         name = rename(each.name)
         if name is None:
             continue
         if not isinstance(name, str) or not name or name == "__metadata__":
-            raise ShardConfigValueError(f"rename: {each.name} gets the name {name!r}; give a string, or None")
+            raise ShardConfigValueError(f"rename: {each.name} gets the name {name!r}; return a string, or None")
         if name in chosen:
             raise ShardConfigValueError(f"rename: {each.name} and {chosen[name].name} both get the name {name}")
         chosen[name] = each
     others = [key for key in held.others if rename(key) is not None]
     if others:
         raise ShardConfigValueError(
-            f"model: {', '.join(others[:5])} are no tensors (get_extra_state), which such files cannot hold; let "
-            "`rename` give None for them"
+            f"model: {', '.join(others[:5])} are not tensors (get_extra_state), so safetensors files cannot store "
+            "them; let `rename` return None for them"
         )
     if not chosen:
-        raise ShardConfigValueError("model: has no tensors to write; see that `rename` or `adapter` fit to its names")
+        raise ShardConfigValueError("model: has no tensors to write; check that `rename` or `adapter` fits its names")
     return chosen
 
 
@@ -238,18 +243,18 @@ def _described(chosen: Mapping[str, Held], dtype: torch.dtype | None) -> list[De
     for name, each in chosen.items():
         kept = each.as_kept(dtype)
         if kept not in SAFETENSORS:
-            raise ShardConfigValueError(f"model: {each.name} has dtype {name_of(kept)}, which such files do not know")
+            raise ShardConfigValueError(f"model: {each.name} has dtype {name_of(kept)}, unsupported by safetensors")
         described.append((name, kept, tuple(each.tensor.shape)))
     return described
 
 
 def _compare_tensors(ranks: Ranks, described: list[Described], digests: set[bytes]) -> None:
-    """See that all ranks write the same tensors as rank 0; the error names the first that differs.
+    """Check that all ranks write the same tensors as rank 0. The error names the first tensor that differs.
 
     Args:
-        ranks: that write.
-        described: what this one would write.
-        digests: of what each would write.
+        ranks: ranks that write.
+        described: tensors that this rank would write.
+        digests: digests of the tensors that each rank would write.
     """
     if len(digests) == 1:
         return
@@ -258,8 +263,8 @@ def _compare_tensors(ranks: Ranks, described: list[Described], digests: set[byte
     pairs = itertools.zip_longest(said[0], other)
     one, two = next((one, two) for one, two in pairs if one != two)
     raise CheckpointMismatchError(
-        f"export_safetensors: rank 0 writes {_in_words(one)} where rank {rank} writes {_in_words(two)}; see that "
-        "`rename` gives the same names on all ranks, and that all have built and sharded the model alike"
+        f"export_safetensors: rank 0 writes {_in_words(one)} where rank {rank} writes {_in_words(two)}; check that "
+        "`rename` returns the same names on all ranks, and that all ranks build and shard the model in the same way"
     )
 
 
@@ -275,7 +280,7 @@ def _in_words(described: Described | None) -> str:
 
 def _check_arguments(dtype: torch.dtype | None, most: int, rename: Rename | None, adapter: str | None) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ShardConfigTypeError(f"dtype: {dtype!r} is no dtype of floating-point numbers")
+        raise ShardConfigTypeError(f"dtype: {dtype!r} is not a floating-point dtype")
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise ShardConfigValueError(f"max_shard_size: {most!r} is not a number of bytes")
     _check_renaming(rename, adapter)
@@ -284,14 +289,14 @@ def _check_arguments(dtype: torch.dtype | None, most: int, rename: Rename | None
 def _checked_files(extra: Mapping[str, str | bytes] | None) -> dict[str, str | bytes]:
     for name, content in (extra or {}).items():
         if _FILE_NAME.fullmatch(name) is None or ".safetensors" in name:
-            raise ShardConfigValueError(f"extra_files: {name!r} is no name for a file beside the model's")
+            raise ShardConfigValueError(f"extra_files: {name!r} is not a valid name for an extra file")
         if not isinstance(content, (str, bytes)):
-            raise ShardConfigTypeError(f"extra_files: {name} is a {type(content).__name__}; give text or bytes")
+            raise ShardConfigTypeError(f"extra_files: {name} is a {type(content).__name__}; pass str or bytes")
     return dict(extra or {})
 
 
 class _Writer:
-    """Writes the files of a model, whose tensors come in the order of the files."""
+    """Writes the files of a model. `take` must be called with the tensors in the order of the files."""
 
     def __init__(self, directory: Path, parts: list[Part]) -> None:
         self._directory = directory
@@ -304,7 +309,7 @@ class _Writer:
         yield from ((part, name) for part in parts for name in part.names)
 
     def take(self, key: str, tensor: torch.Tensor) -> None:
-        """The next tensor. An error is kept for the end: the others go on to send."""
+        """Write the next tensor. An error is kept until `finish`, because the other ranks continue to send."""
         if self._error is not None:
             return
         try:
@@ -321,7 +326,7 @@ class _Writer:
             self._error = error
 
     def finish(self, extra: Mapping[str, str | bytes], directory: Path) -> None:
-        """With all tensors written: write the other files, and give the directory its name."""
+        """Write the other files after all tensors are written, and give the directory its final name."""
         if self._error is None and (left := next(self._places, None)) is not None:
             self._error = CheckpointError(f"{left[1]} was not gathered")
         if self._error is not None:
@@ -337,7 +342,7 @@ class _Writer:
 
 
 def _manifest(held: Holdings, stored: Stored, rename: Rename | None, adapter: str | None) -> Manifest:
-    """The files as a checkpoint of a state that has the model alone."""
+    """Describe the files as the manifest of a checkpoint whose state has only the model."""
     tensors = _by_own_name(held, stored, rename, adapter)
     aliases = aliases_of(held, tensors)
     manifest = Manifest(0, "", 1, "crc32")
@@ -358,17 +363,17 @@ def _by_own_name(held: Holdings, stored: Stored, rename: Rename | None, adapter:
             continue
         name = adapted.get(name, name)
         if name in tensors:
-            raise ShardConfigValueError(f"rename: two tensors of the files get the name {name}, {key} is one of them")
+            raise ShardConfigValueError(f"rename: two tensors in the files get the name {name}; one of them is {key}")
         tensors[name] = tensor
     return tensors
 
 
 def _check_sizes(stored: Stored) -> None:
-    """See that this rank sees the files that rank 0 has looked at."""
+    """Check that this rank sees files of the same sizes as rank 0."""
     for path, size in stored.sizes.items():
         try:
             own = files.size_of(Path(path))
         except OSError as error:
             raise CheckpointCorruptError(f"{path}: {error.strerror}") from None
         if own != size:
-            raise CheckpointCorruptError(f"{path} has {own:,} bytes, and {size:,} when rank 0 looked at it")
+            raise CheckpointCorruptError(f"{path} has {own:,} bytes on this rank, but had {size:,} bytes on rank 0")

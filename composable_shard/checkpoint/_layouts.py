@@ -1,4 +1,4 @@
-"""The layout of this rank's file; that of the last save is used again while all tensors are what they were then."""
+"""Compute the layout of this rank's file. The last layout is reused as long as the tensors' metadata is unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._ranks import Ranks
 
 @dataclass(frozen=True)
 class _Kept:
-    """A layout without tensors, and all that it depends on."""
+    """A layout without tensors, and the inputs that it depends on."""
 
     kinds: list[Any]
     holders: dict[str, list[int]]
@@ -32,12 +32,12 @@ _last: dict[tuple[int, int], _Kept] = {}  # by rank and number of ranks
 
 
 def layout_of(ranks: Ranks, collected: Collected, holders: dict[str, list[int]]) -> FileLayout:
-    """Give what this rank writes its places in its file.
+    """Lay out the tensors that this rank writes in its file.
 
     Args:
-        ranks: that save.
+        ranks: ranks that save.
         collected: the state.
-        holders: of each key of `collected.tensors`, the ranks that have it.
+        holders: ranks that have each key of `collected.tensors`.
     """
     kinds = [_kind(key, tensor) for tensors in (collected.tensors, collected.own) for key, tensor in tensors.items()]
     kept = _last.get((ranks.rank, ranks.size))
@@ -52,7 +52,7 @@ def layout_of(ranks: Ranks, collected: Collected, holders: dict[str, list[int]])
 
 
 def _kind(key: str, tensor: torch.Tensor) -> tuple[Any, ...]:
-    """All that a layout depends on of a tensor."""
+    """The properties of a tensor that a layout depends on."""
     if not isinstance(tensor, DTensor):
         return key, tensor.dtype, tensor.shape, tensor.layout, tensor.device
     local = local_tensor(tensor)
@@ -68,7 +68,7 @@ def _filled(kept: _Kept, collected: Collected) -> Iterator[Laid]:
 
 
 def _new_layout(ranks: Ranks, collected: Collected, holders: dict[str, list[int]]) -> tuple[FileLayout, bool]:
-    """A layout, and whether each of its tensors is all that this rank holds of it."""
+    """A new layout, and whether it can be reused: no tensor has several boxes on this rank."""
     boxes: list[tuple[str, Box]] = []
     again = True
     turns = {key: turn for turn, key in enumerate(sorted(holders))}  # the same on all ranks, whatever they hold

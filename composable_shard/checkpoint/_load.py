@@ -1,4 +1,4 @@
-"""Loading: what fits is found out on all ranks before anything is read, and all is read before anything changes."""
+"""Load a checkpoint: all ranks check that the state matches before any tensor is read, and verify before any change."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from ._format.reading import Reader, manifest_bytes
 from ._ranks import Ranks, compare
 from ._target import Target
 
-_MOST_NAMED = 20  # of problems in one error
+_MOST_NAMED = 20  # problems listed in one error
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded.
+    """Result of a load.
 
     Attributes:
-        step: that was given to `save`.
-        path: of the checkpoint.
-        missing: names of the modules that the checkpoint does not have; not empty under ``strict=False`` alone.
-        unexpected: names of the checkpoint that the modules do not have; likewise.
-        bytes_read: by this rank, to check and to fill.
+        step: step that was passed to `save`.
+        path: path of the checkpoint.
+        missing: names of the modules that are not in the checkpoint. Empty unless ``strict=False``.
+        unexpected: names in the checkpoint that the modules do not have. Empty unless ``strict=False``.
+        bytes_read: bytes that this rank read, to verify and to fill.
     """
 
     step: int
@@ -53,35 +53,41 @@ def load(
     verify: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
-    """Load a checkpoint into a state; all ranks call it alike.
+    """Load a checkpoint into a state.
 
-    The number of ranks, meshes and placements may be others than those that saved: every rank reads the bytes that it
-    needs for its shards, and no more than the blocks of 1 MiB around them. What does not fit, or is not as it was
-    written, is found before anything changes. Then objects are loaded by their own methods, and get back the state that
-    they had where one of these raises; then modules, optimizers, tensors and values are filled. So when it raises, all
-    is as it was, unless a disk fails to give again, to fill a tensor, what it gave a moment before.
+    This is a collective: all ranks must call it with the same arguments.
+
+    The number of ranks, the meshes and the placements may differ from those of the save. Each rank reads only the bytes
+    of its own shards, and at most the surrounding blocks of 1 MiB to verify them. The load has three steps:
+
+    1. Check everything. Mismatches and damaged files are found before anything changes.
+    2. Call `load_state_dict` of the user's objects. If one of these raises, the objects get their previous state again.
+    3. Fill modules, optimizers, tensors and values.
+
+    If `load` raises, the state is therefore unchanged, with one exception: a disk fails in step 3 to read bytes that it
+    has read in step 1.
 
     Args:
-        directory: that `save` was given, or one checkpoint in it.
-        state: what to load into, by the names it was saved under; entries of the checkpoint that it does not name are
-            left alone, so that ``{"model": model}`` loads weights alone. Modules and tensors are filled where they are;
-            those on the meta device get memory (buffers that are not persistent are not saved, and stay there).
-            Optimizers need not have stepped. Plain values are set in the dictionary.
-        step: which checkpoint; by default the latest.
-        strict: names of modules must be those of the checkpoint.
-        cast: convert floating-point tensors where dtypes differ.
-        verify: compare what is read with its checksums, before.
-        process_group: of the ranks that load; by default all.
+        directory: directory that was passed to `save`, or one checkpoint in it.
+        state: state to load into, by the names that were saved. Other entries of the checkpoint are ignored, so
+            ``{"model": model}`` loads only weights. Modules and tensors are filled in place. For tensors on the meta
+            device, memory is allocated, except for non-persistent buffers, which are not saved. Optimizers need not
+            have stepped. Plain values are replaced in the dictionary.
+        step: step of the checkpoint. Default: the latest.
+        strict: require the names of modules to match those in the checkpoint.
+        cast: convert floating-point tensors whose dtypes differ.
+        verify: before loading, compare the needed blocks with their checksums.
+        process_group: process group of the ranks that load. Default: all ranks.
 
     Returns:
-        step, path, and what was not found.
+        The step, the path, the missing and unexpected names, and the bytes read.
 
     Raises:
         CheckpointIncompleteError: there is no such checkpoint.
-        CheckpointMismatchError: names, shapes, dtypes or the number of ranks do not fit; it lists them.
-        CheckpointCorruptError: files are missing, or not as they were written; it names them.
-        CheckpointUnsafeError: links, or names that lead outside of the directory.
-        RankMismatchError: one of the ranks does something else, as trains on; on all ranks.
+        CheckpointMismatchError: names, shapes, dtypes or the number of ranks do not match. The message lists them.
+        CheckpointCorruptError: files are missing or damaged. The message names them.
+        CheckpointUnsafeError: a file is a link, or a name points outside of the directory.
+        RankMismatchError: a rank does something else, for example continues to train. Raised on all ranks.
     """
     ranks = Ranks(process_group)
     ranks.meet("load a checkpoint")
@@ -99,7 +105,7 @@ def load(
         missing, unexpected = differences(differ)
         if strict and (missing or unexpected):
             problems = [f"{name}: is not in the checkpoint" for name in missing]
-            problems += [f"{name}: is in the checkpoint, and nothing here is called so" for name in unexpected]
+            problems += [f"{name}: is in the checkpoint, but not in the state" for name in unexpected]
             raise mismatch(checkpoint.path, problems)
         read = fill(ranks, target, checkpoint.path, manifest, verify)
     return Loaded(manifest.step, checkpoint.path, missing, unexpected, read)
@@ -107,10 +113,10 @@ def load(
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """No garbage collection meanwhile.
+    """Disable garbage collection inside the context.
 
-    Thousands of objects are made that stay for as long, so that collections would find nothing, and they look through
-    all objects of the model each time: a fifth of the load of 4,096 tensors.
+    A load makes thousands of objects that live until its end, so a collection would free nothing. Each collection
+    visits all objects of the model: a fifth of the time to load 4,096 tensors.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -122,9 +128,9 @@ def _without_collections() -> Iterator[None]:
 
 
 def fill(ranks: Ranks, target: Target, path: Path, manifest: Manifest, verify: bool | None) -> int:
-    """Read what fits, and put it in place; gives how many bytes were read.
+    """Read the tensors of a target, fill the state, and return the number of bytes read.
 
-    With `verify` None the files were looked at before.
+    If `verify` is None, the caller has already checked the files.
     """
     with Reader(path, manifest) as handed, Reader(path, manifest) as rest, torch.no_grad():
 
@@ -150,7 +156,7 @@ def fill(ranks: Ranks, target: Target, path: Path, manifest: Manifest, verify: b
 
 
 def _or_in_part(work: Callable[[], None]) -> Callable[[], None]:
-    """The same work; an error of it says that what is loaded into was filled in part."""
+    """Wrap `work` so that its errors report that the state may be partly filled."""
 
     def run() -> None:
         try:
@@ -158,8 +164,8 @@ def _or_in_part(work: Callable[[], None]) -> Callable[[], None]:
         except Exception as error:
             text = str(error) if isinstance(error, (OSError, CheckpointError)) else f"{type(error).__name__}: {error}"
             raise CheckpointError(
-                f"{text}; all was as it should be a moment before, and modules, optimizers and tensors are filled in "
-                "part: load again before they are used"
+                f"{text}; the checkpoint was intact when it was checked, but modules, optimizers and tensors are now "
+                "only partly filled: load again before you use them"
             ) from error
 
     return run
@@ -167,9 +173,9 @@ def _or_in_part(work: Callable[[], None]) -> Callable[[], None]:
 
 def _checked(directory: str | os.PathLike[str], step: int | None) -> Path:
     if not isinstance(directory, (str, os.PathLike)):
-        raise ShardConfigTypeError(f"directory: {directory!r} is a {type(directory).__name__}; give a path")
+        raise ShardConfigTypeError(f"directory: {directory!r} is a {type(directory).__name__}; pass a path")
     if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
-        raise ShardConfigTypeError(f"step: {step!r} is a {type(step).__name__}; give an int")
+        raise ShardConfigTypeError(f"step: {step!r} is a {type(step).__name__}; pass an int")
     return Path(directory)
 
 
@@ -192,10 +198,12 @@ def _fit(target: Target, state: Mapping[str, Any], path: Path) -> None:
 
 
 def differences(said: list[tuple[list[str], list[str]]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What any rank misses, and what no rank knows: ranks of a pipeline know some of the names each.
+    """The names that any rank misses, and the names that are unexpected on all ranks.
+
+    A name is unexpected only if no rank has it, because each rank of a pipeline has only some of the names.
 
     Args:
-        said: of each rank, the names that it misses and that it does not know.
+        said: for each rank, its missing and its unexpected names.
     """
     missing = dict.fromkeys(name for each, _ in said for name in each)
     known = set.intersection(*(set(each) for _, each in said))
@@ -205,4 +213,4 @@ def differences(said: list[tuple[list[str], list[str]]]) -> tuple[tuple[str, ...
 def mismatch(path: Path, problems: list[str]) -> CheckpointMismatchError:
     more = f"\n  and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
     listed = "".join(f"\n  {each}" for each in problems[:_MOST_NAMED])
-    return CheckpointMismatchError(f"{path} does not fit what is loaded into:{listed}{more}")
+    return CheckpointMismatchError(f"{path} does not match the state to load into:{listed}{more}")

@@ -1,4 +1,4 @@
-"""Saves that go on in the background: at most one of a rank at a time, and no failure of one is ever lost."""
+"""Handles for background saves: at most one per rank at a time. Every failure is raised or printed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ._io.process import WriterProcess
 
 
 class RunningSave:
-    """A save that goes on, for those who write it.
+    """A running save, as the code that writes it sees it.
 
     Args:
-        step: that it saves.
-        total: bytes that this rank is to write.
-        progress: called with the bytes written so far and with `total`, whenever more are written.
+        step: step of the checkpoint.
+        total: bytes that this rank will write.
+        progress: called with the bytes written so far and `total`, whenever more bytes are written.
     """
 
     def __init__(self, step: int, total: int, progress: Callable[[int, int], None] | None = None) -> None:
@@ -31,41 +31,41 @@ class RunningSave:
         self._ended = threading.Event()
         self._path: Path | None = None
         self._error: BaseException | None = None
-        self._raised = False  # whether anyone has been told of the error
+        self._raised = False  # whether the error was raised in the user's code
 
     def __repr__(self) -> str:
-        state = "failed" if self._error is not None else "done" if self.done() else "goes on"
+        state = "failed" if self._error is not None else "done" if self.done() else "running"
         return f"PendingSave(step={self.step}: {state}, {self.written} of {self.total} bytes written)"
 
     def advance(self, written: int) -> None:
-        """Note how many bytes are written."""
+        """Record the number of bytes written so far, and call `progress`."""
         self.written = written
         if self._tell is not None:
             try:
                 self._tell(written, self.total)
             except Exception as error:
                 self._tell = None
-                print(f"composable_shard: progress was told no more, as {self!r} raised {error!r}", file=sys.stderr)
+                print(f"composable_shard: {self!r}: stopped calling progress: it raised {error!r}", file=sys.stderr)
 
     def succeed(self, path: Path) -> None:
-        """Note that the checkpoint is committed."""
+        """Record that the checkpoint is committed."""
         self._path = path
         self._ended.set()
 
     def fail(self, error: BaseException) -> None:
-        """Note that it has failed."""
+        """Record that the save has failed."""
         self._error = error
         self._ended.set()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, with or without an error."""
         return self._ended.is_set()
 
     def result(self, timeout: float | None) -> Path:
         """See `PendingSave.result`."""
         if not self._ended.wait(timeout):
             raise TimeoutError(
-                f"the save of step {self.step} goes on: {self.written:,} of {self.total:,} bytes are written"
+                f"the save of step {self.step} is still running: {self.written:,} of {self.total:,} bytes are written"
             )
         if self._error is not None:
             self._raised = True
@@ -75,14 +75,14 @@ class RunningSave:
 
     @property
     def unseen(self) -> BaseException | None:
-        """The error that nobody was told of; it is waited for, and asking counts as telling."""
+        """The error, unless it was already raised. Waits for the end of the save and marks the error as raised."""
         self._ended.wait()
         error, self._raised = None if self._raised else self._error, True
         return error
 
 
 class PendingSave:
-    """A save that goes on while training does; `async_save` gives it."""
+    """Handle of a background save, returned by `async_save`."""
 
     def __init__(self, running: RunningSave) -> None:
         self._running = running
@@ -92,39 +92,39 @@ class PendingSave:
 
     @property
     def step(self) -> int:
-        """The step that it saves."""
+        """The step of the checkpoint."""
         return self._running.step
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Bytes that this rank has written, and those that it is to write."""
+        """Bytes that this rank has written, and the total bytes that it will write."""
         return self._running.written, self._running.total
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, with or without an error."""
         return self._running.done()
 
     def result(self, timeout: float | None = None) -> Path:
-        """Wait for the end.
+        """Wait until the save has ended.
 
         Args:
-            timeout: how many seconds to wait at most; by default as long as it takes.
+            timeout: maximum time to wait, in seconds. Default: no limit.
 
         Returns:
-            the path of the checkpoint, which is committed.
+            The path of the committed checkpoint.
 
         Raises:
-            CheckpointError: it has failed; on all ranks, and the checkpoints that were there are unharmed.
-            TimeoutError: it goes on.
+            CheckpointError: the save failed. Raised on all ranks. Earlier checkpoints are unchanged.
+            TimeoutError: the save is still running after `timeout` seconds.
         """
         return self._running.result(timeout)
 
 
 class Background:
-    """What this process keeps for the saves of one rank in the background.
+    """State of this process for the background saves of one rank.
 
     Attributes:
-        writer: the process that writes, and the memory that it shares with this one.
+        writer: the writer process, and the memory that it shares with this process.
         pending: the last save.
     """
 
@@ -133,25 +133,24 @@ class Background:
         self.pending: RunningSave | None = None
 
     def hold(self, pending: RunningSave) -> None:
-        """Keep the save that goes on now."""
+        """Set the running save."""
         self.pending = pending
 
     def settle(self) -> None:
-        """Wait for the last save, and raise its error unless it has been raised already."""
+        """Wait for the last save, and raise its error unless it was already raised."""
         error = None if self.pending is None else self.pending.unseen
         if error is not None:
             assert self.pending is not None
             raise CheckpointError(
-                f"the save of step {self.pending.step}, which went on in the background, has failed, and nothing else "
-                f"was done: {error}"
+                f"the background save of step {self.pending.step} failed, so nothing else was done: {error}"
             ) from error
 
 
-_backgrounds: dict[int, Background] = {}  # by rank: simulated worlds have several in a process
+_backgrounds: dict[int, Background] = {}  # by rank: a simulated world has several ranks in one process
 
 
 def background() -> Background:
-    """What this rank keeps."""
+    """The background state of this rank."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if not _backgrounds:
         multiprocessing.util.Finalize(None, _at_exit, (os.getpid(),), exitpriority=100)
@@ -159,14 +158,14 @@ def background() -> Background:
 
 
 def wait() -> None:
-    """Wait until no save goes on in the background; at the end of training, or before `load` or `prune`.
+    """Wait for the background save to end. Call it at the end of training, or before `load` or `prune`.
 
-    Where it is not called, the interpreter waits when it ends. A process that is killed commits nothing.
+    Without this call, the interpreter waits when it exits. A process that is killed commits nothing.
 
     Raises:
-        CheckpointError: the last save has failed, and no `result` or later save has raised that.
+        CheckpointError: the last save failed, and no `result` or later save has raised its error.
     """
-    for each in list(_backgrounds.values()):  # several in simulated worlds, or where this process has had other ranks
+    for each in list(_backgrounds.values()):  # several in a simulated world, or if this process has had other ranks
         each.settle()
 
 

@@ -1,4 +1,4 @@
-"""What a directory of checkpoints holds, whether it is whole, and what may go."""
+"""Find the latest checkpoint of a directory, delete old checkpoints, and verify a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,53 +17,53 @@ from ._io.digests import BLOCK
 from ._ranks import Ranks
 
 _STEM = len("step-00000000")
-_BLOCKS_AT_ONCE = 64  # until progress is told of
+_BLOCKS_AT_ONCE = 64  # blocks between two calls of `progress`
 
 
 def latest(directory: str | os.PathLike[str]) -> int | None:
-    """The step of the checkpoint that `load` takes by default, or None where there is none.
+    """Return the step of the checkpoint that `load` reads by default, or None if there is no checkpoint.
 
-    It reads file names alone, and needs no other rank; ranks that act upon it must see one file system.
+    This reads only file names and is not a collective. If ranks act on the result, they must see the same file system.
 
     Raises:
-        CheckpointUnsafeError, CheckpointCorruptError: the file LATEST is not as this library writes it.
+        CheckpointUnsafeError, CheckpointCorruptError: the file LATEST was not written by this library, or is damaged.
     """
     checkpoint = commits.newest(Path(directory))
     return None if checkpoint is None else checkpoint.step
 
 
 def prune(directory: str | os.PathLike[str], *, keep: int) -> list[Path]:
-    """Remove all but the newest checkpoints, and what saves that were cut off have left.
+    """Delete all checkpoints except the newest ones, and files that interrupted saves have left.
 
-    The latest is always kept. Call it on one rank, while no rank saves.
+    The latest checkpoint is always kept. Call this on one rank, while no rank saves.
 
     Args:
-        directory: that `save` was given.
-        keep: how many steps stay, at least 1.
+        directory: directory that was passed to `save`.
+        keep: number of steps to keep, at least 1.
 
     Returns:
-        what was removed.
+        The deleted paths.
 
     Raises:
         ShardConfigValueError: `keep` is less than 1.
-        CheckpointError: something could not be removed.
+        CheckpointError: a file could not be deleted.
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise ShardConfigValueError(f"keep: {keep!r} is not a number of checkpoints; give at least 1")
+        raise ShardConfigValueError(f"keep: {keep!r} is not a number of checkpoints; pass at least 1")
     root = Path(directory)
     try:
         return _removed(root, keep)
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{root}: what is not needed any more cannot be removed: {error}") from error
+        raise CheckpointError(f"{root}: old checkpoints cannot be deleted: {error}") from error
 
 
 def _removed(root: Path, keep: int) -> list[Path]:
     removed = []
     for path in (*commits.removable(root, keep), *commits.leftovers(root)):
         gone = path
-        if not path.name.startswith("."):  # at once no checkpoint any more, whatever happens while its files go
+        if not path.name.startswith("."):  # rename it first, so that it is no checkpoint if the deletion is interrupted
             gone = path.with_name(f".{path.name[:_STEM]}.tmp-{secrets.token_hex(6)}")
             files.rename(path, gone)
         files.remove_tree(gone)
@@ -72,13 +72,13 @@ def _removed(root: Path, keep: int) -> list[Path]:
 
 
 def prune_on_first(ranks: Ranks, directory: Path, keep: int) -> None:
-    """`prune` by rank 0, while the others wait."""
+    """Run `prune` on rank 0 while the other ranks wait."""
     ranks.first_alone(lambda: prune(directory, keep=keep) and None)
 
 
 @dataclass(frozen=True)
 class Verified:
-    """A checkpoint that is whole: its step, where it is, how many files and bytes were read."""
+    """Result of `verify` for an intact checkpoint: its step, its path, and the files and bytes that were read."""
 
     step: int
     path: Path
@@ -89,17 +89,19 @@ class Verified:
 def verify(
     directory: str | os.PathLike[str], *, step: int | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Verified:
-    """Read all of a checkpoint and compare it with its checksums; on one rank, or without any.
+    """Read a whole checkpoint and compare it with its checksums.
+
+    This is not a collective: call it on one rank, or in a process without a process group.
 
     Args:
-        directory: that `save` was given, or one checkpoint in it.
-        step: which checkpoint; by default the latest.
-        progress: is called with how many bytes are read, and how many there are.
+        directory: directory that was passed to `save`, or one checkpoint in it.
+        step: step of the checkpoint. Default: the latest.
+        progress: called with the bytes read so far and the total bytes.
 
     Raises:
-        CheckpointIncompleteError: there is none.
-        CheckpointCorruptError: it is damaged; it names every file that is.
-        CheckpointUnsafeError: links, or names that lead outside of the directory.
+        CheckpointIncompleteError: there is no checkpoint.
+        CheckpointCorruptError: the checkpoint is damaged. The message names every damaged file.
+        CheckpointUnsafeError: a file is a link, or a name points outside of the directory.
     """
     checkpoint, manifest = open_manifest(directory, step)
     total = sum(each.size for each in manifest.files.values())
@@ -120,6 +122,6 @@ def verify(
 
 
 def open_manifest(directory: str | os.PathLike[str], step: int | None = None) -> tuple[commits.Committed, Manifest]:
-    """A checkpoint and its manifest, read by this process alone."""
+    """Find a checkpoint and read its manifest in this process, without the other ranks."""
     checkpoint = commits.find(Path(directory), step)
     return checkpoint, commits.manifest_of(checkpoint, manifest_bytes(checkpoint.path))

@@ -1,4 +1,4 @@
-"""The state of all random generators of this process."""
+"""Save and load the state of all random number generators of each rank."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ._state import PerRank
 
 
 class RandomState(PerRank):
-    """The generators of Python, NumPy, torch's CPU and its current accelerator, of every rank.
+    """The random generators of Python, NumPy, torch's CPU and its current accelerator, of every rank.
 
-    Put one into the state that is saved and loaded. In a run with another number of ranks, ranks that were there go on
-    with their own generators, and new ones are seeded from those of rank 0 and their rank.
+    Put one into the state that you save and load. If the number of ranks changes, ranks that existed before continue
+    with their own generators. New ranks are seeded from rank 0's generator and their rank.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a save or a load tell each other, and errors that all of them raise."""
+"""Communication between the ranks of a save or a load. An error on one rank is raised on all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .._faults.watch import together
 
 _T = TypeVar("_T")
 _U = TypeVar("_U")
-_KINDS = (  # of errors that all ranks raise for one of them; other kinds are told in the words of a CheckpointError
+_KINDS = (  # types that all ranks raise if one rank does; an error of another type is raised as a CheckpointError
     CheckpointCorruptError,
     CheckpointIncompleteError,
     CheckpointMismatchError,
@@ -37,12 +37,12 @@ _KINDS = (  # of errors that all ranks raise for one of them; other kinds are to
 
 
 class Ranks:
-    """The ranks that save or load together; this process alone where there is no process group.
+    """The ranks that save or load together; only this process if there is no process group.
 
     Attributes:
-        rank: of this process among them.
-        size: how many they are.
-        everyone: their ranks in the world.
+        rank: rank of this process in the group.
+        size: size of the group.
+        everyone: global ranks of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -52,22 +52,22 @@ class Ranks:
         self.size = dist.get_world_size(group) if together else 1
         self.everyone = dist.get_process_group_ranks(group) if together and self.rank >= 0 else [0]
         if self.rank < 0:
-            raise ShardConfigValueError("process_group: this process is not in it; call with a group that it is in")
+            raise ShardConfigValueError("process_group: this process is not in it; pass a group that contains it")
 
     def meet(self, what: str) -> None:
-        """All ranks are about to do this: see that none does something else, which would keep the others waiting.
+        """Check that all ranks are about to do `what`, because a rank that does something else would block the others.
 
-        It is known of ranks that have run a sharded model together, of others nothing is said.
+        Only ranks that have run a sharded model together are checked.
 
         Raises:
-            RankMismatchError: on all ranks, one does something else.
-            PeerLostError: on all that are left, one is lost.
+            RankMismatchError: a rank does something else. Raised on all ranks.
+            PeerLostError: a rank is lost. Raised on all remaining ranks.
         """
         if self.size > 1:
             together(what, self.everyone)
 
     def gather(self, value: _T) -> list[_T]:
-        """Every rank's value, by rank, on every rank; values are plain Python data."""
+        """Gather every rank's value on every rank, in the order of the ranks. Values are plain Python data."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -76,7 +76,7 @@ class Ranks:
         return values
 
     def gather_on_first(self, value: _T) -> list[_T]:
-        """Every rank's value, by rank, on rank 0; nothing on the others."""
+        """Gather every rank's value on rank 0, in the order of the ranks. The other ranks get an empty list."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size if self.rank == 0 else []
@@ -85,7 +85,7 @@ class Ranks:
         return values
 
     def from_first(self, value: _T) -> _T:
-        """Rank 0's value."""
+        """Broadcast rank 0's value."""
         if self.size == 1:
             return value
         values: list[Any] = [value]
@@ -102,35 +102,35 @@ class Ranks:
             if isinstance(error, ComposableShardError):
                 raise
             raise CheckpointError(
-                f"rank {self.rank} of {self.size} does not reach the others: one has died, or does something "
-                f"else (all ranks save and load together): {error}"
+                f"rank {self.rank} of {self.size} cannot reach the other ranks: one has died, or does something "
+                f"else (all ranks must save and load together): {error}"
             ) from error
 
     def alike(self, call: str, arguments: dict[str, Any]) -> None:
-        """See that all ranks have called with the same arguments.
+        """Check that all ranks have called with the same arguments.
 
         Raises:
-            CheckpointMismatchError: they have not; it names the first that differs.
+            CheckpointMismatchError: arguments differ. The message names the first one.
         """
         compare(call, self.gather(arguments))
 
     def together(self, work: Callable[[], _T]) -> _T:
-        """Do something on every rank; where it fails on one, all ranks raise, and say which ranks failed and why.
+        """Run `work` on every rank. If it fails on any rank, all ranks raise an error that lists ranks and reasons.
 
-        It costs one small collective. `work` may issue collectives of its own as long as no rank can fail before
-        another one that waits for it.
+        This costs one small collective. `work` may issue its own collectives, unless a rank can fail before a
+        collective in which another rank waits for it.
         """
         return self.together_and_tell(work, lambda _: None)[0]
 
     def together_and_tell(self, work: Callable[[], _T], tell: Callable[[_T], _U]) -> tuple[_T, list[_U]]:
-        """The same, and every rank has what `tell` gives of every rank's result, as plain Python data."""
+        """Like `together`, and also gathers `tell(result)` of every rank on every rank, as plain Python data."""
         result, error = _tried(work)
         said = self.gather((_described(error), tell(cast(_T, result)) if error is None else None))
         done = self._judged(result, error, [failure for failure, _ in said])
         return done, cast(list[_U], [result for _, result in said])
 
     def first_alone(self, work: Callable[[], _T]) -> _T:
-        """Do something on rank 0; its result, or its error, is that of every rank."""
+        """Run `work` on rank 0 only. Every rank returns its result or raises its error."""
         result, error = _tried(work) if self.rank == 0 else (None, None)
         said = self.from_first((_described(error), result if error is None else None))
         failures: list[_Described] = [None] * self.size
@@ -139,7 +139,7 @@ class Ranks:
 
     def _judged(self, result: _T | None, own: BaseException | None, failures: list[_Described]) -> _T:
         if own is not None and not isinstance(own, Exception):
-            raise own  # an interrupt is not made into an error; the other ranks have been told
+            raise own  # an interrupt stays an interrupt here; the other ranks raise an error for it
         failed = [(rank, each) for rank, each in enumerate(failures) if each is not None]
         if not failed:
             return cast(_T, result)
@@ -150,13 +150,13 @@ class Ranks:
 
 
 def compare(call: str, said: list[dict[str, Any]]) -> None:
-    """See that the arguments of a call are those of rank 0 on every rank; a CheckpointMismatchError otherwise."""
+    """Raise CheckpointMismatchError unless the arguments of a call are equal on all ranks."""
     for rank, arguments in enumerate(said):
         for name, value in arguments.items():
             if said[0][name] != value:
                 raise CheckpointMismatchError(
-                    f"{name}: rank 0 calls {call} with {said[0][name]!r} and rank {rank} with {value!r}; all ranks "
-                    f"must call {call} alike"
+                    f"{name}: rank 0 calls {call} with {said[0][name]!r} and rank {rank} with {value!r}; call {call} "
+                    "with the same arguments on all ranks"
                 )
 
 
@@ -171,7 +171,7 @@ def _tried(work: Callable[[], _T]) -> tuple[_T | None, BaseException | None]:
 
 
 def _described(error: BaseException | None) -> _Described:
-    """The kind and the message that all ranks raise for an error of one of them."""
+    """The error type and the message that all ranks raise for an error on one rank."""
     if error is None:
         return None
     if isinstance(error, ComposableShardError):
@@ -185,7 +185,7 @@ def _spoken(error: BaseException) -> str:
 
 
 def _lines(failed: list[tuple[int, Any]], size: int) -> list[str]:
-    """What failed: a message that several ranks have is said once."""
+    """One line per distinct message, with the ranks that raised it."""
     by_text: dict[str, list[int]] = {}
     for rank, (_, text) in failed:
         by_text.setdefault(text, []).append(rank)

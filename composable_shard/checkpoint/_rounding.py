@@ -1,4 +1,4 @@
-"""How the gradients of a model are rounded that travel in fewer bits, as a part of a state."""
+"""Save and load the rounding state of gradients that are communicated with fewer bits."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ._state import PerRank
 
 
 class RoundingState(PerRank):
-    """The rounding of a model's gradients under a `CommPolicy`, of every rank.
+    """The rounding state of a model's gradients under a `CommPolicy`, of every rank.
 
-    Put one into the state that is saved and loaded, so that a run goes on bit by bit: with the same random numbers, or
-    with what rounding has left of the last gradients (`error_feedback`). In a run with another number of ranks each
-    rank goes on with the mean of what was left on all of them, which their sum keeps; what was left between replicas
-    is forgotten then, and so are ranks' places in the random numbers.
+    Put one into the state that you save and load, so that a resumed run is bitwise identical. It holds the position in
+    the random numbers, and the rounding residuals of the last gradients (`error_feedback`). If the number of ranks
+    changes, each rank continues with the mean of all ranks' residuals, which preserves their average. Residuals
+    between replicas and the ranks' own positions in the random numbers are then lost.
 
     Args:
-        model: the sharded model; its modules in the same order as in the run that has saved.
+        model: the sharded model. Its modules must be in the same order as in the run that saved.
 
     Raises:
-        ShardConfigValueError: the model holds no sharded module.
+        ShardConfigValueError: the model has no sharded module.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,7 +55,7 @@ def _resize(saved: list[dict[str, Any]], rank: int, ranks: int) -> dict[str, Any
 
 
 def _means(saved: list[dict[str, Any]], key: str) -> dict[str, torch.Tensor]:
-    """By parameter, the mean of what is left on all ranks that have saved."""
+    """The mean of the residuals of all ranks that saved, by parameter."""
     names = [name for name in saved[0][key]["left"] if not name.endswith(BETWEEN_REPLICAS)]
     return {name: _sum([each[key]["left"][name] for each in saved]) / len(saved) for name in names}
 

@@ -1,4 +1,4 @@
-"""Saving: the ranks agree, each writes its file, and rank 0 commits all of it at once or nothing."""
+"""Save a checkpoint: the ranks agree on its content, each writes its file, and rank 0 commits all files atomically."""
 
 from __future__ import annotations
 
@@ -40,35 +40,38 @@ def save(
     checksum: str | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Save a state; all ranks call it alike.
+    """Save a state to a new checkpoint.
 
-    Every rank writes one file, in the format of safetensors, with what it holds of the tensors; what several ranks
-    hold is written once. A checkpoint exists as a whole or not at all: it is written beside those that are there, and
-    gets its name when all of it is on disk; then `LATEST` names it. Until then the one before is the latest.
+    This is a collective: all ranks must call it with the same arguments.
+
+    Every rank writes one safetensors file with the parts of the tensors that it holds. A part that several ranks hold
+    is written once. A checkpoint is either complete or does not exist: it is written to a temporary directory, which
+    is renamed when all files are on disk. Then `LATEST` names it. Until then the previous checkpoint is the latest.
 
     Args:
-        directory: of the checkpoints of a run; made where it does not exist. All ranks must see the same one.
+        directory: directory of the run's checkpoints. Created if it does not exist. All ranks must see the same one.
         state: what to save, by name: modules, optimizers, objects with ``state_dict`` and ``load_state_dict``
             (schedulers, data loaders), tensors, DTensors, generators, numbers, strings, and dictionaries and lists of
-            those. What differs by rank is in `PerRank`. Of a module whose buffers differ by rank, one rank's are saved.
-            Parameters are kept by fully qualified name, tied ones once, and so is the state of optimizers, whose
-            modules must be in the state as well.
-        step: of the training, at least 0; the checkpoint is named after it.
-        keep: after the save, remove all but so many newest checkpoints, and what saves that were cut off have left.
-        overwrite: replace a checkpoint of the same step; the old one is there until the new one is committed.
-        checksum: "xxh3" (package xxhash), "crc32" or "sha256"; by default the first that is installed.
-        process_group: of the ranks that save; by default all.
+            these. Wrap values that differ between ranks in `PerRank`. If a module's buffers differ between ranks, those
+            of one rank are saved. Parameters and optimizer state are stored by fully qualified name, those of tied
+            parameters once. The modules of an optimizer must be in the state, too.
+        step: training step, at least 0. It is part of the checkpoint's name.
+        keep: after the save, delete all checkpoints except the `keep` newest ones, and files that interrupted saves
+            have left. Default: delete nothing.
+        overwrite: replace a checkpoint of the same step. The old one exists until the new one is committed.
+        checksum: "xxh3" (package xxhash), "crc32" or "sha256". Default: "xxh3" if xxhash is installed, else "crc32".
+        process_group: process group of the ranks that save. Default: all ranks.
 
     Returns:
-        the path of the checkpoint.
+        The path of the checkpoint.
 
     Raises:
-        ShardConfigTypeError: something in the state cannot be saved without pickle.
-        ShardConfigValueError: an argument is wrong, or there is a checkpoint of this step.
-        CheckpointMismatchError: ranks save other steps, other names or other values.
-        CheckpointError: a file could not be written; it says on which rank, and why. The checkpoints that were there
-            are unharmed.
-        RankMismatchError: one of the ranks does something else, as trains on; on all ranks.
+        ShardConfigTypeError: a value in the state cannot be saved without pickle.
+        ShardConfigValueError: an argument is invalid, or there is a checkpoint of this step.
+        CheckpointMismatchError: ranks save different steps, names or values.
+        CheckpointError: a file could not be written. The message gives the rank and the reason. Earlier checkpoints are
+            unchanged.
+        RankMismatchError: a rank does something else, for example continues to train. Raised on all ranks.
     """
     ranks = Ranks(process_group)
     ranks.meet("save a checkpoint")
@@ -79,18 +82,18 @@ def save(
 
 
 def prune(ranks: Ranks, request: Request) -> None:
-    """Remove old checkpoints, if that was asked for; where it fails, the error says that the new one is committed."""
+    """Delete old checkpoints if `keep` is set. If this fails, the error states that the new checkpoint is committed."""
     if request.keep is None:
         return
     try:
         prune_on_first(ranks, request.directory, request.keep)
     except CheckpointError as error:
-        raise type(error)(f"step {request.step} is committed, but old checkpoints were not removed: {error}") from error
+        raise type(error)(f"step {request.step} is committed, but old checkpoints were not deleted: {error}") from error
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a save."""
+    """The checked arguments of a save."""
 
     directory: Path
     step: int
@@ -102,22 +105,26 @@ class Request:
     def of(
         directory: str | os.PathLike[str], step: int, overwrite: bool, checksum: str | None, keep: int | None
     ) -> Request:
-        """Checked arguments."""
+        """Check the arguments of a save.
+
+        Raises:
+            ShardConfigTypeError, ShardConfigValueError: an argument is invalid.
+        """
         if not isinstance(directory, (str, os.PathLike)):
-            raise ShardConfigTypeError(f"directory: {directory!r} is a {type(directory).__name__}; give a path")
+            raise ShardConfigTypeError(f"directory: {directory!r} is a {type(directory).__name__}; pass a path")
         if isinstance(step, bool) or not isinstance(step, int):
-            raise ShardConfigTypeError(f"step: {step!r} is a {type(step).__name__}; give an int")
+            raise ShardConfigTypeError(f"step: {step!r} is a {type(step).__name__}; pass an int")
         if not 0 <= step < 10**18:
             raise ShardConfigValueError(f"step: {step} is not between 0 and 10**18")
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ShardConfigValueError(
-                f"keep: {keep!r} is not a number of checkpoints; give at least 1, or None for all"
+                f"keep: {keep!r} is not a number of checkpoints; pass at least 1, or None to keep all"
             )
         return Request(Path(directory), step, overwrite, _algorithm(checksum), keep)
 
 
 def _algorithm(checksum: str | None) -> str:
-    """The checksums that were asked for, or the best that can be made here."""
+    """The requested checksum algorithm, or the fastest installed one."""
     algorithm = digests.best() if checksum is None else checksum
     if algorithm not in digests.ALGORITHMS:
         raise ShardConfigValueError(f"checksum: {checksum!r} is not one of {', '.join(digests.ALGORITHMS)}")
@@ -128,7 +135,7 @@ def _algorithm(checksum: str | None) -> str:
 
 @dataclass(frozen=True)
 class Known:
-    """What a rank adds to the manifest, but for its file."""
+    """What a rank adds to the manifest, except its file."""
 
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     aliases: dict[str, str]
@@ -152,10 +159,15 @@ def prepare(
     state: Mapping[str, Any],
     stage: Callable[[FileLayout], None] | None = None,
 ) -> Prepared:
-    """Take the state apart, see that all ranks save the same, and make the directory to write into.
+    """Collect the state, check that all ranks save the same, and create the temporary directory.
 
-    A save that goes on in the background ends first. `asked` gives the checked arguments, and `stage`, where it is
-    given, copies this rank's part.
+    Waits for a background save first.
+
+    Args:
+        ranks: ranks that save.
+        asked: returns the checked arguments. Called on every rank, so that all ranks raise its errors.
+        state: the state.
+        stage: copies this rank's part, if given.
     """
     taken, said = ranks.together_and_tell(lambda: _take(ranks, asked(), state), lambda each: (each.about, each.digest))
     request, collected = taken.request, taken.collected
@@ -185,14 +197,14 @@ def prepare(
 
 
 def remove(attempt: commits.Attempt) -> None:
-    """Remove what a save that has failed has written; what cannot be removed is left to `prune`, and never loaded."""
+    """Delete the files of a failed save. Files that cannot be deleted are left to `prune` and are never loaded."""
     with contextlib.suppress(OSError):
         files.remove_tree(attempt.partial)
 
 
 @dataclass(frozen=True)
 class _Taken:
-    """A state taken apart, and what ranks compare of it: `about` and `digest` first, the rest where digests differ."""
+    """A collected state and its description. Ranks compare `about` and `digest`; the rest only if digests differ."""
 
     request: Request
     collected: Collected
@@ -225,8 +237,8 @@ def _take(ranks: Ranks, request: Request, state: Mapping[str, Any]) -> _Taken:
 
 
 def _places(collected: Collected) -> dict[str, list[int]]:
-    """Of each sharded tensor, the ranks of its mesh."""
-    ranks: dict[DeviceMesh, list[int]] = {}  # to ask a mesh takes as long as to read a small tensor
+    """The ranks of the mesh of each sharded tensor."""
+    ranks: dict[DeviceMesh, list[int]] = {}  # cached: to list a mesh's ranks takes as long as to read a small tensor
     places = {}
     for key, tensor in collected.tensors.items():
         if isinstance(tensor, DTensor):
@@ -239,7 +251,7 @@ def _places(collected: Collected) -> dict[str, list[int]]:
 
 @contextlib.contextmanager
 def _removed_if_it_fails(ranks: Ranks, attempt: commits.Attempt) -> Iterator[None]:
-    """Nothing remains of a save that fails."""
+    """Delete the files of a save if the context raises."""
     try:
         yield
     except BaseException:
@@ -252,13 +264,13 @@ def see(attempt: commits.Attempt) -> None:
     """Raise ShardConfigValueError where this rank does not see the directory that rank 0 has made."""
     if not attempt.partial.is_dir():
         raise ShardConfigValueError(
-            f"directory: rank 0 has made {attempt.partial}, which this rank does not see; all ranks must save to "
-            "one file system that they share"
+            f"directory: rank 0 has created {attempt.partial}, but this rank does not see it; all ranks must save to "
+            "the same shared file system"
         )
 
 
 def _agree(ranks: Ranks, taken: _Taken, said: list[tuple[dict[str, Any], bytes]]) -> dict[str, list[int]]:
-    """See that the ranks save the same; gives for each key the ranks that have it."""
+    """Check that the ranks save the same, and return the ranks that have each key."""
     compare("save", [about for about, _ in said])
     everyone = list(range(ranks.size))
     if all(each == taken.digest for _, each in said):
@@ -278,7 +290,7 @@ def _agree(ranks: Ranks, taken: _Taken, said: list[tuple[dict[str, Any], bytes]]
 
 
 def _agree_on_pieces(ranks: Ranks, taken: _Taken, places: list[dict[str, list[int]]]) -> None:
-    """See that what lies on several meshes is equal: stages of a pipeline may have different tensors of one name."""
+    """Check that tensors of one name on several meshes are equal. Pipeline stages may use a name for different ones."""
     several = {key for each in places for key, mesh in each.items() if any(mesh != p.get(key, mesh) for p in places)}
     if not several:
         return
@@ -305,8 +317,8 @@ def _same(
     one, its_value, its_text = first.setdefault(place or key, (rank, what, text))
     if repr(its_value) != repr(what):
         raise CheckpointMismatchError(
-            f"{key} is {its_text} on rank {one} and {text} on rank {rank}; make it equal, give it a name of its own on "
-            "each rank, as stages of a pipeline need it, or wrap it in PerRank for every rank's to be saved"
+            f"{key} is {its_text} on rank {one} and {text} on rank {rank}; make it equal on all ranks, use different "
+            "names (for stages of a pipeline), or wrap it in PerRank to save every rank's value"
         )
 
 
@@ -316,7 +328,7 @@ def _short(value: Any) -> str:
 
 
 def _described(key: str, tensor: torch.Tensor, differs: bool) -> str:
-    """What must be equal on the ranks that hold a tensor: of plain ones the values, too, unless they may differ."""
+    """The properties of a tensor that must be equal on all ranks; for a plain tensor its values, unless `differs`."""
     described = f"a tensor of dtype {name_of(tensor.dtype)} and shape {tuple(tensor.shape)}"
     if differs or isinstance(tensor, DTensor):
         return described
@@ -326,14 +338,14 @@ def _described(key: str, tensor: torch.Tensor, differs: bool) -> str:
 
 
 def _sample(tensor: torch.Tensor) -> memoryview:
-    """Some numbers of a large tensor."""
+    """The bytes of some elements of a large tensor."""
     step = max(tensor.numel() * tensor.element_size() // _MOST_COMPARED, 1)
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
     return bytes_of(flat[::step].contiguous())
 
 
 def _shared(value: Any) -> Any:
-    """What of a value must be equal on all ranks: ranks of a pipeline have modules and optimizers of their own."""
+    """The part of a value that must be equal on all ranks. Pipeline stages have different modules and parameters."""
     kind = value.get("$") if isinstance(value, dict) else None
     if kind == "module":
         return kind
@@ -343,13 +355,13 @@ def _shared(value: Any) -> Any:
 
 
 def write_own(prepared: Prepared, tell: Callable[[int], None] | None = None) -> SavedFile:
-    """Write this rank's file; `tell` is called with the bytes that are written."""
+    """Write this rank's file. `tell` is called with the number of bytes written so far."""
     file = files.NewFile(prepared.attempt.partial / prepared.layout.name)
     return write(file, stream(prepared.layout), prepared.request.algorithm, tell)
 
 
 def finish(ranks: Ranks, prepared: Prepared, written: Callable[[], SavedFile]) -> Path:
-    """Have every rank's file written, and commit; where a rank fails, nothing remains of the save."""
+    """Write every rank's file and commit. If a rank fails, the files of the save are deleted."""
     attempt = prepared.attempt
 
     def write_if_seen() -> SavedFile:
@@ -366,7 +378,7 @@ def finish(ranks: Ranks, prepared: Prepared, written: Callable[[], SavedFile]) -
 
 @dataclass(frozen=True)
 class _Part:
-    """What a rank adds to the manifest."""
+    """What a rank adds to the manifest, including its file."""
 
     file: str
     saved: SavedFile
@@ -397,7 +409,7 @@ def _merged(request: Request, attempt: commits.Attempt, parts: list[_Part]) -> M
 
 
 def _united(one: Any, other: Any) -> Any:
-    """A value of two ranks: of modules and optimizers what both have; all else is equal."""
+    """Merge a value of two ranks: the union for modules and optimizers. All other values are equal."""
     kind = other.get("$") if isinstance(other, dict) else None
     if one is None or one == other or kind not in ("module", "optimizer"):
         return other if one is None else one

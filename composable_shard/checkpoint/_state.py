@@ -1,7 +1,7 @@
-"""What a state is made of: modules, optimizers, other objects with a state dict, tensors, and plain values.
+"""The content of a state: modules, optimizers, other objects with a state dict, tensors, and plain values.
 
-A state is a dictionary, which may hold dictionaries. `_collect` takes one apart for a save, `_fitting` finds for a
-saved one where each of its tensors goes.
+A state is a dictionary and may contain nested dictionaries. `_collect` splits a state for a save. `_fitting` maps the
+tensors of a checkpoint to a state for a load.
 """
 
 from __future__ import annotations
@@ -22,32 +22,33 @@ from ._full.metadata import Metadata
 from ._full.names import plain_name
 
 PLAIN_BESIDE_SHARDED = (
-    "is a plain tensor of this rank, though its parameter is sharded over ranks; make it a DTensor like its parameter"
+    "is a plain tensor, but its parameter is sharded over ranks; make it a DTensor like its parameter"
 )
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that gives its state and takes it back, as schedulers and data loaders do."""
+    """An object with a state dict, for example a scheduler or a data loader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save: numbers, strings, tensors, dictionaries and lists of those."""
+        """Return the state to save: numbers, strings, tensors, and dictionaries and lists of these."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take what `state_dict` gave in an earlier run."""
+        """Load a state that `state_dict` returned in an earlier run."""
 
 
 class PerRank:
-    """A value that differs by rank, so that every rank's is saved and each gets its own back.
+    """A value that differs between ranks. Every rank's value is saved, and each rank loads its own.
 
     Args:
-        value: anything that a state may hold but modules, optimizers and sharded tensors. An object with `state_dict`
-            and `load_state_dict` is loaded by them.
-        resize: makes a value for a run with another number of ranks: called with the saved values by rank, this rank,
-            and how many there are now. Without it such a load is a `CheckpointMismatchError`.
+        value: any value that a state may contain, except modules, optimizers and sharded tensors. An object with
+            `state_dict` and `load_state_dict` is saved and loaded through these methods.
+        resize: computes the value of a rank if the number of ranks has changed. Called as
+            ``resize(saved, rank, ranks)`` with the list of all saved values in the order of the ranks, this rank, and
+            the number of ranks now. Without it, such a load raises `CheckpointMismatchError`.
 
     Attributes:
-        value: what was given, or loaded.
+        value: the value that was passed or loaded.
     """
 
     def __init__(self, value: Any, resize: Callable[[list[Any], int, int], Any] | None = None) -> None:
@@ -55,19 +56,19 @@ class PerRank:
         self.resize = resize
 
     def put(self, value: Any) -> None:
-        """Replace the value, as a load does."""
+        """Replace the value. A load calls this."""
         self.value = value
 
 
 @contextlib.contextmanager
 def named(path: str, method: str) -> Iterator[None]:
-    """Errors of a method of the user's say of which entry of the state it is."""
+    """Raise errors of a user's method as a CheckpointError that names the entry of the state."""
     try:
         yield
     except ComposableShardError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path}: its {method} has raised {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path}: its {method} raised {type(error).__name__}: {error}") from error
 
 
 def state_of(path: str, value: Stateful) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def state_of(path: str, value: Stateful) -> dict[str, Any]:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module that `torch.compile` and DDP have been given, in whatever order they are around it."""
+    """The module inside of `torch.compile` and DDP wrappers, in any order."""
     while True:
         inner = module.module if isinstance(module, DistributedDataParallel) else getattr(module, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
@@ -85,10 +86,10 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def leaves(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any, Any]]:
-    """Path, value, the container that it is in, and its name there; containers of plain values are leaves."""
+    """Yield path, value, container and name in the container of each leaf. Containers of plain values are leaves."""
     for name, value in state.items():
         if not isinstance(name, str) or not name:
-            raise ShardConfigTypeError(f"state: {prefix}{name!r} is no name; names are strings that are not empty")
+            raise ShardConfigTypeError(f"state: {prefix}{name!r} is not a name; names are non-empty strings")
         yield from _below(f"{prefix}{name}", value, state, name)
 
 
@@ -103,7 +104,7 @@ def _below(path: str, value: Any, container: Any, name: Any) -> Iterator[tuple[s
 
 
 def is_plain(value: Any) -> bool:
-    """Whether nothing in it has a place of its own that is loaded into."""
+    """Whether a value contains nothing that is loaded in place."""
     if isinstance(value, Mapping):
         return all(is_plain(each) for each in value.values())
     if isinstance(value, (list, tuple)):
@@ -113,14 +114,14 @@ def is_plain(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class ModuleContent:
-    """What a module's state dict gives.
+    """Content of a module's state dict.
 
     Attributes:
-        values: by name.
-        keys: those of the state dict, by name.
+        values: all values, by name.
+        keys: key in the state dict of each name.
         entries: its tensors, by name.
-        tied: names of tensors that are another name's, too, with the first of them.
-        metadata: that of the state dict.
+        tied: maps the other names of a tied tensor to its first name.
+        metadata: metadata of the state dict.
     """
 
     values: dict[str, Any]
@@ -131,23 +132,23 @@ class ModuleContent:
 
     @property
     def own(self) -> bool:
-        """Whether all tensors are parameters and buffers of the module, and none is made by a hook."""
+        """Whether all tensors are parameters or buffers of the module, so that no hook has made one."""
         return all(each.source is not None for each in self.entries.values())
 
     @property
     def renamed(self) -> bool:
-        """Whether some have other names than in the module, or not all of these."""
+        """Whether a tensor has another name than in the module, or lacks one of its names in the module."""
         named = [(name, each.source.names) for name, each in self.entries.items() if each.source is not None]
         return any(name not in names or not self.values.keys() >= {*names} for name, names in named)
 
     @property
     def buffers(self) -> list[str]:
-        """Names of those that are buffers."""
+        """Names of the buffers."""
         return [name for name, each in self.entries.items() if each.source is not None and not each.source.is_param]
 
     @staticmethod
     def of(module: nn.Module) -> ModuleContent:
-        """Ask a module for it; parameters are sharded then."""
+        """Read the state dict of a module. Its parameters are sharded afterwards."""
         state = Entries.of(module)
         tied = {name: each.first for name, each in state.tensors.items() if each.first != name and each.source}
         keys = {plain_name(key): key for key in state.order}
@@ -158,11 +159,11 @@ class Modules:
     """The modules of a state.
 
     Attributes:
-        contents: what each gives, by its path in the state.
-        parameters: those that optimizers step, by key.
+        contents: content of each module, by its path in the state.
+        parameters: parameters as optimizers have them, by key.
 
     Raises:
-        ShardConfigValueError: two have one path.
+        ShardConfigValueError: two modules have the same path.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -187,11 +188,11 @@ class Modules:
 
 @dataclass(frozen=True)
 class OptimizerContent:
-    """What an optimizer's state dict gives.
+    """Content of an optimizer's state dict.
 
     Attributes:
-        groups: with the keys of their parameters.
-        state: by the keys of parameters; that of no parameter by the names that the optimizer keeps it under.
+        groups: parameter groups, with keys instead of parameters.
+        state: state by the keys of parameters. State of no parameter has the name that the optimizer uses for it.
     """
 
     groups: list[dict[str, Any]]
@@ -199,18 +200,20 @@ class OptimizerContent:
 
     @staticmethod
     def of(path: str, optimizer: torch.optim.Optimizer, modules: Modules) -> OptimizerContent:
-        """Ask an optimizer for it.
+        """Read the state dict of an optimizer.
 
         Raises:
-            ShardConfigValueError: it steps on parameters of no module, or its state dict is of another form.
+            ShardConfigValueError: a parameter belongs to no module of the state, or the state dict has an unknown
+                format.
         """
         content = state_of(path, optimizer)
         keys = [_keys_of(path, group["params"], modules) for group in optimizer.param_groups]
         groups = content.get("param_groups", ())
         if content.keys() != {"state", "param_groups"} or [len(g["params"]) for g in groups] != list(map(len, keys)):
             raise ShardConfigValueError(
-                f"{path}: the state_dict of {type(optimizer).__name__} does not give 'state' and 'param_groups' alone, "
-                "of all parameters; if it is around another optimizer, put that one into the state, and the rest apart"
+                f"{path}: the state_dict of {type(optimizer).__name__} does not have exactly 'state' and "
+                "'param_groups' for all parameters; if it wraps another optimizer, save that optimizer and the "
+                "wrapper's own state as separate entries"
             )
         pairs = list(zip(groups, keys, strict=True))
         by_index = {index: key for group, own in pairs for index, key in zip(group["params"], own, strict=True)}
@@ -219,7 +222,7 @@ class OptimizerContent:
             key = by_index.get(index, index)
             if not isinstance(key, str) or key in state:
                 raise ShardConfigValueError(
-                    f"{path}: its state has the key {index!r}, which is no parameter's, nor a name"
+                    f"{path}: its state has the key {index!r}, which is neither a parameter's index nor a name"
                 )
             state[key] = values
         return OptimizerContent([{**group, "params": own} for group, own in pairs], state)
@@ -231,13 +234,13 @@ def _keys_of(path: str, parameters: list[torch.Tensor], modules: Modules) -> lis
         key = modules.key_of(parameter)
         if key is None:
             raise ShardConfigValueError(
-                f"{path} steps on a parameter of shape {tuple(parameter.shape)} that no module of the state holds, so "
-                "it has no name; put its module into the state, too, and make the optimizer after fully_shard"
+                f"{path} updates a parameter of shape {tuple(parameter.shape)} that no module in the state has, so "
+                "it has no name; add its module to the state, and make the optimizer after fully_shard"
             )
         keys.append(key)
     return keys
 
 
 def is_plain_beside(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether an optimizer's tensor is none of a mesh, though its parameter is a DTensor."""
+    """Whether an optimizer's tensor is a plain tensor of one or more dimensions, but its parameter is a DTensor."""
     return isinstance(parameter, DTensor) and not isinstance(tensor, DTensor) and tensor.dim() > 0

@@ -1,4 +1,4 @@
-"""Ranks that talk through the store of their processes, while the threads that train use the collectives."""
+"""Ranks that communicate through the store of their process group, while training threads use the collectives."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ from .._errors import CheckpointError
 from .._torch.distributed import another_client, delete_key, shared_store
 from ._ranks import Ranks
 
-LOST_AFTER_S = 60.0  # a rank is lost whose process was not heard of for so long
-_BEAT_S = 1.0
-_READ_S = 5.0  # for all ranks to see that one has failed
-_SHORTEST_S, _LONGEST_S = 0.001, 0.05  # between two looks at the store
+LOST_AFTER_S = 60.0  # a rank is lost if its process sends no heartbeat for this long
+_BEAT_S = 1.0  # between two heartbeats
+_READ_S = 5.0  # time for all ranks to read an error
+_SHORTEST_S, _LONGEST_S = 0.001, 0.05  # between two polls of the store
 _CHUNK = 4 << 20  # bytes of a value under one key
 
 _T = TypeVar("_T")
 
 
 class RankLostError(CheckpointError):
-    """A rank is not there any more, or cannot be reached."""
+    """A rank has died, or cannot be reached."""
 
 
 def can_talk(ranks: Ranks) -> bool:
-    """Whether these ranks have a store, or need none."""
+    """Whether these ranks have a store, or do not need one."""
     return ranks.size == 1 or shared_store() is not None
 
 
 class StoreRanks(Ranks):
-    """The same ranks as those of a process group, in a thread beside the one that trains.
+    """The ranks of a process group, for use in another thread than the training thread.
 
-    Every rank says each second that its process is there; who waits for a rank that has gone silent gives up, and so
-    do then all. A rank that is slow, and be it for hours, is waited for.
+    Every rank sends a heartbeat each second. If a rank waits for a rank without heartbeat, it fails after
+    `LOST_AFTER_S`, and then all ranks fail. For a slow rank with a heartbeat, the others wait without limit.
 
     Args:
         group: the process group.
-        name: that no other ranks of this kind have had, the same on all.
+        name: a name that is unique for each instance, but equal on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, name: str) -> None:
         super().__init__(group)
         self._base = f"composable_shard/checkpoint/{name}"
         self._round = 0
-        self._used: list[str] = []  # on rank 0, keys to remove
+        self._used: list[str] = []  # keys that rank 0 deletes
         self._ended = threading.Event()
         self._store: Any = None if self.size == 1 else another_client(shared_store())
-        self._beats: dict[int, tuple[bytes, float]] = {}  # by rank, the last one and how long it is the last
+        self._beats: dict[int, tuple[bytes, float]] = {}  # by rank: the last heartbeat and the seconds since it changed
         self._thread = threading.Thread(target=self._beat, name="checkpoint-beat", daemon=True)
 
     def start(self) -> None:
-        """Begin to say that this rank is there; `alive` must follow."""
+        """Start the heartbeat of this rank. Call `alive` or `give_up` afterwards."""
         if self.size > 1:
             self._thread.start()
 
     def give_up(self, error: BaseException) -> None:
-        """In the place of `alive`: tell the others that nothing comes of it."""
+        """Stop the heartbeat and raise `error` on the other ranks. Call this instead of `alive`."""
         self._ended.set()
         if self.size > 1:
             with contextlib.suppress(RuntimeError):
@@ -68,7 +68,7 @@ class StoreRanks(Ranks):
 
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:
-        """Until its end this rank says that it is there; an error within is that of all ranks that wait for it."""
+        """Keep the heartbeat until the end of the context. Its error is raised on all ranks that wait for this one."""
         if self.size == 1:
             yield
             return
@@ -87,11 +87,11 @@ class StoreRanks(Ranks):
                 self._clean_up(limit)
 
     def gather(self, value: _T) -> list[_T]:
-        """Every rank's value, by rank, on every rank."""
+        """Gather every rank's value on every rank, in the order of the ranks."""
         return self.from_first(self.gather_on_first(value))
 
     def gather_on_first(self, value: _T) -> list[_T]:
-        """Every rank's value, by rank, on rank 0."""
+        """Gather every rank's value on rank 0, in the order of the ranks."""
         if self.size == 1:
             return [value]
         self._round += 1
@@ -101,7 +101,7 @@ class StoreRanks(Ranks):
         return [value, *(self._get(f"{self._round}/{rank}", rank) for rank in range(1, self.size))]
 
     def from_first(self, value: _T) -> _T:
-        """Rank 0's value."""
+        """Broadcast rank 0's value."""
         if self.size == 1:
             return value
         self._round += 1
@@ -111,7 +111,7 @@ class StoreRanks(Ranks):
         return value
 
     def first_alone(self, work: Callable[[], _T]) -> _T:
-        """Do something on rank 0, unless a rank has given up; its result, or its error, is that of every rank."""
+        """Run `work` on rank 0, unless a rank has failed. Every rank returns its result or raises its error."""
 
         def work_if_all_wait() -> _T:
             if self.size > 1:
@@ -127,7 +127,7 @@ class StoreRanks(Ranks):
         return f"{self._base}/failed"
 
     def _put(self, name: str, value: Any) -> None:
-        data = pickle.dumps(value)  # between the ranks of one run, as all_gather_object does
+        data = pickle.dumps(value)  # safe between the ranks of one run; all_gather_object does the same
         count = max(-(-len(data) // _CHUNK), 1)
         with self._reached():
             for number in range(count):
@@ -154,17 +154,22 @@ class StoreRanks(Ranks):
             pause = min(2 * pause, _LONGEST_S)
             now = time.monotonic()
             if now - looked >= _BEAT_S:
-                # Not more than two beats, however long it was: this process may have been stopped itself.
+                # Count at most two beats, however much time has passed: this process itself may have been stopped.
                 silent = self._silence(rank, min(now - looked, 2 * _BEAT_S))
                 looked = now
             if silent >= LOST_AFTER_S:
                 raise RankLostError(
-                    f"rank {rank} was not heard of for {LOST_AFTER_S:.0f} s while a checkpoint was written in the "
+                    f"rank {rank} sent no heartbeat for {LOST_AFTER_S:.0f} s while a checkpoint was written in the "
                     "background; its process has ended, or is stopped"
                 )
 
     def _silence(self, rank: int, passed: float) -> float:
-        """For how long a rank has not been heard of, where so much time has passed since this was last asked."""
+        """Seconds since the last heartbeat of a rank.
+
+        Args:
+            rank: the rank.
+            passed: seconds since the last call.
+        """
         key = f"{self._base}/beat/{rank}"
         with self._reached():
             beat = self._store.get(key) if self._store.check([key]) else b""
@@ -193,7 +198,7 @@ class StoreRanks(Ranks):
 
     def _beat(self) -> None:
         number = 0
-        with contextlib.suppress(RuntimeError):  # a store that is gone is reported by who waits
+        with contextlib.suppress(RuntimeError):  # a thread that waits reports a lost store
             while True:
                 number += 1
                 self._store.set(f"{self._base}/beat/{self.rank}", str(number))
@@ -201,7 +206,7 @@ class StoreRanks(Ranks):
                     return
 
     def _clean_up(self, limit: float) -> None:
-        """Remove what the store holds, once all ranks have read it, or so many seconds have passed."""
+        """Delete this instance's keys from the store, when all ranks have read them or after `limit` seconds."""
         self._store.add(f"{self._base}/read", 1)
         if self.rank:
             return

@@ -1,4 +1,4 @@
-"""What a load wants of a checkpoint, and what is done once it is there."""
+"""The tensors that a load reads from a checkpoint, and the actions that follow the read."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from ._state import named
 
 @dataclass(frozen=True)
 class _Handed:
-    """What is handed to a method of the user's, and what gives its owner back the state that it had before."""
+    """A call of a user's load method, and a call that restores the previous state of its object."""
 
     load: Callable[[], None]
     restore: Callable[[], None]
 
 
 class Target:
-    """Where the tensors of a checkpoint go, and what is done when they are there.
+    """The tensors to fill from a checkpoint, and the actions that follow.
 
-    First all that is handed to methods of the user's, which may fail; then modules, optimizers and values.
+    First the user's load methods are called, because they may fail. Then modules, optimizers and values are loaded.
 
     Attributes:
-        manifest: of the checkpoint.
-        rank, ranks: of this process, and how many load.
-        handed: by key of the checkpoint, new tensors to fill that are handed to methods of the user's.
-        wanted: likewise, all others to fill.
-        problems: why the state does not fit, a statement each.
-        missing: names that modules have and the checkpoint has not.
-        unexpected: names that the checkpoint has and the modules have not.
+        manifest: manifest of the checkpoint.
+        rank, ranks: rank of this process, and number of ranks that load.
+        handed: new tensors to fill for the user's load methods, by key in the checkpoint.
+        wanted: all other tensors to fill, by key in the checkpoint.
+        problems: descriptions of why the state does not match.
+        missing: names that modules have, but the checkpoint does not.
+        unexpected: names that the checkpoint has, but modules do not.
     """
 
     def __init__(self, manifest: Manifest, rank: int, ranks: int, cast: bool) -> None:
@@ -55,38 +55,38 @@ class Target:
 
     @property
     def hands(self) -> bool:
-        """Whether there is anything for `hand` to do."""
+        """Whether `hand` has anything to do."""
         return bool(self._hand)
 
     def hand(self) -> None:
-        """With the tensors of `handed` filled: call the methods of the user's that load."""
+        """Call the user's load methods, after the tensors in `handed` are filled."""
         for each in self._hand:
             self._tried += 1
             each.load()
 
     def restore(self) -> None:
-        """Undo `hand`."""
+        """Restore the state that the user's objects had before `hand`."""
         for each in self._hand[: self._tried]:
-            with contextlib.suppress(Exception):  # the error that has led here is raised
+            with contextlib.suppress(Exception):  # the caller raises the error that caused the restore
                 each.restore()
 
     def finish(self) -> None:
-        """With all tensors filled: see to modules and optimizers, and set plain values and generators."""
+        """Finish modules and optimizers, and set plain values and generators, after all tensors are filled."""
         for action in self._finish:
             action()
         for generator, state in self._generators:
             generator.set_state(state)
 
     def before(self, action: Callable[[], Any]) -> None:
-        """Do something among what is handed to methods of the user's, which changes nothing that they hold."""
+        """Add an action that `hand` runs in order. It must not change the user's objects."""
         self._hand.append(_Handed(action, lambda: None))
 
     def after(self, action: Callable[[], None]) -> None:
-        """Do something once all tensors are there."""
+        """Add an action that `finish` runs."""
         self._finish.append(action)
 
     def load_by(self, path: str, load: Callable[[Any], Any], make: Callable[[], Any], now: Any) -> None:
-        """Hand a state to a method that loads it; where one fails on any rank, it gets the present state again."""
+        """Load a state with a user's method. If a method fails on any rank, the state `now` is loaded again."""
 
         def hand() -> None:
             with named(path, "load_state_dict"):
@@ -96,40 +96,40 @@ class Target:
         self._hand.append(_Handed(hand, lambda: load(present())))
 
     def want(self, key: str, tensor: torch.Tensor, handed: bool = False) -> None:
-        """Ask for a tensor's values; where they do not fit, that is a problem."""
+        """Request the values of a tensor. Adds a problem if the saved tensor does not match."""
         saved = self.saved(key)
         if saved is None:
             self.problems.append(f"{key}: the checkpoint has no such tensor")
         elif tuple(tensor.shape) != saved.shape:
-            self.problems.append(f"{key}: has shape {tuple(tensor.shape)} here, and {saved.shape} in the checkpoint")
+            self.problems.append(f"{key}: has shape {tuple(tensor.shape)} here, but {saved.shape} in the checkpoint")
         elif tensor.dtype != saved.dtype and not (self._cast and _can_cast(saved.dtype, tensor.dtype)):
             hint = "; cast=True converts it" if _can_cast(saved.dtype, tensor.dtype) else ""
             here, saved_as = name_of(tensor.dtype), name_of(saved.dtype)
-            self.problems.append(f"{key}: has dtype {here} here, and {saved_as} in the checkpoint{hint}")
+            self.problems.append(f"{key}: has dtype {here} here, but {saved_as} in the checkpoint{hint}")
         else:
             wanted = self.handed if handed else self.wanted
             wanted.setdefault(self.key(key), []).append(tensor)
 
     def all_wanted(self) -> dict[str, list[torch.Tensor]]:
-        """By key of the checkpoint, all tensors to fill."""
+        """All tensors to fill, by key in the checkpoint."""
         keys = dict.fromkeys((*self.handed, *self.wanted))
         return {key: [*self.handed.get(key, ()), *self.wanted.get(key, ())] for key in keys}
 
     def differ(self, path: str, here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-        """Note which names below a path are missing, and which are unexpected."""
+        """Record the missing and the unexpected names below a path."""
         self.missing += [f"{path}.{name}" for name in here if name not in saved]
         self.unexpected += [f"{path}.{name}" for name in saved if name not in here]
 
     def key(self, key: str) -> str:
-        """The key under which the tensor of a key is saved: another one, if it is tied."""
+        """The key under which a tensor is saved. It differs from `key` if the tensor is tied."""
         return self.manifest.aliases.get(key, key)
 
     def saved(self, key: str) -> SavedTensor | None:
-        """The tensor of a key, as the checkpoint has it."""
+        """The saved tensor of a key; None if the checkpoint does not have it."""
         return self.manifest.tensors.get(self.key(key))
 
     def fetch(self, key: str, now: Any) -> Any:
-        """The tensor that a value in a tree will be: the one that is there, if it fits, or a new one."""
+        """The tensor to fill for a value in a tree: the existing tensor if it matches, or a new one."""
         if isinstance(now, torch.Generator):
             self._generators.append((now, self._generator_state(key, now, False)))
             return now
@@ -140,7 +140,7 @@ class Target:
         return tensor
 
     def fetch_to_hand(self, key: str, now: Any) -> Any:
-        """The same for a tree that is handed to a method of the user's: what is there now stays as it is."""
+        """Like `fetch`, for a tree that is passed to a user's load method. Existing tensors are not changed."""
         if isinstance(now, torch.Generator):
             generator = torch.Generator(now.device)
             state = self._generator_state(key, generator, True)
@@ -156,8 +156,8 @@ class Target:
         saved, size = self._needed(key), generator.get_state().numel()
         if saved.dtype != torch.uint8 or saved.shape != (size,):
             raise CheckpointMismatchError(
-                f"{key}: the state of a generator of {generator.device} has {size} bytes here, and in the checkpoint "
-                f"it is of dtype {name_of(saved.dtype)} and shape {saved.shape}"
+                f"{key}: the state of a generator on {generator.device} has {size} bytes here, but in the checkpoint "
+                f"it has dtype {name_of(saved.dtype)} and shape {saved.shape}"
             )
         state = self.new(key)
         self.want(key, state, handed)
@@ -170,16 +170,16 @@ class Target:
         return saved
 
     def new(self, key: str, beside: torch.Tensor | None = None) -> torch.Tensor:
-        """A new tensor, on the CPU, or on the device of another one."""
+        """A new tensor on the device of `beside`, or on the CPU."""
         saved = self._needed(key)
         try:
             return torch.empty(saved.shape, dtype=saved.dtype, device="cpu" if beside is None else beside.device)
-        except (RuntimeError, TypeError) as error:  # more than there is memory, or than can be addressed
-            raise CheckpointMismatchError(f"{key}: there is no memory for shape {saved.shape}: {error}") from None
+        except (RuntimeError, TypeError) as error:  # out of memory, or more bytes than can be addressed
+            raise CheckpointMismatchError(f"{key}: not enough memory for shape {saved.shape}: {error}") from None
 
 
 def _copied(state: Any, path: str) -> Callable[[], Any]:
-    """What gives a state as it is now, whatever happens to what is in it; as it is then, if it cannot be copied."""
+    """Copy a state. Returns a function that gives the copy, or the uncopied state if it cannot be copied."""
     kept: dict[str, torch.Tensor] = {}
 
     def keep(key: str, tensor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers of sharded parameters: whole matrices at their owners, and steps inside of backward.
+"""Optimizers for sharded parameters: steps of full matrices on owner ranks, and steps inside of backward.
 
 from composable_shard import optim
 

@@ -1,4 +1,4 @@
-"""What optimizers must keep to that others call in parts."""
+"""Check optimizers that `owned` and `in_backward` wrap, which step a part of the parameters at a time."""
 
 from __future__ import annotations
 
@@ -13,79 +13,80 @@ from torch.optim import Adafactor, Optimizer, Rprop, SparseAdam
 
 from .._errors import ShardConfigStateError, ShardConfigTypeError
 
-IN_PARTS: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that others step, a part of parameters at a time
+IN_PARTS: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # wrapped optimizers, which step some parameters at a time
 
 
 def title_of(kind: Any) -> str:
-    """The name of a class, or of that of an object."""
+    """The name of a class, or of an object's class."""
     return getattr(kind, "__name__", type(kind).__name__)
 
 
 def check_steps_once(argument: str, made: Optimizer) -> None:
-    """See that an optimizer's step calls no closure.
+    """Check that an optimizer's step needs no closure.
 
     Raises:
-        ShardConfigTypeError: it needs one.
+        ShardConfigTypeError: it needs a closure.
     """
     closure = inspect.signature(type(made).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ShardConfigTypeError(
-            f"{argument}: {title_of(made)} calls the closure several times in a step, and can only step all parameters "
-            "at once; use it alone"
+            f"{argument}: {title_of(made)} calls the closure several times in a step, so it can only step all "
+            "parameters together; use it directly"
         )
 
 
 def check_takes_dense(name: str, made: Optimizer) -> None:
-    """See that an optimizer takes dense gradients, as those of sharded parameters are.
+    """Check that an optimizer accepts dense gradients. Gradients of sharded parameters are dense.
 
     Raises:
-        ShardConfigTypeError: it takes sparse ones alone.
+        ShardConfigTypeError: it accepts only sparse gradients.
     """
     if isinstance(made, SparseAdam):
         raise ShardConfigTypeError(
-            f"parameter {name}: {title_of(made)} takes sparse gradients alone, and that of a sharded parameter is "
-            "dense; take Adam, or leave the parameter unsharded and give it to an optimizer of its own"
+            f"parameter {name}: {title_of(made)} accepts only sparse gradients, but gradients of sharded parameters "
+            "are dense; use Adam, or leave the parameter unsharded and use a separate optimizer for it"
         )
 
 
 def check_takes_parts(name: str, param: torch.Tensor, made: Optimizer) -> None:
-    """See that an optimizer of torch can step the shards of a parameter, if it is sharded.
+    """Check that an optimizer can step the shards of a parameter, if the parameter is sharded.
 
     Raises:
-        ShardConfigTypeError: it takes means over all of a parameter, has operators that torch's DTensors do not have,
-            or takes sparse gradients alone.
+        ShardConfigTypeError: the optimizer computes means over the full parameter, uses an operator that DTensor does
+            not support, or accepts only sparse gradients.
     """
     if not isinstance(param, DTensor):
         return
     check_takes_dense(name, made)
     if isinstance(made, (Adafactor, Rprop)):
         why = (
-            "writes where a mask says, which no DTensor can"
+            "uses masked writes, which DTensor does not support"
             if isinstance(made, Rprop)
-            else "takes means over all of it"
+            else "computes means over the full parameter"
         )
         raise ShardConfigTypeError(
-            f"parameter {name}: is sharded, and {title_of(made)} {why}; take cs.optim.owned(torch.optim."
-            f"{title_of(made)}, model), which steps whole parameters behind backward"
+            f"parameter {name}: is sharded, but {title_of(made)} {why}; use cs.optim.owned(torch.optim."
+            f"{title_of(made)}, model), which steps full parameters after backward"
         )
 
 
 def check_unchanged(inner: Optimizer, group: Mapping[str, Any], given: Mapping[str, Any], name: str) -> None:
-    """See that a step has left the options of a param group alone: others that have a part of it would not see it.
+    """Check that a step has not changed the options of a param group. Its other parts would not see the change.
 
     Args:
         inner: the optimizer.
-        group: its param group.
-        given: what it was given as that.
-        name: of a parameter, for the message.
+        group: its param group after the step.
+        given: the param group before the step.
+        name: name of a parameter, for the message.
 
     Raises:
-        ShardConfigStateError: it has changed some, or keeps state of no parameter.
+        ShardConfigStateError: the step has changed options, or the optimizer has state of no parameter.
     """
     changed = [key for key, value in group.items() if key != "params" and value is not given.get(key)]
     strange = [str(key) for key in inner.state if isinstance(key, str)]
     if changed or strange:
         raise ShardConfigStateError(
-            f"parameter {name}: {title_of(inner)} keeps {', '.join([*changed, *strange])} beside the state of "
-            "parameters, and is stepped a part of them at a time; use an optimizer that keeps its state by parameter"
+            f"parameter {name}: {title_of(inner)} stores {', '.join([*changed, *strange])} outside of the state of "
+            "parameters, but it steps only some parameters at a time; use an optimizer that stores its state by "
+            "parameter"
         )

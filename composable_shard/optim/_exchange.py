@@ -1,4 +1,4 @@
-"""Parts of tensors sent between ranks by one all-to-all for each dtype: packed, moved, unpacked."""
+"""Exchange parts of tensors between ranks: pack them, run one all-to-all for each dtype, and unpack them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .._comm.lanes import WAITING, Awaitable
 from .._torch.distributed import all_to_all_options
 from ._layout import Layout, Route
 
-Parts = Sequence[Sequence[torch.Tensor]]  # by rank, what goes there, or comes from there
+Parts = Sequence[Sequence[torch.Tensor]]  # by rank: the tensors to send to it, or to receive from it
 
 
 class Item(NamedTuple):
-    """A tensor that travels between its owner and the ranks that hold parts of it.
+    """A tensor that is sent between its owner and the ranks that hold parts of it.
 
     Attributes:
-        route: whose it is, and who holds what.
-        dtype: of all of it.
-        tensor: this rank's part, on the way to the owner; all of it, at the owner, on the way back. None where this
-            rank has nothing to send.
+        route: its owner, and the part that each rank holds.
+        dtype: dtype of the tensor.
+        tensor: tensor to send: to the owner, this rank's part; from the owner, the full tensor. None if this rank
+            sends nothing.
     """
 
     route: Route
@@ -32,7 +32,7 @@ class Item(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """The parts of one dtype on their way."""
+    """A running all-to-all of the parts of one dtype."""
 
     dtype: torch.dtype
     received: torch.Tensor
@@ -41,17 +41,17 @@ class _Flight(NamedTuple):
 
 
 class _Exchange:
-    """Parts on their way.
+    """A running exchange of parts.
 
     Args:
-        layout: among whose ranks, and where they compute.
-        outgoing: by rank, the tensors that go there. They may change once this is made.
-        incoming: by rank, dtype and number of elements of those that come from there, in that rank's order.
-        dtypes: of all that any rank sends: the same on all ranks.
-        note: what the ledger says of it: the same on all ranks.
+        layout: layout with the process group and the device.
+        outgoing: tensors to send to each rank. They may change after the constructor returns.
+        incoming: dtypes and numbers of elements of the tensors from each rank, in the order of that rank.
+        dtypes: dtypes that any rank sends. Must be equal on all ranks.
+        note: note for the ledgers. Must be equal on all ranks.
 
     Attributes:
-        nbytes: bytes that this rank sends to others.
+        nbytes: bytes that this rank sends to other ranks.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class _Exchange:
         self.nbytes += dtype.itemsize * (sum(sizes) - sizes[layout.rank])
 
     def wait(self) -> None:
-        """Wait until all has come; the memory of what was sent is free then.
+        """Wait until all parts are received, and free the send buffers.
 
         Raises:
             PeerLostError: another rank is lost.
@@ -91,19 +91,19 @@ class _Exchange:
             self._arrived.append((dtype, received))
 
     def unpack(self, into: Parts) -> None:
-        """Fill tensors, by the rank from which they come, with what has come; strided ones may be among them."""
+        """Copy the received parts into tensors, given by sending rank. Tensors may be strided."""
         while self._arrived:
             dtype, received = self._arrived.pop(0)
             _unpack(received, [tensor for frm in into for tensor in frm if tensor.dtype == dtype])
 
 
 def _count(dtype: torch.dtype, incoming: Sequence[tuple[torch.dtype, int]]) -> int:
-    """Elements of a dtype that come from a rank."""
+    """Number of elements of a dtype to receive from one rank."""
     return sum([count for of, count in incoming if of == dtype])
 
 
 def _packed(parts: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copies of some tensors, one behind the other, (n,)."""
+    """Copy tensors into one flat tensor of shape (n,), in order."""
     flat = torch.empty(sum([part.numel() for part in parts]), dtype=dtype, device=device)
     pieces = torch.split(flat, [part.numel() for part in parts]) if parts else ()
     if parts:
@@ -131,12 +131,12 @@ def _launched(group: dist.ProcessGroup | None, sent: torch.Tensor, counts: list[
 
 
 class ToOwners:
-    """Tensors on their way from the ranks that hold parts of them to their owners.
+    """A running transfer of tensors from the ranks that hold parts of them to their owners.
 
     Args:
-        layout: among whose ranks, and where they compute.
-        items: what travels: the same routes and dtypes in one order on all ranks.
-        note: what the ledger says of it.
+        layout: layout with the process group and the device.
+        items: items to send. Routes and dtypes must be equal and in the same order on all ranks.
+        note: note for the ledgers.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class ToOwners:
         self.nbytes = self._exchange.nbytes
 
     def finish(self) -> list[torch.Tensor | None]:
-        """Wait for them; returns, by item, all of the tensor at its owner."""
+        """Wait for the transfer. Returns for each item the full tensor on its owner, and None on other ranks."""
         self._exchange.wait()
         into: list[list[torch.Tensor]] = [[] for _ in self._layout.boxes]
         wholes: list[torch.Tensor | None] = []
@@ -172,10 +172,10 @@ class ToOwners:
 
 
 class ToShards:
-    """Tensors on their way from their owners to the ranks that hold parts of them.
+    """A running transfer of tensors from their owners to the ranks that hold parts of them.
 
     Args:
-        layout, items, note: as `ToOwners`.
+        layout, items, note: as in `ToOwners`.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class ToShards:
         self.nbytes = self._exchange.nbytes
 
     def finish(self, into: Sequence[torch.Tensor | None]) -> None:
-        """Wait for them, and fill this rank's parts, by item; None where it holds none."""
+        """Wait for the transfer, and fill this rank's part of each item. None for items without a part on this rank."""
         by_rank: list[list[torch.Tensor]] = [[] for _ in range(self._ranks)]
         for route, tensor in zip(self._routes, into, strict=True):
             if tensor is not None and route.own is not None:

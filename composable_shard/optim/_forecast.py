@@ -1,4 +1,4 @@
-"""What an `owned` optimizer will hold and send, from shapes alone: no process group and no memory."""
+"""Forecast the memory and communication of an `owned` optimizer from shapes, without process group or memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ._matrices import Blocks, Cost, Matrix, Owners, in_buckets, newton_schulz_c
 
 
 class Sharded(NamedTuple):
-    """A parameter that is cut along its first dim.
+    """A parameter that is sharded along its first dim.
 
     Attributes:
-        shape, dtype: of all of it.
-        chunk: rows of the largest shard.
+        shape, dtype: shape and dtype of the full parameter.
+        chunk: number of rows of the largest shard.
     """
 
     shape: tuple[int, ...]
@@ -28,15 +28,15 @@ class Sharded(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the ranks of an `owned` optimizer do in a step, if all matrices have a gradient.
+    """Forecast of a step of an `owned` optimizer in which all matrices have a gradient.
 
     Attributes:
-        sent: bytes that each rank sends to others: gradients and values to the owners, values back. State that is kept
-            as shards is not among them.
-        owned: by rank, the shapes of the matrices that it steps.
-        owned_bytes: bytes of these, which is what each tensor of state of their shape takes at that rank.
+        sent: bytes that each rank sends to other ranks: gradients and values to the owners, and values back. Without
+            sharded optimizer state (``state="shards"``).
+        owned: shapes of the matrices that each rank owns.
+        owned_bytes: bytes of the matrices that each rank owns. Each state tensor of their shape needs as many.
         buckets: number of exchanges in each direction.
-        beside: most bytes of each rank's buffers in a step, with values and gradients of what it owns.
+        beside: peak bytes of each rank's buffers in a step, including values and gradients of its matrices.
     """
 
     sent: tuple[int, ...]
@@ -48,8 +48,8 @@ class Forecast:
     def __str__(self) -> str:
         matrices = sum(map(len, self.owned))
         return (
-            f"{matrices} matrices at {len(self.owned)} ranks, {self.buckets} exchanges each way; a rank owns "
-            f"{max(self.owned_bytes):,} bytes of them at most, sends {max(self.sent):,} bytes in a step, and has "
+            f"{matrices} matrices on {len(self.owned)} ranks, {self.buckets} exchanges in each direction; at most, a "
+            f"rank owns {max(self.owned_bytes):,} bytes of matrices, sends {max(self.sent):,} bytes in a step, and has "
             f"{max(self.beside):,} bytes of buffers"
         )
 
@@ -62,13 +62,13 @@ def forecast(
     bucket_bytes: int = 64 << 20,
     cost: Cost = newton_schulz_cost,
 ) -> Forecast:
-    """What `owned` will do with parameters that are cut over `world` ranks of one axis.
+    """Forecast a step of `owned` with parameters that are sharded over `world` ranks of one mesh axis.
 
     Args:
-        params: by name, in the order of the optimizer.
-        world: how many ranks.
-        blocks: by name.
-        bucket_bytes, cost: as of `owned`.
+        params: parameters by name, in the order of the optimizer.
+        world: number of ranks.
+        blocks: blocks by name of the parameter.
+        bucket_bytes, cost: as in `owned`.
     """
     matrices = _owned(params, world, blocks or {}, cost)
     buckets = in_buckets(matrices, bucket_bytes)
@@ -104,7 +104,7 @@ def _of(matrices: Sequence[Matrix], rank: int) -> list[Matrix]:
 
 
 def _layout(param: Sharded, world: int) -> Layout:
-    """As that of the parameter would be, seen by nobody in particular."""
+    """The layout of a parameter, without a process group and as rank 0."""
     rest = param.shape[1:]
     begins = [min(param.chunk * rank, param.shape[0]) for rank in range(world + 1)]
     boxes = [Box((begin, *[0] * len(rest)), (end - begin, *rest)) for begin, end in pairwise(begins)]
@@ -112,7 +112,7 @@ def _layout(param: Sharded, world: int) -> Layout:
 
 
 def _parts(matrix: Matrix, rank: int) -> int:
-    """Bytes of what a rank holds of a matrix."""
+    """Bytes of the part of a matrix that a rank holds."""
     part = matrix.route.parts[rank]
     return 0 if part is None else part.numel * matrix.dtype.itemsize
 
@@ -122,16 +122,16 @@ def _held(matrices: Sequence[Matrix], rank: int) -> int:
 
 
 def sent_by(rank: int, bucket: Sequence[Matrix]) -> int:
-    """Bytes that a rank sends to others for a bucket: gradients and values there, values of its own matrices back."""
+    """Bytes that a rank sends for a bucket: gradients and values to owners, and values of its own matrices back."""
     going = 2 * sum(_parts(matrix, rank) for matrix in bucket if matrix.route.owner != rank)
     back = sum(matrix.nbytes - _parts(matrix, rank) for matrix in bucket if matrix.route.owner == rank)
     return 0 if bucket[0].stays else going + back
 
 
 def _beside(buckets: Sequence[Sequence[Matrix]], rank: int) -> int:
-    """Most bytes of a rank's buffers: of a bucket that is stepped, the next one on its way, and the one before.
+    """Peak bytes of a rank's buffers: for the current bucket, the next one in transfer, and the previous one.
 
-    Each travels in a buffer as sent and one as received, this rank's own part included.
+    Each transfer has a send buffer and a receive buffer. Both include this rank's own part.
     """
     held = [2 * _held(bucket, rank) for bucket in buckets]  # values and gradients
     shards = [sum(_parts(matrix, rank) for matrix in bucket) for bucket in buckets]

@@ -1,4 +1,4 @@
-"""`in_backward`: an optimizer that steps each group as soon as its gradients are there, inside of backward."""
+"""`in_backward`: an optimizer that steps each group inside of backward, as soon as its gradients are reduced."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Make = Callable[[list[nn.Parameter]], Optimizer]
 GROUP, DELAYED = "group", "delayed"
 _TINY = 1e-6  # as in `clip_grad_norm_`
 _SCALED = (
-    "in_backward: a GradScaler looks for infinities when all gradients are there, to leave a step out, and in_backward "
-    "steps before that, with scaled gradients; train in bfloat16 without a scaler, or use an ordinary optimizer"
+    "in_backward: a GradScaler checks all gradients for infinities before the step, to skip it, but in_backward steps "
+    "before that, with scaled gradients; train in bfloat16 without a scaler, or use an ordinary optimizer"
 )
 
 
@@ -41,37 +41,41 @@ def in_backward(
     norm_of: str = GROUP,
     bucket_bytes: int | None = None,
 ) -> InBackward:
-    """Step each group of parameters inside of backward, as soon as its gradients are reduced, and free these at once.
+    """Step each parameter group inside of backward as soon as its gradients are reduced, and free them immediately.
 
-    So the gradients of all groups never exist together:
+    The gradients of all groups therefore never exist at the same time:
 
         optimizer = cs.optim.in_backward(model, lambda params: torch.optim.AdamW(params, lr=1e-3))
         for batch in batches:
-            loss_of(model, batch).backward()  # steps
-            optimizer.step()                  # ends the step: steps what no group has waited for
+            loss_of(model, batch).backward()  # steps the groups
+            optimizer.step()                  # ends the optimizer step: steps the remaining gradients
             scheduler.step()
 
-    Weights are those of an ordinary step, to the bit, if nothing is clipped. A group is what one call of `fully_shard`
-    has taken; parameters that no call has taken are a group each. With gradient synchronisation off nothing is reduced
-    and nothing stepped: gradients of several micro-batches accumulate so, and the last backward steps. Where each
-    micro-batch is reduced, run all but the last one under `optimizer.accumulating()`.
+    Without clipping, weights are bitwise identical to those of an ordinary step. The parameters of one `fully_shard`
+    call are a group. Each parameter without such a call is a group of its own.
+
+    Gradient accumulation works in two ways. If gradient synchronization is off, nothing is reduced or stepped: the
+    gradients of microbatches accumulate, and the last backward steps. If every microbatch is reduced, run all
+    microbatches except the last one in `optimizer.accumulating()`.
 
     Args:
-        model: sharded or not.
-        make: makes the optimizer of a list of parameters, or of param groups that it makes of these; called once, with
-            all parameters of the model. It keeps its state by parameter.
-        max_norm: gradients are scaled so that their norm, over all ranks, is at most this; None for no clipping.
-        norm_of: which norm. ``"group"``: that of the gradients of each group. ``"delayed"``: that of all gradients of
-            the step before, since that of this one is known only when all are gone; the first step is not clipped.
-        bucket_bytes: so many bytes of gradients live at once on a rank, at most: a group that has more is stepped in
-            parts. Default: those of the largest parameter, which is the least; 0 steps each parameter by itself. A
-            group that is clipped by its own norm is stepped as a whole.
+        model: sharded or unsharded model.
+        make: makes the optimizer from a list of parameters, which it may split into param groups. Called once, with all
+            parameters of the model. The optimizer must store its state by parameter.
+        max_norm: maximum norm of the gradients over all ranks. Larger gradients are scaled. None for no clipping.
+        norm_of: gradients of the norm. ``"group"``: the gradients of each group. ``"delayed"``: all gradients of the
+            previous step, because the norm of this step is known only after all its gradients are freed. The first step
+            is then not clipped.
+        bucket_bytes: maximum bytes of gradients that exist at the same time on a rank. A larger group is stepped in
+            parts. Default: bytes of the largest parameter, which is the minimum. 0 steps each parameter separately. A
+            group that is clipped by its own norm is always stepped as a whole.
 
     Raises:
-        ShardConfigTypeError: `make` makes no optimizer, or one that cannot step a group at a time, or shards: an
-            Adafactor, a Rprop or a SparseAdam.
-        ShardConfigValueError: an argument cannot be, or the optimizer does not take a parameter, which is named.
-        ShardConfigStateError: raised in backward, before any weight is changed, if a `GradScaler` has scaled the loss.
+        ShardConfigTypeError: `make` does not return an optimizer, or returns one that cannot step a group at a time or
+            cannot step shards: Adafactor, Rprop or SparseAdam.
+        ShardConfigValueError: an argument is invalid, or the optimizer does not accept a parameter. The message names
+            it.
+        ShardConfigStateError: a `GradScaler` has scaled the loss. Raised in backward, before any weight changes.
     """
     return InBackward(model, make, max_norm=max_norm, norm_of=norm_of, bucket_bytes=bucket_bytes)
 
@@ -80,32 +84,32 @@ class _Unit:
     """A group of parameters that are stepped together, or in parts.
 
     Args:
-        params: of the group.
+        params: parameters of the group.
 
     Attributes:
-        waiting: those whose gradient is there.
-        most: bytes of gradients that may wait.
+        waiting: parameters whose gradient is ready, but not stepped.
+        most: maximum bytes of the gradients of `waiting`.
     """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self.params = params
         self.waiting: dict[torch.Tensor, None] = {}
         self.most = math.inf
-        self._seen: set[torch.Tensor] = set()  # those whose gradient has been there in this backward
-        self._nbytes = 0  # of the gradients that wait
+        self._seen: set[torch.Tensor] = set()  # parameters whose gradient was ready in this backward
+        self._nbytes = 0  # bytes of the gradients of `waiting`
         self._sizes = {param: most_bytes(param) for param in params}
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest gradient, alike on all ranks."""
+        """Bytes of the largest gradient, equal on all ranks."""
         return max(self._sizes.values(), default=0)
 
     def leave_room(self, bucket_bytes: int) -> None:
-        """Let so few gradients wait that they and one more have this many bytes, at most."""
+        """Limit the waiting gradients so that they and one more gradient have at most `bucket_bytes` bytes."""
         self.most = max(bucket_bytes - self.largest, 0)
 
     def take(self, param: torch.Tensor) -> bool:
-        """A gradient is there; returns whether those that wait are to be stepped now."""
+        """Record a ready gradient. Returns whether the waiting gradients must be stepped now."""
         self.waiting[param] = None
         self._seen.add(param)
         self._nbytes += self._sizes[param]
@@ -113,26 +117,26 @@ class _Unit:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all gradients have been there."""
+        """Whether all gradients were ready in this backward."""
         return len(self._seen) >= sum(map(_trains, self.params))
 
     def give(self) -> list[torch.Tensor]:
-        """The parameters that wait and have a gradient; they wait no longer."""
+        """Return the waiting parameters that have a gradient, and clear `waiting`."""
         given = [param for param in self.waiting if param.grad is not None]
         self.waiting.clear()
         self._nbytes = 0
         return given
 
     def begin(self) -> None:
-        """No more gradients will come in this backward."""
+        """Prepare for the next backward, after the last gradient of this one."""
         self._seen.clear()
 
 
 def _units_of(model: nn.Module, stepped: set[torch.Tensor]) -> list[_Unit]:
-    """The groups of a model, and a unit for each parameter that is in none, as far as they are stepped.
+    """A unit for each group of a model and for each parameter without a group, with the parameters that are stepped.
 
-    Beside sharded ones the latter is stepped behind backward: its gradient does not tell whether more micro-batches
-    are to come.
+    If other parameters are sharded, a parameter without a group is stepped after backward, because its gradient does
+    not show whether more microbatches follow.
     """
     groups = [[param.sharded for param in state.declaration.params] for state in states_below(model)]
     taken = {param for group in groups for param in group}
@@ -148,7 +152,7 @@ def _leave_room(units: set[_Unit], bucket_bytes: int | None) -> None:
 
 
 def _in_graphs(model: nn.Module, stepped: set[torch.Tensor]) -> TracedSteps:
-    """Have graphs of the model step the groups of which all that train are stepped."""
+    """Let compiled graphs of the model step the groups whose trained parameters are all in `stepped`."""
     steps = TracedSteps(model)
     for state in states_below(model):
         if all(param.sharded in stepped for param in state.declaration.params if _trains(param.sharded)):
@@ -161,15 +165,15 @@ def _trains(param: torch.Tensor) -> bool:
 
 
 def _sharded_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that are sharded; all, if none is."""
+    """The sharded parameters, or all parameters if none is sharded."""
     return [param for param in params if isinstance(param, DTensor)] or list(params)
 
 
 class InBackward(Optimizer):
-    """What `in_backward` makes. Its state, param groups and state dict are those of the one optimizer of `make`.
+    """The optimizer that `in_backward` returns. Its state, param groups and state dict are those of `make`'s optimizer.
 
     Attributes:
-        last_norm: of all gradients of the last step, over all ranks, before they were clipped; 0-dim. None before the
+        last_norm: norm of all gradients of the last step over all ranks, before clipping; 0-dim tensor. None before the
             first step, and without ``norm_of="delayed"``.
     """
 
@@ -191,7 +195,7 @@ class InBackward(Optimizer):
         self.state = self._inner.state
         self._names: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters()}
         self._accumulates = False
-        self._open: _Unit | None = None  # in which a gradient has come last
+        self._open: _Unit | None = None  # the unit of the last gradient
         stepped = {param for group in self.param_groups for param in group["params"]}
         self._units = {param: unit for unit in _units_of(model, stepped) for param in unit.params}
         if max_norm is None or self._delays:
@@ -203,23 +207,23 @@ class InBackward(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise ShardConfigStateError(
-            "an optimizer of `in_backward` is hooked to its model and cannot be copied or pickled; make another one, "
-            "and load what its state_dict gives"
+            "an optimizer of `in_backward` has hooks on its model and cannot be copied or pickled; make another one, "
+            "and load its state_dict"
         )
 
     # ---- inside of backward
 
     def _arrived(self, param: torch.Tensor) -> None:
-        """The gradient of a parameter is there."""
+        """Handle a ready gradient of a parameter."""
         if param.grad is None:
             return
-        if in_scaled_backward():  # also where it only accumulates: later steps would be of a sum with scaled gradients
+        if in_scaled_backward():  # even if it only accumulates, because a later step would use the scaled gradients
             raise ShardConfigStateError(_SCALED)
         if self._accumulates:
             return
         unit = self._units[param]
         if self._open is not None and self._open is not unit:
-            self._close(self._open)  # it lacks gradients that will not come
+            self._close(self._open)  # its missing gradients will not be computed in this backward
         self._open = unit
         if unit.take(param):
             self._flush(unit)
@@ -227,13 +231,13 @@ class InBackward(Optimizer):
                 self._close(unit)
 
     def _close(self, unit: _Unit) -> None:
-        """Step what still waits in a group that is over."""
+        """Step the waiting gradients of a group that gets no more gradients."""
         self._open = None
         self._flush(unit)
         unit.begin()
 
     def _flush(self, unit: _Unit) -> None:
-        """Step what has a gradient in a group, and free it."""
+        """Step the waiting parameters of a group, and free their gradients."""
         if params := unit.give():
             self._step_some(params)
 
@@ -250,7 +254,7 @@ class InBackward(Optimizer):
             self._inner.step()
         except Exception as error:
             names = ", ".join(self._names.get(param, "another one") for param in params)
-            error.add_note(f"in_backward: {title_of(self._inner)} has raised it in the step of {names}")
+            error.add_note(f"in_backward: {title_of(self._inner)} raised this error in the step of {names}")
             raise
         for group, given in zip(groups, options, strict=True):
             check_unchanged(self._inner, group, given, self._names.get(params[0], "of the model"))
@@ -270,7 +274,7 @@ class InBackward(Optimizer):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """In this context a backward adds to gradients and steps nothing."""
+        """Inside the context, backward accumulates gradients and steps nothing."""
         before, self._accumulates = self._accumulates, True
         try:
             yield
@@ -278,21 +282,21 @@ class InBackward(Optimizer):
             self._accumulates = before
 
     def remove_hooks(self) -> None:
-        """From now on backward steps nothing, and `step` does what that of any optimizer does."""
+        """Remove the hooks: backward then steps nothing, and `step` steps all parameters like any optimizer."""
         for handle in self._handles:
             handle.remove()
         self._in_graphs.let_go()
 
-    # ---- behind backward
+    # ---- after backward
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """End a step: step what has a gradient still, and with ``norm_of="delayed"`` sum up the norm over ranks.
+        """End a step: step the remaining gradients. With ``norm_of="delayed"``, also sum the norm over ranks.
 
         Args:
-            closure: runs the backward that steps; it is called once.
+            closure: runs the backward that steps. Called once.
 
         Returns:
-            what the closure has returned.
+            The result of the closure.
         """
         loss = None
         if closure is not None:
@@ -307,25 +311,25 @@ class InBackward(Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take a param group of `make`; no other one can be added.
+        """Add a param group of `make`'s optimizer. Other groups cannot be added.
 
         Raises:
-            ShardConfigStateError: it is another one.
+            ShardConfigStateError: the optimizer is already constructed.
         """
         if "_units" in self.__dict__:
             raise ShardConfigStateError(
-                "in_backward: its groups are those of `make`; make another optimizer for parameters that come later"
+                "in_backward: its groups are those of `make`; make another optimizer for new parameters"
             )
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As that of the optimizer of `make`."""
+        """Load the state dict of `make`'s optimizer."""
         super().load_state_dict(state_dict)
         self._inner.__setstate__({"state": self.state, "param_groups": [*self.param_groups]})
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What `GradScaler.step` asks first.
+        """Refuse a `GradScaler`, whose `step` reads this attribute first.
 
         Raises:
             ShardConfigStateError: always.
@@ -334,13 +338,13 @@ class InBackward(Optimizer):
 
 
 class _Norms:
-    """Squares of gradients, summed up by the ranks over which they are cut."""
+    """Sums of squared gradients, by the mesh axes over which the gradients are sharded."""
 
     def __init__(self) -> None:
         self._squares: dict[tuple[DeviceMesh | None, tuple[int, ...]], torch.Tensor] = {}
 
     def add(self, params: Sequence[torch.Tensor]) -> None:
-        """Take in the gradients of some parameters."""
+        """Add the gradients of parameters."""
         for param in params:
             gradient = param.grad
             assert gradient is not None
@@ -353,7 +357,7 @@ class _Norms:
             self._squares[key] = self._squares[key] + square if key in self._squares else square
 
     def total(self) -> torch.Tensor:
-        """The norm of all of them, 0-dim. A collective, in one order on all ranks."""
+        """The norm of all added gradients, a 0-dim tensor. A collective, in the same order on all ranks."""
         total = torch.zeros(())
         for (mesh, axes), squares in self._squares.items():
             for axis in axes:
@@ -364,7 +368,7 @@ class _Norms:
 
 
 def _scale(params: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-    """Scale gradients as those whose norm is `norm` have to be."""
+    """Clip gradients to `max_norm`, given their norm."""
     factor = (max_norm / (norm + _TINY)).clamp(max=1.0)
     gradients = [shard_of(param.grad) for param in params if param.grad is not None]
     for gradient in gradients:
@@ -383,10 +387,11 @@ def _check_arguments(max_norm: float | None, norm_of: str, bucket_bytes: int | N
 
 
 def _made(make: Make, model: nn.Module) -> Optimizer:
-    """The optimizer of all parameters.
+    """Make the optimizer of all parameters, and check it.
 
     Raises:
-        ShardConfigTypeError: it is none, or cannot step a group at a time.
+        ShardConfigTypeError: it is not an optimizer, or cannot step a group at a time.
+        ShardConfigValueError: it does not accept a parameter.
     """
     try:
         made = make(list(model.parameters()))
@@ -395,14 +400,15 @@ def _made(make: Make, model: nn.Module) -> Optimizer:
         if name is None:
             raise
         raise ShardConfigValueError(
-            f"parameter {name}: the optimizer of `make` does not take it, but does take others: {error}; step it with "
-            "an optimizer of its own"
+            f"parameter {name}: the optimizer of `make` does not accept it, but accepts others: {error}; use a "
+            "separate optimizer for it"
         ) from error
     if not isinstance(made, Optimizer):
-        raise ShardConfigTypeError(f"make: must make a torch.optim.Optimizer, and has made {title_of(made)}")
+        raise ShardConfigTypeError(f"make: must return a torch.optim.Optimizer, but returned {title_of(made)}")
     if isinstance(made, Owned):
         raise ShardConfigTypeError(
-            "make: `owned` steps when all gradients are there, to send those of several groups together; use it alone"
+            "make: `owned` steps when all gradients are ready, to send those of several groups together; use it "
+            "without in_backward"
         )
     check_steps_once("make", made)
     stepped = {param for group in made.param_groups for param in group["params"]}
@@ -414,7 +420,7 @@ def _made(make: Make, model: nn.Module) -> Optimizer:
 
 
 def _first_refused(make: Make, model: nn.Module, why: str) -> str | None:
-    """The first parameter that an optimizer refuses by the error `why`; None where it refuses none or all."""
+    """The first parameter that an optimizer rejects with the error `why`; None if it rejects none or all."""
     refused = []
     for name, param in model.named_parameters():
         try:

@@ -1,4 +1,4 @@
-"""Which box of a tensor each rank holds, and among which ranks a tensor is cut."""
+"""Compute the box of a tensor that each rank holds, and the process group over which the tensor is sharded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Placed = Sequence[Any]  # a placement for each axis of a mesh
 
 
 class Box(NamedTuple):
-    """A part of a tensor: where it begins, and what it spans."""
+    """A rectangular part of a tensor: its begin in each dim, and its shape."""
 
     begin: tuple[int, ...]
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Box(NamedTuple):
         return math.prod(self.shape)
 
     def common(self, other: Box) -> Box | None:
-        """What is in both; None if that is nothing."""
+        """The intersection with another box; None if it is empty."""
         begin = tuple(map(max, self.begin, other.begin))
         ends = [min(*both) for both in zip(self._ends(), other._ends(), strict=True)]
         shape = tuple(end - start for start, end in zip(begin, ends, strict=True))
@@ -48,22 +48,22 @@ class Box(NamedTuple):
         return tuple(start + size for start, size in zip(self.begin, self.shape, strict=True))
 
     def slices(self, within: Box) -> tuple[slice, ...]:
-        """Where it lies in the memory of a box around it."""
+        """Slices that select this box in the memory of a box that contains it."""
         starts = [start - base for start, base in zip(self.begin, within.begin, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How a tensor is cut over ranks.
+    """How a tensor is sharded over ranks.
 
     Attributes:
-        device: where this rank computes.
-        group: the process group of ours over which it is cut; None if each rank holds all of it.
+        device: compute device of this rank.
+        group: this library's process group over which the tensor is sharded. None if each rank holds the full tensor.
         rank: this rank's index in the group.
-        boxes: by rank of the group, what it holds.
-        mesh, placements: of DTensors that are cut so; no mesh for a plain tensor.
-        ledgers: that of the group; none where no other process is in it.
+        boxes: box that each rank of the group holds.
+        mesh, placements: mesh and placements of a DTensor with this layout. The mesh is None for a plain tensor.
+        ledgers: ledger of the group. Empty if the group has no other process.
     """
 
     device: torch.device
@@ -76,11 +76,11 @@ class Layout:
 
     @property
     def own(self) -> Box:
-        """What this rank holds."""
+        """The box that this rank holds."""
         return self.boxes[self.rank]
 
     def by_first_dim(self, shape: tuple[int, ...]) -> Layout:
-        """How a tensor of another shape is cut over the same ranks: its first dim, along the first axis that cuts."""
+        """The layout of a tensor of another shape, whose first dim is sharded over the mesh's first sharding axis."""
         if self.mesh is None:
             return Layout(self.device, None, 0, (whole_box(shape),), None, ())
         cuts = [axis for axis, placed in enumerate(self.placements) if not isinstance(placed, Replicate)]
@@ -89,7 +89,7 @@ class Layout:
         return replace(self, boxes=boxes, placements=placements)
 
     def in_chunks(self, shape: tuple[int, ...]) -> Layout:
-        """How a tensor of another shape is cut into equal parts of its first dim, over all ranks of the group."""
+        """The layout of a tensor of another shape: its first dim is split evenly over all ranks of the group."""
         chunk = -(-shape[0] // len(self.boxes))
         begins = [min(chunk * rank, shape[0]) for rank in range(len(self.boxes) + 1)]
         rest = tuple(shape[1:])
@@ -98,12 +98,12 @@ class Layout:
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
+    """A box that covers a full tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def most_bytes(param: torch.Tensor) -> int:
-    """Bytes of the largest part of a parameter that any rank holds."""
+    """Bytes of the largest shard of a parameter on any rank."""
     if not isinstance(param, DTensor):
         return param.nbytes
     placed = tuple(param.placements)
@@ -111,10 +111,11 @@ def most_bytes(param: torch.Tensor) -> int:
 
 
 def layout_of(name: str, param: torch.Tensor) -> Layout:
-    """How a parameter is cut. Where several axes of its mesh cut it, all ranks of the world must call this.
+    """The layout of a parameter. A collective over the world if several axes of its mesh shard it.
 
     Raises:
-        ShardConfigUnsupportedError: it is placed in a way that is no cut of its dims, or its mesh has no names.
+        ShardConfigUnsupportedError: a placement is neither a sharding nor a replication, or several axes of a mesh
+            without names shard the parameter.
     """
     if not isinstance(param, DTensor):
         return Layout(param.device, None, 0, (whole_box(param.shape),), None, ())
@@ -123,8 +124,8 @@ def layout_of(name: str, param: torch.Tensor) -> Layout:
     for placed in placements:
         if not (isinstance(placed, Replicate) or hasattr(placed, "dim")):
             raise ShardConfigUnsupportedError(
-                f"parameter {name}: is placed as {placements} on {mesh}; whole tensors are made of parameters that "
-                "are sharded or replicated"
+                f"parameter {name}: is placed as {placements} on {mesh}; full tensors can only be assembled from "
+                "sharded or replicated parameters"
             )
     group = _group_of(name, mesh, placements, device)
     rank = 0 if group is None else group.rank()
@@ -133,14 +134,14 @@ def layout_of(name: str, param: torch.Tensor) -> Layout:
 
 
 def _ledgers(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Ledger, ...]:
-    """The ledger of a process group of ours; none if it is of one rank, of a simulated world, or made in Python."""
+    """The ledger of a process group of this library; empty for one rank, a simulated world, or a Python-only group."""
     if group is None or not is_native(group) or not is_shared(group, device):
         return ()
     return (ledger_of(group, device),)
 
 
 def _group_of(name: str, mesh: DeviceMesh, placements: Placed, device: torch.device) -> dist.ProcessGroup | None:
-    """The ranks over which a tensor is cut: those along all axes that cut it."""
+    """The process group over which a tensor is sharded: the ranks along all axes that shard it."""
     cuts = [axis for axis, placed in enumerate(placements) if not isinstance(placed, Replicate)]
     cuts = [axis for axis in cuts if mesh.size(axis) > 1]
     if not cuts:
@@ -149,7 +150,7 @@ def _group_of(name: str, mesh: DeviceMesh, placements: Placed, device: torch.dev
         return own_group(mesh.get_group(cuts[0]), device)
     if mesh.mesh_dim_names is None:
         raise ShardConfigUnsupportedError(
-            f"parameter {name}: is cut over {len(cuts)} axes of {mesh}, which have no names; give them some "
+            f"parameter {name}: is sharded over {len(cuts)} axes of {mesh}, which have no names; name them "
             "(init_device_mesh with mesh_dim_names)"
         )
     names = tuple(mesh.mesh_dim_names[axis] for axis in cuts)
@@ -159,7 +160,7 @@ def _group_of(name: str, mesh: DeviceMesh, placements: Placed, device: torch.dev
 def _boxes(
     shape: tuple[int, ...], mesh: DeviceMesh, placements: Placed, group: dist.ProcessGroup | None
 ) -> tuple[Box, ...]:
-    """By rank of the group, what it holds."""
+    """The box that each rank of the group holds."""
     if group is None:
         return (whole_box(shape),)
     members = ranks_of(mesh)
@@ -168,7 +169,7 @@ def _boxes(
 
 
 def _coordinate(place: int, sizes: Sequence[int]) -> list[int]:
-    """Indices along the axes of a mesh of its member at a place."""
+    """The coordinate of a mesh member, from its index in the flattened mesh."""
     return [place // math.prod(sizes[axis + 1 :]) % size for axis, size in enumerate(sizes)]
 
 
@@ -185,7 +186,7 @@ def _box(shape: tuple[int, ...], mesh: DeviceMesh, placements: Placed, coordinat
 
 
 def _in_order(placements: Placed) -> list[int]:
-    """The axes that cut, in the order in which they do: those that cut within the pieces of later axes come last."""
+    """The sharding axes in the order in which they split the tensor. Axes with a split factor come last."""
     order: list[int] = []
     for axis in reversed(range(len(placements))):
         placed = placements[axis]
@@ -200,14 +201,14 @@ def _in_order(placements: Placed) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The way of a matrix between its owner and the ranks that hold parts of it.
+    """The transfers of a matrix between its owner and the ranks that hold parts of it.
 
     Attributes:
-        layout: of the tensor that the matrix is in.
-        region: the matrix, as a box in that tensor.
-        shape: of the matrix, which lacks dims of one element that the region begins with.
-        owner: index of the rank in the layout's group that has all of it.
-        parts: by rank, what it holds of the matrix, as a box in that tensor; None if nothing.
+        layout: layout of the tensor that contains the matrix.
+        region: box of the matrix in this tensor.
+        shape: shape of the matrix: that of the region without its leading dims of size 1.
+        owner: rank of the owner in the layout's group.
+        parts: part of the matrix on each rank, as a box in the tensor. None for ranks without a part.
     """
 
     layout: Layout
@@ -222,7 +223,7 @@ class Route:
         return cls(layout, region, shape, owner, tuple(region.common(box) for box in layout.boxes))
 
     def to(self, owner: int) -> Route:
-        """The same to another owner."""
+        """The same route with another owner."""
         return Route(self.layout, self.region, self.shape, owner, self.parts)
 
     @property
@@ -232,21 +233,21 @@ class Route:
 
     @property
     def own(self) -> Box | None:
-        """What this rank holds."""
+        """The part on this rank; None if it has none."""
         return self.parts[self.layout.rank]
 
     @property
     def stays_at(self) -> int | None:
-        """The one rank that holds all of it; None if several hold parts."""
+        """The rank that holds the full matrix, if it is the only rank with a part of it; None otherwise."""
         ranks = [rank for rank, part in enumerate(self.parts) if part is not None]
         return ranks[0] if len(ranks) == 1 and self.parts[ranks[0]] == self.region else None
 
     def holders(self) -> list[tuple[int, Box]]:
-        """The ranks that hold something, and what."""
+        """The ranks that hold a part, and their parts."""
         return [(rank, part) for rank, part in enumerate(self.parts) if part is not None]
 
     def senders(self) -> list[tuple[int, Box]]:
-        """The same without those that hold what a rank before them holds, too."""
+        """The holders without ranks whose part an earlier rank also holds."""
         return [(rank, part) for rank, part in self.holders() if part not in self.parts[:rank]]
 
     @property
@@ -255,10 +256,10 @@ class Route:
         return self.own is not None and self.own not in self.parts[: self.layout.rank]
 
     def in_shard(self, local: torch.Tensor) -> torch.Tensor | None:
-        """What this rank holds, as a view of its shard of the tensor."""
+        """This rank's part as a view of its shard of the tensor; None if it has none."""
         return None if self.own is None else local[self.own.slices(self.layout.own)]
 
     def part_of(self, whole: torch.Tensor | None, part: Box) -> torch.Tensor:
-        """A part, as a view of the matrix."""
+        """A part as a view of the full matrix."""
         assert whole is not None
         return whole.view(self.region.shape)[part.slices(self.region)]

@@ -1,4 +1,4 @@
-"""Parameters as matrices: each has an owner, and they travel in buckets."""
+"""Split parameters into matrices, assign an owner to each, and group them into buckets for communication."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Cost = Callable[[torch.Size], float]
 
 @dataclass(frozen=True)
 class Blocks:
-    """A matrix whose blocks of rows are matrices of their own, such as the heads of a fused QKV.
+    """Split a matrix into blocks of rows that are stepped as separate matrices, such as the heads of a fused QKV.
 
     Args:
-        rows: of each block; it divides the rows of the matrix.
+        rows: number of rows of each block. Must divide the number of rows of the matrix.
 
     Raises:
-        ShardConfigValueError: `rows` is no positive int.
+        ShardConfigValueError: `rows` is not a positive int.
     """
 
     rows: int
@@ -40,7 +40,7 @@ class Blocks:
 
 
 def newton_schulz_cost(shape: torch.Size) -> float:
-    """Elements times the shorter side: what products of a matrix with itself take, up to a factor."""
+    """Number of elements times the smaller dim: proportional to the FLOPs of the product of a matrix with itself."""
     return float(shape.numel() * (min(shape) if len(shape) > 1 else 1))
 
 
@@ -49,13 +49,14 @@ class Matrix:
     """A matrix that an optimizer steps as a whole.
 
     Attributes:
-        name: its parameter's, with an index where that has several.
-        param: the parameter that it is in.
-        route: who holds what of it.
-        stays: whether one rank holds all of it, so that its owner steps it where it is.
-        whole: what the optimizer of its owner holds in its place; None on other ranks. It has memory during a step.
-        sketch: of its state, in shards mode, once it has stepped.
-        kept: by path, this rank's parts of its state, in shards mode.
+        name: name of its parameter, with an index if the parameter has several matrices.
+        param: parameter that contains it.
+        route: its owner, and the part that each rank holds.
+        stays: whether one rank holds the full matrix, so that its owner steps it in place.
+        whole: parameter of the owner's optimizer for this matrix. It has memory only during a step. None on other
+            ranks.
+        sketch: in shards mode, sketch of its state after the first step.
+        kept: in shards mode, this rank's parts of its state, by path.
     """
 
     name: str
@@ -68,12 +69,12 @@ class Matrix:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameter."""
+        """Dtype of the parameter."""
         return self.param.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of the full matrix."""
         return self.route.region.numel * self.dtype.itemsize
 
     @property
@@ -82,26 +83,26 @@ class Matrix:
         return self.whole is not None
 
     def keep(self, sketch: Any) -> None:
-        """From now on its state has this sketch, and nothing of it is kept yet; None if it has no state as shards."""
+        """Set the sketch of its sharded state, and clear `kept`. None if it has no sharded state."""
         self.sketch = sketch
         self.kept.clear()
 
     def state_route(self, sketch: Sketch) -> Route:
-        """Who keeps what of a tensor of its state, in shards mode: as of the matrix, or else equal parts of rows."""
+        """The route of a state tensor in shards mode: the matrix's if shapes are equal, else evenly split rows."""
         if sketch.shape == self.route.shape:
             return self.route
         cut = self.route.layout.in_chunks(sketch.shape)
         return Route.of(cut, whole_box(sketch.shape), sketch.shape, self.route.owner)
 
     def value(self) -> torch.Tensor | None:
-        """This rank's part of it, as a view of the shard."""
+        """This rank's part of the matrix, as a view of the shard."""
         return self.route.in_shard(shard_of(self.param))
 
     def gradient(self) -> torch.Tensor | None:
         """This rank's part of its gradient, as a view.
 
         Raises:
-            ShardConfigStateError: the gradient is not cut as the parameter is.
+            ShardConfigStateError: the gradient is not sharded like the parameter.
         """
         gradient = self.param.grad
         assert gradient is not None
@@ -112,28 +113,28 @@ class Matrix:
         if not fits or gradient.dtype != self.dtype:
             kind = "a DTensor" if isinstance(gradient, DTensor) else f"a {gradient.layout} tensor"
             raise ShardConfigStateError(
-                f"parameter {self.name}: its gradient is {kind} of {gradient.dtype}, and not cut as the parameter, "
-                f"of {self.dtype}; leave gradients as backward has made them"
+                f"parameter {self.name}: its gradient is {kind} of {gradient.dtype}, which does not match the "
+                f"placements or the dtype {self.dtype} of the parameter; do not replace the gradients of backward"
             )
         return self.route.in_shard(shard_of(gradient))
 
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of this rank."""
+    """The local tensor of a DTensor, or the tensor itself."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Matrices that travel together, or that all stay where they are.
+    """Matrices that are communicated together, or that are all stepped in place.
 
     Attributes:
-        options: index of the param group whose options hold for them.
-        matrices: as many as fit, each with an owner.
-        layout: of one of them; all are cut over the same ranks.
-        stays: whether they stay.
-        inner: the optimizer of those that this rank owns; None if it owns none.
-        number: of the bucket.
+        options: index of their param group.
+        matrices: the matrices, each with an owner.
+        layout: layout of one of them. All are sharded over the same ranks.
+        stays: whether they are stepped in place.
+        inner: optimizer of the matrices that this rank owns. None if it owns none.
+        number: number of the bucket.
     """
 
     options: int
@@ -145,19 +146,19 @@ class Bucket:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks over which they are cut."""
+        """The process group over which they are sharded."""
         return self.layout.group
 
     def stepped(self) -> list[Matrix]:
-        """Those that have a gradient now."""
+        """The matrices that have a gradient."""
         return [matrix for matrix in self.matrices if matrix.param.grad is not None]
 
 
 class Owners:
-    """Chooses owners: the ranks of each group get as much to compute, as far as matrices allow.
+    """Assigns owners so that the total cost is balanced over the ranks of each process group.
 
     Args:
-        cost: of a matrix, from its shape.
+        cost: cost of a matrix, from its shape.
     """
 
     def __init__(self, cost: Cost) -> None:
@@ -165,12 +166,14 @@ class Owners:
         self._loads: dict[dist.ProcessGroup | None, list[float]] = {}
 
     def assign(self, matrices: Sequence[tuple[Route, bool]]) -> list[tuple[int, int]]:
-        """Index and owner of each matrix, those with the most to compute first.
+        """Assign owners. Returns index and owner of each matrix, in the order of assignment.
 
-        A matrix that one rank holds stays there. Each other one, in order of cost, goes to the rank with the least.
+        If one rank holds a full matrix, it is the owner. The other matrices follow in order of decreasing cost, each to
+        the rank with the lowest total cost.
 
         Args:
-            matrices: the routes, to whatever owner, and whether the matrix trains: one that does not costs nothing.
+            matrices: route of each matrix (its owner is ignored), and whether the matrix is trained. An untrained
+                matrix has no cost.
         """
         costs = [self._cost(torch.Size(route.shape)) if trains else 0.0 for route, trains in matrices]
         order = sorted(range(len(matrices)), key=lambda index: (-costs[index], index))
@@ -187,11 +190,11 @@ class Owners:
 
 
 def routes_of(name: str, param: torch.Tensor, blocks: Blocks | None) -> dict[str, Route]:
-    """The matrices of a parameter, by name: those of a stack, blocks of rows, or the parameter itself.
+    """The routes of a parameter's matrices, by name: of a stack, of blocks of rows, or of the parameter itself.
 
     Raises:
-        ShardConfigValueError: the blocks do not fit.
-        ShardConfigUnsupportedError: the parameter is no tensor that is sharded or replicated.
+        ShardConfigValueError: the blocks do not divide the rows.
+        ShardConfigUnsupportedError: the parameter is neither sharded nor replicated.
     """
     layout = layout_of(name, param)
     regions = regions_of(name, tuple(param.shape), blocks)
@@ -199,10 +202,10 @@ def routes_of(name: str, param: torch.Tensor, blocks: Blocks | None) -> dict[str
 
 
 def regions_of(name: str, shape: tuple[int, ...], blocks: Blocks | None) -> dict[str, tuple[Box, tuple[int, ...]]]:
-    """The matrices of a parameter of a shape, by name: where each lies in it, and its shape.
+    """The box and the shape of each matrix of a parameter, by name.
 
     Raises:
-        ShardConfigValueError: the blocks do not fit.
+        ShardConfigValueError: the blocks do not divide the rows.
     """
     step = _rows_of_a_matrix(name, shape, blocks)
     if len(shape) == 3:
@@ -216,44 +219,44 @@ def regions_of(name: str, shape: tuple[int, ...], blocks: Blocks | None) -> dict
 
 
 def _rows_of_a_matrix(name: str, shape: tuple[int, ...], blocks: Blocks | None) -> int:
-    """Rows of each matrix of a parameter; 0 if it is none of matrices.
+    """Number of rows of each matrix of a parameter; 0 if it has neither 2 nor 3 dims.
 
     Raises:
-        ShardConfigValueError: the blocks do not fit.
+        ShardConfigValueError: the blocks do not divide the rows.
     """
     rows = shape[-2] if len(shape) in (2, 3) else 0
     if blocks is None:
         return rows
     if not rows or rows % blocks.rows:
         raise ShardConfigValueError(
-            f"parameter {name}: has shape {shape}, which {blocks} does not cut; a matrix, or a stack of matrices, has "
-            "rows that the rows of a block divide"
+            f"parameter {name}: has shape {shape}, which {blocks} does not split evenly; use blocks only for 2D or 3D "
+            "parameters whose number of rows is a multiple of the block's rows"
         )
     return blocks.rows
 
 
 def blocks_by_name(names: Sequence[str], given: Mapping[str, Blocks]) -> dict[str, Blocks]:
-    """For each name the blocks whose pattern it matches.
+    """The blocks whose pattern matches, by parameter name.
 
     Raises:
-        ShardConfigTypeError: a value is no `Blocks`.
+        ShardConfigTypeError: a value is not a `Blocks`.
         ShardConfigValueError: a pattern matches no name.
     """
     blocks: dict[str, Blocks] = {}
     for pattern, each in given.items():
         if not isinstance(each, Blocks):
-            raise ShardConfigTypeError(f"blocks: {pattern!r} is {each!r}; give cs.optim.Blocks(rows)")
+            raise ShardConfigTypeError(f"blocks: {pattern!r} is {each!r}; pass cs.optim.Blocks(rows)")
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
-            raise ShardConfigValueError(f"blocks: no parameter is called {pattern!r}; there are {', '.join(names[:5])}")
+            raise ShardConfigValueError(f"blocks: no parameter matches {pattern!r}; some names: {', '.join(names[:5])}")
         blocks |= dict.fromkeys(matching, each)
     return blocks
 
 
 def in_buckets(matrices: Sequence[Matrix], nbytes: int) -> list[list[Matrix]]:
-    """Matrices in their order, in buckets of which no rank gets more than so many bytes, unless of one matrix.
+    """Group matrices, in order, into buckets of at most `nbytes` bytes per owner. A larger matrix is allowed alone.
 
-    Those of other ranks, of another dtype, or that stay are in buckets of their own.
+    Matrices of different process groups, dtypes or devices, and matrices that are stepped in place, are not mixed.
     """
     made: dict[tuple[Any, ...], list[list[Matrix]]] = {}
     for matrix in matrices:

@@ -1,4 +1,4 @@
-"""`owned`: an optimizer that steps whole matrices, each at one rank, while parameters are sharded."""
+"""`owned`: an optimizer that steps each full matrix on one owner rank, while parameters are sharded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Make = Callable[..., Optimizer]
 State = dict[torch.Tensor, Any]
 Shape = tuple[int, ...]
 _TWO_OPTIMIZERS = (
-    "give `owned` the matrices alone, and all others to an optimizer of their own: "
+    "pass only the matrices to `owned`, and all other parameters to a separate optimizer: "
     "[(name, p) for name, p in model.named_parameters() if p.ndim == 2]"
 )
 
@@ -55,51 +55,58 @@ def owned(
     cost: Cost = newton_schulz_cost,
     **options: Any,
 ) -> Owned:
-    """An optimizer of any class that needs whole matrices, for sharded parameters.
+    """Make an optimizer for sharded parameters from any optimizer class that needs full matrices.
 
         matrices = [(n, p) for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
         muon = cs.optim.owned(torch.optim.Muon, matrices, lr=0.02, blocks={"*.qkv.weight": cs.optim.Blocks(64)})
         others = {id(p) for _, p in matrices}
         adamw = torch.optim.AdamW([p for p in model.parameters() if id(p) not in others])
 
-    Each matrix has an owner, one of the ranks over which it is cut. In a step the owner gets the other ranks' parts of
-    gradient and value, steps the whole matrix by an optimizer of the class, and sends the values back. So each product
-    is computed once, and not on every rank. All ranks choose the same owners, without communication: a matrix that one
-    rank holds stays there; each other one, the most expensive first, goes to the rank with the least to compute.
+    Each matrix has an owner, which is one of the ranks over which it is sharded. In a step, the owner receives the
+    other ranks' parts of the gradient and the value, steps the full matrix with the given optimizer, and sends the
+    values back. Each matrix product is therefore computed on one rank only, instead of on every rank.
 
-    What a matrix is: a parameter; each matrix of a 3D parameter, as experts are; each block of rows, where `blocks`
-    says so. Parameters of other shapes are stepped whole. Replicas (HSDP) do the same, each among themselves; beside
-    tensor parallelism a matrix is put together over all axes that cut it.
+    All ranks choose the same owners without communication. If only one rank holds a matrix, it is the owner. The other
+    matrices are assigned in order of decreasing cost, each to the rank with the lowest total cost.
+
+    A matrix is one of the following:
+
+    - a 2D parameter
+    - each matrix of a 3D parameter, for example of experts
+    - each block of rows, if `blocks` splits the parameter
+
+    Parameters of other shapes are stepped as a whole. With replicas (HSDP), each replica does the same separately. With
+    tensor parallelism, a matrix is assembled over all mesh axes that shard it.
 
     Args:
-        kind: class of the optimizer, or a function that makes one of a list of param groups and `options`. It keeps
-            state by parameter and needs no closure.
-        params: a sharded model; parameters, as ``(name, parameter)`` or alone; or param groups of these.
-        state: where the optimizer's state is between steps: whole, with the owner (``"owner"``); or in parts, cut as
-            the matrices are, which travel to the owner and back in every step (``"shards"``).
-        blocks: by names of parameters, or patterns of `fnmatch`, how rows of these make matrices of their own.
-        bucket_bytes: of whole parameters that one rank gets in one exchange; a larger matrix travels alone. A step
-            takes up to eight times so much memory: values and gradients of a bucket that is stepped, of the next one
-            as sent and as received, and values of the one before.
-        cost: what a step of a matrix of a shape costs, in any unit.
-        options: of `kind`.
+        kind: optimizer class, or a function that makes an optimizer from a list of param groups and `options`. The
+            optimizer must store its state by parameter and must not need a closure.
+        params: a sharded model, parameters with or without names (``(name, parameter)``), or param groups of these.
+        state: where the optimizer's state is between steps. ``"owner"``: full, on the owner. ``"shards"``: sharded like
+            the matrices, and sent to the owner and back in every step.
+        blocks: how to split the rows of parameters into matrices, by parameter name or `fnmatch` pattern.
+        bucket_bytes: maximum bytes of full matrices that one rank receives in one exchange. A larger matrix is sent
+            alone. A step needs up to eight times as much memory: values and gradients of the current bucket, send and
+            receive buffers of the next bucket, and values of the previous bucket.
+        cost: cost of a step of a matrix, from its shape, in any unit.
+        options: options of `kind`.
 
     Raises:
         ShardConfigTypeError: `kind` makes no optimizer, or one whose step needs a closure or sparse gradients.
-        ShardConfigValueError: `kind` does not take a parameter, which is named; or an argument cannot be.
-        ShardConfigUnsupportedError: a parameter is placed in another way than sharded or replicated.
+        ShardConfigValueError: `kind` does not accept a parameter, or an argument is invalid. The message names it.
+        ShardConfigUnsupportedError: a placement of a parameter is neither a sharding nor a replication.
     """
     return Owned(kind, params, state=state, blocks=blocks, bucket_bytes=bucket_bytes, cost=cost, **options)
 
 
 class Owned(Optimizer):
-    """What `owned` makes, with its arguments: an optimizer of sharded parameters, for schedulers and checkpoints.
+    """The optimizer that `owned` returns, with the same arguments. Works with schedulers and checkpoints.
 
-    `state_dict` and `load_state_dict` are collectives: all ranks call them. A state dict holds DTensors that are cut as
-    their parameters, so that it can be loaded at any number of ranks. `state` shows what this rank has of it.
+    `state_dict` and `load_state_dict` are collectives: all ranks must call them. A state dict contains DTensors with
+    the placements of their parameters, so it can be loaded on any number of ranks. `state` has this rank's part of it.
 
     Attributes:
-        sent_bytes: bytes that this rank has sent to others in the last step.
+        sent_bytes: bytes that this rank sent to other ranks in the last step.
     """
 
     def __init__(
@@ -127,14 +134,14 @@ class Owned(Optimizer):
 
     @property
     def exchange_bytes(self) -> int:
-        """Bytes that this rank will send to others in a step in which all matrices have a gradient, state left out."""
+        """Bytes that this rank sends in a step in which all matrices have a gradient, without optimizer state."""
         return sum([sent_by(bucket.layout.rank, bucket.matrices) for bucket in self._buckets])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Step other parameters, too; all ranks add the same.
+        """Add parameters to step. All ranks must add the same ones.
 
         Raises:
-            ShardConfigValueError, ShardConfigUnsupportedError: as `owned`.
+            ShardConfigValueError, ShardConfigUnsupportedError: as in `owned`.
         """
         super().add_param_group(param_group)
         try:
@@ -144,7 +151,7 @@ class Owned(Optimizer):
             raise
 
     def _take(self, index: int) -> None:
-        """Find owners for the matrices of a param group."""
+        """Assign owners and buckets to the matrices of a param group."""
         group = self.param_groups[index]
         options = _options(group)
         params, routes = self._routes(index, group["params"], options)
@@ -168,14 +175,14 @@ class Owned(Optimizer):
     def _routes(
         self, index: int, params: Sequence[torch.Tensor], options: dict[str, Any]
     ) -> tuple[dict[str, torch.Tensor], dict[str, Route]]:
-        """By name of a matrix, the parameter that it is in and its way; the optimizer takes all of them."""
+        """The parameter and the route of each matrix, by name. Checks that the optimizer accepts all of them."""
         param_of: dict[str, torch.Tensor] = {}
         routes: dict[str, Route] = {}
         kinds: dict[tuple[Shape, torch.dtype], str] = {}
         for position, param in enumerate(params):
             name = self._name_of(param, index, position)
             own = routes_of(name, param, self._blocks.get(name))
-            if not own.keys().isdisjoint(routes):  # without names of the user's, alike layers have alike names
+            if not own.keys().isdisjoint(routes):  # without names from the user, equal layers have equal names
                 name = f"{name} (params.{position})"
                 own = routes_of(name, param, None)
             routes |= own
@@ -189,10 +196,11 @@ class Owned(Optimizer):
         return name
 
     def _check_accepted(self, kinds: Mapping[tuple[Shape, torch.dtype], str], options: dict[str, Any]) -> None:
-        """See, on all ranks, that the optimizer takes such parameters.
+        """Check on all ranks that the optimizer accepts parameters of these shapes and dtypes.
 
         Raises:
-            ShardConfigValueError: it does not; the first one that it refuses is named.
+            ShardConfigTypeError: it accepts only sparse gradients.
+            ShardConfigValueError: it rejects one. The message names the first such parameter.
         """
         for (shape, dtype), name in kinds.items():
             param = _parameter(torch.empty(shape, dtype=dtype, device="meta"))
@@ -202,14 +210,14 @@ class Owned(Optimizer):
                 raise
             except Exception as error:
                 raise ShardConfigValueError(
-                    f"parameter {name}: {title_of(self._make)} does not take it, of shape {shape} and {dtype}: {error}"
-                    f"; {_TWO_OPTIMIZERS}"
+                    f"parameter {name}: {title_of(self._make)} does not accept it, with shape {shape} and {dtype}: "
+                    f"{error}; {_TWO_OPTIMIZERS}"
                 ) from error
 
     def __getstate__(self) -> dict[str, Any]:
         raise ShardConfigStateError(
-            "an optimizer of `owned` holds process groups and cannot be copied or pickled; make another one, and load "
-            "what its state_dict gives"
+            "an optimizer of `owned` has process groups and cannot be copied or pickled; make another one, and load "
+            "its state_dict"
         )
 
     # ---- a step
@@ -217,18 +225,20 @@ class Owned(Optimizer):
     @never_trace
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all matrices that have a gradient. A collective: all ranks call it, with gradients of the same ones.
+        """Step all matrices that have a gradient.
+
+        This is a collective: all ranks must call it, and the same matrices must have gradients on all ranks.
 
         Args:
-            closure: computes the loss and makes the gradients; it is called once, before anything is sent.
+            closure: computes the loss and the gradients. Called once, before any communication.
 
         Returns:
-            what the closure has returned.
+            The result of the closure.
 
         Raises:
-            ShardConfigStateError: a gradient is not cut as its parameter; a parameter has changed its dtype; or the
-                optimizer keeps state beside that of parameters.
-            RankMismatchError: other ranks step other matrices; nothing was sent.
+            ShardConfigStateError: a gradient is not sharded like its parameter, the dtype of a parameter has changed,
+                or the optimizer stores state outside of the state of parameters.
+            RankMismatchError: other ranks step other matrices. Nothing was sent.
             PeerLostError: another rank has failed, or is lost.
         """
         loss = None
@@ -248,7 +258,7 @@ class Owned(Optimizer):
         self._show({matrix.param for each in rounds for matrix in each.matrices})
 
     def _rounds(self) -> list[Round]:
-        """What is to be done in a step: the buckets in which a matrix has a gradient."""
+        """The rounds of a step: one for each bucket in which a matrix has a gradient."""
         stepped = [(bucket, bucket.stepped()) for bucket in self._buckets]
         for _, matrices in stepped:
             _check_dtypes(matrices)
@@ -260,7 +270,7 @@ class Owned(Optimizer):
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Tell other ranks of an error of this one, for which they would wait."""
+        """Report an error of this rank to the other ranks, which would otherwise wait for it."""
         try:
             yield
         except BaseException as error:
@@ -274,11 +284,11 @@ class Owned(Optimizer):
             raise
 
     def _layouts(self) -> list[Layout]:
-        """One layout for each process group over which matrices are cut, in one order on all ranks."""
+        """One layout for each process group over which matrices are sharded, in the same order on all ranks."""
         return list({bucket.group: bucket.layout for bucket in self._buckets if bucket.group is not None}.values())
 
     def _show(self, params: Iterable[torch.Tensor]) -> None:
-        """Have `state` show what this rank has of the state of these parameters."""
+        """Set the entries of `state` to this rank's parts of the state of these parameters."""
         for param in params:
             shown = [kept.shown() for kept in self._of[param]]
             if len(shown) == 1:
@@ -289,14 +299,19 @@ class Owned(Optimizer):
     # ---- state as shards
 
     def _first_to_shards(self, rounds: Sequence[Round]) -> None:
-        """Send state that came to be in this step to the shards."""
+        """Send state that was created in this step to the shards."""
         new = {each.bucket: [matrix for matrix in each.matrices if matrix.sketch is None] for each in rounds}
         if any(new.values()):
             sketches = self._agreed_sketches()
             self._scatter(new, {matrix: sketches.get(matrix, {}) for matrices in new.values() for matrix in matrices})
 
     def _scatter(self, matrices: Mapping[Bucket, Sequence[Matrix]], sketches: Mapping[Matrix, Any]) -> None:
-        """Send the state of matrices, which have these sketches, from their owners to the shards."""
+        """Send the state of matrices from their owners to the shards.
+
+        Args:
+            matrices: matrices of each bucket.
+            sketches: sketch of the state of each matrix.
+        """
         for bucket, some in matrices.items():
             for matrix in some:
                 matrix.keep(sketches[matrix])
@@ -304,7 +319,7 @@ class Owned(Optimizer):
                 Round(bucket, some, self._note).scatter_state()
 
     def _agreed_sketches(self) -> dict[Matrix, Any]:
-        """A sketch of the state of each matrix that has one, from its owner."""
+        """The sketch of the state of each matrix that has state, gathered from the owners. A collective."""
         held = [kept.state() for kept in self._kept]
         own = {index: sketched(state) for index, state in enumerate(held) if state}
         agreed = dict(own)
@@ -320,13 +335,14 @@ class Owned(Optimizer):
     # ---- state dicts
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all ranks, in DTensors that are cut as the parameters. A collective: all ranks call it.
+        """Return the state of all ranks as DTensors. A collective: all ranks must call it.
 
-        A tensor of the shape of the matrices is one of the parameter's shape; another one of a parameter that has
-        several matrices has one more dim, the first, and is cut along that, as are all others.
+        State tensors of the matrices' shape are returned in the parameter's shape, with its placements. Other state
+        tensors are sharded along their first dim. If the parameter has several matrices, they have an additional first
+        dim with one entry per matrix.
 
         Raises:
-            ShardConfigStateError: matrices of one parameter have different states, such as step counts.
+            ShardConfigStateError: matrices of one parameter have different states, for example step counts.
         """
         shown = dict(self.state)
         with self._telling():
@@ -340,13 +356,14 @@ class Owned(Optimizer):
             self.state.update(shown)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, here or at another number of ranks. A collective: all ranks call it.
+        """Load the result of `state_dict`, from any number of ranks. A collective: all ranks must call it.
 
         Args:
-            state_dict: its tensors are DTensors on the mesh of their parameters, or whole and the same on all ranks.
+            state_dict: its tensors are DTensors on the meshes of their parameters, or full tensors that are equal on
+                all ranks.
 
         Raises:
-            ShardConfigValueError: state does not fit to its parameter, which is named.
+            ShardConfigValueError: state does not match its parameter. The message names the parameter.
         """
         super().load_state_dict(state_dict)
         params = [param for group in self.param_groups for param in group["params"]]
@@ -359,7 +376,11 @@ class Owned(Optimizer):
             self.put_sharded_state(loaded)
 
     def sharded_state(self) -> State:
-        """The state by parameter, as in a state dict. A collective: all ranks call it."""
+        """Return the state by parameter, as in a state dict. A collective: all ranks must call it.
+
+        Raises:
+            ShardConfigStateError: as in `state_dict`.
+        """
         sketches = self._agreed_sketches()
         state: State = {}
         for param, members in self._of.items():
@@ -367,17 +388,17 @@ class Owned(Optimizer):
             if any(each != of_matrices[0] for each in of_matrices):
                 raise ShardConfigStateError(
                     f"parameter {members[0].matrix.name}: its matrices have different states, such as step counts, "
-                    "which no state dict can hold"
+                    "which a state dict cannot represent"
                 )
             if of_matrices[0] is not None:
                 state[param] = Family(param, members, self._note).to_shards(of_matrices[0])
         return state
 
     def put_sharded_state(self, state: Mapping[torch.Tensor, Any]) -> None:
-        """Replace all state by what `sharded_state` gave. A collective: all ranks call it.
+        """Replace all state by a result of `sharded_state`. A collective: all ranks must call it.
 
         Raises:
-            ShardConfigValueError: state does not fit to its parameter, which is named.
+            ShardConfigValueError: state does not match its parameter. The message names the parameter.
         """
         self._forget_state()
         sketches: dict[Matrix, Any] = {}
@@ -413,7 +434,7 @@ def _check_arguments(state: str, bucket_bytes: int) -> None:
 
 
 def _named(params: nn.Module | Iterable[Any]) -> tuple[dict[torch.Tensor, str], list[Any]]:
-    """Names of parameters, as far as they are given, and what torch's `Optimizer` is to be given."""
+    """The given names of parameters, and the parameters or param groups to pass to torch's `Optimizer`."""
     if isinstance(params, nn.Module):
         params = list(params.named_parameters())
     given = [params] if isinstance(params, torch.Tensor) else list(params)
@@ -440,15 +461,17 @@ def _defaults(kind: Make, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of an optimizer of this kind.
 
     Raises:
-        ShardConfigTypeError: it makes none, or one whose step needs a closure.
-        ShardConfigValueError: it is to be differentiated through.
+        ShardConfigTypeError: `kind` makes no optimizer, or one whose step needs a closure.
+        ShardConfigValueError: the option `differentiable` is set.
     """
     made = kind([nn.Parameter(torch.empty(2, 2, device="meta"))], **options) if callable(kind) else None
     if not isinstance(made, Optimizer):
-        raise ShardConfigTypeError(f"kind: must be a class of torch.optim.Optimizer, or make one; got {kind!r}")
+        raise ShardConfigTypeError(f"kind: must be a torch.optim.Optimizer class, or make an optimizer; got {kind!r}")
     check_steps_once("kind", made)
     if made.defaults.get("differentiable"):
-        raise ShardConfigValueError(f"differentiable: the step of {title_of(kind)} goes over ranks; leave it False")
+        raise ShardConfigValueError(
+            f"differentiable: must be False, because the step of {title_of(kind)} communicates between ranks"
+        )
     return {name: value for name, value in made.param_groups[0].items() if name not in ("params", "param_names")}
 
 
@@ -467,20 +490,20 @@ def _check_dtypes(matrices: Sequence[Matrix]) -> None:
     for matrix in matrices:
         if matrix.whole is not None and matrix.whole.dtype != matrix.param.dtype:
             raise ShardConfigStateError(
-                f"parameter {matrix.name}: was {matrix.whole.dtype} when its optimizer was made, and is "
-                f"{matrix.param.dtype}; make the optimizer after the model is converted"
+                f"parameter {matrix.name}: was {matrix.whole.dtype} when its optimizer was made, but is "
+                f"{matrix.param.dtype} now; make the optimizer after the model is converted"
             )
 
 
 def _as_given(loaded: Any, given: Any) -> Any:
-    """State in the dtypes in which it was given: torch casts it to those of parameters."""
+    """Restore the saved dtypes of loaded state, which torch casts to the dtypes of parameters."""
 
     def leaf_of(path: Path, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         try:
             before = leaf_at(given, path)
-        except (KeyError, IndexError, TypeError):  # a hook has changed it
+        except (KeyError, IndexError, TypeError):  # a hook has changed the state
             return leaf
         casted = isinstance(before, torch.Tensor) and before.dtype != leaf.dtype and before.shape == leaf.shape
         return before.detach() if casted and path[-1:] != ("step",) else leaf

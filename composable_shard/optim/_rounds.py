@@ -1,4 +1,4 @@
-"""The journey of a bucket in a step: gradients and values to owners, the step there, and values back to the shards."""
+"""Run a step bucket by bucket: send gradients and values to owners, step there, and send values back to the shards."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ._state import Path, leaf_at, mapped, sketched, tensors_in
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of this shape with the memory of one element, for a matrix that nobody steps now."""
+    """A tensor of this shape with the memory of one element: a placeholder for a matrix outside of its step."""
     return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
 
 
 def _part_of(item: Item) -> torch.Tensor | None:
-    """Memory for this rank's part of what travels; None if it has none."""
+    """An empty tensor for this rank's part of an item; None if it has no part."""
     own = item.route.own
     return None if own is None else torch.empty(own.shape, dtype=item.dtype, device=item.route.layout.device)
 
@@ -32,13 +32,13 @@ class Round:
     """One bucket in one step.
 
     Args:
-        bucket: whose matrices are stepped, as far as they have gradients.
-        matrices: these.
-        note: of the optimizer, for the ledgers.
+        bucket: the bucket.
+        matrices: the matrices of the bucket to step, which have gradients.
+        note: note of the optimizer for the ledgers.
 
     Attributes:
-        bucket, matrices: as given.
-        nbytes: bytes that this rank has sent to others.
+        bucket, matrices: the arguments.
+        nbytes: bytes that this rank has sent to other ranks.
     """
 
     def __init__(self, bucket: Bucket, matrices: Sequence[Matrix], note: str) -> None:
@@ -52,7 +52,7 @@ class Round:
 
     @property
     def _here(self) -> list[Matrix]:
-        """Those that this rank steps."""
+        """The matrices that this rank owns."""
         return [matrix for matrix in self.matrices if matrix.steps_here]
 
     # ---- to the owners
@@ -70,16 +70,16 @@ class Round:
         self._arrival = ToOwners(self.bucket.layout, items, f"{self._note} to owners")
         self.nbytes += self._arrival.nbytes
 
-    # ---- at the owner
+    # ---- on the owner
 
     def arrive(self) -> None:
-        """Wait for what was sent to this rank, and put it together."""
+        """Wait for gradients, values and state, and assemble the full matrices of this rank."""
         gradients = self._hold_in_place() if self._arrival is None else self._hold_arrived(self._arrival.finish())
         self._arrival = None
         run_all(map(setattr, [matrix.whole for matrix in self._here], repeat("grad"), gradients))
 
     def step(self, options: Mapping[str, Any]) -> None:
-        """Step what this rank owns."""
+        """Step the matrices that this rank owns."""
         inner = self.bucket.inner
         if inner is None:
             return
@@ -138,7 +138,7 @@ class Round:
         self._let_go()
 
     def scatter_state(self) -> None:
-        """In shards mode, after a first step: send the state of the matrices, whose sketches are set, to the shards."""
+        """Send the state of the matrices to the shards, in shards mode after a first step. Needs their sketches."""
         self._send([], "its state to shards")
         self._finish([])
 
@@ -149,15 +149,15 @@ class Round:
         self._state = [item._replace(tensor=None) for item in state]
 
     def _state_items(self, matrix: Matrix) -> list[Item]:
-        """What travels of the state of a matrix, in shards mode; its owner keeps sketches in the place of tensors."""
+        """The state items of a matrix to send in shards mode. On the owner, sketches replace the state tensors."""
         if matrix.sketch is None:
             return []
         inner, sketches = self.bucket.inner, tensors_in(matrix.sketch)
         state = None if inner is None or matrix.whole is None else inner.state[matrix.whole]
         if state is not None and tensors_in(sketched(state)) != sketches:
             raise ShardConfigStateError(
-                f"parameter {matrix.name}: its state has other tensors, or others of another shape, than after its "
-                "first step, so it cannot be kept as shards; use owned(..., state='owner')"
+                f"parameter {matrix.name}: its state has other tensors or shapes than after its first step, so it "
+                "cannot be kept as shards; use owned(..., state='owner')"
             )
         items = [
             Item(matrix.state_route(sketch), sketch.dtype, None if state is None else leaf_at(state, path))
@@ -173,7 +173,7 @@ class Round:
             matrix.whole.set_(stand_in(matrix.route.shape, matrix.dtype, matrix.whole.device))  # type: ignore[call-overload]
 
     def finish(self) -> None:
-        """Wait for what comes back, and write it into the shards."""
+        """Wait for the values from the owners, and write them into the shards."""
         if self._departure is not None:
             self._finish([matrix.value() for matrix in self.matrices])
 
@@ -187,11 +187,11 @@ class Round:
 
 
 def run(rounds: Sequence[Round], options: Sequence[Mapping[str, Any]]) -> None:
-    """Go through the rounds of a step: while one is stepped, the next one comes and the one before goes back.
+    """Run the rounds of a step. Transfers of the next and the previous round overlap with the current round's step.
 
     Args:
-        rounds: of the step.
-        options: those of each param group.
+        rounds: rounds of the step.
+        options: options of each param group.
     """
     before: Round | None = None
     if rounds:
@@ -210,5 +210,5 @@ def run(rounds: Sequence[Round], options: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _as_matrix(part: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-    """A view of all of a matrix, without the dims that its shape lacks."""
+    """A view of a full matrix, without a leading dim of size 1 that its shape does not have."""
     return part[0] if part.ndim > len(matrix.route.shape) else part

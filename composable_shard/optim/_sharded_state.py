@@ -1,4 +1,4 @@
-"""The state of an optimizer of matrices, by parameter: from the owners into DTensors, and back."""
+"""Convert the state of an `owned` optimizer from matrices on owners to DTensors by parameter, and back."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ from ._state import Path, Sketch, filled, leaf_at, mapped, sketched, tensors_in
 
 
 class Kept(NamedTuple):
-    """A matrix, and the optimizer of its bucket; None where this rank owns nothing of that."""
+    """A matrix, and the optimizer of its bucket. The optimizer is None if this rank owns no matrix of the bucket."""
 
     matrix: Matrix
     inner: Optimizer | None
 
     def state(self) -> Any:
-        """Its state, as its owner has it: in shards mode with sketches for tensors. None elsewhere, or without one."""
+        """The matrix's state on its owner, with sketches instead of tensors in shards mode.
+
+        None on other ranks, or if there is no state.
+        """
         whole = self.matrix.whole
         return None if self.inner is None or whole is None else self.inner.state.get(whole)
 
     def shown(self) -> dict[Any, Any]:
-        """What this rank has of its state."""
+        """This rank's part of the state."""
         if self.matrix.kept:
             parts = self.matrix.kept.items()
             return {".".join(map(str, path)): part for path, part in parts if part is not None}
@@ -38,12 +41,12 @@ class Kept(NamedTuple):
 
 
 class Family:
-    """A parameter with its matrices, whose state is that of the parameter.
+    """A parameter and its matrices, whose states together are the parameter's state.
 
     Args:
         param: the parameter.
         members: its matrices, in order.
-        note: for the ledgers.
+        note: note for the ledgers.
     """
 
     def __init__(self, param: torch.Tensor, members: Sequence[Kept], note: str) -> None:
@@ -56,7 +59,11 @@ class Family:
     # ---- from the owners
 
     def to_shards(self, sketch: Any) -> Any:
-        """The state in DTensors that are cut as the parameter; each matrix' has this sketch. A collective."""
+        """The state as DTensors with the parameter's placements. A collective.
+
+        Args:
+            sketch: sketch of the state of each matrix.
+        """
         wholes = self._wholes(sketch)
         tensors: dict[Path, torch.Tensor] = {}
         items: list[Item] = []
@@ -73,7 +80,7 @@ class Family:
         return filled(sketch, at_home, self._layout.device)
 
     def _wholes(self, sketch: Any) -> dict[tuple[int, Path], torch.Tensor]:
-        """By index of a matrix and path, the tensors of the states that this rank owns."""
+        """The full state tensors of the matrices that this rank owns, by index of the matrix and path."""
         paths = tensors_in(sketch)
         wholes: dict[tuple[int, Path], torch.Tensor] = {}
         for index, member in enumerate(self._members):
@@ -87,14 +94,14 @@ class Family:
         return wholes
 
     def _cut(self, sketch: Sketch) -> tuple[tuple[int, ...], Layout]:
-        """Shape and cut of the tensor that holds a tensor of each matrix' state."""
+        """Shape and layout of the tensor that stores a state tensor of all matrices."""
         if sketch.shape == self._first.route.shape:
             return tuple(self._param.shape), self._layout
         shape = sketch.shape if len(self._members) == 1 else (len(self._members), *sketch.shape)
         return shape, self._layout.by_first_dim(shape)
 
     def _routes(self, cut: Layout, sketch: Sketch) -> list[Route]:
-        """By matrix, the way of that tensor between its owner and the one that holds it."""
+        """The route of a state tensor for each matrix, between its owner and the ranks that hold parts of it."""
         return [
             Route.of(cut, self._region(index, matrix, sketch), sketch.shape, matrix.route.owner)
             for index, matrix in enumerate(self._matrices)
@@ -110,10 +117,10 @@ class Family:
     # ---- to the owners
 
     def to_owners(self, tree: Any) -> dict[Matrix, Any]:
-        """Give the owners what they need of the state; returns, by matrix, its sketch. A collective.
+        """Send the state to the owners, and return the sketch of each matrix's state. A collective.
 
         Raises:
-            ShardConfigValueError: the state does not fit.
+            ShardConfigValueError: the state does not match the parameter.
         """
         sketch = mapped(tree, self._sketch_of_one)
         paths = tensors_in(sketch)
@@ -133,7 +140,7 @@ class Family:
         return dict.fromkeys(self._matrices, sketch)
 
     def _sketch_of_one(self, path: Path, leaf: Any) -> Any:
-        """What a leaf of the state is for each of the matrices."""
+        """The sketch of a leaf of the parameter's state for one matrix."""
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
             return sketched(local_tensor(leaf) if isinstance(leaf, DTensor) else leaf)
         shape = tuple(leaf.shape)
@@ -144,13 +151,16 @@ class Family:
         if shape[0] != len(self._members):
             where = ".".join(map(str, path))
             raise ShardConfigValueError(
-                f"parameter {self._first.name}: its state {where} has shape {shape}, and not one entry for each of "
+                f"parameter {self._first.name}: its state {where} has shape {shape}, but needs one entry for each of "
                 f"{len(self._members)} matrices; load it with the `blocks` with which it was saved"
             )
         return Sketch(shape[1:], leaf.dtype)
 
     def _cut_so(self, tensor: torch.Tensor, cut: Layout) -> torch.Tensor:
-        """This rank's part of a tensor that is cut in whatever way on the mesh of the parameter, or alike on all."""
+        """This rank's part of a tensor in the layout `cut`.
+
+        The tensor may have any placements on the parameter's mesh, or may be a plain tensor that is equal on all ranks.
+        """
         own = cut.own.slices(whole_box(tensor.shape))
         if not isinstance(tensor, DTensor):
             return tensor.detach()[own].to(cut.device)
@@ -158,8 +168,8 @@ class Family:
             return local_tensor(tensor)[own].to(cut.device)
         if tensor.device_mesh != cut.mesh:
             raise ShardConfigValueError(
-                f"parameter {self._first.name}: its state lies on {tensor.device_mesh}, and the parameter on "
-                f"{cut.mesh}; load it into DTensors of this mesh, or whole"
+                f"parameter {self._first.name}: its state is on {tensor.device_mesh}, but the parameter is on "
+                f"{cut.mesh}; load DTensors on the parameter's mesh, or full tensors"
             )
         if tuple(tensor.placements) != cut.placements:
             tensor = tensor.redistribute(placements=cut.placements)
@@ -173,7 +183,7 @@ def _placed(local: torch.Tensor, shape: tuple[int, ...], cut: Layout) -> torch.T
 
 
 def _at_home(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The tensor on the device of its parameter's shards, which may be offloaded."""
+    """The tensor on the device of its parameter's shards, which may be the CPU."""
     home = local_tensor(param).device if isinstance(param, DTensor) else param.device
     if not isinstance(tensor, DTensor):
         return tensor.to(home)

@@ -1,4 +1,4 @@
-"""The state of an optimizer as trees: sketched, taken apart by path, and put together again."""
+"""Optimizer state as trees: make sketches without tensor data, list tensors by path, and fill sketches again."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ Path = tuple[Any, ...]
 
 
 class Sketch(NamedTuple):
-    """A tensor of one dimension or more."""
+    """Shape and dtype of a tensor with one or more dimensions."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Number(NamedTuple):
-    """A tensor without dimensions, which is equal for all matrices of a parameter."""
+    """Value and dtype of a 0-dim tensor, which is equal for all matrices of a parameter."""
 
     value: Any
     dtype: torch.dtype
     on_host: bool
 
     def tensor(self, device: torch.device) -> torch.Tensor:
-        """A new tensor of it."""
+        """Make a tensor of this value, on `device` or on the CPU."""
         return torch.tensor(self.value, dtype=self.dtype, device="cpu" if self.on_host else device)
 
 
 def mapped(tree: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """The tree with each leaf replaced by what the function gives for its path and itself."""
+    """Replace each leaf of a tree by the result of `function(path, leaf)`."""
     if isinstance(tree, dict):
         return {key: mapped(value, function, (*path, key)) for key, value in tree.items()}
     if type(tree) in (list, tuple):
@@ -40,7 +40,7 @@ def mapped(tree: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> 
 
 
 def sketched(tree: Any) -> Any:
-    """A state without its tensors: it can be sent to other ranks, and compared."""
+    """A state without tensor data, which can be compared and sent to other ranks."""
     return mapped(tree, lambda _, leaf: _sketch(leaf))
 
 
@@ -53,7 +53,7 @@ def _sketch(leaf: Any) -> Any:
 
 
 def tensors_in(sketch: Any) -> dict[Path, Sketch]:
-    """By path, the tensors of a sketch."""
+    """The tensors of a sketch, by path."""
     return {path: leaf for path, leaf in _leaves(sketch) if isinstance(leaf, Sketch)}
 
 
@@ -76,7 +76,7 @@ def leaf_at(tree: Any, path: Path) -> Any:
 
 
 def filled(sketch: Any, tensors: Mapping[Path, Any], device: torch.device) -> Any:
-    """A state from its sketch, with these tensors, and with numbers and values of its own."""
+    """Make a state from its sketch and its tensors. Numbers and values are copied."""
 
     def leaf_of(path: Path, leaf: Any) -> Any:
         if isinstance(leaf, Sketch):

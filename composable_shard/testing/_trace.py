@@ -125,7 +125,7 @@ def collectives() -> Iterator[Counter[str]]:
     """Count the collectives that this rank launches, by kind: ``{"all_gather": 2, "reduce_scatter": 1}``.
 
     In a simulated world, and under `fake`, a bucket takes one gather and one reduction. On gloo the library makes them
-    of other primitives (see docs/transports.md), and these are what is counted. What runs in compiled graphs
+    of other primitives (see docs/slow_networks.md), and these are what is counted. What runs in compiled graphs
     counts in simulated worlds alone.
     """
     counts: Counter[str] = Counter()

@@ -76,10 +76,10 @@ memory of a sharded model on rank R, cpu:
   parameters (sharded): 1.01 MiB
   gradients: 1.01 MiB
   optimizer state: 2.02 MiB
-  pool (gathered weights and communication): 2.02 MiB, 1.01 MiB of it in use now, 2.02 MiB at most so far
-  activations and everything else: not known, the allocator of cpu does not count
-what would help, by how much it is at most:
-  1.01 MiB: a budget for the pool, of at least PoolPolicy(budget=1063936)
+  pool (gathered weights and communication): 2.02 MiB, 1.01 MiB of it in use now, peak use 2.02 MiB
+  activations and everything else: unknown, the allocator of cpu has no statistics
+ways to use less memory, with the most that each can save:
+  1.01 MiB: a pool budget of at least PoolPolicy(budget=1063936)
   unknown: activation checkpointing (torch.utils.checkpoint) of each block
   unknown: smaller microbatches, with gradient accumulation""",
     )
@@ -178,7 +178,7 @@ def test_a_model_that_is_not_sharded_is_an_error(rank, world):
 
 
 def advice_of(note):
-    return note.partition("what would help, by how much it is at most:\n")[2].splitlines()
+    return note.partition("ways to use less memory, with the most that each can save:\n")[2].splitlines()
 
 
 @simulated(world=2)
@@ -191,9 +191,9 @@ def test_weights_that_stay_after_forward_and_gradients_that_wait_can_be_given_up
     assert_expected_inline(
         "\n".join(advice_of(note)),
         """\
-  2.02 MiB: reductions at each microbatch: set_requires_gradient_sync(True)
-  1.01 MiB: reshard_after_forward=True (ZeRO-3 in the place of ZeRO-2) for blocks.0 and 1 more
-  1.01 MiB: a budget for the pool, of at least PoolPolicy(budget=1063936)
+  2.02 MiB: set_requires_gradient_sync(True): reduce gradients in each microbatch
+  1.01 MiB: reshard_after_forward=True (ZeRO-3 instead of ZeRO-2) for blocks.0 and 1 more
+  1.01 MiB: a pool budget of at least PoolPolicy(budget=1063936)
   unknown: activation checkpointing (torch.utils.checkpoint) of each block
   unknown: smaller microbatches, with gradient accumulation""",
     )

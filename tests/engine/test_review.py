@@ -87,7 +87,7 @@ def test_an_order_that_all_ranks_have_seen_is_planned_when_all_know_of_it(rank, 
     assert digests[0] == digests[1]
     stats = cs.stats(model)
     assert (stats["plan/replans"], stats["plan/order_drifts"]) == (1, 1)
-    assert cs.drift(model, all_steps=True)[0] == "forward 2, order: blocks.3: was forward 2, where blocks.0 is planned"
+    assert cs.drift(model, all_steps=True)[0] == "forward 2, order: blocks.3: ran as forward 2, but blocks.0 is planned"
 
 
 # Where weights stay after forward, a block more that runs again is another order, and no other collective.
@@ -107,8 +107,8 @@ def test_a_rank_that_alone_goes_another_way_is_warned_and_changes_no_plan(rank, 
             for block in model.blocks:
                 block.reshard()
         step(model, rank)
-    said = [str(each.message) for each in caught if "left the plan" in str(each.message)]
-    words = "rank 1: a forward of the root left the plan, and not on all ranks alike (order: forward 6 is nothing -> "
+    said = [str(each.message) for each in caught if "deviated from the plan" in str(each.message)]
+    words = "rank 1: a root forward deviated from the plan, and not in the same way on all ranks (order: forward 6 is "
     assert [text.startswith(words) for text in said] == [True] * rank
     assert everywhere(world, cs.make_plan(model).digest) == [before] * world
     assert cs.stats(model)["plan/order_drifts"] == rank
@@ -271,7 +271,7 @@ def test_a_given_plan_that_is_lost_is_said_once_with_the_reason(rank, world, how
                 step(model, rank)
     (said,) = [str(each.message) for each in caught if "set_plan" in str(each.message)]
     why = {
-        "order": "blocks.3: was forward 2, where blocks.0 is planned",
+        "order": "blocks.3: ran as forward 2, but blocks.0 is planned",
         "setting": "group blocks.0: reshard after forward -> after backward",
     }
     assert why[how] in said
@@ -294,8 +294,8 @@ def test_more_bytes_than_planned_are_counted_and_explained(rank, world):
     step(model, rank)
     noticed = cs.drift(model, all_steps=True)
     assert cs.stats(model)["plan/bytes_drifts"] >= 1
-    assert noticed[0] == "forward 3, bytes: blocks.0: UNSHARD blocks.0 was done and not planned"
-    assert all("bytes were live, and at most " in line for line in noticed[1::2])
+    assert noticed[0] == "forward 3, bytes: blocks.0: UNSHARD blocks.0 was done, but not planned"
+    assert all("bytes were live, more than the planned peak of " in line for line in noticed[1::2])
     step(model, rank)
     assert cs.drift(model, all_steps=True) == noticed, "no more than before"
 
@@ -359,7 +359,7 @@ def test_times_are_measured_again_and_what_has_drifted_is_planned_anew(monkeypat
         other = run(14)
         assert dict(other.costs.forward)["1"] > 5 * dict(plan.costs.forward)["1"]
         assert cs.stats(model)["plan/time_drifts"] == 1
-        words = "time: 1: its forward took 0.400 ms, and 0.040 ms are planned"
+        words = "time: 1: its forward took 0.400 ms, but 0.040 ms are planned"
         assert any(words in line for line in cs.drift(model, all_steps=True))
         seen = []
         for _ in range(30):

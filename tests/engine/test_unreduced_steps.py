@@ -14,7 +14,7 @@ from _blocks import Transformer, next_token_loss, token_batch
 from _engines import ENGINES, fully_shard
 from _pool import distributed, simulated
 
-WAITS = r"still wait for their reduction; first run the last micro-batch under {}\(True\), or call zero_grad"
+WAITS = r"still wait for their reduction; first run the last microbatch under {}\(True\), or call zero_grad"
 
 
 def shard(model, engine=fully_shard, **options):

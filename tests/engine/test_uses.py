@@ -151,7 +151,8 @@ def test_a_use_that_is_taken_to_be_inside_of_another_costs_no_more_than_planned(
 def test_the_least_budget_counts_the_groups_around_a_group_and_names_them(rank, world):
     model, _ = twins(Stack, shard_nested, reshard_after_forward=True)
     train_step(model)
-    with pytest.raises(cs.PoolBudgetError, match=r"the weights of the root and of blocks\.\d stay beside it"):
+    message = r"the weights of the root and of blocks\.\d stay gathered at the same time"
+    with pytest.raises(cs.PoolBudgetError, match=message):
         model.set_pool_policy(cs.PoolPolicy(budget=1))
     plan = cs.make_plan(model)
     inner, outer, root = (plan.group(fqn).sizes for fqn in ("blocks.0.up", "blocks.0", ""))
@@ -200,7 +201,7 @@ def test_what_is_inside_is_declared_by_modules_and_learned_from_forwards(rank, w
     train_step(model)
     lent = (("shared", "blocks.0"), ("shared", "blocks.1"))
     assert cs.make_plan(model).around == cs.last_record(model).around == lent
-    assert "shared: has run inside of blocks.0, which is not planned" in "\n".join(cs.drift(model, all_steps=True))
+    assert "shared: ran inside blocks.0, which is not planned" in "\n".join(cs.drift(model, all_steps=True))
 
     model, _ = twins(Stack, shard_nested)
     declared = cs.make_plan(model)
@@ -289,8 +290,8 @@ def test_a_plan_with_uses_inside_of_others_is_data():
     assert again.digest == plan.digest != replan(plan, Record((), (), plan.order)).digest
     assert plan.diff(again) == ""
     flat = replan(plan, Record((), (), plan.order))
-    assert "order: blocks.1 inside of blocks.0 no more" in plan.diff(flat)
-    assert "order: blocks.2 inside of blocks.1 now" in flat.diff(plan)
+    assert "order: no longer blocks.1 inside blocks.0" in plan.diff(flat)
+    assert "order: now blocks.2 inside blocks.1" in flat.diff(plan)
     with pytest.raises(cs.ShardConfigValueError, match=r"around: names 'blocks\.9'"):
         ShardPlan.from_json(plan.to_json().replace('"blocks.1",\n    "blocks.0"', '"blocks.9",\n    "blocks.0"'))
 

@@ -16,7 +16,7 @@ RANKS = Path(__file__).parents[1] / "_late_ranks.py"
 SOON_S = 6.0
 LIMIT_S = 120.0
 LIMIT_OF_COLLECTIVES_S = 8.0  # in _late_ranks
-WAITS = r"; rank \d waits for it in its first forward\. Training cannot go on without that rank"
+WAITS = r"; rank \d waits for it in its first forward\. Training cannot continue without that rank"
 
 
 def ranks(what, who, world, axes=(), **variables):
@@ -74,5 +74,5 @@ def test_ranks_that_do_not_begin_within_the_limit_are_all_named_on_all_ranks():
 def test_a_rank_that_is_stopped_before_its_first_forward_is_lost_after_the_time_that_was_set():
     [(said, code)] = ranks("be_stopped", [1], 2, COMPOSABLE_SHARD_PEER_TIMEOUT=3)
     assert (said["error"], code) == ("PeerLostError", 1), said
-    assert re.search(r"rank 1 has given no sign of life for \d s" + WAITS, said["text"])
+    assert re.search(r"rank 1 has sent no heartbeat for \d s" + WAITS, said["text"])
     assert 2.0 < said["after"] < LIMIT_OF_COLLECTIVES_S

@@ -59,7 +59,7 @@ def test_the_first_forward_of_a_forked_process_is_an_error_and_its_parent_trains
         run.step()
     text = in_a_fork(run.forward)
     assert text.startswith("PeerLostError: process "), text
-    assert "was forked from one that trains, and cannot communicate for it: start processes before" in text
+    assert "was forked from a training process and cannot use its connections: start processes before" in text
     run.goes_on_exactly()
 
 

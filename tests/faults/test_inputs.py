@@ -143,7 +143,7 @@ SETTINGS = {
     "max_norm: .* got nan": lambda model: cs.clip_grad_norm_(model.parameters(), math.nan),
     "max_norm: .* got -1.0": lambda model: cs.clip_grad_norm_(model.parameters(), -1.0),
     "reshard_after_forward .*'yes'": lambda model: cs.fully_shard(nn.Linear(2, 2), reshard_after_forward="yes"),
-    "plan: .* not known: colour": lambda model: cs.ShardPlan.from_json(
+    "plan: unknown fields: colour": lambda model: cs.ShardPlan.from_json(
         with_field(cs.make_plan(model).to_json(), colour=1)
     ),
     "argument 'colour'": lambda model: Machine.from_json(with_field(KNOWN["l40s"].to_json(), colour=1)),

@@ -46,14 +46,14 @@ CASES = {
     "fail_in_backward": ("PeerLostError", "rank 1 failed after action"),
     "kill": (
         "PeerLostError",
-        r"rank 1 has given no sign of life for 3 s; the last that is known of it is action \d+ \(",
+        r"rank 1 has sent no heartbeat for 3 s; its last known action is \d+ \(",
     ),
     "kill_where_others_ask": ("PeerLostError", "rank 1 has closed its connections"),
     "caught_where_others_ask": ("PeerLostError", r"rank 1 failed after action \d+ \(IndexError"),
     "leave": ("PeerLostError", r"rank 1 has ended after action \d+; .*: if it had fewer batches"),
     "leave_in_order": ("PeerLostError", r"rank 1 has (ended|destroyed its process groups) after .*: if it had fewer"),
     "destroy_the_group_and_evaluate": ("PeerLostError", r"rank 1 has destroyed its process groups after action \d+; "),
-    "be_late": ("RankMismatchError", "not all ranks came to action .*rank 1 has come no further than action"),
+    "be_late": ("RankMismatchError", "not all ranks reached action .*rank 1 only reached action"),
 }
 
 
@@ -91,7 +91,7 @@ def test_the_rank_that_hosts_the_store_is_killed():
 def test_of_three_ranks_the_two_that_are_left_say_the_same():
     first, second, _ = ranks("kill", 2, world=3)
     assert first[0]["text"] == second[0]["text"]
-    assert "rank 2 has given no sign of life" in first[0]["text"]
+    assert "rank 2 has sent no heartbeat" in first[0]["text"]
     assert first[1] == second[1] == 1
 
 
@@ -116,14 +116,14 @@ def test_ctrl_c_while_a_rank_waits_ends_all_ranks():
 def test_a_rank_that_is_stopped_is_lost_after_the_time_that_was_set():
     (said, code, errors), _ = ranks("stop", 1, COMPOSABLE_SHARD_PEER_TIMEOUT=3)
     assert (said.get("error"), code) == ("PeerLostError", 1), errors
-    assert "rank 1 has given no sign of life for" in said["text"]
+    assert "rank 1 has sent no heartbeat for" in said["text"]
     assert re.search(r"the last that is known of it is action \d+ \((gather|reduce|step) ", said["text"])
     assert 2.0 < said["after"] < LIMIT_OF_COLLECTIVES_S
 
 
 def test_a_time_that_is_none_is_refused(monkeypatch):
     monkeypatch.setenv(watch.SILENCE, "soon")
-    with pytest.raises(ShardConfigValueError, match="COMPOSABLE_SHARD_PEER_TIMEOUT=soon: expected how many seconds"):
+    with pytest.raises(ShardConfigValueError, match="COMPOSABLE_SHARD_PEER_TIMEOUT=soon: expected the number of"):
         watch._silence_s()
 
 
@@ -139,9 +139,7 @@ def test_what_one_rank_waits_for_alone_ends_on_all_ranks_at_the_limit(what):
     (said, code, errors), (of_alone, code_of_alone, _) = ranks(what, 1)
     assert said.get("error") in ("PeerLostError", "RankMismatchError"), errors  # both limits are over at once
     left = rf"rank 1 failed after action \d+ \(\w+: .*{ALONE[what]}.*rank 0 waits for it in action"
-    assert re.search(
-        rf"{left}|not all ranks came to action \d+, gather the root.*: rank 1 has come no further", said["text"]
-    )
+    assert re.search(rf"{left}|not all ranks reached action \d+, gather the root.*: rank 1 only reached", said["text"])
     assert re.search(ALONE[what], of_alone["text"])
     assert max(said["after"], of_alone["after"]) < 10.0
     assert code == code_of_alone == 1
@@ -151,7 +149,7 @@ def test_what_one_rank_waits_for_alone_ends_on_all_ranks_at_the_limit(what):
 def test_ranks_wait_for_a_stopped_one_until_the_limit_and_name_its_last_action():
     (said, code, errors), _ = ranks("stop", 1)
     assert said.get("error") in ("PeerLostError", "RankMismatchError"), errors
-    assert re.search(r"rank 1 .*(known of it is|no further than) action \d+ \((gather|reduce|step) ", said["text"])
+    assert re.search(r"rank 1 .*(last known action is|only reached action) \d+ \((gather|reduce|step) ", said["text"])
     assert said["after"] < 15.0
     assert code == 1
 

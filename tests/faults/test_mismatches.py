@@ -210,12 +210,12 @@ def export_safetensors_where_the_other_exports_to_dcp(run):
 
 
 CASES = {
-    export_to_dcp_alone: r"begin a forward of model \d+ .* rank 1 to export a checkpoint of DCP \(",
-    import_from_dcp_alone: r"begin a forward of model \d+ .* rank 1 to load a checkpoint of DCP \(",
+    export_to_dcp_alone: r"begin a forward of model \d+ .* rank 1 to export a DCP checkpoint \(",
+    import_from_dcp_alone: r"begin a forward of model \d+ .* rank 1 to load a DCP checkpoint \(",
     export_safetensors_alone: r"begin a forward of model \d+ .* rank 1 to export weights",
     import_safetensors_alone: r"begin a forward of model \d+ .* rank 1 to import weights",
-    import_from_dcp_where_the_other_exports: "export a checkpoint of DCP, and rank 1 to load a checkpoint of DCP",
-    export_safetensors_where_the_other_exports_to_dcp: "export a checkpoint of DCP, and rank 1 to export weights",
+    import_from_dcp_where_the_other_exports: "export a DCP checkpoint, and rank 1 to load a DCP checkpoint",
+    export_safetensors_where_the_other_exports_to_dcp: "export a DCP checkpoint, and rank 1 to export weights",
     save_alone: r"rank 0 is about to begin a forward of model \d+ .* rank 1 to save a checkpoint \(",
     save_in_the_background_alone: r"begin a forward of model \d+ .* rank 1 to save a checkpoint \(",
     load_where_the_other_saves: r"rank 0 is about to save a checkpoint, and rank 1 to load a checkpoint \(.*forward",

@@ -30,7 +30,7 @@ def differ(words, model, *others, **options):
 def test_before_sharding_ranks_that_were_initialised_differently_are_told(rank, world):
     torch.manual_seed(rank)
     model = Normed()
-    differ("ranks 0 and 1 do not have alike: parameter up.weight, parameter up.bias, parameter down.weight", model)
+    differ("ranks 0 and 1 differ in: parameter up.weight, parameter up.bias, parameter down.weight", model)
     cs.broadcast_state(model)
     cs.check_replicas(model)
     torch.manual_seed(0)
@@ -48,7 +48,7 @@ def test_buffers_that_ranks_have_changed_apart_are_named_and_mended(rank, world)
     cs.check_replicas(model, optimizer)
     model(torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))).sum().backward()
     optimizer.step()
-    differ("do not have alike: buffer norm.running_mean, buffer norm.running_var.*broadcast_state", model, optimizer)
+    differ("differ in: buffer norm.running_mean, buffer norm.running_var.*broadcast_state", model, optimizer)
     cs.broadcast_state(model, optimizer)
     cs.check_replicas(model, optimizer)
 
@@ -81,12 +81,12 @@ def test_one_number_in_a_shard_of_one_replica_is_found_on_all_ranks(rank, world)
     cs.check_replicas(model, optimizer)
     if rank == 3:  # which holds a row
         model.weight._local_tensor.data.view(-1)[1] += 1e-6
-    differ("ranks 1 and 3 do not have alike: parameter weight", model, optimizer)
+    differ("ranks 1 and 3 differ in: parameter weight", model, optimizer)
     cs.broadcast_state(model, optimizer)
     cs.check_replicas(model, optimizer)
     if rank == 2:
         optimizer.state[model.weight]["exp_avg"]._local_tensor.view(-1)[0] = float("nan")
-    differ("ranks 0 and 2 do not have alike: exp_avg of the optimizer for weight", model, optimizer)
+    differ("ranks 0 and 2 differ in: exp_avg of the optimizer for weight", model, optimizer)
 
 
 @distributed(world=1)

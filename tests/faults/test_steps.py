@@ -136,7 +136,7 @@ ERRORS = {
     be_interrupted_in_forward: (KeyboardInterrupt, None),
     be_interrupted_in_backward: (KeyboardInterrupt, None),
     take_a_wrong_batch: (IndexError, "out of range"),
-    step_without_sync: (cs.ShardConfigStateError, "still wait for their reduction; first run the last micro-batch"),
+    step_without_sync: (cs.ShardConfigStateError, "still wait for their reduction; first run the last microbatch"),
     edit_a_saved_weight: (cs.StaleStateError, r"blocks\.1\.attention\.q\.weight: edited in place while unsharded"),
     enter_from_two_threads: (cs.ShardConfigStateError, "let one thread at a time run a model"),
 }

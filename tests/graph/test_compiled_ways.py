@@ -267,7 +267,7 @@ def test_the_guard_says_which_weights_a_forward_keeps():
     ]
     backward = GraphReport("backward", "GwGw", (Gather("blocks.1", False, 0), Gather("blocks.1", False, 0)), 0)
     assert repeated_gathers(forward, backward) == [
-        "blocks.1: is gathered 2 times in the compiled backward, 1 times expected"
+        "blocks.1: the compiled backward gathers its weights 2 times, expected 1"
     ]
 
 

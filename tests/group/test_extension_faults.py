@@ -180,7 +180,7 @@ def test_methods_on_a_shard_are_not_copied_silently(rank, world):
     local = model.blocks[0].weight._local_tensor
     local.fsdp_pre_all_gather = lambda mesh: ((local,), None)
     local.fsdp_post_all_gather = lambda outputs, metadata, dtype, *, out=None: (outputs[0], ())
-    with pytest.raises(RuntimeError, match=r"parameter weight: fsdp_pre_all_gather was put on its shard"):
+    with pytest.raises(RuntimeError, match="weight: fsdp_pre_all_gather is an attribute of its local tensor"):
         copy.deepcopy(model)
 
 

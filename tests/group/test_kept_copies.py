@@ -212,7 +212,7 @@ def test_a_cached_copy_that_cannot_be_thawed_is_an_error_that_names_the_paramete
     model = sides(Caching, "weights")["ours"]
     trained(model, steps=1)
     model[1].mlp.up.weight.requires_grad_(True)
-    message = r"^parameter 1\.mlp\.up\.weight: was frozen when code kept its unsharded copy"
+    message = r"^parameter 1\.mlp\.up\.weight: was frozen when user code kept its unsharded copy"
     with pytest.raises(ShardConfigStateError, match=message):
         model(noise(4, SIZE))
     model[1].weights = None

@@ -186,7 +186,7 @@ def test_single_parameters_keep_their_dtype(rank, world):
 def test_a_third_dtype_is_refused_by_name(rank, world):
     kind = MixedPrecisionPolicy if HAS_OVERRIDES else Overriding
     policy = kind(param_dtype=BF16, param_dtype_override_fn=lambda param: torch.float16)
-    with pytest.raises(ValueError, match=r"param_dtype_override_fn: gave torch.float16 for parameter weight; expected"):
+    with pytest.raises(ValueError, match=r"override_fn: returned torch.float16 for parameter weight; expected"):
         fully_shard(Scaled(), mp_policy=policy)
 
 

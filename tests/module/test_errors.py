@@ -351,7 +351,7 @@ def on_another_device(*shape):
 def test_a_parameter_on_a_device_that_is_not_this_ranks_is_rejected_by_its_name(rank, world):
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].weight = nn.Parameter(on_another_device(2, 2))
-    with pytest.raises(ValueError, match=r"parameter 0.weight: lies on cuda:0, but this rank computes on cpu; set"):
+    with pytest.raises(ValueError, match=r"parameter 0.weight: is on cuda:0, but this rank computes on cpu; set"):
         fully_shard(model)
 
 

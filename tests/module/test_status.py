@@ -165,7 +165,7 @@ def test_a_training_step_keeps_to_the_plan_and_another_iteration_does_not(rank, 
     assert cs.drift(model) == ()
     with torch.no_grad():
         model(*vectors(0, 3))
-    assert cs.drift(model) == ("(root): UNSHARD (root) was planned and not done",)
+    assert cs.drift(model) == ("(root): UNSHARD (root) was planned, but not done",)
     step(model)
     assert cs.drift(model) == ()
 

@@ -77,16 +77,16 @@ def spoiled(path, value):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not valid JSON"),
         ("[]", "has no version"),
         ("{}", "has no version"),
-        (spoiled(["version"], 99), r"version 99.*reads \d+"),
-        (spoiled(["more"], 7), "not known: more"),
+        (spoiled(["version"], 99), r"version 99.*reads version \d+"),
+        (spoiled(["more"], 7), "unknown fields: more"),
         (spoiled(["plan"], None), "plan: expected an object, got None"),
-        (spoiled(["plan", "speed"], 7), "plan: has fields that are not known: speed"),
-        (spoiled(["plan", "order"], None), "plan: lacks order"),
+        (spoiled(["plan", "speed"], 7), "plan: unknown fields: speed"),
+        (spoiled(["plan", "order"], None), "plan: missing fields: order"),
         (spoiled(["plan", "order"], "blocks"), "plan.order: expected a list, got 'blocks'"),
-        (spoiled(["plan", "order", 1], "blocks.9"), "plan.order: names 'blocks.9', which is none of its groups"),
+        (spoiled(["plan", "order", 1], "blocks.9"), "plan.order: names 'blocks.9', which is not a group of the plan"),
         (spoiled(["plan", "groups", 1, "shard_size"], "2"), r"plan.groups\[1\].shard_size: expected int, got '2'"),
         (spoiled(["plan", "groups", 1, "is_root"], 1), r"plan.groups\[1\].is_root: expected bool, got 1"),
         (spoiled(["plan", "groups", 0, "params", 0, "stored"], "float31"), "params.0..stored: expected the name of"),
@@ -109,12 +109,15 @@ def test_a_plan_of_the_same_model_is_accepted_whatever_its_order():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (block_plan((256, 512)), "group blocks.2 is here alone"),
-        (block_plan((256, 512, 768, 1)), "group blocks.3 is there alone"),
-        (block_plan((256, 513, 768)), r"parameter blocks.1.weight: shape is \(512, 256\) here, \(513, 256\) there"),
-        (with_group(block_plan(), 2, fqn="layers.1"), "group blocks.1 is here, group layers.1 there"),
-        (with_group(block_plan(), 2, shard_size=4), "blocks.1 is sharded over 2 ranks here, over 4 there"),
-        (with_group(block_plan(), 0, params=()), r"group \(root\) has 2 parameters here, 0 there"),
+        (block_plan((256, 512)), "group blocks.2 exists only in the plan"),
+        (block_plan((256, 512, 768, 1)), "group blocks.3 exists only in the model"),
+        (
+            block_plan((256, 513, 768)),
+            r"parameter blocks.1.weight: shape is \(512, 256\) in the plan, \(513, 256\) in the model",
+        ),
+        (with_group(block_plan(), 2, fqn="layers.1"), "the plan has group blocks.1, the model has group layers.1"),
+        (with_group(block_plan(), 2, shard_size=4), "blocks.1 is sharded over 2 ranks in the plan, over 4 in the model"),
+        (with_group(block_plan(), 0, params=()), r"group \(root\) has 2 parameters in the plan, 0 in the model"),
     ],
 )
 def test_a_plan_of_another_model_says_what_differs_first(other, message):
@@ -150,7 +153,7 @@ prefetch: BACKWARD (root) gathers blocks.2 -> blocks.3
 prefetch: BACKWARD blocks.2 gathers blocks.1 -> nothing
 prefetch: BACKWARD blocks.1 gathers blocks.0 -> nothing
 prefetch: BACKWARD blocks.0 gathers nothing -> blocks.1
-kept after forward: blocks.0 now
+kept after forward: blocks.0 added
 peak: 2172416 -> 1629696 bytes""",  # noqa: E501
     )
 
@@ -197,9 +200,9 @@ blocks.0      65,792  0.13 MiB   0.25 MiB  float32  after forward   packed      
 blocks.1     131,584  0.25 MiB   0.50 MiB  float32  after forward   packed         0.283       0.600      0.142       0.000
 blocks.2     197,376  0.38 MiB   0.75 MiB  float32  after forward   packed         0.415       0.600      0.207       0.000
 peak of unsharded parameters and communication in a training step: 2.83 MiB
-of each kind at most: weights 1.57 MiB, landing 1.25 MiB, reductions 0.75 MiB
-between forward and backward: 0.06 MiB
-exposed: 0.129 of 2.529 ms a step
+peak by type: weights 1.57 MiB, landing 1.25 MiB, reductions 0.75 MiB
+kept between forward and backward: 0.06 MiB
+exposed: 0.129 of 2.529 ms per step
 prefetch: auto, budget 3.00 MiB
   FORWARD (root) gathers blocks.0
   FORWARD blocks.0 gathers blocks.1, blocks.2
@@ -260,13 +263,13 @@ def test_drift_says_what_happened_otherwise():
     assert_expected_inline(
         "\n".join(line for record in records for line in drift(plan, record)),
         """\
-blocks.2: was forward 1, where (root) is planned
-blocks.2: planned, and has not run
-blocks.0: ended the forwards at 5, and 4 are planned
-(root): action 1 was REDUCED (root), and UNSHARD (root) is planned
-(root): REDUCED (root) was planned and not done
-blocks.1: 1383424 bytes were live after UNSHARD blocks.1, and 1382912 are planned
-blocks.1: its backward took 1000.000 ms, and 0.400 ms are planned""",
+blocks.2: ran as forward 1, but (root) is planned
+blocks.2: planned, but did not run
+blocks.0: forwards ended after 5, but 4 are planned
+(root): action 1 was REDUCED (root), but UNSHARD (root) is planned
+(root): REDUCED (root) was planned, but not done
+blocks.1: 1383424 bytes were live after UNSHARD blocks.1, but 1382912 are planned
+blocks.1: its backward took 1000.000 ms, but 0.400 ms are planned""",
     )
 
 
@@ -293,12 +296,12 @@ def test_a_record_comes_back_from_json_equal():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "record: is no JSON"),
+        ("{", "record: is not valid JSON"),
         ("{}", "record: has no version"),
-        ('{"version": 9, "record": {}}', "version 9.*reads 1; make the record anew"),
-        (block_plan().to_json(), "record: is not in it, but plan; give the file of a record"),
+        ('{"version": 9, "record": {}}', "version 9.*reads version 1. Re-create the record"),
+        (block_plan().to_json(), "record: missing; the JSON contains plan. Pass a record file"),
         (Record((Action(Kind.WAIT, ""),), (), ()).to_json().replace("WAIT", "WEIGHT"), "kind: expected one of UNSHARD"),
-        (Record((), (), ()).to_json().replace("times", "time"), "not known: time"),
+        (Record((), (), ()).to_json().replace("times", "time"), "unknown fields: time"),
     ],
 )
 def test_a_text_that_is_no_record_says_where_it_is_not(text, message):

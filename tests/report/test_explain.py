@@ -379,10 +379,10 @@ def test_the_command_says_what_is_wrong_in_a_line(files, capsys):
     (files / "broken.json").write_text("{")
     for arguments, message in (
         ([plan], "plan: has no times"),
-        ([record], "record.json: plan: is not in it, but record; give the file of a plan"),
-        ([plan, "--record", plan], "plan.json: record: is not in it, but plan"),
+        ([record], "record.json: plan: missing; the JSON contains record. Pass a plan file"),
+        ([plan, "--record", plan], "plan.json: record: missing; the JSON contains plan"),
         ([str(files / "none.json")], "none.json: cannot be read (No such file or directory); --help shows how"),
-        ([str(files / "broken.json")], "broken.json: plan: is no JSON"),
+        ([str(files / "broken.json")], "broken.json: plan: is not valid JSON"),
         ([plan, "--record", record, "--budget", "1KiB"], "The least budget that works"),
         ([plan, "--record", record, "--machine", "abacus"], "'abacus' is neither a file nor one of h100"),
     ):

@@ -326,11 +326,11 @@ def a_folder_of_that_name(folder):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (damaged, "ledgers: is no JSON"),
+        (damaged, "ledgers: is not valid JSON"),
         (nested, "recursion"),
         (no_text, "can't decode byte"),
-        (foreign, "ledgers: is not in it, but plan"),
-        (of_another_version, "ledgers: is of version 2, and this library reads 1"),
+        (foreign, "ledgers: missing; the JSON contains plan"),
+        (of_another_version, "ledgers: version 2 is not supported; this library reads version 1"),
         (of_another_type, "ledgers.ledgers[0].notes[0]: expected str, got 3"),
         (of_another_rank, "is of rank 0 of 2"),
         (not_in_its_group, "process group 0: has ranks 2-3, and not rank 1"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import logging
 import os
 import re
 import shlex
@@ -13,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from _launched import finish
 from composable_shard.testing import spmd
@@ -20,7 +20,6 @@ from composable_shard.testing import spmd
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "composable_shard"
 README = ROOT / "README.md"
-TRAINING = ROOT / "docs" / "training.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 LINKED = [*PAGES, *REFERENCE, ROOT / "CONTRIBUTING.md", ROOT / "bench" / "README.md"]
@@ -112,13 +111,13 @@ def blocks(language):
 
 
 def test_the_first_page_is_short():
-    assert len(README.read_text().splitlines()) <= 150
+    assert len(README.read_text().splitlines()) <= 130
 
 
 @pytest.mark.timeout(240)
 def test_the_script_on_the_first_page_trains_by_the_command_beside_it(tmp_path):
     script = blocks("python")[0]
-    assert 15 <= len(script.splitlines()) <= 25
+    assert 15 <= len(script.splitlines()) <= 32
     commands = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("torchrun")]
     launcher, *arguments = shlex.split(commands[0], comments=True)
     assert (launcher, arguments[:2]) == ("torchrun", ["--nproc-per-node", "2"])
@@ -139,94 +138,196 @@ def test_the_script_on_the_first_page_trains_by_the_command_beside_it(tmp_path):
     losses = [float(loss) for loss in re.findall(r"^step +\d+: loss ([\d.]+)$", output, flags=re.MULTILINE)]
     assert len(losses) >= 2, output
     assert losses[-1] < losses[0] - 1
+    (plan,) = blocks("text")
+    assert [line for line in plan.splitlines() if line != "..." and line not in output.splitlines()] == []
 
 
-def test_the_examples_about_training_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    examples = re.findall(r"^```python\n(.*?)^```$", TRAINING.read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert len(examples) > 3
-
-    def body(world):
-        names = {}
-        for example in examples:
-            exec(compile(example, str(TRAINING), "exec"), names)
-        names["log"].close()
-
-    spmd(2)(body)
-    lines = [json.loads(line) for line in (tmp_path / "runs" / "1" / "steps.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [2, 4]
-    assert {"train/loss", "train/grad_norm", "step/tokens_per_second", "lr", "pool/peak_bytes"} <= lines[-1].keys()
+def results(entry, part):
+    """The results of a part of a GPU queue entry on an H100, by engine (ours, fsdp2)."""
+    file = ROOT / "bench" / "results" / "gpu" / f"{entry}-h100-80gb-hbm3.json"
+    return json.loads(file.read_text())["parts"][part]["figures"]["results"]
 
 
-def test_the_examples_about_optimizers_run():
-    page = ROOT / "docs" / "optimizers.md"
-    examples = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert len(examples) == 6
-
-    def body(world):
-        names = {}
-        for example in examples:
-            exec(compile(example, str(page), "exec"), names)
-
-    spmd(2)(body)
+def pair(entry, part, **settings):
+    """Ours and FSDP2's result with these settings."""
+    chosen = [each for each in results(entry, part) if settings.items() <= each.items()]
+    ours, theirs = ([each for each in chosen if each["engine"] == engine] for engine in ("ours", "fsdp2"))
+    return ours[0], theirs[0]
 
 
-def test_the_examples_about_quantized_weights_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    page = ROOT / "docs" / "qlora.md"
-    examples = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert len(examples) == 3
-
-    def body(world):
-        names = {}
-        for example in examples:
-            exec(compile(example, str(page), "exec"), names)
-        first, last = names["losses"][0], names["losses"][-1]
-        model, x = names["model"], names["x"]
-        assert last < first
-        return (model(x) - x[:, :8]).square().mean().item(), last
-
-    merged, before = spmd(2)(body)[0]
-    assert abs(merged - before) < 0.5 * before
+def with_quartiles(ratio):
+    return f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
 
 
-# Of each how-to page: the ranks, and which of them see the same batch and so have the same losses.
-HOW_TO = {
-    "tensor_parallel": (4, [{0, 1}, {2, 3}]),
-    "hsdp": (4, []),
-    "experts": (4, []),
-    "pipelines": (4, []),
-    "long_sequences": (4, [{0, 1}, {2, 3}]),
-    "lora": (2, []),
+def figures_of_the_first_page():
+    """Figure, composable_shard, FSDP2, ratio and entry of each row, from the stored results."""
+    for world in (8, 64):
+        ours, theirs = pair("host-overhead", "direct", world=world)
+        times = [f"{each['added']['median'] / 1000:.2f} ms" for each in (ours, theirs)]
+        yield "host time per block", *times, with_quartiles(ours["ratio"]), "`host-overhead`"
+    ours, theirs = pair("steps-1b", "batch8-direct")
+    times = [f"{each['wall_ms']['median']:.0f} ms" for each in (ours, theirs)]
+    yield "step, limited by the host", *times, with_quartiles(ours["wall_ratio"]), "`steps-1b`"
+    ours, theirs = pair("gpu-bound-steps", "eager", tokens=4096)
+    times = [f"{each['step_ms']['median']:.1f} ms" for each in (ours, theirs)]
+    yield "step, limited by the GPU", *times, with_quartiles(ours["over_fsdp2"]), "`gpu-bound-steps`"
+    for world in (8, 64):
+        ours, theirs = pair("memory", "1b", world=world)
+        sizes = [f"{each['peak'] / 2**20:,.0f} MiB" for each in (ours, theirs)]
+        yield "peak memory", *sizes, f"{ours['peak'] / theirs['peak']:.2f}", "`memory`"
+    (case,) = (each for each in results("nccl-peaks", "wide") if each["case"] == "no sync")
+    sizes = [f"{case['peaks'][engine]['nbytes'] / 2**20:,.0f} MiB" for engine in ("ours", "fsdp2")]
+    yield "peak memory, 2 NCCL ranks", *sizes, f"{case['ratio']:.2f}", "`nccl-peaks`"
+
+
+def test_the_figures_on_the_first_page_are_those_of_the_stored_results():
+    table = [row for row in rows(README) if len(row) == 6 and row[0] != "figure"]
+    assert [(row[0], *row[2:]) for row in table] == list(figures_of_the_first_page())
+
+
+def test_the_settings_on_the_first_page_are_those_of_the_stored_commands():
+    file = "bench/results/gpu/{}-h100-80gb-hbm3.json"
+    commands = {
+        entry: " ".join(json.loads((ROOT / file.format(entry)).read_text())["parts"][part]["command"])
+        for entry, part in [
+            ("host-overhead", "direct"),
+            ("steps-1b", "batch8-direct"),
+            ("memory", "1b"),
+            ("nccl-peaks", "wide"),
+        ]
+    }
+    assert "--world 8,64,512" in commands["host-overhead"]
+    assert "--dtype bfloat16" in commands["steps-1b"]
+    assert "--sizes 1b --batch 8" in commands["steps-1b"]
+    assert "--sizes 1b --world 8,64" in commands["memory"]
+    assert "--width 1024" in commands["nccl-peaks"]
+
+
+SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+NOT_GUIDES = ("docs/reference/", "docs/integrations_table.md", "bench/", "changelog.d/")
+
+
+def guides():
+    """The pages of the site, except the API reference and generated tables."""
+
+    def pages(nav):
+        if isinstance(nav, str):
+            return [nav]
+        return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in pages(part)]
+
+    return [page for page in pages(SITE) if not page.startswith(NOT_GUIDES)]
+
+
+def test_the_site_stays_small():
+    pages = guides()
+    assert 20 <= len(pages) <= 27
+    words = {page: len((ROOT / page).read_text().split()) for page in pages}
+    assert sum(words.values()) <= 30_000, words
+
+
+EVERYDAY = {
+    "gradient accumulation": "docs/training.md",
+    "fp32 norms": "docs/sharding.md",
+    "meta-device model": "docs/sharding.md",
+    "overlapped on a GPU": "docs/memory.md",
+    "clipping": "docs/training.md",
+    "activation checkpointing": "docs/training.md",
+    "memory budget costs": "docs/memory.md",
+    "back to FSDP2": "docs/migration.md",
+    "report a bug": "docs/faq.md",
+    "ready for production": "docs/faq.md",
 }
 
 
-def run_examples(page, ranks, tmp_path, monkeypatch):
-    """Run the Python blocks of a page one after the other, as all ranks; gives the names that each has at the end."""
-    monkeypatch.chdir(tmp_path)
-    path = ROOT / "docs" / f"{page}.md"
-    examples = re.findall(r"^```python\n(.*?)^```$", path.read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert examples
+def test_everyday_questions_are_headings_two_clicks_away_from_the_first_page():
+    first = {target for target, _ in LINK.findall(CODE.sub("", README.read_text()))}
+    faq = {f"docs/{target}" for target, _ in LINK.findall((ROOT / "docs" / "faq.md").read_text())}
+    assert "docs/faq.md" in first
+    for words, page in EVERYDAY.items():
+        assert page in first | faq, page
+        headings = HEADING.findall(CODE.sub("", (ROOT / page).read_text()))
+        assert any(words.lower() in heading.lower() for heading in headings), (words, page)
+
+
+def examples(page):
+    """The Python blocks of a page that are executed. A fence with the word `notest` is not."""
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    return re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def run_as_ranks(scripts, ranks, source):
+    """Run blocks one after the other on simulated ranks. Returns the names of each rank at the end."""
 
     def body(world):
         names = {}
-        for example in examples:
-            exec(compile(example, str(path), "exec"), names)
+        for script in scripts:
+            exec(compile(script, source, "exec"), names)
         return names
 
     return spmd(ranks)(body)
 
 
-def test_the_examples_on_the_how_to_pages_train(tmp_path, monkeypatch):
-    for page, (ranks, alike) in HOW_TO.items():
-        losses = [names["losses"] for names in run_examples(page, ranks, tmp_path, monkeypatch)]
-        assert any(losses), page
+def assert_losses_fall(losses):
+    assert len(losses) > 3
+    assert losses[-1] < 0.95 * losses[0]
+
+
+@pytest.mark.parametrize(
+    "page",
+    ["sharding", "checkpoints", "lora", "optimizers", "migration", "integrations", "slow_networks", "launching"],
+)
+def test_the_examples_of_a_guide_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scripts = examples(page)
+    assert scripts
+    for names in run_as_ranks(scripts, 2, page):
+        if "losses" in names:
+            assert_losses_fall(names["losses"])
+
+
+def test_the_examples_about_training_log_their_steps(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for names in run_as_ranks(examples("training"), 2, "training"):
+        names["log"].close()
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "1" / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4]
+    assert {"train/loss", "train/grad_norm", "step/tokens_per_second", "lr", "pool/peak_bytes"} <= lines[-1].keys()
+
+
+# Ranks that get the same batch, and so have the same losses.
+PARALLELISM = {
+    "hsdp": [],
+    "tensor_parallel": [{0, 1}, {2, 3}],
+    "experts": [],
+    "pipelines": [],
+    "long_sequences": [{0, 1}, {2, 3}],
+}
+
+
+def test_the_examples_about_parallelism_train(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scripts = dict(re.fullmatch(r"# --- (\w+) ---\n(.*)", each, re.DOTALL).groups() for each in examples("parallelism"))
+    assert scripts.keys() == PARALLELISM.keys()
+    for name, script in scripts.items():
+        losses = [names["losses"] for names in run_as_ranks([script], 4, name)]
+        assert any(losses), name
         for each in filter(None, losses):  # the first stage of a pipeline has no losses
-            assert len(each) > 3, page
-            assert each[-1] < 0.95 * each[0], page
-        for same in alike:
-            assert len({tuple(losses[rank]) for rank in same}) == 1, page
+            assert_losses_fall(each)
+        for same in PARALLELISM[name]:
+            assert len({tuple(losses[rank]) for rank in same}) == 1, name
         assert len({tuple(each) for each in losses if each}) > 1, "batches differ by rank"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", ["memory", "compiling", "offload"])
+def test_the_examples_of_a_guide_run_under_torchrun(page, tmp_path):
+    script = "\n".join(examples(page))
+    script = script.replace("cs.compile(model)", 'cs.compile(model, backend="aot_eager")')  # seconds instead of minutes
+    (tmp_path / "train.py").write_text(script)
+    output = started(tmp_path, "--nproc-per-node", "2", "train.py")
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    for shown in re.findall(r"^```text\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
+        assert shown in output
 
 
 def test_the_examples_about_testing_pass_and_print_a_network(tmp_path):
@@ -245,21 +346,6 @@ def test_the_examples_about_testing_pass_and_print_a_network(tmp_path):
     *log, exposed_s = printed.stdout.splitlines()
     assert len(re.findall("^reduce_scatter ", "\n".join(log), flags=re.MULTILINE)) == 4
     assert 0 < float(exposed_s) < 1e-3
-
-
-def test_the_examples_about_monitoring_run(tmp_path, monkeypatch):
-    level = logging.getLogger("composable_shard").level
-    try:
-        names = run_examples("monitoring", 2, tmp_path, monkeypatch)[0]
-    finally:
-        logging.getLogger("composable_shard").setLevel(level)
-    folder = tmp_path / "runs" / "monitored"
-    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [2, 4]
-    assert json.loads((folder / "step.json").read_text())["traceEvents"]
-    assert names["figures"]["pool/peak_bytes"] == names["figures"]["plan/peak_bytes"] > 0
-    assert {name for line in lines for name in line} >= {"train/loss", "train/skipped_steps", "step/tokens_per_second"}
-    assert names["figures"].keys() >= {"pool/fallbacks", "plan/replans"}
 
 
 def started(folder, *arguments):
@@ -305,7 +391,7 @@ def test_the_page_for_the_beginning_is_a_script_that_plans_trains_compiles_and_g
     assert second[-1] < first[-1]
 
 
-IN_ONE_PROCESS = {"testing.md", "races.md"}  # pages whose ranks are all of one process, or alike by themselves
+IN_ONE_PROCESS = {"testing.md"}  # pages whose ranks are all of one process, or alike by themselves
 
 
 def test_examples_that_make_a_model_give_all_ranks_the_same_weights():

@@ -42,7 +42,7 @@ def test_the_usual_pairs_have_each_python_and_each_torch_and_all_pairs_are_nine(
 
 
 def test_the_page_on_versions_has_a_row_for_each_that_is_tried():
-    rows = [line.split("|")[1] for line in (ROOT / "docs" / "versions.md").read_text().splitlines() if "|" in line]
+    rows = [line.split("|")[1] for line in (ROOT / "docs" / "status.md").read_text().splitlines() if "|" in line]
     for version in interpreters.PYTHONS:
         assert sum(f"Python {version} " in row for row in rows) == 1, version
     for version in interpreters.TORCHS:

@@ -24,7 +24,7 @@ from _pool import POOL, distributed, more
 from composable_shard import checkpoint
 
 ROOT = Path(__file__).parents[2]
-TUTORIALS, PAGE = ROOT / "tutorials", ROOT / "docs" / "tutorials.md"
+TUTORIALS, PAGE = ROOT / "tutorials", ROOT / "docs" / "command_line.md"
 
 
 # ------------------------------------------------------------------------------- strategies agree

@@ -226,8 +226,8 @@ def test_meshes_that_cannot_serve_are_named_with_the_parameter(rank, world):
     where = r"parameter embed.weight: is a DTensor on .*\(tp=2\).*"
     refuses(where + r"cannot be combined with .*\(all=4\).*submeshes of one mesh", flat)
     refuses(where + r"cannot be combined with .*\(more=2\).*submeshes of one mesh", foreign["more"])
-    refuses(where + r"shall be sharded on .*\(dp=2, tp=2\).*need names, all different", mesh)
-    refuses(where + r"shall be sharded on .*\(tp=2, rest=2\).*need names, all different", overlapping)
+    refuses(where + r"cannot be sharded on .*\(dp=2, tp=2\).*need names, all different", mesh)
+    refuses(where + r"cannot be sharded on .*\(tp=2, rest=2\).*need names, all different", overlapping)
     where = r"parameter embed.weight of Text: mesh: "
     refuses(where + r".*\(gpu=4\).* is of device type cuda, which this process does not have", cuda)
     refuses(where + r"Please init the 2D mesh .*mesh_dim_names.*DeviceMesh\(\(2, 2\)", unnamed)

@@ -377,7 +377,7 @@ def test_a_copy_rounds_as_the_original_would():
 @distributed(world=2)
 def test_ranks_that_differ_in_bits_are_told(rank, world):
     model = sharded(BOTH if rank else CommPolicy(gather="int8"))
-    with pytest.raises(cs.RankMismatchError, match=r"travels gather int8 -> gather fp8, reduce int8"):
+    with pytest.raises(cs.RankMismatchError, match=r"comm policy gather int8 -> gather fp8, reduce int8"):
         next_token_loss(model, *token_batch(rank, 0))
 
 

@@ -1,1 +1,1 @@
-"""What a checkpoint is on the disk: its directory, its manifest, and files of tensors."""
+"""The format of a checkpoint on disk: directory, manifest, and tensor files."""

@@ -1,4 +1,4 @@
-"""Which boxes of a tensor this rank holds, and which of the ranks that hold the same box writes it."""
+"""Compute the boxes of a tensor that this rank holds, and which of the ranks with the same box writes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .manifest import DTYPES, name_of
 
 
 class Box(NamedTuple):
-    """A part of a tensor: where it begins, what it spans, and this rank's memory for it."""
+    """A rectangular part of a tensor: its offsets, its shape, and this rank's memory for it."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -25,17 +25,17 @@ class Box(NamedTuple):
 
 
 def boxes_of(key: str, tensor: torch.Tensor) -> list[Box]:
-    """The parts of a tensor that this rank holds; all of it, if it is no DTensor. Empty ones are left out.
+    """The parts of a tensor that this rank holds; the whole tensor if it is not a DTensor. Empty parts are omitted.
 
     Raises:
-        ShardConfigValueError: the tensor has no memory that could be written as it is.
+        ShardConfigValueError: the tensor's memory cannot be written as it is.
     """
     if not isinstance(tensor, DTensor):
         whole = plain(key, tensor)
         return [Box((0,) * whole.dim(), tuple(whole.shape), whole)] if whole.numel() else []
     if any(placement.is_partial() for placement in tensor.placements):
         raise ShardConfigValueError(
-            f"{key} has a Partial placement: its sum over ranks is pending; redistribute it first"
+            f"{key} has a Partial placement: its sum over ranks is pending; call redistribute() first"
         )
     local = plain(key, local_tensor(tensor))
     if not local.numel():
@@ -50,14 +50,14 @@ def boxes_of(key: str, tensor: torch.Tensor) -> list[Box]:
     return boxes
 
 
-# Chunks by mesh, and by placements, shape and this rank's coordinate: most tensors are like others.
+# Chunks by mesh, and by placements, shape and this rank's coordinate. Cached, because many tensors have equal ones.
 _known: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[Any, ...], Any]] = weakref.WeakKeyDictionary()
 _MOST_KNOWN = 4096
 
 
 def _chunks_of(tensor: DTensor) -> Any:
-    """The chunks that a DTensor names to those who save it."""
-    if type(local_tensor(tensor)) is not torch.Tensor:  # others may name chunks of their own
+    """The chunks of a DTensor on this rank, from its `__create_chunk_list__`."""
+    if type(local_tensor(tensor)) is not torch.Tensor:  # a subclass may define its own chunks, so do not cache them
         return tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     mesh = tensor.device_mesh
     known = _known.setdefault(mesh, {})
@@ -77,42 +77,42 @@ def _index(key: str, chunk: Any) -> Any:
 
 
 def plain(key: str, local: torch.Tensor) -> torch.Tensor:
-    """A tensor of this rank's as one of torch's own class, in the same memory.
+    """A local tensor as a plain `torch.Tensor` with the same memory.
 
     Raises:
-        ShardConfigValueError: it has no memory that could be written as it is.
+        ShardConfigValueError: the tensor's memory cannot be written as it is.
     """
     is_own = type(local) is torch.Tensor
     if not is_own and (is_traceable_wrapper_subclass(local) or not has_memory(local)):
         raise ShardConfigValueError(
-            f"{key} is a {type(local).__name__}, which has no memory of its own; checkpoints hold plain tensors: put "
-            "what it is made of into the state"
+            f"{key} is a {type(local).__name__}, which has no memory of its own; checkpoints store plain tensors: put "
+            "its inner tensors into the state"
         )
     if name_of(local.dtype) not in DTYPES:
         raise ShardConfigValueError(
-            f"{key} has dtype {name_of(local.dtype)}, which checkpoints do not know; convert it, or save its "
+            f"{key} has dtype {name_of(local.dtype)}, which checkpoints do not support; convert it, or save its "
             "`view(torch.uint8)`"
         )
     if local.device.type == "meta":
         raise ShardConfigValueError(
-            f"{key} is on the meta device and has no values; materialise the model first (module.to_empty)"
+            f"{key} is on the meta device and has no values; materialize the model first (module.to_empty)"
         )
     if local.layout != torch.strided or local.is_quantized:
         raise ShardConfigValueError(
-            f"{key} is {'quantized' if local.is_quantized else 'sparse'}: checkpoints hold dense tensors; "
-            "dequantize it, or leave it out of the state"
+            f"{key} is {'quantized' if local.is_quantized else 'sparse'}: checkpoints store dense tensors; "
+            "dequantize it, or remove it from the state"
         )
     return local.detach() if is_own else local.detach().as_subclass(torch.Tensor)
 
 
 def writes(tensor: torch.Tensor, turn: int, rank: int, holders: list[int]) -> bool:
-    """Whether this rank is the one that writes its boxes of a tensor which others may hold as well.
+    """Whether this rank writes its boxes of a tensor. Other ranks may hold the same boxes.
 
     Args:
         tensor: the tensor.
-        turn: its place among all, by which the writing is spread over those who hold the same.
-        rank: of this process among those that save.
-        holders: the ranks whose state has the tensor's key.
+        turn: index of the tensor among all tensors. It distributes the writes over the ranks with equal boxes.
+        rank: rank of this process among the ranks that save.
+        holders: ranks whose state has the tensor's key.
     """
     if not isinstance(tensor, DTensor):
         return holders[turn % len(holders)] == rank

@@ -1,11 +1,11 @@
-"""The directory of a run's checkpoints: names, what is committed, what is the latest, and what may be removed.
+"""The directory of a run's checkpoints: its names, and how checkpoints are committed, found and selected for deletion.
 
 DIR/
-  LATEST                       the name of the newest checkpoint, replaced at once
-  step-00000100/               a committed one: it got this name when all of it was on disk
+  LATEST                       name of the latest checkpoint, replaced atomically
+  step-00000100/               a committed checkpoint, renamed to this name when all files were on disk
     manifest.json
-    rank-00000.safetensors     what rank 0 has written
-  .step-00000200.tmp-3f1c/     one that is being written, or whose writer has died
+    rank-00000.safetensors     file of rank 0
+  .step-00000200.tmp-3f1c/     an unfinished save: still running, or interrupted
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from .._io import files
 from .manifest import MOST_BYTES, NAME, Manifest, check, read_manifest
 
 LATEST = "LATEST"
-_NEW_LATEST = ".LATEST.tmp"  # the next one, before it is in the place of the other
-_REMEDY = f"give the step to load, or remove {LATEST}, for the committed checkpoint of the highest step to be used"
+_NEW_LATEST = ".LATEST.tmp"  # the new LATEST, before it replaces the old one
+_REMEDY = f"pass the step to load, or delete {LATEST} to use the committed checkpoint with the highest step"
 _COMMITTED = re.compile(r"step-([0-9]{8,18})(?:-([0-9]{1,9}))?", re.ASCII)
 _PARTIAL = re.compile(r"\.step-[0-9]{8,18}\.tmp-[0-9a-f]+", re.ASCII)
 
 
 @dataclass(frozen=True, order=True)
 class Committed:
-    """A committed checkpoint: its step, which of the saves at that step, and where it is."""
+    """A committed checkpoint: its step, its number among the saves of that step, and its path."""
 
     step: int
     again: int
@@ -46,7 +46,7 @@ class Committed:
 
 
 def committed(directory: Path) -> list[Committed]:
-    """All committed checkpoints of a directory, oldest step first; none where the directory does not exist."""
+    """All committed checkpoints of a directory, lowest step first; empty if the directory does not exist."""
     checkpoints = []
     for entry in _entries(directory):
         named = _COMMITTED.fullmatch(entry.name)
@@ -65,21 +65,21 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def _refuse_links(directory: Path, names: Callable[[str], bool]) -> None:
-    """A link in the place of a checkpoint may lead anywhere."""
+    """Raise CheckpointUnsafeError if a matching name is a symbolic link, because its target is not checked."""
     for entry in _entries(directory):
         if entry.is_symlink() and names(entry.name):
             raise CheckpointUnsafeError(
-                f"{directory / entry.name} is a symbolic link, which is not followed; put the checkpoint itself there, "
-                "or give the path that it leads to"
+                f"{directory / entry.name} is a symbolic link, which is not followed; replace it by the checkpoint, "
+                "or pass the path of its target"
             )
 
 
 def newest(directory: Path) -> Committed | None:
-    """The checkpoint that LATEST names; where there is no LATEST, the committed one of the highest step.
+    """The checkpoint that LATEST names. Without LATEST, the committed checkpoint with the highest step.
 
     Raises:
-        CheckpointUnsafeError: LATEST is a link, or names something outside of the directory, or a link.
-        CheckpointCorruptError: it names no checkpoint, or one that is not there.
+        CheckpointUnsafeError: LATEST is a link, or names a link or a path outside of the directory.
+        CheckpointCorruptError: LATEST has no name of a checkpoint, or its checkpoint does not exist.
     """
     path = directory / LATEST
     checkpoints = committed(directory)
@@ -92,20 +92,20 @@ def newest(directory: Path) -> Committed | None:
     _refuse_links(directory, name.__eq__)
     others = ", ".join(each.path.name for each in checkpoints) or "none"
     raise CheckpointCorruptError(
-        f"{path} names {name}, which is not there or has no manifest; committed are: {others}; {_REMEDY}"
+        f"{path} names {name}, which does not exist or has no manifest; committed checkpoints: {others}; {_REMEDY}"
     )
 
 
 def _named_in(path: Path) -> str:
-    """The name of a checkpoint that LATEST holds."""
+    """Read the name of a checkpoint from LATEST."""
     try:
         name = files.read_file(path, 1024).decode().strip()
     except UnicodeDecodeError:
-        raise CheckpointCorruptError(f"{path} holds no text; {_REMEDY}") from None
+        raise CheckpointCorruptError(f"{path} is not a text file; {_REMEDY}") from None
     except PermissionError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except OSError as error:
-        raise CheckpointUnsafeError(f"{path} is no file of this library's: {error.strerror}") from None
+        raise CheckpointUnsafeError(f"{path} was not written by this library: {error.strerror}") from None
     if _COMMITTED.fullmatch(name) is None:
         kind = CheckpointUnsafeError if "/" in name or "\\" in name or name == ".." else CheckpointCorruptError
         raise kind(f"{path} names {name[:200]!r}, which is not the name of a checkpoint; {_REMEDY}")
@@ -113,13 +113,13 @@ def _named_in(path: Path) -> str:
 
 
 def find(directory: Path, step: int | None) -> Committed:
-    """A committed checkpoint: that of a step, or the latest. A directory that is itself one is taken, too.
+    """Find the committed checkpoint of a step, or the latest one. `directory` may also be a checkpoint itself.
 
     Raises:
-        CheckpointIncompleteError: there is none.
+        CheckpointIncompleteError: there is no such checkpoint.
     """
     if _PARTIAL.fullmatch(directory.name):
-        raise CheckpointIncompleteError(f"{directory} is of a save that goes on, or was cut off: it is no checkpoint")
+        raise CheckpointIncompleteError(f"{directory} is not a checkpoint: its save is running or was interrupted")
     if (directory / NAME).is_file():
         own = _step_of(directory.name)
         if None not in (step, own) and step != own:
@@ -129,13 +129,13 @@ def find(directory: Path, step: int | None) -> Committed:
     if checkpoint is not None:
         return checkpoint
     steps = ", ".join(str(each.step) for each in committed(directory)) or "none"
-    partial = "; a save that has not ended is there, and does not count" if partials(directory) else ""
+    partial = "; it has an unfinished save, which is not a checkpoint" if partials(directory) else ""
     wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-    raise CheckpointIncompleteError(f"{directory} holds {wanted}; committed steps: {steps}{partial}")
+    raise CheckpointIncompleteError(f"{directory} has {wanted}; committed steps: {steps}{partial}")
 
 
 def _last_of(directory: Path, step: int) -> Committed | None:
-    """The last save at a step."""
+    """The last committed save of a step."""
     for each in reversed(committed(directory)):
         if each.step == step:
             return each
@@ -144,15 +144,16 @@ def _last_of(directory: Path, step: int) -> Committed | None:
 
 
 def manifest_of(checkpoint: Committed, data: bytes) -> Manifest:
-    """A checkpoint's manifest from its bytes.
+    """Parse the manifest of a checkpoint.
 
     Raises:
-        CheckpointCorruptError, CheckpointUnsafeError: as `read_manifest`, or it is that of another step.
+        CheckpointCorruptError: as in `read_manifest`, or the manifest has another step than the directory.
+        CheckpointUnsafeError: as in `read_manifest`.
     """
     where = str(checkpoint.path / NAME)
     manifest = read_manifest(data, where)
     if _COMMITTED.fullmatch(checkpoint.path.name) and manifest.step != checkpoint.step:
-        raise CheckpointCorruptError(f"{where} is that of step {manifest.step}, which is not the step of its directory")
+        raise CheckpointCorruptError(f"{where} is of step {manifest.step}, but its directory is of another step")
     return manifest
 
 
@@ -162,42 +163,42 @@ def _step_of(name: str) -> int | None:
 
 
 def partials(directory: Path) -> list[Path]:
-    """Checkpoints that have not been committed: of saves that go on, or that were cut off."""
+    """Directories of saves that are running or were interrupted."""
     return sorted(directory / each.name for each in _entries(directory) if _PARTIAL.fullmatch(each.name))
 
 
 def leftovers(directory: Path) -> list[Path]:
-    """All that saves which were cut off have left."""
+    """All paths that interrupted saves have left."""
     unused = directory / _NEW_LATEST
     return [*partials(directory), *([unused] if os.path.lexists(unused) else [])]
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A save that has begun: where it writes, and what the directory is to be called in the end."""
+    """A save in progress: its temporary directory, and the final name of this directory."""
 
     partial: Path
     final: Path
 
 
 def begin(directory: Path, step: int, overwrite: bool) -> Attempt:
-    """Make the directory that a save writes into.
+    """Make the temporary directory of a save.
 
-    A checkpoint of a step after the latest was never announced, or a run that went back to an earlier step has come
-    past it again: it is replaced without being asked.
+    A checkpoint with a higher step than the latest is replaced even without `overwrite`: either LATEST never named it,
+    or the run was resumed from an earlier step and has now reached this step again.
 
     Raises:
-        ShardConfigValueError: a checkpoint of the step is there, and `overwrite` is not set.
+        ShardConfigValueError: a checkpoint of the step exists, and `overwrite` is not set.
     """
     if _COMMITTED.fullmatch(directory.name) and (directory / NAME).is_file():
-        raise ShardConfigValueError(f"directory: {directory} is itself a checkpoint; give the directory that it is in")
+        raise ShardConfigValueError(f"directory: {directory} is itself a checkpoint; pass its parent directory")
     name = f"step-{step:08d}"
     same = [each.again for each in committed(directory) if each.step == step]
     if same and not overwrite:
         _refuse_again(directory, step)
     final = directory / (f"{name}-{max(same) + 1}" if same else name)
     if os.path.lexists(final):
-        raise ShardConfigValueError(f"step: {final} exists and is no committed checkpoint; move it away, or remove it")
+        raise ShardConfigValueError(f"step: {final} exists and is not a committed checkpoint; move or delete it")
     attempt = Attempt(directory / f".{name}.tmp-{secrets.token_hex(6)}", final)
     files.make_directory(attempt.partial)
     return attempt
@@ -207,19 +208,19 @@ def _refuse_again(directory: Path, step: int) -> None:
     latest = newest(directory)
     if latest is not None and step <= latest.step:
         raise ShardConfigValueError(
-            f"step: {directory} has a checkpoint of step {step} already; save another step, remove it (`prune`), "
-            "or give overwrite=True, which replaces it once the new one is committed"
+            f"step: {directory} already has a checkpoint of step {step}; save another step, delete it (`prune`), or "
+            "pass overwrite=True to replace it when the new one is committed"
         )
 
 
 def commit(attempt: Attempt, manifest: Manifest) -> None:
-    """With all other files on disk: write the manifest, give the directory its name, and let LATEST name it.
+    """Write the manifest, give the directory its final name, and let LATEST name it. All other files must be on disk.
 
-    What needs room on the disk is written before the directory has its name. Where something fails before LATEST names
-    it, it loses the name again.
+    All operations that need disk space come before the rename. If one fails before LATEST names the directory, the
+    rename is undone.
 
     Raises:
-        CheckpointError: the manifest could not be read again.
+        CheckpointError: the manifest could not be loaded again.
     """
     root = attempt.final.parent
     files.write_file(attempt.partial / NAME, _readable(manifest))
@@ -233,14 +234,14 @@ def commit(attempt: Attempt, manifest: Manifest) -> None:
         files.replace(latest, root / LATEST)
     except OSError:
         with contextlib.suppress(OSError):
-            latest.unlink()  # where it is not there, LATEST is the new one already
+            latest.unlink()  # raises if it does not exist: LATEST was already replaced, so keep the checkpoint
             if not os.path.lexists(attempt.partial):
                 attempt.final.rename(attempt.partial)
         raise
 
 
 def _readable(manifest: Manifest) -> bytes:
-    """A manifest's bytes, of which it is certain that they can be read again."""
+    """The bytes of a manifest, after a check that they can be loaded again."""
     data = manifest.to_json()
     try:
         if len(data) > MOST_BYTES:
@@ -249,18 +250,18 @@ def _readable(manifest: Manifest) -> bytes:
                 "as tensors (torch.from_numpy)"
             )
         check(manifest)
-        for values in (manifest.values, manifest.per_rank):  # the user's, which may be nested deeply
+        for values in (manifest.values, manifest.per_rank):  # values of the user, which may be nested too deeply
             json.loads(json.dumps(values))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"this could not be loaded again, and is not committed: {error}") from None
+        raise CheckpointError(f"the checkpoint could not be loaded again, so it is not committed: {error}") from None
     return data
 
 
 def removable(directory: Path, keep: int) -> Iterator[Path]:
-    """What may go: all but the `keep` newest steps and the latest, and saves of a step that was saved again."""
+    """Checkpoints to delete: all except the last saves of the `keep` newest steps, and the latest checkpoint."""
     checkpoints = committed(directory)
     latest = newest(directory)
-    best = {each.step: each for each in checkpoints}  # of each step, the last save
+    best = {each.step: each for each in checkpoints}  # the last save of each step
     kept = {best[step].path for step in sorted(best)[max(len(best) - keep, 0) :]}
     if latest is not None:
         kept.add(latest.path)

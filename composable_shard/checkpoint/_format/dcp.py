@@ -1,8 +1,8 @@
-"""Checkpoints of `torch.distributed.checkpoint`, read without executing anything that is in them.
+"""Read checkpoints of `torch.distributed.checkpoint` without executing any code in them.
 
-`.metadata` is a pickle. Of what it names only the classes that DCP writes are known here, and for each of them stands
-one that holds what it is given, made for this one reading. Tensors are archives of `torch.save`, one after the other in
-`__0_0.distcp` and so on: where their bytes lie is found, and they are read like those of any other checkpoint.
+`.metadata` is a pickle. Only the classes that DCP writes are accepted, and each is replaced by a record class that
+stores the pickled arguments. Tensors are consecutive `torch.save` archives in the files `__0_0.distcp` and so on. This
+module finds the byte range of each tensor, so that it can be read like a tensor of any other checkpoint.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Archive:
     """The archive of one piece of a tensor.
 
     Attributes:
-        begin, end: of its tensor's storage in the file.
-        checksum: CRC-32 of those bytes.
+        begin, end: byte range of the tensor's storage in the file.
+        checksum: CRC-32 of these bytes.
     """
 
     begin: int
@@ -62,14 +62,14 @@ class Archive:
 
 @dataclass
 class Stored:
-    """What a checkpoint holds.
+    """Content of a DCP checkpoint.
 
     Attributes:
-        tensors: by key; the files of their pieces are absolute paths.
-        values: what is no tensor, by key.
-        paths: of each key, the names that lead to it in the state that was saved.
-        archives: by file and begin of a piece.
-        sizes: of the files, in bytes, by path.
+        tensors: tensors by key. The files of their pieces are absolute paths.
+        values: values that are not tensors, by key.
+        paths: path of each key in the saved state.
+        archives: archives, by file and begin of a piece.
+        sizes: size of each file in bytes, by path.
     """
 
     tensors: dict[str, SavedTensor] = field(default_factory=dict)
@@ -80,24 +80,24 @@ class Stored:
 
 
 def read_stored(directory: Path, names: Iterable[str] | None) -> Stored:
-    """Find out where the tensors of a checkpoint lie, and read its other values.
+    """Find the byte ranges of the tensors in a DCP checkpoint, and read all other values.
 
     Args:
-        directory: that holds `.metadata`.
-        names: the entries of the state that are wanted; all, by default.
+        directory: directory with `.metadata`.
+        names: entries of the state to read. None for all.
 
     Raises:
         CheckpointIncompleteError: there is no `.metadata`.
-        CheckpointUnsafeError: a pickle asks for something that no checkpoint needs, a file is a link, or is not of the
-            directory.
-        CheckpointCorruptError: files are missing, or contradict what is said of them.
+        CheckpointUnsafeError: a pickle needs a class that no DCP checkpoint needs, or a file is a link or is outside of
+            the directory.
+        CheckpointCorruptError: files are missing, or do not match the metadata.
     """
     directory = directory.resolve()
     try:
         data = files.read_file(directory / METADATA, _MOST_METADATA)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointIncompleteError(
-            f"{directory} has no {METADATA}: it is no checkpoint of DCP's, or not all of it"
+            f"{directory} has no {METADATA}: it is not a DCP checkpoint, or is incomplete"
         ) from None
     except OSError as error:
         raise CheckpointUnsafeError(f"{directory / METADATA}: {error.strerror}") from None
@@ -108,7 +108,7 @@ def read_stored(directory: Path, names: Iterable[str] | None) -> Stored:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         raise CheckpointCorruptError(
-            f"{directory / METADATA} cannot be understood: {type(error).__name__}: {error}"
+            f"{directory / METADATA} cannot be parsed: {type(error).__name__}: {error}"
         ) from None
 
 
@@ -116,7 +116,7 @@ def read_stored(directory: Path, names: Iterable[str] | None) -> Stored:
 
 
 class _Record:
-    """Stands for an object of DCP's: keeps what it is made with."""
+    """Replaces an object of DCP: stores its arguments and its state."""
 
     state: Any = None
 
@@ -145,23 +145,23 @@ def _unpickled(data: bytes, where: Path) -> Any:
             if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
                 return dtype
             raise CheckpointUnsafeError(
-                f"{where} asks for {module}.{name}, which no checkpoint of DCP's needs; nothing of it was executed"
+                f"{where} asks for {module}.{name}, which no DCP checkpoint needs; no code was executed"
             )
 
         def persistent_load(self, pid: Any) -> Any:
-            raise CheckpointUnsafeError(f"{where} refers to something outside of it: {str(pid)[:200]!r}")
+            raise CheckpointUnsafeError(f"{where} refers to an object outside of the file: {str(pid)[:200]!r}")
 
     try:
         return Unpickler(io.BytesIO(data)).load()
     except CheckpointUnsafeError:
         raise
-    except Exception as error:  # what a damaged pickle raises is not bounded
+    except Exception as error:  # a damaged pickle can raise any exception
         raise CheckpointCorruptError(f"{where} is damaged: {type(error).__name__}: {error}") from None
 
 
 def _state(record: Any, kind: str) -> Any:
     if not isinstance(record, _Record) or type(record).__name__ != kind:
-        raise TypeError(f"a {kind} is expected, and there is a {type(record).__name__}")
+        raise TypeError(f"expected a {kind}, but found a {type(record).__name__}")
     return record.state
 
 
@@ -191,7 +191,7 @@ def _understood(pickled: Any, directory: Path, wanted: set[str] | None) -> Store
 def _path(key: str, planner: Any) -> tuple[str | int, ...]:
     path = (planner or {}).get(key, (key,))
     if not isinstance(key, str) or not path or not all(type(each) in (str, int) for each in path):
-        raise TypeError(f"{key!r} is no name")
+        raise TypeError(f"{key!r} is not a name")
     return tuple(path)
 
 
@@ -202,15 +202,15 @@ def _count(given: Any) -> int:
 
 
 def _place(directory: Path, info: Mapping[str, Any], stored: Stored) -> tuple[Path, int, int]:
-    """File, begin and bytes of an entry."""
+    """Path, begin and length in bytes of an entry."""
     name, begin, length = info["relative_path"], _count(info["offset"]), _count(info["length"])
     if not isinstance(name, str) or _FILE_NAME.fullmatch(name) is None:
         raise CheckpointUnsafeError(
-            f"{directory / METADATA} names a file {str(name)[:200]!r}; DCP's are __0_0.distcp and so on"
+            f"{directory / METADATA} names the file {str(name)[:200]!r}, but DCP names its files __0_0.distcp and so on"
         )
     if info.get("transform_descriptors"):
         raise CheckpointMismatchError(
-            f"{directory / name} is compressed by an extension of DCP, which this library does not know"
+            f"{directory / name} is compressed by an extension of DCP, which this library does not support"
         )
     path = directory / name
     if str(path) not in stored.sizes:
@@ -222,7 +222,7 @@ def _place(directory: Path, info: Mapping[str, Any], stored: Stored) -> tuple[Pa
             raise CheckpointUnsafeError(f"{path} is {error.strerror}") from None
     if begin + length > stored.sizes[str(path)]:
         raise CheckpointCorruptError(
-            f"{path} has {stored.sizes[str(path)]:,} bytes, and {begin + length:,} were written, or more"
+            f"{path} has {stored.sizes[str(path)]:,} bytes, but at least {begin + length:,} were written"
         )
     return path, begin, length
 
@@ -236,9 +236,9 @@ def _value(key: str, place: tuple[Path, int, int]) -> Any:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointUnsafeError(
-            f"{path}: the value {key} asks for more than plain data and was not loaded: {str(error).splitlines()[0]}"
+            f"{path}: the value {key} is more than plain data and was not loaded: {str(error).splitlines()[0]}"
         ) from None
-    except Exception as error:  # what a damaged archive raises is not bounded
+    except Exception as error:  # a damaged archive can raise any exception
         raise CheckpointCorruptError(f"{path}: the value {key} is damaged: {type(error).__name__}: {error}") from None
 
 
@@ -264,12 +264,12 @@ def _tensor(key: str, record: Mapping[str, Any], places: Any, directory: Path, s
         pieces.append(Piece(offsets, sizes, str(place[0]), begin, begin + math.prod(sizes) * dtype.itemsize))
     saved = SavedTensor(dtype, shape, tuple(pieces))
     if not fills(saved):
-        raise ValueError(f"{key}: its pieces do not fill it, or lie on top of each other")
+        raise ValueError(f"{key}: its pieces do not cover it, or overlap")
     return saved
 
 
 class _View(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A file object for a byte range of a file."""
 
     def __init__(self, descriptor: int, begin: int, length: int) -> None:
         self._descriptor, self._begin, self._length, self._at = descriptor, begin, length, 0
@@ -296,7 +296,7 @@ class _View(io.RawIOBase):
 
 
 def _archive(key: str, place: tuple[Path, int, int], dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Archive, int]:
-    """Where the storage of a tensor lies, and at which of its bytes the tensor begins."""
+    """Find the byte range of a tensor's storage, and the offset of the tensor in the storage in bytes."""
     path, begin, length = place
     with files.opened(path) as descriptor:
         view = _View(descriptor, begin, length)
@@ -305,23 +305,23 @@ def _archive(key: str, place: tuple[Path, int, int], dtype: torch.dtype, shape: 
             data, at = _data_in(view)
         except pickle.UnpicklingError as error:
             raise CheckpointUnsafeError(
-                f"{path}: {key} is no tensor alone and was not loaded: {str(error).splitlines()[0]}"
+                f"{path}: {key} is not a plain tensor and was not loaded: {str(error).splitlines()[0]}"
             ) from None
-        except Exception as error:  # what a damaged archive raises is not bounded
+        except Exception as error:  # a damaged archive can raise any exception
             raise CheckpointCorruptError(f"{path}: {key} is damaged: {type(error).__name__}: {error}") from None
     _check_tensor(key, path, tensor, dtype, shape)
     first, size = int(tensor.storage_offset()) * dtype.itemsize, tensor.numel() * dtype.itemsize
     if data.compress_type != zipfile.ZIP_STORED or first + size > data.file_size or at + data.file_size > length:
-        raise CheckpointCorruptError(f"{path}: {key} is damaged: its bytes lie beyond its archive")
+        raise CheckpointCorruptError(f"{path}: {key} is damaged: its bytes are beyond the end of its archive")
     return Archive(begin + at, begin + at + data.file_size, data.CRC), first
 
 
 def _data_in(view: _View) -> tuple[zipfile.ZipInfo, int]:
-    """The entry of an archive that holds a tensor's bytes, and where these begin."""
+    """The archive entry with a tensor's bytes, and the offset of these bytes in the archive."""
     with zipfile.ZipFile(cast(IO[bytes], view)) as archive:
         order = [each for each in archive.namelist() if each.endswith("/byteorder")]
         if order and archive.read(order[0]) != b"little":
-            raise ValueError("its bytes are in another order than this machine's")
+            raise ValueError("its byte order is not little-endian")
         [data] = [each for each in archive.infolist() if each.filename.endswith("/data/0")]
     view.seek(data.header_offset)
     header = view.read(30) or b""
@@ -330,27 +330,27 @@ def _data_in(view: _View) -> tuple[zipfile.ZipInfo, int]:
 
 
 def _check_tensor(key: str, path: Path, tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """See that a tensor is the one that the metadata tells of, and lies as it is read."""
+    """Check that a tensor matches the metadata, and that its bytes are in row-major order."""
     if type(tensor) is not torch.Tensor or tensor.dtype != dtype or tuple(tensor.shape) != shape:
-        raise CheckpointCorruptError(f"{path}: holds another tensor than {key} of dtype {dtype} and shape {shape}")
+        raise CheckpointCorruptError(f"{path}: has another tensor than {key} of dtype {dtype} and shape {shape}")
     if tensor.is_conj() or tensor.is_neg():
         raise CheckpointMismatchError(f"{path}: {key} is a conjugated or negated view; save `resolve_conj()` of it")
     if not tensor.is_contiguous():
-        raise CheckpointMismatchError(f"{path}: {key} does not lie row by row; save it contiguous")
+        raise CheckpointMismatchError(f"{path}: {key} is not contiguous; save `contiguous()` of it")
 
 
 def check(stored: Stored, wanted: Mapping[str, Sequence[tuple[SavedTensor, torch.Tensor]]]) -> int:
-    """Read the pieces that are needed, and compare them with the checksums that their archives have.
+    """Read the needed pieces, and compare them with the checksums in their archives.
 
     Args:
-        stored: of the checkpoint.
-        wanted: by key, what is saved and the tensors to fill with it.
+        stored: content of the checkpoint.
+        wanted: saved tensors and the tensors to fill with them, by key.
 
     Returns:
-        bytes read.
+        The number of bytes read.
 
     Raises:
-        CheckpointCorruptError: some are damaged; it names them.
+        CheckpointCorruptError: pieces are damaged. The message names them.
     """
     needed = {
         (copy.piece.file, copy.piece.begin): key

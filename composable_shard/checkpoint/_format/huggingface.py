@@ -1,6 +1,6 @@
-"""Models as Hugging Face keeps them: files of safetensors, and an index where they are several.
+"""Hugging Face's layout of models: safetensors files, and an index if there are several.
 
-Headers and indices may come from anywhere: everything in them is checked before it is used.
+Headers and indices may come from untrusted sources, so everything in them is checked before use.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .manifest import NAME as MANIFEST
 from .manifest import SAFETENSORS, Piece, SavedTensor
 
 INDEX = ".safetensors.index.json"
-STEMS = ("model", "adapter_model")  # of the files that are looked for first
-_MOST_HEADER = 100_000_000  # bytes; the library safetensors has the same bound
+STEMS = ("model", "adapter_model")  # stems of the default file names
+_MOST_HEADER = 100_000_000  # bytes; the safetensors library has the same limit
 _MOST_INDEX = 1 << 28
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.safetensors", re.ASCII)
 _PART_NAME = re.compile(r".*-[0-9]+-of-[0-9]+\.safetensors", re.ASCII)
@@ -31,11 +31,11 @@ _DTYPES = {name: dtype for dtype, name in SAFETENSORS.items()}
 
 @dataclass(frozen=True)
 class Stored:
-    """What a model's files hold.
+    """Content of a model's files.
 
     Attributes:
-        tensors: by name; the files of their pieces are absolute paths, no links.
-        sizes: of the files, in bytes, by path.
+        tensors: tensors by name. The files of their pieces are absolute paths without links.
+        sizes: size of each file in bytes, by path.
     """
 
     tensors: dict[str, SavedTensor]
@@ -46,13 +46,13 @@ def read_stored(path: Path) -> Stored:
     """Find a model's files and read their headers.
 
     Args:
-        path: a directory, or one file.
+        path: directory, or one file.
 
     Raises:
         CheckpointIncompleteError: there is no such file, or no model in the directory.
-        CheckpointCorruptError: a file is missing, or a header or the index contradicts itself.
-        CheckpointUnsafeError: the index names what is no file of the directory, or a file is a link other than those of
-            Hugging Face's cache.
+        CheckpointCorruptError: a file is missing, or a header or the index is inconsistent.
+        CheckpointUnsafeError: the index names a file outside of the directory, or a file is a link that is not a link
+            of Hugging Face's cache.
     """
     if path.is_dir():
         directory = path.resolve()
@@ -61,20 +61,20 @@ def read_stored(path: Path) -> Stored:
         directory, parts, named = path.parent.resolve(), [path.name], None
         if not path.exists():
             raise CheckpointIncompleteError(
-                f"{path} does not exist; give a directory with safetensors files, or one file"
+                f"{path} does not exist; pass a directory with safetensors files, or one file"
             )
     tensors, sizes = _read_headers(directory, parts, named)
     absent = [key for key in named or () if key not in tensors]
     if absent:
         listed = ", ".join(absent[:5])
-        raise CheckpointCorruptError(f"{directory}: its index names {listed}, and the files have no such tensor")
+        raise CheckpointCorruptError(f"{directory}: its index names {listed}, but the files have no such tensor")
     return Stored(tensors, sizes)
 
 
 def _read_headers(
     directory: Path, parts: Sequence[str], named: dict[str, str] | None
 ) -> tuple[dict[str, SavedTensor], dict[str, int]]:
-    """The tensors of all files, and the files' bytes by path."""
+    """The tensors of all files, and the size of each file in bytes, by path."""
     tensors: dict[str, SavedTensor] = {}
     sizes: dict[str, int] = {}
     for name in parts:
@@ -86,14 +86,14 @@ def _read_headers(
                     f"{Path(tensors[key].pieces[0].file).name} has it, too" if key in tensors else "the index does not"
                 )
                 raise CheckpointCorruptError(
-                    f"{directory / name}: holds {key}, and {where}; files of two exports are mixed"
+                    f"{directory / name}: has {key}, but {where}; files of two exports are mixed"
                 )
             tensors[key] = tensor
     return tensors, sizes
 
 
 def _parts(directory: Path) -> tuple[list[str], dict[str, str] | None]:
-    """The files of a model in a directory, and which of them has which tensor, if there is an index."""
+    """The files of the model in a directory, and the file of each tensor if there is an index."""
     for stem in STEMS:
         if (directory / f"{stem}{INDEX}").exists():
             return _read_index(directory / f"{stem}{INDEX}")
@@ -103,9 +103,9 @@ def _parts(directory: Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 def _only_model(directory: Path) -> tuple[list[str], dict[str, str] | None]:
-    """The files of the one model of a directory in which no file has a usual name."""
+    """The files of the only model in a directory without default file names."""
     if (directory / MANIFEST).exists():
-        raise CheckpointIncompleteError(f"{directory} is a checkpoint of this library; read it by checkpoint.load")
+        raise CheckpointIncompleteError(f"{directory} is a checkpoint of this library; load it with checkpoint.load")
     names = sorted(each.name for each in directory.iterdir())
     indices = [name for name in names if name.endswith(INDEX)]
     whole = [name for name in names if name.endswith(".safetensors") and not _PART_NAME.fullmatch(name)]
@@ -113,9 +113,9 @@ def _only_model(directory: Path) -> tuple[list[str], dict[str, str] | None]:
         return _read_index(directory / indices[0])
     if not indices and len(whole) == 1:
         return whole, None
-    hint = f"; it has {', '.join([*indices, *whole][:5])}: give one of these" if indices or whole else ""
+    hint = f"; it has {', '.join([*indices, *whole][:5])}: pass one of these" if indices or whole else ""
     if any(map(_PART_NAME.fullmatch, names)):
-        hint += "; parts of a model are there, and no index"
+        hint += "; it has parts of a model, but no index"
     raise CheckpointIncompleteError(f"{directory} has neither model.safetensors nor model{INDEX}{hint}")
 
 
@@ -124,25 +124,25 @@ def _read_index(path: Path) -> tuple[list[str], dict[str, str]]:
     try:
         named = json.loads(data)["weight_map"]
         if not isinstance(named, dict) or not named or not all(isinstance(each, str) for each in named.values()):
-            raise ValueError("weight_map must give a file for each tensor")
+            raise ValueError("weight_map must map each tensor to a file name")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{path} is no index of safetensors: {type(error).__name__}: {error}") from None
+        raise CheckpointCorruptError(f"{path} is not a safetensors index: {type(error).__name__}: {error}") from None
     for name in named.values():
         if _FILE_NAME.fullmatch(name) is None:
-            raise CheckpointUnsafeError(f"{path} names a file {name[:200]!r}, which is not of its directory")
+            raise CheckpointUnsafeError(f"{path} names the file {name[:200]!r}, which is not in its directory")
     return list(dict.fromkeys(named.values())), named
 
 
 def _real_file(directory: Path, name: str) -> Path:
-    """A file's own path. A link is followed where it is one of Hugging Face's cache, from snapshots/ID to blobs."""
+    """The path of a file without links. Only a link from snapshots/ID to blobs of Hugging Face's cache is followed."""
     path = directory / name
     if not path.is_symlink():
         return path
     real, cache = path.resolve(), directory.parent.parent
     if directory.parent.name != "snapshots" or real.parent != cache / "blobs":
         raise CheckpointUnsafeError(
-            f"{path} is a link to {real}; links are followed from snapshots/ to blobs/ of Hugging Face's cache alone. "
-            "Give the directory that it leads to"
+            f"{path} is a link to {real}; only links from snapshots/ to blobs/ of Hugging Face's cache are followed. "
+            "Pass the directory of the link's target"
         )
     return real
 
@@ -157,7 +157,7 @@ def _bytes_of(path: Path, most: int) -> bytes:
 
 
 def _read_header(directory: Path, name: str) -> tuple[dict[str, SavedTensor], int, Path]:
-    """A file's tensors, its bytes, and its own path."""
+    """The tensors of a file, its size in bytes, and its path without links."""
     path = _real_file(directory, name)
     try:
         size = files.size_of(path)
@@ -176,16 +176,14 @@ def _read_header(directory: Path, name: str) -> tuple[dict[str, SavedTensor], in
         tensors = {key: _tensor(key, entry, str(path), 8 + length) for key, entry in entries.items()}
         _check(8 + length, size, tensors.items())
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointCorruptError(
-            f"{path}: its header cannot be understood: {type(error).__name__}: {error}"
-        ) from None
+        raise CheckpointCorruptError(f"{path}: its header cannot be parsed: {type(error).__name__}: {error}") from None
     return tensors, size, path
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise ValueError("a name stands in it twice")
+        raise ValueError("it has a name twice")
     return made
 
 
@@ -193,10 +191,10 @@ def _tensor(key: str, entry: dict[str, Any], file: str, first: int) -> SavedTens
     shape = tuple(_count(each) for each in entry["shape"])
     begin, end = (_count(each) for each in entry["data_offsets"])
     if entry["dtype"] not in _DTYPES:
-        raise ValueError(f"{key} has dtype {entry['dtype']!r}; known are {', '.join(_DTYPES)}")
+        raise ValueError(f"{key} has dtype {entry['dtype']!r}; supported dtypes: {', '.join(_DTYPES)}")
     dtype: torch.dtype = _DTYPES[entry["dtype"]]
     if end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{key} of {entry['dtype']} and shape {shape} in {end - begin} bytes")
+        raise ValueError(f"{key} of dtype {entry['dtype']} and shape {shape} cannot have {end - begin} bytes")
     return SavedTensor(dtype, shape, (Piece((0,) * len(shape), shape, file, first + begin, first + end),))
 
 
@@ -207,11 +205,11 @@ def _count(given: Any) -> int:
 
 
 def _check(first: int, size: int, tensors: Iterable[tuple[str, SavedTensor]]) -> None:
-    """See that tensors fill the file from its header to its end, each with bytes of its own."""
+    """Check that the tensors fill the file from its header to its end, without gaps or shared bytes."""
     at = first
     for begin, end, key in sorted((t.pieces[0].begin, t.pieces[0].end, key) for key, t in tensors):
         if begin != at:
-            raise ValueError(f"{key} begins at byte {begin:,}, and what is before it ends at {at:,}")
+            raise ValueError(f"{key} begins at byte {begin:,}, but the tensor before it ends at byte {at:,}")
         at = end
     if at != size:
         raise ValueError(f"its tensors end at byte {at:,} of {size:,}")
@@ -222,7 +220,7 @@ def _check(first: int, size: int, tensors: Iterable[tuple[str, SavedTensor]]) ->
 
 @dataclass(frozen=True)
 class Part:
-    """A file to be written: its name, its header, and the names of its tensors in their order."""
+    """A file to write: its name, its header, and the names of its tensors in order."""
 
     name: str
     header: bytes
@@ -235,16 +233,16 @@ Described = tuple[str, torch.dtype, tuple[int, ...]]  # a tensor's name, dtype a
 def lay_out_parts(
     stem: str, described: Sequence[Described], most: int, metadata: dict[str, str]
 ) -> tuple[list[Part], bytes | None]:
-    """Distribute a model's tensors over files of so many bytes at most, unless one tensor alone has more.
+    """Distribute a model's tensors over files of at most `most` bytes. A larger tensor gets a file of its own.
 
     Args:
-        stem: of the files' names.
-        described: the tensors, in the order of the model.
-        most: bytes of a file's tensors.
-        metadata: for the headers.
+        stem: stem of the file names.
+        described: tensors, in the order of the model.
+        most: maximum bytes of tensors in one file.
+        metadata: metadata for the headers.
 
     Returns:
-        the files, and the index where they are several.
+        The files, and the index if there are several files.
     """
     batches: list[list[Described]] = [[]]
     total = filled = 0
@@ -274,7 +272,7 @@ def _nbytes(described: Described) -> int:
 def _lay_out(name: str, batch: Sequence[Described], metadata: dict[str, str]) -> Part:
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     at = 0
-    ordered = sorted(batch, key=lambda each: -each[1].itemsize)  # so that all lie aligned
+    ordered = sorted(batch, key=lambda each: -each[1].itemsize)  # so that all tensors are aligned
     for each in ordered:
         key, dtype, shape = each
         entries[key] = {"dtype": SAFETENSORS[dtype], "shape": shape, "data_offsets": [at, at := at + _nbytes(each)]}

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds and where, as JSON; everything in it is checked before it is used."""
+"""The manifest of a checkpoint: a JSON file that lists its content. Everything in it is checked before use."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .._io.digests import ALGORITHMS, BLOCK, best, file_checksum
 FORMAT = "composable_shard checkpoint"
 VERSION = 1
 NAME = "manifest.json"
-MOST_BYTES = 1 << 30  # of a manifest
-_MOST = 1 << 62  # of a count
+MOST_BYTES = 1 << 30  # maximum size of a manifest
+_MOST = 1 << 62  # upper bound of a count
 FILE_NAME = re.compile(r"rank-[0-9]{5,9}\.safetensors", re.ASCII)
 
-# How safetensors names the dtypes; those that it does not have are kept as bytes.
+# Names of dtypes in safetensors. Tensors of other dtypes are stored as bytes.
 SAFETENSORS = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -49,12 +49,12 @@ DTYPES |= {name: getattr(torch, name) for name in _OTHERS if hasattr(torch, name
 
 @functools.cache
 def name_of(dtype: torch.dtype) -> str:
-    """A dtype's name, as in "float32"."""
+    """The name of a dtype, for example "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 class Piece(NamedTuple):
-    """A box of a tensor, and the bytes of a file that hold it, row by row."""
+    """A box of a tensor, and the byte range of a file that stores it in row-major order."""
 
     offsets: tuple[int, ...]  # where the box begins in the tensor
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor: global shape, dtype, and the pieces that fill it."""
+    """A saved tensor: its dtype, its global shape, and its pieces."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file: bytes, and the digests of its blocks."""
+    """A saved file: its size in bytes, and the concatenated digests of its blocks."""
 
     size: int
     blocks: bytes
@@ -82,18 +82,18 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of a checkpoint but its tensors' bytes.
+    """Everything in a checkpoint except the bytes of its tensors.
 
     Attributes:
-        step: that it was saved at.
-        identity: of the save; equal in no two of them.
-        ranks: how many have saved it.
-        algorithm: of the checksums: "xxh3", "crc32" or "sha256".
-        files: by name.
-        tensors: by key.
-        aliases: keys under which another key's tensor is known, too, as of tied weights.
-        values: what is no tensor, by the name in the state; trees of JSON, see `_values`.
-        per_rank: the same of what differs by rank: a list with an element for each.
+        step: training step of the save.
+        identity: unique identifier of the save.
+        ranks: number of ranks that saved it.
+        algorithm: algorithm of the checksums: "xxh3", "crc32" or "sha256".
+        files: files by name.
+        tensors: tensors by key.
+        aliases: maps further keys of a tensor (of tied weights) to its key in `tensors`.
+        values: values that are not tensors, by name in the state; JSON trees, see `values.py`.
+        per_rank: values that differ between ranks, by name in the state; a list with one JSON tree for each rank.
     """
 
     step: int
@@ -107,7 +107,7 @@ class Manifest:
     per_rank: dict[str, list[Any]] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
-        """As a file's bytes; the last line is the checksum of what is above it."""
+        """Encode as the bytes of a file. The last line is the checksum of the first line."""
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -140,64 +140,64 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Of all tensors, without what files have around them."""
+        """Total bytes of all tensors, without the headers of files."""
         return sum(math.prod(each.shape) * each.dtype.itemsize for each in self.tensors.values())
 
 
 def read_manifest(data: bytes, where: str) -> Manifest:
-    """The manifest in a file's bytes.
+    """Parse and check the bytes of a manifest file.
 
     Args:
-        data: the bytes.
-        where: the file's path, for errors.
+        data: bytes of the file.
+        where: path of the file, for error messages.
 
     Raises:
-        CheckpointCorruptError: it is no manifest, of another version, not as it was written, or contradicts itself.
-        CheckpointUnsafeError: it names files that are not of this checkpoint.
+        CheckpointCorruptError: the file is not a manifest, has another version, was changed, or is inconsistent.
+        CheckpointUnsafeError: the manifest names files that cannot be part of this checkpoint.
     """
     if data.startswith((b"\x80", b"PK")):
-        raise CheckpointUnsafeError(f"{where} is a pickle, or an archive of pickles; it is not read")
+        raise CheckpointUnsafeError(f"{where} is a pickle, or an archive of pickles, and was not read")
     try:
         body, checksum = _parts(data)
         content = json.loads(body, object_pairs_hook=_once, parse_constant=_no_number)
         if content["format"] != FORMAT:
-            raise CheckpointCorruptError(f"{where} is not the manifest of a checkpoint of composable_shard")
+            raise CheckpointCorruptError(f"{where} is not the manifest of a composable_shard checkpoint")
         if content["version"] != VERSION:
             raise CheckpointCorruptError(
-                f"{where} has version {content['version']!r} of the format and this library reads version {VERSION}; "
-                "use the library that wrote it, or a newer one"
+                f"{where} has format version {content['version']!r}, but this library reads version {VERSION}; use the "
+                "version of the library that wrote it, or a newer one"
             )
         algorithm, block = content["checksums"]["algorithm"], content["checksums"]["block"]
         if algorithm not in ALGORITHMS or block != BLOCK:
             raise ValueError(f"checksums: {algorithm!r} of {block!r} bytes")
         require(algorithm, where)
         if file_checksum(algorithm, body) != checksum:
-            raise CheckpointCorruptError(f"{where}: its checksum is not that of its content; it was changed or damaged")
+            raise CheckpointCorruptError(f"{where}: its checksum does not match its content; it was changed or damaged")
         manifest = _manifest(content, where)
         check(manifest)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
-        raise CheckpointCorruptError(f"{where} cannot be understood: {_spoken(error)}") from None
+        raise CheckpointCorruptError(f"{where} cannot be parsed: {_spoken(error)}") from None
     return manifest
 
 
 def require(algorithm: str, where: str) -> None:
-    """See that the checksums of a file can be made here.
+    """Check that the checksum algorithm of a file is installed.
 
     Raises:
-        CheckpointError: the package is not installed.
+        CheckpointError: its package is not installed.
     """
     if algorithm == "xxh3" and best() != "xxh3":
         raise CheckpointError(
-            f"{where} has checksums of the package xxhash, which is not installed: pip install xxhash"
+            f"{where} has checksums that need the package xxhash, which is not installed: pip install xxhash"
         )
 
 
 def _parts(data: bytes) -> tuple[bytes, str]:
-    """What a manifest says, and the checksum of that."""
+    """The content of a manifest file, and the checksum of this content."""
     begin, middle = b'{"manifest":', data.rfind(b',\n"checksum":"')
     end = re.fullmatch(rb',\n"checksum":"([0-9a-f]{1,64})"}\n', data[max(middle, 0) : max(middle, 0) + 99])
     if not data.startswith(begin) or end is None:
-        raise ValueError("it is cut off, or was never a manifest")
+        raise ValueError("it is truncated, or is not a manifest")
     return data[len(begin) : middle], end[1].decode()
 
 
@@ -205,18 +205,18 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"it says twice what {next(name for name in names if names.count(name) > 1)!r} is")
+        raise ValueError(f"it has the key {next(name for name in names if names.count(name) > 1)!r} twice")
     return content
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def _spoken(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    return f"{error} is not in it" if isinstance(error, KeyError) else f"{error}"
+    return f"{error} is missing" if isinstance(error, KeyError) else f"{error}"
 
 
 def _manifest(content: dict[str, Any], where: str) -> Manifest:
@@ -240,23 +240,23 @@ def _file(name: str, given: Any, algorithm: str, where: str) -> SavedFile:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: {error}") from None
     if given["checksum"] != file_checksum(algorithm, file.blocks):
-        raise ValueError(f"{name}: its checksum is not that of its blocks")
+        raise ValueError(f"{name}: its checksum does not match its blocks")
     return file
 
 
 def _safe(name: Any, where: str, key: str = "") -> None:
     if not isinstance(name, str):
-        raise TypeError(f"{name!r} is no name of a file")
+        raise TypeError(f"{name!r} is not a file name")
     if FILE_NAME.fullmatch(name) is None:
         raise CheckpointUnsafeError(
-            f"{where} names a file {name!r}{key}; a checkpoint has rank-00000.safetensors and so on"
+            f"{where} names the file {name!r}{key}, but files of checkpoints are rank-00000.safetensors and so on"
         )
 
 
 def _tensor(key: str, given: Any, where: str) -> SavedTensor:
     try:
         if given["dtype"] not in DTYPES:
-            raise ValueError(f"this library knows no dtype {given['dtype']!r}")
+            raise ValueError(f"this library does not support dtype {given['dtype']!r}")
         pieces = []
         for file, begin, end, at, shape in given["pieces"]:
             _safe(file, where, f" for {key}")
@@ -284,9 +284,13 @@ def _counts(given: Any) -> tuple[int, ...]:
 
 
 def check(manifest: Manifest) -> None:
-    """See that sizes, pieces and names fit together; a ValueError says what does not."""
+    """Check that sizes, pieces and names are consistent.
+
+    Raises:
+        ValueError: they are not. The message gives the reason.
+    """
     if manifest.ranks < 1:
-        raise ValueError("no ranks have saved it")
+        raise ValueError("the number of ranks is 0")
     width = ALGORITHMS[manifest.algorithm][0]
     for name, file in manifest.files.items():
         if len(file.blocks) != width * math.ceil(file.size / BLOCK):
@@ -294,24 +298,24 @@ def check(manifest: Manifest) -> None:
     _check_tensors(manifest)
     for alias, key in manifest.aliases.items():
         if key not in manifest.tensors or alias in manifest.tensors:
-            raise ValueError(f"{alias} is said to be {key}")
+            raise ValueError(f"{alias} is an alias of {key}, which is no tensor, or is a tensor itself")
     for name, values in manifest.per_rank.items():
         if not isinstance(values, list) or len(values) != manifest.ranks:
-            raise ValueError(f"{name} has values of {len(values)} ranks, and {manifest.ranks} have saved")
+            raise ValueError(f"{name} has values of {len(values)} ranks, but {manifest.ranks} ranks saved")
 
 
 def _check_tensors(manifest: Manifest) -> None:
-    """See that every tensor is there once, in bytes of its own."""
+    """Check that pieces cover every tensor exactly once, and that no two pieces share bytes."""
     used: dict[str, list[tuple[int, int, str]]] = {name: [] for name in manifest.files}
     for key, tensor in manifest.tensors.items():
         for piece in tensor.pieces:
             _check_piece(key, tensor, piece)
             if piece.file not in used or piece.end > manifest.files[piece.file].size:
-                raise ValueError(f"{key}: a piece in bytes {piece.begin} to {piece.end} of {piece.file}")
+                raise ValueError(f"{key}: {piece.file} has no bytes {piece.begin} to {piece.end}")
             if piece.begin < piece.end:
                 used[piece.file].append((piece.begin, piece.end, key))
         if not fills(tensor):
-            raise ValueError(f"{key}: its pieces do not fill it, or lie on top of each other")
+            raise ValueError(f"{key}: its pieces do not cover it, or overlap")
     for name, ranges in used.items():
         for (_, end, key), (begin, _, other) in itertools.pairwise(sorted(ranges)):
             if begin < end:
@@ -319,25 +323,26 @@ def _check_tensors(manifest: Manifest) -> None:
 
 
 def _check_piece(key: str, tensor: SavedTensor, piece: Piece) -> None:
-    """See that a piece lies in its tensor, and has its bytes."""
+    """Check that a piece is inside of its tensor, and has the right number of bytes."""
     if len(piece.offsets) != len(tensor.shape) or len(piece.shape) != len(tensor.shape):
-        raise ValueError(f"{key} has {len(tensor.shape)} dimensions and a piece of it {len(piece.shape)}")
+        raise ValueError(f"{key} has {len(tensor.shape)} dimensions, but a piece of it has {len(piece.shape)}")
     if any(at + size > whole for at, size, whole in zip(piece.offsets, piece.shape, tensor.shape, strict=True)):
-        raise ValueError(f"{key} of shape {tensor.shape} has a piece beyond it")
+        raise ValueError(f"{key} of shape {tensor.shape} has a piece outside of it")
     if piece.end - piece.begin != math.prod(piece.shape) * tensor.dtype.itemsize:
-        raise ValueError(f"{key}: a piece of shape {piece.shape} in {piece.end - piece.begin} bytes")
+        raise ValueError(f"{key}: a piece of shape {piece.shape} cannot have {piece.end - piece.begin} bytes")
 
 
 def fills(tensor: SavedTensor) -> bool:
-    """Whether the pieces of a tensor, none of which lies beyond it, have each of its elements once."""
+    """Whether the pieces of a tensor cover each element exactly once. All pieces must be inside of the tensor."""
     filled = sum(math.prod(piece.shape) for piece in tensor.pieces)
     return filled == math.prod(tensor.shape) and not (len(tensor.pieces) > 1 and _overlap(tensor))
 
 
 def _overlap(tensor: SavedTensor) -> bool:
-    """Whether two pieces share an element. They fill as much as the tensor has, so a gap is an overlap elsewhere.
+    """Whether two pieces share an element. The pieces have as many elements as the tensor, so a gap implies an overlap.
 
-    Pieces are compared with those that begin before they end, in the dimension in which that are the fewest.
+    Pieces are sorted along the dimension with the most distinct offsets. Each piece is compared only with the following
+    pieces that begin before it ends in this dimension.
     """
     pieces = [each for each in tensor.pieces if 0 not in each.shape]
     dim = max(range(len(tensor.shape)), key=lambda dim: len({each.offsets[dim] for each in pieces}))

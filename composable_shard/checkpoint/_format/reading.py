@@ -1,4 +1,4 @@
-"""Reading: which bytes of which files a rank needs, whether they are as they were written, and where they go."""
+"""Read tensors: find the byte ranges that a rank needs, verify them, and copy them into the tensors."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .._io.digests import BLOCK, digest
 from .boxes import Box, boxes_of
 from .manifest import MOST_BYTES, NAME, Manifest, Piece, SavedTensor
 
-_MOST_OPEN = 128  # files of a checkpoint that are kept open between check and copy
-_AT_ONCE = 1 << 23  # bytes that are read at once where they do not go straight to where they are wanted
+_MOST_OPEN = 128  # files that stay open between check and copy
+_AT_ONCE = 1 << 23  # bytes per read through a buffer, if bytes cannot be read directly into the tensor
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Part of a saved piece, and the part of a tensor that it fills.
+    """A part of a saved piece, and the part of a tensor that it fills.
 
     Attributes:
-        piece: the saved one.
-        dtype: of its elements.
-        source: begin and size of the part in the piece, by dimension.
-        destination: the memory to fill, of the same shape.
+        piece: the saved piece.
+        dtype: dtype of the saved piece.
+        source: begin and size of the part in the piece, for each dimension.
+        destination: memory to fill, of the same shape as the part.
     """
 
     piece: Piece
@@ -40,7 +40,7 @@ class Copy:
     destination: torch.Tensor
 
     def bytes(self) -> tuple[int, int]:
-        """From the first byte in the file to the last one, and what lies between the part's rows."""
+        """The byte range in the file, from the part's first to its last byte, including bytes between its rows."""
         first, last, stride = 0, 0, self.dtype.itemsize
         for (begin, size), extent in zip(reversed(self.source), reversed(self.piece.shape), strict=True):
             first += begin * stride
@@ -50,7 +50,7 @@ class Copy:
 
 
 def copies_for(saved: SavedTensor, box: Box) -> Iterator[Copy]:
-    """What must be read to fill a box of a tensor."""
+    """Yield the copies that fill a box of a tensor."""
     for piece in saved.pieces:
         if (part := _common(piece, box)) is not None:
             source, destination = part
@@ -58,7 +58,7 @@ def copies_for(saved: SavedTensor, box: Box) -> Iterator[Copy]:
 
 
 def _apart(copy: Copy) -> Iterator[Copy]:
-    """A part as it is, or, where other bytes lie between its rows, and many, row by row."""
+    """Split a copy into rows if there are many other bytes between its rows."""
     begin, end = copy.bytes()
     dim = next((dim for dim, (_, size) in enumerate(copy.source) if size > 1), None)
     if dim is None or end - begin - copy.destination.numel() * copy.dtype.itemsize < BLOCK:
@@ -86,14 +86,14 @@ def _common(piece: Piece, box: Box) -> tuple[tuple[tuple[int, int], ...], torch.
 
 
 class Reader:
-    """Reads what one rank wants of a checkpoint.
+    """Reads the tensors that one rank needs from a checkpoint.
 
-    As a context it keeps the files open that it has checked, so that what is copied is what was checked, even if the
-    checkpoint is removed meanwhile.
+    As a context manager, it keeps the checked files open until the copy. So it copies the bytes that it has checked,
+    even if the checkpoint is deleted in between.
 
     Attributes:
-        bytes_checked: how many bytes were read to see that they are as they were written.
-        bytes_copied: how many were read to fill tensors.
+        bytes_checked: bytes read to verify them.
+        bytes_copied: bytes read to fill tensors.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -118,11 +118,11 @@ class Reader:
 
     @property
     def bytes_read(self) -> int:
-        """How many bytes were read in all."""
+        """Total bytes read."""
         return self.bytes_checked + self.bytes_copied
 
     def want(self, wanted: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """Ask for tensors by key."""
+        """Request tensors by key."""
         for key, tensors in wanted.items():
             for tensor in tensors:
                 for box in boxes_of(key, tensor):
@@ -131,19 +131,19 @@ class Reader:
             copies.sort(key=lambda copy: copy.piece.begin)
 
     def want_box(self, key: str, box: Box) -> None:
-        """Ask for a box of a tensor."""
+        """Request a box of a tensor."""
         for copy in copies_for(self._manifest.tensors[key], box):
             self._copies.setdefault(copy.piece.file, []).append(copy)
 
     def check(self, digests: bool) -> None:
-        """See that the files are there with their sizes, and what is wanted of them as it was written.
+        """Check that the needed files exist and are intact.
 
         Args:
-            digests: read all that is wanted and compare it with its checksums; otherwise sizes alone are looked at.
+            digests: read the needed blocks and compare them with their checksums. Otherwise check only file sizes.
 
         Raises:
-            CheckpointCorruptError: they are not; it names every file that is not.
-            CheckpointUnsafeError: one is a link.
+            CheckpointCorruptError: files are missing or damaged. The message names every such file.
+            CheckpointUnsafeError: a file is a link.
         """
         problems = []
         for name, copies in self._copies.items():
@@ -166,7 +166,7 @@ class Reader:
         return _damage(descriptor, path, self._manifest, ranges)
 
     def copy(self) -> None:
-        """Fill the tensors."""
+        """Fill the requested tensors."""
         buffer = memoryview(b"")
         for name, copies in self._copies.items():
             with contextlib.ExitStack() as stack:
@@ -195,7 +195,7 @@ class Reader:
 
 
 def _is_rows(copy: Copy) -> bool:
-    """Whether the part's bytes lie one after the other in the file."""
+    """Whether the part's bytes are contiguous in the file."""
     begin, end = copy.bytes()
     count = copy.dtype.itemsize
     for _, size in copy.source:
@@ -204,7 +204,7 @@ def _is_rows(copy: Copy) -> bool:
 
 
 def _in_slices(copy: Copy) -> Iterator[tuple[Copy, int]]:
-    """A part in slices of its first dimension that are read at once, each with its first byte in the file."""
+    """Split a part along its first dimension into slices of about `_AT_ONCE` bytes, with their offsets in the file."""
     begin, end = copy.bytes()
     rows = copy.source[0][1] if copy.source else 1
     each = max(1, rows * _AT_ONCE // max(end - begin, 1))
@@ -221,7 +221,7 @@ def _in_slices(copy: Copy) -> Iterator[tuple[Copy, int]]:
 
 
 def _strided(data: torch.Tensor, copy: Copy, first: int) -> torch.Tensor:
-    """The elements of a part within the bytes from its first to its last one."""
+    """View the elements of a part in the bytes of its byte range."""
     itemsize = copy.dtype.itemsize
     strides, stride = [], 1
     for extent in reversed(copy.piece.shape):
@@ -236,12 +236,12 @@ def _read_into(descriptor: int, view: memoryview, at: int, path: Path) -> None:
     while len(view):
         count = files.read_into(descriptor, view, at, path)
         if count == 0:
-            raise CheckpointCorruptError(f"{path} has ended at byte {at:,} while it was read")
+            raise CheckpointCorruptError(f"{path} ended at byte {at:,} during a read")
         view, at = view[count:], at + count
 
 
 def _blocks(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges of blocks that hold ranges of bytes, which come in the order of the file."""
+    """The ranges of blocks that contain the given byte ranges, in the order of the file, merged if they overlap."""
     blocks: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         first, last = begin // BLOCK, -(-end // BLOCK)
@@ -253,26 +253,26 @@ def _blocks(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def manifest_bytes(path: Path) -> bytes:
-    """The manifest's bytes of a checkpoint."""
+    """Read the bytes of a checkpoint's manifest."""
     try:
         return files.read_file(path / NAME, MOST_BYTES)
     except FileNotFoundError:
-        raise CheckpointIncompleteError(f"{path} has no {NAME}: it is no checkpoint, or was not committed") from None
+        raise CheckpointIncompleteError(f"{path} has no {NAME}: it is not a checkpoint, or is not committed") from None
     except OSError as error:
         kind = CheckpointUnsafeError if error.errno in _UNSAFE or error.errno == errno.EFBIG else CheckpointCorruptError
         raise kind(f"{path / NAME} cannot be read: {error.strerror or error}") from None
 
 
 def file_problem(path: Path, manifest: Manifest, ranges: Sequence[tuple[int, int]] | None = None) -> tuple[str, int]:
-    """What is wrong with a file, or "", and how many bytes of it were read.
+    """Check a file. Returns a description of the problem or "", and the number of bytes read.
 
     Args:
-        path: of the file.
-        manifest: of its checkpoint.
-        ranges: of the blocks that are read and compared with their digests; all, by default.
+        path: path of the file.
+        manifest: manifest of its checkpoint.
+        ranges: ranges of blocks to compare with their digests. None for all blocks.
 
     Raises:
-        CheckpointUnsafeError: it is a link, or no ordinary file.
+        CheckpointUnsafeError: the file is a link, or not a regular file.
     """
     try:
         with files.opened(path) as descriptor:
@@ -285,9 +285,9 @@ _UNSAFE = {errno.ELOOP: "a symbolic link", errno.EINVAL: "not an ordinary file",
 
 
 def _not_opened(path: Path, error: OSError) -> str:
-    """Why a file cannot be opened, in words."""
+    """Describe why a file cannot be opened."""
     if error.errno in _UNSAFE:
-        raise CheckpointUnsafeError(f"{path} is {_UNSAFE[error.errno]}, which a checkpoint does not have") from None
+        raise CheckpointUnsafeError(f"{path} is {_UNSAFE[error.errno]}, which no checkpoint contains") from None
     if error.errno == errno.ENOENT:
         return f"{path} is missing"
     return f"{path} cannot be read: {error.strerror or error}"
@@ -296,11 +296,11 @@ def _not_opened(path: Path, error: OSError) -> str:
 def _damage(
     descriptor: int, path: Path, manifest: Manifest, ranges: Sequence[tuple[int, int]] | None
 ) -> tuple[str, int]:
-    """What is wrong with an open file, or "", and how many bytes of it were read."""
+    """Check an open file. Returns a description of the problem or "", and the number of bytes read."""
     saved = manifest.files[path.name]
     size = os.fstat(descriptor).st_size
     if size != saved.size:
-        return f"{path} has {size:,} bytes, and {saved.size:,} were written", 0
+        return f"{path} has {size:,} bytes, but {saved.size:,} were written", 0
     width = len(digest(manifest.algorithm, b""))
     buffer = files.buffer(min(BLOCK, size))
     read = 0
@@ -320,7 +320,7 @@ def _damage(
 
 
 def _keys(manifest: Manifest, name: str, block: int) -> str:
-    """The tensors that a block of a file holds, in words."""
+    """Names of the tensors in a block of a file."""
     begin, end = block * BLOCK, (block + 1) * BLOCK
     keys = [
         key

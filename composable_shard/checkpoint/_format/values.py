@@ -1,7 +1,7 @@
-"""Python's plain data as JSON and back, to the bit; tensors are taken out and kept by key.
+"""Encode plain Python data as JSON and decode it, bit for bit. Tensors are replaced by their keys.
 
-Numbers, strings, None, lists and dictionaries of strings are themselves. Everything else is a dictionary whose key "$"
-names what it is. Nothing is ever pickled: what is not listed here is refused by name.
+Numbers, strings, None, lists, and dictionaries with string keys are stored as they are. Every other type is stored as a
+dictionary whose key "$" names the type. Nothing is ever pickled: a type that is not listed here is an error.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import torch
 from ..._errors import CheckpointMismatchError, ShardConfigTypeError
 from .manifest import DTYPES, name_of
 
-Keep = Callable[[str, torch.Tensor], None]  # is given a tensor and its key
-Fetch = Callable[[str, Any], Any]  # gives the tensor of a key, for what is there now, or None; fills a generator
-_NUMBERS = re.compile(r"[<>|=]?[biufc][0-9]{1,2}", re.ASCII)  # how NumPy names the dtypes of arrays that are saved
+Keep = Callable[[str, torch.Tensor], None]  # called with a tensor's key and the tensor
+Fetch = Callable[[str, Any], Any]  # called with a key and the present value or None; returns the tensor or generator
+_NUMBERS = re.compile(r"[<>|=]?[biufc][0-9]{1,2}", re.ASCII)  # NumPy's names of the dtypes of arrays that are saved
 
 
 def encode(value: Any, key: str, keep: Keep) -> Any:
-    """A value as JSON.
+    """Encode a value as JSON.
 
     Args:
-        value: numbers, strings, bytes, None, tensors, NumPy's arrays and scalars, dtypes, generators, and lists,
-            tuples, sets and dictionaries of those.
-        key: of the value, from which those of its parts are made.
-        keep: is called with every tensor that is found.
+        value: numbers, strings, bytes, None, tensors, NumPy arrays and scalars, dtypes, generators, and lists, tuples,
+            sets and dictionaries of these.
+        key: key of the value. Keys of its parts begin with it.
+        keep: called with every tensor in the value.
 
     Raises:
-        ShardConfigTypeError: something in it cannot be saved without pickle.
+        ShardConfigTypeError: a part of the value cannot be saved without pickle.
     """
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
@@ -51,9 +51,9 @@ def encode(value: Any, key: str, keep: Keep) -> Any:
     tagged = _tagged(value, key, keep)
     if tagged is None:
         raise ShardConfigTypeError(
-            f"{key} is a {type(value).__module__}.{type(value).__qualname__}: checkpoints hold no pickled objects; "
-            "give its state as numbers, strings, bytes, tensors, lists and dictionaries, or give it state_dict and "
-            "load_state_dict methods that do so"
+            f"{key} is a {type(value).__module__}.{type(value).__qualname__}: checkpoints store no pickled objects; "
+            "save its state as numbers, strings, bytes, tensors, lists and dictionaries, or add state_dict and "
+            "load_state_dict methods to its class"
         )
     return tagged
 
@@ -101,7 +101,7 @@ def _encode_generator(value: torch.Generator, key: str, keep: Keep) -> dict[str,
 
 
 def _encode_numpy(value: Any, key: str, keep: Keep) -> dict[str, Any] | None:
-    """An array, or a scalar, whose shape is None."""
+    """Encode an array, or a scalar with shape None."""
     if value.dtype.kind not in "biufc":
         return None
     shape = list(value.shape) if isinstance(value, np.ndarray) else None
@@ -112,7 +112,7 @@ def _encode_numpy(value: Any, key: str, keep: Keep) -> dict[str, Any] | None:
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size}
 _PAIRS: dict[str, Callable[[Any], Any]] = {"dict": dict, "counter": collections.Counter}
 _Encoder = Callable[[Any, str, Keep], dict[str, Any] | None]
-_ENCODERS: dict[type, _Encoder] = {  # by the very type: the class of a named tuple would have to be found by name
+_ENCODERS: dict[type, _Encoder] = {  # exact types only: to load a named tuple, its class would have to be imported
     tuple: functools.partial(_encode_items, "tuple"),
     set: functools.partial(_encode_items, "set"),
     frozenset: functools.partial(_encode_items, "frozenset"),
@@ -121,7 +121,7 @@ _ENCODERS: dict[type, _Encoder] = {  # by the very type: the class of a named tu
     collections.OrderedDict: functools.partial(_encode_pairs, "dict"),
     collections.Counter: functools.partial(_encode_pairs, "counter"),
 }
-_BASES: dict[type, _Encoder] = {  # the first that fits: NumPy's bytes are bytes, its complex numbers are NumPy's
+_BASES: dict[type, _Encoder] = {  # the first match counts: np.bytes_ is encoded as bytes, np.complex128 as NumPy
     bytes: _encode_bytes,
     bytearray: _encode_bytes,
     np.generic: _encode_numpy,
@@ -134,15 +134,16 @@ _BASES: dict[type, _Encoder] = {  # the first that fits: NumPy's bytes are bytes
 
 
 def decode(saved: Any, now: Any, fetch: Fetch) -> Any:
-    """The value that a tree of JSON stands for.
+    """Decode a JSON tree.
 
     Args:
-        saved: what `encode` has made.
-        now: what is there at present, or None: tensors that fit are filled where they are, and so are generators.
-        fetch: gives the tensor of a key; with a generator it fills that one, or another one, and gives it.
+        saved: result of `encode`.
+        now: present value, or None. Its matching tensors and its generators are filled in place.
+        fetch: returns the tensor of a key. If its second argument is a generator, it restores the saved state in it or
+            in another generator, and returns this generator.
 
     Raises:
-        CheckpointMismatchError: the tree has something that this library does not know.
+        CheckpointMismatchError: the tree has a type that this library does not support.
     """
     if isinstance(saved, list):
         known = now if isinstance(now, (list, tuple)) and len(now) == len(saved) else [None] * len(saved)
@@ -158,7 +159,7 @@ def decode(saved: Any, now: Any, fetch: Fetch) -> Any:
     except CheckpointMismatchError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise CheckpointMismatchError(f"a value of kind {kind!r} cannot be read: {error}") from None
+        raise CheckpointMismatchError(f"a value of type {kind!r} cannot be read: {error}") from None
     return made
 
 
@@ -177,7 +178,7 @@ def _made(kind: Any, saved: dict[str, Any], now: Any, fetch: Fetch) -> Any:
         return _decode_numpy(saved)
     if kind in _DECODERS:
         return _DECODERS[kind](saved["value"])
-    raise ValueError("this library does not know it; a newer one may")
+    raise ValueError("this version of the library does not support it; a newer one may")
 
 
 def _decode_numpy(saved: dict[str, Any]) -> Any:

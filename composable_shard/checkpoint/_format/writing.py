@@ -1,8 +1,8 @@
-"""The file of one rank: a file of safetensors, laid out before anything is written and then written as a stream.
+"""Write the file of one rank: a safetensors file that is laid out first and then written as a stream.
 
-Its header tells torch's `HuggingFaceStorageReader` where each piece lies in its tensor, so that
-`torch.distributed.checkpoint.load` reads these files, too. The library `safetensors` would need all tensors as one
-block of bytes; here one piece at a time is in memory beside what the model holds.
+The header has the offsets of each piece in its tensor for torch's `HuggingFaceStorageReader`, so
+`torch.distributed.checkpoint.load` can read these files, too. The `safetensors` library would need all tensors in one
+block of bytes. This module needs memory for one piece at a time, in addition to the model.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .._io.writer import write_stream
 from .boxes import Box
 from .manifest import SAFETENSORS, Piece, SavedFile
 
-_ALIGNED = 64  # bytes at a multiple of which each tensor begins that has a multiple of as many
-_SPLIT = 1 << 18  # bytes of a tensor that is worth several threads
+_ALIGNED = 64  # bytes; a tensor whose size is a multiple of this begins at a multiple of it
+_SPLIT = 1 << 18  # bytes; larger tensors are copied by several threads
 
 
 @dataclass(frozen=True)
 class Laid:
-    """A box of a tensor, with its place in the file."""
+    """A box of a tensor, and its byte range in the file."""
 
     key: str
     box: Box
@@ -38,7 +38,7 @@ class Laid:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A file before it is written: its header, its tensors in their order, its bytes in all."""
+    """The layout of a file: its name, its header, its tensors in order, and its size in bytes."""
 
     name: str
     header: bytes
@@ -46,17 +46,17 @@ class FileLayout:
     size: int
 
     def pieces(self) -> Iterator[tuple[str, Piece]]:
-        """Key and piece of each tensor in it."""
+        """Yield key and piece of each box in the file."""
         for part in self.parts:
             yield part.key, Piece(part.box.offsets, part.box.shape, self.name, part.begin, part.end)
 
 
 def lay_out(name: str, boxes: Sequence[tuple[str, Box]]) -> FileLayout:
-    """Give boxes of tensors their places in a file.
+    """Lay out boxes of tensors in a file.
 
     Args:
-        name: of the file.
-        boxes: key and box; several boxes may have one key.
+        name: name of the file.
+        boxes: keys and boxes. Several boxes may have the same key.
     """
     entries: dict[str, dict[str, object]] = {}
     offsets: dict[str, dict[str, object]] = {}
@@ -80,8 +80,11 @@ def lay_out(name: str, boxes: Sequence[tuple[str, Box]]) -> FileLayout:
 
 
 def _turn(keyed: tuple[str, Box]) -> tuple[bool, int]:
-    """Where in a file a box comes: those that leave the next one aligned first, then the larger elements, whose size
-    is a multiple of that of smaller ones."""
+    """Sort key of a box in its file. It keeps tensors aligned.
+
+    Boxes that leave the next one aligned come first. Within both groups, larger elements come first, because their
+    size is a multiple of the size of smaller elements.
+    """
     local = keyed[1].local
     return local.nbytes % _ALIGNED != 0, -local.element_size()
 
@@ -89,18 +92,18 @@ def _turn(keyed: tuple[str, Box]) -> tuple[bool, int]:
 def _described(local: torch.Tensor) -> dict[str, object]:
     if local.dtype in SAFETENSORS:
         return {"dtype": SAFETENSORS[local.dtype], "shape": list(local.shape)}
-    return {"dtype": "U8", "shape": [*local.shape, local.element_size()]}  # a dtype that safetensors has no name for
+    return {"dtype": "U8", "shape": [*local.shape, local.element_size()]}  # safetensors does not support the dtype
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes, row by row: its own memory where it is a dense one of the CPU, else those of a copy."""
+    """The bytes of a tensor in row-major order: a view of its memory if it is contiguous on the CPU, else a copy."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     plain = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
     return memoryview(plain.numpy())  # type: ignore[arg-type]
 
 
 def stream(layout: FileLayout) -> Iterator[memoryview]:
-    """A file's bytes in their order, small tensors together; what is given holds until the next is asked for."""
+    """Yield the bytes of a file in order, with small tensors combined. Each view is valid until the next one."""
     buffer, filled = memoryview(bytearray(min(BLOCK, layout.size))), 0
     tensors = (bytes_of(part.box.local) for part in layout.parts)
     for data in itertools.chain([memoryview(layout.header)], tensors):
@@ -122,13 +125,13 @@ def stream(layout: FileLayout) -> Iterator[memoryview]:
 def write(
     file: NewFile, data: Iterable[memoryview], algorithm: str, tell: Callable[[int], None] | None = None
 ) -> SavedFile:
-    """Write a file as a whole, so that it is on disk, and give its size and digests; `tell` hears how far it is."""
+    """Write a file, flush it to disk, and return its size and digests. `tell` is called with the bytes written."""
     return SavedFile(*write_stream(file, data, algorithm, tell))
 
 
 @torch.no_grad()
 def stage(layout: FileLayout, memory: mmap.mmap) -> None:
-    """Copy a file's bytes into memory as they are at this moment; when it returns, the tensors may change."""
+    """Copy the bytes of a file into memory. The tensors may change after this returns."""
     memory[: len(layout.header)] = layout.header
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     begin, devices = whole.data_ptr(), set()
@@ -136,7 +139,7 @@ def stage(layout: FileLayout, memory: mmap.mmap) -> None:
     for part in layout.parts:
         local, size = part.box.local, part.end - part.begin
         dense = local.is_cpu and local.is_contiguous() and not local.is_conj() and not local.is_neg()
-        if dense and size <= split:  # half of the time of `copy_`, which uses all threads for large ones
+        if dense and size <= split:  # takes half the time of `copy_`, which uses all threads for large tensors
             ctypes.memmove(begin + part.begin, local.data_ptr(), size)
         else:
             whole[part.begin : part.end].view(local.dtype).view(local.shape).copy_(local, non_blocking=True)

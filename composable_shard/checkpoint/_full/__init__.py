@@ -1,1 +1,1 @@
-"""Full tensors: taken out of sharded models and optimizers, and put into them."""
+"""Gather full tensors from sharded models and optimizers, and load them back."""

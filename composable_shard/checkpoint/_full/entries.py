@@ -1,4 +1,4 @@
-"""What each tensor of a state dict is: hooks rename parameters and buffers, remove them, and make others of them."""
+"""Identify each tensor of a state dict. Hooks may rename, remove or replace parameters and buffers in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from .names import plain_name
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters by name, tied ones under each: those that optimizers have, also while unsharded ones are shown."""
+    """The parameters that optimizers have, by name; tied ones under each name.
+
+    These are the sharded parameters, even while modules have the unsharded ones installed.
+    """
     sharded = {
         id(state.entries.installed(index)): param.sharded
         for state in states_with_parameters_in(model)
@@ -34,7 +37,7 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class Source(NamedTuple):
-    """A parameter or a buffer of a model, and all names that the model has for it."""
+    """A parameter or a buffer of a model, and all its names in the model."""
 
     names: list[str]
     tensor: torch.Tensor
@@ -45,13 +48,14 @@ class Entry(NamedTuple):
     """A tensor of a state dict.
 
     Attributes:
-        name: its key, without the parts that wrappers add.
-        key: in the state dict.
-        value: detached.
-        first: the first name in the state dict of the same tensor; another one than `name` if weights are tied.
-        source: the parameter or buffer that it is, under whatever name; None if a hook has made it.
-        aliases: whether it has the memory of a parameter or a buffer of the model, but is not the one of its name, nor
-            one that was renamed: a view that a hook has made, or a name that another parameter has in the model.
+        name: its key without the parts that wrappers add.
+        key: its key in the state dict.
+        value: the tensor, detached.
+        first: first name of the same tensor in the state dict. It differs from `name` if weights are tied.
+        source: the parameter or buffer that it is, under any name. None if a hook has made it.
+        aliases: whether it shares memory with a parameter or a buffer of the model without being that tensor, possibly
+            renamed. Examples are a view that a hook has made, and a name that belongs to another parameter in the
+            model.
     """
 
     name: str
@@ -63,19 +67,19 @@ class Entry(NamedTuple):
 
     @property
     def is_extra(self) -> bool:
-        """Whether `get_extra_state` gave it."""
+        """Whether `get_extra_state` returned it."""
         return self.name.rpartition(".")[2] == "_extra_state"
 
 
 @dataclass(frozen=True)
 class Entries:
-    """All that a model's state dict has.
+    """Content of a model's state dict.
 
     Attributes:
-        tensors: by name, in the order of the state dict.
-        others: what is no tensor (`get_extra_state`), by key.
-        order: the keys of both, each name once.
-        metadata: that of the state dict.
+        tensors: tensors by name, in the order of the state dict.
+        others: values that are not tensors (`get_extra_state`), by key.
+        order: keys of both, each name once.
+        metadata: metadata of the state dict.
     """
 
     tensors: dict[str, Entry]
@@ -89,19 +93,19 @@ class Entries:
         return {name: self.tensors[name].value if name in self.tensors else self.others[key] for key, name in names}
 
     def make_integers(self) -> bool:
-        """Whether hooks have made tensors of integers, as those that quantize do."""
+        """Whether hooks have made integer tensors, for example to quantize weights."""
         made = (each.value for each in self.tensors.values() if each.source is None and not each.is_extra)
         return any(not (value.is_floating_point() or value.is_complex()) for value in made)
 
     @classmethod
     def of(cls, model: nn.Module) -> Entries:
-        """Ask a model for them. Its parameters are sharded then.
+        """Read the state dict of a model. Its parameters are sharded afterwards.
 
         Raises:
-            CheckpointError: two keys differ only by what wrappers add, and have different values.
+            CheckpointError: two keys differ only in the parts that wrappers add, but have different values.
         """
         for shard_state in states_with_parameters_in(model):
-            shard_state.show_sharded()  # hooks, and get_extra_state, see the same on all ranks
+            shard_state.show_sharded()  # so that hooks and get_extra_state see the same parameters on all ranks
         with torch.no_grad():
             state = model.state_dict()  # torch's FSDP2 reshards now
         names = {key: plain_name(key) for key in state}
@@ -114,8 +118,8 @@ class Entries:
             same = id(value) if source is None else id(source.tensor)
             if seen.setdefault(name, same) != same:
                 raise CheckpointError(
-                    f"{key}: the state dict of the model has two values of the name {name}; have its hooks give each "
-                    "a name of its own"
+                    f"{key}: the state dict of the model has two values of the name {name}; change its hooks so that "
+                    "each value has a different name"
                 )
             if name in entries.tensors:
                 continue
@@ -129,11 +133,11 @@ class Entries:
 
 
 class _Sources:
-    """The parameters and buffers of a model, found by the values of its state dict.
+    """Finds the parameter or buffer of a model for each value of its state dict.
 
     Args:
         model: the model.
-        names: all names in its state dict.
+        names: all names in the state dict.
     """
 
     def __init__(self, model: nn.Module, names: Collection[str]) -> None:
@@ -146,13 +150,13 @@ class _Sources:
             self._own[name] = source
 
     def of(self, name: str, value: torch.Tensor) -> Source | None:
-        """The parameter or buffer that a value is; None if a hook has made it."""
+        """The parameter or buffer of a value; None if a hook has made the value."""
         own = self._own.get(name)
         if own is not None and _is_same(own.tensor, value):
             return own
         memory = memory_of(value)
         sources = [] if memory is None else self._by_memory.get(memory, [])
-        # of several parameters of one memory, one that the state dict does not have under its own name
+        # If several parameters share the memory, prefer one that is not in the state dict under its own name.
         absent = (each for each in sources if self._names.isdisjoint(each.names))
         return next(absent, sources[0] if sources else None)
 
@@ -185,19 +189,19 @@ def _held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def _is_same(own: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a value of a state dict is the model's own tensor of its name, and not one that a hook has made of it."""
+    """Whether a value of a state dict is the model's own tensor, and not a tensor that a hook has made from it."""
     if own is value:
         return True
     memory = memory_of(own)
-    if memory is None:  # nothing tells them apart but what they are
+    if memory is None:  # without a memory key, compare only type, shape and dtype
         return (type(own), own.shape, own.dtype) == (type(value), value.shape, value.dtype)
     return memory == memory_of(value)
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """What a tensor and its `detach()` have in common and no other tensor has; None if that cannot be told.
+    """A key that is equal for a tensor and its `detach()` and differs for all other tensors; None if there is none.
 
-    It ends with the storage, or with that of each inner tensor of a subclass.
+    It ends with the id of the storage or, for a subclass, with the keys of its inner tensors.
     """
     layout: tuple[Any, ...] = (tuple(tensor.shape), tensor.dtype)
     if isinstance(tensor, DTensor):
@@ -223,7 +227,7 @@ def _storages(memory: tuple[Any, ...]) -> Iterator[int]:
 
 
 def are_alike(value: Any, other: Any) -> bool:
-    """Whether this rank has the same of both, except for what hooks lose by rounding when they convert back."""
+    """Whether two values are equal on this rank, except for the rounding errors of hooks that convert dtypes."""
     if not (isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)):
         return repr(value) == repr(other)
     one, two = (local_tensor(each) if isinstance(each, DTensor) else each for each in (value, other))
@@ -235,7 +239,7 @@ def are_alike(value: Any, other: Any) -> bool:
 
 
 def _are_close(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype, of real or complex numbers, differ by a few units in the last place at most."""
+    """Whether two floating-point or complex tensors of one dtype differ by at most a few units in the last place."""
     close = 4 * torch.finfo(one.dtype).eps
     one, two = (each.detach().to(torch.complex128 if each.is_complex() else torch.float64) for each in (one, two))
     return torch.allclose(one, two, rtol=close, atol=close * float(two.abs().max().nan_to_num(0)), equal_nan=True)

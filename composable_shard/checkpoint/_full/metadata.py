@@ -1,4 +1,4 @@
-"""The metadata of state dicts: the version of each module, by which `load_state_dict` converts states of older ones."""
+"""Metadata of state dicts: module versions, which `load_state_dict` uses to convert states of older versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ASSIGNS = "assign_to_params_buffers"
 
 
 def metadata_of(state: object) -> Metadata | None:
-    """The metadata of a state dict, by names of modules without the parts that wrappers add; None if it has none."""
+    """The metadata of a state dict by module name, without the parts that wrappers add; None if it has no metadata."""
     given = getattr(state, "_metadata", None)
     if not isinstance(given, Mapping):
         return None
@@ -24,12 +24,12 @@ def metadata_of(state: object) -> Metadata | None:
     # its entry, since the wrapped module converts states.
     metadata = OrderedDict((plain_name(key), dict(each)) for key, each in given.items() if isinstance(each, Mapping))
     for each in metadata.values():
-        each.pop(_ASSIGNS, None)  # `load_state_dict(assign=True)` leaves it in the dict that it was given
+        each.pop(_ASSIGNS, None)  # `load_state_dict(assign=True)` leaves this key in the dict that is passed to it
     return metadata
 
 
 def with_metadata(values: Mapping[str, Any], metadata: Metadata | None) -> OrderedDict[str, Any]:
-    """A state dict of these values; without metadata if that is None."""
+    """A state dict with the given values and metadata. None for no metadata."""
     state = OrderedDict(values)
     if metadata is not None:
         state._metadata = metadata  # type: ignore[attr-defined]
@@ -37,10 +37,10 @@ def with_metadata(values: Mapping[str, Any], metadata: Metadata | None) -> Order
 
 
 def metadata_for(model: nn.Module, metadata: Metadata | None) -> Metadata | None:
-    """A copy of metadata for `model.load_state_dict`: also by the model's own names of modules, wrappers included."""
+    """A copy of metadata for `model.load_state_dict`, also under the model's module names with wrappers."""
     if metadata is None:
         return None
     names = {key: plain_name(key) for key, _ in model.named_modules(remove_duplicate=False)}
-    # Entries of modules that the model does not have stay, because hooks may look at them.
+    # Keep entries of modules that the model does not have, because hooks may read them.
     names = {name: name for name in metadata} | names
     return OrderedDict((key, dict(metadata[name])) for key, name in names.items() if name in metadata)

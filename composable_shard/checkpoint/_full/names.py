@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 _RESTORED = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module"}  # see `load_key`
-_WRAPPERS = {"_orig_mod", *_RESTORED}  # what others put around modules
+_WRAPPERS = {"_orig_mod", *_RESTORED}  # attributes under which wrappers store the wrapped module
 
 
 def plain_name(name: str) -> str:
-    """A name without what compilation, checkpoints of activations and others put around modules."""
+    """A name without the parts that torch.compile, activation checkpointing and other wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def load_key(name: str) -> str:
-    """The key by which `load_state_dict` knows a parameter that has `name` in `named_parameters()`.
+    """The key that `load_state_dict` expects for a parameter with `name` in `named_parameters()`.
 
-    Hooks of some wrappers remove their part of the name when a state dict is made, and add it back when one is loaded.
+    Hooks of some wrappers remove their part of the name in `state_dict()`, and add it again in `load_state_dict()`.
     """
     return ".".join(part for part in name.split(".") if part not in _RESTORED)

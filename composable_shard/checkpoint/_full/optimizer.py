@@ -1,4 +1,4 @@
-"""The state of an optimizer by the names of parameters, in full tensors."""
+"""Gather and load the full state of an optimizer, by the names of parameters."""
 
 from __future__ import annotations
 
@@ -30,25 +30,28 @@ _State = Mapping[torch.Tensor, Mapping[str, Any]]  # of an optimizer, by paramet
 def full_optimizer_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, rank0_only: bool = True, cpu_offload: bool = True
 ) -> dict[str, Any]:
-    """Gather the full state of an optimizer, by the names of the model's parameters. All ranks must call it.
+    """Gather the full state of an optimizer, by the names of the model's parameters.
+
+    This is a collective: all ranks must call it.
 
     Args:
         model: the model.
-        optimizer: of parameters of the model, all or some.
-        rank0_only: whether rank 0 alone gets the state, and the others an empty dict; see `full_state_dict`.
-        cpu_offload: whether the tensors are on the CPU; else they are on the device on which the ranks compute, and
-            those that are not sharded stay where they are.
+        optimizer: optimizer of all or some parameters of the model.
+        rank0_only: if True, only rank 0 gets the state, and the other ranks get an empty dict; see `full_state_dict`.
+        cpu_offload: if True, the tensors are on the CPU. Otherwise they are on the compute device, and unsharded
+            tensors stay on their device.
 
     Returns:
         ``{"state": {fqn: {name: value}}, "param_groups": [{"params": [fqn, ...], "lr": ..., ...}]}``, the format of
-        torch's `get_optimizer_state_dict` with ``full_state_dict=True``. Dtypes are those of the state. A parameter
-        without state, and an optimizer that has not stepped, have none here. A tied weight has its first name. State of
-        no parameter, which some optimizers keep under names of their own, is this rank's, in a third entry "own_state".
+        torch's `get_optimizer_state_dict` with ``full_state_dict=True``. Dtypes are those of the state. Parameters
+        without state, for example before the first step, have no entry. A tied weight has its first name. State of no
+        parameter, which some optimizers store under names, is this rank's, in a third entry "own_state".
 
     Raises:
-        CheckpointError: the optimizer has a parameter that the model lacks, or state on the meta device, or DTensors
-            in lists or dicts.
-        ShardConfigValueError: it has plain tensors of one dimension or more for a parameter that is sharded over ranks.
+        CheckpointError: the optimizer has a parameter that the model does not have, state on the meta device, or
+            DTensors in lists or dicts.
+        ShardConfigValueError: the optimizer has a plain tensor of one or more dimensions for a parameter that is
+            sharded over ranks.
     """
     sharded = sharded_state_of(optimizer)
 
@@ -69,7 +72,7 @@ def full_optimizer_state_dict(
 
 
 def _check_state(state: _State, names: Mapping[nn.Parameter, str]) -> None:
-    """See that state that is saved as one rank has it is no part of what the ranks have together."""
+    """Check that state that is saved from one rank only is not a part of a sharded tensor."""
     for param, name in names.items():
         for key, value in state.get(param, {}).items():
             if not isinstance(value, DTensor):
@@ -77,7 +80,7 @@ def _check_state(state: _State, names: Mapping[nn.Parameter, str]) -> None:
 
 
 def _parts(state: _State, names: Mapping[nn.Parameter, str]) -> list[Part]:
-    """What is to be gathered, by the name of the parameter and of the state."""
+    """The tensors to gather, named by parameter name and state name."""
     values = ((name, key, value) for param, name in names.items() for key, value in state.get(param, {}).items())
     return [Part.of((name, key), value) for name, key, value in values if isinstance(value, DTensor)]
 
@@ -85,7 +88,7 @@ def _parts(state: _State, names: Mapping[nn.Parameter, str]) -> list[Part]:
 def _full_state(
     state: Mapping[str, Any], name: str, full: Mapping[Any, torch.Tensor], device: torch.device | None
 ) -> dict[str, Any]:
-    """The state of a parameter: what was gathered, and copies of the rest."""
+    """The full state of a parameter: gathered tensors, and copies of all other values."""
     return {
         key: full[name, key] if isinstance(value, DTensor) else _apart(value, device) for key, value in state.items()
     }
@@ -96,26 +99,25 @@ def _saved_group(group: Mapping[str, Any], names: Mapping[nn.Parameter, str]) ->
 
 
 def _own_state(optimizer: torch.optim.Optimizer, device: torch.device | None) -> dict[str, Any]:
-    """State of no parameter, which some optimizers keep under names of their own."""
+    """A copy of state of no parameter, which some optimizers store under names."""
     state: dict[Any, Any] = optimizer.state
     own = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
     for key, value in own.items():
         if not isinstance(key, str):
-            raise CheckpointError(f"state of the optimizer: is under {key!r}, which is no parameter, nor a name")
+            raise CheckpointError(f"state of the optimizer: the key {key!r} is neither a parameter nor a name")
         if any(isinstance(tensor, DTensor) for tensor in tree_tensors(value)):
-            raise CheckpointError(f"state {key!r} of the optimizer: holds DTensors; keep such state by parameter")
+            raise CheckpointError(f"state {key!r} of the optimizer: has DTensors; store such state by parameter")
     return {key: _apart(value, device) for key, value in own.items()}
 
 
 def _check_unsharded(param: nn.Parameter, what: str, value: Any) -> None:
-    """See that what is saved as one rank has it is no part of what the ranks have together."""
+    """Check that a value that is saved from one rank only is not a part of a sharded tensor."""
     held = tree_tensors(value)
     if any(isinstance(tensor, DTensor) for tensor in held):
-        raise CheckpointError(f"{what}: holds DTensors in a {type(value).__name__}; keep them apart")
+        raise CheckpointError(f"{what}: has DTensors in a {type(value).__name__}; store them as separate values")
     if is_split(param) and any(tensor.ndim > 0 for tensor in held):
         raise ShardConfigValueError(
-            f"{what}: is a plain tensor of this rank, though its parameter is sharded over ranks; make it a DTensor "
-            "like its parameter"
+            f"{what}: is a plain tensor, but its parameter is sharded over ranks; make it a DTensor like its parameter"
         )
 
 
@@ -126,25 +128,29 @@ def load_full_optimizer_state_dict(
     *,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load the full state of an optimizer, which may never have stepped. A collective: all ranks must call it.
+    """Load the full state of an optimizer, which need not have stepped.
 
-    All is checked first, on all ranks: if it fails, the optimizer is as it was on each of them. State keeps its dtypes
-    to the bit, where torch's `Optimizer.load_state_dict` casts it to that of the parameter. Hyperparameters of the
-    groups are restored. Groups may be cut otherwise than those that were saved, as long as each has parameters of one
-    saved group. Hooks of the optimizer's `load_state_dict` are not called.
+    This is a collective: all ranks must call it.
 
-    State of no parameter is replaced if `sd` has such state ("own_state"), and stays otherwise.
+    All ranks check everything first. If a check fails, the optimizer is unchanged on all ranks. State keeps its dtype;
+    torch's `Optimizer.load_state_dict` would cast it to the parameter's dtype. Hyperparameters of the groups are
+    restored. A saved group may be split into several groups, but no group may have parameters of several saved groups.
+    Hooks of the optimizer's `load_state_dict` are not called.
+
+    State of no parameter is replaced if `sd` has such state ("own_state"). Otherwise it is kept.
 
     Args:
         model: the model.
-        optimizer: of the same parameters as the one that was saved.
-        sd: what `full_optimizer_state_dict` or torch's `get_optimizer_state_dict` gave. State of a parameter's shape is
-            sharded as the parameter is; other state is replicated, placed as this optimizer has it already, if it has.
-        broadcast_from_rank0: whether only rank 0 has `sd`, and sends each rank its pieces, in bounded memory.
+        optimizer: optimizer of the same parameters as the saved one.
+        sd: result of `full_optimizer_state_dict` or torch's `get_optimizer_state_dict`. State of the parameter's shape
+            is sharded like the parameter. Other state is placed like this optimizer's existing state, or replicated if
+            there is none.
+        broadcast_from_rank0: if True, only rank 0 needs `sd`. It sends each rank its pieces, in bounded memory.
 
     Raises:
-        CheckpointError: the optimizer has a parameter that the model lacks.
-        CheckpointMismatchError: on all ranks; the parameters are not those of `sd`, or a group has some of several.
+        CheckpointError: the optimizer has a parameter that the model does not have.
+        CheckpointMismatchError: the parameters differ from those in `sd`, or a group has parameters of several saved
+            groups. Raised on all ranks.
     """
     held = Holdings.together(model, "load the full state of an optimizer", lambda held: _names(held, optimizer))
     names = _names(held, optimizer)
@@ -173,13 +179,13 @@ def load_full_optimizer_state_dict(
 
 
 def _released(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, Any]:
-    """What the optimizer has had for a parameter, whose memory is free before new tensors come."""
+    """Remove the state of a parameter from the optimizer, so that it is freed before new tensors are made."""
     before: dict[str, Any] = optimizer.state.pop(param, {})
-    return {} if hasattr(optimizer, "put_sharded_state") else before  # that is not cut as the parameter
+    return {} if hasattr(optimizer, "put_sharded_state") else before  # such state is not sharded like the parameter
 
 
 def _replace_own(optimizer: torch.optim.Optimizer, own: Mapping[str, Any] | None) -> None:
-    """Put state of no parameter in the place of that which the optimizer has, if there is any."""
+    """Replace the optimizer's state of no parameter, unless `own` is None."""
     state: dict[Any, Any] = optimizer.state
     if own is None:
         return
@@ -194,10 +200,10 @@ def _restore(
     offer: _Offer,
     fresh: Mapping[str, dict[str, Any]],
 ) -> None:
-    """Restore the hyperparameters of a group, and of the state of its parameters what is not moved."""
+    """Restore the hyperparameters of a group, and the state of its parameters except its larger tensors."""
     saved = offer.groups[offer.group_of[names[group["params"][0]]]] if group["params"] else {}
     group.update({key: _as_before(value, group.get(key)) for key, value in saved.items()})
-    on_device = group.get("fused") or group.get("capturable")  # there AdamW keeps its steps with the parameter
+    on_device = group.get("fused") or group.get("capturable")  # AdamW's steps are then on the parameter's device
     for name in (names[param] for param in group["params"]):
         home = held.params[name].local.device if on_device else _CPU
         values = {key: offer.values[name, key] for key in fresh.get(name, ()) if (name, key) in offer.values}
@@ -205,7 +211,7 @@ def _restore(
 
 
 def _as_before(value: Any, before: Any) -> Any:
-    """A copy of a value; a tensor, such as a learning rate, on the device of the one before."""
+    """A copy of a value. A tensor, for example a learning rate, is copied to the device of the previous tensor."""
     if isinstance(before, torch.Tensor):
         return _apart(value, before.device)
     if type(value) is dict and isinstance(before, Mapping):
@@ -214,15 +220,15 @@ def _as_before(value: Any, before: Any) -> Any:
 
 
 def _names(held: Holdings, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
-    """The name of each parameter that an optimizer has, in its order."""
+    """The name of each parameter of an optimizer, in its order."""
     known = {id(each.tensor): each.first for each in held.params.values()}
     names: dict[nn.Parameter, str] = {}
     for index, group in enumerate(optimizer.param_groups):
         for at, param in enumerate(group["params"]):
             if id(param) not in known:
                 raise CheckpointError(
-                    f"optimizer: parameter {at} of group {index}, {tuple(param.shape)}, is none of the model's; make "
-                    "the optimizer of model.parameters() after the model is sharded, and after loads with assign=True"
+                    f"optimizer: parameter {at} of group {index}, {tuple(param.shape)}, is not in the model; make the "
+                    "optimizer from model.parameters() after the model is sharded, and after loads with assign=True"
                 )
             names[param] = known[id(param)]
     return names
@@ -233,7 +239,7 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _apart(value: Any, device: torch.device | None) -> Any:
-    """A copy of a value; of tensors, also in dictionaries and lists, on `device` if that is given."""
+    """A copy of a value. Tensors, also in dictionaries and lists, are copied to `device` if it is given."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(device or value.device, copy=True)
     if type(value) is dict:
@@ -244,16 +250,16 @@ def _apart(value: Any, device: torch.device | None) -> Any:
 
 
 class _Offer(NamedTuple):
-    """What a saved state has, but for its larger tensors.
+    """A saved state without the data of its larger tensors.
 
     Attributes:
         keys: names of the state of each parameter, in order.
-        tensors: shapes and dtypes of the tensors to move, by parameter and name.
-        values: the rest: tensors of one number, and what is no tensor.
-        own: state of no parameter, by name; None if nothing was saved of it.
-        groups: hyperparameters.
-        group_of: the index of the group of each parameter.
-        problems: what of it cannot be loaded.
+        tensors: shapes and dtypes of tensors with one or more dimensions, by parameter and name.
+        values: all other values: zero-dimensional tensors, and values that are not tensors.
+        own: state of no parameter, by name. None if no such state was saved.
+        groups: hyperparameters of each group.
+        group_of: index of each parameter's group.
+        problems: reasons why the state cannot be loaded.
     """
 
     keys: dict[str, list[str]]
@@ -266,7 +272,7 @@ class _Offer(NamedTuple):
 
 
 def _offered(held: Holdings, sd: Mapping[str, Any]) -> tuple[dict[tuple[str, str], torch.Tensor], _Offer]:
-    """The tensors of a saved state, by parameter and name, and what the others are to know of it."""
+    """The tensors of a saved state by parameter and name, and a description of the state for the other ranks."""
 
     def first(fqn: str) -> str:
         name = plain_name(fqn)
@@ -277,7 +283,7 @@ def _offered(held: Holdings, sd: Mapping[str, Any]) -> tuple[dict[tuple[str, str
     if not isinstance(offer.own, dict | None):
         offer.problems.append(f"own_state: is a {type(offer.own).__name__}; it must be a dictionary")
     if not {"state", "param_groups"} <= sd.keys():
-        offer.problems.append("sd: has no 'state' and 'param_groups'; give what full_optimizer_state_dict gave")
+        offer.problems.append("sd: has no 'state' and 'param_groups'; pass the result of full_optimizer_state_dict")
     for index, group in enumerate(sd.get("param_groups", ())):
         offer.groups.append(_hyperparameters(group))
         offer.group_of.update(dict.fromkeys(map(first, group["params"]), index))
@@ -286,7 +292,7 @@ def _offered(held: Holdings, sd: Mapping[str, Any]) -> tuple[dict[tuple[str, str
         offer.keys[name] = [*state]
         for key, value in state.items():
             if isinstance(value, DTensor):
-                offer.problems.append(f"{key!r} of {fqn}: is a DTensor; give full tensors (its full_tensor())")
+                offer.problems.append(f"{key!r} of {fqn}: is a DTensor; pass full tensors (its full_tensor())")
             elif isinstance(value, torch.Tensor) and value.ndim > 0:
                 given[name, key] = value.detach()
                 offer.tensors[name, key] = value.shape, value.dtype
@@ -296,7 +302,7 @@ def _offered(held: Holdings, sd: Mapping[str, Any]) -> tuple[dict[tuple[str, str
 
 
 def _misfits(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], offer: _Offer) -> list[str]:
-    """What of a saved state does not fit to an optimizer."""
+    """Reasons why a saved state does not match an optimizer."""
     problems = [*offer.problems]
     expected = {*names.values()}
     problems += [f"missing: {name}" for name in names.values() if name not in offer.group_of]
@@ -309,13 +315,13 @@ def _misfits(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
 
 
 class _Target(NamedTuple):
-    """Where a tensor of state goes.
+    """The placement of a tensor of optimizer state.
 
     Attributes:
-        like: placed as it; None for a plain tensor.
-        device: of a plain or replicated tensor.
-        mesh: on which it is replicated; None for a plain tensor.
-        shape, dtype: of the full tensor.
+        like: tensor with the same placement. None for a plain or replicated tensor.
+        device: device of a plain or replicated tensor.
+        mesh: mesh on which the tensor is replicated. None for a plain tensor.
+        shape, dtype: shape and dtype of the full tensor.
     """
 
     like: Held | None
@@ -332,7 +338,7 @@ class _Target(NamedTuple):
         dtype: torch.dtype,
         before: Any,
     ) -> _Target:
-        """The place of state of a parameter, `before` being what the optimizer had there."""
+        """The placement of a parameter's state. `before` is the optimizer's previous state, if any."""
         tensor, home = param.tensor, param.local.device
         if isinstance(before, torch.Tensor) and not isinstance(before, DTensor):
             return cls(None, before.device, None, shape, dtype)
@@ -346,7 +352,7 @@ class _Target(NamedTuple):
         return cls(None, home, tensor.device_mesh, shape, dtype)
 
     def made(self, piece: torch.Tensor, ranks: ModelRanks) -> torch.Tensor:
-        """The tensor, of this rank's piece."""
+        """Make the tensor from this rank's piece."""
         if self.like is not None:
             return placed_like(self.like, piece, ranks)
         value = piece.to(self.device, copy=True)
@@ -361,7 +367,7 @@ def _pieces(
     given: Mapping[tuple[str, str], torch.Tensor],
     broadcast: bool,
 ) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
-    """This rank's pieces of the tensors, or the full ones where they are not cut."""
+    """Yield this rank's pieces of the tensors, or the full tensors if they are not sharded."""
     if not broadcast:
         for where, target in targets.items():
             yield where, given[where] if target.like is None else target.like.piece_of(given[where])

@@ -1,4 +1,4 @@
-"""A module with its full parameters in the place of the sharded ones, for a while."""
+"""Temporarily replace the sharded parameters of a module by full parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..._torch.core import current_backward
 from .tensors import Held, Holdings
 from .transfer import Part, gathered
 
-_SHOWN = "_shown_in_full"  # an attribute of parameters that stand in the place of sharded ones
+_SHOWN = "_shown_in_full"  # attribute that marks full parameters inside of the context
 
 
 @contextlib.contextmanager
@@ -31,38 +31,40 @@ def full_parameters(
     recurse: bool = True,
     offload_to_cpu: bool = False,
 ) -> Iterator[None]:
-    """Within, the module has plain full parameters; afterwards, sharded ones again. As FSDP1's `summon_full_params`.
+    """Give a module plain full parameters inside the context, like FSDP1's `summon_full_params`.
 
         with composable_shard.full_parameters(model):
             torch.nn.init.orthogonal_(model.head.weight)
 
-    Entering is a collective: all ranks must enter. Within, `module.named_parameters()` gives plain `nn.Parameter`s with
-    `requires_grad` as before, whose tied weights stay tied; optimizers and `state_dict()` keep the sharded ones. Packed
-    (quantized) ones are of their own class again, with all that belongs to them; new ones may be put in their places.
-    Gradients are not handled: the full parameters have none. The memory of all these parameters is needed in full.
+    Entering the context is a collective: all ranks must enter it.
 
-    Afterwards the same sharded parameter objects are back, also after an error in the body; values are written back
-    only if there was none. Parameters that are not sharded stay in place, so that changes of them always hold.
+    Inside the context, `module.named_parameters()` returns plain `nn.Parameter`s with their `requires_grad`, and tied
+    weights stay tied. Optimizers and `state_dict()` keep the sharded parameters. Packed (quantized) parameters have
+    their original class and attributes, and may be replaced by new ones. The full parameters have no gradients. All
+    full parameters need memory at the same time.
+
+    At the end, the same sharded parameter objects are installed again, even after an error in the body. Values are
+    written back only if there was no error. Unsharded parameters are not replaced, so changes to them are always kept.
 
     Args:
-        module: sharded or not; a part of a sharded model, too.
-        writeback: whether to copy the values that the full parameters have in the end into the shards. Each rank copies
-            its own pieces: change the values alike on all ranks.
-        rank0_only: whether rank 0 alone has the full parameters (see `full_state_dict`), and the others keep their
-            sharded ones. Only without `writeback`: for other ranks have nothing to write.
-        recurse: whether to do so for sharded modules below `module`, too.
-        offload_to_cpu: whether the full parameters are on the CPU.
+        module: sharded or unsharded module, or a part of a sharded model.
+        writeback: if True, copy the final values of the full parameters into the shards. Each rank copies its own
+            pieces, so change the values in the same way on all ranks.
+        rank0_only: if True, only rank 0 gets full parameters (see `full_state_dict`), and the other ranks keep their
+            sharded ones. Requires ``writeback=False``, because the other ranks have no values to write.
+        recurse: if True, include sharded modules below `module`.
+        offload_to_cpu: if True, the full parameters are on the CPU.
 
     Raises:
-        ShardConfigValueError: both `writeback` and `rank0_only` are asked for.
-        ShardConfigStateError: the module is within its forward or backward, or within this context already.
+        ShardConfigValueError: both `writeback` and `rank0_only` are True.
+        ShardConfigStateError: the module is in its forward or backward, or already in this context.
         CheckpointError: a parameter is on the meta device.
-        CheckpointMismatchError: a parameter was replaced within by one of another shape; nothing is written back.
+        CheckpointMismatchError: the body replaced a parameter by one of another shape. Nothing is written back.
     """
     if writeback and rank0_only:
         raise ShardConfigValueError(
-            "rank0_only: cannot be combined with writeback=True, for only rank 0 has values to write; pass "
-            "writeback=False, or let all ranks make the same changes"
+            "rank0_only: cannot be combined with writeback=True, because only rank 0 has values to write; pass "
+            "writeback=False, or make the same changes on all ranks"
         )
     states = states_with_parameters_in(module)
     _check_idle(module, states)
@@ -89,7 +91,7 @@ def full_parameters(
 
 
 class _Place(NamedTuple):
-    """Where a module has a sharded parameter."""
+    """The module and the name of a sharded parameter."""
 
     owner: nn.Module
     name: str
@@ -99,16 +101,16 @@ class _Place(NamedTuple):
 def _check_idle(module: nn.Module, states: list[ShardState]) -> None:
     if current_backward() >= 0 or any(group.running for state in states for group in state.groups):
         raise ShardConfigStateError(
-            f"full_parameters: this {type(module).__name__} is within a forward or backward, which needs its own "
-            "parameters; enter before the forward, or behind the backward"
+            f"full_parameters: this {type(module).__name__} is in its forward or backward, which needs the current "
+            "parameters; enter the context before the forward or after the backward"
         )
     for name, param in module.named_parameters():
         if hasattr(param, _SHOWN):
-            raise ShardConfigStateError(f"full_parameters: {name} is shown in full already; leave that context first")
+            raise ShardConfigStateError(f"full_parameters: {name} is already a full parameter; exit that context first")
 
 
 def _reshard(module: nn.Module, states: list[ShardState]) -> None:
-    """Have the sharded parameters in place, and no memory of unsharded ones."""
+    """Install the sharded parameters, and free the unsharded ones."""
     for each in module.modules():
         if isinstance(each, FSDPModule):
             each.reshard()
@@ -117,7 +119,7 @@ def _reshard(module: nn.Module, states: list[ShardState]) -> None:
 
 
 def _places(module: nn.Module, held: Holdings, recurse: bool) -> list[_Place]:
-    """Where sharded parameters are, in the order of the modules."""
+    """The places of sharded parameters, in the order of the modules."""
     known = {id(each.tensor): held.params[each.first] for each in held.params.values()}
     places = []
     to_do, seen = [module], set()
@@ -157,7 +159,7 @@ def _write(values: Mapping[Held, torch.Tensor | None], states: list[ShardState])
     replaced = [each.name for each, value in values.items() if value is None or value.shape != each.tensor.shape]
     if replaced:
         raise CheckpointMismatchError(
-            f"full_parameters: {', '.join(replaced)} removed, or replaced by one of another shape, for which there are "
+            f"full_parameters: {', '.join(replaced)} removed, or replaced by a parameter of another shape, which has "
             "no shards; nothing was written back. Change values in place"
         )
     for state in states:

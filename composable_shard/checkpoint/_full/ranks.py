@@ -1,4 +1,4 @@
-"""The ranks that hold a model together: what they tell each other, and which of them leads."""
+"""The ranks that hold a model together, their communication, and their lead rank."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ _T = TypeVar("_T")
 class ModelRanks:
     """The ranks that hold a model together.
 
-    Those of its largest mesh; of the default process group if nothing is sharded; this process alone without one.
+    These are the ranks of the largest mesh. If nothing is sharded, they are the ranks of the default process group, or
+    only this process if there is no process group.
 
     Args:
-        meshes: of the model's DTensors. Every rank must have a largest one of the same ranks.
+        meshes: meshes of the model's DTensors. On every rank, the largest one must have the same ranks.
 
     Attributes:
-        lead: the first of them, which is rank 0 unless the model lives on some ranks only, as a pipeline's stage does.
-        size: how many they are.
-        everyone: their ranks in the world.
-        device: where they compute.
+        lead: the first rank. It is rank 0 unless only some ranks have the model, as for a stage of a pipeline.
+        size: number of ranks.
+        everyone: global ranks.
+        device: compute device of this rank.
     """
 
     def __init__(self, meshes: Iterable[DeviceMesh]) -> None:
@@ -51,13 +52,14 @@ class ModelRanks:
         return self.rank == self.lead
 
     def are_all_of(self, cut: Any) -> bool:
-        """Whether the mesh of a `Cut` has all of these ranks; False for None."""
+        """Whether the mesh of a `Cut` has all these ranks; False for None."""
         return cut is not None and cut.mesh.size() == self.size
 
     def _groups(self) -> Iterator[tuple[dist.ProcessGroup, int]]:
-        """Process groups whose collectives, one after the other, reach all ranks, and which rank of each has the data.
+        """Yield process groups that reach all ranks one after the other, and the rank in each that has the data.
 
-        For a mesh, those of its axes: what a rank gets of one axis it passes on along the next.
+        For a mesh, these are the groups of its axes. A rank sends the data that it received along one axis along the
+        next axis.
         """
         if self._alone:
             return
@@ -68,19 +70,19 @@ class ModelRanks:
         yield from along(self._mesh, self.lead, range(self._mesh.ndim))
 
     def from_lead(self, value: Any) -> Any:
-        """What the lead has given, on all ranks; it is pickled."""
+        """Broadcast the lead's value to all ranks. It is pickled."""
         box = [value if self.leads else None]
         for group, source in self._groups():
             dist.broadcast_object_list(box, src=source, group=group)
         return box[0]
 
     def broadcast(self, data: torch.Tensor) -> None:
-        """Overwrite a tensor by what the lead has in it."""
+        """Overwrite a tensor with the lead's values."""
         for group, source in self._groups():
             dist.broadcast(data, src=source, group=group)
 
     def collected(self, value: Any) -> list[Any]:
-        """What each rank has given, on all ranks; it is pickled."""
+        """Gather every rank's value on all ranks. The values are pickled."""
         values = [value]
         for group, _ in self._groups():
             lists: list[list[Any]] = [[] for _ in range(group.size())]
@@ -89,15 +91,15 @@ class ModelRanks:
         return values
 
     def agree(self, what: str, problems: list[str], held: object = None) -> None:
-        """Go on only if no rank has seen a problem, and all hold the same.
+        """Raise on all ranks if a rank has a problem, or if the ranks hold different parameters.
 
         Args:
-            what: names what was asked for, in the message.
-            problems: what this rank has seen, a statement each.
-            held: compared among the ranks; they need not be the same where there is only one.
+            what: name of the operation, for the message.
+            problems: descriptions of the problems on this rank.
+            held: value that must be equal on all ranks.
 
         Raises:
-            CheckpointMismatchError: on all ranks; it names the problems of the first rank that has some.
+            CheckpointMismatchError: a rank has problems, or `held` differs. Lists the problems of the first such rank.
         """
         reports = self.collected((self.rank, problems, held))
         for rank, seen, _ in reports:
@@ -110,17 +112,17 @@ class ModelRanks:
             if other != first:
                 raise CheckpointMismatchError(
                     f"{what}: nothing was changed. Ranks {first_rank} and {rank} hold different parameters: "
-                    f"{_first_difference(first, other)}; build and shard the model alike on both"
+                    f"{_first_difference(first, other)}; build and shard the model in the same way on both"
                 )
 
     def wire(self, group: dist.ProcessGroup | None = None) -> torch.device:
-        """The device on which tensors travel in a group; the default is that of all ranks."""
+        """The device that tensors must be on to be sent in a group. Default: the first group of all ranks."""
         group = group or next((each for each, _ in self._groups()), None)
         return self.device if group is None else wire_device(group, self.device)
 
 
 class Together(Ranks):
-    """The ranks of a model. The one that leads counts as rank 0."""
+    """The ranks of a model, with the lead as rank 0."""
 
     def __init__(self, ranks: ModelRanks) -> None:
         self._ranks = ranks
@@ -129,12 +131,12 @@ class Together(Ranks):
         self.size = ranks.size
 
     def gather(self, value: _T) -> list[_T]:
-        """Every rank's value, in the order of the ranks."""
+        """Gather every rank's value, in the order of the ranks."""
         values = dict(self._ranks.collected((self._ranks.rank, value)))
         return [values[rank] for rank in self.everyone]
 
     def from_first(self, value: _T) -> _T:
-        """The value of the one that leads."""
+        """Broadcast the lead's value."""
         first: _T = self._ranks.from_lead(value)
         return first
 
@@ -150,7 +152,7 @@ def _first_difference(one: Any, two: Any) -> str:
 
 
 def along(mesh: DeviceMesh, lead: int, axes: Iterable[int]) -> Iterator[tuple[dist.ProcessGroup, int]]:
-    """The process groups of this rank on some axes of a mesh, each with the rank that has the lead's coordinate."""
+    """Yield this rank's process group on each axis of a mesh, and its rank with the lead's coordinate on this axis."""
     own = mesh.get_coordinate()
     assert own is not None
     leads = (mesh.mesh == lead).nonzero()[0].tolist()
@@ -161,5 +163,5 @@ def along(mesh: DeviceMesh, lead: int, axes: Iterable[int]) -> Iterator[tuple[di
 
 
 def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where tensors must lie to travel in a process group: gloo moves such as are on the CPU."""
+    """The device that tensors must be on to be sent in a process group: the CPU for gloo."""
     return torch.device("cpu") if backend_name(group, device) == "gloo" else device

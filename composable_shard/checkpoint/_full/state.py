@@ -1,4 +1,4 @@
-"""Full tensors of a sharded model: gathered, streamed, and loaded back, in bounded memory."""
+"""Gather, stream and load the full tensors of a sharded model, in bounded memory."""
 
 from __future__ import annotations
 
@@ -24,28 +24,32 @@ from .transfer import Expected, Part, gathered, sent
 def full_state_dict(
     model: nn.Module, *, rank0_only: bool = True, cpu_offload: bool = True, dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
-    """Gather the full parameters and persistent buffers of a model. A collective: all ranks must call it.
+    """Gather the full parameters and persistent buffers of a model.
 
-    Works at any time outside of a graph that is being compiled, also while parameters are unsharded, and for models
-    that are sharded in part, by torch's FSDP2, over replicas or with tensor parallelism. Tensors are gathered some at a
-    time: besides the result, a rank holds at most the bytes of the largest group, or of the largest tensor.
+    This is a collective: all ranks must call it.
+
+    It works at any time except while a graph is compiled, even while parameters are unsharded. It also works for models
+    that are partly sharded, sharded by torch's FSDP2, sharded over replicas, or tensor parallel. Tensors are gathered
+    in batches: besides the result, a rank holds at most the bytes of the largest group or of the largest tensor.
 
     Args:
         model: the model.
-        rank0_only: whether rank 0 alone gets the tensors; the others get an empty dict and hold no copy. Where the
-            model lives on some ranks only, as a pipeline's stage does, the first of these takes the part of rank 0.
-        cpu_offload: whether the tensors are on the CPU; else they are on the device on which the ranks compute.
-        dtype: cast tensors of floating-point numbers; by default they keep theirs, as packed weights always do.
+        rank0_only: if True, only rank 0 gets the tensors. The other ranks get an empty dict and hold no copy. If only
+            some ranks have the model, as for a stage of a pipeline, the first of them gets the tensors.
+        cpu_offload: if True, the tensors are on the CPU. Otherwise they are on the compute device.
+        dtype: dtype of floating-point tensors. Default: unchanged. Packed weights always keep their dtype.
 
     Returns:
-        full tensors by name (FQN), in the order of `model.state_dict()`, each with memory of its own. Names that share
-        a tied weight map to one tensor object. Buffers and parameters that are not sharded are those of the rank that
-        gets the result. What is no tensor (`get_extra_state`) is passed on as it is. The dict has the `_metadata` of
-        `model.state_dict()`, so that modules know by which of their versions it was made.
+        Full tensors by name (FQN), in the order of `model.state_dict()`. Each tensor has its own memory. Names that
+        share a tied weight map to the same tensor object. Unsharded buffers and parameters are those of the rank that
+        gets the result. Values that are not tensors (`get_extra_state`) are unchanged. The dict has the `_metadata` of
+        `model.state_dict()`, with the versions of the modules.
 
     Raises:
-        CheckpointError: on all ranks; a tensor is on the meta device or is a DTensor in a container, or a hook raised.
-        CheckpointMismatchError: on all ranks; they have built, sharded or hooked the model differently.
+        CheckpointError: a tensor is on the meta device or is a DTensor in a container, or a hook raised. Raised on all
+            ranks.
+        CheckpointMismatchError: the ranks built or sharded the model differently, or its hooks differ. Raised on all
+            ranks.
     """
     held = Holdings.together(model, "gather the full state", lambda held: _check(held, "full_state_dict"))
     device = torch.device("cpu") if cpu_offload else None
@@ -58,24 +62,28 @@ def full_state_dict(
 
 
 def iter_full_state(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Stream the full parameters and persistent buffers of a model on every rank, some at a time.
+    """Stream the full parameters and persistent buffers of a model on every rank, in batches.
 
-    For the weights of an inference engine after each step of reinforcement learning, say: there is never a second copy
-    of the model. The tensors are on the device on which the ranks compute, own their memory, and may be kept.
+    Use it, for example, to send the weights to an inference engine after each step of reinforcement learning. A full
+    copy of the model never exists. The tensors are on the compute device and have their own memory, so you may keep
+    them.
 
-    A collective: all ranks must iterate alike, to the end, or stop after the same tensor, and change no weights on the
-    way. A rank that stops early leaves the others waiting for it at the next gather.
+    This is a collective: all ranks must iterate to the end, or stop after the same tensor. They must not change weights
+    during the iteration. If one rank stops earlier, the other ranks wait for it in the next gather.
 
     Args:
         model: the model.
-        dtype: cast tensors of floating-point numbers; by default they keep theirs, as packed weights always do.
+        dtype: dtype of floating-point tensors. Default: unchanged. Packed weights always keep their dtype.
 
     Yields:
-        name (FQN) and full tensor, in the order of `model.state_dict()`; a tied weight once, under its first name.
+        Name (FQN) and full tensor, in the order of `model.state_dict()`. A tied weight is yielded once, under its first
+        name.
 
     Raises:
-        CheckpointError: on all ranks; a tensor is on the meta device, a weight is in a container, or a hook raised.
-        CheckpointMismatchError: on all ranks; they have built, sharded or hooked the model differently.
+        CheckpointError: a tensor is on the meta device, a weight is in a container, or a hook raised. Raised on all
+            ranks.
+        CheckpointMismatchError: the ranks built or sharded the model differently, or its hooks differ. Raised on all
+            ranks.
     """
     held = Holdings.together(model, "stream the full state", lambda held: _check(held, "iter_full_state"))
     parts = [Part.of(each.name, each.tensor, each.as_kept(dtype)) for each in held.once()]
@@ -90,30 +98,32 @@ def load_full_state_dict(
     broadcast_from_rank0: bool = False,
     assign: bool = False,
 ) -> _IncompatibleKeys:
-    """Load full tensors into a model, sharded or not. A collective: all ranks must call it.
+    """Load full tensors into a sharded or unsharded model.
 
-    All is checked first, on all ranks: if it fails, the model is as it was on each of them. Hooks of `load_state_dict`
-    run, with the tensors as the model holds them.
+    This is a collective: all ranks must call it.
+
+    All ranks check everything first. If a check fails, the model is unchanged on all ranks. Hooks of `load_state_dict`
+    run and see the tensors as the model holds them.
 
     Args:
-        model: the model. On the meta device it gets memory with `assign`, but for buffers that are not persistent; no
-            rank holds more than its shards and a tensor.
-        sd: full tensors by name (FQN), as `full_state_dict` gives them. Of tied weights one name is enough. If it has
-            `_metadata`, modules get the versions in it, by which they convert states of older versions.
-        strict: whether the names must be those of the model.
-        broadcast_from_rank0: whether only rank 0 has `sd`, and sends each rank its pieces, in bounded memory; what
-            others give is ignored. (For rank 0 see `full_state_dict`.)
-        assign: whether to put new tensors in the place of the model's, which keep the dtypes of `sd`; they share no
-            memory with it. By default values are copied into the model's tensors, and cast.
+        model: the model. If it is on the meta device, `assign` allocates memory, except for non-persistent buffers. No
+            rank holds more than its shards and one tensor.
+        sd: full tensors by name (FQN), as `full_state_dict` returns them. One name of a tied weight is enough. If it
+            has `_metadata`, modules use the versions in it to convert states of older versions.
+        strict: if True, the names must match those of the model.
+        broadcast_from_rank0: if True, only rank 0 needs `sd`, and sends each rank its pieces, in bounded memory. `sd`
+            of the other ranks is ignored. (For the meaning of rank 0, see `full_state_dict`.)
+        assign: if True, replace the model's tensors by new ones with the dtypes of `sd`, which share no memory with
+            `sd`. Otherwise, cast and copy the values into the model's tensors.
 
     Returns:
-        `missing_keys` and `unexpected_keys`, which are empty if `strict`.
+        `missing_keys` and `unexpected_keys`. Both are empty if `strict`.
 
     Raises:
-        CheckpointMismatchError: on all ranks; names or shapes do not fit, a value would lose its kind by the cast (from
-            floating-point numbers to integers), is sharded, or the model is on the meta device without `assign`.
-        CheckpointError: on all ranks; a hook raised, or a hook of `state_dict` gives values that no hook of
-            `load_state_dict` takes. All else is loaded then.
+        CheckpointMismatchError: names or shapes do not match, a value is sharded, a value cannot be cast (from floating
+            point to integer), or the model is on the meta device without `assign`. Raised on all ranks.
+        CheckpointError: a hook raised, or a hook of `state_dict` adds values that no hook of `load_state_dict` loads.
+            In the latter case everything else is loaded. Raised on all ranks.
     """
     held = Holdings.together(model, "load a full state")
     given = {plain_name(name): value for name, value in (sd or {}).items()}
@@ -136,50 +146,50 @@ def load_full_state_dict(
     if lost and strict:
         raise CheckpointError(
             f"load_full_state_dict: {', '.join(lost[:20])}{', ...' if len(lost) > 20 else ''}: hooks of "
-            "state_dict() give these values, and no hook of load_state_dict() takes them back, so they are not "
-            "loaded, and all else is; add one (register_load_state_dict_pre_hook), or pass strict=False"
+            "state_dict() add these values, but no hook of load_state_dict() loads them, so they are not loaded. "
+            "Everything else is loaded. Add a hook (register_load_state_dict_pre_hook), or pass strict=False"
         )
     keys.unexpected_keys.extend(lost)
     return keys
 
 
 def _check(held: Holdings, call: str) -> None:
-    """See that all that a state dict has can be gathered."""
+    """Check that all values of a state dict can be gathered."""
     held.check_material(call)
     weights = {memory_of(each.tensor) for each in held.hidden.values() if each.first == each.name}
     for key, value in held.others.items():
         inside = tree_tensors(value)
         if any(isinstance(each, DTensor) for each in inside):
             raise CheckpointError(
-                f"{call}: {key} is a {type(value).__name__} that holds sharded tensors, which are gathered only under "
-                "keys of their own; have the hook, or get_extra_state, give it apart"
+                f"{call}: {key} is a {type(value).__name__} that contains sharded tensors, which are gathered only "
+                "under separate keys; let the hook, or get_extra_state, return each tensor under its own key"
             )
         if call == "iter_full_state" and any(memory_of(each) in weights for each in inside):
             raise CheckpointError(
-                f"{call}: {key} is a {type(value).__name__} that holds a parameter, and only tensors are streamed; "
-                "have the hook give it a key of its own"
+                f"{call}: {key} is a {type(value).__name__} that contains a parameter, but only tensors are streamed; "
+                "let the hook return the parameter under its own key"
             )
 
 
-_UNKNOWN = object()  # a value that a hook has made; it is like no other one
+_UNKNOWN = object()  # stands for a value that a hook has made; equals no other value
 
 
 def _left_over(state: Mapping[str, Any], unexpected: Iterable[str]) -> dict[str, Any]:
-    """Values of a state dict that no module took, by name.
+    """Values of a state dict that no module loaded, by name.
 
-    `unexpected` has the keys as hooks have left them: wrappers add their part, and others may rename a key.
+    `unexpected` has the keys after hooks have changed them: wrappers add their part, and other hooks may rename keys.
     """
     given = {plain_name(key): value for key, value in state.items()}
     return {name: given.get(name, _UNKNOWN) for name in map(plain_name, unexpected)}
 
 
 def _not_taken(model: nn.Module, held: Holdings, left: Mapping[str, Any]) -> list[str]:
-    """Names of values that `load_state_dict` was given and did not take: the model has others. A collective.
+    """Names of values that were passed to `load_state_dict`, but differ in the model afterwards. A collective.
 
     Args:
         model: the model.
-        held: what it had before.
-        left: what no module took, by name. Parameters are loaded all the same.
+        held: tensors of the model before the load.
+        left: values that no module loaded, by name. Parameters among them are ignored, because they are loaded.
     """
     beside = {
         name: value for name, value in left.items() if name not in held.tensors or not held.tensors[name].is_param
@@ -189,13 +199,13 @@ def _not_taken(model: nn.Module, held: Holdings, left: Mapping[str, Any]) -> lis
         now = Entries.of(model).values() if beside else {}
         return [name for name, value in beside.items() if name not in now or not are_alike(now[name], value)]
 
-    # All ranks take part, since hooks may take a value on some ranks alone, and hooks of the state dict may fail.
+    # All ranks take part, because hooks may load a value on some ranks only, and hooks of the state dict may fail.
     _, of_ranks = Together(held.ranks).together_and_tell(lost, lambda names: names)
     return [*dict.fromkeys(name for names in of_ranks for name in names)]
 
 
 def _differences(held: Holdings, offer: _Offer, chosen: Mapping[str, str]) -> _IncompatibleKeys:
-    """Names that an offer lacks, or has too many; `chosen` has the first names of tensors that it has."""
+    """The missing and the unexpected names of an offer. The keys of `chosen` are the first names of its tensors."""
     missing = [each.name for each in held.tensors.values() if each.first not in chosen]
     missing += [name for name in map(plain_name, held.others) if name not in offer.others]
     expected = {*map(plain_name, held.order), *held.hidden}
@@ -203,7 +213,7 @@ def _differences(held: Holdings, offer: _Offer, chosen: Mapping[str, str]) -> _I
 
 
 def _problems_of(keys: _IncompatibleKeys) -> list[str]:
-    """Names that do not fit, as a strict load reports them."""
+    """The missing and unexpected names as problems of a strict load."""
     return [
         *(f"missing: {name}" for name in keys.missing_keys),
         *(f"unexpected: {name}" for name in keys.unexpected_keys),
@@ -211,9 +221,9 @@ def _problems_of(keys: _IncompatibleKeys) -> list[str]:
 
 
 def _as_state(held: Holdings, offer: _Offer, loaded: Mapping[str, torch.Tensor], assign: bool) -> dict[str, Any]:
-    """The state dict with which `load_state_dict` ends the load; of tensors written in place it copies none.
+    """The state dict that is passed to `load_state_dict`, which does not copy tensors that were written in place.
 
-    Where tensors are assigned, each name of a parameter gets the new one, also those that the state dict does not have.
+    If tensors are assigned, each name of a parameter gets the new one, including names that are not in the state dict.
     """
     hidden = [each for each in held.hidden.values() if assign or each.name in offer.tensors]
     state = {each.key: loaded[each.first] for each in (*hidden, *held.tensors.values()) if each.first in loaded}
@@ -222,9 +232,13 @@ def _as_state(held: Holdings, offer: _Offer, loaded: Mapping[str, torch.Tensor],
 
 
 class _Offer(NamedTuple):
-    """What a state dict has, by name: shapes and dtypes of tensors, and all else; and what of it cannot be loaded.
+    """A description of a state dict for the other ranks.
 
-    `metadata` is that of the state dict.
+    Attributes:
+        tensors: shape and dtype of each tensor, by name.
+        others: values that are not tensors, by name.
+        problems: reasons why the state dict cannot be loaded.
+        metadata: metadata of the state dict.
     """
 
     tensors: dict[str, tuple[torch.Size, torch.dtype]]
@@ -236,7 +250,7 @@ class _Offer(NamedTuple):
     def of(cls, given: Mapping[str, Any], metadata: Metadata | None) -> _Offer:
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         sharded = [
-            f"{name}: is a DTensor; give full tensors (its full_tensor()), or load shards by model.load_state_dict"
+            f"{name}: is a DTensor; pass full tensors (its full_tensor()), or load shards with model.load_state_dict"
             for name, value in tensors.items()
             if isinstance(value, DTensor)
         ]
@@ -244,29 +258,29 @@ class _Offer(NamedTuple):
         return cls(known, {name: value for name, value in given.items() if name not in tensors}, sharded, metadata)
 
     def names_for(self, known: Mapping[str, Held]) -> dict[str, str]:
-        """The name of each known tensor that this has: by its first name in the model, one under which this has it."""
+        """Map the first name in the model of each known tensor to a name of it in this offer."""
         return {known[name].first: name for name in self.tensors if name in known}
 
 
 def _misfits(known: Mapping[str, Held], offer: _Offer, assign: bool) -> list[str]:
-    """What of an offer does not fit to the tensors that a model holds, by name."""
+    """Reasons why an offer does not match the tensors of a model."""
     problems = [*offer.problems]
-    problems += [f"{name}: is no tensor" for name in offer.others if name in known]
+    problems += [f"{name}: is not a tensor" for name in offer.others if name in known]
     for name, (shape, dtype) in offer.tensors.items():
         each = known.get(name)
         if each is None:
             continue
         if shape != each.tensor.shape:
-            problems.append(f"{name}: has shape {tuple(shape)}, and the model's has {tuple(each.tensor.shape)}")
+            problems.append(f"{name}: has shape {tuple(shape)}, but {tuple(each.tensor.shape)} in the model")
         if not assign and not torch.can_cast(dtype, each.tensor.dtype):
-            problems.append(f"{name}: is of {dtype}, which cannot be cast to {each.tensor.dtype} without loss of kind")
+            problems.append(f"{name}: has dtype {dtype}, which cannot be cast to {each.tensor.dtype} of the model")
         if not assign and each.local.is_meta:
             problems.append(f"{name}: is on the meta device in the model; pass assign=True, or call model.to_empty()")
     return problems
 
 
 def _cut(wanted: list[Held], given: Mapping[str, torch.Tensor]) -> Iterator[tuple[Held, torch.Tensor]]:
-    """This rank's pieces of full tensors that it has itself."""
+    """Yield this rank's pieces of full tensors that this rank has."""
     for each in wanted:
         yield each, each.piece_of(given[each.name].detach())
 
@@ -274,7 +288,7 @@ def _cut(wanted: list[Held], given: Mapping[str, torch.Tensor]) -> Iterator[tupl
 def _received(
     wanted: list[Held], held: Holdings, offer: _Offer, given: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[Held, torch.Tensor]]:
-    """This rank's pieces of full tensors that the lead has."""
+    """Yield this rank's pieces of full tensors that only the lead has."""
     by_name = {each.name: each for each in wanted}
     cuts = {each.name: each.cut if held.ranks.are_all_of(each.cut) else None for each in wanted}
     expected = [Expected(name, *offer.tensors[name], cuts[name]) for name in by_name]
@@ -283,13 +297,13 @@ def _received(
 
 
 def _loaded(pieces: Iterable[tuple[Held, torch.Tensor]], ranks: ModelRanks, assign: bool) -> dict[str, torch.Tensor]:
-    """The tensors of the model that these pieces make, by first name."""
+    """The loaded tensors of the model, by first name."""
     put = _assigned if assign else _written
     return {each.first: put(each, piece, ranks) for each, piece in pieces}
 
 
 def _written(each: Held, piece: torch.Tensor, ranks: ModelRanks) -> torch.Tensor:
-    """The tensor that the model has, overwritten; a new one for `load_state_dict` to take if others have its memory."""
+    """Overwrite the model's tensor. If it shares memory with another one, make a new one for `load_state_dict`."""
     if each.aliases:
         return placed_like(each, piece.to(each.tensor.dtype), ranks)
     with torch.no_grad():
@@ -298,13 +312,13 @@ def _written(each: Held, piece: torch.Tensor, ranks: ModelRanks) -> torch.Tensor
 
 
 def _assigned(each: Held, piece: torch.Tensor, ranks: ModelRanks) -> torch.Tensor:
-    """A new tensor, placed as the one that the model has."""
+    """A new tensor with the placement of the model's tensor."""
     made = placed_like(each, piece, ranks)
     return nn.Parameter(made, requires_grad=each.tensor.requires_grad) if each.is_param else made
 
 
 def placed_like(each: Held, piece: torch.Tensor, ranks: ModelRanks) -> torch.Tensor:
-    """A new tensor of this rank's piece, placed as the one that the model has, in the dtype of the piece."""
+    """A new tensor from this rank's piece, with the placement of the model's tensor and the dtype of the piece."""
     old, home = each.tensor, each.home(ranks)
     pins = each.owner is not None and each.owner.info.pins and home.type == "cpu"
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What a model holds, by name: parameters as they are sharded, and buffers."""
+"""The tensors of a model by name: sharded parameters and buffers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .transfer import CPU_LIMIT, LIMIT, Cut, cut_of
 
 
 def is_split(tensor: torch.Tensor) -> bool:
-    """Whether ranks hold different parts of it."""
+    """Whether ranks hold different parts of a tensor."""
     if not isinstance(tensor, DTensor):
         return False
     mesh = tensor.device_mesh
@@ -33,12 +33,12 @@ def is_split(tensor: torch.Tensor) -> bool:
 
 
 def is_meta(tensor: torch.Tensor) -> bool:
-    """Whether this rank has no values of it."""
+    """Whether a tensor, or its local tensor, is on the meta device."""
     return (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).is_meta
 
 
 class Owner(NamedTuple):
-    """What this library knows of a parameter that it has sharded."""
+    """This library's record of a parameter that it has sharded."""
 
     param: ShardedParam
     info: MeshInfo
@@ -46,18 +46,18 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A tensor that a model holds.
+    """A tensor of a model.
 
     Attributes:
-        name: without the parts that wrappers add.
-        key: in the model's `state_dict()`.
-        tensor: a DTensor if it is sharded.
-        first: the first of its names; another one than `name` if weights are tied.
-        cut: how it is cut, if one axis of a mesh cuts it.
-        owner: what this library knows of it, if it has sharded it.
+        name: its name without the parts that wrappers add.
+        key: its key in the model's `state_dict()`.
+        tensor: the tensor. A DTensor if it is sharded.
+        first: first of its names. It differs from `name` if weights are tied.
+        cut: how it is split, if exactly one axis of a mesh splits it.
+        owner: this library's record of it, if this library has sharded it.
         is_param: whether it is a parameter.
-        is_cast: whether it takes the dtype to which all floating-point numbers are cast. Scales that a hook adds
-            to packed bytes do not.
+        is_cast: whether it is cast when all floating-point tensors are cast. Scales that a hook adds to packed bytes
+            are not.
         aliases: see `Entry.aliases`.
     """
 
@@ -73,21 +73,21 @@ class Held:
 
     @property
     def carried(self) -> Carried | None:
-        """What it carries besides its data if it is a packed parameter."""
+        """The attributes of a packed parameter besides its data; None for other tensors."""
         return None if self.owner is None else self.owner.param.carried
 
     def as_kept(self, dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype that it has where all floating-point numbers are cast to `dtype`, which packed bytes are not."""
+        """Its dtype after a cast of all floating-point tensors to `dtype`. Packed bytes are not cast."""
         kept = dtype is None or not self.tensor.is_floating_point() or not self.is_cast or self.carried is not None
         return self.tensor.dtype if kept or dtype is None else dtype
 
     @property
     def local(self) -> torch.Tensor:
-        """What this rank has of it."""
+        """The part of the tensor on this rank."""
         return local_tensor(self.tensor) if isinstance(self.tensor, DTensor) else self.tensor
 
     def home(self, ranks: ModelRanks) -> torch.device:
-        """Where its local tensor belongs, also if it is on meta still."""
+        """The device of its local tensor; if that is still on the meta device, the device that it will have."""
         if self.owner is not None:
             return self.owner.info.home
         if not self.local.is_meta:
@@ -95,7 +95,7 @@ class Held:
         return compute_device(self.tensor.device_mesh.device_type) if isinstance(self.tensor, DTensor) else ranks.device
 
     def piece_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of a full value; often a view of it."""
+        """This rank's piece of a full value, if possible as a view."""
         tensor = self.tensor
         if not isinstance(tensor, DTensor):
             return whole
@@ -107,17 +107,17 @@ class Held:
 
 
 class Holdings:
-    """All that a model's state dict has.
+    """The tensors and other values of a model's state dict.
 
     Attributes:
-        params: the parameters by name, tied ones under each.
+        params: parameters by name, tied ones under each name.
         tensors: parameters and buffers by name, in the order of the state dict. Hooks may have renamed them.
-        hidden: parameters by the names that the state dict does not have: hooks have removed or renamed them. `first`
-            is the first of the names that it has for them, if any; `key` is what `load_state_dict` calls them.
-        others: what is no tensor (`get_extra_state`), by key in the state dict.
+        hidden: parameters by their names that are not in the state dict, because hooks have removed or renamed them.
+            `first` is their first name in the state dict, if any. `key` is their key for `load_state_dict`.
+        others: values that are not tensors (`get_extra_state`), by key in the state dict.
         order: all keys of the state dict.
         metadata: see `metadata_of`.
-        ranks: those that hold the model.
+        ranks: ranks that hold the model.
         limit: bytes to move at a time: those of the largest group, at most `CPU_LIMIT` on CPUs and `LIMIT` elsewhere.
     """
 
@@ -156,25 +156,25 @@ class Holdings:
         return Held(name, key, value, first, cut_of(value), None, False, is_cast, aliases)
 
     def _are_packed(self) -> bool:
-        """Whether some parameters are packed, so that hooks may put scales into the state dict."""
+        """Whether some parameters are packed. Hooks may then add their scales to the state dict."""
         held = self.params.values()
         return any(each.carried is not None or carried_by(cast(nn.Parameter, each.tensor)) is not None for each in held)
 
     @classmethod
     def together(cls, model: nn.Module, what: str, check: Callable[[Holdings], object] = lambda _: None) -> Holdings:
-        """Those of a model that all its ranks are about to gather or to load. A collective, if anything is sharded.
+        """Make the holdings of a model on all its ranks before a gather or a load. A collective if anything is sharded.
 
         Args:
             model: the model.
-            what: what the ranks are about to do; compared with the other ranks once the model has run.
-            check: raises what this rank has against it.
+            what: what the ranks are about to do. Compared with the other ranks if the model has run.
+            check: called with the holdings; raises if this rank cannot continue.
 
         Raises:
-            RankMismatchError: some are about to do something else; on all ranks.
+            RankMismatchError: a rank is about to do something else. Raised on all ranks.
             PeerLostError: another rank is lost.
-            CheckpointMismatchError: ranks of a mesh hold different tensors on it; on all ranks.
-            CheckpointError: `check`, or a hook of the state dict, has raised on a rank; on all ranks, its own kind if
-                that is one of this library.
+            CheckpointMismatchError: the ranks of a mesh hold different tensors on it. Raised on all ranks.
+            CheckpointError: `check` or a hook of the state dict raised on a rank. Raised on all ranks. An error type of
+                this library is kept.
         """
         states = states_with_parameters_in(model)
         for engine in dict.fromkeys(each.bound.engine for each in states if each.bound is not None):
@@ -185,7 +185,7 @@ class Holdings:
             check(held)
             return held
 
-        # Unsharded parameters may be installed, on this rank or on others, so not by those that modules show.
+        # Do not use the parameters that modules have installed: on this or another rank, they may be unsharded.
         meshes = meshes_of((*parameters_of(model).values(), *model.buffers()))
         if not meshes:
             return hold()  # no rank waits for another one
@@ -196,31 +196,35 @@ class Holdings:
         return held
 
     def once(self) -> list[Held]:
-        """The tensors, tied ones under their first name alone."""
+        """The tensors; tied ones only under their first name."""
         return [held for held in self.tensors.values() if held.first == held.name]
 
     def check_material(self, what: str, held: Iterable[Held] | None = None) -> None:
-        """See that no tensor is on meta: of these, by default of those of the state dict.
+        """Check that no tensor is on the meta device.
+
+        Args:
+            what: name of the operation, for the message.
+            held: tensors to check. Default: those of the state dict.
 
         Raises:
-            CheckpointError: some are.
+            CheckpointError: a tensor is on the meta device.
         """
         missing = [each.name for each in (self.once() if held is None else held) if each.local.is_meta]
         if missing:
             raise CheckpointError(
                 f"{what}: {', '.join(missing[:20])} {'... ' if len(missing) > 20 else ''}on the meta device, and have "
-                "no values; load a state first, or call model.to_empty() and initialise them"
+                "no values; load a state first, or call model.to_empty() and initialize them"
             )
 
     def layout(self) -> list[tuple[object, ...]]:
-        """What ranks must have in common: names, shapes and how tensors are cut."""
+        """The properties that must be equal on all ranks: names, shapes and how tensors are split."""
         return [
             (held.name, tuple(held.tensor.shape), None if held.cut is None else (held.cut.world, held.cut.dim))
             for held in self.tensors.values()
         ]
 
     def on_meshes(self) -> dict[tuple[int, ...], list[str]]:
-        """What the ranks of each mesh gather together, in order."""
+        """Descriptions of the tensors that the ranks of each mesh gather together, in order."""
         lists: dict[tuple[int, ...], list[str]] = {}
         for held in self.once():
             if isinstance(held.tensor, DTensor):
@@ -230,7 +234,7 @@ class Holdings:
         return lists
 
     def digests(self) -> dict[tuple[int, ...], str]:
-        """The same, short enough to be compared each time."""
+        """Digests of `on_meshes`, short enough to compare on every call."""
         return {ranks: sha256(repr(lines).encode()).hexdigest() for ranks, lines in self.on_meshes().items()}
 
 
@@ -240,7 +244,7 @@ def ranks_of(model: nn.Module) -> ModelRanks:
 
 
 def _differ(said: Mapping[int, Mapping[tuple[int, ...], object]]) -> tuple[int, int, tuple[int, ...]] | None:
-    """Two ranks that hold different tensors on a mesh of both, and the ranks of that mesh."""
+    """Two ranks that hold different tensors on a common mesh, and the ranks of this mesh; None if there are none."""
     for rank, own in said.items():
         for ranks, lines in own.items():
             for other in ranks:
@@ -256,18 +260,18 @@ def _raise_difference(what: str, said: Mapping[int, Mapping[tuple[int, ...], lis
     pairs = zip_longest(said[rank][ranks], said[other].get(ranks, []), fillvalue="nothing more")
     one, two = next((one, two) for one, two in pairs if one != two)
     raise CheckpointMismatchError(
-        f"{what}: the state dict has {one} on rank {rank} and {two} on rank {other}; build and shard the model alike "
-        "on all ranks, with the same hooks of state_dict()"
+        f"{what}: the state dict has {one} on rank {rank} and {two} on rank {other}; build and shard the model in the "
+        "same way on all ranks, with the same hooks of state_dict()"
     )
 
 
 def meshes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """The meshes of those that are DTensors, each once."""
+    """The distinct meshes of the DTensors among these tensors."""
     return list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
 
 
 def limit_of(model: nn.Module, most: int) -> int:
-    """Bytes to move at a time: those of the largest group, and not more than `most`."""
+    """Bytes to move at a time: those of the largest group, at most `most`."""
     groups = [state.declaration.params for state in states_with_parameters_in(model)]
     sizes = [sum(param.sharded.numel() * param.dtype.itemsize for param in params) for params in groups]
     return min(most, max(sizes, default=0) or most)

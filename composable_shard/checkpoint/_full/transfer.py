@@ -1,6 +1,6 @@
-"""Tensors on their way: gathered from their shards, or sent from one rank to the others, some of them at a time.
+"""Gather tensors from their shards, or send them from one rank to the others, in batches.
 
-Small tensors travel together, as bytes in one buffer of bounded size; a larger one travels alone.
+Small tensors are communicated together, as bytes in one buffer of bounded size. A larger tensor is communicated alone.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from ..._torch.ragged import Ragged, rows_of_chunk
 from .ranks import ModelRanks, along, wire_device
 
 LIMIT = 64 * 2**20  # bytes of a buffer, unless one tensor alone needs more
-CPU_LIMIT = 4 * 2**20  # the same on CPUs, where larger tensors go to their place at once, and buffers scatter the heap
-_ALIGNED = 16  # bytes, of which the beginning of each tensor in a buffer is a multiple, as views need it
+CPU_LIMIT = 4 * 2**20  # on CPUs: larger tensors are received in place, and large buffers would fragment the heap
+_ALIGNED = 16  # bytes; each tensor in a buffer begins at a multiple, because views of its dtype need alignment
 
 T = TypeVar("T")
 
 
 class Cut(NamedTuple):
-    """How a DTensor is cut by one axis of its mesh, along one dim, while the other axes replicate it."""
+    """How one axis of a mesh splits a DTensor along one dim. The other axes replicate it."""
 
     mesh: DeviceMesh
     axis: int
     dim: int
-    rows: int = 1  # of which the cuts are multiples
+    rows: int = 1  # pieces begin at multiples of this many rows
 
     @property
     def world(self) -> int:
-        """How many pieces there are."""
+        """Number of pieces."""
         return self.mesh.size(self.axis)
 
     def sizes(self, shape: Sequence[int]) -> list[tuple[int, int]]:
-        """Begin and size of each piece along the dim; as `torch.chunk` cuts, with empty pieces at the end."""
+        """Begin and size of each piece along the dim, as in `torch.chunk`, with empty pieces at the end."""
         whole, most = shape[self.dim], self.most(shape)
         begins = [min(index * most, whole) for index in range(self.world)]
         return [(begin, min(most, whole - begin)) for begin in begins]
@@ -68,7 +68,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def cut_of(tensor: torch.Tensor) -> Cut | None:
-    """How a tensor is cut; None if it is no DTensor, is placed otherwise, or has a local tensor of a subclass."""
+    """How a tensor is split; None if it is not a DTensor, has other placements, or its local tensor is a subclass."""
     if not isinstance(tensor, DTensor) or type(local_tensor(tensor)) not in _PLAIN:
         return None
     cuts: list[tuple[int, Any]] = [
@@ -85,12 +85,12 @@ def _aligned(nbytes: int) -> int:
 
 
 def _view(data: torch.Tensor, begin: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in a buffer of bytes."""
+    """View a tensor in a buffer of bytes."""
     return data[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
 
 
 def _batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """The items in their order, so many at a time as have `limit` bytes; one that has more comes alone."""
+    """Group the items, in order, into batches of at most `limit` bytes. A larger item is a batch of its own."""
     batch: list[T] = []
     total = 0
     for item in items:
@@ -105,7 +105,7 @@ def _batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iter
 
 
 def _by_cut(batch: Iterable[T], cut: Callable[[T], Cut | None]) -> dict[tuple[DeviceMesh, int] | None, list[T]]:
-    """The items of a batch that may travel together."""
+    """The items of a batch by mesh and axis. Items with the same mesh and axis can be communicated together."""
     together: dict[tuple[DeviceMesh, int] | None, list[T]] = {}
     for item in batch:
         own = cut(item)
@@ -117,7 +117,7 @@ def _by_cut(batch: Iterable[T], cut: Callable[[T], Cut | None]) -> dict[tuple[De
 
 
 class Part(NamedTuple):
-    """A tensor to be gathered, and the dtype that it shall have then."""
+    """A tensor to gather, and the dtype of the result."""
 
     name: Any
     tensor: torch.Tensor
@@ -126,32 +126,32 @@ class Part(NamedTuple):
 
     @classmethod
     def of(cls, name: Any, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Part:
-        """With `dtype`, a tensor of floating-point numbers is cast."""
+        """Make a part. A floating-point tensor is cast to `dtype`, if given."""
         kept = dtype is None or not tensor.is_floating_point()
         return cls(name, tensor, tensor.dtype if kept or dtype is None else dtype, cut_of(tensor))
 
     @property
     def sent_as(self) -> torch.dtype:
-        """The dtype in which it travels: the smaller one."""
+        """The dtype in which it is communicated: the smaller of the two."""
         return min(self.tensor.dtype, self.dtype, key=lambda dtype: dtype.itemsize)
 
     @property
     def nbytes(self) -> int:
-        """Of a buffer into which it is gathered."""
+        """Bytes of the buffer into which it is gathered."""
         return 0 if self.cut is None else self.cut.world * self.cut.nbytes(self.tensor.shape, self.sent_as)
 
 
 def gathered(
     parts: Iterable[Part], ranks: ModelRanks, *, limit: int, lead_only: bool, device: torch.device | None
 ) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield names and full tensors, each with memory of its own, in the order of the parts. A collective.
+    """Yield names and full tensors in the order of the parts. Each tensor has its own memory. A collective.
 
     Args:
-        parts: the tensors, the same on all ranks.
-        ranks: those that hold them.
-        limit: bytes that are gathered at a time.
-        lead_only: whether only the lead shall get them.
-        device: of the full tensors; by default the one on which the ranks compute.
+        parts: tensors to gather, the same on all ranks.
+        ranks: ranks that hold them.
+        limit: bytes to gather at a time.
+        lead_only: if True, only the lead gets the tensors.
+        device: device of the full tensors. Default: the compute device.
     """
     wanted = ranks.leads or not lead_only
     for batch in _batches(parts, lambda part: part.nbytes, limit):
@@ -170,7 +170,7 @@ def gathered(
 
 
 def _whole(part: Part, device: torch.device, wanted: bool) -> torch.Tensor | None:
-    """One tensor that no single axis cuts."""
+    """Gather one tensor that is not split by exactly one axis. None if it is not wanted on this rank."""
     tensor = part.tensor.detach()
     with torch.no_grad():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -184,11 +184,11 @@ def _whole(part: Part, device: torch.device, wanted: bool) -> torch.Tensor | Non
 def _gather(
     parts: list[Part], mesh_axis: tuple[DeviceMesh, int], lead: int | None, device: torch.device | None
 ) -> dict[Any, torch.Tensor]:
-    """Gather parts of one axis, by one collective; `lead`, if given, is the only rank to get them."""
+    """Gather parts that the same axis splits, in one collective. If `lead` is given, only this rank gets them."""
     mesh, axis = mesh_axis
     group, world = mesh.get_group(axis), mesh.size(axis)
     if lead is not None and lead not in dist.get_process_group_ranks(group):
-        return {}  # a replica: the lead gets them from its own group
+        return {}  # this group is a replica; the lead gathers from its own group
     wire = wire_device(group, compute_device(mesh.device_type))
     home = device or compute_device(mesh.device_type)
     wanted = lead is None or lead == dist.get_rank()
@@ -208,7 +208,7 @@ def _gather(
 
 
 def _packed(parts: list[Part], wire: torch.device) -> tuple[torch.Tensor, list[int]]:
-    """The bytes of this rank's pieces, and where each begins."""
+    """The bytes of this rank's pieces in one buffer, and the offset of each piece."""
     sizes = [0 if part.cut is None else part.cut.nbytes(part.tensor.shape, part.sent_as) for part in parts]
     begins = [0, *accumulate(sizes)]
     own = torch.empty(begins[-1], dtype=torch.uint8, device=wire)
@@ -219,7 +219,7 @@ def _packed(parts: list[Part], wire: torch.device) -> tuple[torch.Tensor, list[i
 
 
 def _direct(parts: list[Part], wire: torch.device, home: torch.device) -> torch.Tensor | None:
-    """This rank's piece as bytes, if there is one tensor whose pieces, one behind the other, are the full tensor."""
+    """This rank's piece as bytes, if there is only one tensor and its concatenated pieces are the full tensor."""
     [part, *others] = parts
     assert part.cut is not None
     shape = part.tensor.shape
@@ -260,7 +260,7 @@ def _send_around(own: torch.Tensor, rows: torch.Tensor | None, group: dist.Proce
 
 
 def _put_together(part: Part, rows: torch.Tensor, begin: int, device: torch.device) -> torch.Tensor:
-    """One full tensor out of the gathered buffer."""
+    """Assemble one full tensor from the gathered buffer."""
     cut, shape = part.cut, part.tensor.shape
     assert cut is not None
     full = torch.empty(shape, dtype=part.dtype, device=device)
@@ -278,9 +278,9 @@ class Expected(NamedTuple):
     """A tensor that the lead sends.
 
     Attributes:
-        name: by which the lead is asked for it.
-        shape, dtype: of the full tensor.
-        cut: how the receivers hold it; None if each shall get the full tensor.
+        name: name by which the lead looks it up.
+        shape, dtype: shape and dtype of the full tensor.
+        cut: how the receivers split it. None if each receives the full tensor.
     """
 
     name: Any
@@ -290,7 +290,7 @@ class Expected(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the lead's buffer."""
+        """Bytes of the lead's buffer."""
         if self.cut is None:
             return _aligned(math.prod(self.shape) * self.dtype.itemsize)
         return self.cut.world * self.cut.nbytes(self.shape, self.dtype)
@@ -299,15 +299,15 @@ class Expected(NamedTuple):
 def sent(
     expected: Iterable[Expected], ranks: ModelRanks, look_up: Callable[[Any], torch.Tensor], limit: int
 ) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield names and, of each tensor, this rank's piece, or the full tensor where it is not cut. A collective.
+    """Yield names and this rank's pieces, or full tensors if they are not split. A collective.
 
-    What is yielded is a view of a buffer: copy it before going on.
+    Each yielded tensor is a view of a buffer. Copy it before you resume the iteration.
 
     Args:
-        expected: the tensors, the same on all ranks.
-        ranks: those that take part; cuts are of meshes of all of them.
-        look_up: gives the full tensors, on the lead.
-        limit: bytes that are sent at a time.
+        expected: tensors to receive, the same on all ranks.
+        ranks: ranks that take part. The mesh of each cut must have all of them.
+        look_up: returns the full tensor of a name. Called only on the lead.
+        limit: bytes to send at a time.
     """
     for batch in _batches(expected, lambda each: each.nbytes, limit):
         for mesh_axis, alike in _by_cut(batch, lambda each: each.cut).items():
@@ -363,7 +363,7 @@ def _pass_on(own: torch.Tensor, rows: list[torch.Tensor], mesh: DeviceMesh, axis
 
 
 def _deal(own: torch.Tensor, rows: Mapping[int, torch.Tensor], group: dist.ProcessGroup, lead: int) -> None:
-    """Send each rank its row of the lead's; by sends, for gloo's own scatter holds the rows for longer than it runs."""
+    """Send each rank its row from the lead. Uses sends, because gloo's scatter keeps the rows alive after its end."""
     if rows:
         own.copy_(rows[lead])
         messages = [dist.P2POp(dist.isend, row, rank, group) for rank, row in rows.items() if rank != lead]

@@ -1,1 +1,1 @@
-"""Files and checksums, without torch: what the process that writes checkpoints in the background loads, too."""
+"""Files and checksums without torch, so that the background writer process can import them quickly."""

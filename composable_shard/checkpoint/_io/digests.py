@@ -1,7 +1,7 @@
-"""Checksums of files, block by block, so that a part of a file can be checked by reading that part alone.
+"""Checksums of files by blocks, so that a part of a file can be verified by reading only that part.
 
-The checksum of a file is that of its blocks' digests one after the other: a hash tree of two levels. A block has
-1 MiB; the last one of a file may have less.
+A file is split into blocks of 1 MiB; the last block may be smaller. The checksum of a file is the digest of its
+concatenated block digests (a hash tree of two levels).
 """
 
 import hashlib
@@ -26,7 +26,7 @@ def _sha256(data: Any) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-ALGORITHMS: dict[str, tuple[int, Callable[[Any], bytes]]] = {  # bytes of a digest, and how it is made
+ALGORITHMS: dict[str, tuple[int, Callable[[Any], bytes]]] = {  # bytes of a digest, and the function that computes it
     "xxh3": (8, _xxh3),  # package xxhash
     "crc32": (4, _crc32),
     "sha256": (32, _sha256),
@@ -34,7 +34,7 @@ ALGORITHMS: dict[str, tuple[int, Callable[[Any], bytes]]] = {  # bytes of a dige
 
 
 def best() -> str:
-    """The fastest algorithm that is installed."""
+    """The fastest installed algorithm."""
     try:
         import xxhash  # noqa: F401
     except ImportError:
@@ -53,7 +53,7 @@ def file_checksum(algorithm: str, blocks: bytes) -> str:
 
 
 class Digester:
-    """Takes a file's bytes in the order of the file, and gives its blocks' digests."""
+    """Computes the digests of a file's blocks from its bytes, passed in the order of the file."""
 
     def __init__(self, algorithm: str) -> None:
         self._digest = ALGORITHMS[algorithm][1]
@@ -61,7 +61,7 @@ class Digester:
         self._begun = bytearray()
 
     def update(self, data: memoryview) -> None:
-        """The next bytes."""
+        """Add the next bytes."""
         if self._begun:
             missing = BLOCK - len(self._begun)
             self._begun += data[:missing]
@@ -75,7 +75,7 @@ class Digester:
         self._begun += data[whole:]
 
     def finish(self) -> bytes:
-        """The digests of all blocks, one after the other."""
+        """The concatenated digests of all blocks."""
         if self._begun:
             self._blocks.append(self._digest(self._begun))
             self._begun = bytearray()

@@ -1,7 +1,7 @@
-"""Every write, flush, rename and read of a checkpoint, in one place.
+"""All file operations of checkpoints: create, write, flush, rename, read, delete.
 
-Nothing follows a symbolic link, and nothing is written over a file that exists. `observe`, where it is set, is told of
-each operation before it is done, by its name and path; a test ends the process there, or raises what a full disk does.
+No operation follows a symbolic link, and no operation overwrites an existing file. If `observe` is set, it is called
+before each operation with the operation's name and path. Tests use it to end the process or to raise disk errors.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_FLUSH = 8 << 20  # bytes after which the disk is to begin
+_FLUSH = 8 << 20  # bytes after which the kernel starts to write them to disk
 _SYNC_FILE_RANGE_WRITE = 2  # of <fcntl.h>
 
 observe: Callable[[str, Path], None] | None = None
@@ -22,7 +22,7 @@ observe: Callable[[str, Path], None] | None = None
 
 @contextmanager
 def _doing(operation: str, path: Path) -> Iterator[None]:
-    """Tell of an operation; where it fails, the error names the file."""
+    """Call `observe` before an operation. If the operation fails, the error names the file."""
     try:
         if observe is not None:
             observe(operation, path)
@@ -34,12 +34,12 @@ def _doing(operation: str, path: Path) -> Iterator[None]:
 
 
 def _of(path: Path, error: OSError) -> OSError:
-    """The same error, naming the file; one without a number, which the system has not raised, as it is."""
+    """The same error with the file's name. An error without errno, which the system did not raise, is unchanged."""
     return error if error.errno is None else OSError(error.errno, error.strerror, str(path))
 
 
 def make_directory(path: Path) -> None:
-    """Make a new directory, and those above it where there are none; those have their names on disk then."""
+    """Make a directory and its missing parents. The names of the new parents are flushed to disk."""
     above = path.parent
     if not above.is_dir():
         make_directory(above)
@@ -49,7 +49,7 @@ def make_directory(path: Path) -> None:
 
 
 def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """Linux's system call; None on another system."""
+    """The system call of Linux; None on other systems."""
     kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     try:
         return kind(("sync_file_range", ctypes.CDLL(None)))
@@ -61,16 +61,16 @@ _sync_file_range = _find_sync_file_range()
 
 
 def _begin_to_flush(descriptor: int, begin: int, count: int) -> None:
-    """Let the disk begin with bytes of a file while others are written; a hint.
+    """Start to write bytes of a file to disk while the file is still being written. This is only a hint.
 
-    What goes wrong with these bytes is an error of `fsync`, as ever.
+    Errors are not reported here. `fsync` reports them.
     """
     if _sync_file_range is not None:
         _sync_file_range(descriptor, begin, count, _SYNC_FILE_RANGE_WRITE)
 
 
 class NewFile:
-    """A file that is written once, from its begin to its end. Nothing is certain to be on disk before `commit`."""
+    """A file that is written once, sequentially. Its bytes are guaranteed to be on disk only after `commit`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -91,7 +91,7 @@ class NewFile:
             self._flushed = self.size
 
     def commit(self) -> None:
-        """Have all that was written on disk, and close the file."""
+        """Flush all written bytes to disk, and close the file."""
         try:
             with _doing("fsync", self.path):
                 os.fsync(self._descriptor)
@@ -99,14 +99,14 @@ class NewFile:
             self.close()
 
     def close(self) -> None:
-        """Close the file as it is; again is harmless."""
+        """Close the file without a flush. Further calls have no effect."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a new file as a whole; it is on disk afterwards."""
+    """Write a new file and flush it to disk."""
     file = NewFile(path)
     try:
         file.write(memoryview(data))
@@ -116,20 +116,24 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Have the names in a directory on disk."""
+    """Flush the names in a directory to disk."""
     with _doing("fsync", path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot do it for directories
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot flush directories
                 raise
         finally:
             os.close(descriptor)
 
 
 def rename(old: Path, new: Path) -> None:
-    """Give a directory a name that nothing has (an OSError where something has), and have that on disk."""
+    """Rename a directory and flush the rename to disk.
+
+    Raises:
+        OSError: the new name exists.
+    """
     with _doing("rename", new):
         if os.path.lexists(new):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
@@ -138,20 +142,20 @@ def rename(old: Path, new: Path) -> None:
 
 
 def replace(old: Path, new: Path) -> None:
-    """Give a file the name that another one has, at once, and have that on disk."""
+    """Atomically replace a file by another one, and flush the rename to disk."""
     with _doing("rename", new):
         old.replace(new)
     sync_directory(new.parent)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a link."""
+    """Delete a file or a link."""
     with _doing("remove", path):
         path.unlink()
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory and what is in it; a link is removed itself."""
+    """Delete a directory and its content. A link is deleted, not followed."""
     if path.is_symlink() or not path.is_dir():
         remove(path)
         return
@@ -164,7 +168,11 @@ def remove_tree(path: Path) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor to read an ordinary file by; an OSError where it is none, or a link."""
+    """Open a regular file for reading, and give its descriptor.
+
+    Raises:
+        OSError: the path is not a regular file, or is a link.
+    """
     with _doing("open", path):
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     try:
@@ -176,8 +184,8 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def read_into(descriptor: int, view: memoryview, at: int, path: Path) -> int:
-    """Read bytes of an open file from a place in it; gives how many, none at its end."""
-    try:  # without `_doing`, which takes longer than to read a small tensor
+    """Read bytes of an open file at an offset, and return their number; 0 at the end of the file."""
+    try:  # not `_doing`, because it takes longer than to read a small tensor
         if observe is not None:
             observe("read", path)
         return read_at(descriptor, view, at)
@@ -186,7 +194,7 @@ def read_into(descriptor: int, view: memoryview, at: int, path: Path) -> int:
 
 
 def _copied(descriptor: int, view: memoryview, at: int) -> int:
-    """`read_at` on a system that reads only into memory of its own, as macOS before version 11."""
+    """`read_at` on systems without `preadv`, for example macOS before version 11."""
     data = os.pread(descriptor, len(view), at)
     view[: len(data)] = data
     return len(data)
@@ -197,20 +205,24 @@ def _direct(descriptor: int, view: memoryview, at: int) -> int:
 
 
 read_at: Callable[[int, memoryview, int], int] = _direct if hasattr(os, "preadv") else _copied
-"""Read bytes of an open file from a place in it into a view of bytes; gives how many, none at its end."""
+"""Read bytes of an open file at an offset into a view, and return their number; 0 at the end of the file."""
 
 
 def buffer(size: int) -> memoryview:
-    """Memory to read files into, which begins at a page.
+    """A buffer to read files into. It starts at a page boundary.
 
-    Some processors copy at a quarter of their speed to where the address, within its page, is up to 31 bytes past that
-    of the source, which is where a large `bytearray` lies and a block of a file does not.
+    Some processors copy at a quarter of their speed if the destination's offset in its page is up to 31 bytes larger
+    than the source's. Blocks of a file start at a page boundary, but a large `bytearray` starts shortly after one.
     """
     return memoryview(mmap.mmap(-1, max(size, 1)))[:size]
 
 
 def size_of(path: Path) -> int:
-    """Bytes of an ordinary file; an OSError where it is none, or a link."""
+    """The size of a regular file in bytes.
+
+    Raises:
+        OSError: the path is not a regular file, or is a link.
+    """
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not an ordinary file"
@@ -219,10 +231,14 @@ def size_of(path: Path) -> int:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """All of an ordinary file; an OSError where it has more bytes than `most`."""
+    """Read all bytes of a regular file.
+
+    Raises:
+        OSError: the file has more than `most` bytes, is not a regular file, or is a link.
+    """
     with opened(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > most:
-            raise OSError(errno.EFBIG, f"{size:,} bytes, more than the {most:,} that such a file may have", str(path))
+            raise OSError(errno.EFBIG, f"{size:,} bytes, but such a file may have at most {most:,}", str(path))
         with os.fdopen(os.dup(descriptor), "rb") as file:
             return file.read(size)

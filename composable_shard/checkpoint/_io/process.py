@@ -1,4 +1,4 @@
-"""A writer's side in the process that trains: the memory that both share, jobs, and what comes of them."""
+"""The training process's interface to the writer process: shared memory, jobs, and their results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Makes a package of this folder alone: what is above it imports torch.
+# Imports this folder as a package of its own, because its parent packages import torch.
 _START = (
     "import importlib.util as u, sys; spec = u.spec_from_file_location('checkpoint_io', sys.argv.pop(1)); "
     "module = u.module_from_spec(spec); sys.modules['checkpoint_io'] = module; spec.loader.exec_module(module); "
@@ -24,7 +24,7 @@ _START = (
 
 
 def _anonymous() -> int:
-    """A descriptor of a file without a name, in memory where the system can do that."""
+    """A descriptor of an anonymous file, in memory if the system supports it."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("composable_shard")
     with tempfile.TemporaryFile() as file:
@@ -32,10 +32,10 @@ def _anonymous() -> int:
 
 
 class WriterProcess:
-    """A process that writes files from memory that it shares with this one; it is started by the first job.
+    """A process that writes files from memory shared with this process. `start` starts it.
 
     Attributes:
-        capacity: bytes of the shared memory; it grows with what is staged, and stays.
+        capacity: bytes of the shared memory. It grows to the largest requested size and never shrinks.
     """
 
     def __init__(self) -> None:
@@ -46,16 +46,16 @@ class WriterProcess:
         self._connection: socket.socket | None = None
 
     def buffer(self, size: int) -> mmap.mmap:
-        """The shared memory, at least so many bytes; nothing may hold what it gave before.
+        """The shared memory, with at least `size` bytes. No view of an earlier buffer may exist.
 
         Raises:
-            OSError: there is not so much memory.
+            OSError: there is not enough memory.
         """
         if self._memory < 0:
             self._memory = _anonymous()
         if self._mapping is None or size > self.capacity:
             self._mapping, self.capacity = None, 0
-            if hasattr(os, "posix_fallocate"):  # or a page that is written to later may be one too many
+            if hasattr(os, "posix_fallocate"):  # otherwise a later write to a page may run out of memory
                 os.posix_fallocate(self._memory, 0, size)
             else:
                 os.ftruncate(self._memory, size)
@@ -63,7 +63,7 @@ class WriterProcess:
         return self._mapping
 
     def start(self) -> None:
-        """Have the process running; one that has died is replaced."""
+        """Start the process if it is not running. A dead process is replaced."""
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
@@ -78,7 +78,7 @@ class WriterProcess:
                     [str(each) for each in command],
                     stdin=subprocess.DEVNULL,
                     pass_fds=(other_end.fileno(), self._memory),
-                    start_new_session=True,  # Ctrl-C is for the process that trains
+                    start_new_session=True,  # so that Ctrl-C interrupts only the training process
                 )
             except BaseException:
                 ours.close()
@@ -87,28 +87,28 @@ class WriterProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while it runs."""
+        """Process id; None if the process was not started."""
         return None if self._process is None else self._process.pid
 
     def write(self, path: Path, size: int, algorithm: str, tell: Callable[[int], None]) -> tuple[int, bytes]:
-        """Write the first bytes of the shared memory as a file; they must not change meanwhile.
+        """Write the first `size` bytes of the shared memory to a file. They must not change meanwhile.
 
         Args:
-            path: of the file, which must not exist.
-            size: how many bytes.
-            algorithm: of the digests.
-            tell: is called with how many bytes are written, now and then.
+            path: path of the file. It must not exist.
+            size: number of bytes.
+            algorithm: algorithm of the digests.
+            tell: called from time to time with the number of bytes written so far.
 
         Returns:
-            the file's size, and its blocks' digests.
+            The file's size, and the digests of its blocks.
 
         Raises:
-            OSError: it could not be written; the message says why.
+            OSError: the file could not be written. The message gives the reason.
             ChildProcessError: the process has died.
         """
         assert self._connection is not None
         job = {"path": str(path), "size": size, "algorithm": algorithm}
-        with contextlib.suppress(OSError):  # one that is dead is seen below
+        with contextlib.suppress(OSError):  # a dead process is detected below
             self._connection.sendall(json.dumps(job).encode() + b"\n")
         begun = b""
         while data := self._receive():
@@ -120,7 +120,7 @@ class WriterProcess:
                 if "blocks" in message:
                     return message["size"], bytes.fromhex(message["blocks"])
                 tell(message["written"])
-        raise ChildProcessError(f"the process that was to write {path} has {self._end()}")
+        raise ChildProcessError(f"the writer process of {path} has {self._end()}")
 
     def _receive(self) -> bytes:
         assert self._connection is not None
@@ -139,7 +139,7 @@ class WriterProcess:
         return f"been killed by signal {-code}"
 
     def close(self) -> None:
-        """End the process; the memory stays."""
+        """End the process. The shared memory is kept."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

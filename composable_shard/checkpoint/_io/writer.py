@@ -1,7 +1,8 @@
-"""The process that writes files in the background, out of memory that it shares with the one that trains.
+"""The writer process: writes files in the background from memory that it shares with the training process.
 
-It loads neither torch nor the rest of this package. Its parent starts it as `process.py` says, and they talk in lines
-of JSON over a socket: a job in, and out how far it is, and at last its digests or its error. It ends with its parent.
+It imports neither torch nor the rest of this package. `process.py` starts it. Both exchange lines of JSON over a
+socket: the parent sends a job, and the writer sends its progress and finally the digests or an error. The writer ends
+when its parent ends.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ from typing import Any
 from .digests import BLOCK, Digester
 from .files import NewFile
 
-_STEP = 8 << 20  # bytes at a time
-_TOLD_S = 0.05  # between two messages of how far it is
+_STEP = 8 << 20  # bytes written at a time
+_TOLD_S = 0.05  # between two progress messages
 _NICE = 10
 
 
 def write_stream(
     file: NewFile, data: Iterable[memoryview], algorithm: str, tell: Callable[[int], None] | None = None
 ) -> tuple[int, bytes]:
-    """Write a file as a whole, so that it is on disk.
+    """Write a file and flush it to disk.
 
     Args:
-        file: that was just made.
-        data: its bytes in their order.
-        algorithm: of the digests.
-        tell: is called with how many bytes are written so far.
+        file: new, empty file.
+        data: bytes of the file, in order.
+        algorithm: algorithm of the digests.
+        tell: called with the number of bytes written so far.
 
     Returns:
-        the file's size and its blocks' digests.
+        The file's size, and the digests of its blocks.
     """
     digester = Digester(algorithm)
     try:
         for each in data:
-            for block in _blocks(each, file.size):  # which is in the processor's cache still when it is written
+            for block in _blocks(each, file.size):  # a block is still in the CPU cache when it is written
                 digester.update(block)
                 file.write(block)
             if tell is not None:
@@ -57,11 +58,11 @@ def write_stream(
 
 
 def _blocks(data: memoryview, begin: int) -> Iterator[memoryview]:
-    """Data cut where the file's blocks end.
+    """Split data at the ends of the file's blocks.
 
     Args:
-        data: some bytes of the file.
-        begin: where in the file they begin.
+        data: bytes of the file.
+        begin: offset of `data` in the file.
     """
     at = 0
     while at < len(data):
@@ -76,7 +77,7 @@ def _slices(memory: memoryview) -> Iterator[memoryview]:
 
 
 def _run(job: dict[str, Any], memory: int, send: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Do a job; gives the last message about it."""
+    """Run a job, and return its last message."""
     last = time.monotonic()
 
     def tell(written: int) -> None:
@@ -94,9 +95,9 @@ def _run(job: dict[str, Any], memory: int, send: Callable[[dict[str, Any]], None
 
 
 def _read_jobs(connection: socket.socket, parent: int, jobs: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """Take jobs in, and end the process with its parent, whatever it is doing.
+    """Receive jobs, and end this process when its parent ends, even during a job.
 
-    The parent's children may hold its end of the socket, too, so that the end of the parent is also looked for.
+    Other children of the parent may keep the parent's end of the socket open, so the parent's process id is polled.
     """
     begun = b""
     with contextlib.suppress(OSError):
@@ -113,7 +114,7 @@ def _read_jobs(connection: socket.socket, parent: int, jobs: queue.SimpleQueue[d
 
 
 def main() -> None:
-    """Write until the parent ends."""
+    """Run jobs until the parent ends."""
     number, memory, parent = map(int, sys.argv[1:4])
     with contextlib.suppress(OSError):
         os.nice(_NICE)
