@@ -23,6 +23,7 @@ CONFIG = "mkdocs.yml"
 PAGES = "pages"
 CODE = re.compile(r"^( *)(```|~~~).*?^\1\2|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(?:#[\w-]*)?\)")
+NOTEST = re.compile(r"^```python notest$", re.MULTILINE)  # marks code for the tests, not for the site
 WARNING = re.compile(r"^(?:WARNING|ERROR|griffe\b|mkdocs_?\w*:).*$", re.MULTILINE)
 
 
@@ -72,7 +73,10 @@ def lay_out(root: Path, work: Path) -> None:
     for file in {*named, *(target for page in named for target in linked(root, page))}:
         copy = work / PAGES / file
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(root / file, copy)
+        if file.endswith(".md"):
+            copy.write_text(NOTEST.sub("```python", (root / file).read_text()))
+        else:
+            shutil.copy(root / file, copy)
 
 
 def build(root: Path, work: Path, out: Path) -> None:

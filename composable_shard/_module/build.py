@@ -1,4 +1,4 @@
-"""Build a root's plan and its engine from the states of the sharded modules at and below it."""
+"""Build the plan and the engine of a root from the states of the sharded modules at and below it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Tree:
         self.of_root = set(family_of(root))
 
     def name_params(self) -> None:
-        """Give each parameter the first name that it has in the root, which may name them as it likes."""
+        """Rename each parameter to its first name in the root, whose `named_parameters` may be overridden."""
         first: dict[int, str] = {}
         for name, param in self.root.named_parameters(remove_duplicate=False):
             first.setdefault(id(param), name)
@@ -68,7 +68,7 @@ class _Tree:
         return {state: state.declaration.transports(made) for state in self.fqns}
 
     def plan(self, transports: Mapping[ShardState, Transports]) -> ShardPlan:
-        """The plan of the groups in the order of their modules, as users have asked for it."""
+        """The plan of the groups in the order of their modules, with the policies or plan that the user has set."""
         queues = self.has_one_mesh()
         groups = tuple(
             _describe(fqn, state.declaration, state in self.of_root, transports[state], queues)
@@ -79,7 +79,7 @@ class _Tree:
         return plan if own is None else own.asked.applied(plan)
 
     def has_one_mesh(self) -> bool:
-        """Whether all groups are sharded over the same ranks: then their collectives queue behind each other anyway."""
+        """Whether all groups are sharded over the same ranks, so that their collectives run one after the other."""
         return len({state.declaration.info.mesh for state in self.states}) == 1
 
     def _around(self) -> tuple[tuple[str, str], ...]:
@@ -87,7 +87,7 @@ class _Tree:
 
         The root's own groups enclose all others and are left out.
         """
-        inside: dict[str, list[ShardState]] = {}  # by name of the module: its groups, outermost first
+        inside: dict[str, list[ShardState]] = {}  # by name of a module: its groups, outermost first
         for each in self.fqns:
             for name in () if each in self.of_root else self.states[each]:
                 inside.setdefault(name, []).append(each)
@@ -100,7 +100,7 @@ class _Tree:
         return tuple(sorted(pairs))
 
     def settings(self) -> Settings:
-        """By FQN of a group: in words, the settings that must be equal on all ranks and are no part of a plan."""
+        """By FQN of a group: in words, the settings that must be equal on all ranks and are not part of a plan."""
         return {fqn: self._settings_of(state) for state, fqn in self.fqns.items()}
 
     def _settings_of(self, state: ShardState) -> dict[str, str]:
@@ -114,7 +114,7 @@ class _Tree:
         return {name: text for name, text in words.items() if text}
 
     def _listed(self, prefetched: Sequence[ShardState] | None) -> str:
-        """What a user has listed to be prefetched, in words; empty if there is no list."""
+        """The groups of a user's prefetch list, in words; empty if there is no list."""
         if prefetched is None:
             return ""
         family = [each for state in prefetched for each in state.family]
@@ -125,7 +125,7 @@ class _Tree:
 
         Raises:
             MixedShardingError: torch's own `fully_shard` has sharded a module below.
-            ShardConfigStateError: a module below has run as a root, or has a policy of its own.
+            ShardConfigStateError: a module below has run as a root, or a policy or plan was set on it.
         """
         check_unmixed(self.root)
         kind = type(self.root).__name__
@@ -133,20 +133,20 @@ class _Tree:
         for state, names in self.states.items():
             if state is not own and replace(state.asked, schedule="") != Asked():
                 raise ShardConfigStateError(
-                    f"{', '.join(names)}: a policy or a plan was set on it, and it runs inside of {kind}; "
+                    f"{', '.join(names)}: a policy or a plan was set on this module, but it runs inside of {kind}; "
                     "set it on the outermost sharded module"
                 )
             if state.bound is not None and state.bound.engine.has_run:
                 raise ShardConfigStateError(
                     f"FSDP state has already been lazily initialized for {', '.join(names) or kind}\nFSDP "
-                    "requires running forward through the root module first: it has run as a root of its own, and now "
+                    "requires running forward through the root module first: this module has run as a root, and now "
                     f"runs inside of {kind}"
                 )
 
     def install_shards(self) -> None:
-        """Have the sharded parameters installed, and take over those that users have put in their places.
+        """Install the sharded parameters, and adopt those by which users have replaced them.
 
-        An engine of another root, which has not run, may have unsharded them.
+        They may be unsharded, by an engine of another root that has not run.
         """
         names = {id(module._parameters): name for name, module in reversed(self.modules)}
         recurrent = [module for _, module in self.modules if vars(module).get("_flat_weights_names")]
@@ -157,7 +157,7 @@ class _Tree:
             state.entries.adopt()
 
     def set_holders(self) -> None:
-        """Tell each parameter which module holds it."""
+        """Set the module of each parameter."""
         holders = {id(module._parameters): weakref.ref(module) for _, module in self.modules}
         for state in self.states:
             for names, _, index in reversed(state.entries.places):
@@ -191,7 +191,7 @@ class _Tree:
         return GroupComm(own.info, transports, own.small, notes, own.rounding)
 
     def bind(self, engine: Engine, groups: Mapping[ShardState, ParamGroup]) -> None:
-        """Tell each state its part in the engine."""
+        """Bind each state to its part in the engine."""
         own = state_of(self.root)
         lists = tuple(state for state, names in self.states.items() if len(names) > 1)
         for state in self.states:
@@ -206,13 +206,13 @@ def _group_fqn(names: str, label: str) -> str:
 
 
 def _above(name: str) -> Iterator[str]:
-    """The names of the modules around a module, from the inside out, without the root's."""
+    """The names of the modules that contain a module, innermost first, without the root."""
     while name := name.rpartition(".")[0]:
         yield name
 
 
 def _describe(fqn: str, asked: Declaration, is_root: bool, transports: Transports, queues: bool) -> GroupPlan:
-    """A group's part of a plan, made from declarations alone, so parameters may be on the meta device."""
+    """Make a group's part of a plan. It depends only on the declaration, so parameters may be on the meta device."""
     options, streams = asked.settings.current, has_streams(asked.info.device)
     return GroupPlan(
         fqn=fqn,
@@ -254,13 +254,13 @@ def check_root(root: nn.Module) -> None:
     """Check that a module can run as the root.
 
     Raises:
-        ShardConfigStateError: the module is one of a list.
+        ShardConfigStateError: the module was sharded as part of a list.
     """
     own = state_of(root)
     if own is not None and own.declaration.modules > 1:
         raise ShardConfigStateError(
-            f"FSDP requires a single root module but got {type(root).__name__}, which is one of a list of "
-            f"{own.declaration.modules} modules; call fully_shard on the module that contains them too, and run that"
+            f"FSDP requires a single root module but got {type(root).__name__}, which was sharded in a list of "
+            f"{own.declaration.modules} modules; also call fully_shard on the module that contains them, and run that"
         )
 
 
@@ -269,8 +269,8 @@ def _check_materialised(asked: Sequence[Declaration]) -> None:
     if meta:
         raise ShardConfigStateError(
             "FSDP parameters should be materialized from meta device before training, but the following were still on "
-            f"meta device: {meta}\nCall model.to_empty(device=...), then initialise or load them, before the first "
-            "forward"
+            f"meta device: {meta}\nCall model.to_empty(device=...), then initialise or load the parameters, before "
+            "the first forward"
         )
 
 
@@ -286,17 +286,18 @@ def _check_offloaded(asked: Sequence[Declaration]) -> None:
 
 
 def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Engine:
-    """Make the engine of a root out of the declarations at and below it.
+    """Build the engine of a root from the declarations at and below it.
 
     Args:
         root: the outermost sharded module.
         agrees: whether to check first, by a collective, that all ranks have the same plan.
-        runs: whether the root is about to run. An engine that is made earlier, for `unshard`, may be that of a module
-            which turns out not to be the outermost one.
+        runs: whether the root is about to run. If False (for `unshard`), the module may later turn out not to be the
+            outermost one.
 
     Raises:
-        ShardConfigStateError: the root is one of a list; a module below has run as a root; parameters are on the meta
-            device, or offloaded ones not on the CPU; a policy was set on another module than the root.
+        ShardConfigStateError: the root was sharded as part of a list; a module below has run as a root; parameters are
+            on the meta device, or offloaded parameters are not on the CPU; a policy was set on a module other than the
+            root.
         MixedShardingError: torch's own `fully_shard` has sharded a module below.
         PoolBudgetError: a group does not fit into the budget.
         RankMismatchError: ranks have different plans.
@@ -308,7 +309,7 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
         check_root(root)
     tree = _Tree(root)
     tree.check_ready()
-    tree.name_params()  # also for errors of what follows, which may tie parameters
+    tree.name_params()  # for errors of `install_shards`, which may tie parameters; so name them again after it
     tree.install_shards()
     tree.name_params()
     asked = [state.declaration for state in tree.states]
@@ -340,6 +341,6 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
 
 
 def _agree_over_replicas(engine: Engine, plan: ShardPlan, replicas: Among, settings: Settings) -> None:
-    """Let ranks of the replicas agree on the plan, too, before they communicate for the first time."""
+    """Have the ranks of the replicas agree on the plan, too, before they communicate for the first time."""
     if replicas:
         engine.before_first_reduction(partial(agree, plan, replicas, settings))

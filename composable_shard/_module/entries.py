@@ -62,7 +62,7 @@ class ModuleEntries:
         self._columns = _Columns.of(places)
         self._shards = [param.sharded for param in params]
         self._installed: Sequence[torch.Tensor] = self._shards
-        self._lent: list[bool] = []  # `requires_grad` of the installed tensors, if they are leaves that users may change
+        self._lent: list[bool] = []  # `requires_grad` of the installed tensors, if these are leaves
         self._handles_seen = 0  # number of hook handles when the leaves were installed
         self._assigned: list[tuple[dict[str, Any], str, Any]] = []  # see `note_assigned`
         self._recurrent: list[weakref.ref[nn.Module]] = []
@@ -82,7 +82,7 @@ class ModuleEntries:
         self._check_data()
 
     def keep_lists(self, recurrent: Sequence[nn.Module]) -> None:
-        """Note which of these RNNs have our parameters: their `_flat_weights` lists must be updated with the entries."""
+        """Note which of these RNNs have our parameters: their `_flat_weights` lists must follow the entries."""
         ours = {id(names) for names in self._columns.dicts} if recurrent else ()
         of_ours = [module for module in recurrent if id(module._parameters) in ours]
         self._recurrent = [
@@ -97,7 +97,8 @@ class ModuleEntries:
     def follow(self) -> None:
         """Do the work of `adopt` while Dynamo traces.
 
-        If parameters were replaced, set `converted`, so that `adopt` reports it to the engine in the next eager forward.
+        If parameters were replaced, set `converted`, so that `adopt` reports this to the engine in the next eager
+        forward.
         """
         if self.shown:
             return

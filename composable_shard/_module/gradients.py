@@ -123,8 +123,8 @@ def average_by_tokens(
             losses[-1].backward()
         step_loss = sum(losses).detach()  # the mean over all tokens of the step
 
-    This takes one all-reduce of two numbers over each axis of the mesh, without a host synchronisation. It can be traced
-    by ``torch.compile(fullgraph=True)`` if `group` is None or a process group.
+    This takes one all-reduce of two numbers over each axis of the mesh, without a host synchronisation.
+    ``torch.compile(fullgraph=True)`` can trace it if `group` is None or a process group.
 
     Args:
         loss: the mean over this rank's tokens; 0-dim.
@@ -133,9 +133,9 @@ def average_by_tokens(
             (NaN gradients are set to 0 if one of the last 16 operations of the loss divides a scalar by the number of
             tokens. This does not work in a compiled graph: divide by ``count.clamp(min=1)`` there.)
         group: the data-parallel ranks, over which gradients are averaged: a sharded model (the mesh of its outermost
-            group: both axes of an HSDP mesh, without the axes of tensor parallelism), a mesh of these axes, or a process
-            group. None means all ranks. That is also correct with tensor parallelism, if ranks that share a batch pass
-            the same numbers. Ranks that have no loss (other pipeline stages) must not be included.
+            group: both axes of an HSDP mesh, without the axes of tensor parallelism), a mesh of these axes, or a
+            process group. None means all ranks. That is also correct with tensor parallelism, if ranks that share a
+            batch pass the same numbers. Ranks that have no loss (other pipeline stages) must not be included.
         total: number of tokens of all ranks in all microbatches of the step, from `total_tokens`. None means the tokens
             of this call.
 

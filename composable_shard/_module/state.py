@@ -1,4 +1,4 @@
-"""The state of sharded modules: what was declared, the part in an engine, and the forwards that run."""
+"""The state of sharded modules: their declaration, their part in an engine, and their running forwards."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ PLACE = "_shard_place"  # ... and its index among the modules of its call of `fu
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a call of `fully_shard` asked for, for the parameters on one mesh.
+    """The arguments of a call of `fully_shard`, for the parameters on one mesh.
 
     Attributes:
-        modules: how many modules the call was given; more than one for a list.
+        modules: number of modules that the call was given; more than one for a list.
         params: the sharded parameters, tied ones once.
         info: the mesh.
         settings: the options, which setters may replace.
-        small: the mesh of the few ranks that share the weights between forward and backward, if that was asked for (an
-            integer `reshard_after_forward`).
-        label: the axes of the mesh, to tell this group from the call's first group; empty for the first.
-        number: of the call, among those with this mesh; of a copy, behind that of the original.
+        small: the mesh of the ranks over which the weights stay sharded between forward and backward, if
+            `reshard_after_forward` is an int.
+        label: the axes of the mesh, which distinguish this group from the call's first group; empty for the first.
+        number: number of the call among the calls with this mesh; for a copy, appended to the original's number.
         copies: the numbers of its copies.
-        rounding: how its gradients are rounded if they travel in fewer bits.
+        rounding: how its gradients are rounded if they are communicated in fewer bits.
     """
 
     modules: int
@@ -72,22 +72,22 @@ class Declaration:
     rounding: Rounding = field(default_factory=Rounding, compare=False)
 
     def piece_bytes(self) -> list[int]:
-        """Bytes of a rank's piece of each parameter in the dtype of the gather, padding included."""
+        """Bytes of a rank's shard of each parameter in the dtype of the gather, including padding."""
         options, world = self.settings.current, self.info.shard_size
         return [piece_numel(p.shape, world, p.dim, p.rows) * p.compute_dtype(options).itemsize for p in self.params]
 
     def transports(self, made: TransportCache) -> Transports:
-        """The transports that the current options choose for its parameters and gradients."""
+        """The transports that the current options select for the parameters and gradients."""
         fake = not all(has_memory(param.local) for param in self.params)
         return made.of(self.info, self.settings.current, self.piece_bytes(), self.small, fake)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What users have asked of the plan of a root: policies, or a plan to follow.
+    """The user's requests for the plan of a root: policies, or a plan to follow.
 
     Attributes:
-        prefetch, pool: the policies; None where none was set.
+        prefetch, pool: the policies; None if not set.
         plan: the plan to follow, if one was set.
         schedule: text of the `GraphSchedule` that graphs follow.
     """
@@ -102,7 +102,7 @@ class Asked:
 
         Raises:
             PoolBudgetError: a group does not fit into the budget.
-            ShardConfigValueError: the plan to follow is of another model.
+            ShardConfigValueError: the plan to follow belongs to another model.
         """
         if (given := self.plan) is not None:
             given.check(plan)
@@ -115,9 +115,9 @@ class Bound:
     """A module's part in an engine.
 
     Attributes:
-        group: None where the call found no parameter to shard.
+        group: the group of its parameters; None if the call found no parameter to shard.
         is_root: whether the module is the root.
-        root: the engine's root module, weakly.
+        root: weak reference to the engine's root module.
     """
 
     engine: Engine
@@ -134,32 +134,32 @@ class Way(Enum):
     AROUND = 2  # the engine gathers and reduces, outside of the module's compiled forward
 
 
-EAGER, TRACED, _ = Way  # compared in every call: `Way.EAGER` is a slow lookup
+EAGER, TRACED, _ = Way  # compared in every call, and the lookup of `Way.EAGER` is slow
 
 
 class ShardState:
-    """The state of the modules of one call of `fully_shard`; a list shares one.
+    """The state of the modules of one call of `fully_shard`. The modules of a list share one state.
 
-    If the call puts parameters on several meshes, each mesh has a state. The modules hold the first one, which passes
-    everything on to the others.
+    If the call shards parameters over several meshes, there is one state per mesh. The modules refer to the first one,
+    which forwards everything to the others.
 
     Attributes:
-        declaration: what the call asked for.
-        entries: where the modules look up the parameters.
+        declaration: the arguments of the call.
+        entries: the entries in which the modules look up the parameters.
         others: on the first state, the states of the other meshes.
         bound: the part in an engine; None until the engine is built.
-        inputs_to: the device to which a forward moves its inputs: that of an accelerator, on the root alone.
-        way: how the call that runs now runs.
-        open_calls: for each forward that runs, its use and the outputs of its node; None if it made no use, because no
+        inputs_to: the device to which a forward moves its inputs. Only set on the root, on an accelerator.
+        way: how the running call runs.
+        open_calls: for each running forward, its use and the outputs of its node; None if it made no use, because no
             backward can follow or because a use exists already (see `Engine.before_forward`).
-        copies: for each forward that runs, the containers among its inputs that were copied to cast or move what is in
-            them; nothing as long as no forward has any.
-        calls: how many calls run that `counted` has handed to the class's own call.
+        copies: for each running forward, the containers among its inputs that were copied to cast or move the tensors
+            in them; empty as long as no forward has such containers.
+        calls: number of running calls that `counted` has passed to the class's own call.
         lists: on the root, once its engine is built: the states below that several modules share.
-        asked: what users want of the plan, if this is the root's state.
+        asked: the user's requests for the plan, if this is the root's state.
         left: while Dynamo traces a list: the indices of its modules that have not run yet.
-        traced: the group as traced code sees it.
-        compiled_as: number of the compilation whose graph has run last with the module (`graphs_compiled`), or -1.
+        traced: the group for traced code.
+        compiled_as: number of the compilation whose graph ran last with the module (`graphs_compiled`), or -1.
         lanes: the lanes of gathers and of reductions, if several roots share theirs.
     """
 
@@ -190,16 +190,16 @@ class ShardState:
         self._prefetch: dict[bool, list[ShardState]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardState:
-        """The state of a copied module: parameters and entries of its own, no engine yet."""
+        """Copy the state for a copied module, with its own parameters and entries, and no engine yet."""
         params = copy.deepcopy(self.declaration.params, memo)
         own = self.declaration
         number, settings = f"{own.number}.{len(own.copies) + 1}", Settings(own.settings.current)
         own.copies.append(number)
         rounding = own.rounding.copied()
         declaration = replace(own, params=params, settings=settings, number=number, copies=[], rounding=rounding)
-        asked = replace(self.asked, schedule="")  # its own engine will set that
+        asked = replace(self.asked, schedule="")  # the copy's engine will set the schedule
         made = memo[id(self)] = ShardState(declaration, ModuleEntries((), params), (), asked)
-        # Copying the entries copies modules that refer to this state, so the copy must be in `memo` before.
+        # Copying the entries copies modules that refer to this state, so its copy must already be in `memo`.
         made.entries, made.others = copy.deepcopy((self.entries, self.others), memo)
         made._prefetch = copy.deepcopy(self._prefetch, memo)
         return made
@@ -216,7 +216,7 @@ class ShardState:
         return [each.bound.group for each in self.family if each.bound is not None and each.bound.group is not None]
 
     def bind(self, bound: Bound, lists: tuple[ShardState, ...]) -> None:
-        """Note the part in a new engine and, on the root, `lists`; pass on what users have set for the root before."""
+        """Note the part in a new engine and, on the root, `lists`; apply settings that users have made for the root."""
         self.bound, self.lists = bound, lists
         self.traced.bind(bound.group, bound.is_root, bound.engine.between_graphs)
         device = self.declaration.info.device
@@ -233,21 +233,21 @@ class ShardState:
 
     @property
     def ends_by_hand(self) -> bool:
-        """Whether the caller ends each backward of this module, a root, as a pipeline does."""
+        """Whether the caller ends each backward of this module, which is a root, as a pipeline does."""
         return bool(self._for_root.get("ends_by_hand"))
 
     def ask(self, **wanted: Any) -> None:
-        """Change `asked`, and let the engine, if it is built, follow from the next forward on.
+        """Change `asked`; the engine, if it is built, follows it from the next forward on.
 
         Raises:
             ShardConfigStateError: this module is not the root.
-            PoolBudgetError, ShardConfigValueError: the plan cannot be made; what was asked before stays in force.
+            PoolBudgetError, ShardConfigValueError: the plan cannot be made; the previous requests stay in effect.
         """
         if self.bound is None:
             self.asked = replace(self.asked, **wanted)
             return
         if not self.bound.is_root:
-            raise ShardConfigStateError("plans and policies are the root's; set them on the outermost sharded module")
+            raise ShardConfigStateError("plans and policies are settings of the root; set them on the outermost sharded module")
         asked = replace(self.asked, **wanted)
         engine = self.bound.engine
         plan, before, self.asked = asked.applied(engine.order.plan), self.asked, asked
@@ -258,7 +258,7 @@ class ShardState:
             raise
 
     def set_prefetch(self, backward: bool, states: list[ShardState]) -> None:
-        """Set which states' groups to gather when this module's forward, or backward, begins."""
+        """Set the states whose groups to gather when this module's forward, or backward, begins."""
         before, self._prefetch = self._prefetch, {**self._prefetch, backward: states}
         try:
             self.link_prefetch()
@@ -273,7 +273,7 @@ class ShardState:
         return self._prefetch.get(backward)
 
     def link_prefetch(self) -> None:
-        """Tell the engine which groups to prefetch; a no-op before the engine is built.
+        """Set in the engine which groups to prefetch; a no-op before the engine is built.
 
         Raises:
             ShardConfigValueError: a module to prefetch has another root.
@@ -295,7 +295,7 @@ class ShardState:
             )
 
     def order_changed(self, order: Order) -> None:
-        """On the root: note the schedule that the engine's order makes for graphs."""
+        """On the root: note the schedule for graphs that follows from the engine's order."""
         asked = self.asked
         reductions = order.plan.costs is not None or (asked.plan is not None and asked.prefetch is None)
         text = order.for_graphs(reductions).to_text()
@@ -303,20 +303,23 @@ class ShardState:
             self.asked = replace(asked, schedule=text)
 
     def comms_changed(self) -> None:
-        """Rebuild the group, because users have set other communication.
+        """Rebuild the group, because the user has set other communication.
 
         Raises:
-            ShardConfigStateError: the group runs.
+            ShardConfigStateError: the group's modules are running.
         """
         if self.bound is None or self.bound.group is None:
             return
         self.release()
         if self.bound.group.running:
-            raise ShardConfigStateError(f"group {self.bound.group.name}: its communication cannot change while it runs")
+            raise ShardConfigStateError(
+                f"group {self.bound.group.name}: its communication cannot change while it runs; change it between "
+                "iterations"
+            )
         self.bound.group.rebuild(self.declaration.transports(TransportCache(runs=True)))
 
     def counted(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hand a call to the class's own `__call__`, counted in `calls` while it runs."""
+        """Pass a call to the class's own `__call__`, and count it in `calls` while it runs."""
         self.calls += 1
         try:
             return call(*args, **kwargs)
@@ -325,7 +328,7 @@ class ShardState:
 
     @contextlib.contextmanager
     def around_compiled_code(self) -> Iterator[None]:
-        """Gather and reduce around the compiled forward that runs within, not in its graph."""
+        """Gather and reduce around the compiled forward that runs in the body, not in its graph."""
         before, self.way = self.way, Way.AROUND
         try:
             yield
@@ -335,7 +338,7 @@ class ShardState:
     # ---- while Dynamo traces
 
     def begin_traced(self, module: nn.Module) -> None:
-        """Begin a module's forward in a graph. A list gathers when the first of its modules begins."""
+        """Begin a module's forward in a graph. For a list, gather when the first of its modules begins."""
         for each in self.family:
             each._begin_traced()
 
@@ -350,7 +353,7 @@ class ShardState:
         with_side_effects(partial(self.entries.show, weights, traced=True))
 
     def end_traced(self, module: nn.Module) -> None:
-        """End a module's forward in a graph. A list gets its shards back when the last of its modules ends."""
+        """End a module's forward in a graph. For a list, install the shards when the last of its modules ends."""
         for each in self.family:
             each.left.discard(module.__dict__[PLACE])
             if not each.left:
@@ -358,7 +361,7 @@ class ShardState:
                 each.traced.check_edits()
 
     def finish_traced(self) -> None:
-        """End, after the root has run, the lists of which some modules did not run."""
+        """After the root has run, end the lists in which some modules did not run."""
         for state in self.lists:
             state.left.clear()
             state.entries.hide(traced=True)
@@ -370,7 +373,7 @@ class ShardState:
 
         Args:
             module: the module.
-            alone: whether to begin it for the group of this state alone, though others of the call may have some.
+            alone: whether to begin it only for the group of this state, and not for the other states of the call.
         """
         if not alone and (self.others or modes_in_force() or is_transforming()):
             self._begin_family(module)
@@ -380,10 +383,10 @@ class ShardState:
         if group is None:
             return
         if not group.running and self.open_calls:
-            self.open_calls.clear()  # left by a forward that was interrupted, or in which some of a list did not run
+            self.open_calls.clear()  # from an interrupted forward, or one in which some modules of a list did not run
         if self.declaration.modules > 1:
             if current_backward() >= 0:
-                self._to_run = {module.__dict__[PLACE]}  # a recomputation may run one module of the list alone
+                self._to_run = {module.__dict__[PLACE]}  # a recomputation may run a single module of the list
             elif group.running:
                 return  # an earlier module of the list has begun for all of them
             else:
@@ -403,14 +406,14 @@ class ShardState:
 
         Args:
             module: the module.
-            copied: those of its outputs that were views of weights.
-            alone: as of `begin`.
+            copied: its outputs that were views of weights.
+            alone: as for `begin`.
 
         Returns:
             the uses, with the outputs of their nodes, whose backward will pass through the module's outputs.
 
         Raises:
-            StaleStateError: the forward has edited its weights in place.
+            StaleStateError: the forward has modified its weights in place.
         """
         if not alone and (self.others or modes_in_force() or is_transforming()):
             return self._end_family(module, copied)
@@ -436,7 +439,7 @@ class ShardState:
         """End the forwards that a failed call of a module has begun.
 
         Args:
-            depth: how many forwards of this state were open before that call.
+            depth: number of forwards of this state that were running before that call.
         """
         for each in self.family:
             assert each.bound is not None
@@ -447,40 +450,42 @@ class ShardState:
                 each.bound.engine.after_forward(each.bound.group, failed=True)
 
     def overwritten(self) -> None:
-        """The sharded parameters are about to be loaded: no pending backward may take the new values for the old."""
+        """Prepare for a load of the sharded parameters: a pending backward must not use new values as the old ones."""
         self.release()
         for group in self.groups:
             group.stepped()
 
     def check_edits(self) -> None:
-        """Check that no unsharded parameter was edited in place: the sharded one, to be read now, lacks the edit.
+        """Check that no unsharded parameter was modified in place, because the sharded one lacks that change.
 
         Raises:
-            StaleStateError: one was.
+            StaleStateError: one was modified.
         """
         for group in self.groups:
             group.check_unedited()
 
     def show_sharded(self) -> None:
-        """Install the sharded parameters, unless a forward runs; the unsharded ones stay in memory."""
+        """Install the sharded parameters, unless a forward is running; the unsharded ones stay in memory."""
         if not any(group.running for group in self.groups):
             self.entries.hide()
 
     def release(self) -> None:
-        """Give up the unsharded parameters, so that the sharded ones are installed."""
+        """Reshard the groups, so that the sharded parameters are installed."""
         for group in self.groups:
             assert self.bound is not None
             self.bound.engine.reshard(group)
 
 
 def share_lanes(states: Sequence[ShardState]) -> None:
-    """Let the engines of these roots queue their work on the same streams.
+    """Make the engines of these roots queue their communication on the same streams.
 
     Raises:
         ShardConfigStateError: one of them has an engine already.
     """
     if any(state.bound is not None for state in states):
-        raise ShardConfigStateError("modules: one of them has run; share before the first forward")
+        raise ShardConfigStateError(
+            "modules: one of them has run already; share their streams before the first forward"
+        )
     if states:
         device = states[0].declaration.info.device
         lanes = states[0].lanes or (lane_for(device), lane_for(device))
@@ -494,7 +499,7 @@ def state_of(module: nn.Module) -> ShardState | None:
 
 
 def family_of(module: nn.Module) -> Iterable[ShardState]:
-    """The states of a module: that of its own mesh, and those of the other meshes of its call; none if not sharded."""
+    """The states of a module: the one of its own mesh, then those of other meshes of its call; none if not sharded."""
     state = state_of(module)
     return () if state is None else state.family
 

@@ -1,15 +1,17 @@
-"""Facades of a sharded module's state, under the private names of torch's FSDP2, for code that was written for these.
+"""Facades of a sharded module's state under the private names of torch's FSDP2, for code that uses these names.
 
-A *facade* holds no facts of its own: it computes each attribute from our own state when it is read, mostly by the table
-`_names` of its class. Facades have two kinds of readers. `torch.distributed.pipelining` runs backward without
-`Tensor.backward`, calls `post_backward` of each group after the last micro-batch, and then ends the backward by hand.
-Tools look at a group's parameters, phases and meshes. Most attributes are read-only; an attempt to set one raises an
-error, which names the module's method for that setting, if there is one.
+A *facade* stores no state: it computes each attribute from our state when it is read, mostly by the table `_names` of
+its class. Most attributes are read-only. Setting one raises an error that names the module's method for this setting,
+if there is one. Two types of code use facades:
 
-Torch's `FSDPMemTracker` also wraps what happens: it removes the forward hooks of a state, registers hooks of its own,
-which call `_pre_forward` and `_post_forward`, and replaces `pre_backward` and `post_backward` of a group. So these can
-be set: our hooks stand aside until the tool registers ours again (`_Hooks`), and the engine calls the methods that
-replaced a group's (see `_engine/listeners.py`).
+- `torch.distributed.pipelining` runs backward without `Tensor.backward`, calls `post_backward` of each group after the
+  last microbatch, and then finalizes the backward explicitly.
+- Tools read a group's parameters, phases and meshes.
+
+Torch's `FSDPMemTracker` also wraps forward and backward: it removes the forward hooks of a state, registers its own
+hooks, which call `_pre_forward` and `_post_forward`, and replaces `pre_backward` and `post_backward` of a group. So
+these attributes can be set. Our hooks are disabled until the tool registers them again (`_Hooks`), and the engine calls
+the methods that replaced a group's (see `_engine/listeners.py`).
 """
 
 from __future__ import annotations
@@ -71,9 +73,9 @@ _SETTERS = {
 
 
 class _View:
-    """Base of the facades: attributes can be read, and set only where a property has a setter."""
+    """Base of the facades: attributes are read-only, except properties with a setter."""
 
-    _names: ClassVar[dict[str, Callable[[Any], Any]]] = {}  # names of torch, and how each is read from a facade
+    _names: ClassVar[dict[str, Callable[[Any], Any]]] = {}  # torch's name -> a function that computes it from a facade
 
     def __init__(self, **facts: Any) -> None:
         self.__dict__.update(facts)
@@ -85,8 +87,8 @@ class _View:
         if isinstance(known, property):  # its getter has raised an AttributeError: raise that again
             return known.__get__(self)
         raise ShardConfigAttributeError(
-            f"{type(self).__name__} has no {name!r}: it shows what torch's FSDP2 state of a module and this library "
-            "have in common; composable_shard.stats and last_record tell more"
+            f"{type(self).__name__} has no {name!r}: it only has attributes of torch's FSDP2 state that this library "
+            "has as well; for other information see composable_shard.stats and last_record"
         )
 
     def __dir__(self) -> list[str]:
@@ -98,11 +100,11 @@ class _View:
             object.__setattr__(self, name, value)
             return
         use = f"; use the module's {_SETTERS[name]}" if name in _SETTERS else ""
-        raise ShardConfigAttributeError(f"{type(self).__name__}.{name}: can be read, but not set{use}")
+        raise ShardConfigAttributeError(f"{type(self).__name__}.{name}: is read-only{use}")
 
 
 class UnshardedGradient(NamedTuple):
-    """Stands for an unsharded parameter, with its gradient, during `post_backward`: the weights may be gone already."""
+    """A substitute for an unsharded parameter during `post_backward`, when the weights may be freed already."""
 
     grad: torch.Tensor | None
 
@@ -110,7 +112,7 @@ class UnshardedGradient(NamedTuple):
 class ParamFacade(_View):
     """A parameter, under the names of torch's `FSDPParam`."""
 
-    _known: weakref.ref[GroupFacade]  # the group's facade, which holds this one
+    _known: weakref.ref[GroupFacade]  # the group's facade, which owns this one
     _param: ShardedParam
     _index: int
 
@@ -152,7 +154,7 @@ class ParamFacade(_View):
     def _group(self) -> GroupFacade:
         group = self._known()
         if group is None:
-            raise ShardConfigStateError(f"parameter {self._param.fqn}: its module is gone")
+            raise ShardConfigStateError(f"parameter {self._param.fqn}: its module has been deleted")
         return group
 
     @property
@@ -167,7 +169,7 @@ class ParamFacade(_View):
     def unsharded_param(self) -> torch.Tensor:
         group = self._group._group
         if group is None or group.phase is not UNSHARDED:
-            raise ShardConfigAttributeError(f"parameter {self._param.fqn}: is not unsharded now; call unshard() first")
+            raise ShardConfigAttributeError(f"parameter {self._param.fqn}: is not unsharded; call unshard() first")
         entries = self._group._own.entries
         return entries.installed(self._index) if entries.shown else group.leaves()[self._index]
 
@@ -191,11 +193,11 @@ class ParamFacade(_View):
 
 @dataclass
 class _Event:
-    """Work that the engine hands to `pre_backward` or `post_backward`, where torch's group does the same work.
+    """Work that the engine passes to `pre_backward` or `post_backward`, where torch's group does the same work.
 
     Attributes:
-        moment: which of the two.
-        work: does the work.
+        moment: `PRE_BACKWARD` or `POST_BACKWARD`.
+        work: a function that does the work.
         gradients: the unsharded gradients, at the end of a backward.
         done: whether the work was done.
     """
@@ -213,14 +215,14 @@ class _Event:
 
 
 class GroupFacade(_View):
-    """A group of parameters, under the names of torch's `FSDPParamGroup`."""
+    """A parameter group, under the names of torch's `FSDPParamGroup`."""
 
     _state: weakref.ref[StateFacade]
     _own: ShardState
     _param_group_index: int
     fsdp_params: list[ParamFacade]
-    _event: _Event | None  # the work at hand
-    _replacements: dict[str, Callable[..., None]]  # by moment: the method that a tool has set in the place of ours
+    _event: _Event | None  # the current work
+    _replacements: dict[str, Callable[..., None]]  # by moment: the method that a tool has set instead of ours
     _seen: weakref.WeakSet[Any]  # all methods that a tool has set since it registered its hooks
     _gone: bool  # whether the tool has removed its hooks since
 
@@ -229,7 +231,7 @@ class GroupFacade(_View):
         "_options": attrgetter("_own.declaration.settings.current"),
         "_group": lambda g: None if g._own.bound is None else g._own.bound.group,
         "_engine": lambda g: None if g._own.bound is None else g._own.bound.engine,
-        # what it is made of
+        # structure
         "modules": attrgetter("_of._modules"),
         "_num_param_groups": lambda g: len(g._of._fsdp_param_groups),
         "mesh_info": lambda g: data_parallel_mesh_info(g._info),
@@ -257,7 +259,7 @@ class GroupFacade(_View):
         "_all_reduce_hook_stream": attrgetter("_options.comms.hook_stream"),
         "_all_gather_comm": attrgetter("_options.comms.all_gather"),
         "_reduce_scatter_comm": attrgetter("_options.comms.reduce_scatter"),
-        # where it is
+        # state
         "is_sharded": lambda g: g._sharded_state is ShardedState.SHARDED,
         "is_sharded_post_forward": lambda g: g._sharded_state is ShardedState.SHARDED_POST_FORWARD,
         "is_unsharded": lambda g: g._sharded_state is ShardedState.UNSHARDED,
@@ -279,7 +281,7 @@ class GroupFacade(_View):
     def _of(self) -> StateFacade:
         state = self._state()
         if state is None:
-            raise ShardConfigStateError("the module of this group is gone")
+            raise ShardConfigStateError("the module of this group has been deleted")
         return state
 
     @property
@@ -329,11 +331,11 @@ class GroupFacade(_View):
             return TrainingState.FORWARD
         return TrainingState.POST_BACKWARD if group.gradients.phase is GradPhase.REDUCING else TrainingState.IDLE
 
-    # ---- what it can be asked to do
+    # ---- actions
 
     @property
     def comm_ctx(self) -> CommContextFacade:
-        """The streams of communication; set that of another root to share its streams."""
+        """The communication streams. Setting the context of another root shares its streams."""
         return self._of._comm_ctx
 
     @comm_ctx.setter
@@ -341,7 +343,7 @@ class GroupFacade(_View):
         self._of._share(context)
 
     def lazy_init(self) -> None:
-        """Make the engine, if there is none yet."""
+        """Build the engine, if there is none yet."""
         if self._own.bound is None:
             build_engine(self.modules[0], runs=False)
 
@@ -357,19 +359,19 @@ class GroupFacade(_View):
             self._engine.unshard(self._group, wait=True)
 
     def reshard(self) -> None:
-        """Give the unsharded parameters up. Ignored while a forward reads them."""
+        """Reshard the parameters. Ignored while a forward reads them."""
         if self._engine is not None and self._group is not None:
             self._engine.reshard(self._group)
 
-    # ---- what a tool can wrap
+    # ---- methods that a tool can wrap
 
     @property
     def heard(self) -> ParamGroup | None:
-        """As a `Listener`."""
+        """Part of the `Listener` interface."""
         return None if self._own.bound is None else self._own.bound.group
 
     def around(self, moment: str, work: Callable[[], None], gradients: Gradients = ()) -> None:
-        """As a `Listener`."""
+        """Part of the `Listener` interface."""
         before, event = self._event, _Event(moment, work, gradients)
         self.__dict__["_event"] = event
         try:
@@ -381,8 +383,8 @@ class GroupFacade(_View):
             self.__dict__["_event"] = before
         if not event.done:
             raise ShardConfigStateError(
-                f"group {self._module_fqn}: {moment} was replaced by something that does not call what was there, so "
-                "its weights are not gathered, or its gradients not reduced; call the method that was replaced"
+                f"group {self._module_fqn}: {moment} was replaced by a method that does not call the original one, so "
+                "its weights are not gathered, or its gradients not reduced; call the original method"
             )
 
     def _do(self, moment: str) -> None:
@@ -392,7 +394,7 @@ class GroupFacade(_View):
 
     @property
     def pre_backward(self) -> Callable[..., None]:
-        """Called when backward reaches the outputs of the modules; gathers. A replacement must call it."""
+        """Called when backward reaches the outputs of the modules; gathers. A replacement must call the original."""
         return self._replacements.get(PRE_BACKWARD, self._pre_backward)
 
     @pre_backward.setter
@@ -404,10 +406,10 @@ class GroupFacade(_View):
 
     @property
     def post_backward(self) -> Callable[..., None]:
-        """Called when a backward has made the group's gradients, and again when `.grad` of the shards is set.
+        """Called after backward has computed the group's gradients, and again after `.grad` of the shards is set.
 
-        The first call reshards and reduces; a replacement must call it. A call from elsewhere does nothing: accumulated
-        gradients are reduced, in the order of the plan, by `StateFacade._root_post_backward_final_callback`.
+        The first call reshards and reduces; a replacement must call the original. Calls from other code do nothing,
+        because `StateFacade._root_post_backward_final_callback` reduces accumulated gradients in the plan's order.
         """
         return self._replacements.get(POST_BACKWARD, self._post_backward)
 
@@ -433,8 +435,8 @@ class GroupFacade(_View):
     def _note_tool(self, present: bool) -> None:
         """Note whether a tool's hooks replace ours (`present`); once they are removed, drop its methods as well.
 
-        For a list of modules, a tool wraps the methods once for each module, one wrapper around the other. On removal
-        it would therefore restore an inner wrapper of its own instead of our method.
+        For a list of modules, a tool wraps the methods once per module, each wrapper around the previous one. When it
+        is removed, it would therefore restore one of its own wrappers instead of our method.
         """
         if present and self._gone:
             self._seen.clear()
@@ -445,11 +447,11 @@ class GroupFacade(_View):
 
 
 class CommContextFacade(_View):
-    """The streams of communication of a root, by its `_own` state, which several roots can share."""
+    """The communication streams of a root, given by its `_own` state; several roots can share them."""
 
 
 class ContextFacade(_View):
-    """Facts of the root, whose facade is `_top`, under the names of torch's `FSDPStateContext`."""
+    """State of the root, whose facade is `_top`, under the names of torch's `FSDPStateContext`."""
 
     _names: ClassVar[dict[str, Callable[[Any], Any]]] = {
         "_engine": attrgetter("_top._engine"),
@@ -468,7 +470,7 @@ class ContextFacade(_View):
 
 @dataclass(frozen=True)
 class OurHooks:
-    """The functions of `module.py` that a facade calls, passed in because that file imports this one.
+    """The functions of `module.py` that a facade calls; passed as arguments because that file imports this one.
 
     Attributes:
         before, after: the hooks before and after forward.
@@ -481,15 +483,15 @@ class OurHooks:
 
 
 def _stand_in(*unused: Any) -> None:
-    """In the place of a hook of ours that stands aside."""
+    """Do nothing, in place of a disabled hook."""
 
 
 class _Hooks:
-    """The hooks of a state's modules before their forward, or after it; stands for torch's `RemovableHandle`.
+    """Our forward pre-hooks, or forward hooks, of a state's modules; replaces torch's `RemovableHandle`.
 
-    Our hooks stand aside when a tool removes them. The tool then registers a hook and sets its handle on the state. If
-    that hook is the state's own `_pre_forward` or `_post_forward`, as in torch, our hook is back; else it is the
-    tool's.
+    Our hooks are disabled when a tool removes them. The tool then registers a hook and sets its handle on the state. If
+    that hook is the state's own `_pre_forward` or `_post_forward`, as in torch, our hook is enabled again. Otherwise it
+    is the tool's hook.
     """
 
     def __init__(self, state: StateFacade, name: str, ours: Callable[..., Any]) -> None:
@@ -502,7 +504,7 @@ class _Hooks:
         return module in self._lent
 
     def remove(self) -> None:
-        """Let our hooks stand aside; if a tool's hooks replace them already, remove those."""
+        """Disable our hooks; if a tool's hooks replace them already, remove those."""
         for handle in self._lent.values():
             handle.remove()
         state = self._state()
@@ -510,10 +512,10 @@ class _Hooks:
             self._swap(module, self._ours, _stand_in)
 
     def take(self, handle: Any) -> None:
-        """Take note of a hook that a tool has registered on one of the modules.
+        """Note a hook that a tool has registered on one of the modules.
 
         Raises:
-            ShardConfigAttributeError: `handle` is none of a forward hook of these modules.
+            ShardConfigAttributeError: `handle` does not belong to a forward hook of these modules.
         """
         state = self._state()
         assert state is not None
@@ -523,8 +525,8 @@ class _Hooks:
                 break
         else:
             raise ShardConfigAttributeError(
-                f"{self._name}_hook_handle: takes the handle of a forward hook of one of the state's modules; register "
-                "the hook on the module and set what that returns"
+                f"{self._name}_hook_handle: expected the handle of a forward hook on one of the state's modules; "
+                "register the hook on the module and set the handle that this returns"
             )
         if hooks[handle.id] != getattr(state, self._name):
             self._swap(module, self._ours, _stand_in)
@@ -543,7 +545,7 @@ class StateFacade(_View):
     """The state of the modules of one call, under the names of torch's `FSDPState`.
 
     Args:
-        modules: the modules of the call; held weakly, for they hold this object.
+        modules: the modules of the call; held weakly, because they refer to this object.
         state: their state.
         ours: our hooks.
     """
@@ -588,25 +590,25 @@ class StateFacade(_View):
         groups = self._fsdp_param_groups
         if len(groups) > 1:
             raise ShardConfigAssertionError(
-                f"Expected at most 1 param group, but got {len(groups)}: the call has put parameters on several "
+                f"Expected at most 1 param group, but got {len(groups)}: the call has sharded parameters over several "
                 "meshes; read _fsdp_param_groups"
             )
         return groups[0] if groups else None
 
     @property
     def _root(self) -> StateFacade | None:
-        """The facade of the root module's state, once the root is certain."""
+        """The facade of the root module's state; None until the root is certain."""
         bound = self._own.bound
         module = None if bound is None else bound.root()
         facade: StateFacade | None = None if module is None else registered_state(module)
         if bound is None or facade is None:
             return None
-        # An engine that was made for `unshard` and has not run may yet be replaced by that of another root.
+        # An engine that was built for `unshard` and has not run may still be replaced by the engine of another root.
         return facade if facade._initialised or bound.engine.has_run or bound.engine.in_forward else None
 
     @property
     def _root_module(self) -> nn.Module | None:
-        """The root module of the engine; before there is one, the first module of the call."""
+        """The root module of the engine; before the engine is built, the first module of the call."""
         module = None if self._own.bound is None else self._own.bound.root()
         return module if module is not None else next(iter(self._modules), None)
 
@@ -627,7 +629,7 @@ class StateFacade(_View):
 
     @property
     def _comm_ctx(self) -> CommContextFacade:
-        """The streams of communication; set that of another root to share its streams."""
+        """The communication streams. Setting the context of another root shares its streams."""
         return (self._root or self)._comm
 
     @_comm_ctx.setter
@@ -640,7 +642,7 @@ class StateFacade(_View):
             self.__dict__["_comm"] = context
 
     def _lazy_init(self) -> None:
-        """Make the engine, with the module as its root, if there is none yet."""
+        """Build the engine, with the module as its root, if there is none yet."""
         if self._own.bound is None:
             build_engine(self._modules[0])
             self.__dict__["_initialised"] = True
@@ -656,7 +658,7 @@ class StateFacade(_View):
 
     @property
     def _post_forward_hook_handle(self) -> Any:
-        """The hooks after forward; as `_pre_forward_hook_handle`."""
+        """The hooks after forward; used like `_pre_forward_hook_handle`."""
         return self._hooks[1]
 
     @_post_forward_hook_handle.setter
@@ -670,9 +672,9 @@ class StateFacade(_View):
             group._note_tool(lent)
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Do what our hook before forward does, when called by a tool's hook that replaces ours.
+        """Run our hook before forward, when called by a tool's hook that replaces ours.
 
-        The wrapper of torch's own `register_fsdp_forward_method` calls this, too: the method that it wraps is then
+        The wrapper of torch's own `register_fsdp_forward_method` calls this, too. Then the method that it wraps is
         replaced by ours.
 
         Raises:
@@ -684,14 +686,14 @@ class StateFacade(_View):
         engine = self._engine
         if engine is None or not engine.in_forward or not self._hooks[0].are_lent(module):
             raise ShardConfigStateError(
-                f"{type(module).__name__}: _pre_forward and _post_forward cannot be called apart, for a method that "
-                "fails between them would leave its weights unsharded; use register_fsdp_forward_method"
+                f"{type(module).__name__}: _pre_forward and _post_forward cannot be called directly, because a method "
+                "that fails between them would leave its weights unsharded; use register_fsdp_forward_method"
             )
         cast = self._ours.before(module, args, kwargs)
         return (args, kwargs) if cast is None else cast
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Do what our hook after forward does, when called by a tool's hook that replaces ours."""
+        """Run our hook after forward, when called by a tool's hook that replaces ours."""
         return self._ours.after(module, args, output) if self._hooks[1].are_lent(module) else output
 
     def _reset_iter_state(self) -> None:
@@ -703,7 +705,7 @@ class StateFacade(_View):
 
 
 def _uniform(dtypes: Iterable[torch.dtype | None]) -> torch.dtype | None:
-    """The one dtype that all of these are, or None."""
+    """The common dtype; None if they differ."""
     kinds = set(dtypes)
     return kinds.pop() if len(kinds) == 1 else None
 
@@ -713,13 +715,13 @@ def _strides(size: torch.Size) -> tuple[int, ...]:
 
 
 def state_facade(module: nn.Module) -> StateFacade | None:
-    """The facade of a sharded module, as `torch.distributed.fsdp.fully_shard.state` gives it; None for others."""
+    """The facade of a sharded module, which `torch.distributed.fsdp.fully_shard.state` returns; None for others."""
     facade = registered_state(module) if state_of(module) is not None else None
     return facade if isinstance(facade, StateFacade) else None
 
 
 def show_to_torch(modules: Sequence[nn.Module], state: ShardState, ours: OurHooks) -> None:
-    """Register a facade where `torch.distributed.fsdp.fully_shard.state` finds it, as torch's own code does."""
+    """Register a facade where `torch.distributed.fsdp.fully_shard.state` and other torch code find it."""
     facade = StateFacade(modules, state, ours)
     for module in modules:
         register_state(module, facade)

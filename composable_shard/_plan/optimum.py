@@ -1,11 +1,14 @@
-"""The schedule with the least exposed communication, for given kept groups and a budget.
+"""Search for the schedule with the least exposed communication, for a given set of kept groups and a budget.
 
-The search runs the simulation (`simulation.py`) from event to event; an event is the forward or the backward of a
-group. The choices are how many gathers are issued at each event, in the order in which they are needed, and how many
-reductions are waited for before the next one is issued. States that have issued and waited for equally much have the
-same live bytes. A state is dropped if another of these is nowhere later, or if it cannot end in time, given the compute
-and the transfers still to come. Nothing else is dropped, so the result is the optimum, unless a width bounds how many
-states are followed at once (a beam search).
+The search runs the simulation (`simulation.py`) event by event. An event is the forward or backward of a group. It
+chooses how many gathers to issue at each event, in the order in which they are needed, and how many reductions to wait
+for before the next one is issued. States with the same number of issued gathers and finished reductions have the same
+live bytes. A state is dropped in two cases:
+
+- Another state with the same numbers is at no time later (it dominates the state).
+- The state cannot end in time, given the remaining compute and transfers.
+
+The result is therefore optimal, unless a width limits the number of states (a beam search).
 """
 
 from __future__ import annotations
@@ -18,13 +21,13 @@ from typing import NamedTuple
 from .schedule import MAX_REDUCTIONS, Step, backward_order, forward_order
 from .simulation import Sizes, Times
 
-_STATE_WORK = 16  # what a state costs, in comparisons
+_STATE_WORK = 16  # cost of creating a state, in comparisons
 
-Path = tuple["Path | None", tuple[str, int]]  # the choices, last one first
+Path = tuple["Path | None", tuple[str, int]]  # linked list of choices, last choice first
 
 
 class _State(NamedTuple):
-    """Times: when compute and the link are free, gathers arrive and reductions are done; `path` has the choices."""
+    """Times in seconds at which compute and link become free, gathers arrive and reductions end, and the choices."""
 
     now: float
     link: float
@@ -37,11 +40,11 @@ class _Event(NamedTuple):
     """The forward or the backward of a group.
 
     Attributes:
-        seconds: of its compute.
-        gather: the index of the gather that it needs; None if the weights are there.
-        arrived: how many gathers have been waited for when it computes.
-        reduction: the index of the reduction that follows it; None if none does.
-        gives_up: bytes of weights that are given up at its end.
+        seconds: duration of its compute.
+        gather: index of the gather that it needs; None if the weights are already unsharded.
+        arrived: number of gathers that have been waited for when it computes.
+        reduction: index of the reduction that follows it; None if there is none.
+        gives_up: bytes of weights that are freed at its end.
     """
 
     seconds: float
@@ -60,13 +63,16 @@ class _Reduction(NamedTuple):
     event: int
     fqn: str
     seconds: float
-    queued: int  # bytes that it takes only until it is queued
+    queued: int  # bytes that are leased only until the reduction is queued
 
 
 class Found(NamedTuple):
-    """A schedule: exposed seconds, the event that issues each gather, and by group the most reductions in flight.
+    """A schedule.
 
-    `gathers` has an entry for each gather that the step needs, first in forward, then in backward.
+    Attributes:
+        exposed: seconds of exposed communication.
+        gathers: for each gather of the step, in forward and then in backward, the event that issues it.
+        in_flight: by group, the limit of reductions in flight.
     """
 
     exposed: float
@@ -75,18 +81,18 @@ class Found(NamedTuple):
 
 
 def _sums_from(numbers: Sequence[float]) -> list[float]:
-    """The sums of the numbers from index 0, 1, 2, ... on; the last one is 0."""
+    """The suffix sums of the numbers, ending with 0."""
     return list(itertools.accumulate(reversed(numbers), initial=0.0))[::-1]
 
 
 class _Ahead(NamedTuple):
-    """Seconds still to come: of compute, with what follows all compute; and of reductions on the link."""
+    """Remaining seconds: compute including the reductions after it, and reductions on the link."""
 
     compute: float
     reductions: float
 
 
-_Progress = tuple[int, int]  # gathers that were issued, reductions that were waited for
+_Progress = tuple[int, int]  # number of issued gathers, number of reductions that have been waited for
 _States = dict[_Progress, list[_State]]
 
 
@@ -94,19 +100,19 @@ class Optimum:
     """The search for one set of kept groups.
 
     Args:
-        steps, sizes, times: the groups, each used once, and one after the other but for the root. None of them keeps
-            pieces among a few ranks, waits for reductions before it gathers or is reduced only at the end; a root keeps
-            its weights until the end. (The memory of the root's own reduction is not counted.)
-        budget: the most bytes that may be live at once; None for no limit.
-        kept: groups that stay between forward and backward.
+        steps, sizes, times: the groups. Each is used once, and they run one after another inside the root. No group is
+            resharded to a few ranks, waits for reductions before it gathers, or is reduced after the whole backward.
+            The root stays unsharded until the end. (The memory of the root's own reduction is not counted.)
+        budget: limit of live bytes; None for no limit.
+        kept: groups that stay unsharded between forward and backward.
 
     Attributes:
-        link_seconds: seconds of all collectives.
-        compute: seconds of all events.
+        link_seconds: total seconds of all collectives.
+        compute: total seconds of all events.
         least: a lower bound of the exposed seconds: the transfers that must precede and follow all compute, or the
-            link's seconds beyond those of compute.
-        work: comparisons of two states so far; making a state counts as `_STATE_WORK` comparisons.
-        is_exact: whether no state was left out that might have led to the best schedule.
+            excess of `link_seconds` over `compute`.
+        work: number of comparisons of two states. Creating a state counts as `_STATE_WORK` comparisons.
+        is_exact: whether the search kept all states that might lead to the best schedule.
     """
 
     def __init__(
@@ -155,28 +161,31 @@ class Optimum:
         self._events.append(_Event(seconds, gather, len(self._gathers), reduction, gives_up))
 
     def _before(self, at: int) -> float:
-        """Seconds of the gathers that must precede the compute of the event `at`."""
+        """Seconds of the gathers that must end before event `at` computes."""
         return sum(gather.seconds for gather in self._gathers if gather.event <= at)
 
     def _behind(self, at: int) -> float:
-        """Seconds of reductions that follow all compute, if the events from `at` on are still to end."""
+        """Seconds of the reductions after all compute, if the events from index `at` have not ended yet."""
         late = max(at, self._last)
         return self._tail + sum(reduction.seconds for reduction in self._reductions if reduction.event >= late)
 
     def best(self, below: float, most_work: float = float("inf"), width: float = float("inf")) -> Found | None:
-        """The best schedule if it leaves less than `below` seconds exposed, None else.
+        """Find the best schedule.
 
         Args:
-            below: seconds of a schedule that is known.
-            most_work: the search gives up, with None, if `work` exceeds this.
-            width: how many states are kept after each event: those that can still end soonest.
+            below: exposed seconds of a known schedule.
+            most_work: limit of `work`. If it is exceeded, the search ends and returns None.
+            width: number of states that are kept after each event, ordered by the earliest possible end.
+
+        Returns:
+            The best schedule, or None if it does not have less than `below` exposed seconds.
         """
         self.work, self.is_exact, self._most_work, self._width = 0, True, most_work, width
         if self.least >= below:
             return None
         latest = below + self.compute
         states: _States = {(0, 0): [_State(0.0, 0.0, (), (), None)]}
-        freed, left, reduced = 0, self.compute, 0  # bytes of weights given up; seconds to compute; reductions issued
+        freed, left, reduced = 0, self.compute, 0  # freed bytes, remaining compute seconds, issued reductions
         for at, event in enumerate(self._events):
             ahead = _Ahead(left + self._behind(at), self._reductions_left[reduced] + self._tail)
             states = self._sifted(self._begun(states, at, freed, reduced), ahead, latest)
@@ -200,7 +209,7 @@ class Optimum:
         return Found(exposed, tuple(gathers[::-1]), tuple(zip(reduced, in_flight[::-1], strict=True)))
 
     def _live(self, progress: _Progress, arrived: int, freed: int, reduced: int) -> int:
-        """Live bytes: weights of issued gathers, less those freed, landing buffers and reductions in flight."""
+        """Live bytes: unsharded weights, landing buffers and reductions in flight."""
         issued, settled = progress
         arrived = min(issued, arrived)
         return (
@@ -211,7 +220,7 @@ class Optimum:
         )
 
     def _begun(self, states: _States, at: int, freed: int, reduced: int) -> Iterator[tuple[_Progress, _State]]:
-        """An event begins: gather what it needs, wait for that, gather ahead."""
+        """The states after an event has begun: it issues its own gather if needed, waits for it, and prefetches."""
         due = self._events[at].gather
         for start, listed in states.items():
             for state in listed:
@@ -226,11 +235,11 @@ class Optimum:
     def _on_demand(
         self, progress: _Progress, state: _State, at: int, freed: int, reduced: int
     ) -> Iterator[tuple[_Progress, _State]]:
-        """The states after an event has issued the gather that it needs itself."""
+        """The states after an event has issued its own gather."""
         yield from self._issued(progress, state, at, progress[0], freed, reduced)
 
     def _ended(self, states: _States, at: int, freed: int) -> Iterator[tuple[_Progress, _State]]:
-        """An event's compute is over: weights are given up, and gradients are reduced."""
+        """The states after an event's compute has ended: weights are freed, and gradients are reduced."""
         event = self._events[at]
         turn = event.reduction
         for start, listed in states.items():
@@ -250,13 +259,13 @@ class Optimum:
     def _before_reduction(
         self, progress: _Progress, state: _State, at: int, freed: int, turn: int
     ) -> Iterator[tuple[_Progress, _State]]:
-        """All choices of a number of reductions to wait for before the reduction `turn` is issued."""
+        """All choices for the number of reductions to wait for before the reduction `turn` is issued."""
         yield from (each for each in self._settled(progress, state, turn) if turn - each[0][1] < MAX_REDUCTIONS)
 
     def _choices(
         self, progress: _Progress, state: _State, at: int, freed: int, reduced: int
     ) -> Iterator[tuple[_Progress, _State]]:
-        """All choices of a number of gathers to issue ahead."""
+        """All choices for the number of gathers to prefetch."""
         arrived = self._events[at].arrived
         following = [(progress, state)]
         while following:
@@ -274,26 +283,27 @@ class Optimum:
     def _issued(
         self, progress: _Progress, state: _State, at: int, arrived: int, freed: int, reduced: int
     ) -> Iterator[tuple[_Progress, _State]]:
-        """The state with the next gather issued; none if there is none, or it may not be issued here, or does not fit.
+        """Yield the state after the next gather is issued. Yields nothing if there is none, or if it cannot be issued.
 
         Args:
-            progress, state: before.
+            progress, state: the state before.
             at: the event.
-            arrived: how many gathers were waited for.
-            freed, reduced: bytes that were given up, reductions that were issued.
+            arrived: number of gathers that have been waited for.
+            freed: bytes of freed weights.
+            reduced: number of issued reductions.
         """
         if progress[0] == len(self._gathers):
             return
         gather = self._gathers[progress[0]]
         after = progress[0] + 1, progress[1]
         if gather.event >= self._turn > at or self._live(after, arrived, freed, reduced) > self._budget:
-            return  # no forward gathers for backward
+            return  # a forward does not prefetch for backward
         link = max(state.now, state.link) + gather.seconds
         path = state.path, ("gather", at)
         yield after, _State(state.now, link, (*state.gathers, link), state.reductions, path)
 
     def _sifted(self, reached: Iterable[tuple[_Progress, _State]], ahead: _Ahead, latest: float) -> _States:
-        """The states without those that must end too late or that another one dominates; at most `width`."""
+        """Remove states that must end too late and dominated states. Keep at most `width` states."""
         by_progress: dict[_Progress, dict[tuple[float, ...], tuple[float, _State]]] = {}
         for progress, state in reached:
             self.work += _STATE_WORK
@@ -318,7 +328,10 @@ class Optimum:
         return states
 
     def _undominated(self, candidates: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
-        """The tuples of times, given sorted, that no other one dominates: none is nowhere later than they are."""
+        """The tuples of times that no other tuple dominates, from sorted candidates.
+
+        A tuple dominates another if none of its times is later.
+        """
         kept: list[tuple[float, ...]] = []
         for times in candidates:
             for other in kept:

@@ -74,8 +74,8 @@ class ShardPlan:
             enclosing group. This is the nesting of the modules until the first step has run, then that of the step. A
             use in `order` is inside a group if it directly follows that group or another use inside it.
         prefetch, pool, costs: the inputs of the schedule; see `with_policies`.
-        schedule: which groups are prefetched and kept, and when reductions are waited for. None for the default: prefetch
-            one module, and keep the groups that are not resharded after forward.
+        schedule: which groups are prefetched and kept, and when reductions are waited for. None for the default
+            schedule: prefetch one module, and keep the groups that are not resharded after forward.
         places: the slots of the buffers in the pool of the engine that follows this plan, once they are known. They are
             observed, not planned. Plans that differ only in `places` are equal.
         phase: the phase of this plan; see `in_phase`.

@@ -16,8 +16,8 @@ JSON_VERSION = 1
 class Span:
     """A time span in which the host worked on a group or waited for it, in seconds since the iteration began.
 
-    Spans of `UNSHARD` and `REDUCE` issue a collective. Spans of `WAIT` and `REDUCED` wait for it. Spans of `FORWARD` and
-    `BACKWARD` are compute, and contain the other spans.
+    Spans of `UNSHARD` and `REDUCE` issue a collective. Spans of `WAIT` and `REDUCED` wait for it. Spans of `FORWARD`
+    and `BACKWARD` are compute, and contain the other spans.
     """
 
     kind: Kind

@@ -1,8 +1,8 @@
-"""A step as a list of actions: their text form, and the step that a plan expects.
+"""A training step as a list of actions: their text form, and the list that a plan predicts.
 
 `training_step` predicts the actions of the eager engine for uses of groups in order, nested or not. The engine's record
-of such a step is the same list: the tests compare the two. The list is made by passes, each from list to list: first
-the forwards and backwards of the groups, then the reshards, the gathers and the reductions between them.
+of such a step is the same list. Tests compare the two. The list is made by passes from list to list: forwards and
+backwards of the groups first, then reshards, gathers and reductions.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ ROOT_NAME = "(root)"
 
 
 class Kind(StrEnum):
-    """What is done to a group."""
+    """The type of an action on a group. Records do not contain `FORWARD`, `BACKWARD` and `ENDED`."""
 
-    UNSHARD = "UNSHARD"  # its all-gather is issued
+    UNSHARD = "UNSHARD"  # the group's all-gather is issued
     WAIT = "WAIT"  # ... and waited for: the parameters can be read
-    RESHARD = "RESHARD"  # the unsharded parameters are given up
-    SHRINK = "SHRINK"  # the unsharded parameters are given up, but a few ranks keep pieces to gather them from
-    REDUCE = "REDUCE"  # the reduction of its gradients is issued
+    RESHARD = "RESHARD"  # the unsharded parameters are freed
+    SHRINK = "SHRINK"  # the unsharded parameters are freed, but a few ranks keep pieces to gather them from
+    REDUCE = "REDUCE"  # the reduction of the group's gradients is issued
     REDUCED = "REDUCED"  # ... and waited for: `.grad` is set
-    FORWARD = "FORWARD"  # its forward begins; this kind and the next two are in no record
-    BACKWARD = "BACKWARD"  # its backward begins
-    ENDED = "ENDED"  # the forward or backward of it that has begun last is over, with all that runs inside
+    FORWARD = "FORWARD"  # the group's forward begins
+    BACKWARD = "BACKWARD"  # the group's backward begins
+    ENDED = "ENDED"  # the group's most recent forward or backward ends, including all groups that run inside it
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action on one group; its text form is ``UNSHARD layers.3``."""
+    """One action on one group. The text form is ``UNSHARD layers.3``."""
 
     kind: Kind
     fqn: str
@@ -46,27 +46,27 @@ class Action:
         """The inverse of `str`.
 
         Raises:
-            ShardConfigValueError: the text is no action.
+            ShardConfigValueError: the text is not an action.
         """
         kind, _, fqn = text.strip().partition(" ")
         if kind not in Kind.__members__ or not fqn:
-            raise ShardConfigValueError(f"{text!r} is no action; expected for example 'UNSHARD layers.3'")
+            raise ShardConfigValueError(f"{text!r} is not an action; expected, for example, 'UNSHARD layers.3'")
         return cls(Kind(kind), "" if fqn == ROOT_NAME else fqn)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the schedule must know of a use: one forward of a group, and the backward that belongs to it.
+    """One use of a group, as the scheduler sees it: one forward and the corresponding backward.
 
     Attributes:
         fqn: the group.
-        is_root: whether it is the root's group, which encloses all others.
-        reshard_after_forward: whether the weights are given up after forward.
+        is_root: whether this is the root's group, which encloses all others.
+        reshard_after_forward: whether the weights are resharded after forward.
         trains: whether the group gets gradients.
-        shrinks: whether a few ranks then keep pieces of the weights among them.
-        reduces_first: whether backward waits for reductions before it gathers what follows this group.
-        around: possible enclosing groups but for the root's: the use runs inside of one only if that one runs.
-        turn: if the gradients are reduced only when backward is over, a number that orders such groups; None else.
+        shrinks: whether the weights are resharded to a few ranks after forward.
+        reduces_first: whether backward waits for reductions before it gathers the groups that follow this group.
+        around: possible enclosing groups, except the root's. The use is inside one of them only while that one runs.
+        turn: if the gradients are reduced after the whole backward, a number that orders such groups, else None.
     """
 
     fqn: str
@@ -79,36 +79,36 @@ class Step:
     turn: int | None = None
 
 
-# Kinds of forwards, and what follows each: nothing, a backward, one whose gradients are reduced only later.
+# Phases: forward without backward, forward with backward, forward with a backward whose gradients are not reduced yet.
 NO_GRAD, TRAIN, NO_SYNC = "no_grad", "train", "train, no sync"
-AGAIN = ", again"  # suffix of these phases where an earlier forward still waits for its backward
+AGAIN = ", again"  # suffix of a phase in which an earlier forward still waits for its backward
 
-MAX_REDUCTIONS = 2  # reductions in flight: issuing one more waits for the oldest
+MAX_REDUCTIONS = 2  # reductions in flight; before another one is issued, the oldest is waited for
 
 Edges = tuple[tuple[str, tuple[str, ...]], ...]
 
-MARKS = (Kind.FORWARD, Kind.BACKWARD, Kind.ENDED)  # kinds that are in no record
+MARKS = (Kind.FORWARD, Kind.BACKWARD, Kind.ENDED)  # kinds that do not occur in records
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When groups are gathered, how long they stay, and how far reductions may lag behind.
+    """When groups are gathered, how long they stay unsharded, and how many reductions may be in flight.
 
-    No part of it depends on a clock or on memory at run time, so ranks that have the same one issue the same actions.
+    A schedule does not depend on run-time clocks or memory, so ranks with the same schedule issue the same actions.
 
     Attributes:
-        forward, backward: prefetch edges: a group, and those to gather, in order of issue, when its forward (backward)
-            has begun and its own gather was waited for. A group that is used several times has several edges, in the
-            order of its uses. A group that no edge gathers is gathered when it begins itself.
-        kept: the groups that keep their weights between forward and backward, in order of their forwards.
-        max_reductions: most reductions in flight; issuing one more waits for the oldest.
-        reduces_first: whether backward of every group waits for all reductions before it gathers, which `Step` says of
-            some groups anyway.
-        in_flight: groups for whose reduction another number than `max_reductions` holds, with that number.
-        stays_for_next: whether weights stay between two backwards of one group that follow each other at once.
-        holds: groups whose reductions keep their memory until they are waited for, also on a stream, where it is else
-            free for what is queued behind them (`Sizes.frees_queued`). Then compute need not wait for them before it
-            packs the next gradients there. Compiled graphs hold none.
+        forward, backward: prefetch edges. An edge is a group and the groups to gather once its forward (backward) has
+            begun and its own gather has been waited for, in order of issue. A group with several uses has several
+            edges, in the order of its uses. A group without an incoming edge is gathered when it begins.
+        kept: the groups that stay unsharded between forward and backward, in order of their forwards.
+        max_reductions: limit of reductions in flight. Before another one is issued, the oldest is waited for.
+        reduces_first: whether the backward of every group waits for all reductions before it gathers. If False, this
+            depends on `Step.reduces_first` of each group.
+        in_flight: groups whose reduction has another limit than `max_reductions`, with that limit.
+        stays_for_next: whether weights stay unsharded between two consecutive backwards of one group.
+        holds: groups whose reductions keep their memory until they have been waited for, even with streams. Otherwise
+            work that is queued after a reduction may reuse its memory (`Sizes.frees_queued`), so compute must wait for
+            the reduction before it packs the next gradients there. In compiled graphs no reduction does.
     """
 
     forward: Edges
@@ -128,7 +128,7 @@ class Schedule:
                 raise ShardConfigValueError(f"Schedule.in_flight[{fqn!r}]={number!r}: expected at least 1")
 
     def ahead(self) -> dict[Action, list[tuple[str, ...]]]:
-        """The groups to gather at each `FORWARD` or `BACKWARD`, one tuple for each use of its group."""
+        """The groups to prefetch at each `FORWARD` or `BACKWARD`, one tuple per use of its group."""
         ahead: dict[Action, list[tuple[str, ...]]] = {}
         for kind, edges in ((Kind.FORWARD, self.forward), (Kind.BACKWARD, self.backward)):
             for fqn, groups in edges:
@@ -136,7 +136,7 @@ class Schedule:
         return ahead
 
     def names(self) -> Iterator[tuple[str, Iterable[str]]]:
-        """The FQNs of groups that each field names."""
+        """The FQNs of groups in each field."""
         yield "kept", self.kept
         yield "holds", self.holds
         yield "in_flight", (fqn for fqn, _ in self.in_flight)
@@ -144,7 +144,7 @@ class Schedule:
         yield "backward", (fqn for at, ahead in self.backward for fqn in (at, *ahead))
 
     def part(self, fqns: Set[str]) -> Schedule:
-        """What the schedule says of these groups alone."""
+        """The schedule restricted to these groups."""
 
         def only(names: Iterable[str]) -> tuple[str, ...]:
             return tuple(fqn for fqn in names if fqn in fqns)
@@ -158,7 +158,7 @@ class Schedule:
         return replace(self, forward=forward, backward=backward, kept=kept, in_flight=in_flight, holds=holds)
 
     def telling(self) -> Schedule:
-        """This schedule without the edges of groups that gather nothing at any of their uses."""
+        """This schedule without the edges of groups that prefetch nothing at any of their uses."""
 
         def those(edges: Edges) -> Edges:
             gather = {at for at, ahead in edges if ahead}
@@ -168,26 +168,30 @@ class Schedule:
 
 
 def listed(events: Sequence[str], ahead: Mapping[int, Sequence[str]]) -> Edges:
-    """Prefetch edges of events in order, from the groups that the event at each index gathers ahead.
+    """Make prefetch edges.
 
-    A group with several events gets an edge for each, even if empty, so that edges and uses correspond.
+    A group with several events gets one edge per event, even if empty, so that edges correspond to uses.
+
+    Args:
+        events: the group of each event, in order.
+        ahead: by index of an event, the groups that it prefetches.
     """
     uses = Counter(events)
     return tuple((fqn, tuple(ahead.get(at, ()))) for at, fqn in enumerate(events) if at in ahead or uses[fqn] > 1)
 
 
 def forward_order(steps: Sequence[Step]) -> list[Step]:
-    """The uses in the order in which their forwards begin: the root, which encloses the others, first."""
+    """The uses in the order in which their forwards begin. The root encloses all others and comes first."""
     return [s for s in steps if s.is_root] + [s for s in steps if not s.is_root]
 
 
 def backward_order(steps: Sequence[Step]) -> list[Step]:
-    """The uses in the order in which their backwards begin: here, too, an enclosing group before those inside."""
+    """The uses in the order in which their backwards begin. An enclosing group comes before the groups inside it."""
     return [step for step, begins in reversed(_course(steps)) if not begins]
 
 
 def _course(steps: Sequence[Step]) -> list[tuple[Step, bool]]:
-    """Where forwards begin (True) and end (False), in order; backward runs through this list from its end."""
+    """The beginnings (True) and ends (False) of forwards, in order. Backward is this list in reverse order."""
     running: list[Step] = []
     course: list[tuple[Step, bool]] = []
     for step in forward_order(steps):
@@ -199,7 +203,7 @@ def _course(steps: Sequence[Step]) -> list[tuple[Step, bool]]:
 
 
 def modules_of(order: Sequence[Step]) -> list[int]:
-    """The number of the module of each use: groups of one module, on several meshes, begin together."""
+    """The module number of each use. Groups of one module on several meshes begin together and share a number."""
     numbers: list[int] = []
     for at, step in enumerate(order):
         before = order[at - 1] if at else None
@@ -209,7 +213,7 @@ def modules_of(order: Sequence[Step]) -> list[int]:
 
 
 def first_of(modules: Sequence[int]) -> dict[int, int]:
-    """By number of a module, the index of its first use."""
+    """The index of the first use of each module, by module number."""
     return {number: at for at, number in reversed(list(enumerate(modules)))}
 
 
@@ -223,7 +227,7 @@ def kept_by_setting(steps: Sequence[Step]) -> tuple[str, ...]:
 
 
 def one_ahead(steps: Sequence[Step]) -> Schedule:
-    """The default schedule: when a module begins, the next one is gathered."""
+    """The default schedule: each module prefetches the next module when it begins."""
 
     def edges(order: Sequence[Step], resident: Sequence[str]) -> Edges:
         names, modules = [step.fqn for step in order], modules_of(order)
@@ -252,7 +256,11 @@ def computes(steps: Sequence[Step], kind: Kind) -> list[Action]:
 
 
 def with_reshards(steps: Sequence[Step], schedule: Schedule, backward: bool = True) -> list[Action]:
-    """Forwards and backwards, each of which gives its weights up: unless they are kept, or the group's next follows."""
+    """Add a reshard to each forward and backward.
+
+    Groups that the schedule keeps are not resharded after forward. A group is not resharded between two consecutive
+    backwards if `Schedule.stays_for_next` is set.
+    """
     shrinks = {step.fqn for step in steps if step.shrinks}
     actions: list[Action] = []
     for action in computes(steps, Kind.FORWARD):
@@ -261,7 +269,7 @@ def with_reshards(steps: Sequence[Step], schedule: Schedule, backward: bool = Tr
         actions.append(action)
     backwards = computes(steps, Kind.BACKWARD) if backward else []
     begins = iter([action.fqn for action in backwards if action.kind is Kind.BACKWARD])
-    following = next(begins, None)  # whose backward begins next
+    following = next(begins, None)  # the group whose backward begins next
     for action in backwards:
         if action.kind is Kind.BACKWARD:
             following = next(begins, None)
@@ -272,7 +280,7 @@ def with_reshards(steps: Sequence[Step], schedule: Schedule, backward: bool = Tr
 
 
 def with_gathers(actions: Sequence[Action], ahead: Mapping[Action, Sequence[Sequence[str]]]) -> list[Action]:
-    """Where a forward or a backward begins, gather its weights, unless they are there, then the groups of `ahead`."""
+    """Add gathers where a forward or backward begins: its own weights unless they are unsharded, then prefetches."""
     gathering: set[str] = set()
     resident: set[str] = set()
     following = {action: deque(groups) for action, groups in ahead.items()}
@@ -299,18 +307,18 @@ def with_gathers(actions: Sequence[Action], ahead: Mapping[Action, Sequence[Sequ
 
 
 class _Reductions:
-    """Writes a step with its reductions, and waits for the oldest ones where too many are in flight."""
+    """Generates a step with its reductions, and waits for the oldest reductions if too many are in flight."""
 
     def __init__(self, steps: Sequence[Step], schedule: Schedule) -> None:
         self.actions: list[Action] = []
         self._most, self._most_with = schedule.max_reductions, dict(schedule.in_flight)
         self._first = {step.fqn for step in steps if step.reduces_first or schedule.reduces_first}
-        self._turns = {step.fqn: step.turn for step in steps if step.trains}  # None for those reduced at once
+        self._turns = {step.fqn: step.turn for step in steps if step.trains}  # None: reduced right after backward
         self._in_flight: deque[str] = deque()
-        self._running: str | None = None  # whose backward has begun last
+        self._running: str | None = None  # the group whose backward has begun last
 
     def follow(self, action: Action) -> None:
-        """Write an action of the step, with the reductions and waits that it brings about."""
+        """Append an action of the step, and the reductions and waits that result from it."""
         if action.kind is Kind.BACKWARD:
             self._running = action.fqn
         elif action.kind is Kind.UNSHARD and self._running in self._first:
@@ -319,12 +327,12 @@ class _Reductions:
             self.actions.append(action)
         elif self._running is not None:
             if self.actions[-1] != Action(Kind.RESHARD, action.fqn):
-                self.actions.append(action)  # nothing else says that its compute is over
+                self.actions.append(action)  # without a reshard, this marks the end of its compute
             if self._turns.get(action.fqn, -1) is None:
                 self._issue(action.fqn)
 
     def finish(self) -> None:
-        """The step is over: reduce what is reduced last, and wait for all."""
+        """End the step: issue the reductions that come after backward, and wait for all reductions."""
         if self._running is not None:
             last = {fqn: turn for fqn, turn in self._turns.items() if turn is not None}
             for fqn in sorted(last, key=last.__getitem__):
@@ -342,7 +350,7 @@ class _Reductions:
 
 
 def with_reductions(actions: Sequence[Action], steps: Sequence[Step], schedule: Schedule) -> list[Action]:
-    """Reduce gradients where a backward ends, behind its reshard, so that the buffer can use the weights' memory."""
+    """Add a reduction after the reshard of each backward, so that its buffer can use the memory of the weights."""
     reductions = _Reductions(steps, schedule)
     for action in actions:
         reductions.follow(action)
@@ -351,7 +359,7 @@ def with_reductions(actions: Sequence[Action], steps: Sequence[Step], schedule: 
 
 
 def timed_step(steps: Sequence[Step], schedule: Schedule, phase: str = TRAIN) -> tuple[Action, ...]:
-    """`training_step` with `MARKS`: beginnings of forwards and backwards, and ends of backwards without a reshard."""
+    """`training_step` with `MARKS` (beginnings of forwards and backwards, ends of backwards without a reshard)."""
     if phase.startswith(NO_GRAD):
         return _without_backward(steps, schedule)
     if phase.startswith(NO_SYNC):
@@ -361,20 +369,19 @@ def timed_step(steps: Sequence[Step], schedule: Schedule, phase: str = TRAIN) ->
 
 
 def _without_backward(steps: Sequence[Step], schedule: Schedule) -> tuple[Action, ...]:
-    """A forward without backward: at its end, all weights that are still there are given up."""
+    """A forward without backward. All weights that are still unsharded at its end are resharded."""
     actions = with_gathers(with_reshards(steps, schedule, backward=False), schedule.ahead())
     left = dict.fromkeys(step.fqn for step in steps if step.shrinks or step.fqn in schedule.kept)
     return (*with_reductions(actions, steps, schedule), *(Action(Kind.RESHARD, fqn) for fqn in left))
 
 
 def training_step(steps: Sequence[Step], schedule: Schedule | None = None, phase: str = TRAIN) -> tuple[Action, ...]:
-    """The actions of forward and backward of groups that run in the given order, inside of the root (if any).
+    """The actions of forward and backward of groups that run in the given order, inside the root (if any).
 
     Args:
         steps: the uses of groups.
-        schedule: what is gathered ahead, kept and waited for; None for `one_ahead`.
-        phase: the kind of forward; without gradients or sync, actions of the missing backward or reductions are left
-            out.
+        schedule: the schedule; None for `one_ahead`.
+        phase: the phase. A phase without gradients has no backward, and a phase without sync has no reductions.
     """
     actions = timed_step(steps, schedule or one_ahead(steps), phase)
     return tuple(action for action in actions if action.kind not in MARKS)

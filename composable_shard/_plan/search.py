@@ -1,17 +1,17 @@
-"""The scheduler: what each forward and backward gathers ahead, and which groups keep their weights, under a budget.
+"""The scheduler: choose what each forward and backward prefetches and which groups stay unsharded, under a budget.
 
-Everything is decided when the plan is made, from sizes and, where known, from times; the engine only follows.
+The schedule is made together with the plan, from sizes and, if known, times. The engine follows it.
 
-With times, `auto` searches for the schedule that waits least. It climbs from one set of kept groups to sets that keep
-more groups, or others, as long as the schedule gets better. The best schedule of one set comes from `Optimum`. Where
-that does not apply (reductions that come first or last, weights that a few ranks share, groups nested or used again),
-gathers are issued as early as memory allows.
+With times, the `auto` policy searches for the schedule with the least exposed communication by hill climbing over sets
+of kept groups. `Optimum` finds the best schedule of one set. It does not support reductions before gathers or after
+backward, weights that are resharded to a few ranks, and groups that are nested or used again. In these cases, gathers
+are issued as early as memory allows.
 
-For waiting, as early as memory allows is best: no byte is freed later, and no other gather is delayed, because gathers
-keep their order. Then each gather is put off to the last event at which it still arrives in time, so that it holds
-memory as short as possible and delays reductions on the link as little as possible.
+Issuing gathers as early as memory allows minimizes waits: no memory is freed later, and no other gather is delayed,
+because gathers keep their order. Each gather is then delayed to the last event at which it still arrives in time. It
+thus holds memory for the shortest time and delays reductions on the link as little as possible.
 
-The search is bounded by work, never by a clock: all ranks must come to the same schedule.
+The search is limited by work, not by time, because all ranks must find the same schedule.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ from .optimum import Found, Optimum
 from .schedule import MARKS, MAX_REDUCTIONS, Action, Kind, Schedule, Step, forward_order, kept_by_setting, timed_step
 from .simulation import Sizes, Timeline, Times, held, lifetimes, live_bytes, simulate
 
-_MOST_WORK = 1_200_000  # of all searches for one schedule, in comparisons (see `Optimum.work`): less than a second
-_ACTION_WORK = 10  # what an action that is written down costs, in comparisons
-_WIDTH = 16  # states of a search for one set of groups: more found nothing better for the models of bench/overlap.py
-_REMEMBERED = (
-    16  # schedules of `auto` that are remembered: phases of one order, and plans made anew from the same times
-)
+_MOST_WORK = 1_200_000  # limit for one schedule, in comparisons (see `Optimum.work`): less than a second
+_ACTION_WORK = 10  # cost of generating an action, in comparisons
+_WIDTH = 16  # states of a search for one set of groups; more states did not help for the models of bench/overlap.py
+_REMEMBERED = 16  # cached schedules of `auto`: for phases of one order, and for plans made from the same times
 _made: OrderedDict[object, Schedule] = OrderedDict()
 
 
@@ -48,19 +46,18 @@ def scheduled(
     budget: int | None = None,
     times: Mapping[str, Times] | None = None,
 ) -> Schedule:
-    """The schedule of a training step.
+    """Make the schedule of a training step.
 
     Args:
         steps: the uses of groups in the order of their forwards.
         sizes: bytes of each group.
-        policy: how far to gather ahead; `auto` means one module ahead as long as there are no times.
-        budget: the most bytes that may be live at once: weights, landing buffers and reductions. None for no limit,
-            except that `auto` then takes no more than one module ahead does where a reduction keeps its memory to its
-            end.
-        times: seconds of a use of each group, where they are known.
+        policy: how far to prefetch. Without times, `auto` prefetches one module.
+        budget: limit of live bytes (weights, landing buffers and reductions). None for no limit. `auto` without a
+            budget uses at most the bytes that prefetching one module uses if reductions keep their memory to their end.
+        times: seconds per use of each group, if known.
 
     Raises:
-        PoolBudgetError: a group does not fit; the error has the least budget that works.
+        PoolBudgetError: a group does not fit. The error contains the least budget that works.
     """
     if policy.kind == "auto" and times is not None and steps:
         return _searched(steps, sizes, times, budget)
@@ -75,7 +72,7 @@ def scheduled(
 def _searched(
     steps: Sequence[Step], sizes: Mapping[str, Sizes], times: Mapping[str, Times], budget: int | None
 ) -> Schedule:
-    """The schedule of `auto`; the same question is searched only once."""
+    """The schedule of `auto`, cached by its inputs."""
     asked = tuple((step, sizes[step.fqn], times[step.fqn]) for step in steps), budget
     schedule = _made.pop(asked, None) or _least_exposed(steps, sizes, times, budget)
     _made[asked] = schedule
@@ -87,17 +84,18 @@ def _searched(
 def _least_exposed(
     steps: Sequence[Step], sizes: Mapping[str, Sizes], times: Mapping[str, Times], budget: int | None
 ) -> Schedule:
-    """The schedule that the search finds; where streams order memory, the one that waits least with an arena."""
+    """The schedule with the least exposed communication. With streams, the arena's memory reuse is included."""
     auto = Auto(steps, sizes, times, budget)
     best = auto.best()
     if not any(size.queued for size in sizes.values()):
         return best.schedule
     tries = [best]
-    with contextlib.suppress(PoolBudgetError):  # it may fit only where reductions give their memory up at once
+    with contextlib.suppress(PoolBudgetError):  # it may not fit if reductions keep their memory
         tries.append(Auto(steps, held(sizes, sizes), times, auto.budget).best())
     tries.sort(key=lambda each: each.exposed)
-    # The search does not know where buffers lie. On streams compute waits for memory as well, before it packs gradients
-    # where an earlier reduction still reads. If that takes time, schedules are compared with an arena.
+    # The search does not know the offsets of buffers. With streams, compute also waits for memory: it cannot pack
+    # gradients into memory that an earlier reduction still reads. If that costs time, schedules are compared with an
+    # arena.
     bare = fitting(steps, sizes, budget)
     schedules = [*(each.schedule for each in tries), bare.under(by_depth(bare, 1), budget)[0]]
     enough = tries[0].exposed + auto.slack
@@ -112,29 +110,29 @@ def _least_exposed(
 
 
 class _Try(NamedTuple):
-    """A schedule that fits, and what it gives."""
+    """A schedule and its simulated results: exposed seconds, and peak of live bytes."""
 
     exposed: float
     peak: int
-    held: int  # live bytes, summed over the actions: larger where groups are gathered earlier than needed
+    held: int  # live bytes summed over the actions; larger if groups are gathered earlier than needed
     schedule: Schedule
     timeline: Timeline
 
 
 def _is_chain(steps: Sequence[Step]) -> bool:
-    """Whether groups run one after the other, each once, and are reduced as they end."""
+    """Whether groups run one after another, each once, and are reduced when they end."""
     plain = not any(step.around or step.turn is not None for step in steps)
     return plain and len({step.fqn for step in steps}) == len(steps)
 
 
 def _one_ahead_bytes(steps: Sequence[Step], sizes: Mapping[str, Sizes]) -> int:
-    """The most bytes of one module ahead where reductions keep their memory to their end: the same on all devices."""
+    """Peak bytes of prefetching one module if reductions keep their memory to their end. Independent of the device."""
     bare = fitting(steps, held(sizes, sizes), None)
     return bare.peak_of(bare.under(by_depth(bare, 1), None)[0])
 
 
 class Auto:
-    """The search for the schedule that waits least, and for the smallest of those that wait hardly longer."""
+    """The search for the schedule with the least exposed communication; among near-ties, that with the least memory."""
 
     def __init__(
         self, steps: Sequence[Step], sizes: Mapping[str, Sizes], times: Mapping[str, Times], budget: int | None
@@ -142,7 +140,7 @@ class Auto:
         self.steps, self.sizes, self.times = steps, sizes, times
         bare = fitting(steps, sizes, budget)
         self.kept = bare.schedule.kept
-        # What settings keep stays, unless the budget has taken some of it: then others may be the better choice.
+        # Groups that the settings keep stay kept. If not all of them fit into the budget, other groups may be better.
         fits = self.kept == kept_by_setting(steps)
         self.fixed = {step.fqn for step in steps if step.fqn in self.kept and (fits or step.is_root)}
         self.budget = _one_ahead_bytes(steps, sizes) if budget is None else budget
@@ -157,7 +155,7 @@ class Auto:
         self.least = Optimum(steps, sizes, times, self.budget, {step.fqn for step in steps}).least if chain else 0.0
 
     def best(self) -> _Try:
-        """Climb to a schedule that is better than all its neighbours, or until too much work is done."""
+        """Climb until no variation of the kept groups is better, or until the work limit is reached."""
         best = self._tried(self.kept)
         assert best is not None
         seen = {frozenset(self.kept)}
@@ -166,7 +164,7 @@ class Auto:
         return best
 
     def _better_neighbour(self, best: _Try, seen: set[frozenset[str]]) -> _Try | None:
-        """The best of the first neighbours that are better, without those whose kept groups are in `seen`."""
+        """The best schedule of the first batch of variations that improves on `best`. Sets in `seen` are skipped."""
         start = best
         for alike in self._neighbours(start):
             for kept in alike:
@@ -183,7 +181,7 @@ class Auto:
         return self.work > _MOST_WORK or best.exposed - self.gain <= self.least
 
     def _better(self, kept: Collection[str], best: _Try) -> _Try | None:
-        """The best schedule that keeps these groups, if it is better."""
+        """The best schedule that keeps these groups, or None if it is not better than `best`."""
         listed = [fqn for fqn in self._names() if fqn in kept]
         if self.searches:
             search = Optimum(self.steps, self.sizes, self.times, self.budget, listed)
@@ -196,7 +194,7 @@ class Auto:
         return one if one is not None and one.exposed < best.exposed - 0.5 * self.gain else None
 
     def _followed(self, kept: Sequence[str], optimum: Found) -> Iterator[_Try]:
-        """The schedule that was found, and the same with gathers as late as possible; those within the budget."""
+        """The schedule that was found, and a variant with gathers as late as possible, if they fit into the budget."""
         fewer = tuple((fqn, number) for fqn, number in optimum.in_flight if number != MAX_REDUCTIONS)
         bare = Bare(self.steps, self.sizes, Schedule((), (), tuple(kept), in_flight=fewer))
         early = self._judged(bare.scheduled(optimum.gathers))
@@ -204,11 +202,11 @@ class Auto:
         yield from (each for each in (early, late) if each.peak <= self.budget)
 
     def _names(self) -> list[str]:
-        """The groups in the order in which their forwards begin first."""
+        """The groups in the order of their first forwards."""
         return list(dict.fromkeys(step.fqn for step in forward_order(self.steps)))
 
     def _neighbours(self, best: _Try) -> Iterator[Sequence[frozenset[str]]]:
-        """Other groups to keep: those first that save most for the bytes that they hold."""
+        """Variations of the kept groups, in batches. Groups that save the most time per byte come first."""
         kept = frozenset(best.schedule.kept)
         order = self._names()
         saved = {fqn: self._saved(best, fqn) for fqn in order}
@@ -216,7 +214,7 @@ class Auto:
         less = [fqn for fqn in order if fqn in kept and fqn not in self.fixed]
         batches = []
         batch = len(more)
-        while batch > 1:  # many at once where there is much to keep
+        while batch > 1:  # first try to keep many groups at the same time
             batches.append(kept | set(more[:batch]))
             batch //= 2
         yield batches
@@ -225,15 +223,15 @@ class Auto:
         yield from ([kept - {out} | {fqn}] for out in less for fqn in more)
 
     def _saved(self, best: _Try, fqn: str) -> float:
-        """Seconds that compute waits for a group in backward, for each byte that it would hold if it were kept."""
+        """Seconds of wait for the group's gather in backward, per byte that keeping the group would hold."""
         waited = best.timeline.waits.get(Action(Kind.BACKWARD, fqn), 0.0) or 1e-3 * self.times[fqn].gather
         return waited / max(1, self.sizes[fqn].weights)
 
     def _tried(self, kept: Sequence[str]) -> _Try | None:
-        """The best schedule that keeps these groups, by few rules; None if that takes more than the budget."""
+        """The best schedule that keeps these groups, by heuristics. None if no schedule fits into the budget."""
         tries: list[_Try] = []
         most = float("inf")
-        same = all(step.reduces_first for step in self.steps)  # whatever the level says
+        same = all(step.reduces_first for step in self.steps)  # at every level
         for level, (_, first, stays) in enumerate(levels(self.steps)):
             if same and first and stays:
                 continue
@@ -242,7 +240,7 @@ class Auto:
                 if tries and len(bare.actions) > SMALL:
                     break
                 made = self._by_rules(bare)
-                most = min(most, made[0].exposed)  # never worse than one ahead
+                most = min(most, made[0].exposed)  # never worse than prefetching one module
                 tries += made
             self.work += _ACTION_WORK * bare.work
         if not tries:
@@ -251,7 +249,7 @@ class Auto:
         return min((each for each in tries if each.exposed <= most), key=self._price)
 
     def _by_rules(self, bare: Bare) -> list[_Try]:
-        """Schedules that gather one ahead, as early as memory allows, as late as is no loss, and a little sooner."""
+        """Schedules that prefetch one module, as early as memory allows, as late as possible, and one event earlier."""
         one = self._judged(bare.under(by_depth(bare, 1), self.budget)[0])
         schedule, issued = bare.under([bare.first_event(gather) for gather in bare.gathers], self.budget)
         early = self._judged(schedule)
@@ -260,10 +258,10 @@ class Auto:
         return [one, early, *(self._judged(bare.under(each, self.budget)[0]) for each in (late, sooner))]
 
     def _price(self, candidate: _Try) -> tuple[bool, int, int]:
-        """What a schedule costs beside time, for comparison.
+        """The cost of a schedule apart from time, for comparison.
 
-        Schedules in which reductions come first are the last choice: their waits fall in the middle of a backward, a
-        moment that is predicted least well.
+        Schedules in which backward waits for reductions before it gathers are the last choice. Their waits are in the
+        middle of a backward, and the prediction of that time is the least accurate.
         """
         unsure = candidate.schedule.reduces_first and not self.reduces_first
         return unsure, candidate.peak, candidate.held
@@ -276,7 +274,7 @@ class Auto:
         return _Try(timeline.exposed, max(live), sum(live), schedule, timeline)
 
     def placed(self, schedule: Schedule) -> Iterator[_Try]:
-        """A schedule with its buffers in an arena, and the same with as many held reductions as the budget allows."""
+        """A schedule with an arena, and a variant with as many held reductions (`Schedule.holds`) as fit."""
         actions = timed_step(self.steps, schedule)
         leasing = [action for action in actions if action.kind not in MARKS]
         for holds in dict.fromkeys([(), self._holds(leasing)]):
@@ -286,7 +284,7 @@ class Auto:
             yield _Try(timeline.exposed, max(live), sum(live), replace(schedule, holds=holds), timeline)
 
     def _holds(self, actions: Sequence[Action]) -> tuple[str, ...]:
-        """Groups whose reductions may keep their memory to their end within the budget, the first ones first."""
+        """Groups whose reductions can keep their memory to their end within the budget, chosen greedily in order."""
         live = live_bytes(lifetimes(actions, self.sizes), len(actions))
         longer: dict[str, list[Lifetime]] = {}
         for life in lifetimes(actions, held(self.sizes, self.sizes)):
@@ -305,7 +303,7 @@ class Auto:
         return tuple(holds)
 
     def _put_off(self, bare: Bare, early: _Try, issued: Sequence[int]) -> list[int]:
-        """The last event at which each gather can be issued and still arrive before its event begins in `early`."""
+        """For each gather, the last event that can issue it so that it arrives before its event begins in `early`."""
         begins = early.timeline.begins
         events, latest = list(issued), float("inf")
         shrunk = {action.fqn for action in bare.actions if action.kind is Kind.SHRINK}

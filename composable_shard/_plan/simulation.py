@@ -1,17 +1,17 @@
-"""The simulation of a list of actions: live bytes after each and, where times are known, how long compute waits.
+"""The simulation of a list of actions: live bytes after each action and, if times are known, exposed communication.
 
-Compute runs one group after the other. The link carries one collective at a time, gathers and reductions in the order
-of issue. With ``s`` and ``f`` the start and the end of a collective that takes ``t`` seconds, and ``c`` the start of
-compute that takes ``F`` seconds,
+Compute runs one group after another. The link runs one collective at a time, gathers and reductions in order of issue.
+Let ``s`` and ``f`` be the start and the end of a collective that takes ``t`` seconds, and ``c`` the start of compute
+that takes ``F`` seconds:
 
     s_i = max(issue_i, f_{i-1})    f_i = s_i + t_i    c_i = max(c_{i-1} + F_{i-1}, f_i)
 
-That is a machine whose host blocks while compute waits. With streams, the host issues everything at once, in the same
-order, and a gather begins as soon as the previous buffer in its memory is done, which may be earlier or later: then
-`issue_i` is the end of the last use of that memory. Gradients are packed by compute, which waits for the memory itself.
+This models a machine whose host blocks while compute waits. With streams, the host issues everything immediately, in
+the same order. A gather then begins when the previous use of its memory has ended, so `issue_i` is the end of the last
+use of that memory. Compute packs the gradients of a reduction, so it waits for the memory of the reduction.
 
-The time of a step beyond its compute alone is *exposed*: the sum of ``c_i - c_{i-1} - F_{i-1}``, and the waits at the
-end. Issuing takes no time. All compute of the root counts at its beginning, in forward and in backward.
+The time of a step beyond its compute is *exposed communication*: the sum of ``c_i - c_{i-1} - F_{i-1}``, and the waits
+at the end. Issuing takes no time. All compute of the root counts at its beginning, in forward and in backward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _lifetime(what: str, fqn: str, nbytes: int, opened: int, closed: int, size: 
 
 
 def lifetimes(actions: Sequence[Action], sizes: Mapping[str, Sizes]) -> list[Lifetime]:
-    """The buffers that these actions lease, by index in the list; named ``weights layers.3`` and so on."""
+    """The lifetimes of the buffers that these actions lease, by action index. Names are ``weights layers.3`` etc."""
     opened: dict[tuple[str, str], list[int]] = {}
     lives: list[Lifetime] = []
 
@@ -68,7 +68,7 @@ def lifetimes(actions: Sequence[Action], sizes: Mapping[str, Sizes]) -> list[Lif
 
 
 def live_bytes(lives: Sequence[Lifetime], steps: int) -> list[int]:
-    """Bytes that are live after each of the first `steps` steps of the lifetimes."""
+    """Live bytes after each of the first `steps` steps of the lifetimes."""
     changes = [0] * (steps + 1)
     for life in lives:
         changes[life.opened] += life.nbytes
@@ -82,15 +82,15 @@ def live_bytes(lives: Sequence[Lifetime], steps: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The course of a step.
+    """The simulated times of a step, in seconds.
 
     Attributes:
-        begins: seconds from the start at which each forward and backward begins to compute, in order.
-        gathers: seconds of each gather on the link, in order of issue.
-        waits: seconds that compute waits, by action: for the gather of a group's forward (`FORWARD`) or backward
-            (`BACKWARD`), for its reduction (`REDUCED`), or for that reduction's memory (`REDUCE`); without zeros.
-        seconds: the whole step.
-        compute: seconds of compute.
+        begins: time at which each forward and backward begins to compute, in order.
+        gathers: duration of each gather on the link, in order of issue.
+        waits: duration of waits, by action: for the gather of a group's forward (`FORWARD`) or backward (`BACKWARD`),
+            for its reduction (`REDUCED`), or for the memory of its reduction (`REDUCE`). Zeros are left out.
+        seconds: duration of the step.
+        compute: duration of all compute.
     """
 
     begins: tuple[float, ...]
@@ -101,7 +101,7 @@ class Timeline:
 
     @property
     def exposed(self) -> float:
-        """Seconds that compute waits for communication."""
+        """Seconds of exposed communication."""
         return sum(self.waits.values())
 
 
@@ -109,8 +109,9 @@ class _Clock:
     """The clocks of compute and of the link, advanced action by action.
 
     Args:
-        times: seconds of a use of each group.
-        arena: the offsets of the buffers, if streams wait: gathers then begin when their memory is free.
+        times: seconds per use of each group.
+        arena: the offsets of the buffers, if streams wait for communication. Gathers then begin when their memory is
+            free.
     """
 
     def __init__(self, times: Mapping[str, Times], arena: Arena | None = None) -> None:
@@ -118,7 +119,7 @@ class _Clock:
         self.memory = None if arena is None else _Memory(arena)
         self.now = self.link_free = self.compute = 0.0
         self.running: Action | None = None  # the forward or backward that has begun
-        self.left = 0.0  # seconds of its compute still to come
+        self.left = 0.0  # seconds of its remaining compute
         self.halved = False
         self.resident: set[str] = set()
         self.shrunk: set[str] = set()
@@ -128,7 +129,7 @@ class _Clock:
         self.waits: dict[Action, float] = {}
 
     def advance(self, action: Action) -> None:
-        """Advance by an action."""
+        """Advance by one action."""
         if self.memory is not None and action.kind not in MARKS:
             self.memory.advance()
         match action.kind:
@@ -168,7 +169,7 @@ class _Clock:
 
     def settle(self, action: Action) -> None:
         if self.running is not None and self.running.fqn in self.resident and not self.halved:
-            self.run(0.5)  # the engine waits when half of what the group saved was read
+            self.run(0.5)  # the engine waits once half of the saved tensors have been read
             self.halved = True
         self.wait(Kind.REDUCE, action.fqn, action)
 
@@ -197,7 +198,7 @@ class _Clock:
             self.waits[on] = self.waits.get(on, 0.0) + late
 
     def leave(self, time: float, lasts: bool = False) -> None:
-        """Memory that this action gives up was used until `time`; with `lasts`, memory that it gives up at its end."""
+        """Note that the memory that this action frees (with `lasts`, at its end) was used until `time`."""
         if self.memory is not None:
             self.memory.left(time, lasts)
 
@@ -209,7 +210,7 @@ class _Clock:
         self.begins.append(self.now)
 
     def run(self, share: float = 1.0) -> None:
-        """Do this share of the compute that is still to come of the group that runs."""
+        """Run this share of the remaining compute of the running group."""
         self.now += share * self.left
         self.compute += share * self.left
         self.left -= share * self.left
@@ -220,7 +221,7 @@ class _Clock:
 
 
 class _Memory:
-    """The times at which memory becomes free, action by action; `MARKS` are not counted."""
+    """The times at which memory becomes free, action by action. `MARKS` do not count as actions."""
 
     def __init__(self, arena: Arena) -> None:
         self._index = -1  # index of the current action
@@ -236,13 +237,13 @@ class _Memory:
                 self._closed.setdefault(life.closed, []).append(at)
 
     def advance(self) -> None:
-        """The next action begins."""
+        """Move to the next action."""
         self._index += 1
 
     def parts(self) -> list[tuple[float, float]]:
-        """The time from which memory that this action takes is free, for each of its collectives, and their shares.
+        """For each collective of this action, the time at which its memory is free, and its share of the bytes.
 
-        A gather has one for each slot of its weights. What else an action takes must be free for all.
+        A gather has one collective per slot of its weights. Other memory of the action must be free for all of them.
         """
         taken = self._opened.get(self._index, [])
         free = {at: max([self._free_at[other] for other in self._before[at]], default=0.0) for at in taken}
@@ -254,18 +255,18 @@ class _Memory:
         return [(max(free[at], others), self._lives[at].nbytes / nbytes) for at in weights]
 
     def used(self, time: float) -> None:
-        """Memory that this action takes only until its work is queued is free from `time` on, when that is done."""
+        """Note that memory that is leased only until work is queued becomes free at `time`, the end of that work."""
         for at in self._queued.intersection(self._opened.get(self._index, ())):
             self._free_at[at] = time
 
     def left(self, time: float, lasts: bool = False) -> None:
-        """Memory that this action gives up, or with `lasts` gives up at its end, is free from `time` on."""
+        """Note that the memory that this action frees (with `lasts`, at its end) becomes free at `time`."""
         for at in self._closed.get(self._index + lasts, ()):
             self._free_at[at] = time
 
 
 class _NotingClock(_Clock):
-    """A clock that notes a span for all that takes time: compute, the link, and waiting for it."""
+    """A clock that records spans of compute, of the link, and of waits."""
 
     def __init__(self, times: Mapping[str, Times], arena: Arena | None = None) -> None:
         super().__init__(times, arena)
@@ -300,12 +301,12 @@ def _played(actions: Sequence[Action], clock: _Clock) -> Iterator[Action]:
 
 
 def simulate(actions: Sequence[Action], times: Mapping[str, Times], arena: Arena | None = None) -> Timeline:
-    """The timeline of a step.
+    """Simulate a step.
 
     Args:
-        actions: the actions of the step, as `timed_step` writes them.
-        times: seconds of a use of each group.
-        arena: the offsets of the buffers, if streams wait; None if the host waits.
+        actions: the actions of the step, as `timed_step` returns them.
+        times: seconds per use of each group.
+        arena: the offsets of the buffers, if streams wait for communication; None if the host waits.
     """
     clock = _Clock(times, arena)
     for _ in _played(actions, clock):
@@ -314,14 +315,14 @@ def simulate(actions: Sequence[Action], times: Mapping[str, Times], arena: Arena
 
 
 class Trace(NamedTuple):
-    """The times of a step. Spans of `UNSHARD` and `REDUCE` are the link's, those of `WAIT` and `REDUCED` are waits."""
+    """The times of a step. Spans of `UNSHARD` and `REDUCE` are on the link. Spans of `WAIT` and `REDUCED` are waits."""
 
-    done: tuple[float, ...]  # seconds at which each action but the `MARKS` was done, in order
-    spans: tuple[tuple[Kind, str, float, float], ...]  # kind and group, begin and end in seconds
+    done: tuple[float, ...]  # time in seconds at which each action (except `MARKS`) ended, in order
+    spans: tuple[tuple[Kind, str, float, float], ...]  # kind, group, begin and end in seconds
 
 
 def trace(actions: Sequence[Action], times: Mapping[str, Times], arena: Arena | None = None) -> Trace:
-    """`simulate` with a span for all that takes time; slower."""
+    """`simulate` with spans of compute, link and waits. Slower."""
     clock = _NotingClock(times, arena)
     done = [clock.now for action in _played(actions, clock) if action.kind not in MARKS]
     return Trace(tuple(done), tuple(clock.spans))
@@ -329,7 +330,7 @@ def trace(actions: Sequence[Action], times: Mapping[str, Times], arena: Arena | 
 
 @dataclass(frozen=True, slots=True)
 class GroupTimes:
-    """Seconds of a group in a step: its gathers, compute and reductions, and how long compute waits for these."""
+    """Seconds of a group in a step: gathers, compute, reductions, and exposed communication."""
 
     fqn: str
     gather: float
@@ -343,12 +344,12 @@ class Prediction:
     """Predicted memory and time of a training step.
 
     Attributes:
-        peak: most bytes that are live at once.
-        weights, landing, reductions: most live bytes of each kind; the peaks may be at different times.
-        kept: bytes of weights that stay between forward and backward.
-        groups: times of each group, in order of their forwards; None without costs, as `seconds` and `exposed` are.
-        seconds: duration of the step.
-        exposed: seconds in which compute waits.
+        peak: peak of live bytes.
+        weights, landing, reductions: peak of live bytes of each type. The peaks may be at different times.
+        kept: bytes of weights that stay unsharded between forward and backward.
+        groups: times of each group, in order of their forwards. None without costs.
+        seconds: duration of the step in seconds. None without costs.
+        exposed: seconds of exposed communication. None without costs.
     """
 
     peak: int
@@ -367,7 +368,7 @@ def predict(
     times: Mapping[str, Times] | None,
     arena: Arena | None = None,
 ) -> Prediction:
-    """The memory and, if there are `times`, the time of a step; arguments as for `simulate`."""
+    """Predict the memory and, if `times` is given, the time of a step. Arguments are those of `simulate`."""
     lives = lifetimes(actions, sizes)
     by_kind: dict[str, list[Lifetime]] = {"weights": [], "small": [], "landing": [], "reduction": []}
     for life in lives:

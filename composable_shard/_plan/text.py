@@ -106,9 +106,7 @@ def _schedule_lines(schedule: Schedule) -> list[str]:
     others = "".join(f", {number} with that of {fqn or ROOT_NAME}" for fqn, number in schedule.in_flight)
     lines.append(f"  reductions in flight: {schedule.max_reductions}{others}{first}")
     if schedule.holds:
-        lines.append(
-            f"  reductions that keep their memory until they end: {_listed([fqn or ROOT_NAME for fqn in schedule.holds])}"
-        )
+        lines.append(f"  reductions that keep their memory: {_listed([fqn or ROOT_NAME for fqn in schedule.holds])}")
     return lines if schedule.stays_for_next else [*lines, "  weights are gathered again for each backward of a group"]
 
 

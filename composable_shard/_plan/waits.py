@@ -1,8 +1,10 @@
-"""What compute waits for in a step, and why: each wait for a gather or a reduction, as the simulation of a plan has it.
+"""Exposed communication and its causes: each wait for a gather or a reduction in the simulation of a plan.
 
-A wait is explained by what was possible instead. Nothing hides a gather before which nothing computes, and nothing a
-reduction behind which nothing computes. If the link had no time for a gather earlier, the link's rate counts; if it
-had, the gather was issued too late, and what says when it is issued is the policy, the budget, or memory.
+A gather cannot be hidden if nothing computes before it, and a reduction cannot be hidden if nothing computes after it.
+In other cases the cause of the wait for a gather is one of these:
+
+- The link was busy and could not run the gather earlier.
+- The gather was issued too late, because of the policy, the budget, or memory that was still in use.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ class Cause(StrEnum):
 
     FIRST = "first"  # nothing computes before the gather in forward
     TURN = "turn"  # nothing computes before the gather in backward
-    LINK = "link"  # the link has carried others as long as this one could have been hidden
-    LATENCY = "latency"  # likewise, and most of what it takes is not for its bytes
-    POLICY = "policy"  # the gather is issued too late, and the policy says when
-    BUDGET = "budget"  # it is issued too late, because it would not fit earlier
-    MEMORY = "memory"  # the memory that it takes is in use until then
-    LAST = "last"  # nothing computes behind the reduction
-    IN_FLIGHT = "in flight"  # another reduction may be issued only when this one is over
-    REDUCES_FIRST = "reduces first"  # backward gathers only when reductions are over
+    LINK = "link"  # the link was busy with other collectives during the compute that could have hidden this one
+    LATENCY = "latency"  # as for LINK, and most of the collective's duration does not depend on its bytes
+    POLICY = "policy"  # the gather is issued too late, because of the prefetch policy
+    BUDGET = "budget"  # the gather is issued too late, because it would not fit into the budget earlier
+    MEMORY = "memory"  # the memory for the collective is in use until then
+    LAST = "last"  # nothing computes after the reduction
+    IN_FLIGHT = "in flight"  # the next reduction is issued only after this one has ended
+    REDUCES_FIRST = "reduces first"  # backward gathers only after reductions have ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +42,19 @@ class Wait:
 
     Attributes:
         kind: `UNSHARD` or `REDUCE`.
-        fqn: its group.
-        backward: whether it is waited for in backward or behind it, else in forward.
-        cause: why.
-        waited: seconds that compute waits.
-        takes: seconds that it takes alone on the link.
-        fixed: those of them that it would not take if its bytes went at the rate of the plan's large collectives; 0 for
-            one of these.
-        hidden: seconds of compute between its issue and the wait.
-        queued: seconds that it waits for others on the link.
-        idle: of a gather, seconds in which the link carries nothing before it, in its forward or backward.
-        issued_in: FQN of the group whose forward or backward had begun last when it was issued.
-        behind: the last of those others, its kind and group; None if it waits for none.
-        holds_up: FQN of the group whose gather or reduction is issued behind the wait; None if there is none.
+        fqn: the group.
+        backward: whether the wait is in or after backward; otherwise it is in forward.
+        cause: the cause of the wait.
+        waited: seconds of exposed communication.
+        takes: duration in seconds without contention on the link.
+        fixed: the part of `takes`, in seconds, beyond the time of its bytes at the rate of the plan's large
+            collectives; 0 for a large collective.
+        hidden: seconds of compute between issue and wait.
+        queued: seconds for which the collective waits for other collectives on the link.
+        idle: for a gather, seconds for which the link is idle before it, in the same forward or backward.
+        issued_in: FQN of the group whose forward or backward had begun last when the collective was issued.
+        behind: the last collective that it waited for on the link (kind and group); None if it did not wait.
+        holds_up: FQN of the group whose gather or reduction is issued right after the wait; None if there is none.
     """
 
     kind: Kind
@@ -71,7 +73,7 @@ class Wait:
 
 
 class _Flight(NamedTuple):
-    """A collective from its issue on: the event in which that is, its seconds, those on the link, what is before."""
+    """A collective: the event and time of issue, its begin and end on the link, and the collective before it."""
 
     action: Action
     event: int
@@ -83,17 +85,17 @@ class _Flight(NamedTuple):
 
 
 def waits_of(plan: ShardPlan) -> tuple[Wait, ...]:
-    """What compute waits for in a step of a plan, in order. The waits add up to its exposed time.
+    """The waits of compute in a step of a plan, in order. They add up to its exposed communication.
 
     Args:
-        plan: with costs; without, nothing is known of waits.
+        plan: a plan with costs. Without costs the result is empty.
     """
     step = plan.trace()
     return () if step is None else tuple(_Reader(plan, step).waits())
 
 
 class _Reader:
-    """Reads the waits of a step off its trace."""
+    """Extracts the waits of a step from its trace."""
 
     def __init__(self, plan: ShardPlan, step: Trace) -> None:
         self.plan, self.timed = plan, plan.timed()
@@ -154,7 +156,7 @@ class _Reader:
         return replace(wait, cause=self._of_gather(wait, flight, needed, number))
 
     def _following(self, at: int) -> Action | None:
-        """The first action behind one that is no wait."""
+        """The first action after index `at` that is not a wait."""
         return next((each for each in self.timed[at + 1 :] if each.kind not in _WAITS), None)
 
     def _of_gather(self, wait: Wait, flight: _Flight, needed: float, number: int) -> Cause:
@@ -170,14 +172,14 @@ class _Reader:
 
 
 def _of_reduction(wait: Wait, following: Action | None, is_over: bool) -> Cause:
-    """Why compute waits for a reduction: by the action behind it, and whether all compute of the step is over."""
+    """The cause of a wait for a reduction, from the next action and whether all compute of the step has ended."""
     if is_over:
         return Cause.LINK if wait.hidden and wait.queued > 0.5 * wait.waited else Cause.LAST
     gathers = following is not None and following.kind is Kind.UNSHARD
     return Cause.REDUCES_FIRST if gathers else Cause.IN_FLIGHT
 
 
-_NOISE = 1e-12  # seconds: what differences of sums leave
+_NOISE = 1e-12  # seconds; rounding errors of differences of sums
 _WAITS = (Kind.WAIT, Kind.REDUCED)
 _WAIT_FOR = {Kind.REDUCE: Kind.REDUCED}  # how a trace names waits for the memory of a reduction
 _ENDS = {Kind.WAIT: Kind.UNSHARD, Kind.REDUCED: Kind.REDUCE}
@@ -185,7 +187,7 @@ _Spans = Sequence[tuple[Kind, str, float, float]]
 
 
 def _times_of(timed: Sequence[Action], step: Trace) -> list[float]:
-    """The seconds at which each action was done; a mark takes the time of the action before it."""
+    """The time in seconds at which each action ended. A mark has the time of the action before it."""
     done, now, times = iter(step.done), 0.0, []
     for action in timed:
         now = now if action.kind in MARKS else next(done)
@@ -194,12 +196,12 @@ def _times_of(timed: Sequence[Action], step: Trace) -> list[float]:
 
 
 def _end_of_forward(compute: _Spans, done: Sequence[float]) -> float:
-    """When forward is over, which may end by compute or by an action."""
+    """The end of forward in seconds: the last compute of forward or the last action before backward."""
     return max([*done, *(end for kind, *_, end in compute if kind is Kind.FORWARD)], default=0.0)
 
 
 def _flights(timed: Sequence[Action], done: Sequence[float], link: _Spans) -> Iterator[_Flight | None]:
-    """For each action the collective that it issues, if it does."""
+    """For each action, the collective that it issues, or None."""
     spans, event, issued_in = iter(link), -1, ""
     before: Action | None = None
     for action, now in zip(timed, done, strict=True):
@@ -219,7 +221,7 @@ def _moved(plan: ShardPlan, kind: Kind, fqn: str) -> int:
 
 
 def _rate(plan: ShardPlan, kind: Kind) -> tuple[float, int]:
-    """Seconds of a byte of the fastest of the large collectives of a kind, and the bytes above which they are large."""
+    """Seconds per byte of the fastest large collective of a kind, and the threshold in bytes for large collectives."""
     times = plan.times() or {}
     sent = [
         (_moved(plan, kind, fqn), each.gather if kind is Kind.UNSHARD else each.reduce) for fqn, each in times.items()
@@ -229,9 +231,9 @@ def _rate(plan: ShardPlan, kind: Kind) -> tuple[float, int]:
 
 
 def _unbounded_events(plan: ShardPlan) -> dict[tuple[bool, str, int], int]:
-    """The event in which each gather would be issued under the same policy, if there were no budget.
+    """The event that would issue each gather under the same policy without a budget.
 
-    By whether it is in backward, its group, and its number there.
+    Keys: whether the gather is in backward, its group, and its index among the group's gathers there.
     """
     if plan.pool.budget is None or plan.prefetch.kind == "auto":
         return {}
@@ -248,5 +250,5 @@ def _unbounded_events(plan: ShardPlan) -> dict[tuple[bool, str, int], int]:
 
 
 def _overlap(spans: _Spans, begin: float, end: float) -> float:
-    """Seconds of the spans that lie between two times."""
+    """Seconds of the spans between two times."""
     return sum(max(0.0, min(end, last) - max(begin, first)) for _, _, first, last in spans)

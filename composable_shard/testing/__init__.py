@@ -1,4 +1,4 @@
-"""To test and to try sharded layers on a laptop: without a launcher, without ports, in one process."""
+"""Test sharded layers on a laptop, in one process, without a launcher or network ports."""
 
 from .._errors import CollectiveMismatchError as CollectiveMismatchError
 from .._errors import DeadlockError as DeadlockError

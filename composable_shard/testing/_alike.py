@@ -1,4 +1,4 @@
-"""Collectives of ranks that all hold the same: what one of them gets, without the others."""
+"""Results of collectives for one rank, if all other ranks are assumed to hold the same data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._collectives import Call, fill, values_of
 
 
 def move_alike(call: Call, group_rank: int, ranks: int) -> None:
-    """Give the rank `group_rank` what it gets if all bring what it does; zeros if that is not known."""
+    """Fill the outputs of rank `group_rank` as if all ranks had its inputs; with zeros if the call has no inputs."""
     call.take_inputs()
     if not call.inputs:
         for out in call.outputs:
@@ -24,21 +24,26 @@ def move_alike(call: Call, group_rank: int, ranks: int) -> None:
 
 
 def _combined(parts: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
-    """What ranks that hold the same have together."""
+    """The reduction of identical tensors."""
     if op == dist.ReduceOp.SUM:
         return parts[0] * len(parts)
     if op == dist.ReduceOp.PRODUCT:
         return parts[0] ** len(parts)
     if any(op == same for same in _SAME):
         return parts[0]
-    raise ShardConfigValueError(f"alike ranks: reduce by SUM, AVG, PRODUCT, MIN, MAX, BAND or BOR, not by {op.op}")
+    raise ShardConfigValueError(
+        f"reduction {op.op}: not available with identical ranks; use SUM, AVG, PRODUCT, MIN, MAX, BAND or BOR"
+    )
 
 
 _SAME = (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.BAND, dist.ReduceOp.BOR)
 
 
 def _fitted(value: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """As many elements as `out` has: a rank that sends another number than this one is taken to send zeros behind."""
+    """Cut or pad `value` to the number of elements of `out`.
+
+    If a peer is expected to send more elements than this rank, the additional elements are zeros.
+    """
     if value.numel() == out.numel():
         return value
     common = min(value.numel(), out.numel())

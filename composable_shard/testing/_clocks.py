@@ -1,8 +1,8 @@
-"""The clocks of a fabric: by which collectives begin and end, and by which one waits for them.
+"""The clocks of a fabric. They give the times at which collectives start, finish and are waited for.
 
-real      this machine's; waiting sleeps, compute takes what it takes
-virtual   stands still but for compute that is declared and for waits: exact, and over in no time
-streams   the same for each stream: what is waited for holds a stream up and never the host, as on an accelerator
+real      this machine's clock: a wait sleeps, and compute takes its real duration
+virtual   advances only by waits and by declared compute: exact, and a run takes no time
+streams   a virtual clock for each stream: a wait delays a stream and never the host, as on an accelerator
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from dataclasses import dataclass
 
 import torch
 
-_SPIN_S = 0.5e-3  # what sleeping may overshoot
+_SPIN_S = 0.5e-3  # `time.sleep` may return this much late, so the last part of a wait polls the clock
 
 
 @dataclass
 class Collective:
-    """One collective, as the fabric saw it; times in seconds since the fabric was entered or last reset.
+    """A collective on a fabric. Times are seconds since the fabric was entered or last reset.
 
     Attributes:
         kind: `all_gather`, `reduce_scatter`, ...
-        group: the process group's description, or its name.
-        ranks: of the group.
-        nbytes: of the whole: the gathered tensor, the one to be scattered, the one to be reduced.
-        link: that serves the group.
+        group: description of the process group, or its name.
+        ranks: number of ranks of the group.
+        nbytes: bytes of the full tensor: the output of a gather, the input of a scatter or reduction.
+        link: name of the link that the group uses.
         issue_s: when it was called.
-        start_s: when the link got to it.
-        finish_s: when its result was there.
-        first_wait_s: when it was first waited for; None if it was not yet.
-        exposed_s: how long the host waited for it; with streams, how long the stream of compute did.
+        start_s: when the link started it.
+        finish_s: when its result was available.
+        first_wait_s: when it was first waited for; None if nothing has waited for it yet.
+        exposed_s: how long the host waited for it; with ``clock="streams"``, how long the compute stream waited.
     """
 
     kind: str
@@ -47,12 +47,12 @@ class Collective:
 
 
 class RealClock:
-    """This machine's clock, without what the simulation itself costs: it stands still while the fabric copies data.
+    """This machine's clock, without the cost of the simulation: it is stopped while the fabric copies data.
 
-    A sleep that ended late on a busy machine is taken off too, so that what comes later does not shift.
+    If a sleep ends late on a busy machine, the delay is subtracted too. So it does not shift later events.
 
     Attributes:
-        aside_s: seconds for which it stood still.
+        aside_s: seconds for which the clock was stopped.
     """
 
     def __init__(self) -> None:
@@ -70,18 +70,18 @@ class RealClock:
             self.aside_s += time.monotonic() - begin
 
     def wait(self, finish_s: float, of: Collective) -> None:
-        """Return when it is so late; the time until then is exposed."""
+        """Sleep until `finish_s`, and add the time until then to the exposed time of the collective `of`."""
         left = finish_s - self.now()
         if left > 0:
             of.exposed_s += left
             self._sleep_until(finish_s)
 
     def compute(self, seconds: float) -> None:
-        """Let so much time pass."""
+        """Sleep for `seconds`."""
         self._sleep_until(self.now() + seconds)
 
     def level(self) -> None:
-        """Bring all streams to one time; here is but one."""
+        """Set all streams to the same time; this clock has no streams."""
 
     def _sleep_until(self, at_s: float) -> None:
         while (left := at_s - self.now()) > 0:
@@ -91,7 +91,7 @@ class RealClock:
 
 
 class VirtualClock:
-    """A clock that only waits and declared compute advance."""
+    """A clock that advances only by waits and by declared compute."""
 
     aside_s = 0.0
 
@@ -118,11 +118,11 @@ class VirtualClock:
 
 
 class Stream:
-    """A stream of the CPU that keeps a time; it has the methods of `torch.cpu.Stream`.
+    """A CPU stream with a simulated time. It has the methods of `torch.cpu.Stream`.
 
     Attributes:
-        time_s: when all that was queued on it will be done.
-        cause: the collective that it waits for last, None if compute came after it.
+        time_s: when all queued work will be done.
+        cause: the collective that the last queued wait was for; None if compute was queued after it.
     """
 
     def __init__(self, clock: StreamClock, time_s: float) -> None:
@@ -145,7 +145,7 @@ class Stream:
         pass
 
     def reach(self, time_s: float, cause: Collective | None) -> None:
-        """What is queued from now on comes after that time."""
+        """Delay work that is queued from now on until `time_s`."""
         if time_s > self.time_s:
             if cause is not None and self is self._clock.default:
                 cause.exposed_s += time_s - self.time_s
@@ -153,7 +153,7 @@ class Stream:
 
 
 class Event:
-    """An event of the CPU that keeps a time; it has the methods of `torch.cpu.Event`."""
+    """A CPU event with a simulated time. It has the methods of `torch.cpu.Event`."""
 
     def __init__(self, clock: StreamClock) -> None:
         self._clock = clock
@@ -175,7 +175,7 @@ class Event:
 
 
 class StreamClock:
-    """A virtual clock for each stream. The host takes no time and waits for nothing."""
+    """A virtual clock for each stream. The host takes no time and never waits."""
 
     aside_s = 0.0
 
@@ -188,12 +188,12 @@ class StreamClock:
         return stream if isinstance(stream, Stream) else self.default
 
     def stream(self, priority: int = -1) -> Stream:
-        """What stands in for `torch.cpu.Stream`."""
+        """Create a stream; replaces `torch.cpu.Stream`."""
         self._all.append(Stream(self, 0.0))
         return self._all[-1]
 
     def event(self) -> Event:
-        """What stands in for `torch.cpu.Event`."""
+        """Create an event; replaces `torch.cpu.Event`."""
         return Event(self)
 
     def now(self) -> float:

@@ -1,4 +1,4 @@
-"""Collectives in the memory of one process: what a rank brings to one, what each rank gets of it, and its handle."""
+"""Collectives in the memory of one process: the inputs of each rank, the outputs of each rank, and the handle."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from .._torch.core import without_dispatch_modes
 
 Tensors = list[torch.Tensor]
-Combine = Callable[[Tensors, Any], torch.Tensor]  # the reduction of what the ranks have brought, by a `ReduceOp`
-Values = Callable[[int], Tensors]  # by rank in the group, what that rank gets, in the order of its outputs
+Combine = Callable[[Tensors, Any], torch.Tensor]  # reduces the inputs of the ranks by a `ReduceOp`
+Values = Callable[[int], Tensors]  # maps a rank in the group to its results, in the order of its outputs
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Issued:
 
     Attributes:
         kind: ``all_gather``, ``reduce_scatter``, ...
-        shapes, dtype: of the tensors that the rank brings.
-        details: reduction, root or peer, in words.
+        shapes, dtype: of the rank's input tensors.
+        details: reduction, root or peer, as text for messages.
         group: name of the process group.
-        members: its ranks.
+        members: global ranks of the group.
     """
 
     kind: str
@@ -44,16 +44,16 @@ class Issued:
 
 @dataclass
 class Call:
-    """What a rank brings to a collective.
+    """One rank's call of a collective.
 
     Attributes:
-        issued: in words.
-        inputs: what it sends, a tensor or some for each output or rank, as the kind demands.
-        outputs: where to put what it gets, in the order of the values (see `values_of`).
-        pieces: into how many equal parts each input is cut.
-        must_agree: what all ranks of the group must have in common.
-        op, root: of those that have one.
-        on_current: whether the caller asked for one that is not asynchronous, which NCCL runs on the current stream.
+        issued: description for messages.
+        inputs: tensors that this rank sends. Depending on the collective: one, or one or more per output or rank.
+        outputs: tensors that receive the results, in the order of the values (see `values_of`).
+        pieces: number of equal parts that each input is split into.
+        must_agree: values that must be equal on all ranks of the group.
+        op, root: reduction and root, for the collectives that have one.
+        on_current: whether the caller asked for a synchronous collective, which NCCL runs on the current stream.
     """
 
     issued: Issued
@@ -66,7 +66,7 @@ class Call:
     on_current: bool = False
 
     def take_inputs(self) -> None:
-        """Copy what is sent, in its pieces: what is written to the tensors from now on is not sent."""
+        """Copy the inputs, split into their pieces. Later writes to the caller's tensors are not sent."""
         with without_dispatch_modes(), torch.no_grad():
             copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in self.inputs]
             cut = self.pieces > 1
@@ -127,12 +127,12 @@ _VALUES: dict[str, Callable[[list[Call], Combine], Values]] = {
 
 
 def values_of(calls: list[Call], combine: Combine) -> Values:
-    """What each rank gets, given what all of them have brought, in the order of the group."""
+    """The results of each rank, from the calls of all ranks in the order of the group."""
     return _VALUES[calls[0].issued.kind](calls, combine)
 
 
 def fill(outputs: Tensors, values: Tensors) -> None:
-    """Write what a rank gets; as with a real backend, autograd does not see that."""
+    """Copy the results to a rank's outputs. As with a real backend, autograd does not record the copy."""
     with without_dispatch_modes(), torch.no_grad():
         for out, value in zip(outputs, values, strict=True):
             out.data.copy_(value.view(out.shape))
@@ -142,9 +142,9 @@ class Work(dist.Work):
     """The handle of a launched collective.
 
     Args:
-        wait: block until it is done and its outputs are filled; it may be called again.
-        ready: whether it is done.
-        outputs: what the future of it gives.
+        wait: blocks until the collective is done and its outputs are filled; may be called several times.
+        ready: whether the collective is done.
+        outputs: the result of the future.
     """
 
     def __init__(self, wait: Callable[[], object], ready: Callable[[], bool], outputs: Tensors) -> None:
@@ -170,7 +170,7 @@ class Work(dist.Work):
         return self._outputs
 
     def get_future(self) -> Any:
-        """Waits first: a future that is to be completed later needs somebody who does it."""
+        """A completed future. This call waits, because no thread could complete the future later."""
         self.wait()
         future: Any = torch.futures.Future()
         future.set_result(self._outputs)
@@ -178,7 +178,7 @@ class Work(dist.Work):
 
 
 def together(works: Sequence[dist.Work]) -> Work:
-    """Several handles as one."""
+    """Combine several handles into one."""
 
     def wait() -> None:
         for work in works:

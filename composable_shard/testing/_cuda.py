@@ -1,7 +1,7 @@
-"""A fabric's links on a GPU: a link is a stream, and a collective on it sleeps there as long as the model says.
+"""A fabric's links on a GPU: each link is a stream, on which a collective sleeps for its modelled duration.
 
-The stream keeps the order of issue, and waits behind what the caller's stream was given: so start and finish are the
-model's, on the device's own clock. What moving the data takes comes on top. It has not been run on a device yet.
+The stream runs collectives in the order of issue, after the work that was queued on the caller's stream. So start and
+finish follow the model, on the device's clock. The time to copy the data comes on top. Not tested on a GPU yet.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _SAMPLE_CYCLES = 20_000_000
 
 
 class CudaLinks:
-    """The streams of the links, made when they are first used, and how many cycles are a second."""
+    """The streams of the links, created at their first use, and the measured cycles per second."""
 
     def __init__(self) -> None:
         self._streams: dict[str, torch.Stream] = {}
         self._cycles_per_s: float | None = None
 
     def run(self, link: str, seconds: float, tensors: Sequence[torch.Tensor], move: Callable[[], None]) -> torch.Event:
-        """Queue a collective on these tensors behind the current stream; returns the event at its end."""
+        """Queue a collective on these tensors after the work of the current stream. Returns the event at its end."""
         device = tensors[0].device
         if self._cycles_per_s is None:
             self._cycles_per_s = _measured(device)
@@ -36,14 +36,14 @@ class CudaLinks:
             move()
             done = stream.record_event()
         for tensor in tensors:
-            tensor.record_stream(stream)  # who frees it does not know of this stream
+            tensor.record_stream(stream)  # the caller may free the tensor before this stream is done with it
         return done
 
 
 def _measured(device: torch.device) -> float:
     """Cycles per second of `cuda_sleep`."""
     begin, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
-    cuda_sleep(_SAMPLE_CYCLES)  # wakes the device
+    cuda_sleep(_SAMPLE_CYCLES)  # warm up: the clock of an idle device is slower
     begin.record()
     cuda_sleep(_SAMPLE_CYCLES)
     end.record()

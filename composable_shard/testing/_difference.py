@@ -1,4 +1,4 @@
-"""How two tensors differ, in words."""
+"""Describe how two tensors differ."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import torch
 def difference(
     actual: torch.Tensor | None, expected: torch.Tensor | None, atol: float, rtol: float, offsets: Sequence[int] = ()
 ) -> str:
-    """How `actual` differs from `expected` by more than ``atol + rtol * |expected|``; empty if it does not.
+    """Describe where `actual` differs from `expected` by more than ``atol + rtol * |expected|``.
 
     Args:
-        offsets: where, in a larger tensor, these begin; the index that is named is of that one.
+        actual, expected: tensors of the same shape and dtype, or None.
+        atol, rtol: absolute and relative tolerance.
+        offsets: where these tensors begin in a larger one, for each dimension. The reported index is in the larger one.
+
+    Returns:
+        The description; empty if the tensors match.
     """
     if actual is None or expected is None or actual.dtype != expected.dtype or actual.shape != expected.shape:
         return "" if actual is expected else f"is {_brief(actual)}, should be {_brief(expected)}"
@@ -43,15 +48,18 @@ def _most(values: torch.Tensor) -> float:
 
 
 def _guess(is_: torch.Tensor, should: torch.Tensor) -> str:
-    """What is behind it, if that is plain to see."""
+    """A likely cause of the difference, or an empty string."""
     if is_.isnan().any() and not should.isnan().any():
-        return " (NaN: read before its collective was waited for, or never written?)"
+        return " (NaN: was it read before its collective was waited for, or never written?)"
     nonzero = should != 0
     if is_.is_complex() or not nonzero.any() or (is_[~nonzero] != 0).any():
         return ""
     factor = (is_[nonzero] / should[nonzero]).median()
     if abs(factor - 1) > 1e-2 and torch.allclose(is_, factor * should, rtol=1e-4, atol=0.0):
-        return f" (everywhere {factor:.4g} times what it should be: a sum for a mean, or a wrong divide factor?)"
+        return (
+            f" (all elements are {factor:.4g} times the expected value: a sum instead of a mean, or a wrong divide "
+            "factor?)"
+        )
     return ""
 
 

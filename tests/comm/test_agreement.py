@@ -1,4 +1,4 @@
-"""Ranks that would train differently are told what differs, before anything is reduced."""
+"""Ranks that would train differently get an error with the difference before their first reduction."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("what", DIFFERENCES)
 @distributed(world=2)
-def test_settings_that_differ_among_ranks_are_an_error_that_names_them(rank, world, what):
+def test_settings_that_differ_between_ranks_raise_an_error_with_their_names(rank, world, what):
     change, words = DIFFERENCES[what]
     model = decoder()
     change(model, rank)
@@ -64,7 +64,7 @@ def test_settings_that_differ_among_ranks_are_an_error_that_names_them(rank, wor
 
 
 @distributed(world=2)
-def test_settings_that_ranks_share_are_no_difference_and_train_as_without_sharding(rank, world):
+def test_equal_settings_raise_no_error_and_train_like_the_unsharded_model(rank, world):
     torch.manual_seed(0)
     plain = Transformer()
     models = {"fsdp2": decoder(fsdp2), "ours": decoder()}
@@ -72,7 +72,7 @@ def test_settings_that_ranks_share_are_no_difference_and_train_as_without_shardi
         set_prefetch(model, 1)
         set_backward_prefetch(model, 1)
         next_token_loss(model, *token_batch(rank, 0)).backward()
-    models["halved"] = decoder()  # gloo has no such sum for FSDP2
+    models["halved"] = decoder()  # FSDP2 does not support this on gloo
     models["halved"].set_gradient_divide_factor(4.0)
     next_token_loss(models["halved"], *token_batch(rank, 0)).backward()
     (sum(next_token_loss(plain, *token_batch(each, 0)) for each in range(world)) / world).backward()
@@ -85,7 +85,7 @@ def test_settings_that_ranks_share_are_no_difference_and_train_as_without_shardi
 
 @pytest.mark.parametrize("what", ["frozen", "divide factor", "dtype"])
 @distributed(world=(2, more(4)))
-def test_replicas_that_share_nothing_but_the_reduction_are_told_before_the_first_one(rank, world, what):
+def test_replicas_with_different_plans_raise_an_error_before_their_first_reduction(rank, world, what):
     last = rank == world - 1
     options = {}
     if what == "dtype" and last:
@@ -97,7 +97,7 @@ def test_replicas_that_share_nothing_but_the_reduction_are_told_before_the_first
         model.set_gradient_divide_factor(3.0 if last else 2.0)
     words = {"frozen": "blocks.1: dtype", "divide factor": "gradient divide factor 2.0 -> 3.0", "dtype": "dtype"}[what]
     loss = next_token_loss(model, *token_batch(rank, 0))
-    for _ in range(2):  # and whoever goes on is told again
+    for _ in range(2):  # a second backward raises the error again
         with pytest.raises(cs.RankMismatchError, match=f"ranks 0 and {world - 1} have different plans.*{words}"):
             loss.backward(retain_graph=True)
 

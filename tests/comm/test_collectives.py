@@ -1,4 +1,4 @@
-"""Every transport gives what torch.distributed gives; on gloo, sums run in the order of the ranks, to the bit."""
+"""Every transport gives the results of torch.distributed; on gloo, sums are bitwise identical to sums in rank order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from composable_shard.planner.live import LiveBytes
 
 ORDERED = {"rank-ordered": RankOrdered, "rank-ordered direct": RankOrderedDirect, "point-to-point": PointToPoint}
 TRANSPORTS = {"packed": Packed, "direct": Direct, "torch": Plain, **ORDERED}
-LARGE = BROADCAST_FROM_BYTES // 4  # elements a rank: the whole bucket is then beyond the limits
+LARGE = BROADCAST_FROM_BYTES // 4  # elements per rank, so that the whole bucket exceeds the limits
 
 
 def run(handle):
@@ -40,12 +40,12 @@ def make(name):
 
 
 def data(rank, numel):
-    """What a rank brings."""
+    """Return the input of a rank."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
 
 def rough_data(rank, numel):
-    """Sizes that differ so much that another order of summing gives other bits."""
+    """Return numbers whose sizes differ so much that another order of summation gives other bits."""
     exponents = torch.randint(-4, 5, (numel,), generator=torch.Generator().manual_seed(100 + rank))
     return data(rank, numel) * 10.0**exponents
 
@@ -82,7 +82,7 @@ def test_all_gather_fills_the_bucket_with_every_ranks_chunk(rank, world, name, n
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("name", TRANSPORTS)
 @distributed(world=2)
-def test_buckets_of_any_dtype_are_moved(rank, world, name, dtype):
+def test_buckets_of_any_dtype_are_gathered(rank, world, name, dtype):
     transport = make(name)
     bucket = torch.zeros(world * 5, dtype=dtype)
     chunk = bucket.view(world, 5)[rank]
@@ -97,7 +97,7 @@ def test_buckets_of_any_dtype_are_moved(rank, world, name, dtype):
 @pytest.mark.parametrize("numel", [1, 7, LARGE])
 @pytest.mark.parametrize("name", TRANSPORTS)
 @distributed(world=(2, 4))
-def test_reduce_scatter_gives_each_rank_the_sum_of_its_part(rank, world, name, numel):
+def test_reduce_scatter_sums_each_ranks_part(rank, world, name, numel):
     transport = make(name)
     bucket, out = data(rank, world * numel), torch.full((numel,), float("nan"))
     reduce(transport, out, bucket)
@@ -109,7 +109,7 @@ def test_reduce_scatter_gives_each_rank_the_sum_of_its_part(rank, world, name, n
 @pytest.mark.parametrize("numel", [1, 2, 7, 8, LARGE + 1])
 @pytest.mark.parametrize("name", TRANSPORTS)
 @distributed(world=(2, 4))
-def test_all_reduce_gives_every_rank_the_sum_also_where_ranks_do_not_divide_it(rank, world, name, numel):
+def test_all_reduce_sums_on_every_rank_for_any_size(rank, world, name, numel):
     tensor = data(rank, numel)
     run(make(name).all_reduce(tensor))
     want = data(rank, numel)
@@ -120,7 +120,7 @@ def test_all_reduce_gives_every_rank_the_sum_also_where_ranks_do_not_divide_it(r
 @pytest.mark.parametrize("numel", [1, 257, LARGE])
 @pytest.mark.parametrize("name", ORDERED)
 @distributed(world=(2, 4))
-def test_rank_ordered_sums_run_in_the_order_of_the_ranks_to_the_bit(rank, world, name, numel):
+def test_rank_ordered_sums_are_bitwise_identical_to_sums_in_rank_order(rank, world, name, numel):
     transport = make(name)
     brought = [rough_data(r, world * numel) for r in range(world)]
     want = ordered_sum(brought)
@@ -131,7 +131,7 @@ def test_rank_ordered_sums_run_in_the_order_of_the_ranks_to_the_bit(rank, world,
     run(transport.all_reduce(whole))
     assert torch.equal(whole, want)
     if world == 4 and numel > 1:
-        assert not torch.equal(want, ordered_sum(brought[::-1])), "these data cannot tell one order from another"
+        assert not torch.equal(want, ordered_sum(brought[::-1])), "the sum of these data does not depend on the order"
 
 
 @pytest.mark.parametrize("name", ORDERED)
@@ -154,7 +154,7 @@ def test_all_reduce_of_a_matrix_keeps_its_shape(rank, world):
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 @distributed(world=2)
-def test_several_collectives_can_be_in_flight_and_be_finished_in_another_order(rank, world, name):
+def test_several_collectives_can_be_in_flight_and_finish_in_any_order(rank, world, name):
     transport = make(name)
     jobs, buckets = [], []
     for number in range(3):
@@ -187,7 +187,7 @@ def test_transports_work_within_a_group_of_some_ranks(rank, world, name):
 
 
 @distributed(world=2)
-def test_gloo_gets_rank_ordered_sums_by_any_name_and_others_their_own(rank, world):
+def test_gloo_has_rank_ordered_transports_and_the_fake_backend_has_its_own(rank, world):
     made = transports_of(dist.group.WORLD, torch.device("cpu"))
     assert {name: type(each) for name, each in made.items()} == {
         "packed": RankOrdered,
@@ -209,11 +209,11 @@ def test_gloo_gets_rank_ordered_sums_by_any_name_and_others_their_own(rank, worl
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("name", [name for name in TRANSPORTS if name not in ("packed", "torch")])
 @distributed(world=(2, 4))
-def test_a_gather_of_several_fills_every_whole_with_its_pieces(rank, world, name, in_place):
+def test_a_gather_of_several_tensors_fills_each_of_them(rank, world, name, in_place):
     shapes = [(3, 2), (5,), (ALONE_FROM_BYTES // 4, 1), (1, 2, 2)]
     pieces = [data(rank, math.prod(shape)).view(shape) for shape in shapes]
     if name not in ORDERED:
-        pieces = [piece.view(-1) for piece in pieces]  # gloo's own want it so
+        pieces = [piece.view(-1) for piece in pieces]  # gloo's own collectives need flat pieces
     wholes = [torch.full((world * math.prod(shape),), float("nan")) for shape in shapes]
     if in_place:
         own = [whole.view(world, -1)[rank] for whole in wholes]
@@ -232,7 +232,7 @@ class Broken:
 
 
 class Waited:
-    """A handle that notes that it was waited for."""
+    """A handle that records that it was waited for."""
 
     def __init__(self):
         self.done = False
@@ -241,7 +241,7 @@ class Waited:
         self.done = True
 
 
-def test_after_a_failure_all_other_handles_are_waited_for_and_nothing_else_is_done():
+def test_after_a_failure_all_other_handles_are_waited_for_and_no_step_follows():
     after, rest = Waited(), []
     with pytest.raises(RuntimeError, match="lost"):
         All([None, Broken(), after], lambda: rest.append(1)).wait()
@@ -250,7 +250,7 @@ def test_after_a_failure_all_other_handles_are_waited_for_and_nothing_else_is_do
 
 
 class Counted:
-    """A handle that counts how often it was waited for, and ends as it is told."""
+    """A handle that counts its waits, and raises the given error, if any."""
 
     def __init__(self, error=None):
         self.count, self.error = 0, error
@@ -262,18 +262,18 @@ class Counted:
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("lost"), KeyboardInterrupt()], ids=repr)
-def test_each_handle_is_waited_for_once_whatever_happens(error):
+def test_each_handle_is_waited_for_once_even_after_an_error(error):
     for make_job in (lambda handle: Job(iter_of(handle), None, False), lambda handle: Launched(handle, None, None)):
         first, second, third = Counted(), Counted(error), Counted()
         job = make_job(All([first, second, third]))
         for again in range(2):
             if error is None:
                 job.finish()
-            else:  # what cleans up hears that it is lost, and waits for nothing
+            else:  # clean-up code gets an error again, without a wait
                 with pytest.raises(type(error) if not again else RuntimeError, match=None if not again else "lost|Int"):
                     job.finish()
         assert (first.count, second.count) == (1, 1)
-        assert third.count == (0 if isinstance(error, KeyboardInterrupt) else 1), "an interrupt waits for nothing more"
+        assert third.count == (0 if isinstance(error, KeyboardInterrupt) else 1), "no further waits after an interrupt"
 
 
 def iter_of(handle):
@@ -281,7 +281,7 @@ def iter_of(handle):
 
 
 @distributed(world=2)
-def test_messages_of_a_users_own_are_not_mistaken_for_ours(rank, world):
+def test_messages_of_user_code_are_not_mixed_with_ours(rank, world):
     transport = make("point-to-point")
     bucket = torch.empty(world * LARGE)
     chunk = bucket.view(world, LARGE)[rank].fill_(rank)
@@ -296,7 +296,7 @@ def test_messages_of_a_users_own_are_not_mistaken_for_ours(rank, world):
 
 
 class OnCurrentStream:
-    """A process group that runs what is not asynchronous on the current stream, and returns nothing to wait for."""
+    """A process group that runs synchronous collectives on the current stream and returns no handle for them."""
 
     def __init__(self):
         self.asynchronous = []
@@ -315,7 +315,7 @@ class Done:
 
 @pytest.mark.parametrize("kind", [Direct, Packed])
 @pytest.mark.parametrize("on_lane", [False, True])
-def test_collectives_on_the_stream_of_a_lane_are_not_asynchronous_and_may_return_nothing(kind, on_lane):
+def test_collectives_on_a_lanes_stream_are_synchronous_and_may_return_none(kind, on_lane):
     group = OnCurrentStream()
     transport = kind(group, averages=True, on_lane=on_lane)
     whole, piece = torch.zeros(4), torch.zeros(2)
@@ -326,7 +326,7 @@ def test_collectives_on_the_stream_of_a_lane_are_not_asynchronous_and_may_return
 
 
 @pytest.mark.parametrize(("backend", "on_lane"), [("nccl", True), ("xccl", False)])
-def test_of_the_backends_nccl_runs_collectives_on_the_stream_of_a_lane(monkeypatch, backend, on_lane):
+def test_only_nccl_runs_collectives_on_the_stream_of_a_lane(monkeypatch, backend, on_lane):
     monkeypatch.setattr(collectives, "backend_name", lambda group, device: backend)
     monkeypatch.setattr(collectives, "is_native", lambda group: True)
     made = transports_of(OnCurrentStream(), torch.device("cuda"))

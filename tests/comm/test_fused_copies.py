@@ -1,4 +1,4 @@
-"""On an accelerator one operator copies all parameters out of a buffer, and all gradients into one."""
+"""On an accelerator one operator copies all parameters out of a buffer, and another all gradients into one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Counted(TorchDispatchMode):
-    """Names the operators that are run, views apart."""
+    """Records the names of the operators that run, except views."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class Counted(TorchDispatchMode):
 
 
 class Echo:
-    """A transport after which every rank has this one's chunk, with its rank added."""
+    """A transport that fills every rank's chunk with this rank's chunk plus that rank's number."""
 
     route = Route("echo")
     averages = False
@@ -64,7 +64,7 @@ def gathered(shapes, streams):
 
 
 @pytest.mark.parametrize("shapes", [EVEN, UNEVEN])
-def test_parameters_leave_the_buffer_by_one_operator_and_are_the_same(shapes):
+def test_one_operator_copies_all_parameters_out_of_the_buffer(shapes):
     plain, names = gathered(shapes, streams=False)
     fused, fused_names = gathered(shapes, streams=True)
     assert all(map(torch.equal, plain, fused))
@@ -74,7 +74,7 @@ def test_parameters_leave_the_buffer_by_one_operator_and_are_the_same(shapes):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_either_dtype_enter_a_float32_buffer_by_one_operator(dtype):
+def test_one_operator_copies_gradients_of_either_dtype_into_a_float32_buffer(dtype):
     layout = reduce_layout(EVEN, WORLD, 4, [0] * len(EVEN), Echo.route)
     gradients = [torch.randn(shape).to(dtype) for shape in EVEN]
     filled = []

@@ -1,4 +1,4 @@
-"""Few bits: how many operators a group adds to a step, whatever the number of its parameters; turns of many numbers."""
+"""Collectives in fewer bits: the number of operators that a group adds to a step, and rounding in turns."""
 
 import itertools
 
@@ -22,7 +22,7 @@ WORLD = 4
 
 
 class Counts(TorchDispatchMode):
-    """Counts operators that write, or make what they have not allocated alone."""
+    """Counts operators that write to tensors or return results that they have computed, but no allocations and views."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class Counts(TorchDispatchMode):
 
 
 def operators(model, policy, loss_of):
-    """Of a steady step of a model whose blocks are groups."""
+    """Count the operators of a later step of a model whose blocks are groups."""
     with testing.fake(WORLD):
         for module in (*model.blocks, model):
             fully_shard(module)
@@ -50,7 +50,7 @@ def operators(model, policy, loss_of):
 
 
 def added_by_a_block(make, policy, loss_of):
-    """How many operators a block more adds to a step, less those without a policy."""
+    """Count the operators that one more block adds to a step, minus those that it adds without a policy."""
     bits, none = ([operators(make(layers), each, loss_of) for layers in (1, 3)] for each in (policy, None))
     return ((bits[1] - bits[0]) - (none[1] - none[0])) / 2
 
@@ -64,7 +64,7 @@ def loss_of_decoder(model):
 
 
 class Wide(nn.Module):
-    """Blocks of many square layers in a row."""
+    """Blocks of many square layers in sequence."""
 
     def __init__(self, blocks, layers):
         super().__init__()
@@ -88,7 +88,7 @@ class Wide(nn.Module):
     ],
     ids=str,
 )
-def test_a_decoder_block_adds_so_many_operators_and_one_of_more_layers_adds_no_more(policy, expected):
+def test_a_decoder_block_adds_a_number_of_operators_that_does_not_depend_on_its_layers(policy, expected):
     assert added_by_a_block(decoder, policy, loss_of_decoder) == expected
 
     def loss_of(model):
@@ -100,7 +100,7 @@ def test_a_decoder_block_adds_so_many_operators_and_one_of_more_layers_adds_no_m
 
 @pytest.mark.parametrize("form", ["fp8", "int8", "bf16"])
 @pytest.mark.parametrize("lead", [(), (3,)])
-def test_a_cpu_rounds_as_much_at_a_time_as_its_cache_holds_to_the_same_bits(monkeypatch, form, lead):
+def test_rounding_in_pieces_that_fit_into_the_cpu_cache_is_bitwise_identical(monkeypatch, form, lead):
     (part,) = parcel([(7, 96)], 4, Wire(form, 32)).parts
     numbers = torch.randn(*lead, 7 * 96)
 
@@ -123,12 +123,12 @@ def test_a_cpu_rounds_as_much_at_a_time_as_its_cache_holds_to_the_same_bits(monk
 @pytest.mark.parametrize(
     "policy", [CommPolicy("fp8", "int8", block=BLOCK), CommPolicy("int8", "fp8", None, BLOCK, True)]
 )
-def test_in_several_turns_the_bits_are_the_same(monkeypatch, policy, at_once, rows):
+def test_rounding_in_several_turns_is_bitwise_identical(monkeypatch, policy, at_once, rows):
     monkeypatch.setattr(parcels, "AT_ONCE", at_once)
     simulated(world=2)(lambda rank, world: trains_as_one_that_rounds(rank, world, policy, rows) and None)()
 
 
-def test_parameters_of_equal_blocks_are_one_part_and_large_ones_take_turns(monkeypatch):
+def test_parameters_with_equal_blocks_are_one_part_and_large_ones_take_turns(monkeypatch):
     pieces, wire = [(8, 64), (8, 1), (8, 64), (8, 48), (1, 64), (9, 64)], Wire("int8", 64)
 
     def members(ranks=1):

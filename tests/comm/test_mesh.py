@@ -1,4 +1,4 @@
-"""A mesh as the runtime reads it: axes, ranks, device, words."""
+"""The runtime's description of a mesh: axes, ranks, device, text."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_submesh_of_a_larger_mesh_is_read_like_any_other(rank, world):
 
 
 @distributed(world=2)
-def test_what_was_read_of_a_mesh_is_frozen(rank, world):
+def test_mesh_info_is_frozen(rank, world):
     with pytest.raises(dataclasses.FrozenInstanceError):
         mesh_info(mesh_of(2)).shard_rank = 5
 
@@ -66,7 +66,7 @@ def test_the_default_mesh_is_one_axis_over_all_ranks(rank, world):
     assert mesh == default_mesh()
     assert mesh.get_group() is dist.group.WORLD
     assert mesh.mesh.tolist() == [0, 1]
-    assert mesh.mesh_dim_names is None, "as torch's: PEFT goes by it"
+    assert mesh.mesh_dim_names is None, "unnamed as in torch: PEFT depends on it"
     assert mesh.device_type == default_device_type()
 
 
@@ -102,7 +102,7 @@ def test_a_users_mesh_of_one_axis_may_have_any_name_and_keeps_it(rank, world):
 
 @pytest.mark.parametrize(("replicas", "shape"), [(1, (1, 4)), (2, (2, 2)), (4, (4, 1))])
 @distributed(world=4)
-def test_a_replicated_mesh_has_as_many_replicas_as_asked_for(rank, world, replicas, shape):
+def test_a_replicated_mesh_has_the_requested_number_of_replicas(rank, world, replicas, shape):
     mesh = replicated_mesh(replicas)
     assert tuple(mesh.shape) == shape
     assert mesh.mesh_dim_names == ("replicate", "shard")
@@ -110,7 +110,7 @@ def test_a_replicated_mesh_has_as_many_replicas_as_asked_for(rank, world, replic
 
 @pytest.mark.parametrize("replicas", [0, -1, 3, 8, 2.0, "2", None])
 @distributed(world=4)
-def test_replicas_that_do_not_divide_the_world_are_rejected_with_both_numbers(rank, world, replicas):
+def test_a_number_of_replicas_that_does_not_divide_the_world_size_is_an_error(rank, world, replicas):
     with pytest.raises(ShardConfigValueError) as caught:
         replicated_mesh(replicas)
     assert repr(replicas) in str(caught.value)
@@ -118,31 +118,31 @@ def test_replicas_that_do_not_divide_the_world_are_rejected_with_both_numbers(ra
 
 
 @distributed(world=2)
-def test_an_initialised_process_group_is_left_as_it_is(rank, world):
+def test_an_initialised_process_group_is_kept(rank, world):
     group = dist.group.WORLD
     ensure_process_group()
     assert dist.group.WORLD is group
 
 
-def test_without_a_launcher_the_process_group_is_a_world_of_one(monkeypatch):
+def test_without_a_launcher_the_world_size_is_one(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert not dist.is_initialized()
     try:
         assert mesh_info(default_mesh()).shard_size == 1
         assert (dist.get_world_size(), dist.get_rank()) == (1, 0)
         dist.destroy_process_group()
-        assert default_mesh().get_group() is dist.group.WORLD, "a mesh over a group that is gone"
+        assert default_mesh().get_group() is dist.group.WORLD, "the mesh has a process group that was destroyed"
     finally:
         dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "meta"])
-def test_devices_without_number_are_named_by_their_type(device_type):
+def test_devices_without_an_index_are_named_by_their_type(device_type):
     assert compute_device(device_type) == torch.device(device_type)
 
 
 @pytest.mark.parametrize(("available", "expected"), [(True, "cuda"), (False, "cpu")])
-def test_an_accelerator_that_torch_is_built_for_is_the_default_only_where_it_is_present(
+def test_the_default_is_an_accelerator_only_if_the_machine_has_one(
     monkeypatch, available, expected
 ):
     monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
@@ -150,12 +150,12 @@ def test_an_accelerator_that_torch_is_built_for_is_the_default_only_where_it_is_
     assert default_device_type() == expected
 
 
-def test_apples_accelerator_is_no_default_for_torch_has_no_collectives_for_it(monkeypatch):
+def test_mps_is_not_the_default_because_torch_has_no_collectives_for_it(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
     assert default_device_type() == "cpu"
 
 
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator: its devices have numbers")
-def test_the_device_of_an_accelerator_has_its_number():
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator, whose devices have an index")
+def test_the_device_of_an_accelerator_has_an_index():
     kind = torch.accelerator.current_accelerator().type
     assert compute_device(kind).index == torch.accelerator.current_device_index()

@@ -1,4 +1,4 @@
-"""Numbers in fewer bits: what they stand for, and what becomes of numbers that are none."""
+"""Numbers in fewer bits: rounding errors, and the treatment of numbers that are not finite."""
 
 import math
 
@@ -10,7 +10,7 @@ from composable_shard._comm.rounding import dequantise, noise_like, quantise, ro
 from composable_shard._policies import Wire
 
 FORMS = ("fp8", "int8")
-STEPS = {"fp8": 2.0**-4, "int8": 0.5 / 127}  # the largest error: of a number in fp8, of the block's largest in int8
+STEPS = {"fp8": 2.0**-4, "int8": 0.5 / 127}  # the largest error, relative to the number in fp8, to the block's largest number in int8
 
 
 def through(blocks, form, noise=None, dtype=torch.float32):
@@ -28,7 +28,7 @@ def noise_of(blocks, seed=0):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_what_arrives_is_off_by_half_a_step_at_most(form, dtype):
+def test_the_rounding_error_is_at_most_half_a_step(form, dtype):
     torch.manual_seed(0)
     blocks = (torch.randn(50, 64) * 10.0 ** torch.randint(-3, 3, (50, 1))).to(dtype)
     blocks, error = blocks.double(), (through(blocks, form).double() - blocks.double()).abs()
@@ -38,7 +38,7 @@ def test_what_arrives_is_off_by_half_a_step_at_most(form, dtype):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_block_that_holds_no_finite_number_arrives_as_nan_and_no_other_block_does(form):
+def test_only_a_block_with_a_nonfinite_number_becomes_nan(form):
     blocks = torch.ones(4, 8)
     blocks[1, 3], blocks[2, 0], blocks[3, 7] = math.nan, math.inf, -math.inf
     for noise in (None, noise_of(blocks)):
@@ -59,17 +59,17 @@ def test_zeros_stay_zeros_and_denormal_numbers_stay_finite(form, noisy):
     assert out[1:3].abs().max() <= torch.finfo(torch.float32).tiny
 
 
-def test_the_bits_of_fp8_are_those_of_torch():
+def test_fp8_codes_are_decoded_as_by_torch():
     codes = torch.arange(256, dtype=torch.uint8).view(2, 128)
     out = torch.empty(2, 128)
     dequantise(out, codes, torch.ones(2, 1), "fp8")
     expected = codes.view(torch.float8_e4m3fn).float()
-    finite = ~torch.isnan(expected)  # the code of NaN is never sent: the scale says so
+    finite = ~torch.isnan(expected)  # the code of NaN is never sent, because the scale is NaN instead
     assert torch.equal(out[finite], expected[finite])
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_stochastic_rounding_gives_a_neighbour_and_on_average_the_number(form):
+def test_stochastic_rounding_stays_within_a_step_and_has_the_right_mean(form):
     torch.manual_seed(0)
     block = torch.randn(1, 64)
     block[0, :4] = torch.tensor([0.0, 1e-4, -2e-3, 4.0])
@@ -81,7 +81,7 @@ def test_stochastic_rounding_gives_a_neighbour_and_on_average_the_number(form):
     assert torch.all((out.mean(0) - block[0]).abs() <= 5 * allowed / 2 / 4096**0.5)
 
 
-def test_stochastic_bfloat16_gives_a_neighbour_and_keeps_what_is_not_finite():
+def test_stochastic_bfloat16_rounding_has_the_right_mean_and_keeps_nonfinite_numbers():
     number = torch.tensor([1.0 + 2**-9, -3.1415927, math.inf, -math.inf, math.nan, 0.0, 1e-40])
     many = number.expand(8192, 7).contiguous()
     out = torch.empty(many.shape, dtype=torch.bfloat16)
@@ -93,7 +93,7 @@ def test_stochastic_bfloat16_gives_a_neighbour_and_keeps_what_is_not_finite():
     assert torch.equal(out[:, 5].float(), many[:, 5])
 
 
-def test_random_numbers_are_spread_evenly_and_follow_from_the_seed():
+def test_random_numbers_are_uniform_and_depend_only_on_the_seed():
     numbers = torch.empty(100_003)
     noise = noise_of(numbers)
     assert noise.shape == numbers.shape
@@ -105,7 +105,7 @@ def test_random_numbers_are_spread_evenly_and_follow_from_the_seed():
 
 @pytest.mark.parametrize("shape", [(6, 40), (7, 3, 24), (5, 257), (0, 16), (4, 0), (9,), (3, 8)])
 @pytest.mark.parametrize("form", ["fp8", "int8", "bf16"])
-def test_what_arrives_does_not_depend_on_how_a_parameter_is_cut(form, shape):
+def test_rounding_does_not_depend_on_how_a_parameter_is_sharded(form, shape):
     torch.manual_seed(0)
     whole, wire = torch.randn(shape), Wire(form, 16)
     pieces = [rounded(piece, wire) for piece in whole.split(2)] or [whole]
@@ -115,7 +115,7 @@ def test_what_arrives_does_not_depend_on_how_a_parameter_is_cut(form, shape):
         assert torch.equal(torch.cat(along, dim=1), rounded(whole, wire, dim=1))
 
 
-def test_a_parameter_of_single_numbers_arrives_as_it_is():
+def test_a_1d_parameter_is_not_rounded():
     norm = torch.randn(64)
     assert torch.equal(rounded(norm, Wire("int8", 64)), norm)
     assert torch.equal(rounded(norm, Wire("fp8", 64), dtype=torch.bfloat16), norm.bfloat16())

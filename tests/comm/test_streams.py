@@ -1,4 +1,4 @@
-"""Jobs on lanes: what is queued at the start, and what at the finish."""
+"""Jobs on lanes: the work that runs in `start`, and the work that runs in `finish`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ needs_accelerator = pytest.mark.skipif(
 
 
 class Handle:
-    """A collective whose wait is written down."""
+    """A collective that logs its wait."""
 
     def __init__(self, log, name):
         self.log, self.name = log, name
@@ -33,7 +33,7 @@ def work(log, handles=2):
     return "result"
 
 
-def test_on_a_cpu_work_runs_to_its_first_handle_and_the_rest_when_it_is_finished():
+def test_on_a_cpu_start_runs_to_the_first_handle_and_finish_runs_the_rest():
     log = []
     job = Lane().start(work(log))
     assert log == ["run 0, grad off"]
@@ -54,7 +54,7 @@ def test_work_without_a_handle_is_done_at_the_start():
     assert job.finish() == "result"
 
 
-def test_finishing_twice_gives_the_result_twice_and_waits_once():
+def test_finishing_twice_returns_the_result_twice_and_waits_once():
     log = []
     job = Lane().start(work(log, handles=1))
     assert [job.finish(), job.finish()] == ["result", "result"]
@@ -62,7 +62,7 @@ def test_finishing_twice_gives_the_result_twice_and_waits_once():
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_grad_mode_of_the_caller_is_as_before_at_every_point(enabled):
+def test_the_grad_mode_of_the_caller_is_always_restored(enabled):
     with torch.set_grad_enabled(enabled):
         job = Lane().start(work([]))
         assert torch.is_grad_enabled() is enabled
@@ -71,13 +71,13 @@ def test_the_grad_mode_of_the_caller_is_as_before_at_every_point(enabled):
     assert torch.is_grad_enabled()
 
 
-def test_a_job_that_is_not_finished_leaves_the_grad_mode_alone_when_it_is_dropped():
+def test_dropping_an_unfinished_job_does_not_change_the_grad_mode():
     job = Lane().start(work([]))
     del job
     assert torch.is_grad_enabled()
 
 
-def test_two_jobs_can_be_in_flight_and_be_finished_in_any_order():
+def test_two_jobs_can_be_in_flight_and_finish_in_any_order():
     first, second = [], []
     jobs = [Lane().start(work(log)) for log in (first, second)]
     assert jobs[1].finish() == "result"
@@ -86,11 +86,11 @@ def test_two_jobs_can_be_in_flight_and_be_finished_in_any_order():
     assert torch.is_grad_enabled()
 
 
-def test_an_error_in_the_work_comes_out_where_it_happens_and_leaves_the_grad_mode_alone():
+def test_an_error_is_raised_where_the_work_fails_and_does_not_change_the_grad_mode():
     def failing(at_start):
         if not at_start:
             yield Handle([], 0)
-        raise OSError("the network is gone")
+        raise OSError("the network is down")
 
     with pytest.raises(OSError, match="network"):
         Lane().start(failing(True))
@@ -100,7 +100,7 @@ def test_an_error_in_the_work_comes_out_where_it_happens_and_leaves_the_grad_mod
     assert torch.is_grad_enabled()
 
 
-def test_a_job_drops_what_its_work_held_when_it_is_done():
+def test_a_finished_job_frees_the_tensors_of_its_work():
     held = Handle([], 0)
 
     def steps(held):
@@ -115,13 +115,13 @@ def test_a_job_drops_what_its_work_held_when_it_is_done():
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_lanes_of_devices_without_streams_fence_nothing(device):
+def test_lanes_of_devices_without_streams_have_no_events(device):
     lane = lane_for(torch.device(device))
     assert type(lane) is Lane
     assert lane.mark() is None
 
 
-def test_a_simulation_makes_the_lanes_of_the_cpu_while_it_lasts():
+def test_a_simulation_replaces_the_lanes_of_the_cpu_while_it_is_active():
     class Simulated(Lane):
         pass
 
@@ -132,7 +132,7 @@ def test_a_simulation_makes_the_lanes_of_the_cpu_while_it_lasts():
     assert type(lane_for(cpu)) is Lane
 
 
-def test_a_launched_collective_can_be_finished_behind_an_event_as_on_a_stream():
+def test_a_launched_collective_can_finish_behind_an_event_as_on_a_stream():
     log = []
 
     class Event:
@@ -147,14 +147,14 @@ def test_a_launched_collective_can_be_finished_behind_an_event_as_on_a_stream():
 
 
 @needs_accelerator
-def test_the_lane_of_an_accelerator_is_a_stream_of_its_own():
+def test_the_lane_of_an_accelerator_is_a_separate_stream():
     lane = lane_for(ACCELERATOR)
     assert isinstance(lane, StreamLane)
     assert lane._stream != torch.accelerator.current_stream()
 
 
 @needs_accelerator
-def test_work_on_a_stream_starts_behind_its_events_and_the_current_stream_waits_for_its_end():
+def test_work_on_a_stream_waits_for_its_events_and_the_current_stream_waits_for_the_work():
     lane = lane_for(ACCELERATOR)
     source = torch.zeros(1 << 22, device=ACCELERATOR)
     for _ in range(50):

@@ -1,4 +1,4 @@
-"""Which transport serves a group: the one that is named, else that of the table; bits are equal on all."""
+"""The transport of a group: a named one, or one by backend and size. All are bitwise identical."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from _pool import distributed, more, simulated
 from composable_shard._comm.transports import LARGE_FROM_BYTES
 from composable_shard._errors import RankMismatchError, ShardConfigValueError
 
-WIDE = 256  # a square weight is 256 KiB: a piece of it is large enough to go alone, at world 2 and at 4
+WIDE = 256  # a square weight has 256 KiB, so its pieces are gathered alone at world sizes 2 and 4
 NAMES = ["p2p", "packed", "direct"]
 
 
 class Block(nn.Module):
-    """Large and small parameters, one that is uneven at any world, one whose gradient is no block of memory."""
+    """Large and small parameters, one that is uneven at any world size, and one with a noncontiguous gradient."""
 
     def __init__(self):
         super().__init__()
@@ -71,14 +71,14 @@ def sharded(policy=None, **kwargs):
 
 @pytest.mark.parametrize("name", NAMES)
 @distributed(world=(2, 4))
-def test_training_is_that_of_the_unsharded_model_on_every_transport(rank, world, name):
+def test_training_matches_the_unsharded_model_on_every_transport(rank, world, name):
     with forced(name):
         check_parity(Case(model=Wide, batch=rows), rank, world)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16 sums", "hsdp", "offload", "dim 1"])
 @distributed(world=4)
-def test_all_transports_give_the_same_bits_also_where_pieces_must_be_cast_padded_or_turned(rank, world, kind):
+def test_all_transports_are_bitwise_identical_even_with_cast_padded_or_transposed_pieces(rank, world, kind):
     half, policy = torch.bfloat16, composable_shard.MixedPrecisionPolicy
     kwargs = {
         "bfloat16": lambda: {"policy": policy(param_dtype=half, reduce_dtype=torch.float32)},
@@ -103,7 +103,7 @@ def test_all_transports_give_the_same_bits_also_where_pieces_must_be_cast_padded
 
 
 class Shared(nn.Module):
-    """Autograd's gradient of `where` is that of the activation, to which a hook writes."""
+    """The gradient of `where` shares its memory with that of the activation, to which a hook writes."""
 
     def __init__(self):
         super().__init__()
@@ -119,7 +119,7 @@ class Shared(nn.Module):
 
 @pytest.mark.parametrize("name", NAMES)
 @distributed(world=2)
-def test_gradients_that_others_write_to_are_the_same_on_all_transports(rank, world, name):
+def test_gradients_that_a_hook_writes_to_are_the_same_on_all_transports(rank, world, name):
     grads = {}
     for each in (name, "packed"):
         with forced(each):
@@ -155,7 +155,7 @@ def test_lazily_conjugated_gradients_are_reduced(rank, world, name):
 
 
 class Halves(nn.Module):
-    """Rank 0 uses both of its modules, the others one."""
+    """Rank 0 uses both modules, the other ranks only one."""
 
     def __init__(self):
         super().__init__()
@@ -166,8 +166,8 @@ class Halves(nn.Module):
 
 
 @distributed(world=2)
-def test_replicas_that_use_different_modules_do_not_wait_for_each_other_for_ever(rank, world):
-    """What waits for one reduction may issue the second half of it: its place must be the same on all ranks."""
+def test_replicas_that_use_different_modules_do_not_hang(rank, world):
+    """The wait for a reduction may issue its all-reduce, so it must be at the same place on all ranks."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     plain, model = Halves(), Halves()
@@ -188,7 +188,7 @@ def test_replicas_that_use_different_modules_do_not_wait_for_each_other_for_ever
 
 
 @distributed(world=2)
-def test_the_plan_shows_what_is_forced_and_another_name_is_an_error_that_lists_them(rank, world):
+def test_the_plan_shows_a_forced_transport_and_an_unknown_name_is_an_error(rank, world):
     for name, shown in {"p2p": "p2p, 2 packed", "packed": "packed", "direct": "direct"}.items():
         with forced(name):
             line = next(line for line in str(composable_shard.make_plan(sharded())).splitlines() if "blocks.0" in line)
@@ -201,20 +201,20 @@ def test_the_plan_shows_what_is_forced_and_another_name_is_an_error_that_lists_t
 
 
 @distributed(world=2)
-def test_ranks_that_name_different_transports_get_an_error_and_do_not_wait_for_ever(rank, world):
+def test_ranks_that_name_different_transports_get_an_error_and_do_not_hang(rank, world):
     with forced(("packed", "p2p")[rank]), pytest.raises(RankMismatchError, match="transport packed: packed -> p2p"):
         sharded()(*rows(rank, 0))
 
 
 def shown(nbytes, mesh):
-    """The transport in the plan of one parameter with so many bytes."""
+    """Return the transport in the plan of one parameter with `nbytes` bytes."""
     with torch.device("meta"):
         module = nn.Linear(1, nbytes // 4, bias=False)
     return composable_shard.make_plan(composable_shard.fully_shard(module, mesh=mesh)).groups[0].route.name
 
 
 @distributed(world=(2, 4))
-def test_large_groups_go_by_sends_and_receives_on_gloo(rank, world):
+def test_large_groups_use_sends_and_receives_on_gloo(rank, world):
     mesh = mesh_of(world)
     assert shown(LARGE_FROM_BYTES, mesh) == "p2p"
     assert shown(LARGE_FROM_BYTES // 2, mesh) == "packed"
@@ -223,13 +223,13 @@ def test_large_groups_go_by_sends_and_receives_on_gloo(rank, world):
 
 
 @simulated(world=2)
-def test_other_backends_have_one_transport_for_all_sizes(rank, world):
+def test_other_backends_use_one_transport_for_all_sizes(rank, world):
     mesh = init_device_mesh("cpu", (world,))
     assert [shown(nbytes, mesh) for nbytes in (64, 2 * LARGE_FROM_BYTES)] == ["direct", "direct"]
 
 
 @distributed(world=2)
-def test_a_plan_that_is_made_before_the_first_step_names_the_transports_of_the_run(rank, world):
+def test_a_plan_made_before_the_first_step_has_the_transports_of_the_run(rank, world):
     model = sharded()
     before = [group.route for group in composable_shard.make_plan(model).groups]
     train(model, rank, steps=1)
@@ -241,14 +241,14 @@ EIGHT_BITS = [name for name in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
 
 
 def all_bits(dtype, shape, seed):
-    """Every pattern of bits that a dtype can have, NaNs among them."""
+    """Return random bit patterns of a dtype, including NaNs."""
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), generator=generator, dtype=torch.uint8)
     return (raw % 2).bool() if dtype == torch.bool else raw.view(dtype)
 
 
 class Quantised(nn.Module):
-    """Frozen weights of a narrow dtype, uneven at any world, beside others."""
+    """Frozen parameters of a narrow dtype, uneven at any world size, together with others."""
 
     def __init__(self, dtype, mixed):
         super().__init__()
@@ -269,7 +269,7 @@ def as_bytes(tensor):
 @pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "alone"])
 @pytest.mark.parametrize("dtype", [*EIGHT_BITS, *EXACT])
 @distributed(world=(2, more(4)))
-def test_weights_of_any_dtype_are_gathered_bit_for_bit(rank, world, dtype, mixed):
+def test_parameters_of_any_dtype_are_gathered_bit_for_bit(rank, world, dtype, mixed):
     dtype = getattr(torch, dtype)
 
     def cut(param):
@@ -281,7 +281,7 @@ def test_weights_of_any_dtype_are_gathered_bit_for_bit(rank, world, dtype, mixed
     engines = dict.fromkeys((*NAMES, "torch"), composable_shard.fully_shard)
     outputs = {}
     for name, shard in (({"fsdp2": fsdp2} if mixed else {}) | engines).items():
-        # gloo does not know these dtypes, and FSDP2 moves them only where there are several in one gather
+        # gloo does not support these dtypes, and FSDP2 gathers them only together with others
         model = shard(copy.deepcopy(base), mesh=mesh_of(world), shard_placement_fn=cut)
         with forced(name) if name in engines else nullcontext():
             out = model(torch.ones(2, 3, requires_grad=True))
@@ -298,7 +298,7 @@ def test_weights_of_any_dtype_are_gathered_bit_for_bit(rank, world, dtype, mixed
 
 @pytest.mark.matrix
 @distributed(world=2)
-def test_weights_of_eight_bits_are_gathered_in_compiled_graphs_as_well(rank, world):
+def test_parameters_of_eight_bits_are_gathered_in_compiled_graphs_too(rank, world):
     class Scaled(Quantised):
         def forward(self, x):
             return self.scale(x) * self.wide.float().nan_to_num(0.0, 0.0, 0.0).sum()
@@ -308,5 +308,5 @@ def test_weights_of_eight_bits_are_gathered_in_compiled_graphs_as_well(rank, wor
     x = torch.ones(2, 3)
     want = base(x)
     model = composable_shard.fully_shard(copy.deepcopy(base), mesh=mesh_of(world))
-    torch._dynamo.reset()  # what earlier tests have compiled counts towards the limit of recompilations
+    torch._dynamo.reset()  # graphs of earlier tests count towards the recompile limit
     assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), want)

@@ -1,4 +1,4 @@
-"""How ranks vote for a plan that only some of them may have learned."""
+"""How ranks vote for a plan that only some of them may want."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from composable_shard._comm import agreement
 from composable_shard._comm.agreement import Ballot, Outcome
 
 P = cs.PrefetchPolicy
-LIMIT_S = 60.0  # a hang, where ranks disagree
+LIMIT_S = 60.0  # limit for a hang when ranks disagree
 
 
 class Store:
-    """What one process group has written down."""
+    """The key-value store of one process group."""
 
     def __init__(self, size: int) -> None:
         self.counts: dict[str, int] = {}
@@ -44,18 +44,18 @@ def stores(monkeypatch):
     return lambda size: Store(size)
 
 
-def test_a_vote_is_open_until_a_gather_has_arrived_and_decided_by_all(stores):
+def test_a_vote_stays_open_until_a_gather_and_needs_all_ranks(stores):
     group, plan = stores(2), block_plan()
     one, two = ballot(plan, group), ballot(plan, group)
     assert one.count(ALL_FQNS) is Outcome.OPEN, "not cast"
     one.cast()
     one.cast()
-    assert one.count(frozenset()) is Outcome.OPEN, "nothing was gathered: others may not have voted yet"
+    assert one.count(frozenset()) is Outcome.OPEN, "without a gather, other ranks may not have voted yet"
     two.cast()
     assert [each.count(ALL_FQNS) for each in (one, two)] == [Outcome.ALL] * 2
 
 
-def test_a_vote_for_different_plans_and_a_vote_of_some_are_told_apart(stores):
+def test_votes_for_different_plans_differ_from_votes_of_only_some_ranks(stores):
     plan, other = block_plan(), block_plan().with_policies(P.depth(2))
     group = stores(2)
     both = [ballot(plan, group), ballot(other, group)]
@@ -68,11 +68,11 @@ def test_a_vote_for_different_plans_and_a_vote_of_some_are_told_apart(stores):
     assert alone.count(ALL_FQNS) is Outcome.SOME
     late = ballot(plan, group, forward=2)
     late.cast()
-    assert late.count(ALL_FQNS) is Outcome.SOME, "of another forward"
+    assert late.count(ALL_FQNS) is Outcome.SOME, "a vote of another forward does not count"
 
 
 def test_a_refusal_reaches_ranks_that_share_no_process_group_with_it(stores):
-    """Four ranks in rows and columns; the one at the far corner does not vote."""
+    """Four ranks in rows and columns. The rank at (1, 1) does not vote."""
     rows, columns, plan = [stores(2), stores(2)], [stores(2), stores(2)], block_plan()
     ranks = [ballot(plan, rows[row], columns[column]) for row, column in ((0, 0), (0, 1), (1, 0))]
     outcomes = []

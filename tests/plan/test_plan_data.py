@@ -116,7 +116,10 @@ def test_a_plan_of_the_same_model_is_accepted_whatever_its_order():
             r"parameter blocks.1.weight: shape is \(512, 256\) in the plan, \(513, 256\) in the model",
         ),
         (with_group(block_plan(), 2, fqn="layers.1"), "the plan has group blocks.1, the model has group layers.1"),
-        (with_group(block_plan(), 2, shard_size=4), "blocks.1 is sharded over 2 ranks in the plan, over 4 in the model"),
+        (
+            with_group(block_plan(), 2, shard_size=4),
+            "blocks.1 is sharded over 2 ranks in the plan, over 4 in the model",
+        ),
         (with_group(block_plan(), 0, params=()), r"group \(root\) has 2 parameters in the plan, 0 in the model"),
     ],
 )

@@ -131,6 +131,14 @@ def test_a_small_site_is_built_in_the_place_of_the_one_before(small, tmp_path):
     assert 'id="composable_shard.add"' in (out / "docs" / "other.html").read_text()
 
 
+def test_code_that_is_not_tested_is_shown_as_code(small, tmp_path):
+    (small / "README.md").write_text("# Home\n\n```python notest\n# a comment\n```\n")
+    site.build(small, tmp_path / "work", tmp_path / "site")
+    page = (tmp_path / "site" / "index.html").read_text()
+    assert "notest" not in page
+    assert "# a comment" in re.sub("<[^>]*>", "", page)
+
+
 def refused(small, tmp_path, file, text, message):
     """Building the small site with another file is an error with this message, and the site before it stays."""
     before = (small / file).read_text()
