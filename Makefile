@@ -1,5 +1,5 @@
-# Everything starts from a bare clone with Python 3.11 and a C++ compiler.
-# `make demo` trains a small model, `make test` runs what CI runs.
+# All targets work in a fresh clone. They need Python 3.11 and a C++ compiler.
+# `make demo` trains a small model. `make test` runs the same checks as CI.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH  ?= 2.13.0
@@ -19,18 +19,18 @@ READY := $(VENV)/.ready-torch-$(TORCH)
 
 help:
 	@echo "make demo    train a small GPT on two processes (options: DEMO='--strategy zero2')"
-	@echo "make test    linters, types, the import contract and the test suite (JOBS=4 for more cores; each has worker processes)"
-	@echo "make matrix  the larger sweeps of the test suite"
-	@echo "make downstream  other people's libraries, beside torch's FSDP2 (ONLY=accelerate)"
-	@echo "make bench   the benchmarks, an hour or so; JSON and charts under $(RESULTS)/ (BENCH='--only memory')"
-	@echo "make release-check  wheel and sdist, installed where nothing else is and tried (RELEASE=--all)"
-	@echo "make release VERSION=0.1.0  the version in pyproject.toml and the section in CHANGELOG.md; commits nothing"
-	@echo "make docs    the documentation as a site: open site/index.html; a warning is an error"
-	@echo "make format  rewrite the sources as ruff likes them"
-	@echo "make clean   remove the environment, caches and runs"
+	@echo "make test    run linters, type checks, import contracts and tests (JOBS=4: four jobs, each with worker processes)"
+	@echo "make matrix  run the larger test sweeps"
+	@echo "make downstream  run other libraries with composable_shard and with FSDP2 (ONLY=accelerate)"
+	@echo "make bench   run the benchmarks, about an hour; writes JSON and charts to $(RESULTS)/ (BENCH='--only memory')"
+	@echo "make release-check  install wheel and sdist in new environments and check them (RELEASE=--all)"
+	@echo "make release VERSION=0.1.0  set the version and write the section in CHANGELOG.md; commits nothing"
+	@echo "make docs    build the documentation: site/index.html; warnings are errors"
+	@echo "make format  format the sources with ruff"
+	@echo "make clean   delete the environment, caches and runs"
 
-# torch comes first and by its exact version: a bare `torch>=2.11` would let pip
-# choose the newest build. The stamp makes a second run skip all of this.
+# Install the exact torch first, because pip would choose the newest build for `torch>=2.11`.
+# If the stamp file is up to date, nothing is installed.
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "torch==$(TORCH)"
@@ -61,11 +61,11 @@ downstream: $(READY)
 bench: $(READY)
 	$(BIN)/python bench/run_all.py --results $(RESULTS) $(BENCH)
 
-# Needs no environment of its own: it makes one for each pair of Python and torch.
+# Does not use .venv: creates an environment for each pair of Python and torch.
 release-check:
 	$(PYTHON) tools/release/check.py $(RELEASE)
 
-# Changes files of the working tree and nothing else: no commit, no tag, no upload.
+# Changes only files of the working tree: no commit, no tag, no upload.
 release: $(READY)
 	$(BIN)/python tools/release/prepare.py $(VERSION)
 

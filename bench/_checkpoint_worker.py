@@ -1,4 +1,4 @@
-"""One rank of `checkpoint.py`: seconds of saves and loads of a state, in turns, and of what they are compared with."""
+"""One rank of `checkpoint.py`: time saves and loads of a training state, in turns with DCP and plain files."""
 
 import ctypes
 import functools
@@ -47,13 +47,13 @@ os.fsync(descriptor)
 
 
 def model_device() -> torch.device:
-    """Called in a rank: where its model is."""
+    """Return the device of this rank's model."""
     return torch.device(os.environ["BENCH_DEVICE"])
 
 
 def layers_of(parameters: int, tensors: int) -> tuple[nn.Module, list[nn.Module]]:
-    """Equal layers in groups that have, with AdamW's moments, as many tensors and numbers as are asked for."""
-    count = max(tensors // 3, 1)  # a parameter has two more tensors in the optimizer
+    """Build equal layers in groups, with `parameters` elements, and `tensors` tensors including AdamW's moments."""
+    count = max(tensors // 3, 1)  # a parameter and two tensors of the optimizer
     rows = max(parameters // count // COLUMNS, 2)
     layers = [nn.Linear(COLUMNS, rows, bias=False, device=model_device()) for _ in range(count)]
     each = -(-count // GROUPS)
@@ -68,7 +68,7 @@ def gpt_of(size: str) -> tuple[nn.Module, list[nn.Module]]:
 
 
 class Job:
-    """A model and its AdamW, sharded over all ranks by the modules that are given with it."""
+    """A model, sharded by the modules in `units`, and its AdamW."""
 
     def __init__(self, model: nn.Module, units: list[nn.Module], engine: str, folder: Path) -> None:
         self.model = model
@@ -79,7 +79,7 @@ class Job:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.folder = folder
-        self.buffer = memoryview(mmap.mmap(-1, AT_ONCE))  # at a page, where plain reads are fastest
+        self.buffer = memoryview(mmap.mmap(-1, AT_ONCE))  # page-aligned, for the fastest plain reads
         self.buffer[:] = b"x" * AT_ONCE
         self.nbytes = 3 * sum(p.to_local().nbytes for p in self.model.parameters())  # type: ignore[attr-defined]
 
@@ -88,7 +88,7 @@ class Job:
         return {"model": self.model, "optimizer": self.optimizer}
 
     def of_torch(self) -> dict[str, Any]:
-        """The state as torch's checkpoints take it."""
+        """Return the state for torch's distributed checkpoints."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
@@ -99,7 +99,7 @@ class Job:
         dcp.save(self.of_torch(), checkpoint_id=self.folder / f"dcp-{step}")
 
     def save_plain(self, step: int) -> None:
-        """This rank's bytes, written and on disk."""
+        """Write as many bytes as this rank's state has, and fsync."""
         data, left = self.buffer, self.nbytes
         descriptor = os.open(self.plain(step), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         while left > 0:
@@ -124,7 +124,7 @@ class Job:
         return self.folder / f"plain-{step}-{dist.get_rank()}"
 
     def forget(self) -> None:
-        """Let the system drop what it holds of all files."""
+        """Drop all files from the page cache."""
         for path in self.folder.rglob("*"):
             if path.is_file():
                 descriptor = os.open(path, os.O_RDONLY)
@@ -141,7 +141,7 @@ class Job:
 
 
 def slowest(work: Callable[[], object]) -> float:
-    """Seconds of the slowest rank, with what it queues on a GPU."""
+    """Return the time of `work` on the slowest rank in seconds, including queued GPU work."""
     dist.barrier()
     _device.synchronize(model_device().type)
     begin = time.perf_counter()
@@ -152,17 +152,17 @@ def slowest(work: Callable[[], object]) -> float:
 
 
 def iterate_rounds(settings: dict[str, Any]) -> Iterator[int]:
-    """Numbers of the rounds, from 0, which warms up; after `seconds` no more begins, but at least round 1 is run."""
+    """Yield round numbers from 0 (warm-up). After `seconds`, no new round begins, but round 1 always runs."""
     begin = time.monotonic()
     for number in range(settings["rounds"] + 1):
         elapsed = torch.tensor(time.monotonic() - begin, dtype=torch.float64)
-        if number > 1 and float(_launch.everyone(elapsed).max()) > settings["seconds"]:  # on all ranks alike
+        if number > 1 and float(_launch.everyone(elapsed).max()) > settings["seconds"]:  # same decision on all ranks
             return
         yield number
 
 
 def saves_and_loads(job: Job, settings: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """Seconds by operation and by who did it."""
+    """Return the times in seconds by operation and implementation."""
     saves = {"ours": job.save, "dcp": job.save_dcp, "plain": job.save_plain}
     loads = {"ours": job.load, "dcp": job.load_dcp, "plain": job.load_plain}
     seconds: dict[str, dict[str, list[float]]] = {
@@ -184,7 +184,7 @@ def saves_and_loads(job: Job, settings: dict[str, Any]) -> dict[str, dict[str, l
 
 
 class Steps:
-    """Compute beside which something is written: the seconds of so many products of matrices."""
+    """Compute during a save: the time of a fixed number of matrix products."""
 
     def __init__(self, seconds: float) -> None:
         self.left, self.right = (
@@ -206,10 +206,10 @@ class Steps:
 
 
 def asynchronous(job: Job, settings: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """Seconds for which saves hold up training, and seconds of steps beside them."""
-    job.save(0)  # the first save loads libraries and sets communicators up
+    """Return the times for which saves block training, and the times of steps during saves, in seconds."""
+    job.save(0)  # the first save loads libraries and creates communicators
     synchronous = slowest(lambda: job.save(1))
-    apart = dist.new_group(backend="gloo")  # DCP's collectives would pair with those of the steps
+    apart = dist.new_group(backend="gloo")  # otherwise DCP's collectives could mix with those of the steps
     steps = Steps(min(3 * synchronous, MOST_STEPS_S))
     blocks: dict[str, list[float]] = {"ours": [], "ours, synchronous": [], "dcp": [], "a copy": []}
     tensors = [p.to_local().detach() for p in job.model.parameters()]  # type: ignore[attr-defined]
@@ -217,7 +217,7 @@ def asynchronous(job: Job, settings: dict[str, Any]) -> dict[str, dict[str, list
     copies = [torch.empty_like(tensor, device="cpu", pin_memory=pinned) for tensor in tensors]
 
     def copy() -> None:
-        for _ in range(3):  # as many bytes as the model and its optimizer have
+        for _ in range(3):  # the bytes of parameters and two moments
             torch._foreach_copy_(copies, tensors)
 
     beside: dict[str, list[float]] = {"nothing": [], "ours": [], "a plain writer": [], "dcp": []}
@@ -256,7 +256,7 @@ def asynchronous(job: Job, settings: dict[str, Any]) -> dict[str, dict[str, list
 
 
 def exchanged(settings: dict[str, Any], folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Seconds in which DCP reads a checkpoint, into models of ours and of FSDP2."""
+    """Return the times in seconds of DCP's load into models of ours and of FSDP2."""
     jobs = {
         engine: Job(*layers_of(settings["parameters"], settings["tensors"][-1]), engine, folder)
         for engine in ("ours", "fsdp2")
@@ -272,9 +272,9 @@ def exchanged(settings: dict[str, Any], folder: Path) -> dict[str, dict[str, lis
 
 
 def full(job: Job) -> dict[str, int]:
-    """Bytes that `full_state_dict` takes at most on any rank but 0, and on rank 0 beyond the copy that it gives."""
+    """Return the peak memory of `full_state_dict` in bytes: on rank 0 without the returned copy, and on other ranks."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # or what was freed before would be taken again, and not be seen
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise reused free memory would not be counted
     before = resident()
     with_peak = peak_of(lambda: cs.full_state_dict(job.model, rank0_only=True, cpu_offload=True))
     copy = sum(p.numel() * p.element_size() for p in job.model.parameters()) if dist.get_rank() == 0 else 0
@@ -284,7 +284,7 @@ def full(job: Job) -> dict[str, int]:
 
 
 def file_system(folder: Path) -> str:
-    """The type of the file system of a folder: in memory (tmpfs), loads are never cold."""
+    """Return the file system type of a folder. On tmpfs, which is in memory, loads are never cold."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     holding = [(mount, kind) for mount, kind in mounts if folder.resolve().is_relative_to(mount)]
     return max(holding, key=lambda each: len(each[0]))[1]
@@ -295,8 +295,8 @@ def resident() -> int:
 
 
 def peak_of(work: Callable[[], object]) -> int:
-    """The largest resident size during some work."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    """Return the peak resident memory during `work`, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     keep = work()
     lines = Path("/proc/self/status").read_text().splitlines()
     del keep

@@ -1,4 +1,4 @@
-"""The collectives of a sharded step by themselves: what is left of FSDP2's step without model and without runtime."""
+"""Run only the collectives of FSDP2's step, without model and runtime."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,16 @@ from torch import Tensor, nn
 
 NAME = "collectives"
 
-# Newer versions of torch know them by these names and warn of the others.
+# Newer versions of torch use these names and deprecate the others.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
 class Group:
-    """What one sharded module communicates: room for all ranks, and a rank's piece of it.
+    """The buffers of one sharded module: unsharded, and this rank's shard.
 
-    `gathers` is how often a step gathers it: the root keeps its parameters from forward to backward.
+    `gathers` is the number of gathers per step: 1 for the root, which stays gathered from forward to backward, else 2.
     """
 
     full: Tensor
@@ -26,7 +26,7 @@ class Group:
 
 
 def groups_of(model: nn.Module, block: type[nn.Module], world: int) -> list[Group]:
-    """A group for each block and one for the rest; every parameter is padded to a multiple of the world in dim 0."""
+    """Return a group for each block and one for the rest. Parameters are padded to a multiple of `world` in dim 0."""
     blocks = [module for module in model.modules() if isinstance(module, block)]
     inside = {id(param) for module in blocks for param in module.parameters()}
     rest = [param for param in model.parameters() if id(param) not in inside]
@@ -39,7 +39,7 @@ def groups_of(model: nn.Module, block: type[nn.Module], world: int) -> list[Grou
 
 
 def communicate(groups: list[Group]) -> None:
-    """One step's collectives, each waited for: as many gathers as FSDP2 makes, and one reduction a group."""
+    """Run and wait for the collectives of a step: the gathers of FSDP2, and one reduction per group."""
     for group in groups:
         for _ in range(group.gathers):
             _gather(group.full, group.piece)

@@ -1,4 +1,4 @@
-"""One rank of `compile.py`: the time until a model is compiled, cold or warm, or what a step holds and copies."""
+"""One rank of `compile.py`: time of compilation with cold or warm caches, or memory and copies of a step."""
 
 import math
 import os
@@ -26,14 +26,15 @@ ELEMENT_SIZES = {"float": 4, "double": 8, "long int": 8, "int": 4, "c10::BFloat1
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process, and of the compilers that it has started and that have ended."""
+    """Return the CPU time of this process and of its finished child processes (compilers), in seconds."""
     return sum(os.times()[:4])
 
 
 def compile_times(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
-    """Seconds until the first gradients, by engine and number of layers, with no cache of any kind.
+    """Return the seconds until the first gradients, by engine and number of layers, with empty caches.
 
-    Wall time of the slowest rank, and CPU time of all ranks: each compiles in its own process, so that all is counted.
+    Wall time is that of the slowest rank. CPU time is that of all ranks. Each rank compiles in its own process, so all
+    CPU time is counted.
     """
     torch._inductor.config.compile_threads = 1
     size, engines = settings["size"], settings["engines"]
@@ -53,7 +54,7 @@ def compile_times(settings: dict[str, Any], rank: int, world: int) -> dict[str, 
             every = _launch.everyone(torch.tensor(took, dtype=torch.float64))
             return every[:, 0].max().item(), every[:, 1].sum().item()
 
-    first(engines[0], 1)  # loads the compiler
+    first(engines[0], 1)  # imports the compiler
     found: dict[tuple[str, int], list[tuple[float, float]]] = {case: [] for case in cases}
     shuffle = random.Random(0)  # the same order on all ranks
     for _ in range(settings["compile_rounds"]):
@@ -63,9 +64,10 @@ def compile_times(settings: dict[str, Any], rank: int, world: int) -> dict[str, 
 
 
 def first_step(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
-    """Seconds of the first forward and backward of this process, with the caches in a given folder.
+    """Time the first forward and backward of this process, including the import of the compiler.
 
-    The compiler is loaded within. Wall time of the slowest rank; CPU time and what AOTAutograd's cache had are of all.
+    Caches are in the folder `settings["cache"]`. Wall time is that of the slowest rank. CPU time, and hits and misses
+    of AOTAutograd's cache, are sums over all ranks.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = settings["cache"]
     ids = batch(settings["size"], settings["batch"], rank, step=0).to(settings["device"])
@@ -86,13 +88,15 @@ def first_step(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any
 
 
 def memory(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
-    """Bytes beyond the model that one rank holds at most in a step; the larger figure of the ranks.
+    """Measure the peak memory of a step above the parameters, in bytes. Figures are the maximum over the ranks.
 
-    `live` adds up what torch's allocator gave out and took back since before the model was made, less the rank's
-    parameters. It is taken with collectives that do nothing: memory that is freed by a thread of gloo goes unseen.
-    `resident` is how far the process grows, with gloo, beyond what it holds between steps. `copied` are the bytes that
-    torch's operators copy in a step, and `faults` the pages that the system gives anew. On a card `live` is what
-    torch's CUDA allocator tells, with collectives as they are, and the others are not looked at.
+    - `live`: allocated bytes of torch's CPU allocator without the rank's parameters. Measured with collectives that do
+      nothing, because the profiler does not see memory that gloo's threads free.
+    - `resident`: growth of resident memory during a step, with gloo.
+    - `copied`: bytes that torch's operators copy in a step.
+    - `faults`: page faults of a step.
+
+    On a GPU, `live` is from torch's CUDA allocator with real collectives. The other figures are None.
     """
     ids = batch(settings["size"], settings["batch"], rank, step=0).to(settings["device"])
     if _launch.on_card():
@@ -115,7 +119,7 @@ def memory(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
 
 
 def page_faults(side: Side, ids: torch.Tensor) -> int:
-    """Pages that the system gives anew in a step; the median of some steps."""
+    """Return the median number of minor page faults of a step."""
     found = []
     for _ in range(COUNTED_STEPS):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -125,13 +129,13 @@ def page_faults(side: Side, ids: torch.Tensor) -> int:
 
 
 def copied_bytes(side: Side, ids: torch.Tensor) -> int:
-    """Bytes that operators write in a step by copying alone: on a CPU all of them call `copy_`, or `cat`.
+    """Return the bytes that `copy_` and `cat` write in a step. On a CPU, all copying operators call one of them.
 
-    What a compiler has fused with other work is not among them, nor is what a collective copies.
+    Copies that a compiler fused with other work, and copies of collectives, are not counted.
     """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as watched:
         side.gradients(ids)
-    size = next(side.model.parameters()).element_size()  # also of what is in a list, of which no dtype is told
+    size = next(side.model.parameters()).element_size()  # the profiler reports no dtype for tensors in a list
     found = 0
     for event in watched.profiler.kineto_results.events():
         if event.name() == "aten::copy_":
@@ -142,7 +146,7 @@ def copied_bytes(side: Side, ids: torch.Tensor) -> int:
 
 
 def live_bytes(settings: dict[str, Any], ids: torch.Tensor) -> tuple[int, int]:
-    """Bytes of this rank's parameters, and the most that a step holds beyond them."""
+    """Return the bytes of this rank's parameters, and the peak of a step above them."""
     _noop.register()
     mesh = DeviceMesh.from_group(dist.new_group(backend=_noop.NAME), "cpu")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
@@ -164,7 +168,7 @@ def live_bytes(settings: dict[str, Any], ids: torch.Tensor) -> tuple[int, int]:
 
 
 def live_on_card(settings: dict[str, Any], ids: torch.Tensor, world: int) -> tuple[int, int]:
-    """The same by the figures of torch's CUDA allocator."""
+    """Return the same as `live_bytes` from torch's CUDA allocator."""
     before = torch.cuda.memory_allocated()
     side = build(settings["engine"], settings, init_device_mesh("cuda", (world,)))
     for _ in range(WARM_STEPS):
@@ -177,13 +181,13 @@ def live_on_card(settings: dict[str, Any], ids: torch.Tensor, world: int) -> tup
 
 
 def parameter_bytes(side: Side) -> int:
-    """Bytes that this rank keeps of the parameters."""
+    """Return the bytes of this rank's parameters or shards."""
     params = [p.to_local() if isinstance(p, DTensor) else p for p in side.model.parameters()]
     return sum(p.untyped_storage().nbytes() for p in params)
 
 
 def growth(step: Any) -> int | None:
-    """Bytes by which the process grows at most during a step; None where the system does not tell."""
+    """Return the growth of resident memory during a step, in bytes; None if the system does not report it."""
     if not _process.forget_peak():
         return None
     before = _process.resident()

@@ -1,7 +1,6 @@
-"""Where a benchmark runs: the CPU with gloo, or a CUDA device with NCCL.
+"""Select the device of a benchmark: the CPU with gloo, or a CUDA device with NCCL.
 
-On a card a step is timed between two waits for the device and none within, so that what the host has queued runs as it
-would in training.
+On a GPU, a benchmark synchronizes with the device before and after a timed step, but not within it, as in training.
 """
 
 import argparse
@@ -13,12 +12,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def chosen(text: str) -> str:
-    """The device of an option: `auto` is a card where there is one."""
+    """Parse the option `--device`: `auto` means a GPU if there is one."""
     if text not in ("auto", CPU, CUDA):
         raise argparse.ArgumentTypeError(f"{text}: must be auto, cpu or cuda")
     if text == CUDA and not torch.cuda.is_available():
         raise argparse.ArgumentTypeError(
-            f"torch {torch.__version__} finds no CUDA device on this machine; --device cpu runs on the CPU"
+            f"torch {torch.__version__} finds no CUDA device on this machine; use --device cpu"
         )
     if text == "auto":
         return CUDA if torch.cuda.is_available() else CPU
@@ -26,26 +25,26 @@ def chosen(text: str) -> str:
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
-    """The option `--device`."""
+    """Add the option `--device`."""
     parser.add_argument(
-        "--device", type=chosen, default="auto", help="auto, cpu or cuda (default: cuda where there is a card)"
+        "--device", type=chosen, default="auto", help="auto, cpu or cuda (default: cuda if there is a GPU)"
     )
 
 
 def select(device: str, card: int = 0) -> None:
-    """Makes that card the current one, before anything asks which it is."""
+    """Set the current CUDA device. Call this before anything uses the default device."""
     if device == CUDA:
         torch.cuda.set_device(card)
 
 
 def synchronize(device: str) -> None:
-    """Waits until the device has done what it was given."""
+    """Wait until all queued work of the device is finished."""
     if device == CUDA:
         torch.cuda.synchronize()
 
 
 class Span:
-    """What the device does from here to `seconds`; it has nothing else to do when that begins."""
+    """Device time from the constructor, which waits until the device is idle, to the call of `seconds`."""
 
     def __init__(self, device: str) -> None:
         synchronize(device)
@@ -54,7 +53,7 @@ class Span:
             self._events[0].record()
 
     def seconds(self) -> list[float]:
-        """How long that was, after a wait for its end; nothing on the CPU, whose clocks tell it."""
+        """Wait for the device and return the device time in seconds, or an empty list on the CPU."""
         if not self._events:
             return []
         begin, end = self._events
@@ -64,23 +63,23 @@ class Span:
 
 
 def cards() -> int:
-    """CUDA devices of this machine."""
+    """Return the number of CUDA devices of this machine."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def too_few(device: str, world: int) -> bool:
-    """Whether ranks would have to share a card, which NCCL refuses."""
+    """Return whether ranks would have to share a GPU, which NCCL rejects."""
     return device == CUDA and world > cards()
 
 
 def forget_peak() -> int:
-    """Bytes that torch has given out on the card; its highest figure starts anew from there."""
+    """Reset the peak of torch's CUDA allocator. Return the allocated bytes."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()
 
 
 def peak() -> int:
-    """The most bytes that torch has given out on the card since `forget_peak`."""
+    """Return the peak of allocated bytes on the GPU since `forget_peak`."""
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated()

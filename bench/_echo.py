@@ -1,14 +1,15 @@
-"""Rank 0 of a world whose other ranks are its echo: collectives that one process, on one card, makes for real.
+"""One process, on one GPU, that plays all ranks of a world with real collectives.
 
-With one rank in all, FSDP2 and ours leave the collectives out. Here the group says that it has `size` ranks, and every
-collective runs on a group of one rank, of NCCL on a card and of gloo on the CPU:
+With a world size of 1, FSDP2 and ours skip the collectives. Here the process group reports `size` ranks, and every
+collective runs on a group of one rank (NCCL on a GPU, gloo on the CPU), as if all ranks had the data of this rank:
 
-    all-gather                 one gather of a rank's piece for each rank: everybody's piece is this rank's
-    reduce-scatter, all-reduce this rank's part of the sum: of ranks that are alike, the mean
-    anything else              nothing
+    all-gather                 gathers this rank's shard once for each rank
+    reduce-scatter, all-reduce this rank's part of the sum, which is the mean of equal ranks
+    all others                 nothing
 
-So kernels, streams, events, buffers and copies are those of training; the network is not, and neither is the model that
-is trained: its parameters repeat this rank's piece. Engines that cut parameters alike still have equal losses.
+Kernels, streams, events, buffers and copies are those of training. The network is missing, and the trained model is
+another one, because its parameters are repetitions of this rank's shard. Engines that shard parameters in the same way
+still have equal losses.
 """
 
 from collections.abc import Sequence
@@ -27,14 +28,14 @@ LIMIT = timedelta(minutes=5)
 
 
 class EchoGroup(NoopGroup):
-    """A process group of `size` ranks around one of a single rank."""
+    """A process group that reports `size` ranks and communicates with a group of one rank."""
 
     def __init__(self, size: int, inner: dist.ProcessGroup) -> None:
         super().__init__(0, size)
         self._inner = inner
 
     def getBackendName(self) -> str:  # noqa: N802
-        return "nccl"  # on the CPU too: it makes means itself, and engines ask for the collectives of a card
+        return "nccl"  # on the CPU too, so that engines use the collectives of a GPU, including AVG
 
     def _get_backend(self, device: torch.device) -> Any:
         return self._inner._get_backend(device) if device.type == "cuda" else self
@@ -66,7 +67,7 @@ class EchoGroup(NoopGroup):
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work:
         return self._inner.allreduce(tensors, _sum(dist.AllreduceOptions(), options))
 
-    # The same by the names that newer versions of torch call.
+    # Names of the same methods in newer versions of torch.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
@@ -74,7 +75,7 @@ class EchoGroup(NoopGroup):
 
 
 def _sum(options: Any, asked: Any) -> Any:
-    """For one rank every reduction is the sum; of its mean torch says that NCCL may get it wrong."""
+    """Use a sum, which equals any reduction on one rank. According to torch, NCCL's mean may be wrong on one rank."""
     options.reduceOp = dist.ReduceOp.SUM
     options.asyncOp = getattr(asked, "asyncOp", True)
     return options
@@ -94,10 +95,10 @@ def _of_one(store: dist.Store, device: torch.device) -> dist.ProcessGroup:
 
 
 def init(size: int, device: torch.device) -> None:
-    """Starts the default process group as rank 0 of a world of `size` ranks that are alike."""
+    """Initialize the default process group as rank 0 of `size` equal ranks."""
 
     def create(store: dist.Store, _rank: int, of: int, _timeout: timedelta) -> EchoGroup:
-        return EchoGroup(of, _of_one(store, device))  # a communicator of its own
+        return EchoGroup(of, _of_one(store, device))  # each group has its own communicator
 
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, create, devices=["cpu", "cuda"])

@@ -1,7 +1,7 @@
-"""The engines that the benchmarks compare, each built around a model of its own.
+"""Build the engines that the benchmarks compare.
 
-Every engine gets the same model from the same seed; those that shard do so per block and at the
-root, with the defaults of their library.
+Every engine gets the same model from the same seed. Sharding engines shard each block and the root, with the defaults
+of their library.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def _plain(model: nn.Module, _block: type[nn.Module], _mesh: DeviceMesh) -> nn.M
 
 
 class _UnderHooks(nn.Module):
-    """A model whose tensors are saved and read by hooks that change nothing."""
+    """A model under saved-tensor hooks that change nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -39,7 +39,9 @@ class _UnderHooks(nn.Module):
 
 
 def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
-    return saved.detach() if saved.requires_grad else saved  # an operator's output would hold its own node
+    return (
+        saved.detach() if saved.requires_grad else saved
+    )  # saving an operator's output would create a reference cycle
 
 
 def _under_hooks(model: nn.Module, _block: type[nn.Module], _mesh: DeviceMesh) -> nn.Module:
@@ -55,19 +57,19 @@ def _per_block(shard: Callable[..., object], model: nn.Module, block: type[nn.Mo
 
 
 def load(name: str) -> None:
-    """Loads what the engine needs, so that its start is not charged with it: torch's own are loaded already."""
+    """Import the library of ours, so that the import does not count as start-up."""
     if name.startswith("ours"):
         import composable_shard  # noqa: F401
 
 
 def _ours(model: nn.Module, block: type[nn.Module], mesh: DeviceMesh) -> nn.Module:
-    import composable_shard  # only here: the other engines are measured without it
+    import composable_shard  # not imported when other engines are measured
 
     return _per_block(composable_shard.fully_shard, model, block, mesh)
 
 
 def _ours_none_ahead(model: nn.Module, block: type[nn.Module], mesh: DeviceMesh) -> nn.Module:
-    """Ours, told that nothing is to be gathered before it is needed."""
+    """Ours without prefetching."""
     import composable_shard
 
     built = _ours(model, block, mesh)
@@ -79,12 +81,12 @@ def _ours_none_ahead(model: nn.Module, block: type[nn.Module], mesh: DeviceMesh)
 
 
 def _ours_unwatched(model: nn.Module, block: type[nn.Module], mesh: DeviceMesh) -> nn.Module:
-    """Ours without the ledger: what its ranks do is not compared."""
+    """Ours without comparing the actions of ranks."""
     from composable_shard._faults import seat
 
     built: Any = _ours(model, block, mesh)
     with mock.patch.object(seat, "_ledgers", return_value=()):
-        built.unshard()  # makes the engine
+        built.unshard()  # creates the engine
     built.reshard()
     return built
 
@@ -95,7 +97,7 @@ def _fsdp2(model: nn.Module, block: type[nn.Module], mesh: DeviceMesh) -> nn.Mod
 
 def _fsdp1(model: nn.Module, block: type[nn.Module], mesh: DeviceMesh) -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # on a CPU it recommends an accelerator; from some version on, FSDP2
+        warnings.simplefilter("ignore")  # it recommends an accelerator, and in newer versions FSDP2
         return FullyShardedDataParallel(
             model,
             process_group=mesh.get_group(),
@@ -106,26 +108,27 @@ def _fsdp1(model: nn.Module, block: type[nn.Module], mesh: DeviceMesh) -> nn.Mod
 
 
 def _ddp(model: nn.Module, _block: type[nn.Module], mesh: DeviceMesh) -> nn.Module:
-    # Ranks start from one seed, so there is nothing to synchronise; the no-op backend could not.
+    # All ranks use the same seed, so there is nothing to synchronize. The no-op backend could not do it.
     return DistributedDataParallel(model, process_group=mesh.get_group(), init_sync=False)
 
 
-COMPILED = "ours-compiled"  # beginning of those of `shard_units` that are compiled
-FSDP2_MEMORY = 1 / 0.754  # bytes of its runtime for each one of ours, one group ahead (memory.py, 150M)
+COMPILED = "ours-compiled"  # prefix of compiled engines of `shard_units`
+FSDP2_MEMORY = 1 / 0.754  # the runtime's bytes of FSDP2 over ours, one group prefetched (memory.py, 150M)
 
 
 def shard_units(name: str, model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh) -> nn.Module:
-    """Ours (`ours...`) or FSDP2 around a model and the given modules of it, which are in the order of forward.
+    """Shard a model and the given modules (in forward order) with ours (`ours...`) or FSDP2.
 
-    `ours-two` is told that two reductions may be in flight, which is its rule on an accelerator; on a CPU it waits for
-    them before it gathers in backward. `ours-far` is told too to gather two groups ahead. `ours-auto` measures its
-    second and third step and schedules by that, within the memory that one ahead takes where reductions keep theirs to
-    their end, as on a CPU; `ours-auto-fsdp2` within that of FSDP2 for one ahead, by the figures of memory.py;
-    `ours-auto-whole` within that of the whole model, with the largest gather and reductions of all groups besides.
-
-    `ours-compiled...` is to be compiled after its first steps (`compiled_whole`), under a policy that graphs follow:
-    one group ahead, two (`-far`), two within the memory that one ahead takes (`-budget`), and `auto` as `ours-auto` and
-    `ours-auto-fsdp2`.
+    - `ours-two` allows two reductions in flight, as on an accelerator. On a CPU the default waits for reductions before
+      it gathers in backward.
+    - `ours-far` also prefetches two groups.
+    - `ours-auto` measures the second and third step and schedules by these times, in the memory of one prefetched group
+      if reductions keep their buffers until they end, as on a CPU.
+    - `ours-auto-fsdp2` does the same in FSDP2's memory, by the figures of memory.py.
+    - `ours-auto-whole` does the same with memory for all parameters and all reductions.
+    - `ours-compiled...` is compiled after its first steps (`compiled_whole`), with a policy for graphs: one prefetched
+      group, two (`-far`), two in the memory of one (`-budget`), or `auto` in the memory of `ours-auto` or
+      `ours-auto-fsdp2`.
     """
     import composable_shard
 
@@ -155,21 +158,21 @@ def shard_units(name: str, model: nn.Module, units: Sequence[nn.Module], mesh: D
 
 
 def compiled_whole(model: nn.Module) -> nn.Module:
-    """A model that has run, compiled as one graph each way, its operators executed one by one where they are placed."""
+    """Compile a model that has run, as one graph for forward and one for backward, without generating kernels."""
     return placed(model, "aot_eager")
 
 
 def placed(model: nn.Module, backend: str) -> nn.Module:
-    """A sharded model of ours compiled as one graph each way, in which the library places the communication."""
+    """Compile a model of ours with `composable_shard.compile`, which schedules the communication in the graphs."""
     import composable_shard
 
     return composable_shard.compile(model, backend=backend)
 
 
 def compile_blocks(model: nn.Module, block: type[nn.Module], backend: str, dynamic: bool | None = None) -> None:
-    """Let each block of a model be compiled on its own, in place; before it is sharded.
+    """Compile each block of a model in place. Call this before sharding.
 
-    With `dynamic=False` every sequence length has kernels of its own.
+    With `dynamic=False`, each sequence length gets its own kernels.
     """
     for child in model.modules():
         if isinstance(child, block):
@@ -194,17 +197,17 @@ ENGINES: dict[str, Build] = {
     "fsdp2-blocks": _fsdp2,
     "compute-whole": _plain,
 }
-WHOLE, PLACED, BLOCKS = "-whole", "-placed-whole", "-blocks"  # endings of those that are compiled
+WHOLE, PLACED, BLOCKS = "-whole", "-placed-whole", "-blocks"  # suffixes of compiled engines
 
 
 def build(
     name: str, model: nn.Module, block: type[nn.Module], mesh: DeviceMesh, backend: str = "inductor"
 ) -> nn.Module:
-    """The engine of that name around `model`.
+    """Build the engine with this name around `model`.
 
-    What ends in `-whole` is compiled as one graph each way, `-placed-whole` by `composable_shard.compile`, which places
-    the communication; of what ends in `-blocks`, every block is compiled on its own, in place, before the model is
-    sharded.
+    - `-whole`: compiled by `torch.compile` as one graph for forward and one for backward
+    - `-placed-whole`: compiled by `composable_shard.compile`, which schedules the communication
+    - `-blocks`: each block is compiled in place before the model is sharded
     """
     if name.endswith(BLOCKS):
         compile_blocks(model, block, backend)
@@ -215,7 +218,7 @@ def build(
 
 
 def parse(text: str, others: Sequence[str] = ()) -> list[str]:
-    """Engine names, or `others`, from a comma-separated option of the command line."""
+    """Parse a comma-separated list of engines, or names in `others`."""
     known = [*ENGINES, *others]
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in known]

@@ -1,4 +1,4 @@
-"""One rank of `faults.py`: trains a GPT sharded by an engine, then does what a case says, and prints how it ended."""
+"""One rank of `faults.py`: train a sharded GPT, perform the action of a case, and print the outcome."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ CONFIG = {"depth": 3, "width": 32, "heads": 2, "context": 8, "vocabulary": 32}
 
 
 class Run:
-    """A sharded model with its optimizer, and the same model unsharded on the data of all ranks."""
+    """A sharded model with its optimizer, and an unsharded model that trains on the data of all ranks."""
 
     def __init__(self, engine: str) -> None:
         self.rank, self.world, self.at = dist.get_rank(), dist.get_world_size(), 0
@@ -71,7 +71,7 @@ class Run:
 
 
 def alone(act: Callable[[Run], object]) -> Callable[[Run], None]:
-    """What rank 1 does, and no other rank."""
+    """Perform an action only on rank 1."""
 
     def do(run: Run) -> None:
         if run.rank == 1:
@@ -175,7 +175,7 @@ def drop_a_gradient(run: Run) -> None:
     run.optimizer.zero_grad()
 
 
-# Each case, and whether training may go on exactly after it; after the others an error is due.
+# Each case, and whether training should continue with exact results. Otherwise it should end with an error.
 CASES: dict[str, tuple[Callable[[Run], object], bool]] = {
     "all ranks fail in a forward, and go on": (fail_and_go_on, True),
     "one rank is slow for some seconds": (alone(stop_for_a_while), True),

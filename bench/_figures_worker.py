@@ -1,4 +1,4 @@
-"""One rank of `figures.py`: the figures of one engine in a training run."""
+"""One rank of `figures.py`: measure one engine in a training run."""
 
 import os
 import statistics
@@ -24,11 +24,11 @@ from _step_worker import Side, batch, run
 
 LEARNING_RATE = 1e-4
 WARM_STEPS = 4
-CHECKPOINTS = 5  # after two that warm up: files are new, and so is memory for what is written
+CHECKPOINTS = 5  # after two for warm-up, which create the files and buffers
 
 
 def slowest(work: Callable[[], object]) -> float:
-    """Seconds that `work` takes on the slowest rank, from a common start."""
+    """Return the time of `work` on the slowest rank in seconds, from a common start."""
     dist.barrier()
     start = now()
     work()
@@ -36,20 +36,20 @@ def slowest(work: Callable[[], object]) -> float:
 
 
 def now() -> float:
-    """Seconds, when the device has done what it was given."""
+    """Wait for the device and return the time in seconds."""
     _device.synchronize(os.environ["BENCH_DEVICE"])
     return time.perf_counter()
 
 
 def memory(most: bool = False) -> int:
-    """Bytes that this rank holds, or the most since `forget_peak`: of the card, or of the process on a CPU."""
+    """Return this rank's memory in bytes, or its peak since `forget_peak`: allocated GPU memory, or resident memory."""
     if _launch.on_card():
         return _device.peak() if most else torch.cuda.memory_allocated()
     return _process.resident("VmHWM" if most else "VmRSS")
 
 
 def forget_peak() -> bool:
-    """Lets the highest figure start anew; False where the system cannot."""
+    """Reset the peak. Return False if the system cannot."""
     if _launch.on_card():
         _device.forget_peak()
         return True
@@ -57,13 +57,13 @@ def forget_peak() -> bool:
 
 
 def most(figure: float) -> float:
-    """The largest figure of all ranks."""
+    """Return the maximum of a figure over all ranks."""
     return _launch.everyone(torch.tensor(figure, dtype=torch.float64)).max().item()
 
 
 @dataclass
 class Checkpoint:
-    """What is written of a side, and where."""
+    """A checkpoint of an engine's model and optimizer in a folder."""
 
     side: Side
     folder: Path
@@ -87,11 +87,11 @@ class Checkpoint:
 
 
 def measure(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
-    """Seconds and bytes of one engine; for the unsharded model the time of a step alone."""
-    warnings.filterwarnings("ignore")  # older engines and checkpoints speak of what is to come
+    """Measure one engine. For the unsharded model, measure only start-up and step time."""
+    warnings.filterwarnings("ignore")  # deprecation warnings of older engines and checkpoints
     size, name, device = settings["size"], settings["engine"], settings["device"]
     mesh = init_device_mesh(device, (world,))
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(os.environ["BENCH_FOLDER"], "compiled"))  # nothing is in it
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(os.environ["BENCH_FOLDER"], "compiled"))  # empty
     forget_peak()
     before = memory()
     _engines.load(name)
@@ -111,7 +111,7 @@ def measure(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     begins = now()
     side = start()
     built = now()
-    measured = forget_peak()  # what the unsharded model held counts no more
+    measured = forget_peak()  # exclude the memory of the unsharded model
     resumes = now()
     step(0)
     found: dict[str, float | None] = {"start_s": most(built - begins + now() - resumes)}

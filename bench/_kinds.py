@@ -1,8 +1,8 @@
-"""What the bytes are that torch's CPU allocator has given out, read from a profile of memory.
+"""Attribute the bytes of torch's CPU allocator to types, from a memory profile.
 
-The profiler sees every allocation, also those behind `resize_`, and with stacks it knows which Python function asked.
-What the stack cannot tell, the program notes in the profile itself: that an address holds a gradient that is about to
-be reduced, that a slot of a pool is used again for something else, that a step begins.
+The profiler records every allocation, including those by `resize_`, with its Python stack. The program adds notes to
+the profile for facts that are not in the stack: an address contains a gradient that will be reduced, a slot of the pool
+is reused for another purpose, a step begins.
 """
 
 from collections import Counter
@@ -22,7 +22,8 @@ KINDS = (*RUNTIME, OWN, OWN_GRADIENTS, REST)
 BEGINS, ENDS, MOMENT = "step begins", "step ends", "moment "
 _NOTE = "memory note: "
 
-# From the innermost Python function outwards, the first that is listed tells the kind. No name: any function there.
+# The type of an allocation is that of its innermost Python function in this list. An empty name matches all functions
+# of the file.
 _WHO = (
     ("/_fully_shard/_fsdp_param.py", "", UNSHARDED),
     ("/_fully_shard/_fsdp_collectives.py", "foreach_all_gather", GATHER),
@@ -47,7 +48,7 @@ _WHO = (
 
 @dataclass(frozen=True)
 class Allocation:
-    """`nbytes` are negative where memory goes back; `total` is what the profiler counts itself."""
+    """An allocation, or a free with negative `nbytes`. `total` is the profiler's own count of allocated bytes."""
 
     address: int
     nbytes: int
@@ -57,7 +58,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Note:
-    """Something the program said at that moment, perhaps of memory at some addresses."""
+    """A note of the program, optionally about memory at some addresses."""
 
     label: str
     addresses: list[int]
@@ -65,7 +66,7 @@ class Note:
 
 @dataclass
 class Block:
-    """Memory from the event `begin` up to the event `end`, and from which event on it was of which kind."""
+    """Memory that is allocated from event `begin` to event `end`, and its types, each with its first event."""
 
     nbytes: int
     begin: int
@@ -73,7 +74,7 @@ class Block:
     end: int
 
     def note(self, at: int, kind: str) -> None:
-        """What lies in a pool is of a kind from now on; all else was made for it."""
+        """Set the type of the memory: from event `at` for a slot of the pool, else from the allocation."""
         if self.kinds[0][1] == FREE:
             self.kinds.append((at, kind))
         else:
@@ -82,7 +83,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Peak:
-    """The bytes of each kind at the moment when a sum was highest."""
+    """The bytes of each type at the peak of their sum."""
 
     nbytes: int
     moment: str
@@ -90,13 +91,13 @@ class Peak:
 
 
 def note(label: str, addresses: Iterable[int] = ()) -> None:
-    """Leaves a note in the profile that is being taken."""
+    """Add a note to the current profile."""
     with record_function(f"{_NOTE}{label}|{','.join(map(str, addresses))}"):
         pass
 
 
 def read(watched: profile) -> list[Allocation | Note]:
-    """The allocations and notes of a profile, in order."""
+    """Return the allocations and notes of a profile, in order."""
     found: list[tuple[int, Allocation | Note]] = []
     waiting: list[Any] = [*watched.profiler.kineto_results.experimental_event_tree()]  # type: ignore[union-attr]
     while waiting:
@@ -144,7 +145,7 @@ def _blocks(events: Sequence[Allocation | Note]) -> list[Block]:
 
 
 def _changes(blocks: Sequence[Block]) -> dict[int, Counter[str]]:
-    """By how much each kind changes at which event."""
+    """Return by how many bytes each type changes, by event."""
     changes: dict[int, Counter[str]] = {}
     for block in blocks:
         before = None
@@ -159,9 +160,9 @@ def _changes(blocks: Sequence[Block]) -> dict[int, Counter[str]]:
 
 
 def peaks(events: Sequence[Allocation | Note]) -> tuple[Peak, Peak, float]:
-    """Within the step that was noted: the peak of the runtime's bytes and that of all.
+    """Return the peak of the runtime's bytes and the peak of all bytes within the noted step.
 
-    The third figure is the largest difference between all bytes and what the profiler counts, relative to the peak.
+    The third value is the largest difference between all bytes and the profiler's own count, relative to the peak.
     """
     changes = _changes(_blocks(events))
     held = dict.fromkeys(KINDS, 0)

@@ -1,7 +1,7 @@
-"""Starts the ranks of a benchmark as processes of this machine, and ends them, whatever happens.
+"""Start the ranks of a benchmark as processes on this machine, and end them in all cases.
 
-Ranks are processes on loopback. With CUDA each has a GPU of its own, or all share one (`share`), or one process plays
-all ranks with its echo (`_echo.py`).
+Ranks communicate over loopback. With CUDA, each rank has its own GPU, or all share one (`share`), or one process plays
+all ranks (`_echo.py`).
 """
 
 import os
@@ -20,7 +20,7 @@ import torch.distributed as dist
 import _device
 import _echo
 
-# With these, glibc keeps large blocks instead of giving their pages back after every use.
+# With these settings, glibc keeps large blocks instead of returning their pages to the system after each use.
 MALLOC_TUNED = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
 
 SHARED_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
@@ -41,19 +41,27 @@ def launch(
     echo: bool = False,
     share: bool = False,
 ) -> str:
-    """Runs `script argument` as `world` ranks, or as one and its echo, and returns what rank 0 wrote as result.
+    """Run `script argument` on `world` ranks and return the result of rank 0. All processes have ended then.
 
-    With `share` all ranks use the first GPU. NCCL refuses two ranks on one GPU of one host, so each rank names another
-    host, and NCCL sends through sockets: every collective is real, and slow.
+    Args:
+        script: script of a rank.
+        argument: command line argument of the script.
+        world: number of ranks.
+        timeout: time limit in seconds.
+        tuned: set `MALLOC_TUNED` for all ranks.
+        device: `cpu` or `cuda`.
+        echo: run one process that plays all ranks.
+        share: let all ranks use the first GPU. NCCL rejects two ranks on one GPU of a host, so each rank sets another
+            host ID, and NCCL uses sockets. All collectives are real, but slow.
 
-    Raises WorkerError when a rank fails, or `timeout` seconds have passed, before rank 0 has written its result. No
-    process outlives the call.
+    Raises:
+        WorkerError: a rank failed, or the time limit was reached, before rank 0 wrote its result.
     """
     with tempfile.TemporaryDirectory(prefix="composable_shard_bench_") as folder:
         env = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "PYTHONFAULTHANDLER": "1",  # a rank that crashes says where it was
+            "PYTHONFAULTHANDLER": "1",  # print the stack of a rank that crashes
             "GLOO_SOCKET_IFNAME": "lo",
             "WORLD_SIZE": str(world),
             "BENCH_DEVICE": device,
@@ -70,7 +78,7 @@ def launch(
                 ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=env | of_rank))
             try:
                 _wait(ranks, time.monotonic() + timeout, timeout)
-            except WorkerError as error:  # closing communicators of NCCL can hang or fail
+            except WorkerError as error:  # closing NCCL communicators can hang or fail
                 if not Path(folder, "result").exists():
                     raise
                 print(f"{script.name}: {error}; rank 0 had written its result", file=sys.stderr)
@@ -87,17 +95,17 @@ def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float, timeout: float)
         codes = [process.poll() for process in ranks]
         for rank, code in enumerate(codes):
             if code:
-                raise WorkerError(f"rank {rank} ended with exit status {code}; its error is above")
+                raise WorkerError(f"rank {rank} ended with exit status {code}; see its error above")
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > deadline:
             running = [rank for rank, code in enumerate(codes) if code is None]
-            raise WorkerError(f"ranks {running} were still running after {timeout:g} s and were ended (--timeout)")
+            raise WorkerError(f"ranks {running} were still running after {timeout:g} s (--timeout) and were killed")
         time.sleep(0.1)
 
 
 def join() -> tuple[int, int]:
-    """Called in a rank: joins the group of all ranks, gloo's or on cards NCCL's, and returns (rank, world)."""
+    """Initialize the process group (NCCL on GPUs, otherwise gloo) and return (rank, world). Called on each rank."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     card = 0 if os.environ["BENCH_SHARE"] else rank
@@ -120,17 +128,17 @@ def join() -> tuple[int, int]:
 
 
 def on_card() -> bool:
-    """Called in a rank: whether it computes on a CUDA device."""
+    """Return whether this rank computes on a CUDA device."""
     return os.environ["BENCH_DEVICE"] == _device.CUDA
 
 
 def echoes() -> bool:
-    """Called in a rank: whether the other ranks are its echo."""
+    """Return whether this process plays all ranks."""
     return bool(os.environ["BENCH_ECHO"])
 
 
 def everyone(mine: torch.Tensor) -> torch.Tensor:
-    """Called in every rank: the ranks' tensors, on the CPU, along a new first dim."""
+    """Gather a tensor from all ranks. Return a CPU tensor with a new first dimension. Called on each rank."""
     if echoes():
         return mine[None]
     mine = mine.to(os.environ["BENCH_DEVICE"])
@@ -140,20 +148,20 @@ def everyone(mine: torch.Tensor) -> torch.Tensor:
 
 
 def answer(text: str) -> None:
-    """Called in rank 0: the result that `launch` returns."""
+    """Write the result that `launch` returns. Called on rank 0."""
     unfinished = Path(os.environ["BENCH_FOLDER"], "result.part")
     unfinished.write_text(text)
     unfinished.rename(unfinished.with_suffix(""))
 
 
 def leave() -> NoReturn:
-    """Called in every rank when all is done: ends the process without closing process groups.
+    """End the process without closing process groups. Called on each rank at the end.
 
-    Closing them can hang with NCCL, and with gloo the interpreter's exit can end in "terminate called without an
-    active exception" (pytorch#190489). Either would lose the result.
+    Closing them can hang with NCCL. With gloo, the interpreter's exit can end with "terminate called without an active
+    exception" (pytorch#190489). Both would lose the result.
     """
     dist.barrier()
-    if not echoes():  # else there is one process
+    if not echoes():  # otherwise there is only one process
         _wait_for_others(int(os.environ["WORLD_SIZE"]))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -161,8 +169,8 @@ def leave() -> NoReturn:
 
 
 def _wait_for_others(world: int) -> None:
-    # A rank that ends right after a barrier of NCCL can close its sockets before others have passed the barrier, which
-    # aborts them. So all of them confirm it first; in a file, because the process group may be a simulated one.
+    # A rank that ends right after an NCCL barrier can close its sockets before its peers have passed the barrier, which
+    # aborts them. So all ranks confirm it first. They use a file, because the process group may be simulated.
     store = dist.FileStore(os.path.join(os.environ["BENCH_FOLDER"], "leaving"), world)
     if store.add("passed", 1) == world:
         store.set("all", "")
@@ -170,6 +178,6 @@ def _wait_for_others(world: int) -> None:
 
 
 def _end_with_parent() -> None:
-    # The other end of stdin closes when the parent ends, also when it was killed.
+    # stdin is closed when the parent ends, even if it was killed.
     os.read(0, 1)
     os._exit(3)

@@ -1,4 +1,4 @@
-"""Live bytes of a program under fake tensors: storages that exist, with the sizes to which they were resized."""
+"""Count the live bytes of a program under fake tensors: existing storages with their current sizes."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operators have made, until they are freed.
+    """Counts the bytes of all storages that operators create, until they are freed.
 
     Attributes:
-        now: bytes that live.
-        peak: the most so far; set it to `now` to look for the peak of what follows.
+        now: live bytes.
+        peak: peak of live bytes so far. Set it to `now` to reset it.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def see(self, tensor: torch.Tensor) -> None:
-        """A tensor exists: count its storage, or those of its inner tensors."""
+        """Count the storage of a tensor, or those of its inner tensors."""
         if hasattr(tensor, "__tensor_flatten__"):
             names, _ = tensor.__tensor_flatten__()
             for name in names:
@@ -57,7 +57,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator["LiveBytes"]:
-        """Count what happens in this context, `resize_` of storages as well."""
+        """Count storages in this context, including `resize_`."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:

@@ -1,4 +1,4 @@
-"""One rank of `figures.py`, losses: the demo's training (`tutorials/01_train_gpt.py`), step by step."""
+"""One rank of `figures.py`, part `losses`: train the demo (`tutorials/01_train_gpt.py`) and return all losses."""
 
 import math
 import os
@@ -11,12 +11,12 @@ import _engines
 from _models import GPTBlock, tutorial
 from _step_worker import run
 
-# The demo's own code shards; what is compiled is compiled as by `_engines.build`.
+# The demo's own code shards the model. Models are compiled as in `_engines.build`.
 STRATEGIES = {"single": "none", "ours": "zero3", "fsdp2": "fsdp2"}
 
 
 def measure(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
-    """The mean loss of all ranks in each step; a step is of the same windows of text whatever the number of ranks."""
+    """Return the mean loss of all ranks in each step. The data do not depend on the number of ranks."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(os.environ["BENCH_FOLDER"], "compiled"))
     demo = tutorial("01_train_gpt")
     name = settings["engine"]
@@ -37,7 +37,7 @@ def measure(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     if name.endswith(_engines.PLACED):
         model = _engines.placed(model, settings["backend"])
     position = demo.begin(options)
-    position.next_evaluation = math.inf  # none: what is compiled would be compiled for it again
+    position.next_evaluation = math.inf  # no evaluation, which would compile the model again
     history = demo.train(model, optimizer, demo.load_corpus(), options, device, position)
     return {"losses": [moment.loss for moment in history], "seconds": history[-1].seconds}
 

@@ -1,4 +1,4 @@
-"""One process of `memory.py`: the bytes of a step by kind or on a card, or the resident memory of a rank."""
+"""One process of `memory.py`: bytes of a step by type, GPU memory of a step, or resident memory of a rank."""
 
 import json
 import sys
@@ -31,11 +31,11 @@ WARM_STEPS = 2
 
 
 class Checkpointed(GPTBlock):  # type: ignore[misc, valid-type]
-    """A block that keeps its input alone and runs again in backward.
+    """A block with activation checkpointing.
 
     Attributes:
-        place: which block of the model it is.
-        backward: whether backward runs now, for all of them.
+        place: index of the block.
+        backward: whether backward is running (for all blocks).
     """
 
     place: int
@@ -54,13 +54,13 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def addresses(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Where the memory of these tensors begins."""
+    """Return the addresses of the storages of these tensors."""
     return [local(tensor).untyped_storage().data_ptr() for tensor in tensors if tensor is not None]
 
 
 @contextmanager
 def replaced(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Within, calls of `owner.name` go to `around`, with the function itself as the first argument."""
+    """Replace `owner.name` by `around`, which gets the original function as its first argument."""
     original = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -76,13 +76,13 @@ def replaced(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None
 def note_gradients(
     reduce: Callable[..., Any], of: Any, gradients: Sequence[Tensor | None], *args: Any, **kwargs: Any
 ) -> Any:
-    """Notes the gradients that are about to be reduced."""
+    """Note the gradients before they are reduced."""
     _kinds.note(_kinds.GRADIENTS, addresses(gradients))
     return reduce(of, gradients, *args, **kwargs)
 
 
 def note_lease(lease: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Notes for what a slot of the pool is leased: the caller's file tells."""
+    """Note the purpose of a leased slot, which depends on the caller's file."""
     slot = lease(*args, **kwargs)
     frame = sys._getframe(2)
     while frame.f_code.co_filename.endswith("_memory/pool.py") and frame.f_back is not None:
@@ -94,14 +94,14 @@ def note_lease(lease: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def note_release(release: Callable[..., Any], pool: Any, slot: Any, *args: Any, **kwargs: Any) -> Any:
-    """Notes that a slot of the pool is free."""
+    """Note that a slot of the pool is free."""
     _kinds.note(_kinds.FREE, [slot.begin])
     return release(pool, slot, *args, **kwargs)
 
 
 @contextmanager
 def noting(engine: str) -> Iterator[None]:
-    """Within, the runtime's use of memory leaves notes where a stack alone would not tell."""
+    """Add notes to the profile for uses of memory that cannot be recognized from the stack."""
     if not engine.startswith("ours"):
         with replaced(_fsdp_param_group, "foreach_reduce", note_gradients):
             yield
@@ -118,7 +118,7 @@ def noting(engine: str) -> Iterator[None]:
 
 
 def checkpointed(settings: dict[str, Any]) -> nn.Module:
-    """The model under the engine: made without memory, sharded, then given memory with arbitrary content."""
+    """Build the model on the meta device, shard it, and allocate it without initialization."""
     config = replace(SIZES[settings["size"]], context=settings["context"])
     with torch.device("meta"):
         model = GPT(config)
@@ -133,10 +133,10 @@ def checkpointed(settings: dict[str, Any]) -> nn.Module:
 
 
 def live(settings: dict[str, Any]) -> dict[str, Any]:
-    """Bytes of each kind at the peaks of a step, of rank 0 in a world whose collectives do nothing."""
+    """Return the bytes of each type at the peaks of a step, on rank 0 with collectives that do nothing."""
     warnings.filterwarnings(
         "ignore", message="The .grad attribute of a Tensor that is not a leaf"
-    )  # the profiler looks
+    )  # the profiler reads .grad
     _noop.init(settings["simulated"])
     with (
         profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=True) as watched,
@@ -163,9 +163,9 @@ def live(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def card(settings: dict[str, Any]) -> dict[str, Any]:
-    """Bytes that torch has given out on the card at most in a step, of rank 0 in a world whose collectives do nothing.
+    """Return the peak of allocated GPU memory in a step, in bytes, on rank 0 with collectives that do nothing.
 
-    Beside them what the engine itself counts: ours knows the bytes of its pool and what its plan foretells.
+    For ours, also return the bytes of the pool and the peak that the plan predicts.
     """
     _device.select(settings["device"])
     _noop.init(settings["simulated"])
@@ -188,9 +188,9 @@ def card(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def resident(settings: dict[str, Any]) -> dict[str, Any]:
-    """Bytes by which a rank grows at most in steps with SGD, from before it has a model.
+    """Return the peak memory of a rank in steps with SGD, in bytes, above its memory before the model.
 
-    Those of the process, or on a card what torch's allocator has taken from it.
+    This is resident memory, or on a GPU the memory that torch's allocator reserved.
     """
     rank, world = _launch.join()
     mesh = init_device_mesh(settings["device"], (world,))
@@ -200,7 +200,7 @@ def resident(settings: dict[str, Any]) -> dict[str, Any]:
     if _launch.on_card():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    measured = _process.forget_peak()  # the unsharded model that it was made from counts no more
+    measured = _process.forget_peak()  # exclude the memory of the unsharded model
     for step in range(settings["steps"]):
         side.gradients(batch(settings["size"], settings["batch"], rank, step).to(settings["device"]))
         side.optimizer.step()

@@ -1,4 +1,4 @@
-"""The models that the benchmarks run."""
+"""The models of the benchmarks."""
 
 import importlib
 import sys
@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 class TinyBlock(nn.Module):
-    """Residual block of six parameters, each `width` long in dim 0.
+    """A residual block with six parameters, each of size `width` in dim 0.
 
-    A world whose size divides `width` needs no padding.
+    If the world size divides `width`, parameters need no padding.
     """
 
     def __init__(self, width: int) -> None:
@@ -28,7 +28,7 @@ class TinyBlock(nn.Module):
 
 
 class ChainBlock(nn.Module):
-    """`count` parameters of length `width`, added to the input one after the other."""
+    """A block that adds `count` parameters of length `width` to its input."""
 
     def __init__(self, width: int, count: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class ChainBlock(nn.Module):
 
 
 class TinyStack(nn.Module):
-    """Tiny blocks, or chains of `per_block` parameters, and a norm that belongs to the root."""
+    """Tiny blocks, or blocks of `per_block` parameters, and a norm in the root group."""
 
     def __init__(self, blocks: int, width: int, per_block: int | None = None) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class TinyStack(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """A block of GPT-2 (Radford et al., 2019), of twelve parameters: norms and projections, each with a bias."""
+    """A block of GPT-2 (Radford et al., 2019) with twelve parameters: norms and projections with biases."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class GPT2Block(nn.Module):
 
 
 class GPT2Stack(nn.Module):
-    """Blocks of GPT-2, and a norm that belongs to the root."""
+    """Blocks of GPT-2, and a norm in the root group."""
 
     def __init__(self, blocks: int, width: int, heads: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class GPT2Stack(nn.Module):
 
 
 def tutorial(name: str) -> ModuleType:
-    """A module of the tutorials: one model, and one training, for what is shown and what is measured."""
+    """Import a module of the tutorials, so that benchmarks use the same model and training loop."""
     folder = str(Path(__file__).parents[1] / "tutorials")
     if folder not in sys.path:
         sys.path.append(folder)
@@ -105,14 +105,14 @@ GPTConfig = _gpt.GPTConfig
 
 
 class _CheckpointedBlock(_gpt.Block):  # type: ignore[name-defined, misc]
-    """A block that keeps its inputs alone until backward, and computes the rest again there."""
+    """A block with activation checkpointing."""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Let every block of a GPT be an activation checkpoint, inside of what shards it."""
+    """Use activation checkpointing for every block of a GPT. Call this before sharding."""
     for module in model.modules():
         if isinstance(module, GPTBlock):
             module.__class__ = _CheckpointedBlock

@@ -1,14 +1,13 @@
-"""A process-group backend that does nothing: every collective answers "done" and touches no data.
+"""A process group backend that does nothing: every collective returns immediately and leaves its output unchanged.
 
     import _noop
-    _noop.init(world_size=64)           # this one process is rank 0 of a simulated world
+    _noop.init(world_size=64)           # this process is rank 0 of a simulated world
 
-Host cost alone is left to measure: torch's own fake group copies its input into one chunk per rank,
-which at world 512 is what a benchmark of host cost would then measure. What the collectives
-"receive" is whatever the output held before.
+It measures only host time. torch's own fake group copies the input into one chunk per rank, which would dominate at
+world 512.
 
-Torch does not know this backend, and on such ones our engine calls torch's public functions, as FSDP2 does. Here it
-takes what it has for known backends such as nccl: that is what is measured.
+On unknown backends our engine would use torch's public functions, like FSDP2. `init` selects the transport that it
+uses on known backends such as NCCL, because that is what the benchmarks measure.
 """
 
 import os
@@ -25,7 +24,7 @@ from torch.futures import Future
 
 NAME = "noop"
 
-# Collectives whose caller may look at nothing but "done": they share one completed Work.
+# Collectives whose future has no value. They share one completed Work.
 _PLAIN = (
     "_allgather_base",
     "all_gather_single",
@@ -50,20 +49,20 @@ _PLAIN = (
     "send",
     "_reduce_scatter_base",
 )
-# Collectives whose future is read for its value (DDP's reducer takes the reduced tensors from it).
+# Collectives whose future has a value: DDP's reducer reads the reduced tensors from it.
 _VALUED = ("allreduce", "allreduce_coalesced", "broadcast")
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective as it was called on the process group, with stand-ins for its tensors."""
+    """One recorded call of a collective, with placeholders for its tensors."""
 
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def nbytes(self) -> int:
-        """Bytes of all tensors among the arguments."""
+        """Return the bytes of all tensors in the arguments."""
         return sum(t.numel() * t.element_size() for t in _tensors([self.args, list(self.kwargs.values())]))
 
 
@@ -76,9 +75,9 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def _stand_in(value: Any) -> Any:
-    """The value with each tensor replaced by one of its shape and dtype.
+    """Replace each tensor by an expanded scalar with the same shape and dtype.
 
-    A record must not keep an engine's buffers alive.
+    A recorded call must not keep an engine's buffers alive.
     """
     if isinstance(value, torch.Tensor):
         return torch.empty((), dtype=value.dtype).expand(value.shape)
@@ -92,7 +91,7 @@ def _call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
 
 
 def _done(value: object = None) -> dist.Work:
-    # A future refuses tensors of devices that it was not told of.
+    # A future accepts only tensors on the devices that it was created with.
     future: Future[Any] = Future(devices=[*{t.device for t in _tensors(value) if t.is_cuda}])  # type: ignore[arg-type]
     future.set_result(value)
     return _create_work_from_future(future)
@@ -101,7 +100,7 @@ def _done(value: object = None) -> dist.Work:
 class NoopGroup(dist.ProcessGroup):
     """A process group of any size in one process.
 
-    `calls` records the collectives while `recording()` is active.
+    `calls` contains the recorded collectives while `recording()` is active.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -110,7 +109,7 @@ class NoopGroup(dist.ProcessGroup):
         self.done = _done()
         self._label = {"name": "", "desc": ""}
 
-    # torch's C++ side looks these up by name; its own forms ask a C++ backend, and here is none.
+    # torch's C++ code calls these methods by name. The default implementations need a C++ backend.
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
 
@@ -127,7 +126,7 @@ class NoopGroup(dist.ProcessGroup):
         self._label["desc"] = desc
 
     def _get_backend(self, _device: torch.device) -> "NoopGroup":
-        return self  # who asks wants its name
+        return self  # callers only read its name
 
     def _start_coalescing(self, device: torch.device) -> None:
         pass
@@ -172,29 +171,29 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Noop
 
 
 def register() -> None:
-    """Makes the backend known to torch.distributed; a second call does nothing."""
+    """Register the backend with torch.distributed, unless it is registered."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
 
 
 def init(world_size: int, rank: int = 0) -> None:
-    """Starts the default process group as `rank` of a world of `world_size` simulated ranks."""
+    """Initialize the default process group as `rank` of `world_size` simulated ranks."""
     register()
     os.environ.setdefault("COMPOSABLE_SHARD_TRANSPORT", "direct")
     dist.init_process_group(NAME, store=dist.HashStore(), rank=rank, world_size=world_size)
 
 
 def shutdown() -> None:
-    """Ends the default process group and forgets every group of it."""
+    """Destroy the default process group and forget all groups."""
     dist.destroy_process_group()
     _groups.clear()
 
 
 @contextmanager
 def recording() -> Iterator[list[tuple[NoopGroup, Call]]]:
-    """Collects the collectives that any no-op group is asked for, in order within each group.
+    """Record the collectives of all no-op groups, in order within each group.
 
-    The list is filled when the context ends, and `replay` can make the same calls again.
+    The list is filled when the context ends. `replay` repeats these calls.
     """
     found: list[tuple[NoopGroup, Call]] = []
     for group in _groups:
@@ -208,9 +207,6 @@ def recording() -> Iterator[list[tuple[NoopGroup, Call]]]:
 
 
 def replay(calls: list[tuple[NoopGroup, Call]]) -> None:
-    """Makes the recorded calls again, directly on their groups, and waits for each.
-
-    These are the bare collectives of a step.
-    """
+    """Repeat the recorded calls directly on their groups, and wait for each: the bare collectives of a step."""
     for group, call in calls:
         getattr(group, call.name)(*call.args, **call.kwargs).wait()

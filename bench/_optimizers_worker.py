@@ -1,10 +1,9 @@
-"""Muon on sharded matrices, by each side: what the ranks of `optimizers.py` run, and what its fabric runs.
+"""Muon on sharded matrices, for the ranks and the simulated network of `optimizers.py`. Implementations:
 
-owner      `cs.optim.owned`, state with the owners
-shards     `cs.optim.owned`, state as shards
-gathered   momentum in shards; every rank gathers each update, one ahead of the one that it computes, computes all of
-           them, and takes its rows
-dtensor    `torch.optim.Muon` on the DTensors as they are: DTensor communicates in each product
+owner      `cs.optim.owned`, optimizer state at the owners
+shards     `cs.optim.owned`, sharded optimizer state
+gathered   momentum is sharded; every rank gathers all updates (one is prefetched), computes all, and uses its rows
+dtensor    `torch.optim.Muon` on DTensors, which communicate in each product
 """
 
 import json
@@ -23,13 +22,13 @@ import composable_shard as cs
 
 SIDES = ("owner", "shards", "gathered", "dtensor")
 LR, MOMENTUM = 0.02, 0.95
-STEPS = 5  # of Newton-Schulz
+STEPS = 5  # steps of Newton-Schulz
 A, B, C = 3.4445, -4.7750, 2.0315
-GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch's newer name, or the older
+GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # newer or older name
 
 
 def matrices_of(width: int, layers: int) -> nn.Module:
-    """The matrices of a decoder: attention of four, and a gated feed-forward of three, a layer."""
+    """Return the matrices of a decoder: per layer four of attention and three of a gated feed-forward."""
     hidden = 8 * width // 3 // 64 * 64
     block = [(width, width)] * 4 + [(hidden, width)] * 2 + [(width, hidden)]
     return nn.Sequential(
@@ -38,7 +37,7 @@ def matrices_of(width: int, layers: int) -> nn.Module:
 
 
 def orthogonal(update: torch.Tensor) -> torch.Tensor:
-    """Newton-Schulz in bfloat16, as in `torch.optim.Muon`."""
+    """Orthogonalize an update by Newton-Schulz in bfloat16, as in `torch.optim.Muon`."""
     x = update.bfloat16()
     tall = x.size(0) > x.size(1)
     x = x.T if tall else x
@@ -50,17 +49,17 @@ def orthogonal(update: torch.Tensor) -> torch.Tensor:
 
 
 def flops(shape: Sequence[int]) -> float:
-    """Of `orthogonal`."""
+    """Return the floating-point operations of `orthogonal`."""
     short, long = sorted(shape)
     return STEPS * (4.0 * short * short * long + 2.0 * short**3)
 
 
 class Gathered(torch.optim.Optimizer):
-    """Muon that gathers updates on every rank.
+    """Muon that gathers all updates on every rank.
 
     Args:
-        params: sharded along dim 0, evenly.
-        compute: makes an update orthogonal.
+        params: parameters, evenly sharded along dim 0.
+        compute: orthogonalizes an update.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -102,7 +101,7 @@ class Gathered(torch.optim.Optimizer):
 
 
 def optimizer_of(side: str, model: nn.Module, bucket_bytes: int) -> torch.optim.Optimizer:
-    """The optimizer of a side, for a sharded model."""
+    """Create the optimizer of an implementation for a sharded model."""
     if side == "gathered":
         return Gathered(list(model.parameters()), orthogonal)
     if side == "dtensor":
@@ -114,19 +113,19 @@ def optimizer_of(side: str, model: nn.Module, bucket_bytes: int) -> torch.optim.
 
 
 def with_gradients(width: int, layers: int) -> nn.Module:
-    """A sharded model whose parameters have gradients."""
+    """Build a sharded model whose parameters have gradients."""
     torch.manual_seed(0)
     model = matrices_of(width, layers)
     for layer in model:
         cs.fully_shard(layer)
     cs.fully_shard(model)
     for param in model.parameters():
-        param.grad = param.detach().clone()  # as good as any other
+        param.grad = param.detach().clone()  # the values do not matter
     return model
 
 
 def seconds_of(step: Callable[[], Any]) -> float:
-    """Wall time of the slowest rank, from a common barrier."""
+    """Return the wall time of `step` on the slowest rank in seconds, after a barrier."""
     dist.barrier()
     begin = time.perf_counter()
     step()
@@ -143,7 +142,7 @@ def main() -> None:
     for number in range(settings["rounds"] + 1):
         for side in [*sides[number % len(sides) :], *sides[: number % len(sides)]]:
             seconds = seconds_of(optimizers[side].step)
-            if number:  # the first one makes state
+            if number:  # the first round creates optimizer state
                 rounds[side].append(seconds)
     sent = {side: torch.tensor([getattr(optimizers[side], "sent_bytes", -1)]) for side in sides}
     of_ranks = {side: _launch.everyone(each).flatten().tolist() for side, each in sent.items()}

@@ -1,7 +1,7 @@
-"""The least exposed communication that any schedule within a budget can have: what `ours-auto` is compared with.
+"""Compute the least exposed communication of any schedule within a budget, for comparison with `ours-auto`.
 
-The search of the package (`Optimum`) takes a few states and the choices that the engine has. Here nothing is left out,
-all sets of kept groups are tried, and more may be chosen than the engine can do.
+The search of the package (`Optimum`) is limited to the most promising states and to the engine's choices. The search
+here is exhaustive: it tries all sets of kept groups, and allows choices that the engine does not have.
 """
 
 import itertools
@@ -13,9 +13,9 @@ from composable_shard._plan.simulation import Sizes, Times
 
 
 class Anywhere(Optimum):
-    """Gathers may also be issued right before a reduction, and reductions be waited for where an event begins.
+    """A search that may also issue gathers right before a reduction, and wait for reductions where an event begins.
 
-    Any number of reductions may be in flight.
+    It allows any number of reductions in flight.
     """
 
     def _on_demand(
@@ -44,12 +44,12 @@ def sets_to_keep(
     budget: int | None,
     always: Collection[str] = (),
 ) -> list[tuple[str, ...]]:
-    """The sets of groups whose weights fit into the budget together, those first that save most gather time.
+    """Return the sets of groups whose parameters fit into the budget, sorted by saved gather time, largest first.
 
     Args:
         steps, sizes, times: as for `Optimum`.
-        budget: bytes; None for no limit.
-        always: groups that are in each set.
+        budget: bytes; None: no limit.
+        always: groups that are in every set.
     """
     order = [step.fqn for step in forward_order(steps)]
     stays = {step.fqn for step in steps if step.is_root} | set(always)
@@ -71,12 +71,12 @@ def least_exposed(
     known: float,
     always: Collection[str] = (),
 ) -> float:
-    """The least seconds that any schedule within the budget leaves exposed, for any kept groups (see `Anywhere`).
+    """Return the least exposed communication of any schedule within the budget, in seconds (see `Anywhere`).
 
     Args:
-        steps, sizes, times, budget: as for `Optimum`; a dozen groups take seconds.
-        known: seconds that some schedule reaches.
-        always: groups that must be kept.
+        steps, sizes, times, budget: as for `Optimum`. The search takes seconds for a dozen groups.
+        known: exposed communication of a known schedule, in seconds: an upper bound.
+        always: groups that must stay gathered.
     """
     best = known
     for kept in sets_to_keep(steps, sizes, times, budget, always):

@@ -1,4 +1,4 @@
-"""One rank of `planner.py`: the machine as it is measured, and bytes and seconds of steps of real models."""
+"""One rank of `planner.py`: measure the machine, and memory and time of real steps."""
 
 import json
 import statistics
@@ -38,16 +38,16 @@ class Job:
         self.optimizer.zero_grad()
 
     def bytes(self) -> int:
-        """Most bytes of storages in a step."""
+        """Return the peak of the bytes of all storages in a step."""
         with LiveBytes() as counter:
             counter.note(self.model.parameters())
-            for _ in range(2):  # the first one makes what was there before known
+            for _ in range(2):  # the first step registers storages that already exist
                 counter.reset()
                 self.step()
         return counter.peak
 
     def seconds(self) -> float:
-        """Of a step, of the slowest rank."""
+        """Return the time of a step on the slowest rank, in seconds."""
         dist.barrier()
         begin = time.perf_counter()
         self.step()
@@ -56,7 +56,7 @@ class Job:
 
 
 def machine_of(rank: int, world: int) -> str:
-    """As `measure-links` would write it down now."""
+    """Measure the machine now, like `measure-links`. Return JSON."""
     place = Place(rank, world, rank, world)
     return measure(place, torch.device("cpu"), Settings(), None, lambda *_: None).machine.to_json()
 

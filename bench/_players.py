@@ -1,7 +1,7 @@
-"""Processes that take turns: each holds one implementation, and only the process that was called works.
+"""Processes that take turns. Each runs one implementation, and only one works at a time.
 
-Implementations in one process are not independent: hooks, garbage and memory that one leaves behind change the figures
-of the others. Taking turns lets whatever else the machine does affect all of them alike.
+Implementations in the same process would affect each other by hooks, garbage and memory. Because processes take turns,
+other load on the machine affects all of them alike.
 """
 
 import contextlib
@@ -10,15 +10,15 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-END_S = 30  # in which a process closes what it holds, before it is killed
+END_S = 30  # time for a process to end before it is killed
 
 
 class Player:
-    """A process that builds an object, and calls methods of it on request.
+    """A process that builds an object and calls its methods on request.
 
     Args:
-        name: for the message if the process fails.
-        make: builds the object. It and its arguments are pickled. The object may have a method `close`, which is called
+        name: name of the process in error messages.
+        make: builds the object. `make` and its arguments are pickled. If the object has a method `close`, it is called
             before the process ends.
     """
 
@@ -40,7 +40,7 @@ class Player:
             self._process.kill()
 
     def ready(self) -> None:
-        """Wait until the object has been built; once, before the first call.
+        """Wait until the object is built. Call this once, before the first `call`.
 
         Raises:
             SystemExit: the process ended.
@@ -48,12 +48,12 @@ class Player:
         self._receive()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the object and wait for what it returns.
+        """Call a method of the object and return its result.
 
         Raises:
             SystemExit: the process ended.
         """
-        with contextlib.suppress(OSError):  # the process has closed its end: `_receive` raises
+        with contextlib.suppress(OSError):  # the process has ended; `_receive` raises
             self._connection.send((method, arguments))
         return self._receive()
 
@@ -64,7 +64,7 @@ class Player:
             self._process.join(END_S)
             raise SystemExit(
                 f"the process of {self._name} ended with status {self._process.exitcode}; "
-                "if it raised an error, that is above"
+                "if it raised an error, see above"
             ) from None
 
 
@@ -75,7 +75,7 @@ def _play(connection: Connection, make: Callable[..., Any], arguments: tuple[Any
         while True:
             try:
                 method, of_method = connection.recv()
-            except EOFError:  # the parent closed its end, or ended
+            except EOFError:  # the parent closed the connection or ended
                 return
             connection.send(getattr(played, method)(*of_method))
     finally:

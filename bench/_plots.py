@@ -1,6 +1,6 @@
-"""Charts of the benchmarks' figures, from their JSON files.
+"""Draw charts of the benchmarks' figures from their JSON files.
 
-python bench/_plots.py bench/results/memory-cpu-torch2.13.json      # leaves a PNG beside it
+python bench/_plots.py bench/results/memory-cpu-torch2.13.json      # writes a PNG next to the JSON file
 """
 
 import json
@@ -24,9 +24,9 @@ Results = list[dict[str, Any]]
 
 @dataclass
 class Panel:
-    """A bar chart: a cluster of bars for each group, with a bar, or when stacked a layer, for each series.
+    """A bar chart with a cluster of bars per group, and a bar (or a layer, if stacked) per series.
 
-    A figure is a number or a median with its quartiles, which become whiskers.
+    A figure is a number, or a median with quartiles, which are drawn as whiskers.
     """
 
     title: str
@@ -42,7 +42,7 @@ class Panel:
         groups, series = (list(dict.fromkeys(key[i] for key in self.figures)) for i in (0, 1))
         width = 0.8 if self.stacked else 0.8 / max(len(series), 1)
         floor = dict.fromkeys(groups, 0.0)
-        axes.use_sticky_edges = False  # leaves room above the highest bar
+        axes.use_sticky_edges = False  # add a margin above the highest bar
         for i, name in enumerate(series):
             shown = [group for group in groups if (group, name) in self.figures]
             middles, down, up = zip(*(_whiskers(self.figures[group, name]) for group in shown), strict=True)
@@ -74,7 +74,7 @@ def _lowest(figures: dict[tuple[str, str], Any]) -> float:
 
 @dataclass
 class Curves:
-    """Lines over the numbers of steps; where they should lie on one another the first is the widest."""
+    """A line chart over steps. If lines should be equal (`alike`), earlier ones are wider, so that all are visible."""
 
     title: str
     unit: str
@@ -92,10 +92,10 @@ class Curves:
 
 
 def overhead(results: Results) -> Iterable[Panel]:
-    added = Panel("Host time that the runtime adds", "us per module and step")
-    device = Panel("From first kernel to last", "us per module and step")
-    param = Panel("The same for each parameter", "us per parameter and step")
-    growth = Panel("Per module, among more of them", "over the first number of blocks")
+    added = Panel("Added host time", "us per module and step")
+    device = Panel("First kernel to last kernel", "us per module and step")
+    param = Panel("Added host time per parameter", "us per parameter and step")
+    growth = Panel("Added host time by number of blocks", "over the first number of blocks")
     grows = len({r["blocks"] for r in results}) > 1
     for r in results:
         group = f"world {r['world']}\n{r['blocks']} x {r['per_group']}"
@@ -107,12 +107,12 @@ def overhead(results: Results) -> Iterable[Panel]:
     return added, param, growth, device
 
 
-# The engines that the picture shows, of all that were measured.
+# The engines in the chart.
 OVERLAPPING = ("ours", "ours-auto", "ours-auto-whole", "ours-compiled", "fsdp2", "no order can")
 
 
 def overlap(results: Results) -> Iterable[Panel]:
-    """What is left exposed where streams wait, a panel for each model: there FSDP2 hides communication, too."""
+    """Exposed communication on the streams clock, on which FSDP2 overlaps communication too. One panel per model."""
     models = list(dict.fromkeys(r["model"] for r in results))
     panels = {model: Panel(f"Exposed communication, {model}", "over FSDP2's") for model in models}
     for r in results:
@@ -122,8 +122,8 @@ def overlap(results: Results) -> Iterable[Panel]:
 
 
 def step(results: Results) -> Iterable[Panel]:
-    wall = Panel("Time of a step", "over FSDP2's")
-    beyond = Panel("Beyond the unsharded model's time", "over FSDP2's")
+    wall = Panel("Step time", "over FSDP2's")
+    beyond = Panel("Step time beyond the unsharded model's", "over FSDP2's")
     for r in results:
         wall.add(r["size"], r["engine"], r["wall_ratio"])
         beyond.add(r["size"], r["engine"], r["wall_beyond"])
@@ -131,9 +131,9 @@ def step(results: Results) -> Iterable[Panel]:
 
 
 def compiled(results: Results) -> Iterable[Panel]:
-    wall = Panel("Time of a step", "over compiled FSDP2's")
+    wall = Panel("Step time", "over compiled FSDP2's")
     compiling = Panel("Time to compile", "over the unsharded model's")
-    live = Panel("Live bytes beyond the parameters", "over compiled FSDP2's")
+    live = Panel("Peak of live bytes without parameters", "over compiled FSDP2's")
     for r in results:
         if "wall_ms" in r:
             wall.add(r["size"], r["engine"], r["wall_ratio"])
@@ -146,11 +146,11 @@ def compiled(results: Results) -> Iterable[Panel]:
 
 def memory(results: Results) -> Iterable[Panel]:
     panels: dict[str, Panel] = {}
-    resident = Panel("Growth of a rank", "MB")
+    resident = Panel("Growth of a rank's memory", "MB")
     sums = {"runtime": ("the runtime", _kinds.RUNTIME), "total": ("all bytes", _kinds.KINDS)}
     for r in results:
         if "peak" in r:
-            title = f"{r['size']}, world {r['world']}: peak on the card"
+            title = f"{r['size']}, world {r['world']}: peak on the GPU"
             panels.setdefault(title, Panel(title, "MB")).add(r["engine"], "peak", r["peak"] / 1e6)
             continue
         if "resident_mb" in r:
@@ -166,19 +166,19 @@ def memory(results: Results) -> Iterable[Panel]:
 
 def figures(results: Results) -> Iterable[Panel | Curves]:
     titles = {
-        "step_ms": ("Time of a step", "ms"),
+        "step_ms": ("Step time", "ms"),
         "peak_mb": ("Peak memory", "MB"),
         "start_s": ("Start-up", "s"),
         "tokens_s": ("Speed", "tokens / s"),
         "communication": ("Share of communication", "of a step"),
-        "write_s": ("Checkpoint written", "s"),
-        "read_s": ("Checkpoint read", "s"),
+        "write_s": ("Checkpoint save", "s"),
+        "read_s": ("Checkpoint load", "s"),
     }
     panels = {key: Panel(*title) for key, title in titles.items()}
-    regimes = Panel("A step by regime: tokens a rank, Gb/s", "over FSDP2's")
-    waits = Panel("Share of communication by regime", "of a step")
-    losses = Curves("The demo's losses", "nats a byte", alike=True)
-    apart = Curves("The demo's losses, apart from FSDP2's", "relatively")
+    regimes = Panel("Step time by regime: tokens per rank, Gb/s", "over FSDP2's")
+    waits = Panel("Exposed communication by regime", "share of a step")
+    losses = Curves("Losses of the demo", "nats per byte", alike=True)
+    apart = Curves("Difference of losses to FSDP2's", "relative")
     living = [r for r in results if "runtime" in r]
     for r in results:
         for key, figure in r.get("figures", {}).items():
@@ -196,16 +196,16 @@ def figures(results: Results) -> Iterable[Panel | Curves]:
 
 
 def qlora(results: Results) -> Iterable[Panel]:
-    """Over each base the engines beside each other: an engine that has failed there has no bar."""
+    """Compare the engines for each base. An engine that failed has no bar."""
     titles = {
         "peak_mb": ("Peak memory", "MB"),
-        "kept_mb": ("Kept between two steps", "MB"),
+        "kept_mb": ("Memory between steps", "MB"),
         "start_s": ("Start-up", "s"),
         "tokens_s": ("Speed", "tokens / s"),
         "communication": ("Share of communication", "of a step"),
-        "received_mb": ("Received in a step", "MB"),
-        "write_s": ("Adapters written", "s"),
-        "read_s": ("Adapters read", "s"),
+        "received_mb": ("Received per step", "MB"),
+        "write_s": ("Save of adapters", "s"),
+        "read_s": ("Load of adapters", "s"),
     }
     panels = {key: Panel(*title) for key, title in titles.items()}
     for r in results:
@@ -214,12 +214,16 @@ def qlora(results: Results) -> Iterable[Panel]:
     return panels.values()
 
 
+OPERATIONS = {"steps beside": "Steps during a save", "dcp reads": "Load with DCP", "blocked": "Blocked by a save"}
+
+
 def checkpoint(results: Results) -> Iterable[Panel]:
-    """Seconds of saves and loads, for each model and number of tensors."""
+    """Times of saves and loads, for each model and number of tensors."""
     panels: dict[str, Panel] = {}
     for r in results:
         if "operation" in r:
-            panel = panels.setdefault(r["operation"], Panel(r["operation"].capitalize(), "s"))
+            title = OPERATIONS.get(r["operation"], r["operation"].capitalize())
+            panel = panels.setdefault(r["operation"], Panel(title, "s"))
             panel.add(f"{r['model']}, {r['tensors']} tensors", r["who"], r["seconds"])
     return panels.values()
 
@@ -237,7 +241,7 @@ PANELS: dict[str, Callable[[Results], Iterable[Panel | Curves]]] = {
 
 
 def plot(path: Path) -> Path:
-    """Draws the figures of a JSON file; returns the PNG's path, which lies beside it."""
+    """Draw the figures of a JSON file. Return the path of the PNG next to it."""
     document = json.loads(path.read_text())
     panels = [panel for panel in PANELS[document["benchmark"]](document["results"]) if panel.figures]
     columns = min(len(panels), 2 if document["benchmark"] in ("memory", "overlap") else 3)

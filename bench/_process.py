@@ -1,4 +1,4 @@
-"""The resident memory of this process, as Linux tells it."""
+"""Resident memory of this process on Linux."""
 
 import ctypes
 from pathlib import Path
@@ -7,13 +7,13 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def resident(key: str = "VmRSS") -> int:
-    """Bytes that are resident now, or with "VmHWM" the most since `forget_peak`."""
+    """Return the resident memory in bytes, or with "VmHWM" its peak since `forget_peak`."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(key))
     return 1024 * int(line.split()[1])
 
 
 def forget_peak() -> bool:
-    """Gives free memory back and lets VmHWM start anew; False where the system cannot."""
+    """Return free memory to the system and reset VmHWM. Return False if the system does not support it."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
         CLEAR.write_text("5")

@@ -1,4 +1,4 @@
-"""cProfile of a steady step, per module and step."""
+"""Print a cProfile of a step after warm-up, per module and step."""
 
 import cProfile
 import pstats
@@ -18,12 +18,12 @@ _Key = tuple[str, int, str]  # file ("~" for a built-in), line, function
 
 
 def print_profile(step: Callable[[], None], clear: Callable[[], None], *, modules: int, sort: str, lines: int) -> None:
-    """Prints the functions in which `step` spends its time, and the files.
+    """Print the functions and files in which `step` spends its time.
 
-    cProfile costs about a microsecond a call: compare lines with each other, not their sum with
-    the figure that `overhead.py` measures.
+    cProfile adds about a microsecond per call. So compare lines with each other only, not their sum with the figure of
+    `overhead.py`.
     """
-    profile = cProfile.Profile(time.thread_time)  # wall time would count what other processes do
+    profile = cProfile.Profile(time.thread_time)  # wall time would include other processes
     for _ in range(STEPS):
         profile.enable()
         step()
@@ -38,12 +38,12 @@ def print_profile(step: Callable[[], None], clear: Callable[[], None], *, module
     entries.sort(key=lambda e: e[0 if sort == "own" else 1], reverse=True)
     whole = sum(e[0] for e in entries)
     _report.table(
-        f"Profile per module and step ({whole:.0f} us under the profiler)",
+        f"Profile per module and step ({whole:.0f} us with the profiler)",
         ("function", "own, us", "total, us", "calls"),
         [(where, f"{own:.1f}", f"{total:.1f}", f"{n:.2f}") for own, total, n, where in entries[:lines]],
     )
     _report.table(
-        "Own time by file, built-in functions counted with their caller's file",
+        "Own time by file; built-in functions count for the file of their caller",
         ("file", "own, us"),
         [(file, f"{own * per:.1f}") for file, own in _by_file(stats).most_common(15)],
     )

@@ -1,4 +1,4 @@
-"""One rank of `qlora.py`: the figures of one engine over one kind of frozen base."""
+"""One rank of `qlora.py`: measure one engine with one type of frozen base."""
 
 import gc
 import logging
@@ -26,13 +26,13 @@ from _step_worker import Side, batch, run
 
 LEARNING_RATE = 1e-4
 WARM_STEPS = 3
-CHECKPOINTS = 3  # after one that warms up
-RANK = 8  # of adapters
+CHECKPOINTS = 3  # after one for warm-up
+RANK = 8  # rank of the adapters
 BF16 = torch.bfloat16
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a trained one of low rank beside it."""
+    """A frozen layer with a trainable low-rank adapter."""
 
     def __init__(self, base: nn.Module, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Adapted(nn.Module):
 
 
 def quantized(layer: nn.Linear, base: str) -> nn.Module:
-    """A frozen layer of that kind: `bf16` as it is, `nf4` and `int8` by bitsandbytes."""
+    """Return the frozen layer: unchanged for `bf16`, quantized by bitsandbytes for `nf4` and `int8`."""
     if base == "bf16":
         return layer
     import bitsandbytes
@@ -63,7 +63,7 @@ def quantized(layer: nn.Linear, base: str) -> nn.Module:
 
 
 def adapted(block: nn.Module, base: str, quantize: Callable[[nn.Linear, str], nn.Module] = quantized) -> nn.Module:
-    """The block, frozen, with an adapter beside each of its layers."""
+    """Freeze the block and add an adapter to each of its linear layers."""
     block.requires_grad_(False)
     for module in list(block.modules()):
         for name, layer in list(module.named_children()):
@@ -73,7 +73,7 @@ def adapted(block: nn.Module, base: str, quantize: Callable[[nn.Linear, str], nn
 
 
 def built(engine: str, settings: dict[str, Any], mesh: DeviceMesh) -> nn.Module:
-    """The model in that engine. Each block is made, quantized and sharded before the next one is made."""
+    """Build the model with the engine. Each block is created, quantized and sharded before the next one."""
     shard = SHARDS[engine]()
     config = SIZES[settings["size"]]
     torch.manual_seed(0)
@@ -94,7 +94,7 @@ def built(engine: str, settings: dict[str, Any], mesh: DeviceMesh) -> nn.Module:
 
 
 def _ours() -> Callable[..., object]:
-    import composable_shard  # only here: the other engines are measured without it
+    import composable_shard  # not imported when other engines are measured
 
     return composable_shard.fully_shard
 
@@ -108,7 +108,7 @@ SHARDS: dict[str, Callable[[], Callable[..., object]]] = {
 
 
 class Received(TorchDispatchMode):
-    """Counts the bytes that collectives bring to this rank from others."""
+    """Counts the bytes that this rank receives from its peers in collectives."""
 
     def __init__(self, world: int) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def _nbytes(tensors: Any) -> int:
 
 
 def kept() -> int:
-    """Bytes of all tensors of this process."""
+    """Return the bytes of all tensors of this process."""
     gc.collect()
     storages = {}
     for each in gc.get_objects():
@@ -148,7 +148,7 @@ def kept() -> int:
 
 
 def checkpointed(side: Side) -> dict[str, float]:
-    """Seconds to write, and to read, the adapters and their optimizer's state by torch's distributed checkpoints."""
+    """Time the save and the load of adapters and optimizer state with torch's distributed checkpoints, in seconds."""
     folder = Path(os.environ["BENCH_FOLDER"], "checkpoint")
     adapters = {name: p for name, p in side.model.named_parameters() if p.requires_grad}
     moments = {f"{name}.{key}": value for name, p in adapters.items() for key, value in side.optimizer.state[p].items()}
@@ -161,9 +161,9 @@ def checkpointed(side: Side) -> dict[str, float]:
 
 
 def measure(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
-    """The figures of one engine, or the error that it has raised; for the unsharded model the time of a step alone."""
+    """Measure one engine. If it fails, return the error. For the unsharded model, measure only step time and losses."""
     warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)  # bitsandbytes speaks of casts
+    logging.disable(logging.WARNING)  # hide messages of bitsandbytes about casts
     try:
         return figures(settings, rank, world)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
@@ -175,7 +175,7 @@ def figures(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     """See `measure`."""
     mesh = init_device_mesh("cpu", (world,))
     _engines.load(settings["engine"])
-    quantized(nn.Linear(64, 64, bias=False), settings["base"])  # what it imports is nobody's start-up
+    quantized(nn.Linear(64, 64, bias=False), settings["base"])  # exclude imports from start-up time
     forget_peak()
     before, tensors = memory(), kept()
     dist.barrier()

@@ -1,9 +1,9 @@
-"""Steps by regime, for figures.py: few tokens or many for each rank, on slow links and on fast ones.
+"""Steps by regime, for figures.py: few or many tokens per rank, on slow and fast links.
 
-A decoder of `BLOCKS` plain blocks of width `width` in bfloat16 trains on `composable_shard.testing.fabric`: compute is
-declared (operations over the given TFLOP/s) and the link takes its modelled time, so figures are exact and have no
-spread. The stand-in is narrow: its bytes and its times are those of the real width over the same factor, which is
-multiplied back. Weights and gradients travel in 2 bytes a parameter.
+A decoder of `BLOCKS` plain blocks of width `width` in bfloat16 trains on `composable_shard.testing.fabric`. Compute is
+declared (operations over the given TFLOP/s) and the link has modelled times, so figures are exact and have no spread.
+The model that runs is narrower. Its bytes and times are divided by the same factor, and results are multiplied by it.
+Weights and gradients are communicated with 2 bytes per parameter.
 """
 
 import argparse
@@ -19,23 +19,23 @@ from overlap import Case, measure
 
 ENGINES = ("fsdp2", "ours", "ours-auto", "ours-compiled", "ours-compiled-auto")
 REFERENCE, ALONE = "fsdp2", "no communication"
-BYTES, STORED_BYTES = 2, 4  # of a parameter on the wire, and in the stand-in
+BYTES, STORED_BYTES = 2, 4  # bytes per parameter: communicated, and in the narrow model
 LATENCY_S = 20e-6
-STEP_OPERATIONS = 2  # for a parameter and a token, forward
+STEP_OPERATIONS = 2  # per parameter and token in forward
 
 
 @dataclass(frozen=True)
 class RegimeResult:
-    """A step of an engine where ranks have so many tokens and links that bandwidth.
+    """A step of an engine with a number of tokens and a bandwidth.
 
     Attributes:
-        tokens: of a rank in a step.
-        gbps: gigabits a second that a rank sends.
-        engine: which; `ALONE` is what compute takes by itself.
-        step_ms: milliseconds of forward and backward.
-        tokens_s: tokens a second of one rank.
-        share: of the step, in which compute waits for communication.
-        over_fsdp2: the step over that of FSDP2.
+        tokens: tokens per rank and step.
+        gbps: gigabits per second that a rank sends.
+        engine: name of the engine; `ALONE` is compute without communication.
+        step_ms: time of forward and backward, in milliseconds.
+        tokens_s: tokens per second of one rank.
+        share: exposed communication as a share of the step.
+        over_fsdp2: step time over that of FSDP2.
     """
 
     tokens: int
@@ -49,10 +49,10 @@ class RegimeResult:
 
 @dataclass(frozen=True)
 class Regime(Case):
-    """A case of overlap.py whose compute follows from tokens, and whose link has a bandwidth of its own."""
+    """A case of overlap.py with compute times that depend on the tokens, and a given bandwidth."""
 
-    rate: float = 0.0  # seconds of a parameter in forward
-    link: float = 0.0  # bytes per second
+    rate: float = 0.0  # seconds per parameter in forward
+    link: float = 0.0  # bandwidth in bytes per second
 
     def make(self) -> Model:
         return Model(256, [Dense(WIDTH, 4, self.rate) for _ in range(BLOCKS)], self.rate)
@@ -63,7 +63,7 @@ class Regime(Case):
 
 
 def results_of(tokens: int, gbps: float, options: argparse.Namespace) -> list[RegimeResult]:
-    """All engines in one regime."""
+    """Measure all engines in one regime."""
     factor = (options.width / WIDTH) ** 2
     rate = STEP_OPERATIONS * tokens / (1e12 * options.teraflops)
     link = 1e9 / 8 * gbps * STORED_BYTES / BYTES
@@ -89,14 +89,14 @@ def results_of(tokens: int, gbps: float, options: argparse.Namespace) -> list[Re
 
 
 def regimes(options: argparse.Namespace) -> Iterator[RegimeResult]:
-    """All regimes."""
+    """Measure all regimes."""
     torch.set_num_threads(1)
     for tokens, gbps in itertools.product(options.tokens, options.gbps):
         yield from results_of(tokens, gbps, options)
 
 
 def show(results: Sequence[RegimeResult], options: argparse.Namespace) -> None:
-    """Prints a row a regime: the step of FSDP2, and the others over it."""
+    """Print a row per regime: the step of FSDP2, and the ratios of the other engines."""
     engines = list(dict.fromkeys(r.engine for r in results))
     by = {(r.tokens, r.gbps, r.engine): r for r in results}
     others = [name for name in engines if name != REFERENCE]
@@ -107,10 +107,10 @@ def show(results: Sequence[RegimeResult], options: argparse.Namespace) -> None:
         cells = (by[tokens, gbps, name] for name in others)
         rows.append([*first, *(f"{each.over_fsdp2:.2f} ({each.share:.2f})" for each in cells)])
     _report.table(
-        f"A step by regime: tokens a rank, Gb/s a rank; {options.regime_world} ranks simulated",
-        ("regime", "FSDP2, ms", "tokens / s a rank", "waits", *others),
+        f"A step by regime: tokens per rank, Gb/s per rank; {options.regime_world} simulated ranks",
+        ("regime", "FSDP2, ms", "tokens/s per rank", "exposed share", *others),
         rows,
         f"{BLOCKS} blocks of width {options.width} in bfloat16, {options.teraflops:g} TFLOP/s, {1e6 * LATENCY_S:g} us; "
-        "others: step over FSDP2's (share of their own step in which compute waits); exact, no spread; blocks that are "
-        "compiled one by one follow the eager schedule",
+        "other engines: step time over FSDP2's (exposed communication as a share of their step); exact, no spread; "
+        "compiled blocks have the eager schedule",
     )

@@ -1,4 +1,4 @@
-"""What the benchmarks share: quartiles, the description of a run, tables, JSON."""
+"""Shared by the benchmarks: quartiles, parsers of options, tables, and JSON files."""
 
 import argparse
 import json
@@ -35,19 +35,19 @@ class Spread:
 
     @classmethod
     def range_of(cls, values: Sequence[float]) -> "Spread":
-        """The median, and in the place of quartiles the lowest and the highest."""
+        """Return the median, with minimum and maximum instead of quartiles."""
         return cls(statistics.median(values), min(values), max(values))
 
     def __str__(self) -> str:
         return self.shown(3)
 
     def shown(self, digits: int) -> str:
-        """The median and, in brackets, what is beside it."""
+        """Format the median, and quartiles (or the range) in brackets."""
         return f"{self.median:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
 def integers(text: str) -> list[int]:
-    """Positive integers from a comma-separated option of the command line."""
+    """Parse comma-separated positive integers."""
     numbers = [int(part) for part in text.split(",")]
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be positive")
@@ -55,7 +55,7 @@ def integers(text: str) -> list[int]:
 
 
 def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """A parser of names with commas between them."""
+    """Return a parser of comma-separated names."""
 
     def parse(text: str) -> list[str]:
         found = [name.strip() for name in text.split(",")]
@@ -67,7 +67,7 @@ def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
 
 
 def ratios(text: str) -> list[float]:
-    """Positive numbers with commas between them."""
+    """Parse comma-separated positive numbers."""
     numbers = [float(part) for part in text.split(",")]
     if not all(0 < number < float("inf") for number in numbers):
         raise argparse.ArgumentTypeError(f"{text}: must be positive")
@@ -75,7 +75,7 @@ def ratios(text: str) -> list[float]:
 
 
 def about(device: str) -> dict[str, Any]:
-    """The day, versions, the device on which the figures are made, and the machine."""
+    """Return the date, versions, the device of the benchmark, and the machine."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "device": device,
@@ -91,7 +91,7 @@ def about(device: str) -> dict[str, Any]:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
-    """Prints a table whose first column is text and whose others are figures."""
+    """Print a table. The first column is text, the others are figures."""
     shown = Table(title=title, caption=escape(caption), title_justify="left", caption_justify="left")
     for i, column in enumerate(columns):
         shown.add_column(column, justify="right" if i else "left", no_wrap=i == 0)
@@ -101,19 +101,19 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], cap
 
 
 def console() -> Console:
-    """A console that is wide enough for the tables also where the output is a file."""
+    """Return a console that is wide enough for the tables even if the output is a file."""
     return Console() if sys.stdout.isatty() else Console(width=180)
 
 
 def save(options: argparse.Namespace, name: str, results: Sequence[Any], device: str = "cpu") -> None:
-    """Writes one benchmark's figures with all of its options, if they name a file for it (`--json`)."""
+    """Write the figures and options of a benchmark to the file of `--json`, if given."""
     if options.json:
         settings = {key: value for key, value in vars(options).items() if key != "json"}
         write_json(options.json, name, settings, results, device)
 
 
 def write_json(path: Path, name: str, settings: dict[str, Any], results: Sequence[Any], device: str = "cpu") -> None:
-    """Writes one benchmark's figures, made on that device; dataclasses become objects."""
+    """Write the figures of a benchmark on `device` to a JSON file. Dataclasses become objects."""
     document = {
         "benchmark": name,
         "about": about(device),
@@ -123,4 +123,4 @@ def write_json(path: Path, name: str, settings: dict[str, Any], results: Sequenc
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".part")
     unfinished.write_text(json.dumps(document, indent=1) + "\n")
-    unfinished.replace(path)  # in one step: a benchmark that is ended while it writes keeps its earlier figures
+    unfinished.replace(path)  # atomic: if the benchmark is killed during a write, earlier figures are kept

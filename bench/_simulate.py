@@ -1,8 +1,8 @@
-"""When a step would be over by a given rule of gathering ahead: the model of DESIGN in numbers, without an engine.
+"""Simulate the exposed communication of a step for a prefetch depth, without an engine.
 
-s_i = max(issue_i, f_(i-1)),  f_i = s_i + t_i           the link, in the order of issue
-c_i = max(c_(i-1) + F_(i-1), f_i)                       compute, which needs its gather
-exposed = sum of c_i - c_(i-1) - F_(i-1), and what is left of the reductions at the end
+s_i = max(issue_i, f_(i-1)),  f_i = s_i + t_i           link: begin and end of transfers, in the order of issue
+c_i = max(c_(i-1) + F_(i-1), f_i)                       begin of compute, which waits for its gather
+exposed = sum of c_i - c_(i-1) - F_(i-1), and unfinished reductions at the end
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 
 @dataclass(frozen=True)
 class Unit:
-    """A group as a simulation sees it: seconds of its compute, bytes of its parameters."""
+    """A group: bytes of its parameters, and seconds of its compute."""
 
     nbytes: int
     forward_s: float
@@ -23,7 +23,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Stage:
-    """A forward or backward of a group: seconds of the gather before it, of itself, of the reduction after it."""
+    """A forward or backward of a group: seconds of its gather, its compute, and its reduction."""
 
     gather_s: float
     compute_s: float
@@ -31,7 +31,10 @@ class Stage:
 
 
 def stages_of(units: Sequence[Unit], seconds: Callable[[int], float]) -> list[Stage]:
-    """A step whose first unit is a root, which keeps its weights for backward; `seconds` are those of so many bytes."""
+    """Return the stages of a step. The first unit is the root, which stays gathered for backward.
+
+    `seconds` returns the time of a gather or reduction of a number of bytes.
+    """
     took = [seconds(unit.nbytes) for unit in units]
     forward = [Stage(t, unit.forward_s, 0.0) for t, unit in zip(took, units, strict=True)]
     others = list(zip(took, units, strict=True))[:0:-1]
@@ -39,18 +42,18 @@ def stages_of(units: Sequence[Unit], seconds: Callable[[int], float]) -> list[St
 
 
 def kept(stages: Sequence[Stage]) -> list[Stage]:
-    """The same step where no weights are given up after forward."""
+    """Return the step without resharding after forward."""
     half = len(stages) // 2
     return [*stages[:half], *(Stage(0.0, stage.compute_s, stage.reduce_s) for stage in stages[half:])]
 
 
 def exposed(stages: Sequence[Stage], ahead: int, gathers_first: bool = True) -> float:
-    """Seconds that compute waits if each gather is issued when the stage `ahead` before its own begins.
+    """Return the exposed communication in seconds if each gather is issued `ahead` stages before its own.
 
-    When one stage follows another at once, the reduction of the former and the gather that the latter issues are of the
-    same moment: `gathers_first` tells which goes first.
+    If a stage starts immediately after another, the reduction of the first and the gather issued by the second have the
+    same issue time. `gathers_first` selects which is transferred first.
     """
-    waiting: list[tuple[float, int, int]] = []  # issue, 0 of a gather or the turn of a reduction, stage
+    waiting: list[tuple[float, int, int]] = []  # issue time, 0 for a gather or the priority of a reduction, stage
     arrived: dict[int, float] = {}
     link = now = 0.0
     issued = 0
@@ -83,9 +86,10 @@ def exposed(stages: Sequence[Stage], ahead: int, gathers_first: bool = True) -> 
 
 
 def least_exposed(stages: Sequence[Stage]) -> float:
-    """What no order can fall below: what must come before all compute and after it, or all that the link has to move.
+    """Return a lower bound of exposed communication for any order of transfers, in seconds.
 
-    Before the first compute comes its gather, with those of all stages before it, and after the last one its reduction.
+    It is the larger one of two bounds: (1) gathers that must finish before the first compute, plus the reductions after
+    the last compute, and (2) total transfer time minus total compute time.
     """
     busy = [at for at, stage in enumerate(stages) if stage.compute_s]
     before = sum(stage.gather_s for stage in stages[: busy[0] + 1])

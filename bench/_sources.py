@@ -1,12 +1,12 @@
-"""Measures of Python sources, by their syntax trees: lines, complexity, attributes, and who writes them.
+"""Measure Python sources by their syntax trees: lines, complexity, attributes, and writes to attributes.
 
-code                    lines that hold any token but a comment or a docstring
-complexity              McCabe's, of a function with the functions within it: one more than its branches, loops,
-                        handlers, assertions, conditional expressions, comprehensions with their conditions, and `and`s
-                        and `or`s
-writes to others        assignments to an attribute of an object that is neither the method's own nor made by a call of
-                        a class in the same function; `setattr` and `delattr` count likewise
-outside constructors    attributes that a method of a class sets and no constructor of it does
+code                    lines with a token that is not a comment or a docstring
+complexity              McCabe's complexity of a function including nested functions: 1 plus the number of branches,
+                        loops, handlers, assertions, conditional expressions, comprehensions and their conditions, `and`
+                        and `or`
+writes to others        assignments to attributes of objects other than `self` and objects that the function creates;
+                        `setattr` and `delattr` count too
+outside constructors    attributes of a class that only methods set, not constructors
 """
 
 import ast
@@ -27,7 +27,7 @@ _NO_CODE = {
 
 @dataclass
 class Sources:
-    """What was counted in some files."""
+    """Counts of some files."""
 
     files: int = 0
     lines: int = 0
@@ -39,7 +39,7 @@ class Sources:
 
     @classmethod
     def of(cls, folder: Path, leave_out: tuple[str, ...] = ()) -> "Sources":
-        """Counts all files in a folder and in its folders, but for those in folders with the names `leave_out`."""
+        """Count all files below a folder, except those in folders with names in `leave_out`."""
         sources = cls()
         for path in sorted(folder.rglob("*.py")):
             name = path.relative_to(folder)
@@ -48,7 +48,7 @@ class Sources:
         return sources
 
     def count(self, name: str, text: str) -> None:
-        """Adds one file."""
+        """Add the counts of one file."""
         tree = ast.parse(text)
         self.files += 1
         self.lines += len(text.splitlines())
@@ -59,7 +59,7 @@ class Sources:
                 made, later = _attributes(node)
                 self.attributes[where] = len(made | later)
                 self.outside_constructors += [f"{where}.{attribute}" for attribute in sorted(later - made)]
-            elif owner is None or not isinstance(owner, _DEFINITIONS):  # a nested function counts with its outer one
+            elif owner is None or not isinstance(owner, _DEFINITIONS):  # nested functions count for the outer one
                 self.complexity[where] = 1 + sum(map(_branches, ast.walk(node)))
                 self.writes_to_others += [f"{where}: {target}" for target in _writes_to_others(node, owner)]
 
@@ -82,7 +82,7 @@ def _code_lines(text: str, tree: ast.Module) -> int:
 def _definitions(
     node: ast.AST, scope: tuple[str, ...], owner: ast.AST | None
 ) -> Iterator[tuple[tuple[str, ...], ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, ast.AST | None]]:
-    """All classes and functions, each with its qualified name and the class or function around it."""
+    """Yield all classes and functions, with qualified name and enclosing class or function."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.ClassDef, *_DEFINITIONS)):
             inner = (*scope, child.name)
@@ -101,7 +101,7 @@ def _branches(node: ast.AST) -> int:
 
 
 def _targets(node: ast.AST) -> Iterator[ast.AST]:
-    """What a statement or expression assigns to, or deletes."""
+    """Yield the targets that a statement or expression assigns or deletes."""
     if isinstance(node, (ast.Assign, ast.Delete)):
         pending: list[ast.AST] = list(node.targets)
     elif isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.For, ast.NamedExpr)):
@@ -117,7 +117,7 @@ def _targets(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _first_argument(function: ast.AST) -> str | None:
-    """The name of the first argument: `self`, `cls`, or `ctx` in an autograd function."""
+    """Return the name of the first argument: `self`, `cls`, or `ctx` in an autograd function."""
     assert isinstance(function, _DEFINITIONS)
     return function.args.args[0].arg if function.args.args else None
 
@@ -128,7 +128,7 @@ def _is_static(function: ast.AST) -> bool:
 
 
 def _attributes(cls: ast.ClassDef) -> tuple[set[str], set[str]]:
-    """The attributes that a class body and its constructors set, and those that other methods set."""
+    """Return the attributes that the class body and constructors set, and those that other methods set."""
     made = {each.id for item in cls.body for each in _targets(item) if isinstance(each, ast.Name)}
     later: set[str] = set()
     for item in cls.body:

@@ -1,7 +1,7 @@
-"""Models for overlap.py: real parameters in small, and compute that is declared to the fabric in place of done.
+"""Models for overlap.py: small parameters, and compute times that are declared instead of computed.
 
-A matrix is declared to take `rate` seconds a parameter in forward, twice that in backward. So the ratios among the
-groups' bytes and times are those of large models, and a step takes no time here.
+A matrix takes `rate` seconds per parameter in forward, and twice that in backward. So the ratios of bytes and times of
+groups are those of large models, but a step runs fast.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from _simulate import Unit
 from composable_shard.testing import Busy
 
 WIDTH, BLOCKS = 128, 8
-BLOCK_S = 1e-3  # forward of a plain block
+BLOCK_S = 1e-3  # forward time of a plain block
 
 
 class Timed(nn.Module):
-    """A linear layer that takes time."""
+    """A linear layer with a declared compute time."""
 
     def __init__(self, rows: int, columns: int, rate: float) -> None:
         super().__init__()
@@ -32,19 +32,19 @@ class Timed(nn.Module):
 
 
 class Attention(nn.Module):
-    """The matrices of an attention, without the attention."""
+    """The projections of attention, without the attention itself."""
 
     def __init__(self, width: int, rate: float) -> None:
         super().__init__()
         self.qkv = Timed(width, 3 * width, rate)
-        self.proj = Timed(3 * width, width, rate)  # the field's is a third of this; it saves the mixing
+        self.proj = Timed(3 * width, width, rate)  # three times the usual size: reads q, k and v
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.proj(self.qkv(x))
 
 
 class Dense(nn.Module):
-    """A block of a transformer whose hidden layer is `times` as wide."""
+    """A transformer block with a hidden width of `times` the width."""
 
     def __init__(self, width: int, times: int, rate: float) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Dense(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A block with experts, `active` of which a token uses: it gathers all of them and computes with few."""
+    """A block with experts. It gathers all experts, but each token uses only `active` of them."""
 
     def __init__(self, width: int, experts: int, active: int, rate: float) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Mixture(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, which takes no time, some blocks, a norm that belongs to the root, and a head."""
+    """An embedding (no compute time), blocks, a norm in the root group, and a head."""
 
     def __init__(self, vocabulary: int, blocks: Sequence[nn.Module], rate: float) -> None:
         super().__init__()
@@ -92,13 +92,13 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
     def units(self) -> Iterator[nn.Module]:
-        """What is sharded, but for the root, in the order of forward."""
+        """Yield the sharded modules except the root, in forward order."""
         yield self.embedding
         yield from self.blocks
         yield self.head
 
 
-RATE = BLOCK_S / (14 * WIDTH**2)  # a plain block has 6 + 8 squares
+RATE = BLOCK_S / (14 * WIDTH**2)  # a plain block has (6 + 8) * WIDTH**2 parameters
 
 MODELS: dict[str, Callable[[], Model]] = {
     "uniform": lambda: Model(256, [Dense(WIDTH, 4, RATE) for _ in range(BLOCKS)], RATE),
@@ -111,7 +111,7 @@ MODELS: dict[str, Callable[[], Model]] = {
 
 
 def units_of(model: Model) -> list[Unit]:
-    """The root first, whose weights stay until the end, then the others in the order of forward."""
+    """Return the root, which stays gathered for the step, and then the other groups in forward order."""
     others = [_unit(module) for module in model.units()]
     everything = _unit(model)
     return [Unit(everything.nbytes - sum(unit.nbytes for unit in others), 0.0, 0.0), *others]

@@ -1,4 +1,4 @@
-"""One rank of `step.py`: builds every engine, checks that they agree, and times them in turn."""
+"""One rank of `step.py`: build every engine, check that losses agree, and time the engines in turn."""
 
 import gc
 import json
@@ -27,7 +27,7 @@ CHECK_STEPS = 3
 
 @dataclass
 class Side:
-    """One engine with a model of its own."""
+    """One engine with its own model."""
 
     name: str
     model: nn.Module
@@ -38,7 +38,7 @@ class Side:
 
     @property
     def alone(self) -> bool:
-        """Whether the model is unsharded and each rank trains its own."""
+        """Whether the model is unsharded, so that each rank trains independently."""
         return self.name.startswith("compute")
 
     def gradients(self, ids: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class Side:
         return loss.detach()
 
     def check_step(self, ids: Tensor) -> None:
-        """A step that also the unsharded model makes with the mean gradient of all ranks."""
+        """Run a step in which the unsharded model uses the mean gradient of all ranks, so that losses must agree."""
         self.losses.append(self.gradients(ids).item())
         if self.alone and not _launch.echoes():
             for param in self.model.parameters():
@@ -83,8 +83,8 @@ class Communication(Side):
 
 
 def build(name: str, settings: dict[str, Any], mesh: DeviceMesh, **changes: Any) -> Side:
-    """The engine of that name around a model of the size in `settings`, of which `changes` replace some figures."""
-    torch.manual_seed(0)  # every engine and rank starts from the same weights
+    """Build an engine with a model of the size in `settings`. `changes` replace fields of the configuration."""
+    torch.manual_seed(0)  # all engines and ranks start with the same weights
     with torch.device(settings["device"]):
         model = GPT(replace(SIZES[settings["size"]], **changes)).to(_device.DTYPES[settings["dtype"]])
     if settings.get("checkpoint"):
@@ -96,17 +96,17 @@ def build(name: str, settings: dict[str, Any], mesh: DeviceMesh, **changes: Any)
 
 
 def batch(size: str, rows: int, rank: int, step: int) -> Tensor:
-    """Random bytes, (rows, context + 1); another batch for each rank and step."""
+    """Return random bytes, shape (rows, context + 1), different for each rank and step."""
     config = SIZES[size]
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randint(config.vocabulary, (rows, config.context + 1), generator=generator)
 
 
 def spread_of_losses(sides: list[Side]) -> float:
-    """Greatest relative difference between the engines' losses, over all ranks and steps.
+    """Return the largest relative difference between the engines' losses, over all ranks and steps.
 
-    After the check steps `compute` goes its own way on each rank and is left out. Where ranks are the echo of one,
-    only engines are compared that cut parameters alike.
+    After the check steps, `compute` trains independently on each rank and is excluded. If one process plays all ranks,
+    only engines that shard parameters in the same way are compared.
     """
     sides = [side for side in sides if side.name != _communication.NAME]
     if _launch.echoes():
@@ -121,7 +121,7 @@ def spread_of_losses(sides: list[Side]) -> float:
 
 
 def measure(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
-    """Seconds of every step: wall time of the slowest rank, CPU time of all ranks together."""
+    """Return the times of every step in seconds: wall time of the slowest rank, and CPU time of all ranks."""
     size, rows = settings["size"], settings["batch"]
     mesh = init_device_mesh(settings["device"], (world,))
     sides = [build(name, settings, mesh) for name in settings["engines"]]
@@ -146,7 +146,7 @@ def measure(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
 
 
 def run(measure: Callable[[dict[str, Any], int, int], dict[str, Any]]) -> None:
-    """Joins the other ranks, measures what the command line tells, and answers with what rank 0 found."""
+    """Join the process group, call `measure` with the settings of the command line, and return rank 0's result."""
     torch.set_num_threads(1)
     rank, world = _launch.join()
     found = measure(json.loads(sys.argv[1]), rank, world)

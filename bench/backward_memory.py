@@ -1,12 +1,17 @@
-"""Gradients that live at once, and all live bytes: steps inside of backward beside ordinary ones, and FSDP2's.
+"""Measure live gradients and all live bytes, for optimizer steps in backward and ordinary steps, ours and FSDP2.
 
-    python bench/backward_memory.py                 # minutes: one: a decoder of 0.1B parameters in worlds of 2 and 8
+    python bench/backward_memory.py                 # one minute: a decoder with 0.1B parameters, world 2 and 8
     python bench/backward_memory.py --shape llama3-8b --world 8,128
 
-Rank 0 of a world of torch's fake process group trains a decoder in float32 with AdamW under fake tensors. Counted are
-the bytes of `.grad` of all shards, whenever one is set and before the step; those of the memory in which they lie,
-which the gradients of a group share; and those of all storages (`_live_bytes.py`). All are of the third step: at most,
-and behind backward. FSDP2 steps inside of backward by a hook and an optimizer for each parameter.
+Rank 0 of a world of torch's fake process group trains a decoder in float32 with AdamW under fake tensors. The script
+counts the bytes of:
+
+- `.grad` of all shards, each time a gradient is set and before the step
+- the storages of these gradients, which gradients of a group share
+- all storages (`_live_bytes.py`)
+
+Figures are peaks of the third step, and the bytes after its backward. For steps in backward, FSDP2 has a hook and an
+optimizer per parameter.
 """
 
 import argparse
@@ -40,9 +45,16 @@ TIMEOUT_S = 1800
 
 @dataclass(frozen=True)
 class BackwardMemoryResult:
-    """Bytes of one rank: of gradients that live at once at most, of their memory, and of all that lives.
+    """Bytes of one rank.
 
-    `ratio` and `peak_ratio` are the first two over those of FSDP2's ordinary step in the same world.
+    Attributes:
+        gradients: peak of live `.grad`.
+        ratio: `gradients` over those of FSDP2's ordinary step in the same world.
+        memory: peak of the storages of live `.grad`.
+        peak: peak of all live bytes.
+        peak_ratio: `peak` over that of FSDP2's ordinary step in the same world.
+        behind_backward: all live bytes after backward.
+        between: all live bytes between steps.
     """
 
     world: int
@@ -57,7 +69,7 @@ class BackwardMemoryResult:
 
 
 def stepping(engine: str, model: torch.nn.Module, params: list[Any]) -> Any:
-    """The optimizer that a loop calls; None where hooks do all of it."""
+    """Return the optimizer for the training loop; None if hooks do all steps."""
     if engine == "ours-in-backward":
         return cs.optim.in_backward(model, torch.optim.AdamW)
     if engine != "fsdp2-hooks":
@@ -74,7 +86,7 @@ def stepping(engine: str, model: torch.nn.Module, params: list[Any]) -> Any:
 
 
 def run_child(engine: str, world: int, shape: Shape) -> None:
-    """Prints the bytes as JSON."""
+    """Measure one engine and print the bytes as JSON."""
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     mesh = init_device_mesh("cpu", (world,))
     live = _live_bytes.LiveBytes()
@@ -96,7 +108,7 @@ def run_child(engine: str, world: int, shape: Shape) -> None:
             memory = max(memory, sum(storages.values()))
 
         for param in params if engine in ("ours-in-backward", "fsdp2-hooks") else ():
-            param.register_post_accumulate_grad_hook(note)  # of the others all gradients live behind backward
+            param.register_post_accumulate_grad_hook(note)  # otherwise all gradients are live after backward
         optimizer = stepping(engine, model, params)
         tokens = torch.zeros(1, shape.sequence + 1, dtype=torch.long)
         for _ in range(STEPS):
@@ -141,21 +153,21 @@ def results_in(world: int, options: argparse.Namespace) -> list[BackwardMemoryRe
 
 
 def print_table(results: Sequence[BackwardMemoryResult], shape: str) -> None:
-    columns = ["world", "engine", "gradients, MB", "/ FSDP2's", "their memory, MB", "peak, MB", "/ FSDP2's",
-               "behind backward, MB", "between steps, MB"]  # fmt: skip
+    columns = ["world", "engine", "gradients, MB", "/ FSDP2's", "their storages, MB", "peak, MB", "/ FSDP2's",
+               "after backward, MB", "between steps, MB"]  # fmt: skip
     rows = [
         [str(each.world), each.engine, f"{each.gradients / 1e6:.2f}", f"{each.ratio:.3f}", f"{each.memory / 1e6:.2f}",
          f"{each.peak / 1e6:.1f}", f"{each.peak_ratio:.3f}", f"{each.behind_backward / 1e6:.1f}",
          f"{each.between / 1e6:.1f}"]
         for each in results
     ]  # fmt: skip
-    _report.table(f"Live bytes of a rank: {shape}, float32, AdamW", columns, rows, "counted under fake tensors")
+    _report.table(f"Live bytes of a rank: {shape}, float32, AdamW", columns, rows, "measured with fake tensors")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", type=_report.integers, default=[2, 8], help="(default: 2,8)")
-    parser.add_argument("--shape", default=SHAPE, help="(default: %(default)s)")
+    parser.add_argument("--world", type=_report.integers, default=[2, 8], help="world sizes (default: 2,8)")
+    parser.add_argument("--shape", default=SHAPE, help="shape of the decoder (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--child", choices=ENGINES, help=argparse.SUPPRESS)
     return parser.parse_args(argv)

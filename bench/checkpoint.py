@@ -1,15 +1,20 @@
-"""Saves and loads of a training state, beside torch's DCP and plain writes and reads of the same bytes.
+"""Time saves and loads of a training state, compared with torch's DCP and with plain files of the same size.
 
     python bench/checkpoint.py                                      # a model of 350M and its AdamW, world 2: 4 GB
-    python bench/checkpoint.py --parameters 20000000 --rounds 3     # a small one
+    python bench/checkpoint.py --parameters 20000000 --rounds 3     # a smaller model
 
-The model and its optimizer are sharded by this library; all take turns in one run, checksums are made and checked, and
-files are on disk before a save is over. `files`: saves, and loads of files that the system has in memory (warm) and has
-not (cold), of equal layers, few and large ones or many small ones; `gpt`: the same of a GPT. `async`: for how long a
-save that goes on in the background holds up training, beside a copy of the same bytes in memory, which it cannot do
-without; and seconds of steps beside it and beside a process that writes the bytes. `exchange`: DCP's files read into
-models of this library and of torch's FSDP2. `full`: the memory that `full_state_dict` takes. With fewer GPUs than
-ranks, all ranks share the first GPU.
+The model and its optimizer are sharded by this library. All implementations take turns in the same run. Checksums are
+computed and checked, and saves end after fsync. Parts:
+
+- `files`: saves and loads of equal layers, few and large or many and small. *Warm* files are in the page cache, *cold*
+  files are not.
+- `gpt`: the same with a GPT.
+- `async`: the time for which an asynchronous save blocks training, compared with a copy of the same bytes in memory
+  (which is the minimum), and the time of steps during the save, compared with steps while a process writes the bytes.
+- `exchange`: DCP's files loaded into models of this library and of torch's FSDP2.
+- `full`: the memory of `full_state_dict`.
+
+With fewer GPUs than ranks, all ranks share the first GPU.
 """
 
 import argparse
@@ -27,11 +32,12 @@ import _report
 PARTS = ("files", "gpt", "async", "exchange", "full")
 HOST_ONLY = "full"
 LESS_OF = {"blocked": "ours, synchronous", "steps beside": "a plain writer", "dcp reads": "fsdp2"}
+SHOWN = {"steps beside": "steps during a save", "dcp reads": "load with DCP"}  # names of operations in the table
 
 
 @dataclass(frozen=True)
 class CheckpointResult:
-    """Seconds of the slowest rank; `over` are ratios to the others, formed within each round."""
+    """Times of the slowest rank in seconds. `over` are ratios to other implementations, formed within each round."""
 
     model: str
     tensors: int
@@ -43,7 +49,7 @@ class CheckpointResult:
 
 @dataclass(frozen=True)
 class FullResult:
-    """Bytes: of the largest group, unsharded; beyond its copy on rank 0; at most on another rank."""
+    """Bytes: the largest unsharded group; peak on rank 0 without the returned copy; peak on the other ranks."""
 
     largest_group: int
     rank_0: int
@@ -51,7 +57,7 @@ class FullResult:
 
 
 def results_of(model: str, tensors: int, operation: str, seconds: dict[str, list[float]]) -> list[CheckpointResult]:
-    """Of one operation: seconds by who did it."""
+    """Return the results of one operation from the times by implementation."""
     references = [name for name in ("dcp", "plain", LESS_OF.get(operation, "")) if name in seconds]
     return [
         CheckpointResult(
@@ -74,11 +80,22 @@ def print_table(results: list[CheckpointResult], nbytes: dict[str, int]) -> None
     for r in results:
         other, ratio = next(((name, str(ratio)) for name, ratio in r.over.items() if name != "dcp"), ("", "-"))
         over_dcp = str(r.over.get("dcp", "-"))
-        rows.append([r.operation, r.model, str(r.tensors), r.who, str(r.seconds), over_dcp, ratio, other])
+        rows.append(
+            [
+                SHOWN.get(r.operation, r.operation),
+                r.model,
+                str(r.tensors),
+                r.who,
+                str(r.seconds),
+                over_dcp,
+                ratio,
+                other,
+            ]
+        )
     _report.table(
         "A model and its AdamW: "
-        + ", ".join(f"{model} with {size / 1e6:,.0f} MB a rank" for model, size in nbytes.items()),
-        ["operation", "model", "tensors", "by", "seconds", "/ dcp's", "ratio", "to"],
+        + ", ".join(f"{model} with {size / 1e6:,.0f} MB per rank" for model, size in nbytes.items()),
+        ["operation", "model", "tensors", "implementation", "seconds", "/ DCP", "ratio", "to"],
         rows,
         "median [quartiles] of interleaved rounds",
     )
@@ -87,25 +104,25 @@ def print_table(results: list[CheckpointResult], nbytes: dict[str, int]) -> None
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     _device.add_option(parser)
-    parser.add_argument("--parameters", type=int, default=350_000_000, help="of the model (default: 350,000,000)")
-    parser.add_argument("--tensors", type=_report.integers, default=[64, 4096], help="in all (default: 64,4096)")
+    parser.add_argument("--parameters", type=int, default=350_000_000, help="model size (default: 350,000,000)")
+    parser.add_argument("--tensors", type=_report.integers, default=[64, 4096], help="total (default: 64,4096)")
     parser.add_argument("--gpt", choices=_models.SIZES, default="150m", help="size of the GPT (default: 150m)")
     parser.add_argument(
-        "--parts", type=_report.names(PARTS), help=f"of {','.join(PARTS)} (default: all; on a GPU all but {HOST_ONLY})"
+        "--parts", type=_report.names(PARTS), help=f"{','.join(PARTS)} (default: all; on a GPU all except {HOST_ONLY})"
     )
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: 5)")
     parser.add_argument("--world", type=int, default=2, help="number of ranks (default: 2)")
     parser.add_argument(
-        "--seconds", type=float, default=1e9, help="after which no more rounds of a part begin (default: no limit)"
+        "--seconds", type=float, default=1e9, help="start no new round of a part after this time (default: no limit)"
     )
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds (default: 1800)")
-    parser.add_argument("--folder", type=Path, default=None, help="where files are written (default: the system's)")
+    parser.add_argument("--timeout", type=float, default=1800, help="time limit in seconds (default: 1800)")
+    parser.add_argument("--folder", type=Path, default=None, help="folder for files (default: the system's temporary)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     options = parser.parse_args(argv)
     on_gpu = options.device == _device.CUDA
     options.parts = options.parts or [part for part in PARTS if part != HOST_ONLY or not on_gpu]
     if on_gpu and HOST_ONLY in options.parts:
-        parser.error(f"--parts {HOST_ONLY} measures memory of the host: run it with --device cpu")
+        parser.error(f"--parts {HOST_ONLY} measures host memory; use --device cpu")
     return options
 
 
@@ -133,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     held = [FullResult(*answer["full"].values())] if answer["full"] else []
     for each in held:
         print(
-            f"full_state_dict: {each.rank_0 / 1e6:,.0f} MB on rank 0 beyond the copy that it gives, "
+            f"full_state_dict: {each.rank_0 / 1e6:,.0f} MB on rank 0 without the returned copy, "
             f"{each.other_ranks / 1e6:,.0f} MB on others; the largest group has {each.largest_group / 1e6:,.0f} MB"
         )
     settings |= {name: answer[name] for name in ("bytes", "file_system", "digest")}

@@ -1,15 +1,15 @@
-"""Compiled models on gloo or NCCL: step time, time to compile, memory, copies; ours beside torch's FSDP2.
+"""Measure compiled models on gloo or NCCL, ours and torch's FSDP2: step time, time to compile, memory and copies.
 
     python bench/compile.py --sizes 10m,50m
 
-Steps are measured as in `step.py`, all engines in the same processes and in turns. Ours is compiled
-whole (`torch.compile(model, fullgraph=True)`), per block, and eager; torch's FSDP2 per block, and
-eager; `compute-whole` is the unsharded model, compiled whole, stepping by itself. The time to compile
-is that of the first forward and backward with empty caches, and in `warm` that of new processes whose
-caches an earlier one has filled. Memory is measured in processes that run
-one engine each: what torch's allocator has given out, with collectives that do nothing, and how far the
-process grows with gloo; on a card, what torch's CUDA allocator tells. The same processes count the
-bytes that a step copies and the pages that the system gives it.
+- `steps`: step time as in `step.py`, all engines in the same processes and in turns. Ours is compiled as one graph
+  (`torch.compile(model, fullgraph=True)`), by blocks, and eager. FSDP2 is compiled by blocks, and eager.
+  `compute-whole` is the unsharded model, compiled as one graph.
+- `compile`: time of the first forward and backward with empty caches.
+- `warm`: the same in new processes, with caches that an earlier process filled.
+- `memory`: memory, copies and page faults of a step, in processes that run one engine each. Live bytes are those of
+  torch's CPU allocator with collectives that do nothing. Growth is that of resident memory with gloo. On a GPU, live
+  bytes are those of torch's CUDA allocator.
 """
 
 import argparse
@@ -31,22 +31,22 @@ EAGER = "ours"
 WHOLE = "ours-whole"
 PLACED = "ours-placed-whole"
 SIDES = {
-    WHOLE: "those of ours, in one graph each way",
-    PLACED: "the same, launched ahead and waited for later",
-    "ours-blocks": "those of ours, in a graph a block",
+    WHOLE: "as in ours, in one graph for forward and one for backward",
+    PLACED: "the same, started earlier and waited for later",
+    "ours-blocks": "as in ours, with a graph per block",
     EAGER: "broadcasts, and all-to-all with a local sum, in hooks",
-    REFERENCE: "gloo's all-gather and reduce-scatter, in hooks around a graph a block",
+    REFERENCE: "gloo's all-gather and reduce-scatter, in hooks around a graph per block",
     "fsdp2": "the same, eager",
-    PLAIN: "none, in one graph each way",
+    PLAIN: "none, in one graph for forward and one for backward",
 }
 
 
 @dataclass(frozen=True)
 class CompileResult:
-    """Seconds until the first gradients with empty caches; the ratios are those over the unsharded model's, by round.
+    """Times until the first gradients with empty caches, in seconds, and ratios to the unsharded model by round.
 
-    `wall_s` is the slowest rank's, `cpu_s` that of all ranks together. `a_layer` are the CPU seconds that one more
-    layer costs, between this number of layers and the one before.
+    `wall_s` is that of the slowest rank, `cpu_s` that of all ranks. `a_layer` is the CPU time per additional layer,
+    from the next smaller number of layers to this one.
     """
 
     size: str
@@ -61,7 +61,7 @@ class CompileResult:
 
 @dataclass(frozen=True)
 class RatioResult:
-    """How long a step takes over one of each eager engine, formed within each round."""
+    """Step time over that of each eager engine, formed within each round."""
 
     size: str
     engine: str
@@ -70,10 +70,10 @@ class RatioResult:
 
 @dataclass(frozen=True)
 class WarmResult:
-    """Seconds of the first forward and backward of a process, the compiler's loading included.
+    """Times of the first forward and backward of a process in seconds, including the import of the compiler.
 
-    `cold_s` is that of one process with empty caches, of the slowest rank; `warm_s` and `cpu_s` (of all ranks) those of
-    later ones. `hits` and `misses` of AOTAutograd's cache are of all ranks of the last one.
+    `cold_s` is the time with empty caches, on the slowest rank. `warm_s` (slowest rank) and `cpu_s` (all ranks) are for
+    later processes. `hits` and `misses` of AOTAutograd's cache are sums over all ranks of the last process.
     """
 
     size: str
@@ -88,14 +88,15 @@ class WarmResult:
 
 @dataclass(frozen=True)
 class MemoryResult:
-    """What a rank holds, copies and asks the system for in a step; see `_compile_worker.memory`.
+    """Memory, copies and page faults of a step on one rank; see `_compile_worker.memory`.
 
     Attributes:
         model: bytes of its parameters.
-        live, resident: the most bytes beyond them.
+        live: peak of allocated bytes without the parameters.
+        resident: growth of resident memory, in bytes.
         copied: bytes that operators copy in a step.
-        faults: pages that the system gives anew in a step.
-        over: these figures, by name, over those of `REFERENCE` and of `EAGER`, where both sides have them.
+        faults: page faults of a step.
+        over: these figures, by name, over those of `REFERENCE` and of `EAGER`, if both engines have them.
     """
 
     size: str
@@ -109,7 +110,7 @@ class MemoryResult:
 
 
 def compiling(size: str, options: argparse.Namespace) -> list[CompileResult]:
-    """How long it takes to compile ours and the unsharded model, by number of layers."""
+    """Time the compilation of ours and of the unsharded model, by number of layers."""
     settings = {
         "size": size,
         "engines": [PLAIN, WHOLE, PLACED],
@@ -137,18 +138,18 @@ def compiling(size: str, options: argparse.Namespace) -> list[CompileResult]:
         )
     _report.table(
         f"Time to compile: {size}, {step.where(options)}",
-        ("engine", "layers", "first step, s", f"/ {PLAIN}", "CPU, s", f"CPU / {PLAIN}", "CPU s a layer more"),
+        ("engine", "layers", "first step, s", f"/ {PLAIN}", "CPU, s", f"CPU / {PLAIN}", "CPU s per added layer"),
         [
             (r.engine, *map(str, (r.layers, r.wall_s, r.wall_ratio, r.cpu_s, r.cpu_ratio)), _rounded(r.a_layer))
             for r in results
         ],
-        f"first forward and backward, caches empty; {options.compile_rounds} rounds, in turns; CPU time of all ranks",
+        f"first forward and backward, empty caches; {options.compile_rounds} rounds, in turns; CPU time of all ranks",
     )
     return results
 
 
 def warming(size: str, options: argparse.Namespace) -> list[WarmResult]:
-    """How long the first step takes in new processes that find what an earlier one has compiled."""
+    """Time the first step in new processes with the caches of an earlier one."""
     engines = [PLAIN, WHOLE, PLACED]
     results: list[WarmResult] = []
     for depth in options.layers:
@@ -165,13 +166,13 @@ def warming(size: str, options: argparse.Namespace) -> list[WarmResult]:
             results.append(WarmResult(size, depth, name, cold[name], wall, cpu, hits, misses))
     _report.table(
         f"First step of a process: {size}, {step.where(options)}",
-        ("engine", "layers", "caches empty, s", "filled, s", "filled, CPU s", "hits", "misses"),
+        ("engine", "layers", "cold, s", "warm, s", "warm, CPU s", "hits", "misses"),
         [
             (r.engine, str(r.layers), f"{r.cold_s:.2f}", *map(str, (r.warm_s, r.cpu_s, r.hits, r.misses)))
             for r in results
         ],
-        f"first forward and backward; one process a rank and figure, {options.compile_rounds} with caches filled, in "
-        "turns; CPU time, and what AOTAutograd's cache had, of all ranks",
+        f"first forward and backward; a new process per rank and figure, {options.compile_rounds} with warm caches, in "
+        "turns; CPU time, and hits and misses of AOTAutograd's cache, of all ranks",
     )
     return results
 
@@ -181,7 +182,7 @@ def _rounded(figure: float | None) -> str:
 
 
 def remembering(size: str, options: argparse.Namespace) -> list[MemoryResult]:
-    """The most memory of a step, an engine at a time in processes of its own; what it copies there."""
+    """Measure peak memory and copies of a step, each engine in its own processes."""
     found = {
         name: step.measure(WORKER, {"size": size, "engine": name}, options)
         for name in dict.fromkeys([REFERENCE, EAGER, *options.engines])
@@ -200,14 +201,14 @@ def remembering(size: str, options: argparse.Namespace) -> list[MemoryResult]:
 
 
 def show_memory(size: str, results: list[MemoryResult], options: argparse.Namespace) -> None:
-    """Prints one size's tables."""
-    where = f"{size}, {step.where(options)}{'; every block is a checkpoint' if options.checkpoint else ''}"
+    """Print the tables of one size."""
+    where = f"{size}, {step.where(options)}{'; activation checkpointing per block' if options.checkpoint else ''}"
     _report.table(
-        f"Most memory during a step: {where}",
+        f"Peak memory of a step: {where}",
         (
             "engine",
             "parameters, MB",
-            "live beyond them, MB",
+            "live without parameters, MB",
             f"/ {REFERENCE}",
             f"/ {EAGER}",
             "growth, MB",
@@ -223,15 +224,15 @@ def show_memory(size: str, results: list[MemoryResult], options: argparse.Namesp
             )
             for r in results
         ],
-        "of one rank; live: what torch's allocator has given out, gradients included; growth: of the resident size, "
-        "from between steps to its highest, what gloo allocates included",
+        "of one rank; live: peak of allocated bytes, including gradients; growth: from resident memory between steps "
+        "to its peak, including gloo's memory",
     )
     if all(r.copied is not None for r in results):
         _report.table(
             f"Copies and page faults of a step: {where}",
             ("engine", "copied, MB", f"/ {EAGER}", "page faults"),
             [(r.engine, _megabytes(r.copied), _rounded(r.over[EAGER].get("copied")), str(r.faults)) for r in results],
-            "of one rank; copied: written by operators that do nothing else; page faults: those that need no disk",
+            "of one rank; copied: bytes written by operators that only copy; page faults: minor faults",
         )
 
 
@@ -240,7 +241,7 @@ def _megabytes(count: int | None) -> str:
 
 
 def stepping(size: str, options: argparse.Namespace) -> list[Any]:
-    """Step times, as in `step.py`; also over those of the eager engines."""
+    """Measure step times as in `step.py`, and ratios to the eager engines."""
     found = step.measure(step.WORKER, {"size": size, "engines": options.engines}, options)
     results = step.evaluate(size, found, REFERENCE, PLAIN)
     sides = "".join(f"\n{name}: {SIDES[name]}" for name in options.engines if name in SIDES)
@@ -250,7 +251,7 @@ def stepping(size: str, options: argparse.Namespace) -> list[Any]:
 
 
 def over_eager(size: str, wall: dict[str, list[float]], options: argparse.Namespace) -> list[RatioResult]:
-    """Every engine's step over those of the eager engines."""
+    """Return step times over those of the eager engines."""
     eager = [name for name in (EAGER, "fsdp2") if name in wall]
     results = [
         RatioResult(size, engine, {name: spread for name in eager if (spread := step.ratio(wall[engine], wall[name]))})
@@ -259,15 +260,19 @@ def over_eager(size: str, wall: dict[str, list[float]], options: argparse.Namesp
     if eager:
         rows = [(r.engine, *(str(r.over[name]) for name in eager)) for r in results]
         columns = ("engine", *(f"/ {name}" for name in eager))
-        _report.table(f"Steps over eager ones: {size}, {step.where(options)}", columns, rows, "of the same rounds")
+        _report.table(
+            f"Step time over eager engines: {size}, {step.where(options)}", columns, rows, "ratios within a round"
+        )
     return results
 
 
 def parse() -> argparse.Namespace:
-    """The command line's options."""
+    """Parse the command line."""
     parser = step.options_of_steps(__doc__, ",".join(SIDES))
-    parser.add_argument("--layers", type=_report.integers, default="2,4,8", help="to compile (default: %(default)s)")
-    parser.add_argument("--compile-rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument(
+        "--layers", type=_report.integers, default="2,4,8", help="numbers of layers to compile (default: %(default)s)"
+    )
+    parser.add_argument("--compile-rounds", type=int, default=3, help="rounds of compilation (default: %(default)s)")
     parser.add_argument("--parts", default="steps,compile,warm,memory", help="what to measure (default: %(default)s)")
     return step.parsed(parser)
 

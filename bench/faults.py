@@ -1,17 +1,17 @@
-"""What ranks that go apart, fail or are lost lead to: this library beside torch's FSDP2, case by case.
+"""Compare the outcome if ranks disagree, fail or are lost, with this library and with torch's FSDP2.
 
     python bench/faults.py
 
-Two ranks on gloo, whose collectives may take 8 seconds, train a small GPT; then one of them, or both, do what the case
-says, and go on training. How it ended, on the worst of the ranks that are left:
+Two gloo ranks train a small GPT with a timeout of 8 seconds per collective. Then one or both perform the action of a
+case, and continue. The outcome is that of the worst remaining rank:
 
-    exact     training went on, and the weights are those of one process
-    clear     an error that names a rank, a parameter or a module, and says what is wrong
-    obscure   another error, at once
-    late      another error, when the limit of the process group had passed: until then, a hang
+    exact     training continued, and the weights equal those of one process
+    clear     an error of this library, or one that names a rank, a parameter or a module
+    obscure   another error, before the timeout
+    late      another error, after the timeout
     hang      no end within a minute
     abort     the process was ended by a signal
-    silent    training went on with other weights than those of one process
+    silent    training continued, but weights are wrong or an error was expected
 """
 
 import argparse
@@ -33,20 +33,20 @@ from _faults_worker import CASES, LIMIT_S
 
 WORKER = Path(__file__).with_name("_faults_worker.py")
 ENGINES = ("ours", "fsdp2")
-WORST = ("exact", "clear", "obscure", "late", "hang", "abort", "silent")  # from the best on
+WORST = ("exact", "clear", "obscure", "late", "hang", "abort", "silent")  # best to worst
 LONGEST_S = 60.0
 NAMES_SOMETHING = re.compile(r"rank \d|blocks?\.\d|parameter|module")
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a case ended.
+    """The outcome of a case.
 
     Attributes:
-        case, engine: which.
-        ended: one of `WORST`.
-        seconds: until the last rank that was left had ended.
-        text: of its error.
+        case, engine: names of the case and the engine.
+        ended: outcome, one of `WORST`.
+        seconds: time until the worst remaining rank ended.
+        text: its error message.
     """
 
     case: str
@@ -87,7 +87,7 @@ def run(case: str, engine: str) -> Result:
 
 
 def _is_own_doing(case: str, rank: int, code: int, said: dict[str, Any]) -> bool:
-    """Whether this is how the case itself ends rank 1."""
+    """Return whether the case itself ended this rank (rank 1) as intended."""
     if rank != 1 or not case.startswith("one rank"):
         return False
     return code == -9 or said.get("kind") in ("SystemExit", "ValueError", "IndexError")
@@ -111,17 +111,17 @@ def print_tables(results: Sequence[Result]) -> None:
         [case, *[f"{each[e].ended}, {each[e].seconds:.1f} s" if e in each else "" for e in ENGINES]]
         for case, each in by_case.items()
     ]
-    _report.table("How it ended, on the worst of the ranks that are left", ("case", *ENGINES), rows)
+    _report.table("Outcome on the worst remaining rank", ("case", *ENGINES), rows)
     counts = {engine: Counter(result.ended for result in results if result.engine == engine) for engine in ENGINES}
     totals = [[engine, *[str(count[how]) for how in WORST]] for engine, count in counts.items()]
-    _report.table("In all", ("engine", *WORST), totals)
+    _report.table("Number of cases by outcome", ("engine", *WORST), totals)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="", help="words that the names of the cases contain (default: all)")
+    parser.add_argument("--cases", default="", help="run cases whose names contain this text (default: all)")
     parser.add_argument("--engines", type=_report.names(ENGINES), default=list(ENGINES), help="default: all")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     options = parser.parse_args(argv)
     results = [run(case, engine) for case in CASES if options.cases in case for engine in options.engines]
     print_tables(results)

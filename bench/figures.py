@@ -1,15 +1,18 @@
-"""A training run side by side: one process, torch's DDP, FSDP1 and FSDP2, and ours, eager and compiled.
+"""Compare a training run with one process, torch's DDP, FSDP1 and FSDP2, and ours, eager and compiled.
 
     python bench/figures.py --size 50m
     python bench/figures.py --parts regimes
     python bench/figures.py --parts losses --loss-size 3m
 
-*Run*: step time, tokens a second, start-up, peak memory, the share of a step that communication takes, and the time to
-write and read a checkpoint; the GPT of the tutorials in float32 with AdamW on gloo, or on NCCL with a card for each
-rank. Every engine runs in processes of its own; the launches take turns and ratios are formed within a turn. *Kinds*:
-the peak by kind of bytes, by memory.py. *Regimes*: steps with few tokens a rank or many, on slow links and on fast
-ones, on a simulated network (`_regimes.py`). *Losses*: the demo's training step by step, beside FSDP2 and beside one
-process; the exit status is 1 if they differ by more than `--tolerance`. All but the run are of the CPU.
+- *Run*: step time, tokens per second, start-up, peak memory, share of communication in a step, and time to save and
+  load a checkpoint. The GPT of the tutorials in float32 with AdamW on gloo, or on NCCL with one GPU per rank. Every
+  engine has its own processes. Launches take turns, and ratios are formed within a turn.
+- *Kinds*: peak memory by type, with memory.py.
+- *Regimes*: steps with few or many tokens per rank, on slow and fast links of a simulated network (`_regimes.py`).
+- *Losses*: losses of the demo, compared with FSDP2 and with one process. The exit status is 1 if they differ by more
+  than `--tolerance`.
+
+All parts except *run* use the CPU.
 """
 
 import argparse
@@ -31,14 +34,14 @@ from _models import SIZES
 WORKER, LOSSES_WORKER = (Path(__file__).with_name(f"_{name}_worker.py") for name in ("figures", "losses"))
 REFERENCE, COMPUTE, SINGLE = "fsdp2", "compute", "single"
 ENGINES = "single,ddp,fsdp1,fsdp2,fsdp2-blocks,ours,ours-blocks,ours-placed-whole"
-WITH_KINDS = ("plain", "ddp", "fsdp2", "ours")  # of which memory.py knows whose memory is whose
+WITH_KINDS = ("plain", "ddp", "fsdp2", "ours")  # engines for which memory.py can attribute memory
 WITH_LOSSES = (SINGLE, "fsdp2", "fsdp2-blocks", "ours", "ours-blocks", "ours-placed-whole")
 LOSS_STEPS_SHOWN = (1, 10, 100, 1000)
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What is measured, the digits to show, and whether a ratio to FSDP2's says something."""
+    """A measured quantity: its label, the digits to print, and whether to print the ratio to FSDP2's."""
 
     label: str
     digits: int
@@ -49,10 +52,10 @@ FIGURES = {
     "step_ms": Figure("step, ms", 1),
     "peak_mb": Figure("peak memory, MB", 0),
     "start_s": Figure("start-up, s", 2),
-    "tokens_s": Figure("tokens / s", 0),
+    "tokens_s": Figure("tokens/s", 0),
     "communication": Figure("share of communication", 2, compared=False),
-    "write_s": Figure("checkpoint written, s", 2),
-    "read_s": Figure("checkpoint read, s", 2),
+    "write_s": Figure("save, s", 2),
+    "read_s": Figure("load, s", 2),
 }
 
 
@@ -60,8 +63,8 @@ FIGURES = {
 class EngineResult:
     """The figures of an engine by name (see `FIGURES`), and the ratios to those of FSDP2.
 
-    `communication` is (step - compute alone) / step: what the engine itself costs is in it. What is compiled is
-    compared with compute that is compiled.
+    `communication` is (step - compute alone) / step, and includes the overhead of the engine. Compiled engines are
+    compared with compiled compute.
     """
 
     size: str
@@ -73,12 +76,12 @@ class EngineResult:
 
 @dataclass(frozen=True)
 class LossResult:
-    """The demo's losses with an engine, nats a byte, one a step.
+    """The losses of the demo with an engine, in nats per byte, one per step.
 
     Attributes:
-        world: ranks, which share the windows of a step out among them.
-        apart: for `fsdp2` and `single`, how far the losses are from those at most, relatively, and at which step.
-        seconds: of the training, what compiles included.
+        world: number of ranks, which divide the windows of a step among them.
+        apart: for `fsdp2` and `single`, the largest relative difference to their losses, and its step.
+        seconds: time of the training, including compilation.
     """
 
     size: str
@@ -98,7 +101,11 @@ Result = EngineResult | memory.LiveResult | _regimes.RegimeResult | LossResult
 def launched(
     script: Path, world: int, settings: dict[str, Any], options: argparse.Namespace, device: str
 ) -> dict[str, Any]:
-    """What a worker with these settings found. Raises _launch.WorkerError."""
+    """Run a worker with these settings and return its result.
+
+    Raises:
+        _launch.WorkerError: a rank failed or reached the time limit.
+    """
     text = _launch.launch(
         script,
         json.dumps(settings | {"backend": options.backend}),
@@ -112,15 +119,19 @@ def launched(
 
 
 def compute_of(engine: str) -> str:
-    """Whose step it is without communication."""
+    """Return the unsharded engine without communication that an engine is compared with."""
     return f"{COMPUTE}{_engines.WHOLE}" if engine.endswith((_engines.WHOLE, _engines.BLOCKS)) else COMPUTE
 
 
 def once(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """One launch of every engine. Raises _launch.WorkerError."""
+    """Launch every engine once.
+
+    Raises:
+        _launch.WorkerError: a rank failed or reached the time limit.
+    """
     found = {}
     for name in dict.fromkeys([*map(compute_of, options.engines), *options.engines]):
-        world = 1 if name == SINGLE else options.world  # the one process has the sequences of all
+        world = 1 if name == SINGLE else options.world  # the single process has the sequences of all ranks
         settings = {key: getattr(options, key) for key in ("size", "steps", "device")}
         settings |= {"engine": name, "batch": options.batch * options.world // world}
         found[name] = launched(WORKER, world, settings, options, options.device)
@@ -138,7 +149,7 @@ def _figures(raw: dict[str, float], compute_s: float, tokens: int) -> dict[str, 
 
 
 def evaluate(turns: list[dict[str, dict[str, float]]], options: argparse.Namespace) -> list[EngineResult]:
-    """Medians and quartiles of all turns."""
+    """Return medians and quartiles over all turns."""
 
     def ratio(name: str, key: str) -> _report.Spread:
         return _report.Spread.of([turn[name][key] / turn[REFERENCE][key] for turn in turns])
@@ -148,14 +159,14 @@ def evaluate(turns: list[dict[str, dict[str, float]]], options: argparse.Namespa
     for name in options.engines:
         figures = {key: _report.Spread.of([turn[name][key] for turn in turns]) for key in turns[0][name]}
         if name == SINGLE:
-            del figures["communication"]  # it has none
+            del figures["communication"]  # one process does not communicate
         ratios = {key: ratio(name, key) for key in compared}
         results.append(EngineResult(options.size, options.world, name, figures, ratios))
     return results
 
 
 def show(results: list[EngineResult], options: argparse.Namespace) -> None:
-    """Prints the figures and the ratios."""
+    """Print the figures and the ratios."""
     joined = "gloo" if options.device == _device.CPU else "NCCL"
     where = f"{options.size}, {joined}, world {options.world}"
     keys = [key for key in FIGURES if any(key in r.figures for r in results)]
@@ -166,16 +177,16 @@ def show(results: list[EngineResult], options: argparse.Namespace) -> None:
             (r.engine, *(r.figures[key].shown(FIGURES[key].digits) if key in r.figures else "-" for key in keys))
             for r in results
         ],
-        f"median [quartiles] of {options.repeats} launches an engine, in turns; {options.steps} steps each with AdamW; "
-        f"communication: (step - compute alone) / step; malloc: {options.malloc}; {SINGLE}: one process, of one thread "
-        "as each rank, with the sequences of all",
+        f"median [quartiles] of {options.repeats} launches per engine, in turns; {options.steps} AdamW steps each; "
+        f"communication: (step - compute alone) / step; malloc: {options.malloc}; {SINGLE}: one process with one "
+        "thread, like each rank, and the sequences of all ranks",
     )
     if results[0].ratios:
         _report.table(
-            f"The same over FSDP2's: {where}",
+            f"Ratios to FSDP2: {where}",
             ("engine", *(FIGURES[key].label.split(",")[0] for key in results[0].ratios)),
             [(r.engine, *map(str, r.ratios.values())) for r in results],
-            "ratios within a turn; of tokens a second more is better, of all else less",
+            "ratios within a turn; higher is better for tokens/s, lower for all others",
         )
 
 
@@ -189,7 +200,7 @@ def run(options: argparse.Namespace) -> list[EngineResult]:
 
 
 def kinds(options: argparse.Namespace) -> list[memory.LiveResult]:
-    """Peaks by kind of bytes, of a step without the optimizer whose blocks are checkpoints."""
+    """Measure peaks by type, of a step without optimizer, with activation checkpointing."""
     settings = {key: getattr(options, key) for key in ("batch", "steps", "timeout")}
     settings |= {"engines": WITH_KINDS, "world": [options.kinds_world], "context": 32, "jobs": 1, "device": _device.CPU}
     return memory.living(options.size, argparse.Namespace(**settings))
@@ -202,7 +213,11 @@ def regimes(options: argparse.Namespace) -> list[_regimes.RegimeResult]:
 
 
 def losses(options: argparse.Namespace) -> list[LossResult]:
-    """The demo with each engine. Raises _launch.WorkerError."""
+    """Train the demo with each engine.
+
+    Raises:
+        _launch.WorkerError: a rank failed or reached the time limit.
+    """
     found = {}
     for name in options.loss_engines:
         world = 1 if name == SINGLE else options.world
@@ -230,8 +245,8 @@ def losses(options: argparse.Namespace) -> list[LossResult]:
     shown = [step for step in LOSS_STEPS_SHOWN if step <= options.loss_steps]
     where = f"{options.loss_size}, {options.loss_steps:,} steps, gloo, world {options.world}"
     _report.table(
-        f"Losses of the demo, nats a byte: {where}",
-        ("engine", *(f"step {step:,}" for step in shown), *(f"from {name} at most" for name in beside)),
+        f"Losses of the demo, nats per byte: {where}",
+        ("engine", *(f"step {step:,}" for step in shown), *(f"largest difference to {name}" for name in beside)),
         [
             (
                 r.engine,
@@ -240,14 +255,14 @@ def losses(options: argparse.Namespace) -> list[LossResult]:
             )
             for r in results
         ],
-        f"all engines see the same {2 * options.world} windows a step; differences are relative; the demo's AdamW, "
-        "learning rate and clipping, float32",
+        f"all engines use the same {2 * options.world} windows per step; differences are relative; AdamW, learning "
+        "rate and clipping of the demo, float32",
     )
     return results
 
 
 def furthest(one: Sequence[float], other: Sequence[float]) -> tuple[float, int]:
-    """The greatest relative difference of two curves, and the step, from 1, where it is."""
+    """Return the largest relative difference of two curves, and its step, counted from 1."""
     return max((abs(a - b) / b, step) for step, (a, b) in enumerate(zip(one, other, strict=True), start=1))
 
 
@@ -260,36 +275,46 @@ PARTS: dict[str, Callable[[argparse.Namespace], Sequence[Result]]] = {
 
 
 def parse() -> argparse.Namespace:
-    """The command line's options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     _device.add_option(parser)
     add, shown = parser.add_argument, "(default: %(default)s)"
     add("--parts", type=_report.names(tuple(PARTS)), default=",".join(PARTS), help=f"what to measure {shown}")
-    add("--size", choices=SIZES, default="50m", help=f"of the model {shown}")
-    add("--engines", type=_engines.parse, default=ENGINES, help=shown)
-    add("--world", type=int, default=2, help=f"ranks {shown}")
-    add("--batch", type=int, default=1, help=f"sequences a rank {shown}")
-    add("--steps", type=int, default=6, help=f"measured steps of a launch {shown}")
-    add("--repeats", type=int, default=3, help=f"launches an engine {shown}")
-    add("--malloc", choices=("default", "tuned"), default="default", help="tuned: glibc keeps pages")
-    add("--backend", default="inductor", help=f"of torch.compile {shown}")
-    add("--kinds-world", type=int, default=8, help=f"simulated ranks of the kinds {shown}")
-    add("--tokens", type=_report.integers, default="512,2048,8192", help=f"regimes: of a rank {shown}")
-    add("--gbps", type=_report.ratios, default="25,100,400", help=f"regimes: gigabits a second of a rank {shown}")
-    add("--teraflops", type=float, default=400.0, help=f"regimes: of a rank {shown}")
-    add("--width", type=int, default=4096, help=f"regimes: of the model {shown}")
+    add("--size", choices=SIZES, default="50m", help=f"model size {shown}")
+    add("--engines", type=_engines.parse, default=ENGINES, help=f"run: engines {shown}")
+    add("--world", type=int, default=2, help=f"number of ranks {shown}")
+    add("--batch", type=int, default=1, help=f"sequences per rank {shown}")
+    add("--steps", type=int, default=6, help=f"measured steps per launch {shown}")
+    add("--repeats", type=int, default=3, help=f"launches per engine {shown}")
+    add("--malloc", choices=("default", "tuned"), default="default", help="tuned: glibc keeps free memory")
+    add("--backend", default="inductor", help=f"backend of torch.compile {shown}")
+    add("--kinds-world", type=int, default=8, help=f"kinds: simulated ranks {shown}")
+    add("--tokens", type=_report.integers, default="512,2048,8192", help=f"regimes: tokens per rank {shown}")
+    add("--gbps", type=_report.ratios, default="25,100,400", help=f"regimes: Gb/s per rank {shown}")
+    add("--teraflops", type=float, default=400.0, help=f"regimes: TFLOP/s per rank {shown}")
+    add("--width", type=int, default=4096, help=f"regimes: width of the model {shown}")
     add("--regime-world", type=int, default=8, help=f"regimes: simulated ranks {shown}")
-    add("--regime-engines", type=_report.names(_regimes.ENGINES), default=",".join(_regimes.ENGINES), help=shown)
-    add("--loss-size", choices=SIZES, default="tiny", help=f"losses: of the demo's model {shown}")
-    add("--loss-steps", type=int, default=1000, help=f"losses: {shown}")
-    add("--loss-engines", type=_report.names(WITH_LOSSES), default=",".join(WITH_LOSSES), help=shown)
+    add(
+        "--regime-engines",
+        type=_report.names(_regimes.ENGINES),
+        default=",".join(_regimes.ENGINES),
+        help=f"regimes: engines {shown}",
+    )
+    add("--loss-size", choices=SIZES, default="tiny", help=f"losses: size of the demo's model {shown}")
+    add("--loss-steps", type=int, default=1000, help=f"losses: number of steps {shown}")
+    add(
+        "--loss-engines",
+        type=_report.names(WITH_LOSSES),
+        default=",".join(WITH_LOSSES),
+        help=f"losses: engines {shown}",
+    )
     add("--tolerance", type=float, default=1e-3, help=f"losses: largest relative difference {shown}")
-    add("--timeout", type=float, default=900.0, help=f"seconds for each launch {shown}")
+    add("--timeout", type=float, default=900.0, help=f"time limit per launch, in seconds {shown}")
     add("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     options = parser.parse_args()
     if _device.too_few(options.device, options.world):
         options.world = _device.cards()
-        print(f"figures.py: a rank needs a card of its own: world {options.world}")
+        print(f"figures.py: each rank needs its own GPU, so world is {options.world}")
     return options
 
 

@@ -1,11 +1,11 @@
-"""How long it takes to shard a model of thousands of modules, and to run its first step.
+"""Time sharding and the first steps of models with thousands of modules.
 
     python bench/first_step.py                                  # 2,000 and 5,000 modules
     python bench/first_step.py --modules 1000 --rounds 3
 
-A chain of small linear layers, as rank 0 of a world whose collectives do nothing (`_noop.py`). `each`: every layer is a
-group; `one`: all layers are in the group of the root. Each engine has a process of its own, and they take turns. Read
-is the CPU time of the process, which has imported everything before.
+The model is a chain of small linear layers. The process is rank 0 of a world whose collectives do nothing
+(`_noop.py`). `each`: every layer is a group. `one`: all layers are in the root group. Each engine has its own process,
+and processes take turns. The figure is CPU time of the process, without imports.
 """
 
 import argparse
@@ -35,7 +35,7 @@ TIMEOUT_S = 900
 
 @dataclass(frozen=True)
 class FirstStepResult:
-    """Seconds; `ratio` is the first step's over that of torch's FSDP2, formed within each round."""
+    """Times in seconds. `ratio` is the first step over that of FSDP2, formed within each round."""
 
     modules: int
     groups: str
@@ -48,7 +48,7 @@ class FirstStepResult:
 
 
 def run_child(engine: str, modules: int, groups: str) -> None:
-    """Prints the seconds of sharding and of three steps."""
+    """Time sharding and three steps, and print the seconds as JSON."""
     torch.set_num_threads(1)
     _engines.load(engine)
     _noop.init(WORLD)
@@ -72,7 +72,7 @@ def shard(engine: str, model: nn.Sequential, groups: str) -> None:
 
 
 def warm(engine: str) -> None:
-    """Loads what the first step of a process loads."""
+    """Run a step of a small model, so that lazy imports are done."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     shard(engine, model, "each")
     model(torch.randn(2, WIDTH)).sum().backward()
@@ -88,7 +88,7 @@ def measured(engine: str, modules: int, groups: str) -> list[float]:
 
 
 def results_of(modules: int, groups: str, seconds: dict[str, list[list[float]]]) -> list[FirstStepResult]:
-    """Of one model: seconds by engine, round, and part."""
+    """Return the results of one model from the seconds by engine, round and part."""
     reference = [parts[1] for parts in seconds["fsdp2"]]
     return [
         FirstStepResult(
@@ -108,14 +108,16 @@ def print_table(results: list[FirstStepResult]) -> None:
         [str(r.modules), r.groups, r.engine, *map(str, (r.shard, r.first, r.second, r.third, r.ratio))] for r in results
     ]
     _report.table(
-        f"A model of many modules: world {WORLD}, CPU time", columns, rows, "median [quartiles] of interleaved rounds"
+        f"A model with many modules: world {WORLD}, CPU time", columns, rows, "median [quartiles] of interleaved rounds"
     )
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modules", type=_report.integers, default=[2000, 5000], help="(default: 2000,5000)")
-    parser.add_argument("--groups", type=_report.names(GROUPS), default=list(GROUPS), help="(default: each,one)")
+    parser.add_argument(
+        "--modules", type=_report.integers, default=[2000, 5000], help="numbers of modules (default: 2000,5000)"
+    )
+    parser.add_argument("--groups", type=_report.names(GROUPS), default=list(GROUPS), help="groups (default: each,one)")
     parser.add_argument("--rounds", type=int, default=1, help="interleaved rounds (default: 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--child", choices=ENGINES, help=argparse.SUPPRESS)

@@ -1,11 +1,11 @@
-"""How large and how entangled the package is, and how far an eager step walks through it, beside torch's FSDP2.
+"""Measure size and complexity of the package's sources and the Python calls of an eager step, compared with FSDP2.
 
     python bench/house.py
-    python bench/house.py --list writes_to_others     # what a figure consists of
+    python bench/house.py --list writes_to_others     # the items that a figure counts
 
-The core is the package without `testing/` and `report/`. A step is forward, backward and an optimizer step of four
-blocks and a root, as rank 0 of a simulated world; counted are the Python functions of the engine that it calls, their
-files, and how deep their calls are nested. Both sides are measured alike (see `_sources.py`).
+The core is the package without `testing/` and `report/`. A step is forward, backward and optimizer step of four blocks
+and a root, on rank 0 of a simulated world. The script counts the engine's Python functions that a step calls, their
+files, and the depth of nested calls. Both implementations are measured in the same way (`_sources.py`).
 """
 
 import argparse
@@ -31,12 +31,12 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {"ours": Path(composable_shard.__file__).parent, "fsdp2": Path(fsdp2.__file__).parent}
 NO_CORE = ("testing", "report")
 LISTS = ("complexity", "attributes", "outside_constructors", "writes_to_others", "functions")
-HARD = 10  # functions of a complexity above this are counted
+HARD = 10  # functions with a higher complexity are counted
 
 
 @dataclass(frozen=True)
 class HouseResult:
-    """The figures of one engine; of `names_on_top` and `readme_lines` torch's has none."""
+    """The figures of one engine. `names_on_top` and `readme_lines` are None for FSDP2."""
 
     engine: str
     names_on_top: int | None
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class Walk:
-    """The functions of one folder that a call goes through."""
+    """Records the functions of a folder that are called during a call."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = str(folder)
@@ -97,7 +97,7 @@ class Walk:
 
 
 def walked(engine: str) -> Walk:
-    """The way of a step that comes after some others."""
+    """Record the calls of a step after some warm-up steps."""
     _engines.load(engine)
     walk = Walk(FOLDERS[engine])
     with testing.fake(8):
@@ -149,7 +149,7 @@ def print_list(name: str, sources: Sources, walk: Walk) -> None:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", choices=LISTS, help="print what a figure of ours consists of, and no table")
+    parser.add_argument("--list", choices=LISTS, help="print the items that a figure of ours counts, and no table")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     return parser.parse_args(argv)
 
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         for field in fields(HouseResult)[1:]
     ]
-    _report.table("The house: the core, and an eager step", ["", *FOLDERS], rows, "without testing/ and report/")
+    _report.table("Sources of the core, and calls of an eager step", ["", *FOLDERS], rows, "without testing/, report/")
     if options.json:
         _report.write_json(options.json, "house", {}, results)
     return 0

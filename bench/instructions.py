@@ -1,10 +1,10 @@
-"""Instructions that a sharding runtime adds to a plain model, per module and step: host cost without noise.
+"""Count the instructions that a sharding runtime adds to a plain model, per module and step.
 
     python bench/instructions.py
 
-Callgrind (valgrind's profiler) counts the instructions of steady steps of the stacks that `overhead.py` times. The same
-program gives the same counts on any machine, to a few in a thousand, whatever else runs there; what memory and branches
-cost it does not tell. `--profile ENGINE` keeps what callgrind wrote, for `callgrind_annotate`.
+Callgrind (valgrind's profiler) counts the instructions of steps after warm-up, for the models of `overhead.py`. Counts
+are the same on all machines within a few tenths of a percent, and do not depend on other load. They do not include the
+cost of memory accesses and branches. `--profile ENGINE` keeps callgrind's file for `callgrind_annotate`.
 """
 
 import argparse
@@ -31,7 +31,7 @@ TIMEOUT_S = 900
 
 @dataclass(frozen=True)
 class InstructionsResult:
-    """Instructions per sharded module and step; `ratio` is what is added over what torch's FSDP2 adds."""
+    """Instructions per sharded module and step. `ratio` is the added instructions over those of FSDP2."""
 
     world: int
     engine: str
@@ -41,7 +41,7 @@ class InstructionsResult:
 
 
 def counted(engine: str, world: int, blocks: int, model: str, group: str, to: Path) -> float:
-    """Instructions per module and step, counted in a process of its own that runs under callgrind."""
+    """Count the instructions per module and step in a new process under callgrind."""
     valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={to}"]
     child = [sys.executable, __file__, "--child", engine, "--world", str(world), "--blocks", str(blocks)]
     child += ["--model", model, "--group", group]
@@ -52,15 +52,15 @@ def counted(engine: str, world: int, blocks: int, model: str, group: str, to: Pa
 
 
 def total_of(text: str) -> int:
-    """The instructions of a file that callgrind has written."""
+    """Return the total instructions in a callgrind file."""
     totals = sum(map(int, re.findall(r"^totals: (\d+)", text, re.MULTILINE)))
     if not totals:
-        raise SystemExit("instructions.py: callgrind has counted nothing")
+        raise SystemExit("instructions.py: callgrind counted no instructions")
     return totals
 
 
 def run_child(engine: str, world: int, blocks: int, model: str, group: str) -> None:
-    """The steady steps that are counted."""
+    """Run the counted steps after warm-up."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     options = overhead.parse(["--group", group])
@@ -79,7 +79,7 @@ def run_child(engine: str, world: int, blocks: int, model: str, group: str) -> N
 
 
 def _switch(to: str) -> None:
-    """Let callgrind count this process, or no longer."""
+    """Turn callgrind's instrumentation of this process on or off."""
     subprocess.run(["callgrind_control", "-i", to, str(os.getpid())], check=True, stdout=subprocess.DEVNULL)
 
 
@@ -118,10 +118,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shown = "(default: %(default)s)"
     parser.add_argument("--world", type=_report.integers, default="8", help=f"simulated world sizes {shown}")
-    parser.add_argument("--blocks", type=int, default=48, help=f"blocks of the stack {shown}")
-    parser.add_argument("--model", choices=("stack", "gpt", "gpt2"), default="stack", help=f"of overhead.py {shown}")
-    parser.add_argument("--group", choices=("noop", "fake"), default="noop", help=f"of overhead.py {shown}")
-    parser.add_argument("--engines", type=_engines.parse, default="ours,fsdp2", help=f"beside plain {shown}")
+    parser.add_argument("--blocks", type=int, default=48, help=f"number of blocks {shown}")
+    parser.add_argument("--model", choices=("stack", "gpt", "gpt2"), default="stack", help=f"as in overhead.py {shown}")
+    parser.add_argument("--group", choices=("noop", "fake"), default="noop", help=f"as in overhead.py {shown}")
+    parser.add_argument("--engines", type=_engines.parse, default="ours,fsdp2", help=f"in addition to plain {shown}")
     parser.add_argument("--profile", choices=_engines.ENGINES, metavar="ENGINE", help="keep callgrind's file of ENGINE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -134,7 +134,7 @@ def main() -> None:
         run_child(options.child, options.world[0], options.blocks, options.model, options.group)
         return
     if shutil.which("valgrind") is None:
-        raise SystemExit("instructions.py: needs valgrind, which is not on the PATH; install your system's package")
+        raise SystemExit("instructions.py: needs valgrind, which is not on PATH; install your system's package")
     results: list[InstructionsResult] = []
     for world in options.world:
         counts: dict[str, float] = {}

@@ -1,12 +1,11 @@
-"""Live bytes where a step needs most, the making of the loss: ours beside torch's FSDP2, without memory or a card.
+"""Measure live bytes at the loss, where memory usually peaks, ours and FSDP2, with fake tensors.
 
-    python bench/loss_memory.py                                 # Llama 3.1 8B in worlds of 8 and 128 ranks: ten minutes
+    python bench/loss_memory.py                                 # Llama 3.1 8B, world 8 and 128: ten minutes
     python bench/loss_memory.py --shape layers=2,width=256,heads=8,vocabulary=32000,sequence=512 --world 8
 
-Rank 0 of a world of torch's fake process group trains a decoder in bfloat16 with AdamW under fake tensors; all storages
-that exist are counted, as they are resized (`_live_bytes.py`). Counted so, an allocator that gives out again at once
-what it got holds no more. The pool does what it does on an accelerator: `PoolPolicy(keep_idle=False)`; `ours-keeps` is
-the pool that keeps its arena, as on a CPU.
+Rank 0 of a world of torch's fake process group trains a decoder in bfloat16 with AdamW under fake tensors. All existing
+storages are counted with their current sizes (`_live_bytes.py`), so figures are those of an ideal allocator. The pool
+behaves as on an accelerator: `PoolPolicy(keep_idle=False)`. `ours-keeps` keeps its arena, as on a CPU.
 """
 
 import argparse
@@ -40,9 +39,14 @@ TIMEOUT_S = 3600
 
 @dataclass(frozen=True)
 class LossMemoryResult:
-    """Bytes of one rank: between steps, at most in the first one, and in a later one when the loss is made and at most.
+    """Live bytes of one rank.
 
-    `ratio` is the last over FSDP2's in the same world.
+    Attributes:
+        between: bytes between steps.
+        first: peak of the first step.
+        at_loss: bytes when the loss is computed, in a later step.
+        peak: peak of a later step.
+        ratio: `peak` over FSDP2's in the same world.
     """
 
     world: int
@@ -55,7 +59,7 @@ class LossMemoryResult:
 
 
 def run_child(engine: str, world: int, shape: Shape) -> None:
-    """Prints the bytes as JSON."""
+    """Measure one engine and print the bytes as JSON."""
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     mesh = init_device_mesh("cpu", (world,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -108,14 +112,14 @@ def print_table(results: Sequence[LossMemoryResult], shape: str) -> None:
     for each in results:
         sizes = [f"{nbytes / 2**30:.3f}" for nbytes in (each.between, each.first, each.at_loss, each.peak)]
         rows.append([str(each.world), each.engine, *sizes, f"{each.ratio:.4f}"])
-    _report.table(f"Live GiB of a rank: {shape}, bfloat16, AdamW", columns, rows, "counted under fake tensors")
+    _report.table(f"Live GiB of a rank: {shape}, bfloat16, AdamW", columns, rows, "measured with fake tensors")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", type=_report.integers, default=[8, 128], help="(default: 8,128)")
-    parser.add_argument("--shape", default=LLAMA, help="(default: %(default)s)")
-    parser.add_argument("--engines", type=_report.names(ENGINES), default=list(ENGINES), help="fsdp2 among them")
+    parser.add_argument("--world", type=_report.integers, default=[8, 128], help="world sizes (default: 8,128)")
+    parser.add_argument("--shape", default=LLAMA, help="shape of the decoder (default: %(default)s)")
+    parser.add_argument("--engines", type=_report.names(ENGINES), default=list(ENGINES), help="must include fsdp2")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--child", choices=ENGINES, help=argparse.SUPPRESS)
     return parser.parse_args(argv)

@@ -1,16 +1,19 @@
-"""Steps whose weights and gradients travel in fewer bits, on simulated networks of 1, 10 and 100 Gb/s.
+"""Measure steps with low-bit communication on simulated networks of 1, 10 and 100 Gb/s.
 
     python bench/lowbit.py
     python bench/lowbit.py --gbps 1,10 --world 16 --tokens 2048 --json results.json
 
-Each side trains the same blocks on `composable_shard.testing.fabric` (streams clock, exact, so figures have no spread).
-Bytes are real; compute is declared: what a rank's tokens take at so many TFLOP/s, forward once and backward twice. The
-fabric's clock stands still while bytes are rounded. So that time stands beside the step: of the memory that an H100
-reads and writes meanwhile (estimated), and as measured here, on one thread. The break-even is the bandwidth at which
-rounding on an H100 takes as long as the bytes that it saves: on slower links fewer bits gain where communication is
-exposed, and on faster ones they lose. It is against `bf16`, which is how FSDP2 is used most: weights travel in bfloat16
-and gradients in float32. With torchao (0.18) its float8 all-gather is another side, with a scale of all ranks for each
-weight; what its rounding takes is not known here.
+Each setting trains the same blocks on `composable_shard.testing.fabric` (streams clock; exact, so figures have no
+spread). Bytes are real. Compute is declared: the operations of a rank's tokens at a number of TFLOP/s, twice as many in
+backward as in forward. The clock stops while values are rounded, so the time of rounding is listed next to the step:
+estimated for an H100 from the bytes that it reads and writes, and measured on one thread of this machine.
+
+The break-even is the bandwidth at which rounding on an H100 takes as long as the transfer of the saved bytes. On slower
+links, low-bit communication is faster if communication is exposed. On faster links it is slower. The reference is
+`bf16`: weights are gathered in bfloat16 and gradients are reduced in float32, as usual with FSDP2.
+
+If torchao (0.18) is installed, its float8 all-gather is measured too. It uses one scale of all ranks per weight. The
+time of its rounding is not measured.
 """
 
 import argparse
@@ -50,10 +53,10 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class LowBitResult:
-    """A step of one side on one network; `over_bf16` is its time over that of `bf16`.
+    """A step of one setting on one network. `over_bf16` is its time over that of `bf16`.
 
-    `rounding_h100_ms` and `rounding_here_ms` are what the step's time leaves out; `break_even_gbps` follows
-    from the first of them.
+    The times of rounding `rounding_h100_ms` and `rounding_here_ms` are not included in the step. `break_even_gbps` is
+    computed from the first of them.
     """
 
     side: str
@@ -68,7 +71,7 @@ class LowBitResult:
 
 
 class Block(nn.Module):
-    """The weights of a decoder's block, four of attention and three of a gated layer, and its compute, declared."""
+    """A decoder block: four weights of attention, three of a gated layer, and a declared compute time."""
 
     def __init__(self, width: int, seconds: float) -> None:
         super().__init__()
@@ -111,7 +114,7 @@ def build(side: str, options: argparse.Namespace) -> nn.Module:
 
 
 def stepped(side: str, gbps: float, options: argparse.Namespace) -> tuple[float, float, float]:
-    """Seconds of a step, those of them that communication is exposed, and the bytes that it moves."""
+    """Return step time and exposed communication in seconds, and the communicated bytes of a step."""
     how: dict[str, Any] = {"latency_s": 1e-6 * options.latency_us, "bandwidth_Bps": 1e9 * gbps / 8, "clock": "streams"}
     with testing.fabric(options.world, **how) as net:
         model = build(side, options)
@@ -125,7 +128,7 @@ def stepped(side: str, gbps: float, options: argparse.Namespace) -> tuple[float,
 
 
 def seconds_here(form: str | None) -> float:
-    """Seconds of one thread of this machine to round a number and to make one of it again."""
+    """Return the seconds per number to round and restore it on one thread of this machine."""
     if form is None:
         return 0.0
     whole = torch.randn(512, 1024)
@@ -138,7 +141,7 @@ def seconds_here(form: str | None) -> float:
 
 
 def rounding_of(side: str, options: argparse.Namespace) -> tuple[float, float]:
-    """Milliseconds of rounding in a step: two gathers and a reduction, on an H100 and here."""
+    """Return the milliseconds of rounding in a step (two gathers and a reduction) on an H100 and on this machine."""
     if side == TORCHAO:
         return 0.0, 0.0
     _, comm = SIDES[side]
@@ -189,22 +192,23 @@ def show(results: list[LowBitResult], options: argparse.Namespace) -> None:
             for r in results
             if r.gbps == gbps
         ]
-        head = ("side", "MB moved", "step ms", "exposed", "/ bf16", "rounding H100 ms", "here ms", "break-even Gb/s")
+        head = ("setting", "MB sent", "step, ms", "exposed", "/ bf16", "rounding, H100, ms", "here, ms")
         caption = f"world {options.world}, {options.blocks} blocks of {weights_of(options.width):,} weights"
-        _report.table(f"{gbps:g} Gb/s for each rank, {options.tokens:,} tokens a rank", head, rows, caption)
+        title = f"{gbps:g} Gb/s per rank, {options.tokens:,} tokens per rank"
+        _report.table(title, (*head, "break-even, Gb/s"), rows, caption)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, shown = parser.add_argument, "(default: %(default)s)"
-    add("--gbps", type=_report.ratios, default="1,10,100", help=f"gigabits a second of a rank's link {shown}")
-    add("--world", type=int, default=8, help=f"ranks {shown}")
-    add("--blocks", type=int, default=4, help=shown)
-    add("--width", type=int, default=256, help=f"of a block {shown}")
-    add("--tokens", type=int, default=8192, help=f"of a rank in a step {shown}")
-    add("--teraflops", type=float, default=400.0, help=f"at which a rank computes {shown}")
-    add("--latency-us", type=float, default=1.0, help=f"of a collective; blocks are small, so it is, too {shown}")
-    add("--json", type=Path, help="write all figures there")
+    add("--gbps", type=_report.ratios, default="1,10,100", help=f"bandwidth per rank, Gb/s {shown}")
+    add("--world", type=int, default=8, help=f"number of ranks {shown}")
+    add("--blocks", type=int, default=4, help=f"number of blocks {shown}")
+    add("--width", type=int, default=256, help=f"width of a block {shown}")
+    add("--tokens", type=int, default=8192, help=f"tokens per rank and step {shown}")
+    add("--teraflops", type=float, default=400.0, help=f"TFLOP/s per rank {shown}")
+    add("--latency-us", type=float, default=1.0, help=f"latency of a collective; low, because blocks are small {shown}")
+    add("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     return parser.parse_args()
 
 

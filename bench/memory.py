@@ -1,12 +1,14 @@
-"""Memory of a training step: ours beside torch's FSDP2, by kind of bytes and as the system sees it.
+"""Measure the memory of a training step by type, and resident memory, ours and FSDP2.
 
     python bench/memory.py --sizes 150m,1b --world 8,64
 
-*Live* plays rank 0 of a simulated world in one process, with collectives that do nothing (`_noop.py`), and reads from
-torch's profiler what its CPU allocator has given out and to whom (`_kinds.py`). Blocks are checkpointed and sequences
-short, so that what the runtime holds is a large part of all. *Resident* trains on gloo with one engine a launch and
-reads from Linux how far a rank's process grew. The first leaves the optimizer out, the second steps with plain SGD.
-On a card both read the figures of torch's CUDA allocator, which do not tell kinds.
+- *Live*: one process is rank 0 of a simulated world with collectives that do nothing (`_noop.py`). Allocations of
+  torch's CPU allocator are read from its profiler and attributed to types (`_kinds.py`). Blocks use activation
+  checkpointing and sequences are short, so that the runtime's memory is a large part of the total. Steps have no
+  optimizer.
+- *Resident*: real training on gloo with SGD, one engine per launch. The figure is the growth of resident memory.
+
+On a GPU both use figures of torch's CUDA allocator, without types.
 """
 
 import argparse
@@ -28,15 +30,15 @@ from step import sizes
 
 WORKER = Path(__file__).with_name("_memory_worker.py")
 REFERENCE = "fsdp2"
-AIMS = {"ours": 0.80, "ours-none-ahead": 0.60}  # of the runtime's bytes over FSDP2's
+AIMS = {"ours": 0.80, "ours-none-ahead": 0.60}  # target ratios of the runtime's bytes to FSDP2's
 
 
 @dataclass(frozen=True)
 class LiveResult:
-    """Bytes of one rank at two moments of a step: when the runtime holds most, and when all together is most.
+    """Bytes of one rank at two peaks of a step: the peak of the runtime's bytes, and the peak of all bytes.
 
-    The ratios are over FSDP2's peak of the same kind. `apart` is how far the sum of all kinds was at most from the
-    profiler's own count, relative to the peak.
+    Ratios are to FSDP2's peaks. `apart` is the largest difference between the sum of all types and the profiler's own
+    count, relative to the peak.
     """
 
     size: str
@@ -53,10 +55,15 @@ class LiveResult:
 
 @dataclass(frozen=True)
 class CardResult:
-    """Bytes of one rank on a card: at most in a step (`peak`), and between steps; the ratios are over FSDP2's.
+    """Bytes of one rank on a GPU. Ratios are to FSDP2.
 
-    `reserved` is what torch's allocator held of the card at most in that step, gaps between tensors included; `own` are
-    its parameters; `pool` and `planned` are what ours counts itself: held, and foretold at most.
+    Attributes:
+        peak: peak of allocated bytes in a step.
+        reserved: peak of the bytes that torch's allocator reserves.
+        between: allocated bytes between steps.
+        own: bytes of this rank's parameters.
+        pool: bytes of the pool, only for ours.
+        planned: peak of the pool that the plan predicts, only for ours.
     """
 
     size: str
@@ -75,7 +82,7 @@ class CardResult:
 
 @dataclass(frozen=True)
 class ResidentResult:
-    """Megabytes by which a rank's process grew at most, of the rank that grew most; ratios to FSDP2's by launch."""
+    """Growth of resident memory in MB, maximum over the ranks. Ratios to FSDP2 are formed by launch."""
 
     size: str
     world: int
@@ -85,7 +92,11 @@ class ResidentResult:
 
 
 def launched(options: argparse.Namespace, world: int, **settings: Any) -> dict[str, Any]:
-    """What a worker with these settings found. Raises _launch.WorkerError."""
+    """Run a worker with these settings and return its result.
+
+    Raises:
+        _launch.WorkerError: a rank failed or reached the time limit.
+    """
     kept = ("batch", "context", "steps", "device")
     common = {key: getattr(options, key) for key in kept} | {"backend": "none", "dtype": "float32"}
     text = _launch.launch(
@@ -102,7 +113,7 @@ def launched(options: argparse.Namespace, world: int, **settings: Any) -> dict[s
 
 
 def living(size: str, options: argparse.Namespace) -> list[LiveResult]:
-    """Bytes by kind, for each simulated world. Counts are exact, so launches may run beside one another."""
+    """Measure bytes by type, for each simulated world. Counts are exact, so launches can run in parallel."""
     results: list[LiveResult] = []
     sides = [(world, name) for world in options.world for name in options.engines]
 
@@ -136,13 +147,13 @@ def living(size: str, options: argparse.Namespace) -> list[LiveResult]:
 
 
 def show_live(results: list[LiveResult], options: argparse.Namespace) -> None:
-    """Prints the two peaks of one size in one world."""
+    """Print the two peaks of one size in one world."""
     first = results[0]
-    where = f"{first.size} ({first.parameters:,} parameters), world {first.world} simulated"
+    where = f"{first.size} ({first.parameters:,} parameters), simulated world {first.world}"
     kinds = [kind for kind in _kinds.RUNTIME if any(r.runtime["by_kind"][kind] for r in results)]
     _report.table(
         f"The runtime's bytes at their peak, MB: {where}",
-        ("engine", "runtime", "/ FSDP2's", "aim", *kinds, "when"),
+        ("engine", "runtime", "/ FSDP2's", "target", *kinds, "reached in"),
         [
             (
                 r.engine,
@@ -154,12 +165,12 @@ def show_live(results: list[LiveResult], options: argparse.Namespace) -> None:
             )
             for r in results
         ],
-        f"blocks checkpointed, {options.batch} x {options.context} tokens, float32",
+        f"activation checkpointing, {options.batch} x {options.context} tokens, float32",
     )
     others = (_kinds.OWN, _kinds.OWN_GRADIENTS, _kinds.REST)
     _report.table(
         f"All bytes at their peak, MB: {where}",
-        ("engine", "total", "/ FSDP2's", "runtime", *others, "when"),
+        ("engine", "total", "/ FSDP2's", "runtime", *others, "reached in"),
         [
             (
                 r.engine,
@@ -171,13 +182,13 @@ def show_live(results: list[LiveResult], options: argparse.Namespace) -> None:
             )
             for r in results
         ],
-        "the aim is at most FSDP2's; the sum of the kinds and the profiler's own count are apart by at most "
+        "target: at most FSDP2's; the sum of all types differs from the profiler's own count by at most "
         f"{100 * max(r.apart for r in results):.2g} % of the peak",
     )
 
 
 def living_on_card(size: str, options: argparse.Namespace) -> list[CardResult]:
-    """Bytes on a card, for each simulated world."""
+    """Measure GPU memory for each simulated world."""
     results: list[CardResult] = []
     for world in options.world:
         found = {
@@ -196,9 +207,9 @@ def living_on_card(size: str, options: argparse.Namespace) -> list[CardResult]:
             for name, figures in found.items()
         ]
         _report.table(
-            f"All bytes on the card at their peak, MB: {size} ({of_world[0].parameters:,} parameters), world {world} "
-            "simulated",
-            ("engine", "peak", "/ FSDP2's", "reserved", "/ FSDP2's", "between steps", "own", "our pool", "planned"),
+            f"All bytes on the GPU at their peak, MB: {size} ({of_world[0].parameters:,} parameters), simulated world "
+            f"{world}",
+            ("engine", "peak", "/ FSDP2's", "reserved", "/ FSDP2's", "between steps", "parameters", "pool", "planned"),
             [
                 (
                     r.engine,
@@ -210,21 +221,21 @@ def living_on_card(size: str, options: argparse.Namespace) -> list[CardResult]:
                 )
                 for r in of_world
             ],
-            f"of torch's CUDA allocator; blocks checkpointed, {options.batch} x {options.context} tokens, float32",
+            f"torch's CUDA allocator; activation checkpointing, {options.batch} x {options.context} tokens, float32",
         )
         results += of_world
     return results
 
 
 def residing(size: str, options: argparse.Namespace) -> list[ResidentResult]:
-    """How far ranks grow, on gloo or on a card; the launches of the engines take turns."""
+    """Measure the memory growth of ranks, on gloo or on GPUs. Launches of the engines take turns."""
     names = options.resident_engines
     found: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(options.repeats):
         for name in names:
             grown = launched(options, options.ranks, part="resident", size=size, engine=name)["resident"]
             if grown < 0:
-                print("memory.py: this system does not tell the resident memory of a process", file=sys.stderr)
+                print("memory.py: this system does not report the resident memory of a process", file=sys.stderr)
                 return []
             found[name].append(grown / 1e6)
     reference = found.get(REFERENCE)
@@ -242,13 +253,13 @@ def residing(size: str, options: argparse.Namespace) -> list[ResidentResult]:
     ]
     card = options.device == _device.CUDA
     of_what = (
-        "what torch's CUDA allocator took from the card at most"
+        "peak of the memory that torch's CUDA allocator reserved"
         if card
-        else "VmHWM, less what the process held before it had a model"
+        else "VmHWM without the memory of the process before it had a model"
     )
     _report.table(
-        f"Growth of a rank: {size}, {'NCCL' if card else 'gloo'}, world {options.ranks}",
-        ("engine", "resident at most, MB", "/ FSDP2's"),
+        f"Growth of a rank's memory: {size}, {'NCCL' if card else 'gloo'}, world {options.ranks}",
+        ("engine", "peak, MB", "/ FSDP2's"),
         [
             (
                 r.engine,
@@ -257,8 +268,8 @@ def residing(size: str, options: argparse.Namespace) -> list[ResidentResult]:
             )
             for r in results
         ],
-        f"{of_what}, over {options.steps} steps with SGD; blocks are not checkpointed; "
-        f"median [quartiles] of {options.repeats} launches an engine, in turns",
+        f"{of_what}, over {options.steps} steps with SGD; no activation checkpointing; "
+        f"median [quartiles] of {options.repeats} launches per engine, in turns",
     )
     return results
 
@@ -279,7 +290,7 @@ PARTS: dict[str, Callable[[str, argparse.Namespace], Sequence[Result]]] = {
 
 
 def parts(text: str) -> list[str]:
-    """Parts of the benchmark from a comma-separated option of the command line."""
+    """Parse a comma-separated list of parts."""
     names = text.split(",")
     if unknown := [name for name in names if name not in PARTS]:
         raise argparse.ArgumentTypeError(f"unknown part {', '.join(unknown)}; known: {', '.join(PARTS)}")
@@ -287,23 +298,33 @@ def parts(text: str) -> list[str]:
 
 
 def parse() -> argparse.Namespace:
-    """The command line's options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     _device.add_option(parser)
     add = parser.add_argument
     add("--parts", type=parts, default="live,resident", help="what to measure (default: %(default)s)")
-    add("--sizes", type=sizes, default="150m,1b", help="of the live part (default: %(default)s)")
-    add("--world", type=_report.integers, default="8,64", help="simulated worlds (default: %(default)s)")
-    add("--engines", type=_engines.parse, default="ours,ours-none-ahead,fsdp2", help="default: %(default)s")
-    add("--context", type=int, default=32, help="tokens of a sequence, live part (default: %(default)s)")
-    add("--batch", type=int, default=1, help="sequences a rank (default: %(default)s)")
-    add("--resident-sizes", type=sizes, default="150m", help="of the resident part (default: %(default)s)")
-    add("--resident-engines", type=_engines.parse, default="ours,fsdp2,ddp", help="default: %(default)s")
-    add("--ranks", type=int, default=2, help="processes of the resident part (default: %(default)s)")
-    add("--steps", type=int, default=3, help="of the resident part (default: %(default)s)")
-    add("--repeats", type=int, default=3, help="launches an engine, resident part (default: %(default)s)")
-    add("--jobs", type=int, default=os.cpu_count(), help="launches at a time, live part (default: %(default)s)")
-    add("--timeout", type=float, default=600.0, help="seconds for each launch (default: %(default)s)")
+    add("--sizes", type=sizes, default="150m,1b", help="live: model sizes (default: %(default)s)")
+    add("--world", type=_report.integers, default="8,64", help="live: simulated world sizes (default: %(default)s)")
+    add(
+        "--engines",
+        type=_engines.parse,
+        default="ours,ours-none-ahead,fsdp2",
+        help="live: engines (default: %(default)s)",
+    )
+    add("--context", type=int, default=32, help="live: tokens per sequence (default: %(default)s)")
+    add("--batch", type=int, default=1, help="sequences per rank (default: %(default)s)")
+    add("--resident-sizes", type=sizes, default="150m", help="resident: model sizes (default: %(default)s)")
+    add(
+        "--resident-engines",
+        type=_engines.parse,
+        default="ours,fsdp2,ddp",
+        help="resident: engines (default: %(default)s)",
+    )
+    add("--ranks", type=int, default=2, help="resident: number of ranks (default: %(default)s)")
+    add("--steps", type=int, default=3, help="resident: steps (default: %(default)s)")
+    add("--repeats", type=int, default=3, help="resident: launches per engine (default: %(default)s)")
+    add("--jobs", type=int, default=os.cpu_count(), help="live: parallel launches (default: %(default)s)")
+    add("--timeout", type=float, default=600.0, help="time limit per launch, in seconds (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     return parser.parse_args()
 

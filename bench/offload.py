@@ -1,13 +1,17 @@
-"""A step of AdamW with all of its state on disk, beside what the disk needs for the same bytes.
+"""Time a step of AdamW with all its state on disk, compared with raw reads and writes of the same bytes.
 
     python bench/offload.py                                          # 160M parameters, 1.3 GB of state: two minutes
-    python bench/offload.py --parameters 8000000 --tensors 8 --memory 16    # a small one
+    python bench/offload.py --parameters 8000000 --tensors 8 --memory 16    # a smaller run
 
-In each round three take turns. `raw`: as many threads as the optimizer has read every byte of a file as large as the
-state and write it back, by direct access and from aligned memory, and compute nothing. `dd`: that program reads the
-file, and writes it, with iflag=direct and oflag=direct. `step`: the optimizer reads its state, steps, and writes it.
-Resident memory is the most that the process has during the steps, beyond what it has before the first. At last an
-optimizer in memory makes as many steps from the same weights, and every parameter is compared to the bit.
+In each round, three alternatives take turns:
+
+- `raw`: read every byte of a file of the size of the state and write it back, with direct I/O from aligned memory, and
+  as many threads as the optimizer has. No compute.
+- `dd`: read the file and write it with dd, with iflag=direct and oflag=direct.
+- `step`: the optimizer reads its state, steps, and writes it.
+
+Resident memory is the peak during the steps above the memory before the first step. At the end, an optimizer in memory
+runs the same number of steps from the same weights, and parameters must be bitwise identical.
 """
 
 import argparse
@@ -36,7 +40,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class OffloadResult:
-    """Seconds of a side; `over_raw` is formed within each round, and so is `gb_per_s`, of bytes read and written."""
+    """Times of an alternative in seconds. Ratios, and `gb_per_s` of bytes read and written, are formed by round."""
 
     side: str
     seconds: _report.Spread
@@ -47,7 +51,7 @@ class OffloadResult:
 
 @dataclass(frozen=True)
 class MemoryResult:
-    """Bytes: of state on disk, allowed in memory, and resident beyond what was there before the first step."""
+    """Bytes: state on disk, allowed memory, and peak of resident memory above that before the first step."""
 
     state: int
     allowed: int
@@ -56,14 +60,14 @@ class MemoryResult:
 
 
 class RawFile:
-    """A file of so many bytes, which is read and written past the page cache."""
+    """A file of `nbytes` bytes that is read and written without the page cache."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path, self.nbytes = path, nbytes
         self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600)
         self._memory = [mmap.mmap(-1, PIECE) for _ in range(THREADS)]
         os.posix_fallocate(self._descriptor, 0, nbytes)
-        self.pass_over(reads=False)  # what was never written would be read without the disk
+        self.pass_over(reads=False)  # reads of unwritten blocks would not use the disk
 
     def pass_over(self, reads: bool = True) -> None:
         """Read every byte and write it back."""
@@ -79,7 +83,7 @@ class RawFile:
             list(threads.map(some, range(THREADS)))
 
     def pass_by_dd(self) -> None:
-        """The same by dd, one after the other."""
+        """Read the file, then write it, with dd."""
         for operands in (
             [f"if={self.path}", "of=/dev/null", "iflag=direct"],
             ["if=/dev/zero", f"of={self.path}", "oflag=direct", "conv=notrunc"],
@@ -89,7 +93,7 @@ class RawFile:
 
 
 def params_of(options: argparse.Namespace) -> list[nn.Parameter]:
-    """Parameters with gradients, the same in each call."""
+    """Create parameters with gradients, with the same values in each call."""
     generator = torch.Generator().manual_seed(0)
     size = options.parameters // options.tensors
     made = [nn.Parameter(torch.randn(size, generator=generator)) for _ in range(options.tensors)]
@@ -105,7 +109,7 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> tuple[list[OffloadResult], MemoryResult, float]:
-    """The sides, memory, and seconds of a step in memory."""
+    """Return the times of all alternatives, memory, and the seconds of a step in memory."""
     params = params_of(options)
     optimizer = torch.optim.AdamW(params, fused=True)
     cs.offload_optimizer(optimizer, cs.DiskOffloadPolicy(folder, memory=options.memory * MIB))
@@ -113,10 +117,10 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[OffloadResu
     raw = RawFile(folder / "raw", state)
     warm = nn.Parameter(torch.ones(1))
     warm.grad = torch.ones(1)
-    torch.optim.AdamW([warm], fused=True).step()  # what the first step of all loads is none of the state
+    torch.optim.AdamW([warm], fused=True).step()  # the first step imports modules, which must not count as memory
     _process.forget_peak()
     before = _process.resident()
-    optimizer.step()  # makes the state
+    optimizer.step()  # creates the state
     seconds: dict[str, list[float]] = {"raw": [], "dd": [], "step": []}
     for number in range(options.rounds + 1):
         sides = {"raw": raw.pass_over, "dd": raw.pass_by_dd, "step": optimizer.step}
@@ -155,25 +159,27 @@ def results_of(seconds: dict[str, list[float]], nbytes: int) -> list[OffloadResu
 def print_table(results: Sequence[OffloadResult], memory: MemoryResult, in_memory: float) -> None:
     rows = [[r.side, str(r.seconds), str(r.over_raw), str(r.over_dd), str(r.gb_per_s)] for r in results]
     _report.table(
-        f"{memory.state / 1e9:.2f} GB of AdamW's state on disk, read and written in a step",
-        ["side", "seconds", "/ raw", "/ dd", "GB/s"],
+        f"{memory.state / 1e9:.2f} GB of AdamW state on disk, read and written in a step",
+        ["alternative", "seconds", "/ raw", "/ dd", "GB/s"],
         rows,
         "median [quartiles] of interleaved rounds",
     )
-    same = "equal to the bit" if memory.equal_to_the_bit else "NOT EQUAL"
+    same = "bitwise identical" if memory.equal_to_the_bit else "NOT bitwise identical"
     print(
-        f"resident memory of the steps: {memory.resident / MIB:,.0f} MiB of {memory.allowed / MIB:,.0f} allowed; "
+        f"peak resident memory: {memory.resident / MIB:,.0f} MiB ({memory.allowed / MIB:,.0f} MiB allowed for state); "
         f"a step in memory takes {in_memory:.3f} s; parameters are {same}"
     )
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, default=160_000_000, help="in all (default: 160,000,000)")
-    parser.add_argument("--tensors", type=int, default=40, help="of equal size (default: 40)")
-    parser.add_argument("--memory", type=int, default=256, help="MiB for state (default: 256)")
+    parser.add_argument("--parameters", type=int, default=160_000_000, help="total size (default: 160,000,000)")
+    parser.add_argument("--tensors", type=int, default=40, help="tensors of equal size (default: 40)")
+    parser.add_argument("--memory", type=int, default=256, help="memory for state, in MiB (default: 256)")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default: 7)")
-    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure (default: the system's)")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="folder on the disk to measure (default: the temporary one)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     return parser.parse_args(argv)
 

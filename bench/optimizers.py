@@ -1,12 +1,15 @@
-"""The step of an optimizer that needs whole matrices, Muon: at owners, beside gathering all matrices on every rank.
+"""Time the step of Muon, which needs full matrices: computed by owners, or with all updates gathered on every rank.
 
     python bench/optimizers.py
     python bench/optimizers.py --world 2,4 --width 128 --layers 4 --rounds 6 --fabric 8,16,32,64
 
-First on gloo, ranks of this machine: the sides of `_optimizers_worker.py` take turns, and step the same matrices with
-the same gradients. Then on a simulated network (`testing.fabric`, 20 us and 25 GB/s a rank), where rank 0, which owns
-the most, steps a model of `--fabric-width` and `--fabric-layers` in bfloat16 and products take the time of a card of
-200 TFLOP/s; these times are exact. Bytes are those that one rank sends in a step, the most of all ranks.
+- On gloo ranks of this machine: the implementations of `_optimizers_worker.py` take turns, with the same matrices and
+  gradients.
+- On a simulated network (`testing.fabric`, 20 us and 25 GB/s per rank): rank 0, which owns the most parameters, runs
+  the step of a bfloat16 model of `--fabric-width` and `--fabric-layers`. Matrix products take the time of a GPU with
+  200 TFLOP/s. These times are exact.
+
+Bytes are those that a rank sends in a step, maximum over the ranks.
 """
 
 import argparse
@@ -33,11 +36,14 @@ ON_FABRIC = ("owner", "shards", "gathered")
 
 @dataclass(frozen=True)
 class OptimizerResult:
-    """One side in one world: milliseconds of a step, and their ratio to those of `gathered` in the same round.
+    """One implementation in one world.
 
-    `sent_mb` are the bytes that the rank that sends most sends in a step, in MB; None where they are not known.
-    `apart` is the largest difference of a weight to the first side's behind all steps, on gloo. On the fabric,
-    `exposed_ms` is the part of the step in which nothing is computed.
+    Attributes:
+        step_ms: step time in milliseconds.
+        over_gathered: ratio to `gathered`, formed within each round.
+        sent_mb: MB that a rank sends in a step, maximum over the ranks; None if not known.
+        apart: on gloo, largest difference of a weight to the first implementation's after all steps.
+        exposed_ms: on the simulated network, the time in which nothing is computed.
     """
 
     network: str
@@ -77,7 +83,7 @@ def on_gloo(world: int, options: argparse.Namespace) -> list[OptimizerResult]:
 
 
 class Modelled(torch.optim.Optimizer):
-    """Muon whose products take time in the fabric, and nothing of this machine's."""
+    """Muon with simulated matrix products."""
 
     def __init__(self, params: Any, sim: testing.Fabric | None = None) -> None:
         super().__init__(params, {"lr": worker.LR})
@@ -113,7 +119,7 @@ def on_fabric(world: int, options: argparse.Namespace) -> list[OptimizerResult]:
 
 
 def _modelled(side: str, sim: testing.Fabric, options: argparse.Namespace) -> tuple[float, float, float]:
-    """Seconds of a step, those in which nothing is computed, and bytes that this rank sends."""
+    """Return step time and exposed communication in seconds, and the bytes that this rank sends."""
     torch.manual_seed(0)
     model = worker.matrices_of(options.fabric_width, options.fabric_layers).to(torch.bfloat16)
     cs.fully_shard(model)
@@ -137,7 +143,7 @@ def _modelled(side: str, sim: testing.Fabric, options: argparse.Namespace) -> tu
 
 
 def print_table(results: Sequence[OptimizerResult], title: str) -> None:
-    columns = ["network, world", "side", "step, ms", "/ gathered", "sent, MB", "not computing, ms", "apart"]
+    columns = ["network, world", "implementation", "step, ms", "/ gathered", "sent, MB", "exposed, ms", "difference"]
     rows = []
     for each in results:
         exposed = "" if each.exposed_ms is None else f"{each.exposed_ms:.3f}"
@@ -145,22 +151,24 @@ def print_table(results: Sequence[OptimizerResult], title: str) -> None:
         apart = "" if each.apart is None else f"{each.apart:.1e}"
         rows.append([f"{each.network} {each.world}", each.side, str(each.step_ms), str(each.over_gathered), sent,
                      exposed, apart])  # fmt: skip
-    _report.table(title, columns, rows, "median and quartiles; sides take turns; bytes are of the rank that sends most")
+    caption = "median [quartiles]; implementations take turns; sent: maximum over the ranks"
+    _report.table(title, columns, rows, caption)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", type=_report.integers, default=[2, 4], help="ranks on gloo (default: 2,4)")
-    parser.add_argument("--fabric", type=_report.integers, default=[8, 16, 32, 64], help="(default: 8,16,32,64)")
+    parser.add_argument("--world", type=_report.integers, default=[2, 4], help="gloo world sizes (default: 2,4)")
+    parser.add_argument("--fabric", type=_report.integers, default=[8, 16, 32, 64],
+                        help="simulated world sizes (default: 8,16,32,64)")  # fmt: skip
     parser.add_argument("--sides", type=_report.names(worker.SIDES), default=list(worker.SIDES),
-                        help=f"{REFERENCE} among them (default: all)")  # fmt: skip
-    parser.add_argument("--width", type=int, default=128, help="of the model on gloo (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
-    parser.add_argument("--fabric-width", type=int, default=1024, help="(default: %(default)s)")
-    parser.add_argument("--fabric-layers", type=int, default=24, help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=6, help="steps of each side (default: %(default)s)")
-    parser.add_argument("--bucket-mb", type=int, default=1, help="MiB of whole parameters (default: %(default)s)")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a world (default: %(default)s)")
+                        help=f"implementations, including {REFERENCE} (default: all)")  # fmt: skip
+    parser.add_argument("--width", type=int, default=128, help="gloo: width of the model (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="gloo: layers (default: %(default)s)")
+    parser.add_argument("--fabric-width", type=int, default=1024, help="simulated: width (default: %(default)s)")
+    parser.add_argument("--fabric-layers", type=int, default=24, help="simulated: layers (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=6, help="steps per implementation (default: %(default)s)")
+    parser.add_argument("--bucket-mb", type=int, default=1, help="bucket size of owners, in MiB (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="time limit per world (default: %(default)s s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     return parser.parse_args(argv)
 
@@ -170,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = [result for world in options.world for result in on_gloo(world, options)]
     results += [result for world in options.fabric for result in on_fabric(world, options)]
     print_table(results, f"A step of Muon: {options.layers} layers of {options.width} on gloo, "
-                f"{options.fabric_layers} of {options.fabric_width} on the fabric")  # fmt: skip
+                f"{options.fabric_layers} of {options.fabric_width} on a simulated network")  # fmt: skip
     _report.save(options, "optimizers", results)
     return 0
 

@@ -1,22 +1,23 @@
-"""Host time that a sharding runtime adds to a plain model, per module and step.
+"""Measure the host time that a sharding runtime adds to a plain model, per module and step.
 
     python bench/overhead.py --world 8,64
 
-Each engine has a process of its own, which plays rank 0 of a world: none pays for hooks, garbage or memory that
-another has left. They take turns, a step (forward and backward) in every round, so what other processes do to this
-machine falls on all sides alike. Of each round: added = step - plain step, divided by the number of sharded modules
-(the blocks and the root).
+Each engine has its own process, which is rank 0 of a simulated world, so hooks, garbage and memory of other engines
+have no effect. Processes take turns with one step (forward and backward) per round, so other load on the machine
+affects all engines alike. In each round: added = step - plain step, divided by the number of sharded modules (the
+blocks and the root).
 
-The world's collectives are those of torch's fake process group, and issuing them counts. With `--group noop` they do
-nothing (`_noop.py`), and in each round those of a step are called bare, and what that takes is taken out.
+By default, collectives are those of torch's fake process group, and the time to issue them counts. With `--group noop`
+they do nothing (`_noop.py`). The collectives of a step are then also called alone (*bare*), and their time is
+subtracted.
 
-    python bench/overhead.py --transport packed         # gathers into a buffer, and copies out of it
-    python bench/overhead.py --group noop --per-group 1,4,16      # what each parameter of a module costs
-    python bench/overhead.py --group noop --model stack --blocks 48,200,1000    # whether a module costs more among many
+    python bench/overhead.py --transport packed         # gathers into one buffer per group, with copies
+    python bench/overhead.py --group noop --per-group 1,4,16      # host time per parameter
+    python bench/overhead.py --group noop --model stack --blocks 48,200,1000    # host time by number of modules
     python bench/overhead.py --model gpt --engines ours,ours-placed-whole,fsdp2    # compiled steps, too
-    python bench/overhead.py --device cuda              # host time of steps on a card, and how long they take there
+    python bench/overhead.py --device cuda              # host time and device time of steps on a GPU
 
-What is compiled as a whole is compared with the plain model compiled as a whole (`compute-whole`).
+Models compiled as one graph are compared with the plain model compiled as one graph (`compute-whole`).
 """
 
 import argparse
@@ -52,7 +53,7 @@ GPT_CONTEXT, GPT_HEADS = 16, 2
 
 @dataclass(frozen=True)
 class Case:
-    """A stack of blocks: so many, and the parameters of each if they are nothing but that."""
+    """A model: number of blocks, and number of parameters per block for blocks of plain parameters."""
 
     blocks: int
     per_group: int | None
@@ -72,10 +73,10 @@ class Case:
 
     def __str__(self) -> str:
         kind = "" if self.model == "stack" else f"{self.model} of "
-        return f"{kind}{self.blocks} blocks of {self.of_block} and the root"
+        return f"{kind}{self.blocks} blocks of {self.of_block} parameters and the root"
 
     def build(self, width: int) -> tuple[nn.Module, type[nn.Module], torch.Tensor]:
-        """The model, the class of its blocks, and inputs."""
+        """Return the model, the class of its blocks, and inputs."""
         if self.model == "gpt2":
             return GPT2Stack(self.blocks, width, GPT_HEADS), GPT2Block, torch.randn(2, GPT_CONTEXT, width)
         if self.model == "gpt":
@@ -87,11 +88,15 @@ class Case:
 
 @dataclass(frozen=True)
 class EngineResult:
-    """Microseconds per sharded module and step, and `added_param` per parameter and step.
+    """Times in microseconds, per sharded module and step; `added_param` is per parameter and step.
 
-    `device` is how long a step takes from its first kernel to its last, on a card; the host's time is in it where the
-    card waits. `ratio` is this engine's added time over that of torch's FSDP2, formed within each round; so is
-    `growth`, its added time per module over that in the first number of blocks.
+    Attributes:
+        step: host time of a step.
+        bare: host time of the collectives of a step alone.
+        added: step - plain step - bare.
+        ratio: added time over that of FSDP2, formed within each round.
+        growth: added time per module over that with the first number of blocks, formed within each round.
+        device: time from the first kernel to the last, on a GPU. It includes host time for which the GPU waits.
     """
 
     world: int
@@ -111,7 +116,7 @@ class EngineResult:
 
 @dataclass
 class Side:
-    """One engine's model, its recorded collectives and the seconds of its rounds."""
+    """One engine's model, its recorded collectives, and the times of its rounds in seconds."""
 
     name: str
     case: Case
@@ -150,7 +155,7 @@ class Side:
 
 
 def build(name: str, world: int, case: Case, options: argparse.Namespace) -> Side:
-    """The stack under one engine, warmed up."""
+    """Build the model with one engine, and run warm-up steps."""
     torch.manual_seed(0)
     mesh = init_device_mesh(options.device, (world,))
     plain, block, inputs = case.build(options.width or max(64, world))
@@ -162,7 +167,7 @@ def build(name: str, world: int, case: Case, options: argparse.Namespace) -> Sid
 
 @dataclass(frozen=True)
 class Figures:
-    """What one engine took with one stack, round by round, in seconds."""
+    """The times of one engine with one model, by round, in seconds."""
 
     name: str
     case: Case
@@ -179,7 +184,7 @@ class Figures:
 
 
 class Stacks:
-    """All stacks of one engine, built and warmed up: what a `Player` holds."""
+    """All models of one engine after warm-up. A `Player` runs them in its own process."""
 
     def __init__(self, name: str, world: int, cases: list[Case], options: argparse.Namespace) -> None:
         prepare(options)
@@ -187,14 +192,14 @@ class Stacks:
         self._sides = [build(name, world, case, options) for case in cases]
         self._clock = CLOCKS[options.clock]
         gc.collect()
-        gc.freeze()  # steps are not charged for scanning what they did not make
+        gc.freeze()  # so that garbage collection in a step does not scan older objects
 
     def measure(self, at: int) -> None:
-        """One round of one of the stacks, by index."""
+        """Run one round of the model with this index."""
         self._sides[at].measure(self._clock)
 
     def figures(self) -> list[Figures]:
-        """What was measured, by stack."""
+        """Return the figures of all models."""
         return [Figures.of(side) for side in self._sides]
 
     def close(self) -> None:
@@ -202,7 +207,7 @@ class Stacks:
 
 
 def begin(world: int, options: argparse.Namespace) -> None:
-    """Make this process rank 0 of a world."""
+    """Initialize the process group as rank 0 of a simulated world."""
     os.environ["COMPOSABLE_SHARD_TRANSPORT"] = options.transport
     if options.group == "noop":
         _noop.init(world)
@@ -211,25 +216,25 @@ def begin(world: int, options: argparse.Namespace) -> None:
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Settings of a process that measures."""
+    """Set up a measuring process."""
     torch.set_num_threads(1)
     _device.select(options.device)
-    torch.set_flush_denormal(True)  # outputs of no-op collectives hold whatever was in memory
+    torch.set_flush_denormal(True)  # outputs of no-op collectives are uninitialized and may contain slow denormals
 
 
 def plain_of(name: str) -> str:
-    """The unsharded model with which an engine is compared."""
+    """Return the unsharded engine that an engine is compared with."""
     return PLAIN_COMPILED if name.endswith(_engines.WHOLE) else PLAIN
 
 
 def run(world: int, names: list[str], cases: list[Case], options: argparse.Namespace) -> list[EngineResult]:
-    """Measures the engines at one world size, with every stack, all in turns."""
+    """Measure the engines at one world size, with every model, in turns."""
     with ExitStack() as stack:
         players = [stack.enter_context(Player(name, Stacks, name, world, cases, options)) for name in names]
         for player in players:
             player.ready()
         turns = [(player, at) for at in range(len(cases)) for player in players]
-        # A fixed cycle would favour the engine that always follows its like.
+        # Random order: in a fixed cycle, an engine that follows a similar one would have an advantage.
         shuffle = random.Random(0)
         for _ in range(options.rounds):
             for player, at in shuffle.sample(turns, len(turns)):
@@ -242,7 +247,7 @@ def _results(world: int, sides: list[Figures]) -> list[EngineResult]:
     found = {(side.case, side.name): side for side in sides}
 
     def added(case: Case, name: str) -> list[float]:
-        """Seconds per module, round by round."""
+        """Return the added seconds per module, by round."""
         side, plain = found[case, name], found[case, plain_of(name)].step_s
         rounds = zip(side.step_s, plain, side.bare_s, strict=True)
         return [(step - base - bare) / case.modules for step, base, bare in rounds]
@@ -282,7 +287,7 @@ def _results(world: int, sides: list[Figures]) -> list[EngineResult]:
 
 
 def show(world: int, case: Case, results: list[EngineResult], options: argparse.Namespace) -> None:
-    """Prints the table of one stack in one world."""
+    """Print the table of one model in one world."""
 
     def us(spread: _report.Spread | None, digits: int = 0) -> str:
         if spread is None:
@@ -309,11 +314,11 @@ def show(world: int, case: Case, results: list[EngineResult], options: argparse.
         "step, us",
         "bare collectives, us",
         "added, us",
-        "added a parameter, us",
+        "added per parameter, us",
         "added / FSDP2's",
         *([f"added / with {options.blocks[0]} blocks"] if grows else []),
         *(["first kernel to last, us"] if results[0].device else []),
-        "collectives a step",
+        "collectives per step",
     )
     _report.table(
         f"Host time per module and step: {options.device}, world {world}, {case}",
@@ -324,7 +329,7 @@ def show(world: int, case: Case, results: list[EngineResult], options: argparse.
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line's options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     _device.add_option(parser)
     parser.add_argument(
@@ -337,44 +342,46 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--blocks",
         type=_report.integers,
         default="48",
-        help="numbers of blocks; with several, how the time grows (default: %(default)s)",
+        help="numbers of blocks; with several, prints the growth of the added time (default: %(default)s)",
     )
     parser.add_argument(
         "--per-group",
         type=_report.integers,
-        help="parameters of a block, all small: the time for each of them (default: a norm and two layers, six)",
+        help="blocks of this many small parameters, for the time per parameter (default: blocks of --model)",
     )
     parser.add_argument(
         "--model",
         choices=("gpt2", "gpt", "stack"),
         default="gpt2",
-        help="blocks of GPT-2 (12 parameters), of the tutorials' GPT, or a norm and two layers (default: %(default)s)",
+        help="GPT-2 blocks (12 parameters), the tutorials' GPT, or a LayerNorm and two Linears (default: %(default)s)",
     )
     parser.add_argument(
         "--group",
         choices=("fake", "noop"),
-        help="whether issuing collectives counts, or is taken out (default: fake, on a card noop)",
+        help="fake: issuing collectives counts; noop: it is subtracted (default: fake, on a GPU noop)",
     )
-    parser.add_argument("--transport", choices=("direct", "packed"), default="direct", help="(default: %(default)s)")
+    parser.add_argument(
+        "--transport", choices=("direct", "packed"), default="direct", help="our transport (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=100, help="interleaved rounds (default: %(default)s)")
-    parser.add_argument("--width", type=int, help="dim 0 of every parameter (default: 64, or the world if larger)")
+    parser.add_argument("--width", type=int, help="dim 0 of every parameter (default: 64, or the world size if larger)")
     parser.add_argument(
         "--engines",
         type=_engines.parse,
         default="ours,fsdp2",
-        help=f"of {', '.join(_engines.ENGINES)}; plain always runs",
+        help=f"engines: {', '.join(_engines.ENGINES)}; plain always runs (default: %(default)s)",
     )
     parser.add_argument(
         "--clock",
         choices=CLOCKS,
-        help="CPU time counted (default: this thread's; on a card the process's: backward has a thread of its own)",
+        help="CPU time of the main thread or the process (default: thread; on a GPU process, for the backward thread)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument(
         "--profile",
         choices=_engines.ENGINES,
         metavar="ENGINE",
-        help="print where ENGINE's steady step goes, and measure nothing",
+        help="print a profile of ENGINE's step instead of measuring",
     )
     parser.add_argument("--sort", choices=("own", "total"), default="own", help="order of the profile")
     parser.add_argument("--lines", type=int, default=40, help="lines of the profile (default: %(default)s)")
@@ -404,7 +411,7 @@ def main() -> None:
 
 
 def save(results: list[EngineResult], options: argparse.Namespace) -> None:
-    """Writes the figures so far, after each world."""
+    """Write the figures so far. Called after each world."""
     if options.json:
         kept = (
             "device",
@@ -424,7 +431,7 @@ def save(results: list[EngineResult], options: argparse.Namespace) -> None:
 
 
 def all_cases(options: argparse.Namespace) -> list[Case]:
-    """Every number of blocks with every number of parameters."""
+    """Return all combinations of numbers of blocks and numbers of parameters."""
     counts = options.per_group or [None]
     return [Case(blocks, count, options.model) for count in counts for blocks in options.blocks]
 

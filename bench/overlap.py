@@ -1,18 +1,24 @@
-"""Communication that the engines leave exposed, on a simulated network and with declared compute.
+"""Measure the exposed communication of the engines on a simulated network with declared compute.
 
     python bench/overlap.py
 
-Every engine trains the same stand-in models (`_stand_ins.py`) on `composable_shard.testing.fabric`, a process group in
-one process that completes collectives at modelled times. The link is so fast that a gather of the whole model takes
-0.3, 1 and 3 times the whole forward. Two clocks: `virtual`, where waiting holds the host up as on a CPU, and `streams`,
-where it holds a stream up as on an accelerator; both are exact, so figures have no spread. Beside the engines stands
-what a simulation of groups says of gathering one ahead and all ahead, what no order can fall below, and, for `auto`,
-the least that any schedule within its budget can reach whose reductions keep their memory to their end (where streams
-order memory, others may leave less exposed). The exit status is 1 if `auto`, eager or compiled, exceeds that
-by more than a tenth and by more than 2 % of compute, or if it exceeds FSDP2 (streams clock); or if engines moved other
-bytes.
+Every engine trains the same small models (`_stand_ins.py`) on `composable_shard.testing.fabric`, a process group in one
+process whose collectives take modelled times. At ratio 0.3, 1 or 3, a gather of the whole model takes that many times
+the time of forward. With the `virtual` clock a wait blocks the host, as on a CPU. With the `streams` clock it blocks a
+stream, as on an accelerator. Both are exact, so figures have no spread. The tables also contain:
 
-    python bench/overlap.py --clocks real --rounds 9     # sleeps, and computes by sleeping: with spread
+- simulations that prefetch one group, or all groups
+- `no order can`: a lower bound for any schedule that communicates the same bytes
+- for `auto`: the least exposed communication of any schedule within its budget (the bound), if reductions keep their
+  buffers until they end. If streams order the memory, other schedules may expose less.
+
+The exit status is 1 if
+
+- `auto`, eager or compiled, exceeds its bound by more than a tenth and by more than 2 % of compute,
+- `auto` exceeds FSDP2 on the streams clock, or
+- engines communicate different amounts of bytes.
+
+    python bench/overlap.py --clocks real --rounds 9     # real time; compute and transfers sleep; figures have a spread
     python bench/overlap.py --log ours --models uniform --ratios 1 --clocks streams
 """
 
@@ -43,23 +49,32 @@ from composable_shard import Costs, ShardPlan, last_record, make_plan, testing
 
 WARM_STEPS = 6
 TOKENS = 4
-SAME_BYTES = 0.01  # by which engines' bytes may differ: flags and paddings of small groups
+SAME_BYTES = 0.01  # allowed relative difference of bytes, for flags and padding of small groups
 EXACT = ("virtual", "streams")
 CLOCKS = (*EXACT, "real")
 EAGER = ("ours", "ours-two", "ours-far", "ours-auto", "ours-auto-fsdp2", "ours-auto-whole")
 GRAPHS = tuple(f"{COMPILED}{how}" for how in ("", "-far", "-budget", "-auto", "-auto-fsdp2"))
 ENGINES = (*EAGER, *GRAPHS, "fsdp2", "fsdp2-again")
-OVER_BOUND, OF_COMPUTE = 1.10, 0.02  # by which `auto` may exceed its bound: a factor, or a share of compute
-OVER_FSDP2 = 1.001  # flags of a few bytes travel with our reductions
+OVER_BOUND, OF_COMPUTE = 1.10, 0.02  # `auto` may exceed its bound by this factor, or by this share of compute
+OVER_FSDP2 = 1.001  # our reductions include a few bytes of flags
 
 
 @dataclass(frozen=True)
 class OverlapResult:
-    """Milliseconds of a step: `gathers_forward`, `gathers_backward` and `reductions` are the parts of `exposed`.
+    """Exposed communication of a step, in milliseconds.
 
-    `over_fsdp2` is this engine's exposed time over that of torch's FSDP2 in the same round; `bytes` are of the
-    collectives of a step. Of ours, `predicted_ms` is what the plan says, `peak_bytes` what the pool leased at most and
-    `planned_bytes` what the plan says of that. Of `auto` with a budget, `bound_ms` is the least of any schedule.
+    Attributes:
+        compute_ms: declared compute.
+        exposed_ms: exposed communication, the sum of the three parts below.
+        over_fsdp2: ratio to FSDP2's, formed within each round.
+        gathers_forward_ms: exposed gathers in forward.
+        gathers_backward_ms: exposed gathers in backward.
+        reductions_ms: exposed reductions.
+        bytes: bytes of all collectives.
+        predicted_ms: exposed communication that the plan predicts, only for ours.
+        peak_bytes: peak of leased bytes of the pool, only for ours.
+        planned_bytes: peak that the plan predicts, only for ours.
+        bound_ms: least exposed communication of any schedule within the budget, only for `auto` with a budget.
     """
 
     model: str
@@ -80,20 +95,20 @@ class OverlapResult:
 
     @property
     def misses(self) -> list[str]:
-        """What `auto` promises and does not keep, in words."""
+        """Describe how `auto` misses its targets."""
         if self.bound_ms is None:
             return []
         limit = max(OVER_BOUND * self.bound_ms, self.bound_ms + OF_COMPUTE * self.compute_ms)
-        found = [f"{self.exposed_ms.median:.3f} ms exposed, at most {limit:.3f} expected"]
+        found = [f"{self.exposed_ms.median:.3f} ms exposed, expected at most {limit:.3f}"]
         found = found if self.exposed_ms.median > limit else []
         if self.clock == "streams" and self.over_fsdp2 is not None and self.over_fsdp2.median > OVER_FSDP2:
-            found.append(f"{self.over_fsdp2.median:.3f} of FSDP2")
+            found.append(f"{self.over_fsdp2.median:.3f} times FSDP2's exposed communication")
         return found
 
 
 @dataclass
 class Side:
-    """One engine's model and what its steps left exposed, in milliseconds."""
+    """One engine's model, and the exposed communication of its steps in milliseconds."""
 
     name: str
     model: nn.Module
@@ -103,7 +118,7 @@ class Side:
     log: str = ""
 
     def step(self, sim: testing.Fabric, ids: torch.Tensor) -> None:
-        """A step from time 0; the optimizer takes no time."""
+        """Run a step from time 0. There is no optimizer."""
         sim.reset()
         loss = self.model(ids).square().mean()
         forward = len(sim.events)
@@ -121,7 +136,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a link that takes `ratio` times its forward to gather it."""
+    """A model on a link on which gathering it takes `ratio` times the time of forward."""
 
     model: str
     ratio: float
@@ -131,7 +146,7 @@ class Case:
     units: list[Unit]
 
     def make(self) -> Model:
-        """The model of this case."""
+        """Create the model of this case."""
         return MODELS[self.model]()
 
     @property
@@ -140,25 +155,25 @@ class Case:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second."""
+        """Bandwidth of the link in bytes per second."""
         moving = self.ratio * sum(unit.forward_s for unit in self.units) - len(self.units) * self.latency_s
         if moving <= 0:
-            raise SystemExit(f"overlap.py: {self}: the latencies alone take longer; give a smaller --latency-us")
+            raise SystemExit(f"overlap.py: {self}: the latencies alone take longer; use a smaller --latency-us")
         return sum(unit.nbytes for unit in self.units) * (self.world - 1) / self.world / moving
 
     def seconds(self, nbytes: int) -> float:
-        """Of a gather or reduction of so many bytes."""
+        """Return the time of a gather or reduction of `nbytes` bytes, in seconds."""
         return self.latency_s + (self.world - 1) / self.world * nbytes / self.bandwidth
 
     def timed(self, plan: ShardPlan) -> ShardPlan:
-        """The plan with the times of this case, and the schedule that it has."""
+        """Return the plan with the times of this case and the same schedule."""
         forward = {fqn: unit.forward_s for fqn, unit in zip(plan.order, self.units, strict=True)}
         backward = {fqn: unit.backward_s for fqn, unit in zip(plan.order, self.units, strict=True)}
         link = {"latency": self.latency_s, "bandwidth": self.bandwidth, "streams": self.clock == "streams"}
         return dataclasses.replace(plan, costs=Costs.of(**link, forward=forward, backward=backward))
 
     def __str__(self) -> str:
-        return f"{self.model}, communication {self.ratio:g} of compute, {self.clock} clock"
+        return f"{self.model}, ratio {self.ratio:g}, {self.clock} clock"
 
 
 def build(name: str, case: Case, mesh: DeviceMesh) -> Side:
@@ -168,7 +183,7 @@ def build(name: str, case: Case, mesh: DeviceMesh) -> Side:
 
 
 def measure(case: Case, engines: list[str], rounds: int) -> list[Side]:
-    """All engines in turns on one fabric."""
+    """Measure all engines in turns on one simulated network."""
     with testing.fabric(case.world, latency_s=case.latency_s, bandwidth_Bps=case.bandwidth, clock=case.clock) as sim:
         mesh = init_device_mesh("cpu", (case.world,))
         sides = [build(name, case, mesh) for name in engines]
@@ -188,9 +203,10 @@ def measure(case: Case, engines: list[str], rounds: int) -> list[Side]:
 
 
 def foreseen(case: Case, side: Side) -> dict[str, float | int | None]:
-    """What our plan says of a step, beside what it did; of a graph, which has no record, only where it is `auto`.
+    """Return the predictions of our plan and the bytes of the record.
 
-    On the real clock the host computes too: there a plan is taken at the times that it has measured, if it has.
+    Graphs have no record. Their plans predict only `auto`. On the real clock, host time matters too, so the plan is
+    used with its measured times, if it has them.
     """
     if (
         not side.name.startswith("ours")
@@ -215,7 +231,7 @@ def foreseen(case: Case, side: Side) -> dict[str, float | int | None]:
 
 @functools.cache
 def bound_of(plan: ShardPlan) -> float:
-    """The least exposed seconds within the budget of a plan with costs, where reductions keep their memory."""
+    """Return the least exposed communication in seconds within the plan's budget, if reductions keep their buffers."""
     steps, sizes, times = plan.parts()
     sizes = {fqn: dataclasses.replace(size, frees_queued=False) for fqn, size in sizes.items()}
     assert times is not None
@@ -225,7 +241,7 @@ def bound_of(plan: ShardPlan) -> float:
 
 
 def results_of(case: Case, sides: list[Side]) -> list[OverlapResult]:
-    """What was measured, then what simulations say."""
+    """Return the measured results, then the simulated ones."""
     reference = next((side for side in sides if side.name == "fsdp2"), None)
     found = []
     for side in sides:
@@ -266,7 +282,7 @@ def results_of(case: Case, sides: list[Side]) -> list[OverlapResult]:
 
 
 def show(model: str, clock: str, results: list[OverlapResult], options: argparse.Namespace) -> None:
-    """Prints a model's table, a pair of columns for each ratio, and the parts if they are asked for."""
+    """Print the tables of a model, with columns for each ratio, and the parts with `--parts`."""
 
     def text(spread: _report.Spread | None) -> str:
         if spread is None:
@@ -278,7 +294,7 @@ def show(model: str, clock: str, results: list[OverlapResult], options: argparse
     found = [(engine, [by[engine, ratio] for ratio in options.ratios]) for engine in engines]
     caption = (
         f"world {options.world}, latency {options.latency_us:g} us; compute {results[0].compute_ms:.1f} ms and "
-        f"{results[0].bytes or 0:,} bytes of communication a step"
+        f"{results[0].bytes or 0:,} bytes of communication per step"
     )
     _report.table(
         f"Exposed communication, ms: {model}, {clock} clock",
@@ -291,14 +307,14 @@ def show(model: str, clock: str, results: list[OverlapResult], options: argparse
     )
     ours = [(name, row) for name, row in found if row[0].predicted_ms is not None]
     _report.table(
-        "measured / predicted: exposed time, and peak bytes of the pool",
+        "Measured / predicted: exposed communication, and peak bytes of the pool",
         ("engine", *(word for ratio in options.ratios for word in (f"time at {ratio:g}", "bytes"))),
         [(name, *(cell for r in row for cell in over_prediction(r))) for name, row in ours],
     )
     if options.parts:
         parts = ("gathers_forward_ms", "gathers_backward_ms", "reductions_ms")
         _report.table(
-            "of which forward's gathers, backward's gathers and reductions (last round)",
+            "Exposed gathers in forward (fwd), gathers in backward (bwd) and reductions, ms, last round",
             ("engine", *(f"{word} at {ratio:g}" for ratio in options.ratios for word in ("fwd", "bwd", "reduce"))),
             [
                 (name, *(f"{getattr(r, part):.3f}" for r in row for part in parts))
@@ -323,32 +339,36 @@ def over_prediction(result: OverlapResult) -> tuple[str, str]:
 
 
 def differing(sides: list[Side]) -> bool:
-    """Whether the engines moved other amounts of bytes, which would make the comparison void."""
-    sizes = [side.nbytes for side in sides if "auto" not in side.name]  # which keep some groups instead
+    """Return whether the engines communicated different amounts of bytes, which invalidates the comparison."""
+    sizes = [side.nbytes for side in sides if "auto" not in side.name]  # `auto` may keep groups gathered
     return max(sizes, default=0) > (1 + SAME_BYTES) * min(sizes, default=0)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shown = "(default: %(default)s)"
-    parser.add_argument("--models", type=_report.names(tuple(MODELS)), default=",".join(MODELS), help=shown)
-    parser.add_argument("--ratios", type=_report.ratios, default="0.3,1,3", help=f"gathering / forward {shown}")
+    parser.add_argument("--models", type=_report.names(tuple(MODELS)), default=",".join(MODELS), help=f"models {shown}")
     parser.add_argument(
-        "--clocks", type=_report.names(CLOCKS), default="virtual,streams", help=f"of {', '.join(CLOCKS)} {shown}"
+        "--ratios", type=_report.ratios, default="0.3,1,3", help=f"time to gather the model / time of forward {shown}"
     )
-    parser.add_argument("--engines", type=_report.names(ENGINES), default=",".join(ENGINES), help=shown)
+    parser.add_argument(
+        "--clocks", type=_report.names(CLOCKS), default="virtual,streams", help=f"{', '.join(CLOCKS)} {shown}"
+    )
+    parser.add_argument("--engines", type=_report.names(ENGINES), default=",".join(ENGINES), help=f"engines {shown}")
     parser.add_argument("--world", type=int, default=8, help=f"simulated ranks {shown}")
-    parser.add_argument("--latency-us", type=float, default=10.0, help=f"of a collective {shown}")
+    parser.add_argument("--latency-us", type=float, default=10.0, help=f"latency of a collective {shown}")
     parser.add_argument("--rounds", type=int, default=2, help=f"interleaved rounds {shown}")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help=f"models at a time, of exact clocks {shown}")
-    parser.add_argument("--log", choices=ENGINES, help="print what ENGINE's last step did, collective by collective")
-    parser.add_argument("--parts", action="store_true", help="print which collectives were exposed")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help=f"models in parallel, with exact clocks {shown}"
+    )
+    parser.add_argument("--log", choices=ENGINES, help="print all collectives of ENGINE's last step")
+    parser.add_argument("--parts", action="store_true", help="print exposed gathers and reductions separately")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     return parser.parse_args()
 
 
 def run(model: str, options: argparse.Namespace) -> list[tuple[str, list[OverlapResult], list[str]]]:
-    """The figures of one model, by clock, and what is wrong with them."""
+    """Return the results of one model by clock, and missed targets."""
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 4 * len(options.ratios) * len(CLOCKS)  # a graph for each schedule of `auto`
     torch.compiler.reset()
@@ -365,7 +385,7 @@ def run(model: str, options: argparse.Namespace) -> list[tuple[str, list[Overlap
             if clock in EXACT:
                 faults += [f"{case}: {result.engine}: {miss}" for result in made for miss in result.misses]
             if differing(sides):
-                faults.append(f"{case}: the engines moved different amounts of bytes")
+                faults.append(f"{case}: the engines communicated different amounts of bytes")
             for side in sides:
                 if side.name == options.log:
                     print(f"{options.log}: {case}\n{side.log}", flush=True)

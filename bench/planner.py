@@ -1,12 +1,13 @@
-"""What the planner predicts beside what was measured: memory and time of strategies, here and as others have published.
+"""Compare the planner's predictions of memory and time with measurements.
 
     python bench/planner.py                                   # all parts, minutes
     python bench/planner.py --parts published
 
-`traces`: the memory of every strategy at worlds of 8 to 512, beside sharded models that run with fake tensors, where
-all storages are counted. `gloo`: memory and time of real steps of two ranks, beside predictions for this machine as
-`measure-links` has measured it in the same run. `published`: configurations that others have measured, on machines that
-the planner knows by their data sheets; no constant is fitted to any of them.
+- `traces`: memory of every strategy at world 8 to 512, compared with sharded models under fake tensors, where all
+  storages are counted.
+- `gloo`: memory and time of real steps on two ranks, compared with predictions for this machine, which `measure-links`
+  measures in the same run.
+- `published`: published measurements, compared with predictions from data sheets. No constant is fitted to them.
 """
 
 import argparse
@@ -36,7 +37,7 @@ SEQUENCES = 4
 
 @dataclass(frozen=True)
 class Row:
-    """A prediction beside a measurement; bytes or seconds."""
+    """A prediction and a measurement, in bytes or seconds. `within` is the targeted relative error."""
 
     part: str
     what: str
@@ -48,12 +49,12 @@ class Row:
 
     @property
     def apart(self) -> float:
-        """By how much they differ, relative to what was measured."""
+        """Relative error of the prediction."""
         return self.predicted / self.measured - 1
 
 
 def strategies(world: int) -> Iterator[Strategy]:
-    """All names, layouts and checkpoints that the library has, but for offload and tensor parallelism."""
+    """Yield all strategies, layouts and activation checkpointing settings except offload and tensor parallelism."""
     layouts = [("ddp", Layout(1, 1, world)), *((f"zero{stage}", Layout(1, world)) for stage in (1, 2, 3))]
     layouts += [("hsdp", Layout(1, world // 2, 2))] if world > 2 else []
     for name, layout in layouts:
@@ -73,9 +74,10 @@ def traces(worlds: Sequence[int]) -> Iterator[Row]:
 
 
 def gloo(rounds: int, timeout: float) -> Iterator[Row]:
-    """Both ranks measure the machine before and after each strategy, for its speed is not the same in all minutes.
+    """Compare predictions with real steps on two ranks.
 
-    A time is predicted for both, and the prediction is their mean.
+    The machine is measured before and after each strategy, because its speed varies. The prediction of time is the mean
+    of the predictions for both measurements.
     """
     plan = [dataclasses.asdict(each) for each in strategies(2)]
     settings = {"shape": dataclasses.asdict(GLOO), "sequences": SEQUENCES, "strategies": plan, "rounds": rounds}
@@ -94,7 +96,7 @@ def gloo(rounds: int, timeout: float) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Published:
-    """What others have measured: tokens a second and device, and GiB that the allocator had reserved."""
+    """A published measurement: tokens per second and device, and GiB reserved by the allocator."""
 
     what: str
     shape: str
@@ -105,8 +107,8 @@ class Published:
     memory: float | None = None
 
 
-# Llama 3.1 in torchtitan (https://arxiv.org/abs/2410.06511), eager; the second one with asynchronous tensor parallelism
-# switched off (https://discuss.pytorch.org/t/209487).
+# Llama 3.1 in torchtitan (https://arxiv.org/abs/2410.06511), eager; 70B without asynchronous tensor parallelism
+# (https://discuss.pytorch.org/t/209487).
 PUBLISHED = (
     Published("8B, 8 devices", "llama3-8b", "h100-96gb", Strategy("zero3", Layout(1, 8), "selective"), 2, 5762, 82.4),
     Published(
@@ -130,9 +132,10 @@ def published() -> Iterator[Row]:
 
 
 def ranked_alike(rows: Sequence[Row]) -> tuple[int, int]:
-    """Of the pairs that were measured in the same place: how many are predicted in their order, and how many there are.
+    """Return the number of pairs of strategies that are predicted in the right order, and the number of pairs.
 
-    Pairs that are less apart than a prediction may be from a measurement tell nothing, and do not count.
+    Pairs of one configuration are compared. Pairs whose measurements differ by less than the targeted error are
+    ignored.
     """
     pairs = [
         (one, two)
@@ -148,8 +151,8 @@ def print_table(rows: Sequence[Row]) -> None:
         return f"{value:.3f} s" if row.quantity == "seconds" else f"{value / 1e6:,.1f} MB"
 
     _report.table(
-        "Predicted beside measured",
-        ["part", "what", "strategy", "predicted", "measured", "apart", "aim"],
+        "Predictions and measurements",
+        ["part", "configuration", "strategy", "predicted", "measured", "error", "target"],
         [
             [
                 row.part,
@@ -166,18 +169,20 @@ def print_table(rows: Sequence[Row]) -> None:
     for part in dict.fromkeys((row.part, row.quantity) for row in rows):
         apart = [abs(row.apart) for row in rows if (row.part, row.quantity) == part]
         missed = sum(abs(row.apart) > row.within for row in rows if (row.part, row.quantity) == part)
-        print(f"{part[0]}, {part[1]}: at most {max(apart):.1%} apart, {missed} of {len(apart)} beyond the aim")
+        print(f"{part[0]}, {part[1]}: error at most {max(apart):.1%}, {missed} of {len(apart)} miss the target")
         alike, clear = ranked_alike([row for row in rows if (row.part, row.quantity) == part])
         if clear:
-            print(f"  of {clear} pairs of strategies that clearly differ, {alike} are predicted in the same order")
+            print(f"  of {clear} pairs of strategies that clearly differ, {alike} are predicted in the right order")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", type=_report.names(PARTS), default=list(PARTS), help=f"(default: {','.join(PARTS)})")
-    parser.add_argument("--worlds", type=_report.integers, default=[8, 64, 512], help="of traces (default: 8,64,512)")
-    parser.add_argument("--rounds", type=int, default=5, help="of real steps (default: 5)")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds of the ranks (default: 900)")
+    parser.add_argument("--parts", type=_report.names(PARTS), default=list(PARTS), help="parts to run (default: all)")
+    parser.add_argument(
+        "--worlds", type=_report.integers, default=[8, 64, 512], help="traces: world sizes (default: 8,64,512)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="gloo: measured steps (default: 5)")
+    parser.add_argument("--timeout", type=float, default=900, help="gloo: time limit in seconds (default: 900)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     return parser.parse_args(argv)
 

@@ -1,12 +1,17 @@
-"""Figures of fine-tuning adapters over a frozen base: in bfloat16, in 4 bits (NF4) and in 8, in ours, FSDP2 and DDP.
+"""Measure fine-tuning of adapters over a frozen base in bfloat16, 4 bits (NF4) and 8 bits, with ours, FSDP2 and DDP.
 
     python bench/qlora.py --size 10m
 
-Needs bitsandbytes. Peak memory, the tensors that a rank keeps between two steps, start-up (blocks are made, quantized
-and sharded one after the other), tokens a second, the share of a step that communication takes, the bytes that a step
-brings from other ranks, and the time to write and read the adapters with their optimizer's state. The GPT of the
-tutorials with an adapter of rank 8 beside every layer of its blocks, on gloo. Every engine runs in processes of its
-own; the launches take turns, and ratios are formed within a turn.
+Needs bitsandbytes. The model is the GPT of the tutorials with an adapter of rank 8 for every linear layer of its
+blocks, on gloo. Figures are:
+
+- peak memory, and tensors that a rank keeps between steps
+- start-up, in which blocks are created, quantized and sharded one after the other
+- tokens per second, and share of communication in a step
+- bytes that a rank receives per step
+- time to save and load the adapters with their optimizer state
+
+Every engine has its own processes. Launches take turns, and ratios are formed within a turn.
 """
 
 import argparse
@@ -22,25 +27,25 @@ from _models import SIZES
 WORKER = Path(__file__).with_name("_qlora_worker.py")
 BASES, ENGINES = ("bf16", "nf4", "int8"), ("ours", "fsdp2", "ddp")
 REFERENCE, COMPUTE = "fsdp2", "compute"
-FIGURES = {  # the label, and the digits to show
+FIGURES = {  # the label, and the digits to print
     "peak_mb": ("peak, MB", 1),
-    "kept_mb": ("kept, MB", 1),
-    "start_s": ("start, s", 2),
-    "tokens_s": ("tokens / s", 0),
+    "kept_mb": ("between steps, MB", 1),
+    "start_s": ("start-up, s", 2),
+    "tokens_s": ("tokens/s", 0),
     "communication": ("share of communication", 2),
-    "received_mb": ("received a step, MB", 2),
-    "write_s": ("written, s", 3),
-    "read_s": ("read, s", 3),
+    "received_mb": ("received per step, MB", 2),
+    "write_s": ("save, s", 3),
+    "read_s": ("load, s", 3),
 }
 
 
 @dataclass(frozen=True)
 class EngineResult:
-    """The figures of an engine over one base by name (see `FIGURES`), and ratios to FSDP2's over the same base.
+    """The figures of an engine with one base by name (see `FIGURES`), and ratios to FSDP2 with the same base.
 
     Attributes:
-        error: what it raised; then there are no figures.
-        loss: the mean loss over ranks after the first steps, which engines have in common.
+        error: its error, if it failed. There are no figures then.
+        loss: mean loss of all ranks after the first steps, for comparison of the engines.
     """
 
     size: str
@@ -54,7 +59,11 @@ class EngineResult:
 
 
 def once(options: argparse.Namespace) -> dict[tuple[str, str], dict[str, float]]:
-    """One launch of every engine over every base. Raises _launch.WorkerError."""
+    """Launch every engine once with every base.
+
+    Raises:
+        _launch.WorkerError: a rank failed or reached the time limit.
+    """
     raw = {}
     for base in options.bases:
         for engine in (COMPUTE, *options.engines):
@@ -78,7 +87,7 @@ def _figures(raw: dict[str, float], compute_s: float, tokens: int) -> dict[str, 
 
 
 def evaluate(turns: list[dict[tuple[str, str], dict[str, float]]], options: argparse.Namespace) -> list[EngineResult]:
-    """Medians and quartiles of all turns."""
+    """Return medians and quartiles over all turns."""
     return [_result(turns, options, base, engine) for base in options.bases for engine in options.engines]
 
 
@@ -99,7 +108,7 @@ def _result(
 
 
 def show(results: list[EngineResult], options: argparse.Namespace) -> None:
-    """Prints the figures and the ratios."""
+    """Print the figures and the ratios."""
     where = f"{options.size}, gloo, world {options.world}"
     rows = [
         (r.base, r.engine, *(r.figures[key].shown(FIGURES[key][1]) for key in FIGURES), f"{r.loss:.5f}")
@@ -110,16 +119,16 @@ def show(results: list[EngineResult], options: argparse.Namespace) -> None:
         f"Adapters over a frozen base: {where}",
         ("base", "engine", *(label for label, _ in FIGURES.values()), "loss"),
         rows,
-        f"median [quartiles] of {options.repeats} launches an engine, in turns; {options.steps} steps each with AdamW; "
+        f"median [quartiles] of {options.repeats} launches per engine, in turns; {options.steps} AdamW steps each; "
         f"communication: (step - compute alone) / step; malloc: {options.malloc}",
     )
     compared = [r for r in results if r.ratios]
     if compared:
         _report.table(
-            f"The same over FSDP2's: {where}",
+            f"Ratios to FSDP2: {where}",
             ("base", "engine", *(FIGURES[key][0].split(",")[0] for key in compared[0].ratios)),
             [(r.base, r.engine, *map(str, r.ratios.values())) for r in compared],
-            "ratios within a turn; of tokens a second more is better, of all else less",
+            "ratios within a turn; higher is better for tokens/s, lower for all others",
         )
     for r in results:
         if r.error:
@@ -127,18 +136,18 @@ def show(results: list[EngineResult], options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line's options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--size", choices=SIZES, default="10m", help="of the model (default: %(default)s)")
-    add("--bases", type=_report.names(BASES), default=",".join(BASES), help="default: %(default)s")
-    add("--engines", type=_report.names(ENGINES), default=",".join(ENGINES), help="default: %(default)s")
-    add("--world", type=int, default=2, help="ranks (default: %(default)s)")
-    add("--batch", type=int, default=1, help="sequences a rank (default: %(default)s)")
-    add("--steps", type=int, default=4, help="measured steps of a launch (default: %(default)s)")
-    add("--repeats", type=int, default=3, help="launches an engine (default: %(default)s)")
-    add("--malloc", choices=("default", "tuned"), default="default", help="tuned: glibc keeps pages")
-    add("--timeout", type=float, default=600.0, help="seconds for each launch (default: %(default)s)")
+    add("--size", choices=SIZES, default="10m", help="model size (default: %(default)s)")
+    add("--bases", type=_report.names(BASES), default=",".join(BASES), help="frozen bases (default: %(default)s)")
+    add("--engines", type=_report.names(ENGINES), default=",".join(ENGINES), help="engines (default: %(default)s)")
+    add("--world", type=int, default=2, help="number of ranks (default: %(default)s)")
+    add("--batch", type=int, default=1, help="sequences per rank (default: %(default)s)")
+    add("--steps", type=int, default=4, help="measured steps per launch (default: %(default)s)")
+    add("--repeats", type=int, default=3, help="launches per engine (default: %(default)s)")
+    add("--malloc", choices=("default", "tuned"), default="default", help="tuned: glibc keeps free memory")
+    add("--timeout", type=float, default=600.0, help="time limit per launch, in seconds (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     return parser.parse_args()
 

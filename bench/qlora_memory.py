@@ -1,14 +1,16 @@
-"""Live bytes of fine-tuning adapters over a frozen base of 7B, in bfloat16, 4 bits and 8: without memory or a card.
+"""Measure live bytes of fine-tuning adapters over a frozen 7B base in bfloat16, 4 and 8 bits, with fake tensors.
 
-    python bench/qlora_memory.py                            # Llama 2 7B in a world of 8: minutes
+    python bench/qlora_memory.py                            # Llama 2 7B, world 8: minutes
     python bench/qlora_memory.py --shape layers=4,width=512,heads=8,vocabulary=32000,sequence=512 --world 2
 
-Rank 0 of a world that is played makes a decoder under fake tensors, block by block:
-each is quantized and sharded before the next one is made. Then it trains adapters of rank 8 with AdamW, with activation
-checkpoints around blocks. All storages that exist are counted, as they are resized (`_live_bytes.py`). The pool does
-what it does on an accelerator: `PoolPolicy(keep_idle=False)`. The layers are stand-ins: the classes of bitsandbytes
-cannot be made under fake tensors. They have the bytes of its layers, weights, scales and all, unpack a whole weight for
-each product, and keep the packed one on the `ctx` of a function, as it does.
+Rank 0 of a simulated world builds a decoder under fake tensors. Each block is quantized and sharded before the next one
+is created. Then it trains adapters of rank 8 with AdamW and activation checkpointing per block. All existing storages
+are counted with their current sizes (`_live_bytes.py`). The pool behaves as on an accelerator:
+`PoolPolicy(keep_idle=False)`.
+
+Layers of bitsandbytes do not work with fake tensors, so the script uses layers that imitate them: same bytes of weights
+and scales, the weight is unpacked for each product, and the packed weight is stored in the `ctx` of an autograd
+function.
 """
 
 import argparse
@@ -41,9 +43,15 @@ STEPS, TIMEOUT_S = 2, 1800
 
 @dataclass(frozen=True)
 class QloraMemoryResult:
-    """Bytes of one rank: at most while the model is made, between steps, and at most in a later step; or the error.
+    """Live bytes of one rank.
 
-    `ratio` is the last over FSDP2's over the same base, and `ratio_bf16` over FSDP2's over a base in bfloat16.
+    Attributes:
+        making: peak while the model is created.
+        between: bytes between steps.
+        peak: peak of a later step.
+        ratio: `peak` over FSDP2's with the same base.
+        ratio_bf16: `peak` over FSDP2's with a base in bfloat16.
+        error: its error, if it failed.
     """
 
     base: str
@@ -57,7 +65,7 @@ class QloraMemoryResult:
 
 
 class Multiply(torch.autograd.Function):
-    """x times the transpose of a packed weight; forward and backward unpack it."""
+    """Multiply x by the transpose of a packed weight. Forward and backward unpack it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -70,7 +78,7 @@ class Multiply(torch.autograd.Function):
 
 
 class Packed(nn.Module):
-    """A layer of 4 bits with compressed scales of blocks of 64, or of 8 bits with a scale a row."""
+    """A linear layer in 4 bits with compressed scales per block of 64, or in 8 bits with a scale per row."""
 
     def __init__(self, layer: nn.Linear, base: str) -> None:
         super().__init__()
@@ -89,25 +97,25 @@ class Packed(nn.Module):
 
 
 def made(shape: Shape, base: str) -> nn.Module:
-    """A block with adapters."""
+    """Build a block with adapters."""
     return adapted(CheckpointedBlock(shape), base, lambda layer, _: layer if base == "bf16" else Packed(layer, base))
 
 
 class CheckpointedBlock(Block):
-    """A block that keeps its inputs alone until backward."""
+    """A block with activation checkpointing."""
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
         return checkpoint(super().forward, *args, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 def run_child(base: str, engine: str, world: int, shape: Shape) -> None:
-    """Prints the bytes as JSON."""
-    with cs.testing.fake(world):  # in such a world ours moves fake tensors as it moves those of an accelerator
+    """Measure one engine and print the bytes as JSON."""
+    with cs.testing.fake(world):  # ours treats fake tensors like those of an accelerator in a simulated world
         print(json.dumps(figures_of(base, engine, world, shape)))
 
 
 def figures_of(base: str, engine: str, world: int, shape: Shape) -> dict[str, int]:
-    """The bytes of a rank by name: while the model is made, between steps, and at most in a step."""
+    """Return the bytes of a rank: peak while the model is created, between steps, and peak of a step."""
     shard = partial(fsdp2 if engine == "fsdp2" else cs.fully_shard, mesh=init_device_mesh("cpu", (world,)))
     live = _live_bytes.LiveBytes()
     with FakeTensorMode(allow_non_fake_inputs=True), live.counting():
@@ -160,14 +168,14 @@ def results_of(options: argparse.Namespace) -> list[QloraMemoryResult]:
 
 
 def print_table(results: Sequence[QloraMemoryResult], options: argparse.Namespace) -> None:
-    columns = ["base", "engine", "while made", "between steps", "peak", "peak / FSDP2's", "/ FSDP2's in bf16"]
+    columns = ["base", "engine", "peak of creation", "between steps", "peak", "peak / FSDP2's", "/ FSDP2's in bf16"]
     rows = []
     for each in results:
         sizes = [f"{nbytes / 2**30:.3f}" for nbytes in (each.making, each.between, each.peak)]
         ratios = ["" if ratio is None else f"{ratio:.3f}" for ratio in (each.ratio, each.ratio_bf16)]
         rows.append([each.base, each.engine, *(sizes if not each.error else ("fails", "", "")), *ratios])
     title = f"Live GiB of a rank: adapters over {options.shape}, world {options.world}"
-    _report.table(title, columns, rows, "counted under fake tensors; blocks are activation checkpoints")
+    _report.table(title, columns, rows, "measured with fake tensors; activation checkpointing per block")
     for each in results:
         if each.error:
             print(f"{each.base}, {each.engine}: {each.error}")
@@ -175,10 +183,10 @@ def print_table(results: Sequence[QloraMemoryResult], options: argparse.Namespac
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", type=int, default=8, help="ranks (default: %(default)s)")
-    parser.add_argument("--shape", default="llama2-7b", help="(default: %(default)s)")
-    parser.add_argument("--bases", type=_report.names(BASES), default=list(BASES), help="(default: all)")
-    parser.add_argument("--engines", type=_report.names(ENGINES), default=list(ENGINES), help="(default: both)")
+    parser.add_argument("--world", type=int, default=8, help="number of ranks (default: %(default)s)")
+    parser.add_argument("--shape", default="llama2-7b", help="shape of the decoder (default: %(default)s)")
+    parser.add_argument("--bases", type=_report.names(BASES), default=list(BASES), help="frozen bases (default: all)")
+    parser.add_argument("--engines", type=_report.names(ENGINES), default=list(ENGINES), help="engines (default: both)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args(argv)

@@ -1,11 +1,10 @@
-"""All benchmarks with settings that two cores, or one card, finish within an hour or so.
+"""Run the benchmarks with settings that take about an hour on two cores, or on one GPU.
 
     python bench/run_all.py --results bench/results
-    python bench/run_all.py --device cuda --only step,figures     # some of them, on a card
+    python bench/run_all.py --device cuda --only step,figures     # some of them, on a GPU
 
-Prints the tables and leaves a JSON file and a chart for each, `<benchmark>-<device>-torch<version>`. Where the machine
-has a card it is used, unless `--device cpu` says otherwise; overlap.py reads no clock of the machine and stays on the
-CPU.
+Prints the tables, and writes a JSON file and a chart for each benchmark, `<benchmark>-<device>-torch<version>`. A GPU
+is used if there is one, except with `--device cpu`. overlap.py is simulated and always runs on the CPU.
 """
 
 import argparse
@@ -26,7 +25,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Run:
-    """A script with its options, those on a card (None: it has no use for one), and those of a try that all works."""
+    """A script with its options on a CPU, on a GPU (None: always on the CPU), and with `--smoke`."""
 
     script: str
     options: str
@@ -90,7 +89,7 @@ RUNS = {
 
 
 def names(text: str) -> list[str]:
-    """Runs from a comma-separated option of the command line."""
+    """Parse a comma-separated list of runs."""
     found = text.split(",")
     if unknown := [name for name in found if name not in RUNS]:
         raise argparse.ArgumentTypeError(f"unknown run {', '.join(unknown)}; known: {', '.join(RUNS)}")
@@ -98,13 +97,13 @@ def names(text: str) -> list[str]:
 
 
 def file_of(name: str, device: str, results: Path) -> Path:
-    """Where the figures of a run are kept."""
+    """Return the file of the figures of a run."""
     version = ".".join(torch.__version__.split(".")[:2])
     return results / f"{name}-{device}-torch{version}.json"
 
 
 def perform(name: str, device: str, results: Path, smoke: bool) -> bool:
-    """Runs a benchmark and draws its chart; False if it failed."""
+    """Run a benchmark and draw its chart. Return False if it failed."""
     run = RUNS[name]
     device = _device.CPU if run.card is None else device
     file, settings = file_of(name, device, results), run.options if device == _device.CPU else run.card
@@ -126,10 +125,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     _device.add_option(parser)
     parser.add_argument(
-        "--results", type=Path, default=HERE / "results", help="folder for files (default: %(default)s)"
+        "--results", type=Path, default=HERE / "results", help="folder for results (default: %(default)s)"
     )
-    parser.add_argument("--only", type=names, default=",".join(RUNS), help="default: %(default)s")
-    parser.add_argument("--smoke", action="store_true", help="tiny settings: shows that all runs, not how fast")
+    parser.add_argument("--only", type=names, default=",".join(RUNS), help="runs (default: %(default)s)")
+    parser.add_argument("--smoke", action="store_true", help="use tiny settings, to check that all benchmarks run")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)
     about = _report.about(options.device)

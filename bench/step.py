@@ -1,15 +1,18 @@
-"""Step time of a GPT on gloo or NCCL: ours, torch's FSDP2, FSDP1, DDP, and compute alone.
+"""Measure the step time of a GPT on gloo or NCCL: ours, torch's FSDP2, FSDP1, DDP, and compute alone.
 
     python bench/step.py --sizes 10m,50m
-    python bench/step.py --runs 3                                        # fresh processes each time
-    python bench/step.py --device cuda --sizes 150m,1b --dtype bfloat16  # one card: its echo plays the other ranks
+    python bench/step.py --runs 3                                        # three runs in new processes
+    python bench/step.py --device cuda --sizes 150m,1b --dtype bfloat16  # on one GPU, one process plays all ranks
 
-All engines live in the same processes, each with a model of its own, and take turns in an order
-drawn anew in every round; ratios are formed within a round. A step is zero_grad, forward, loss,
-backward and plain SGD (`--optimizer none` leaves SGD out), on one sequence of 256 bytes a rank in
-float32, one thread a rank. `compute` is the unsharded model stepping by itself, `collectives` are
-the gathers and reductions of FSDP2 by themselves, and `fsdp2-again` is a second FSDP2: the control.
-With fewer cards than ranks, or `--echo`, one process plays all ranks (`_echo.py`).
+All engines are in the same processes, each with its own model, and take turns in a new random order in each round.
+Ratios are formed within a round. A step is zero_grad, forward, loss, backward and SGD (none with `--optimizer none`),
+with one sequence of 256 bytes and one thread per rank, in float32. Besides the engines there are:
+
+- `compute`: the unsharded model
+- `collectives`: FSDP2's gathers and reductions alone
+- `fsdp2-again`: FSDP2 a second time, the control
+
+With fewer GPUs than ranks, or with `--echo`, one process plays all ranks (`_echo.py`).
 """
 
 import argparse
@@ -34,11 +37,11 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 
 @dataclass(frozen=True)
 class EngineResult:
-    """Milliseconds a step, and per-round ratios to a reference: torch's FSDP2.
+    """Milliseconds per step, and ratios to a reference (FSDP2), formed within each round.
 
-    `wall` is the slowest rank's, `cpu` the sum of all ranks' threads; `beyond` is
-    (engine - compute) / (reference - compute), which the time of the model itself cannot hide. Spreads are the median
-    and the quartiles of the rounds; with `runs`, the median of their medians and its range.
+    `wall` is wall time of the slowest rank, `cpu` is CPU time of all threads of all ranks. `beyond` is
+    (engine - compute) / (reference - compute), which excludes the time of the model itself. Spreads are median and
+    quartiles of the rounds; with `runs`, the median and range of their medians.
     """
 
     size: str
@@ -58,7 +61,7 @@ SPREADS = ("wall_ms", "cpu_ms", "wall_ratio", "cpu_ratio", "wall_beyond", "cpu_b
 
 
 def ratio(ours: list[float], theirs: list[float] | None, base: list[float] | None = None) -> _report.Spread | None:
-    """Per-round (ours - base) / (theirs - base); None where there is nothing to divide by."""
+    """Return (ours - base) / (theirs - base) by round; None without a reference, or if no round has theirs > base."""
     if theirs is None:
         return None
     base = base or [0.0] * len(ours)
@@ -69,7 +72,7 @@ def ratio(ours: list[float], theirs: list[float] | None, base: list[float] | Non
 def evaluate(
     size: str, found: dict[str, Any], reference: str = REFERENCE, compute: str = "compute"
 ) -> list[EngineResult]:
-    """Turns the seconds that the workers measured into spreads and ratios."""
+    """Compute spreads and ratios from the times that the workers measured."""
     wall, cpu = found["wall_s"], found["cpu_s"]
 
     def beyond(times: dict[str, list[float]], engine: str) -> _report.Spread | None:
@@ -98,7 +101,7 @@ def evaluate(
 
 
 def over_runs(runs: list[list[EngineResult]]) -> list[EngineResult]:
-    """What fresh runs of one size have in common, engine by engine."""
+    """Combine several runs of one size, by engine."""
     if len(runs) == 1:
         return runs[0]
     found = []
@@ -111,9 +114,9 @@ def over_runs(runs: list[list[EngineResult]]) -> list[EngineResult]:
 
 
 def show(results: list[EngineResult], options: argparse.Namespace, reference: str = "FSDP2", notes: str = "") -> None:
-    """Prints one size's table and the line about the losses."""
+    """Print the table of one size, and a line about the losses."""
     runs = results[0].runs
-    what = f"median [range] of {len(runs)} fresh runs of" if runs else "median [quartiles] of"
+    what = f"median [range] of {len(runs)} runs in new processes, each of" if runs else "median [quartiles] of"
     rows = [
         (
             r.engine,
@@ -131,28 +134,28 @@ def show(results: list[EngineResult], options: argparse.Namespace, reference: st
             f"/ {reference}",
             f"beyond compute / {reference}'s",
             f"CPU / {reference}",
-            f"CPU beyond / {reference}'s",
+            f"CPU beyond compute / {reference}'s",
         ),
         rows,
         f"{what} {options.rounds} interleaved rounds; "
         f"optimizer in the step: {options.optimizer}; malloc: {options.malloc}"
-        f"{'; every block is a checkpoint' if options.checkpoint else ''}{notes}",
+        f"{'; activation checkpointing per block' if options.checkpoint else ''}{notes}",
     )
     agree = first.loss_difference <= options.tolerance
     print(
         f"losses of {', '.join(r.engine for r in results if compared(r.engine, options.echo))} "
         f"{'agree' if agree else 'DIFFER'} over all steps: "
-        f"relative difference at most {first.loss_difference:.1e}"
+        f"largest relative difference {first.loss_difference:.1e}"
     )
 
 
 def compared(engine: str, echo: bool) -> bool:
-    """Whether the engine's losses must be those of the others: of an echo only those that cut parameters alike."""
+    """Return whether an engine's losses are compared: with an echo only engines that shard parameters the same way."""
     return engine.startswith(("ours", "fsdp2")) if echo else engine != _communication.NAME
 
 
 def sizes(text: str) -> list[str]:
-    """Names of models from a comma-separated option of the command line."""
+    """Parse a comma-separated list of model sizes."""
     names = text.split(",")
     unknown = [name for name in names if name not in SIZES]
     if unknown:
@@ -167,37 +170,39 @@ def engines_or_collectives(text: str) -> list[str]:
 def options_of_steps(
     description: str | None, engines: str, parse: Callable[[str], list[str]] = _engines.parse
 ) -> argparse.ArgumentParser:
-    """A command line with what every benchmark of steps takes."""
+    """Return a parser with the options of all benchmarks of steps."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--sizes",
         type=sizes,
         default="10m,50m",
-        help=f"of {', '.join(SIZES)} (default: %(default)s)",
+        help=f"model sizes: {', '.join(SIZES)} (default: %(default)s)",
     )
     _device.add_option(parser)
-    parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
-    parser.add_argument("--echo", action="store_true", help="one process plays all ranks; so it is with too few cards")
-    parser.add_argument("--dtype", choices=_device.DTYPES, default="float32", help="default: %(default)s")
+    parser.add_argument("--world", type=int, default=2, help="number of ranks (default: %(default)s)")
+    parser.add_argument("--echo", action="store_true", help="one process plays all ranks; implied by too few GPUs")
+    parser.add_argument("--dtype", choices=_device.DTYPES, default="float32", help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=1, help="sequences a rank (default: %(default)s)")
-    parser.add_argument("--engines", type=parse, default=engines, help="default: %(default)s")
-    parser.add_argument("--optimizer", choices=("sgd", "none"), default="sgd", help="default: %(default)s")
-    parser.add_argument("--checkpoint", action="store_true", help="every block is an activation checkpoint")
-    parser.add_argument("--malloc", choices=("default", "tuned"), default="default", help="tuned: glibc keeps pages")
+    parser.add_argument("--batch", type=int, default=1, help="sequences per rank (default: %(default)s)")
+    parser.add_argument("--engines", type=parse, default=engines, help="engines (default: %(default)s)")
+    parser.add_argument("--optimizer", choices=("sgd", "none"), default="sgd", help="(default: %(default)s)")
+    parser.add_argument("--checkpoint", action="store_true", help="use activation checkpointing per block")
+    parser.add_argument(
+        "--malloc", choices=("default", "tuned"), default="default", help="tuned: glibc keeps free memory"
+    )
     parser.add_argument(
         "--tolerance",
         type=float,
-        help="of the losses, relative (default: 1e-4, with bfloat16 2e-2)",
+        help="largest relative difference of losses (default: 1e-4, with bfloat16 2e-2)",
     )
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each size (default: %(default)s)")
-    parser.add_argument("--backend", default="inductor", help="of engines that are compiled (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=900.0, help="time limit per size (default: %(default)s s)")
+    parser.add_argument("--backend", default="inductor", help="backend of torch.compile (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     return parser
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options, with what follows from others."""
+    """Parse the command line, and fill in options that depend on others."""
     options = parser.parse_args()
     options.echo = options.echo or _device.too_few(options.device, options.world)
     if options.tolerance is None:
@@ -206,13 +211,17 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def where(options: argparse.Namespace) -> str:
-    """The device, the ranks and what joins them."""
+    """Describe the backend and the ranks."""
     joined = "NCCL" if options.device == _device.CUDA else "gloo"
-    return f"{joined}, world {options.world}{', one process and its echo' if options.echo else ''}"
+    return f"{joined}, world {options.world}{', played by one process' if options.echo else ''}"
 
 
 def measure(worker: Path, settings: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """What the ranks that run `worker` found. Raises _launch.WorkerError."""
+    """Run `worker` on all ranks and return its result.
+
+    Raises:
+        _launch.WorkerError: a rank failed or reached the time limit.
+    """
     kept = ("rounds", "batch", "optimizer", "backend", "device", "dtype", "checkpoint")
     common = {key: getattr(options, key) for key in kept}
     text = _launch.launch(
@@ -229,7 +238,7 @@ def measure(worker: Path, settings: dict[str, Any], options: argparse.Namespace)
 
 
 def write(options: argparse.Namespace, name: str, results: list[Any]) -> None:
-    """The figures as JSON, if that was asked for."""
+    """Write the figures to the file of `--json`, if given."""
     if options.json:
         chosen = {key: value for key, value in vars(options).items() if key != "json"}
         _report.write_json(options.json, name, chosen, results, options.device)
@@ -237,8 +246,8 @@ def write(options: argparse.Namespace, name: str, results: list[Any]) -> None:
 
 def main() -> int:
     parser = options_of_steps(__doc__, "ours,fsdp2,fsdp2-again,fsdp1,ddp,compute,collectives", engines_or_collectives)
-    parser.add_argument("--aa", action="store_true", help="add a second FSDP2, if --engines leaves it out: the control")
-    parser.add_argument("--runs", type=int, default=1, help="in fresh processes each (default: %(default)s)")
+    parser.add_argument("--aa", action="store_true", help="add fsdp2-again, the control, to --engines")
+    parser.add_argument("--runs", type=int, default=1, help="runs in new processes (default: %(default)s)")
     options = parsed(parser)
     engines = list(dict.fromkeys(options.engines + (["fsdp2-again"] if options.aa else [])))
     results: list[EngineResult] = []

@@ -1,9 +1,9 @@
-"""What tests of sharded layers cost: seconds a test, and of a hundred of them.
+"""Time tests of sharded layers, per test and for a hundred tests.
 
     python bench/testing.py
 
-A test is `assert_matches_unsharded` of one transformer block, three steps, in a simulated world of 2 and of 4 ranks.
-The first one pays for what torch loads late; it is told apart.
+A test is `assert_matches_unsharded` of one transformer block, three steps, on 2 and 4 simulated ranks. The first test
+is reported separately, because torch imports modules in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from composable_shard import testing
 
 
 class Block(nn.Module):
-    """Attention and an MLP, without mixing of heads: enough parameters of all shapes."""
+    """Attention with a single head, and an MLP."""
 
     def __init__(self, dim: int = 64) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 def one(world_size: int) -> tuple[float, float]:
-    """Wall and CPU seconds of a test."""
+    """Return wall time and CPU time of a test, in seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     testing.assert_matches_unsharded(
         Block,
@@ -50,13 +50,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tests", type=int, default=100, help="number of tests")
     count = parser.parse_args().tests
-    print(f"torch {torch.__version__}; the first test: {one(2)[0]:.2f} s")
+    print(f"torch {torch.__version__}; first test: {one(2)[0]:.2f} s")
     for world_size in (2, 4):
         walls, cpus = zip(*(one(world_size) for _ in range(count)), strict=True)
         low, mid, high = statistics.quantiles(walls, n=4)
         print(
-            f"{world_size} ranks: {mid:.3f} s a test [{low:.3f}, {high:.3f}], {sum(walls):.1f} s for {count} "
-            f"({sum(cpus):.1f} s of CPU)"
+            f"{world_size} ranks: {mid:.3f} s per test [{low:.3f}, {high:.3f}], {sum(walls):.1f} s for {count} "
+            f"({sum(cpus):.1f} s CPU time)"
         )
 
 

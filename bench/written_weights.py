@@ -1,13 +1,16 @@
-"""What it costs to judge writes to unsharded weights by their values, where a forward writes to some in each step.
+"""Measure the cost of comparing the values of unsharded weights if forward writes to them in each step.
 
     python bench/written_weights.py                     # two minutes
     python bench/written_weights.py --width 256 --rounds 5
 
-A feed-forward layer of experts whose two frozen weights, (experts, width, 2 width) and (experts, 2 width, width), are
-parametrized for the time of each forward, as PEFT's `target_parameters` does: torch's `register_parametrization` sets a
-weight onto itself, which raises its version. One process, one thread, float32, forward and backward. `judged` compares
-the values (`composable_shard/_group/edits.py`); `accepted` is the same with that comparison patched out, and `plain`
-the unsharded model. The three take turns.
+The model is a feed-forward layer of experts. Its two frozen weights, (experts, width, 2 width) and (experts, 2 width,
+width), are parametrized during each forward, like with PEFT's `target_parameters`. torch's `register_parametrization`
+copies the weight onto itself, which increases its version counter. One process, one thread, float32, forward and
+backward. Three engines take turns:
+
+- `judged`: compares the values (`composable_shard/_group/edits.py`)
+- `accepted`: the same without the comparison
+- `plain`: the unsharded model
 """
 
 import argparse
@@ -35,7 +38,7 @@ ENGINES = ("plain", "accepted", "judged")
 
 @dataclass(frozen=True)
 class WrittenWeightsResult:
-    """Milliseconds of a forward and backward; `ratio` is that over `accepted`, formed within each round."""
+    """Milliseconds of forward and backward. `ratio` is over `accepted`, formed within each round."""
 
     engine: str
     step: _report.Spread
@@ -43,7 +46,7 @@ class WrittenWeightsResult:
 
 
 class Added(nn.Module):
-    """Adds a low-rank update."""
+    """A parametrization that adds a low-rank update."""
 
     def __init__(self, left: torch.Tensor, right: torch.Tensor) -> None:
         super().__init__()
@@ -54,7 +57,7 @@ class Added(nn.Module):
 
 
 class Experts(nn.Module):
-    """Every expert gets an equal share of the tokens; adapters of rank 8."""
+    """A layer of experts with adapters of rank 8. Every expert gets the same number of tokens."""
 
     def __init__(self, experts: int, width: int) -> None:
         super().__init__()
@@ -76,7 +79,7 @@ class Experts(nn.Module):
 
 
 def accepting() -> mock._patch:
-    """Patches the comparison out."""
+    """Return a patch that skips the comparison."""
 
     def accept(buckets: list[GatherBucket], _gather_again: Callable[[], None]) -> list[str]:
         for bucket in buckets:
@@ -87,7 +90,7 @@ def accepting() -> mock._patch:
 
 
 def measure(width: int, experts: int, tokens: int, rounds: int, steps: int) -> list[WrittenWeightsResult]:
-    """Interleaved rounds of all engines."""
+    """Measure all engines in interleaved rounds."""
     torch.set_num_threads(1)
     models = {}
     for engine in ENGINES:
@@ -117,11 +120,11 @@ def measure(width: int, experts: int, tokens: int, rounds: int, steps: int) -> l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 4096])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--width", type=int, default=512, help="(default: %(default)s)")
+    parser.add_argument("--experts", type=int, default=8, help="number of experts (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 4096], help="tokens (default: 512 4096)")
+    parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2, help="steps per round (default: %(default)s)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder, "store")), 1), rank=0, world_size=1)

@@ -283,9 +283,7 @@ def _small(reshard: bool | int | None, info: MeshInfo) -> tuple[bool | int | Non
             "number of accelerators of a node, for example, or True or False"
         )
     if reshard == 1:
-        warnings.warn(
-            "reshard_after_forward=1 keeps the unsharded parameters, as False does; pass False", stacklevel=5
-        )
+        warnings.warn("reshard_after_forward=1 keeps the unsharded parameters, as False does; pass False", stacklevel=5)
         return False, None
     return (True, None) if reshard == info.shard_size else (reshard, small_mesh(info, reshard))
 

@@ -102,9 +102,9 @@ FORMS = ("bf16", "fp8", "int8")
 class CommPolicy:
     """Formats in which weights and gradients are communicated. By default, the dtypes of the mixed-precision policy.
 
-    Tensors are quantised in blocks, each with a scale of 4 bytes. A block lies within one row, that is one index of the
-    dim along which the tensor is sharded, so the values do not depend on the number of ranks. Tensors that would not
-    become smaller are sent unchanged: norms and biases, whose rows are single numbers, and integers.
+    Tensors are quantised in blocks, each with a scale of 4 bytes. A row is one index of the dim along which a tensor is
+    sharded. Blocks never cross the end of a row, so the values do not depend on the number of ranks. Tensors that would
+    not become smaller are sent unchanged: norms and biases, whose rows are single numbers, and integers.
 
     The dtype of compute is still `param_dtype` of the mixed-precision policy. Sharded parameters, optimizer states and
     checkpoints keep full precision.
@@ -394,7 +394,7 @@ class PoolPolicy:
 
 @dataclass
 class HostOffloadPolicy(OffloadPolicy):
-    """Selects what is kept in host memory instead of on the accelerator. Without an accelerator it has no effect.
+    """Selects the tensors to keep in host memory instead of on the accelerator. No effect without an accelerator.
 
     A gradient must be on the device of its parameter, and an optimizer steps on the device of its state. So there are
     three valid choices: offload all three (as `CPUOffloadPolicy` does), only the optimizer state (with
@@ -537,7 +537,7 @@ class Settings:
 
     def reshards(self, is_root: bool) -> bool:
         """Whether forward frees the unsharded parameters: by the plan, else by the options."""
-        return self.gives_up[int(is_root)] if self.stays is None else not self.stays  # 2.11 traces no bool as an index
+        return self.gives_up[int(is_root)] if self.stays is None else not self.stays  # 2.11 cannot trace a bool index
 
     def follow_plan(self, is_root: bool, keeps: bool | None) -> None:
         """Apply a plan's decision whether the unsharded parameters stay after forward; None if it makes none."""

@@ -1,7 +1,7 @@
-"""A pytest plugin to run tests as all ranks of a world; see `composable_shard.testing`.
+"""A pytest plugin that runs a test as every rank of a world; see `composable_shard.testing`.
 
-It lies outside of the package, and imports that only when a test asks for it: every run of pytest loads its plugins,
-and the package loads torch.
+It is outside of the package, and imports the package only if a test needs it, because every run of pytest loads its
+plugins, and the package imports torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 MARKER = (
     "world(world_size, mesh=None, processes=False, device='cpu', seed=0, timeout=60.0): run the test as every rank of "
-    "a simulated world, or with processes=True of a real one on gloo. The fixtures `world` and `mesh` are its own."
+    "a simulated world, or of separate processes on gloo with processes=True. Use the fixtures `world` and `mesh`."
 )
 _HAS_WORLDS = pytest.StashKey[bool]()
 
@@ -30,20 +30,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _of_a_world(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("world") is None:
         raise pytest.UsageError(
-            f"{request.node.nodeid} asks for the fixture {request.fixturename!r} and is no test of a world; mark it, "
-            "for example with @pytest.mark.world(2)"
+            f"{request.node.nodeid} uses the fixture {request.fixturename!r}, but has no marker 'world'; mark it, for "
+            "example with @pytest.mark.world(2)"
         )
 
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> None:
-    """The `composable_shard.testing.World` of each rank of a test with the marker `world`: rank, size, mesh."""
+    """The rank's `composable_shard.testing.World` (rank, size, mesh) in a test with the marker `world`."""
     _of_a_world(request)
 
 
 @pytest.fixture
 def mesh(request: pytest.FixtureRequest) -> None:
-    """The `DeviceMesh` of the world of a test with the marker `world`."""
+    """The `DeviceMesh` of the world in a test with the marker `world`."""
     _of_a_world(request)
 
 
@@ -67,7 +67,7 @@ def _distributed() -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Where there are tests of worlds, no test may leave its process group to the next one."""
+    """If there are tests with the marker `world`, fail a test that leaves a default process group to the next one."""
     watches = item.config.stash.get(_HAS_WORLDS, False) and _distributed() is None
     failed = True
     try:
@@ -77,7 +77,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         left = _distributed() if watches else None
         if left is not None:
             left.destroy_process_group()
-            text = f"{item.nodeid} left a default process group behind, which was destroyed"
+            text = f"{item.nodeid} did not destroy its default process group, which was destroyed after the test"
             if failed:
                 item.add_report_section("call", "process groups", text)
     if left is not None:

@@ -1,10 +1,10 @@
-"""A rank in a process that lacks what only Linux has, as one on a Mac: it imports everything, trains, saves and loads.
+"""A rank in a process without Linux-only functions, like on a Mac. It imports all modules, trains, saves and loads.
 
     python _as_on_a_mac.py RANK FOLDER
 
-It stands in for a Mac: what is missing there is taken away after torch is loaded and before the package is, files below
-/proc, /sys and /dev/shm cannot be opened, and torch names an accelerator for which it has no collectives. What differs
-beyond names (another gloo, another C library, another file system) is not seen in here.
+After torch is imported and before the package is, the script removes names that do not exist on a Mac. Files in /proc,
+/sys and /dev/shm cannot be opened, and torch reports an accelerator without collectives. Other differences (another
+gloo, C library or file system) are not simulated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch.distributed.fsdp
 from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1] / "tools" / "release" / "smoke"))
-from imports import import_everything  # a file that runs without the checkout, too
+from imports import import_everything  # this file also runs without the checkout
 
 LINUX_ALONE = {
     os: "memfd_create posix_fallocate posix_fadvise fdatasync sched_getaffinity sched_setaffinity sched_getscheduler "
@@ -46,9 +46,9 @@ WORLD = 2
 
 
 def become_a_mac():
-    """Take away what a Mac does not have."""
-    sysconfig.get_config_vars()  # of this interpreter, which has none of a Mac
-    tempfile._O_TMPFILE_WORKS = False  # which Python itself would use
+    """Remove functions and constants that do not exist on a Mac."""
+    sysconfig.get_config_vars()  # cache them now, because this interpreter has none for a Mac
+    tempfile._O_TMPFILE_WORKS = False  # otherwise Python itself would use it
     for module, names in LINUX_ALONE.items():
         for name in names.split():
             if hasattr(module, name):
@@ -58,10 +58,10 @@ def become_a_mac():
     torch.accelerator.current_accelerator = lambda check_available=False: torch.device("mps")
     library = ctypes.CDLL
 
-    class Library(library):  # its malloc_trim and sync_file_range are GNU's and Linux's
+    class Library(library):  # malloc_trim and sync_file_range exist only on Linux
         def __init__(self, name, *args, **kwargs):
             if name is None:
-                raise OSError("what the process is linked with is another C library's")
+                raise OSError("the C library of this process is not that of a Mac")
             super().__init__(name, *args, **kwargs)
 
     ctypes.CDLL = Library
@@ -87,7 +87,7 @@ def step(model, optimizer, inputs):
 
 
 def train(rank, folder):
-    """Three steps beside the unsharded model; state that is saved, in both ways, and loaded."""
+    """Train for three steps, compare with the unsharded model, save the state in both ways, and load it."""
     import composable_shard as cs
     from composable_shard import checkpoint
 
@@ -99,7 +99,7 @@ def train(rank, folder):
     assert next(model.parameters()).device_mesh.device_type == "cpu"
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (whole, model)]
     batches = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1))
-    for batch in batches:  # the same on all ranks
+    for batch in batches:  # the same batches on all ranks
         torch.testing.assert_close(step(model, optimizers[1], batch), step(whole, optimizers[0], batch))
     state = {"model": model, "optimizer": optimizers[1], "random": checkpoint.RandomState()}
     checkpoint.save(folder / "saved", state, step=1)
@@ -115,7 +115,7 @@ def train(rank, folder):
 
 
 def describes_itself():
-    """What the machine is, without the tables of Linux."""
+    """Check that the description of the machine works without the tables in /proc."""
     from composable_shard.planner import environment, host
     from composable_shard.planner.ranks import default_ranks, device_kind
 

@@ -1,4 +1,4 @@
-"""Blocks that people train: grouped-query attention with rotary embeddings, RMSNorm, SwiGLU, dropout, tied heads."""
+"""Realistic blocks: grouped-query attention with rotary embeddings, RMSNorm, SwiGLU, dropout, tied heads."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A small decoder: embedding, blocks, norm, and a head that may share the embedding's weight."""
+    """A small decoder: embedding, blocks, norm, and a head that can share the embedding's weight."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Compiles a sharded model as one rank of a simulated world of two, saves what came of it, and prints what it found."""
+"""Compile a sharded model on one rank of a simulated world of two, save the results, and print cache statistics."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from composable_shard import testing
 
 
 def model_of(*shapes: tuple[int, int], gathers_again: bool = True, **options: object) -> torch.nn.Module:
-    """Linear layers of these shapes, or the two that are compiled; the last one belongs to the root, which keeps it."""
+    """Linear layers of these shapes; by default the two that are compiled. The root owns the last one and keeps it."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(*shape) for shape in shapes or [(8, 8), (8, 6)]])
     for layer in model[:-1]:
@@ -22,14 +22,14 @@ def model_of(*shapes: tuple[int, int], gathers_again: bool = True, **options: ob
 
 
 def step(run: torch.nn.Module, rank: int) -> torch.Tensor:
-    """Forward and backward on inputs of the rank's own; returns the loss."""
+    """Run forward and backward on this rank's inputs. Returns the loss."""
     loss = run(torch.arange(32.0).view(4, 8).sin() * (rank + 1)).square().mean()
     loss.backward()
     return loss.detach()
 
 
 def cache_counts() -> dict[str, int]:
-    """What AOTAutograd's cache, and below it Inductor's, had, had not, and was not asked for."""
+    """Hits, misses and bypasses of AOTAutograd's cache, and of Inductor's cache under it."""
     counted = torch._dynamo.utils.counters
     of_both = {"misses": "miss", "bypassed": "bypass"}
     return {"hits": counted["aot_autograd"]["autograd_cache_hit"]} | {

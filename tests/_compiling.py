@@ -1,7 +1,7 @@
-"""A sharded model eager and compiled, step by step, and the graphs in short words.
+"""Compare a sharded model in eager mode with its compiled copy, step by step, and describe the graphs as short text.
 
-A case is a function that runs on every rank of a job and returns the text of its graphs; `graphs_of` runs it and gives
-the text, which must be the same on all ranks.
+A case is a function that runs on every rank and returns the text of its graphs. `graphs_of` runs it and returns the
+text, which must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ LIMIT_S = 150.0
 
 
 def even(blocks: int = 2) -> nn.Module:
-    """A model whose shapes divide by 2 and 4."""
+    """A model whose sizes are divisible by 2 and 4."""
     return Stack(blocks, dim=8, hidden=16, out=4)
 
 
 def graphs_of(body: Callable[..., str], world: int = 2, **kwargs: Any) -> str:
-    """Run `body(rank, world, **kwargs)` on every rank; returns the text that all give."""
+    """Run `body(rank, world, **kwargs)` on every rank. Returns the text, which must be the same on all ranks."""
     texts = POOL.run(f"{body.__module__}:{body.__qualname__}", world, kwargs, LIMIT_S)
     assert len(set(texts)) == 1, f"ranks have different graphs: {texts}"
     return texts[0]
 
 
 def make_twins(model: nn.Module, shard: Callable[..., Any], **options: Any) -> tuple[nn.Module, nn.Module]:
-    """Two equal sharded models."""
+    """Create two equal sharded models."""
     torch.manual_seed(3)
     for param in model.parameters():
         nn.init.normal_(param, std=0.3) if param.is_floating_point() else None
@@ -54,7 +54,7 @@ _way, _tolerance = "aot_eager", 0.0
 
 @contextlib.contextmanager
 def under_inductor(tolerance: float) -> Iterator[None]:
-    """Inductor in the place of aot_eager within; it fuses, so that numbers need to be close only."""
+    """Use Inductor instead of aot_eager. Inductor fuses operators, so values only need to be close."""
     global _way, _tolerance
     _way, _tolerance = "inductor", tolerance
     try:
@@ -68,7 +68,7 @@ def under_inductor(tolerance: float) -> Iterator[None]:
 
 
 def same(eager: torch.Tensor, compiled: torch.Tensor) -> bool:
-    """Equal to the bit, or close under Inductor."""
+    """Whether two tensors are bitwise identical, or close under Inductor."""
     if _way == "aot_eager":
         return torch.equal(eager, compiled)
     return torch.allclose(eager, compiled, rtol=_tolerance, atol=_tolerance / 10)
@@ -79,7 +79,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_gradients(eager: nn.Module, model: nn.Module, when: str = "") -> None:
-    """Gradients equal to the bit, None where the other is, on sharded parameters that are DTensors."""
+    """Check that gradients are bitwise identical or None for both models, and that they are DTensors."""
     for name, param in eager.named_parameters():
         twin = model.get_parameter(name)
         assert type(twin) is type(param), name
@@ -94,13 +94,13 @@ def same_gradients(eager: nn.Module, model: nn.Module, when: str = "") -> None:
 
 
 def same_values(eager: nn.Module, model: nn.Module) -> None:
-    """Parameters and buffers equal to the bit."""
+    """Check that parameters and buffers are bitwise identical."""
     for name, value in eager.state_dict().items():
         assert same(local(value), local(model.state_dict()[name])), name
 
 
 class Sides:
-    """An eager model and its compiled twin, stepped together."""
+    """An eager model and an equal compiled one, which are trained together."""
 
     def __init__(self, eager: nn.Module, model: nn.Module, backend: str = "aot_eager", **compile_options: Any) -> None:
         torch._dynamo.reset()
@@ -129,7 +129,7 @@ class Sides:
 
 
 def text_of(reports: Any) -> str:
-    """A line a graph, and the bytes that it saves for backward."""
+    """One line per graph. That of a forward graph has the bytes that it saves for backward."""
     lines = []
     for report in reports:
         saves = f", saves {report.saved} bytes" if report.direction == "forward" else ""
@@ -148,7 +148,7 @@ def three_steps(
     steps: int = 3,
     **options: Any,
 ) -> str:
-    """Train both sides for some steps; returns the text of all graphs that were compiled meanwhile."""
+    """Train an eager and a compiled model for some steps. Returns the text of all compiled graphs."""
     eager, twin = make_twins(model, shard, **options)
     for each in (eager, twin):
         if before is not None:
@@ -160,7 +160,7 @@ def three_steps(
 
 
 def quiet(body: Callable[[], Any]) -> Any:
-    """Call `body` without the warnings of torch."""
+    """Call `body` with warnings ignored."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return body()

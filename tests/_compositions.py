@@ -1,4 +1,4 @@
-"""Models that are sharded in several ways at once, on four ranks, beside plain ones."""
+"""Models that combine several types of parallelism on four ranks, for comparison with unsharded models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from composable_shard import DataParallelMeshDims, FSDPMeshInfo, ShardPlacementR
 
 
 class Attention(nn.Module):
-    """Of two heads; of those that this rank has, under tensor parallelism."""
+    """Attention with two heads; with tensor parallelism, only this rank's heads."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Layer(nn.Module):
 
 
 class Text(nn.Module):
-    """Tokens to logits."""
+    """A small language model from tokens to logits."""
 
     def __init__(self, vocabulary: int = 12, dim: int = 8, hidden: int = 16, layers: int = 2) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Text(nn.Module):
 
 
 class LongText(Text):
-    """Each layer is computed again in backward, so that a long sequence is kept once a layer."""
+    """A language model with checkpointed layers, so that only one activation per layer is kept."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -94,7 +94,7 @@ LAYER_PLAN = {
     "attention.v": ColwiseParallel(),
     "attention.out": RowwiseParallel(output_layouts=Shard(1)),
     "norm": SequenceParallel(),
-    "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),  # a DTensor knows an uneven size
+    "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),  # a DTensor keeps the size if it is uneven
     "down": RowwiseParallel(output_layouts=Shard(1)),
 }
 MODEL_PLAN = {
@@ -105,7 +105,7 @@ MODEL_PLAN = {
 
 
 def parallelize(model: Text, mesh: DeviceMesh) -> Text:
-    """Tensor and sequence parallel, from the embedding to the logits, which stay cut along the vocabulary."""
+    """Apply tensor and sequence parallelism to the whole model. The logits stay sharded along the vocabulary."""
     for layer in model.layers:
         parallelize_module(layer, mesh, LAYER_PLAN)
     parallelize_module(model, mesh, MODEL_PLAN)
@@ -119,7 +119,7 @@ def shard_text(model: Text, engine: FullyShard, **options: Any) -> Text:
 
 
 def text_loss(model: nn.Module, part: int, step: int) -> Tensor:
-    """The loss of one batch, whose backward is done, too."""
+    """Run forward and backward of one batch. Returns the loss."""
     generator = torch.Generator().manual_seed(100 * step + part)
     return whole(token_loss(model, *torch.randint(0, model.vocabulary, (2, 3, 6), generator=generator)))
 
@@ -134,7 +134,7 @@ def token_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DTensor on the number of collectives that this takes
+        warnings.simplefilter("ignore")  # DTensor warns about the number of collectives
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -159,11 +159,11 @@ def shard_experts(model: Any, engine: FullyShard, **options: Any) -> Any:
 
     for block in model.blocks:
         engine(block, mesh=dense, shard_placement_fn=choose, **options)
-        block.set_gradient_divide_factor(4)  # tokens of all ranks have come to an expert
+        block.set_gradient_divide_factor(4)  # an expert gets tokens from all ranks
     return engine(model, mesh=dense, **options)
 
 
-# ---- parameters on a mesh of all kinds of parallelism
+# ---- parameters on a mesh with all types of parallelism
 
 
 class Mlp(nn.Module):
@@ -183,7 +183,7 @@ MLP_PLACEMENTS = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Sha
 
 
 def distribute(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
-    """All parameters on all axes: along `tp` as tensor parallelism wants, replicated over the others."""
+    """Distribute all parameters over all axes: with tensor parallelism on `tp`, replicated on the others."""
     for mlp in model:
         for module_name, module in mlp.named_modules():
             for name, param in list(module._parameters.items()):
@@ -201,7 +201,10 @@ def shard_mlps(model: nn.Sequential, engine: FullyShard, **options: Any) -> nn.S
 
 
 def mlps_loss(model: nn.Module, part: int, step: int) -> Tensor:
-    """The ranks have parts of one batch; its loss is a mean over all of it, where others have a loss each."""
+    """Run forward and backward of a batch that is split over the ranks. The loss is a mean over the whole batch.
+
+    In the other models, each rank has its own loss.
+    """
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + part))
     weight, parts = next(model.parameters()), 1
     if isinstance(weight, DTensor):
@@ -223,11 +226,11 @@ class Composition:
     """One way to shard a model.
 
     Attributes:
-        make: makes the plain model.
-        shard: shards one, in place.
-        shape, names: of a mesh of all four ranks.
-        data: its axes among which ranks have different batches.
-        loss: runs forward and backward of one batch.
+        make: creates the unsharded model.
+        shard: shards a model in place.
+        shape, names: sizes and names of the axes of a mesh of all four ranks.
+        data: axes along which ranks have different batches.
+        loss: runs forward and backward of one batch, and returns the loss.
     """
 
     make: Callable[[], nn.Module]
@@ -243,19 +246,19 @@ class Composition:
 
     @property
     def parts(self) -> int:
-        """How many batches there are in a step."""
+        """The number of batches in a step."""
         return self.mesh[self.data].size()
 
     @property
     def part(self) -> int:
-        """Which of them is this rank's."""
+        """The index of this rank's batch."""
         at = 0
         for name in self.data:
             at = at * self.mesh[name].size() + self.mesh.get_local_rank(name)
         return at
 
     def pair(self, engine: FullyShard, seed: int = 3) -> tuple[nn.Module, nn.Module]:
-        """The plain model and the sharded one."""
+        """Create the unsharded model and the sharded one."""
         torch.manual_seed(seed)
         plain = self.make()
         model = copy.deepcopy(plain)
@@ -263,7 +266,7 @@ class Composition:
         return plain, model
 
     def mean_gradients(self, plain: nn.Module, step: int) -> dict[str, Tensor]:
-        """Those of one process, averaged over the batches."""
+        """Gradients computed in one process, averaged over the batches."""
         total: dict[str, Tensor] = {}
         for part in range(self.parts):
             plain.zero_grad()
@@ -286,7 +289,7 @@ def another_dim(param: nn.Parameter) -> Shard | None:
 
 
 def uneven() -> LongText:
-    """Sizes that neither divide by the tensor-parallel ranks nor, then, by the data-parallel ones."""
+    """A model whose sizes are divisible neither by the tensor-parallel ranks nor then by the data-parallel ranks."""
     return LongText(vocabulary=11, hidden=13)
 
 

@@ -1,4 +1,4 @@
-"""A sharded decoder and its optimizer, beside one that is not sharded and sees the data of all ranks."""
+"""A sharded decoder and its optimizer, and an unsharded decoder that gets the data of all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from composable_shard import fully_shard
 
 
 class Training:
-    """A sharded decoder with its optimizer, and one that is not sharded, which sees the data of all ranks."""
+    """A sharded decoder with its optimizer, and an unsharded one that gets the data of all ranks."""
 
     def __init__(self, rank, world, layers=3):
         self.rank, self.world, self.at = rank, world, 0
@@ -33,7 +33,7 @@ class Training:
             (next_token_loss(self.plain, *token_batch(rank, self.at)) / self.world).backward()
 
     def update(self):
-        """The optimizers of both step."""
+        """Run the optimizer steps of both decoders."""
         for _, optimizer in self.sides:
             optimizer.step()
             optimizer.zero_grad()
@@ -55,7 +55,7 @@ class Training:
             )
 
     def goes_on_exactly(self):
-        """Gradients, two steps, and an evaluation between them are those of the decoder that is not sharded."""
+        """Compare gradients, two steps, and an evaluation between them with the unsharded decoder."""
         for _ in range(2):
             self.backward()
             self.backward_of_plain()

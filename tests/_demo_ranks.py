@@ -1,6 +1,6 @@
-"""Ranks of the demo as processes that a test can kill, forked off one that has loaded torch, or under torchrun.
+"""Ranks of the demo as processes that a test can kill: forks of a process that has imported torch, or under torchrun.
 
-The text is a short one, and no figures are drawn; all else is the demo.
+The text is short, and no figures are drawn. Everything else is the same as in the demo.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import torch
-import torch._dynamo  # which sharding needs, and which takes long to load
+import torch._dynamo  # needed for sharding, and slow to import
 
 from _console import Interrupt
 from _gpt import Corpus
@@ -32,7 +32,7 @@ def options(out, steps, every):
 
 
 def rank_of_the_demo(arguments, output, rank, world, port):
-    """What a forked process does."""
+    """Run one rank of the demo, in a forked process."""
     descriptor = os.open(f"{output}-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -44,7 +44,7 @@ def rank_of_the_demo(arguments, output, rank, world, port):
 
 
 def start(out, world, steps, every, *more):
-    """Start the ranks; gives the processes."""
+    """Start the ranks. Returns their processes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["_demo_ranks"])
     port = free_port()
@@ -54,7 +54,7 @@ def start(out, world, steps, every, *more):
         for rank in range(world)
     ]
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # by which Python 3.11 finds what it preloads
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # Python 3.11 finds preloaded modules through it
     for each in ranks:
         each.start()
     del os.environ["PYTHONPATH"]
@@ -63,7 +63,7 @@ def start(out, world, steps, every, *more):
 
 
 def end(ranks, limit_s=120):
-    """Wait for the ranks; gives their exit codes. What is still running after the limit is killed."""
+    """Wait for the ranks. Returns their exit codes. Processes that are still running at the limit are killed."""
     deadline = time.monotonic() + limit_s
     for each in ranks:
         each.join(max(0.0, deadline - time.monotonic()))
@@ -79,14 +79,14 @@ def kill(ranks):
 
 
 def rows(out):
-    """The metrics by step, of the steps that are over, as they are written."""
+    """The metrics of finished steps, by step."""
     path = out / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def curve(out):
-    """Step, loss, norm of the gradients and learning rate of every step."""
+    """Step, loss, gradient norm and learning rate of every step."""
     return [
         (row["step"], row["loss"], row["gradient_norm"], row["learning_rate"]) for row in rows(out) if "loss" in row
     ]

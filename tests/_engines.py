@@ -1,6 +1,6 @@
-"""What the tests call "ours", and the other side.
+"""The implementations that tests call "ours" and "fsdp2".
 
-COMPOSABLE_SHARD_TEST_ENGINE=fsdp2 puts torch's own FSDP2 in our place: the tests that fail then are the differences.
+COMPOSABLE_SHARD_TEST_ENGINE=fsdp2 uses torch's FSDP2 as "ours". Tests that fail then show the differences.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ fully_shard = _pick_ours()
 ENGINES: dict[str, FullyShard] = {"ours": fully_shard, "fsdp2": fsdp2}
 
 
-# As long as anybody uses them: a mesh keeps its groups, and those their threads.
+# Weak references, because a mesh keeps its process groups and their threads alive.
 _MESHES: weakref.WeakValueDictionary[Any, DeviceMesh] = weakref.WeakValueDictionary()
 
 
@@ -45,13 +45,13 @@ def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 
 
 def mesh_of(*shape: int) -> DeviceMesh:
-    """A mesh over the default group, the same while it is used; `mesh_of(2, 2)` replicates over axis 0."""
+    """A mesh over the default group, cached while it is used. `mesh_of(2, 2)` replicates over axis 0."""
     names = ("replicate", "shard") if len(shape) == 2 else ("shard",)
     return _mesh(shape, names)
 
 
 def named_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh over the default group; the same object whenever it is asked for, as torch's FSDP2 wants full meshes."""
+    """A mesh over the default group with named axes. It is cached, because torch's FSDP2 requires the same object."""
     return _mesh(shape, names)
 
 
@@ -60,7 +60,7 @@ TRANSPORT = "COMPOSABLE_SHARD_TRANSPORT"
 
 @contextlib.contextmanager
 def forced(transport: str | None) -> Iterator[None]:
-    """Within, this process asks for this transport, if it is one."""
+    """Force a transport in this process; None changes nothing."""
     kept = os.environ.get(TRANSPORT)
     if transport is not None:
         os.environ[TRANSPORT] = transport

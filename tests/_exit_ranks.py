@@ -1,7 +1,7 @@
-"""One rank of `faults/test_exits.py`: it ends while a collective of its own is on the way and gradients are unreduced.
+"""One rank of `faults/test_exits.py`: it ends while a collective is in flight and gradients are unreduced.
 
-Rank 1 joins that collective only once rank 0 shuts its interpreter down. The collective then ends on rank 0 in a thread
-of gloo, which asks for the GIL of an interpreter that does not give it away any more.
+Rank 1 joins the collective only when rank 0 shuts its interpreter down. The collective then ends on rank 0 in a thread
+of gloo. That thread requests the GIL, which the interpreter no longer releases.
 """
 
 # ruff: noqa: E402
@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 ENDS = Path(sys.argv[1]) / "rank 0 ends"
-JOINED_S = 0.5  # in which rank 1 joins, while rank 0 keeps the GIL
+JOINED_S = 0.5  # rank 1 joins within this time, while rank 0 holds the GIL
 LIMIT_S = 20.0
 
 
@@ -23,8 +23,8 @@ def announce():
         ENDS.touch()
 
 
-# What is registered first runs last, after what torch and the library do at exit. PyDLL does not release the GIL, and
-# as no function of Python's calls it here, the interpreter shuts down without giving the GIL to a thread that waits.
+# The first registered function runs last, after the exit handlers of torch and the library. PyDLL does not release the
+# GIL, and no Python function calls it here. So the interpreter shuts down without passing the GIL to a waiting thread.
 atexit.register(ctypes.PyDLL(None).usleep, int(JOINED_S * 1e6))
 atexit.register(announce)
 
@@ -50,10 +50,10 @@ def main():
     while rank == 1 and not ENDS.exists() and time.monotonic() < until:
         time.sleep(0.01)
     model.metric = torch.zeros(1000)
-    dist.all_reduce(model.metric, async_op=True)  # its handle, which holds the tensor too, is freed here
+    dist.all_reduce(model.metric, async_op=True)  # the handle, which also refers to the tensor, is freed here
     print("trained", flush=True)
     if rank == 1:
-        time.sleep(2 * JOINED_S)  # its end would end collectives of rank 0, too
+        time.sleep(2 * JOINED_S)  # if it ended, the collectives of rank 0 would end too
 
 
 main()

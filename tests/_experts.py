@@ -1,4 +1,4 @@
-"""A transformer block whose experts lie on other ranks: tokens travel to them and back by all-to-all."""
+"""A transformer block with experts on other ranks. Tokens are sent to them and back by all-to-all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DIM, HIDDEN = 8, 12
 
 
 def exchange(x: Tensor, received: list[int], sent: list[int], group: ProcessGroup) -> Tensor:
-    """Send consecutive rows of `x` to the ranks of a group; gradients take the way back."""
+    """Send consecutive rows of `x` to the ranks of a group. In backward, gradients are sent back."""
     return wait_tensor(all_to_all_single_autograd(x, received, sent, group))
 
 
@@ -24,7 +24,7 @@ def local(param: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """Experts in stacked weights. Rows come sorted by expert."""
+    """Experts with stacked weights. Rows must be sorted by expert."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Experts(nn.Module):
 
 
 class ListedExperts(nn.Module):
-    """Experts as modules. Those that get no row are not run, and have no gradient."""
+    """Experts as separate modules. Experts without rows do not run and have no gradient."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -49,11 +49,11 @@ class ListedExperts(nn.Module):
 
 
 class MoE(nn.Module):
-    """The best expert of each token, wherever it lies.
+    """A mixture of experts: each token goes to its best expert, on any rank.
 
     Attributes:
-        group: the ranks that hold experts, in order; None if all are here.
-        preference: is added to the score of each expert where one is chosen.
+        group: the ranks with experts, in order; None if this rank has all experts.
+        preference: is added to the scores for choosing an expert.
     """
 
     def __init__(self, count: int, experts: type[nn.Module]) -> None:
@@ -65,7 +65,7 @@ class MoE(nn.Module):
         self.register_buffer("preference", torch.zeros(count))
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The expert of each token, and how much it counts."""
+        """The gate value and the expert of each token."""
         gates = self.router(x).softmax(-1)
         chosen = (gates + self.preference).argmax(-1)
         return gates.gather(-1, chosen[:, None]), chosen
@@ -83,7 +83,7 @@ class MoE(nn.Module):
         arriving = wait_tensor(all_to_all_single_autograd(counts, None, None, self.group)).view(ranks, -1)
         sent, received = counts.view(ranks, -1).sum(1).tolist(), arriving.sum(1).tolist()
         rows = exchange(rows, received, sent, self.group)
-        # They come by rank and then by expert; experts want them by expert and then by rank.
+        # Rows arrive sorted by rank and then by expert. Experts need them sorted by expert and then by rank.
         expert = torch.arange(arriving.shape[1]).repeat(ranks).repeat_interleave(arriving.flatten())
         order = expert.argsort(stable=True)
         done = self.experts(rows[order], arriving.sum(0).tolist())
@@ -91,7 +91,7 @@ class MoE(nn.Module):
 
 
 class SlottedMoE(MoE):
-    """Each expert has as many slots on each rank as there are tokens: no shape depends on data, for compilers."""
+    """A mixture with a slot for each token at each expert, so that no shape depends on data when it is compiled."""
 
     def forward(self, x: Tensor) -> Tensor:
         gates, chosen = self.choose(x)
@@ -123,7 +123,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and experts; tokens are the rows of a matrix."""
+    """A block of attention and experts. Tokens are the rows of a matrix."""
 
     def __init__(self, count: int, experts: type[nn.Module], moe: type[MoE]) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Net(nn.Module):
 
 
 def distribute(model: Net, mesh: DeviceMesh) -> Net:
-    """Leave to each rank of a mesh its experts."""
+    """Keep on each rank of a mesh only its experts."""
     for block in model.blocks:
         moe = block.moe
         moe.group = mesh.get_group()

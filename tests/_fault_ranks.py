@@ -1,4 +1,4 @@
-"""One rank of `faults/test_lost.py`: it trains, then does what its arguments say, and prints how it ended."""
+"""One rank of `faults/test_lost.py`: it trains, runs the fault that its arguments name, and prints how it ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from _decoders import Training
 from _reports import reported
 from composable_shard._faults.watch import WATCHER
 
-LIMIT_S = 8.0  # of collectives
+LIMIT_S = 8.0  # timeout of collectives
 
 
 def fail(run):
@@ -58,7 +58,7 @@ def caught_where_others_ask(run):
 
 
 def step_at_another_rate(run):
-    """What is new in a step is asked of all ranks, by the store, before the next collective."""
+    """Change the learning rate. Before the next collective, ranks exchange this change through the store."""
     run.optimizer.param_groups[0]["lr"] *= 0.5
     run.optimizer.step()
 
@@ -79,7 +79,7 @@ def destroy_the_group_and_evaluate(run):
 
 
 def stop(run):
-    time.sleep(1.5)  # signs of life come once a second, and tell the last action
+    time.sleep(1.5)  # heartbeats are sent once per second, with the last action
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -93,7 +93,7 @@ def be_interrupted(run):
 
 def draw_a_number(run):
     for group in WATCHER.ledgers():
-        group.store.add("news", 1)  # as one that is killed before it writes
+        group.store.add("news", 1)  # like a rank that is killed before it writes its news
     fail(run)
 
 
@@ -109,7 +109,7 @@ def nothing(run):
     pass
 
 
-MEANWHILE = {  # what the other ranks do
+MEANWHILE = {  # actions of the other ranks
     "be_interrupted": lambda run: time.sleep(0.7 * LIMIT_S),
     "kill_where_others_ask": step_at_another_rate,
     "caught_where_others_ask": step_at_another_rate,
@@ -117,7 +117,7 @@ MEANWHILE = {  # what the other ranks do
 
 
 def start_no_threads_in_the_end() -> None:
-    """While the interpreter ends, as in all of Python from 3.12 on."""
+    """Let `Thread.start` fail while the interpreter shuts down, like in Python 3.12 and later."""
 
     def refuse(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")

@@ -1,7 +1,7 @@
-"""Runs `python -m composable_shard run ...` in forks of one process, which has loaded torch; started by test_run.py.
+"""Run `python -m composable_shard run ...` in forks of one process that has imported torch. Started by test_run.py.
 
-Each line of the input is a list: where the output goes, where the errors go, the directory, and the arguments. The
-answer to each is a line with the exit code.
+Each line of the input is a JSON list: file for the output, file for the errors, working directory, arguments. The
+answer to each line is a line with the exit code.
 """
 
 import gc
@@ -13,7 +13,7 @@ from composable_shard.cli.main import main
 
 
 def serve() -> list[str] | None:
-    """Fork for each line; in a fork, returns the arguments of the program."""
+    """Fork for each input line. In a fork, return the arguments of the program."""
     for line in sys.stdin:
         output, errors, folder, arguments = json.loads(line)
         child = os.fork()
@@ -28,8 +28,8 @@ def serve() -> list[str] | None:
 
 
 gc.collect()
-gc.freeze()  # else each fork copies, as it ends, the pages of all objects of torch
+gc.freeze()  # otherwise each fork copies the pages of all torch objects when it ends
 given = serve()
 if given is not None:
-    sys.argv[:] = ["__main__.py", *given]  # as runpy has it for `python -m composable_shard`
+    sys.argv[:] = ["__main__.py", *given]  # the value under `python -m composable_shard`
     sys.exit(main())

@@ -17,7 +17,7 @@ from _blocks import Transformer, next_token_loss, token_batch
 from _reports import reported
 from composable_shard import fully_shard
 
-LIMIT_S = 8.0  # of collectives
+LIMIT_S = 8.0  # timeout of collectives
 
 
 def fail():
@@ -45,7 +45,7 @@ def sleep():
 
 
 def sharded(axes):
-    """A decoder on a mesh of so many ranks along each axis; compiled, if the environment asks for it."""
+    """A decoder on a mesh with axes of these sizes. It is compiled if COMPILED is set in the environment."""
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=("replicate", "shard")[-len(axes) :]) if axes else None
     torch.manual_seed(0)
     model = Transformer(layers=2)

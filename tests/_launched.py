@@ -1,4 +1,4 @@
-"""Commands that tests start as users do: ended after a limit, with all the processes that they have started."""
+"""Start commands like a user does. They are killed at a time limit, with all processes that they have started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 
 def start(script, *arguments, **settings):
-    """A script as a user starts it, in a session of its own; `settings` are those of `Popen`."""
+    """Start a script like a user does, in a new session. `settings` are passed to `Popen`."""
     return subprocess.Popen(
         [sys.executable, str(script), *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -31,7 +31,7 @@ def free_port():
 
 
 def start_ranks(script, world, *arguments, **variables):
-    """A script on all ranks of a world, as torchrun starts it; `variables` are of their environment."""
+    """Start a script on all ranks of a world, like torchrun. `variables` are added to the environment."""
     common = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
     common |= {"GLOO_SOCKET_IFNAME": "lo"} | variables
     environments = [os.environ | {k: str(v) for k, v in {**common, "RANK": rank}.items()} for rank in range(world)]
@@ -39,7 +39,7 @@ def start_ranks(script, world, *arguments, **variables):
 
 
 def descendants(pid):
-    """Processes below `pid`, from Linux's process table."""
+    """Descendants of the process `pid`, from Linux's process table."""
     found: list[int] = []
     table = Path(f"/proc/{pid}/task/{pid}/children")
     for child in table.read_text().split() if table.exists() else ():

@@ -1,4 +1,4 @@
-"""What arrives of weights and gradients that travel in fewer bits, computed without any rank but one."""
+"""Reference for weights and gradients that are sent in fewer bits, computed on one rank."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from composable_shard._torch.ragged import rows_of_chunk
 
 
 def round_weights(model, wire, dtype=None):
-    """Have a model compute with what a gather gives."""
+    """Round the weights of a model like a gather does."""
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(rounded(param, wire, dtype=dtype))
 
 
 def by_piece(gradient, world, rows=1):
-    """A gradient as (world, rows, elements of a row), with zeros behind the last rows; cut at multiples of `rows`."""
+    """Reshape a gradient to (world, rows, elements of a row), padded with zeros, in pieces of a multiple of `rows`."""
     flat = gradient.reshape(gradient.shape[0], -1)
     chunk = rows_of_chunk(flat.shape[0], world, rows)
     padded = flat.new_zeros(world * chunk, flat.shape[1])
@@ -29,7 +29,7 @@ def by_piece(gradient, world, rows=1):
 
 
 def arrived(pieces, wire, noise):
-    """What pieces, (world, rows, row), stand for when they arrive."""
+    """The values of pieces, (world, rows, row), after they were rounded and sent."""
     world, rows, row = pieces.shape
     sent = parcel([(rows, row)], pieces.element_size(), wire)
     if sent is None:
@@ -48,7 +48,7 @@ def arrived(pieces, wire, noise):
 
 
 def arrived_at_random(pieces, wire, generator):
-    """The same of numbers that are rounded stochastically."""
+    """The values of pieces after they were rounded stochastically and sent."""
     if parcel([pieces.shape[1:]], 4, wire) is None:
         return pieces
     blocks = pieces
@@ -58,19 +58,19 @@ def arrived_at_random(pieces, wire, generator):
 
 
 def whole_of(pieces, like):
-    """Pieces, (world, rows, elements of a row), as the gradient that was cut into them."""
+    """Assemble pieces, (world, rows, elements of a row), into the full gradient."""
     return pieces.flatten(0, 1)[: like.shape[0]].view(like.shape)
 
 
 class Ranks:
-    """Ranks that round gradients and add up what arrives, in their order.
+    """Simulates ranks that round gradients and add the received values in the order of the ranks.
 
     Args:
-        names: of the parameters of each group.
-        wire: what gradients travel as.
-        world: ranks.
-        feedback: whether they feed back what rounding leaves.
-        rows: of which the cuts are multiples.
+        names: names of the parameters of each group.
+        wire: format in which gradients are sent.
+        world: world size.
+        feedback: whether rounding errors are added to the next gradients.
+        rows: the shards have a multiple of this number of rows.
     """
 
     def __init__(self, names: list[list[str]], wire: Wire, world: int, feedback: bool = False, rows: int = 1) -> None:
@@ -80,7 +80,7 @@ class Ranks:
         self.left = {}
 
     def mean(self, gradients):
-        """The mean of all ranks' gradients, by name; `gradients` are those of each rank, by name."""
+        """The mean of the gradients of all ranks, by name. `gradients` has the gradients of each rank, by name."""
         sums = {}
         for group in self.names:
             for rank, own in enumerate(gradients):
@@ -128,7 +128,7 @@ def groups_of(model):
 
 
 def gradients_of(model, rank, step):
-    """Of a plain model on a rank's batch."""
+    """Loss and gradients of an unsharded model on a rank's batch."""
     model.zero_grad()
     loss = next_token_loss(model, *token_batch(rank, step))
     loss.backward()
@@ -136,15 +136,15 @@ def gradients_of(model, rank, step):
 
 
 def assert_trains_alike(rank, world, model, masters, mean, reference=None, renew=lambda: None):
-    """Three steps of AdamW and an evaluation of a sharded decoder have the bits of a plain one.
+    """Check that three steps of AdamW and an evaluation of a sharded decoder are bitwise identical to an unsharded one.
 
     Args:
-        rank, world: of this process.
-        model: sharded.
-        masters: the plain one, which is stepped.
-        mean: makes of the gradients of each rank, by name, the ones to step by.
-        reference: computes with the weights of `masters`; by default those themselves.
-        renew: is called before each step and the evaluation, to give `reference` the weights.
+        rank, world: rank of this process, and world size.
+        model: the sharded decoder.
+        masters: the unsharded decoder that the optimizer updates.
+        mean: computes the mean gradients from the gradients of each rank, by name.
+        reference: the unsharded decoder that computes the gradients; by default `masters`.
+        renew: is called before each step and the evaluation to copy the weights to `reference`.
     """
     reference = masters if reference is None else reference
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, masters)]
@@ -170,13 +170,16 @@ def assert_trains_alike(rank, world, model, masters, mean, reference=None, renew
 
 
 def trains_as_one_that_rounds(rank, world, policy, rows=1, **options):
-    """Three steps and an evaluation of a sharded decoder have the bits of a model that rounds by itself.
+    """Check that training a sharded decoder is bitwise identical to a model that rounds explicitly.
 
     Args:
-        rank, world: of this process.
-        policy: of communication.
-        rows: of which the cuts are multiples.
-        options: of `fully_shard`.
+        rank, world: rank of this process, and world size.
+        policy: communication policy.
+        rows: the shards have a multiple of this number of rows.
+        options: arguments of `fully_shard`.
+
+    Returns:
+        The sharded decoder.
     """
     placed = (lambda param: Ragged(rows)) if rows > 1 else None
     model = sharded(policy, shard_placement_fn=placed, **options)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of `measure-links`: very small work, or something else in the place of measuring."""
+"""Functions of the ranks in the tests of `measure-links`: very small measurements, or other actions instead."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TINY = Settings(
 
 
 def die_or_wait(place, kind, *arguments):
-    """Rank 1 is killed while rank 0 waits for it."""
+    """Kill rank 1 while rank 0 waits for it."""
     with joined(place, kind, 60):
         dist.all_reduce(torch.ones(1))
         if place.rank == 1:
@@ -39,11 +39,11 @@ def sleep(place, progress):
     time.sleep(300)
 
 
-LOOPBACK = {"0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF00000100007F"}  # as Linux's tables have it
+LOOPBACK = {"0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF00000100007F"}  # in the format of Linux's tables
 
 
 def listening():
-    """Address and port of each socket on which this process listens, in the hexadecimal digits of Linux's tables."""
+    """Address and port of each listening socket of this process, in the hexadecimal format of Linux's tables."""
     own = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -54,7 +54,7 @@ def listening():
 
 
 def listen(place, progress):
-    """On what a rank listens that has joined the others."""
+    """The listening sockets of a rank after it has joined the others."""
     with joined(place, "cpu", 30):
         progress("listening", 0, 1)
         return listening()

@@ -13,7 +13,7 @@ from _engines import FullyShard
 
 
 class Block(nn.Module):
-    """A residual MLP; `dim` and `hidden` decide whether shards are even."""
+    """A residual MLP. `dim` and `hidden` determine whether shards are even."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Stack(nn.Module):
 
 
 class InOrder(Stack):
-    """Blocks in a given order; one that runs twice in a row needs the same weights next, in backward too."""
+    """Blocks in a given order. A block that runs twice in a row needs the same weights again, also in backward."""
 
     def __init__(self, order: tuple[int, ...], blocks: int = 2) -> None:
         super().__init__(blocks)
@@ -56,7 +56,7 @@ class InOrder(Stack):
 
 
 class TiedText(nn.Module):
-    """An embedding whose weight is also the head's, around blocks."""
+    """A model whose embedding and head share a weight."""
 
     def __init__(self, vocabulary: int = 11, dim: int = 6) -> None:
         super().__init__()
@@ -87,19 +87,19 @@ def tokens(rank: int, step: int) -> tuple[Tensor]:
 
 
 def shard_blocks(model: Any, fully_shard: FullyShard, **options: Any) -> None:
-    """Each block a group of its own, the rest in the root's."""
+    """Shard each block as a group, and the rest as the root's group."""
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
 
 
 def shard_root(model: Any, fully_shard: FullyShard, **options: Any) -> None:
-    """One group with everything in it."""
+    """Shard the whole model as one group."""
     fully_shard(model, **options)
 
 
 def shard_nested(model: Any, fully_shard: FullyShard, **options: Any) -> None:
-    """Groups within groups within the root: a Linear, its block, the model."""
+    """Shard nested groups: a Linear, its block, the model."""
     for block in model.blocks:
         fully_shard(block.up, **options)
         fully_shard(block, **options)
@@ -107,14 +107,14 @@ def shard_nested(model: Any, fully_shard: FullyShard, **options: Any) -> None:
 
 
 def shard_lists(model: Any, fully_shard: FullyShard, **options: Any) -> None:
-    """The first two blocks share one group, the last block's two Linears another."""
+    """Shard lists of modules: the first two blocks as one group, and the last block's two Linears as another."""
     fully_shard([model.blocks[0], model.blocks[1]], **options)
     fully_shard([model.blocks[-1].up, model.blocks[-1].down], **options)
     fully_shard(model, **options)
 
 
 class Coder(nn.Module):
-    """Several ways in; `generate` calls the others, and forward."""
+    """A model with several forward methods. `generate` calls the others and forward."""
 
     def __init__(self) -> None:
         super().__init__()

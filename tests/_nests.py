@@ -1,4 +1,7 @@
-"""Random models: groups inside of others, used again, in any order, kept or not; branches that a loss may leave out."""
+"""Random models with nested groups, which can run several times, in any order, and with or without resharding.
+
+Some branches do not contribute to the loss.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ POLICIES = [
 
 
 class Nest(nn.Module):
-    """A module with or without parameters of its own, around others that it calls in some order.
+    """A module with or without own parameters that calls inner modules in some order.
 
     Attributes:
-        left_out: by call, whether no gradient flows through it.
-        checkpointed: how it is recomputed in backward, if it is: "plain", or "closure", which takes no tensor.
+        left_out: for each call, whether its output is detached.
+        checkpointed: the checkpoint around its calls: "plain", "closure" (without tensor arguments), or None.
     """
 
     checkpointed: str | None = None
@@ -40,8 +43,8 @@ class Nest(nn.Module):
         self.calls = [at for at in range(inner) for _ in range(rng.choice([1, 1, 1, 2]))]
         if rng.random() < 0.3:
             rng.shuffle(self.calls)
-        self.last = rng.random() < 0.3  # its own parameters come behind the others
-        self.returns_inner = rng.random() < 0.3  # what the last of them does
+        self.last = rng.random() < 0.3  # its own layers run after the inner modules
+        self.returns_inner = rng.random() < 0.3  # return the output of the last inner module
         self.is_sharded = whole or rng.random() < 0.85
         self.resharded = rng.random() < 0.75
         self.left_out = [False] * len(self.calls)
@@ -58,7 +61,7 @@ class Nest(nn.Module):
 
     @property
     def nests(self) -> list[Nest]:
-        """This and all inside."""
+        """This module and all modules in it."""
         return [module for module in self.modules() if isinstance(module, Nest)]
 
 
@@ -69,7 +72,7 @@ def _called(nest: Nest, x: Tensor) -> Tensor:
 
 
 class Nests(nn.Module):
-    """The root around some of them."""
+    """The root module with two or three `Nest` modules."""
 
     def __init__(self, rng: random.Random, *, whole: bool = False) -> None:
         super().__init__()
@@ -88,7 +91,7 @@ class Nests(nn.Module):
 
 
 def with_checkpoints(rng: random.Random) -> Nests:
-    """A model half of whose modules are recomputed."""
+    """A model with checkpoints around half of its modules."""
     model = Nests(rng)
     for nest in model.all_nests:
         nest.checkpointed = rng.choice([None, None, None, "plain", "plain", "closure"])

@@ -1,4 +1,4 @@
-"""Decoders that are trained with the optimizer's state elsewhere, and compared with others to the bit."""
+"""Decoders that are trained with offloaded optimizer state, for bitwise comparison with others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def train(model, optimizer, steps, rank=0):
 
 
 def assert_same(one, other):
-    """Models and their optimizers are equal to the bit."""
+    """Check that models and their optimizers are bitwise identical."""
     (model, optimizer), (model2, optimizer2) = one, other
     for (name, param), param2 in zip(model.named_parameters(), model2.parameters(), strict=True):
         assert torch.equal(local(param), local(param2)), name

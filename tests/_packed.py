@@ -1,7 +1,7 @@
-"""Layers with packed weights, in the ways of quantization libraries: what belongs to a weight lies beside its data.
+"""Layers with packed weights like those of quantization libraries: metadata is stored next to the weight's data.
 
-`Packed4Linear` keeps its unsharded weight on the ``ctx`` of its autograd function, and `Packed8Linear` in an object of
-the module, under another name of the weight's data: what `bitsandbytes` does in its 4-bit and 8-bit layers.
+Like the 4-bit and 8-bit layers of `bitsandbytes`, `Packed4Linear` keeps its unsharded weight on the ``ctx`` of its
+autograd function, and `Packed8Linear` keeps a second reference to the weight's data in an object of the module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NAN_BYTES = (0x01, 0xFF, 0x81, 0x7F)  # signalling and quiet NaNs in bfloat16, f
 
 
 class Scales:
-    """What belongs to a packed weight: a code book, the scale of each row, the shape, and what is added to all."""
+    """Metadata of a packed weight: code book, scale of each row, shape, and an offset."""
 
     def __init__(self, codes, scales, shape, offset=0.0):
         self.codes, self.scales, self.shape, self.offset = codes, scales, shape, offset
@@ -23,7 +23,7 @@ class Scales:
 
 
 class Packed4(nn.Parameter):
-    """Two numbers a byte, in any storage dtype."""
+    """A weight with two values per byte, in any storage dtype."""
 
     def __new__(cls, data, scales):
         made = torch.Tensor._make_subclass(cls, data, False)
@@ -35,7 +35,7 @@ class Packed4(nn.Parameter):
 
 
 def numbers(data, scales):
-    """The matrix that a packed weight stands for."""
+    """Unpack a weight into a matrix."""
     packed = data.contiguous().view(torch.uint8).flatten()
     halves = torch.stack([packed >> 4, packed & 15], dim=1).flatten().long()
     if scales.swapped:
@@ -44,7 +44,7 @@ def numbers(data, scales):
 
 
 def packed(matrix, storage):
-    """A matrix as a packed weight: its data and what belongs to it."""
+    """Pack a matrix. Returns the data and the metadata of the weight."""
     codes, scales = torch.linspace(-1, 1, 16), matrix.abs().amax(1)
     halves = ((matrix / scales[:, None] + 1) * 7.5).round().byte().view(-1, 2)
     data = (halves[:, 0] << 4 | halves[:, 1]).view(storage).view(-1, 1)
@@ -63,7 +63,7 @@ class _Multiply(torch.autograd.Function):
 
 
 class Packed4Linear(nn.Module):
-    """A frozen layer of four-bit weights; in evaluation it repacks them first, as for a kernel with its own layout."""
+    """A frozen layer with four-bit weights. In evaluation it first repacks them for another layout."""
 
     def __init__(self, inputs, outputs, storage=torch.uint8):
         super().__init__()
@@ -98,7 +98,7 @@ class Packed4Linear(nn.Module):
 
 
 class Packed8(nn.Parameter):
-    """Eight bits a number; `whole` is the data again."""
+    """A weight with eight bits per value. `whole` refers to the same data."""
 
     def __new__(cls, data, scales):
         made = torch.Tensor._make_subclass(cls, data, False)
@@ -145,7 +145,7 @@ class Packed8Linear(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen base with a trained layer of low rank beside it."""
+    """A frozen base with a trained low-rank adapter."""
 
     def __init__(self, base, inputs, outputs, rank=3):
         super().__init__()
@@ -162,7 +162,7 @@ class Block(nn.Module):
         self.norm = nn.RMSNorm(width)
         pairs = ((width, wide), (wide, width))
         self.first, self.second = (Adapted(make(*pair), *pair) if trains else make(*pair) for pair in pairs)
-        self.after = nn.RMSNorm(width)  # what backward reads first
+        self.after = nn.RMSNorm(width)  # backward reads this first
         self.norm.requires_grad_(trains)
         self.after.requires_grad_(trains)
 
@@ -171,7 +171,7 @@ class Block(nn.Module):
 
 
 class Quantized(nn.Module):
-    """Blocks of frozen packed layers with adapters, and one without."""
+    """Blocks of frozen packed layers with adapters, and one block without adapters."""
 
     def __init__(self, make=Packed4Linear, width=16, wide=24):
         super().__init__()

@@ -1,12 +1,12 @@
-"""Parity: the same training under the unsharded model, torch's FSDP2 and ours, compared after every step.
+"""Parity: train the unsharded model, torch's FSDP2 and ours in the same way, and compare after every step.
 
-A `Case` says how to build, feed, shard and step a model. `check_parity` runs it under every engine on every rank and
-compares losses, gradients and parameters: each rank its own shards after every step, and of ours the full tensors at
-the end. Ours must equal the unsharded reference bit for bit; its gradients are the mean of the per-rank gradients in
-rank order, taken per use (see _reference.py).
+A `Case` describes how to build, feed, shard and step a model. `check_parity` runs it with every engine on every rank,
+and compares losses, gradients and parameters. Each rank compares its shards after every step, and the full tensors of
+ours at the end. Ours must be bitwise identical to the unsharded reference. The gradients of the reference are the mean
+over ranks in rank order, computed per use of a group (see _reference.py).
 
-A step is a function of a `Run`, the same for all engines; odd steps (a second forward, an exception, an auxiliary loss)
-are written once and mean the same to all of them.
+A step is a function of a `Run`, and is the same for all engines. So unusual steps (a second forward, an exception, an
+auxiliary loss) are written once for all of them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torch.distributed.tensor.placement_types import Placement
 from _engines import ENGINES, FullyShard
 from _models import shard_blocks, vectors
 
-NORMAL_STEPS = 4  # three steps and a following one
+NORMAL_STEPS = 4  # three steps and one after them
 RING_ATOL = 2e-6
 
 
 class Run(Protocol):
-    """What a step function works on; one object per engine, rank and step."""
+    """Interface of a step function to an engine; one object per engine, rank and step."""
 
     rank: int
     world: int
@@ -64,12 +64,13 @@ def plain_step(run: Run) -> Tensor:
 class Case:
     """One training to compare.
 
-    per_use: the reference takes gradients per use of a group, for models that use a group more than once.
+    per_use: the reference computes gradients per use of a group, for models that use a group more than once.
     ends_sharded: False if a step ends with a forward, which may leave parameters unsharded.
-    mesh: (replicas, shards), for the reference's order of summing.
-    fsdp2: False where FSDP2 does not do it; `why` says so.
-    atol_reference, atol_fsdp2: 0 means equal bits; anything else has its reason in `why`. FSDP2 leaves the order of
-        summing to gloo, which from three ranks on starts at another rank for each shard: there 2e-6 of the largest.
+    mesh: (replicas, shards), for the order of sums in the reference.
+    fsdp2: False if FSDP2 does not support the case; `why` has the reason.
+    atol_reference, atol_fsdp2: 0 means bitwise identical; `why` has the reason for other values. In FSDP2 gloo decides
+        the order of sums. With three or more ranks it starts at another rank for each shard, so the tolerance is then
+        2e-6 of the largest value.
     """
 
     model: Callable[[], nn.Module]
@@ -100,9 +101,9 @@ Spec = tuple[DeviceMesh, tuple[Placement, ...]]
 
 @dataclass
 class Snapshot:
-    """What is compared of one step; gradients and parameters by name, this rank's part of those that are sharded.
+    """The values of one step that are compared: gradients and parameters by name. Sharded ones are this rank's part.
 
-    `specs` says of which tensors a part is meant; those of the reference, and the last ones of ours, are whole.
+    `specs` describes the sharded tensors. The tensors of the reference, and the last ones of ours, are full tensors.
     """
 
     loss: Tensor
@@ -130,13 +131,13 @@ def whole(value: Tensor) -> Tensor:
 
 
 def own_part(value: Tensor) -> Tensor:
-    """A copy of what this rank holds."""
+    """A copy of this rank's part."""
     tensor = value.to_local() if isinstance(value, DTensor) else value
     return tensor.detach().clone()
 
 
 def cut(value: Tensor, spec: Spec | None) -> Tensor:
-    """This rank's part of a whole tensor."""
+    """This rank's part of a full tensor."""
     if spec is None:
         return value
     sizes, offsets = compute_local_shape_and_global_offset(value.shape, *spec)
@@ -146,13 +147,13 @@ def cut(value: Tensor, spec: Spec | None) -> Tensor:
 
 
 class ShardedRun:
-    """A case under an engine that shards; `step` is moved on by the driver."""
+    """A case with an engine that shards. The driver increments `step`."""
 
     reference = False
 
     def __init__(self, case: Case, fully_shard: FullyShard, rank: int, world: int, ends_whole: bool) -> None:
         self.case, self.rank, self.world, self.step = case, rank, world, 0
-        self._ends_whole = ends_whole  # the last snapshot has the full tensors, gathered by collectives
+        self._ends_whole = ends_whole  # whether the last snapshot has full tensors
         self.model = case.build()
         case.shard(self.model, fully_shard)
         if case.prepare is not None:
@@ -221,7 +222,7 @@ class ShardedRun:
 
 
 def check_parity(case: Case, rank: int, world: int) -> dict[str, list[Snapshot]]:
-    """Run the case under every engine and compare; gives the snapshots by engine."""
+    """Run the case with every engine and compare. Returns the snapshots by engine."""
     from _reference import ReferenceRun
 
     runs: dict[str, Any] = {}
@@ -230,7 +231,7 @@ def check_parity(case: Case, rank: int, world: int) -> dict[str, list[Snapshot]]
     if case.fsdp2:
         runs["fsdp2"] = ShardedRun(case, ENGINES["fsdp2"], rank, world, ends_whole=False)
     runs["ours"] = ShardedRun(case, ENGINES["ours"], rank, world, ends_whole=True)
-    assert len(runs) > 1, "a parity test needs another side"
+    assert len(runs) > 1, "a parity test needs another engine"
     shots: dict[str, list[Snapshot]] = {}
     for name, run in runs.items():
         with named(name):
@@ -246,7 +247,7 @@ def check_parity(case: Case, rank: int, world: int) -> dict[str, list[Snapshot]]
 
 @contextlib.contextmanager
 def named(engine: str) -> Any:
-    """Say in the error which engine raised it."""
+    """Add the name of the engine to errors."""
     try:
         yield
     except Exception as error:
@@ -262,7 +263,7 @@ def differences(other: str, theirs: Sequence[Snapshot], ours: Sequence[Snapshot]
         for what in ("records", "grads", "params"):
             left, right = getattr(a, what), getattr(b, what)
             assert left.keys() == right.keys(), f"{what}: {sorted(left)} against {sorted(right)}"
-            if what != "records":  # of a tensor that one of them has in whole, the part that the other has
+            if what != "records":  # if only one of them has the full tensor, compare the other's part
                 left = {n: v if v is None or n in a.specs else cut(v, b.specs.get(n)) for n, v in left.items()}
                 right = {n: v if v is None or n in b.specs else cut(v, a.specs.get(n)) for n, v in right.items()}
             pairs += [(f"{what[:-1]} of {name}", left[name], right[name]) for name in left]
@@ -273,7 +274,7 @@ def differences(other: str, theirs: Sequence[Snapshot], ours: Sequence[Snapshot]
 
 
 def difference(theirs: Tensor | None, ours: Tensor | None, atol: float) -> str:
-    """How two values differ, or nothing."""
+    """Describe how two values differ; empty if they match."""
     if theirs is None or ours is None:
         return "" if theirs is ours else f"is {brief(ours)}, should be {brief(theirs)}"
     if theirs.dtype != ours.dtype or theirs.shape != ours.shape:

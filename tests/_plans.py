@@ -1,4 +1,4 @@
-"""Plans and groups for tests of planning, made without a model, a process group or memory."""
+"""Plans and groups for tests of planning, created without a model, a process group or memory."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def costs_of(plan, forward=2e-4, backward=4e-4, latency=1e-5, bandwidth=2e9, **k
 
 
 def random_model(rng, blocks):
-    """Steps, sizes and times of a root with so many blocks of uneven sizes; a few freeze, stay, or reduce first.
+    """Steps, sizes and times of a root with `blocks` blocks of different sizes.
 
-    Where the number of blocks is odd, reductions take memory only until they are queued, and nothing waits for them.
+    A few blocks are frozen, stay unsharded, or reduce first. If the number of blocks is odd, reductions use memory only
+    until they are queued, and nothing waits for them.
     """
     queued = bool(blocks % 2)
     first = rng.random() < 0.3 and not queued
@@ -60,7 +61,7 @@ def random_model(rng, blocks):
 
 
 def random_lives(rng, groups, depth, kept=0.0, uneven=8.0):
-    """Lifetimes of a step of a root around a chain of groups, whose sizes differ by a factor of up to 2**uneven."""
+    """Lifetimes of a step of a root with a chain of groups, whose sizes differ by a factor of up to 2**uneven."""
     ticks, turn = 4, 4 * groups
     lives, end = [], 2 * turn + 16
     around = int(2 ** rng.uniform(10, 18))
@@ -80,7 +81,7 @@ def random_lives(rng, groups, depth, kept=0.0, uneven=8.0):
 
 
 def all_issues(bare, place=0, least=0):
-    """Every choice of events for the gathers of a step, in order."""
+    """Generate all choices of events for the gathers of a step, in order."""
     if place == len(bare.gathers):
         yield []
         return

@@ -1,13 +1,13 @@
-"""Warm worker processes for tests on real process groups: `composable_shard.testing`'s, for pytest.
+"""Run tests on real process groups, in the worker processes of `composable_shard.testing`.
 
-A job is a function named `module:function`, called on every rank as `function(rank, world, **kwargs)`. A test says so
-with a decorator, and its body then runs in the workers:
+A job is a function named `module:function`. It is called on every rank as `function(rank, world, **kwargs)`. With a
+decorator, the body of a test runs in the workers:
 
     @distributed(world=2)
     def test_ranks_agree(rank, world): ...
 
-`@simulated(world=2)` runs it in a simulated world of this process instead: for tests that have no need of gloo, above
-all short ones, and those that patch the runtime.
+`@simulated(world=2)` runs it in a simulated world of this process instead. Use it for tests that do not need gloo,
+above all for short ones and those that patch the runtime.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from composable_shard.testing._processes import Pool as Workers
 
 
 class Pool:
-    """The package's pool, whose failures are failures of the test."""
+    """The package's worker pool. A failed job fails the test."""
 
     def __init__(self) -> None:
         self.workers = Workers(around="_worker:around")
@@ -38,7 +38,7 @@ class Pool:
         kwargs: dict[str, Any] | None = None,
         limit_s: float = JOB_LIMIT_S,
     ) -> list[Any]:
-        """Run `module:function` on `world` ranks; returns what each rank returned, or fails the test."""
+        """Run `module:function` on `world` ranks. Returns the result of each rank, or fails the test."""
         try:
             return self.workers.run("_worker:call", world, job, kwargs or {}, limit_s=limit_s, label=job)
         except (RankFailedError, WorldTimeoutError) as error:
@@ -50,14 +50,15 @@ POOL = Pool()
 
 
 def more(*values: Any, **options: Any) -> Any:
-    """Parameters of a case that `make matrix` runs, and `make test` does not."""
+    """Parameters of a case that only `make matrix` runs."""
     return pytest.param(*values, marks=pytest.mark.matrix, **options)
 
 
 def distributed(world: int | tuple[Any, ...] | None = 2, *, limit_s: float = JOB_LIMIT_S) -> Callable[..., Any]:
-    """Make a test of `body(rank, world, ...)` that runs on every rank of each world; other arguments are parameters.
+    """Decorate `body(rank, world, ...)` as a test that runs on every rank of each world.
 
-    Of several worlds some may be `more`; None if `world` is a parameter of the test's own.
+    The other arguments of `body` are parameters of the test. Several world sizes can be given, some of them by `more`.
+    None means that `world` is a parameter of the test.
     """
 
     def run(body: Callable[..., Any], world: int, kwargs: dict[str, Any]) -> None:
@@ -67,7 +68,7 @@ def distributed(world: int | tuple[Any, ...] | None = 2, *, limit_s: float = JOB
 
 
 def simulated(world: int | tuple[Any, ...] | None = 2, *, limit_s: float = JOB_LIMIT_S) -> Callable[..., Any]:
-    """The same in a simulated world."""
+    """Like `distributed`, in a simulated world."""
 
     def run(body: Callable[..., Any], world: int, kwargs: dict[str, Any]) -> None:
         __tracebackhide__ = True

@@ -1,7 +1,7 @@
-"""Random programs: what users do with a model, in any order, to a sharded decoder and to one that is not sharded.
+"""Random programs: a user's actions in random order, on a sharded decoder and on an unsharded one.
 
-A program follows from its seed and is the same on all ranks. Each rank has data of its own; the unsharded decoder sees
-the data of all. Everything is in float64, so that what is not rounding shows.
+A program is determined by its seed and is the same on all ranks. Each rank has different data, and the unsharded
+decoder gets the data of all ranks. Everything is in float64, so that errors are larger than rounding.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from _engines import fully_shard, mesh_of
 
 DIM, VOCABULARY, LENGTH = 8, 13, 6
 CLOSE = {"rtol": 1e-7, "atol": 1e-9}
-REENTRANT = {"none": None, "reentrant": True, "not reentrant": False}  # checkpoints, by `use_reentrant`
+REENTRANT = {"none": None, "reentrant": True, "not reentrant": False}  # `use_reentrant`; None: no checkpoint
 
 
 class PlantedError(Exception):
-    """Raised where a program wants a forward to fail."""
+    """Raised in a forward that a program lets fail."""
 
 
 def called(reentrant: bool | None, module: nn.Module, *args: Tensor) -> Tensor:
-    """The output of a module, which is called under a checkpoint unless `reentrant` is None."""
+    """Call a module, in a checkpoint unless `reentrant` is None."""
     return module(*args) if reentrant is None else checkpoint(module, *args, use_reentrant=reentrant)
 
 
 class Block(TransformerBlock):
-    """Has a gate whose mean, for an auxiliary loss, stays on the module; may fail half-way."""
+    """A block with a gate. It stores the gate's mean for an auxiliary loss, and can fail in the middle of forward."""
 
     def __init__(self) -> None:
         super().__init__(DIM, heads=2, kv_heads=1, hidden=10, dropout=0.0)
@@ -57,7 +57,7 @@ class Block(TransformerBlock):
 
 
 class Decoder(Transformer):
-    """May leave out a block, run one twice, and put blocks under checkpoints."""
+    """A decoder that can skip a block, run one twice, and checkpoint blocks."""
 
     def __init__(self, layers: int, tied: bool) -> None:
         super().__init__(VOCABULARY, DIM, 0, heads=2, length=LENGTH, tied=tied)
@@ -73,11 +73,11 @@ class Decoder(Transformer):
         return self.head(self.norm(x))
 
     def auxiliary(self) -> Tensor:
-        """The sum of what the blocks have left of the last forward."""
+        """The sum of the auxiliary losses that the blocks stored in the last forward."""
         return torch.stack([block.auxiliary for block in self.blocks if block.auxiliary is not None]).sum()
 
     def set(self, **values: Any) -> None:
-        """Change how the next forwards run; what earlier ones have left on blocks is dropped."""
+        """Change settings of the next forwards, and delete stored auxiliary losses."""
         for name, value in values.items():
             setattr(self, name, value)
         for block in self.blocks:
@@ -98,7 +98,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-# ---- backwards: each is given the model, the tokens of two batches and by what to multiply losses
+# ---- backwards: arguments are the model, the tokens of two batches, and a factor for the losses
 
 
 def _plain(model: Decoder, first: Tensor, second: Tensor, by: float) -> None:
@@ -111,7 +111,7 @@ def _with_auxiliary(model: Decoder, first: Tensor, second: Tensor, by: float) ->
 
 def _auxiliary_first(model: Decoder, first: Tensor, second: Tensor, by: float) -> None:
     loss, auxiliary = loss_of(model, first), model.auxiliary()
-    if auxiliary.requires_grad:  # it does not if it comes from within a reentrant checkpoint
+    if auxiliary.requires_grad:  # False if it was computed in a reentrant checkpoint
         (auxiliary * by).backward(retain_graph=True)
     (loss * by).backward()
 
@@ -148,10 +148,10 @@ class Program:
     """One program on one rank.
 
     Attributes:
-        said: what it has done so far, for messages.
-        roots_blocks: whether parts of blocks belong to the root. If that reshards after forward, a checkpoint cannot
-            recompute them for a loss of their own, before the root's output has a gradient: torch's error, as under
-            FSDP2.
+        said: description of the actions so far, for messages.
+        roots_blocks: whether parts of blocks belong to the root. If the root then reshards after forward, a checkpoint
+            cannot recompute these parts for a separate loss before the root's output has a gradient. torch raises the
+            same error with FSDP2.
     """
 
     def __init__(self, seed: int, rank: int, world: int) -> None:
@@ -192,10 +192,10 @@ class Program:
             self.model.set_prefetch_policy(policy)
 
     def run(self, events: int) -> None:
-        """Do so many things at random, then train and evaluate once more.
+        """Run `events` random actions, then train and evaluate.
 
         Raises:
-            AssertionError: the sharded decoder is not like the other one; notes say what was done.
+            AssertionError: the sharded decoder differs from the unsharded one; notes list the actions.
         """
         often = (self.train,) * 8 + (self.evaluate,) * 3 + (self.change_forward,) * 3
         rarely = (
@@ -219,16 +219,16 @@ class Program:
     def _assert_same(self, of: Callable[[Tensor], Tensor | None]) -> None:
         for (name, param), mine in zip(self.plain.named_parameters(), self.model.parameters(), strict=True):
             wanted, found = of(param), of(mine)
-            zeros = torch.zeros_like(param)  # None where the other has zeros is the same
+            zeros = torch.zeros_like(param)  # None and zeros count as equal
             found = zeros if found is None else whole(found)
             torch.testing.assert_close(
                 found, zeros if wanted is None else wanted, **CLOSE, msg=lambda text, name=name: f"{name}: {text}"
             )
 
-    # ---- what a program does
+    # ---- actions
 
     def train(self) -> None:
-        """Some micro-batches, clipping, a step of the optimizers."""
+        """Train on some microbatches, maybe clip, and maybe run an optimizer step."""
         batches, reduce_last = self.random.choice((1, 1, 2, 3)), self.random.random() < 0.5
         clips, steps, to_none = (self.random.random() < share for share in (0.3, 0.85, 0.7))
         for batch in range(batches):
@@ -253,7 +253,7 @@ class Program:
         self._assert_same(Tensor.detach)
 
     def evaluate(self) -> None:
-        """A forward, with a graph or without, after which no backward follows."""
+        """Run a forward without backward, with or without an autograd graph."""
         around = self.random.choice((torch.no_grad, torch.inference_mode, contextlib.nullcontext))
         self.said.append(f"evaluate under {around.__name__}")
         tokens = tokens_of(self.rank, 9000 + self.step)
@@ -263,7 +263,7 @@ class Program:
         self._both(nn.Module.train)
 
     def change_forward(self) -> None:
-        """From now on forwards use other checkpoints, leave out a block, or run one twice."""
+        """Change the checkpoints, the skipped block, or the block that runs twice."""
         what = self.random.choice(("around", "inner", "left_out", "twice"))
         if what in ("around", "inner"):
             how = self.random.choice([*REENTRANT])
@@ -276,7 +276,7 @@ class Program:
             self._both(lambda model: model.set(**{what: number}))
 
     def fail(self) -> None:
-        """A forward of the sharded one that fails; nobody wants its gradients."""
+        """Run a forward of the sharded decoder that fails."""
         number = self.random.randrange(len(self.model.blocks))
         self.said.append(f"block {number} fails")
         block = self.model.blocks[number]
@@ -287,12 +287,12 @@ class Program:
         block.fails = False
 
     def drop(self) -> None:
-        """A forward whose loss is dropped."""
+        """Run a forward and drop its loss."""
         self.said.append("drop a loss")
         loss_of(self.model, tokens_of(self.rank, 2))
 
     def load(self) -> None:
-        """The state of the one that is not sharded, through a dictionary of full tensors."""
+        """Load the state dict of the unsharded decoder, with full tensors."""
         self.said.append("load")
         cs.load_full_state_dict(self.model, self.plain.state_dict())
 
@@ -305,12 +305,12 @@ class Program:
         """Change values of parameters in place."""
         share, factor = self.random.randrange(3), self.random.choice((0.9, 1.1))
         self.said.append(f"edit {share}")
-        self._reshard_all()  # edits of unsharded copies are errors
+        self._reshard_all()  # editing unsharded parameters is an error
         with torch.no_grad():
             self._both(lambda model: [p.mul_(factor) for n, p in enumerate(model.parameters()) if n % 3 == share])
 
     def freeze(self) -> None:
-        """Freeze or thaw parameters, also where they are unsharded; no gradients stay."""
+        """Freeze or unfreeze parameters, which may be unsharded, after clearing gradients."""
         share, trains = self.random.randrange(4), self.random.random() < 0.5
         self.said.append(f"{'thaw' if trains else 'freeze'} {share}")
         for optimizer in self.optimizers:
@@ -318,7 +318,7 @@ class Program:
         self._both(lambda model: [p.requires_grad_(trains) for n, p in enumerate(model.parameters()) if n % 4 == share])
 
     def hook(self) -> None:
-        """Register a hook on some parameters, also where they are unsharded."""
+        """Register a hook on some parameters, which may be unsharded."""
         share = self.random.randrange(5)
         self.said.append(f"hook {share}")
         for model in (self.plain, self.model):
@@ -327,13 +327,13 @@ class Program:
                     param.register_hook(lambda gradient: gradient * 0.5)
 
     def reshard(self) -> None:
-        """Change when weights are given up."""
+        """Change when weights are resharded."""
         forward, wanted = self.random.random() < 0.5, self.random.random() < 0.5
         self.said.append(f"reshard after {'forward' if forward else 'backward'}: {wanted}")
         (self.model.set_reshard_after_forward if forward else self.model.set_reshard_after_backward)(wanted)
 
     def unshard(self) -> None:
-        """Gather a block by hand, and give it up again or not."""
+        """Unshard a block manually, and maybe reshard it."""
         block, back = self.random.choice([*self.model.blocks]), self.random.random() < 0.5
         if isinstance(block, cs.FSDPModule):
             self.said.append(f"unshard, reshard: {back}")
@@ -342,29 +342,29 @@ class Program:
                 block.reshard()
 
     def list_modules(self) -> None:
-        """Say by lists what is gathered ahead."""
+        """Set lists of modules to prefetch."""
         self.said.append("lists")
         blocks = [block for block in self.model.blocks if isinstance(block, cs.FSDPModule)]
         self.model.set_modules_to_forward_prefetch(self.random.sample(blocks, self.random.randrange(len(blocks) + 1)))
         blocks[-1].set_modules_to_backward_prefetch(self.random.sample(blocks, self.random.randrange(len(blocks) + 1)))
 
     def bound(self) -> None:
-        """Give the memory a budget: twice the least, which the error names, or one that is in nobody's way."""
+        """Set a memory budget: twice the least budget, which the error contains, or one that is large enough."""
         if not self.step:
-            return  # the error would come with the first forward
+            return  # the error would only be raised in the first forward
         budget = self.random.choice((1, 100_000))
         try:
             self.model.set_pool_policy(cs.PoolPolicy(budget=budget))
         except cs.PoolBudgetError as error:
-            budget = 2 * error.least  # forwards that change may need more than the least
+            budget = 2 * error.least  # later changes of the forward may need more memory
             self.model.set_pool_policy(cs.PoolPolicy(budget=budget))
         self.said.append(f"budget {budget}")
 
     def make_optimizers(self) -> None:
-        """New optimizers, without the state of the old ones."""
+        """Create new optimizers, without the state of the old ones."""
         kind = self.random.choice(("SGD", "AdamW", "AdamW, one by one"))
         self.said.append(kind)
-        self._reshard_all()  # of unsharded copies an optimizer is an error
+        self._reshard_all()  # an optimizer of unsharded parameters is an error
         self._both(lambda model: model.zero_grad())
         if kind == "SGD":
             self.optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (self.plain, self.model)]

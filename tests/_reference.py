@@ -1,9 +1,10 @@
-"""The unsharded model, whose gradients define the bits that a sharded engine must give.
+"""The unsharded reference. Its gradients define the exact values that a sharded engine must give.
 
-Every rank runs all ranks' batches through one plain model. The gradient of a parameter is g = (g_0 + g_1 + ...) / W in
-rank order, for each *use* of its group: a group used twice is reduced twice, and the results are added in the order of
-reduction (backward order). Gradients of backwards with sync off are added up on their rank before the sum over ranks.
-On a mesh of replicas x shards the sum runs over shards first, then over replicas, as the two collectives do.
+Every rank runs the batches of all ranks through one unsharded model. The gradient of a parameter is
+g = (g_0 + g_1 + ...) / W in rank order, for each *use* of its group. A group that is used twice is reduced twice, and
+the results are added in the order of reduction (backward order). Gradients of backwards without sync are added on their
+rank before the sum over ranks. On a mesh of replicas x shards the sum is first over shards and then over replicas, like
+the two collectives.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ Grads = dict[str, Tensor]
 
 @dataclass
 class Event:
-    """Something that all ranks do together: reduce gradients, clear them, or reduce what `autograd.grad` gave."""
+    """An action of all ranks: reduce gradients, clear them, or reduce results of `autograd.grad`."""
 
     kind: str
     grads: Grads = field(default_factory=dict)
 
 
 class Groups:
-    """Stands in for `fully_shard` to learn which module's forward uses which parameters."""
+    """Replaces `fully_shard` to record which module's forward uses which parameters."""
 
     def __init__(self) -> None:
         self.found: list[tuple[nn.Module, list[nn.Parameter]]] = []
@@ -46,7 +47,7 @@ class Groups:
 
 
 class Uses:
-    """Gives each use of a group leaf copies of its parameters, so that its gradients can be told from other uses'."""
+    """Gives each use of a group separate leaf copies of its parameters, to get the gradients of each use."""
 
     def __init__(self, model: nn.Module, groups: Groups) -> None:
         names = {p: n for n, p in model.named_parameters()}
@@ -75,7 +76,7 @@ class Uses:
         module.register_forward_hook(swap_out, always_call=True)
 
     def collect(self) -> list[Grads]:
-        """The gradients that the last backward left, by use, in backward order."""
+        """The gradients of the last backward, by use, in backward order."""
         out = []
         for leaves in reversed(self.leaves):
             if grads := {name: leaf.grad for name, leaf in leaves if leaf.grad is not None}:
@@ -86,7 +87,7 @@ class Uses:
 
 
 class RankRun:
-    """One step of one rank's batch through the plain model; leaves events instead of reduced gradients."""
+    """One step of one rank with the unsharded model. It records events instead of reducing gradients."""
 
     reference = True
 
@@ -145,7 +146,7 @@ class RankRun:
 
 
 class ReferenceRun:
-    """A case under the unsharded model; computed on every rank, for all ranks."""
+    """A case with the unsharded model. Every rank computes the steps of all ranks."""
 
     def __init__(self, case: Case, rank: int, world: int) -> None:
         self.case, self.rank, self.world, self.step = case, rank, world, 0
@@ -161,7 +162,7 @@ class ReferenceRun:
         self.optimizer = make_optimizer(case.optimizer, list(self.params.values()))
 
     def take(self) -> Snapshot:
-        """One step of all ranks."""
+        """Run one step of all ranks."""
         runs, losses = [], []
         for rank in range(self.world):
             torch.manual_seed(100 * self.step + rank)

@@ -1,4 +1,4 @@
-"""One rank of `faults/test_replicas_that_end.py`: of two replicas of two ranks each, the first one ends early."""
+"""One rank of `faults/test_replicas_that_end.py`: of two replicas with two ranks each, the first one ends early."""
 
 from __future__ import annotations
 

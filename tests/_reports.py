@@ -1,4 +1,4 @@
-"""How a rank that a test has started tells the test how it ended."""
+"""Report the outcome of a rank to the test that started it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def reported(rank):
-    """When the context ends, print one line of JSON: the rank, its error and the error's text, and the seconds."""
+    """At the end of the context, print one line of JSON with the rank, the error and its text, and the seconds."""
     begin = time.monotonic()
     report = {"rank": rank, "error": None}
     try:

@@ -1,7 +1,7 @@
-"""The same model unsharded, under ours and under torch's FSDP2, trained side by side.
+"""Train the same model unsharded, with ours and with torch's FSDP2, and compare.
 
-All ranks are fed alike where the unsharded model is one of them, so that the mean of their gradients is its gradient,
-to the bit.
+If the unsharded model is compared, all ranks get the same data. The mean of their gradients is then bitwise identical
+to its gradient.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from _engines import ENGINES
 from _models import Stack, shard_blocks, vectors
 from _stepping import assert_at_rest
 
-# ---- all three
+# ---- both engines and the unsharded model
 
 
 def shard_children(model, engine, **options):
-    """Each child a group of its own, and the root."""
+    """Shard each child as a group, and the root."""
     for child in model.children():
         if any(True for _ in child.parameters()):
             engine(child, **options)
@@ -31,8 +31,8 @@ def shard_children(model, engine, **options):
 
 
 def models_of(make, shard=shard_children, fsdp2=True, **options):
-    """The same model unsharded, under ours and, if it can, under FSDP2."""
-    # what FSDP2 says of modules whose output is a view, and torch of its own fast path
+    """Create the same model unsharded, with ours and, if `fsdp2` is true, with FSDP2."""
+    # FSDP2 warns about modules whose output is a view, and torch about its fast path
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors")
     warnings.filterwarnings("ignore", message="`torch.jit.script")
@@ -50,7 +50,7 @@ def whole(tensor):
 
 
 def assert_alike(models, exact=True):
-    """Parameters, gradients and buffers of each are those of the unsharded model; ours to the bit."""
+    """Compare parameters, gradients and buffers with the unsharded model; those of ours bitwise if `exact`."""
     plain = models["plain"]
     for engine, model in models.items():
         tolerance = {"rtol": 0, "atol": 0} if exact and engine == "ours" else {}
@@ -72,7 +72,7 @@ def optimizers_of(models):
 
 
 def train_alike(models, loss_of, steps=3, optimizers=None, exact=True, at_rest=True):
-    """Steps of all of them, compared each time."""
+    """Train all models for some steps, and compare after each one."""
     optimizers = optimizers or optimizers_of(models)
     for step in range(steps):
         losses = {}
@@ -104,7 +104,7 @@ def stack(first, last):
 
 
 def both(make=Stack, shard=shard_blocks, **options):
-    """The same model under each engine."""
+    """Create the same model with each engine."""
     torch.manual_seed(3)
     plain = make()
     models = {name: copy.deepcopy(plain) for name in ENGINES}
@@ -114,7 +114,7 @@ def both(make=Stack, shard=shard_blocks, **options):
 
 
 def run_both(models, train, steps=2):
-    """`train(model, step)` and an optimizer's step, on each side; the gradients and parameters must agree."""
+    """Run `train(model, step)` and an optimizer step with each engine, and compare gradients and parameters."""
     optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
     for step in range(steps):
         for model in models.values():
@@ -141,7 +141,7 @@ def backward(model, rank, step):
 
 
 def call(model, name, *args):
-    """A method that the installed torch may not have yet; ours always has."""
+    """Call a method that FSDP2 of the installed torch may not have. Returns whether the model has it."""
     if isinstance(model, composable_shard.FSDPModule) or hasattr(model, name):
         getattr(model, name)(*args)
         return True

@@ -1,4 +1,4 @@
-"""Small models beside their unsharded twins, steps of both, and what the engine then holds."""
+"""Small sharded models with unsharded copies, training steps of both, and checks of the engine's state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def engine_of(model):
 
 
 def twins(model_type=Stack, shard=shard_blocks, **options):
-    """A sharded model and its unsharded twin; fed the same on all ranks, the mean gradient is that of one."""
+    """A sharded model and an unsharded copy. With the same data on all ranks, their gradients are equal."""
     torch.manual_seed(3)
     plain = model_type()
     model = copy.deepcopy(plain)
@@ -46,7 +46,7 @@ def train_step(model, step=0):
 
 
 def assert_at_rest(model):
-    """All weights sharded, all memory free."""
+    """Check that all weights are sharded and all memory is free."""
     engine = engine_of(model)
     assert {group.fqn: group.phase for group in engine.groups} == dict.fromkeys(
         (group.fqn for group in engine.groups), ParamPhase.SHARDED
@@ -65,7 +65,7 @@ def kinds(record, kind):
 
 @contextlib.contextmanager
 def counted_gathers():
-    """FQNs of all groups whose gather is issued."""
+    """Record the FQNs of all groups whose gather is issued."""
     found, real = [], ParamGroup.start_gather
 
     def counted(group, after):

@@ -1,4 +1,4 @@
-"""What the workers of the test pool do around and instead of a job (see _pool.py); imported in workers alone."""
+"""Setup of the workers of the test pool (see _pool.py). Only workers import this module."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from composable_shard.testing import World
 from composable_shard.testing._worker import resolve
 
 ALLOWED_WARNINGS = [
-    "DTensor random operators may not have complete support on cpu",  # torch, when shards are initialised on CPU
+    "DTensor random operators may not have complete support on cpu",  # torch warns when shards are initialized on a CPU
 ]
 
 
 @functools.cache
 def prepare() -> None:
-    """Have pytest rewrite the asserts of test modules here too, so that a failure shows both sides."""
-    gc.set_threshold(50_000, 20, 10)  # jobs end with a collection
+    """Let pytest rewrite the asserts of test modules in workers too, so that a failure shows the compared values."""
+    gc.set_threshold(50_000, 20, 10)  # each job ends with a collection anyway
     from _pytest.assertion import install_importhook
     from _pytest.config import get_config
 
@@ -29,7 +29,7 @@ def prepare() -> None:
 
 @contextlib.contextmanager
 def around() -> Iterator[None]:
-    """Warnings are errors."""
+    """Turn warnings into errors."""
     prepare()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -39,6 +39,6 @@ def around() -> Iterator[None]:
 
 
 def call(world: World, job: str, kwargs: dict[str, Any]) -> Any:
-    """Run a test's body as `body(rank, world, **kwargs)`."""
+    """Call the body of a test as `body(rank, world, **kwargs)`."""
     function = resolve(job)
     return getattr(function, "__wrapped__", function)(rank=world.rank, world=world.size, **kwargs)

@@ -1,4 +1,4 @@
-"""Ends the worker pool with the session; see _pool.py."""
+"""Configuration of the tests. See _pool.py for the worker pool."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["pytest_composable_shard"]  # also where the package is not installed
+pytest_plugins = ["pytest_composable_shard"]  # needed if the package is not installed
 
-# One thread a process, before torch is loaded: with more, the threads of small operators wait for those of the other
-# processes, which makes a test on two cores take up to ten times as long. Processes that tests start inherit it.
+# Set one thread per process before torch is imported. With more, the threads of small operators wait for those of other
+# processes, and a test on two cores takes up to ten times as long. Processes that tests start inherit the setting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell that starts this in the background has it ignore Ctrl-C, and with it all processes that tests interrupt.
+# In a background job of a shell, this process ignores Ctrl-C, and so would all processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -27,7 +27,10 @@ if HERE not in sys.path:  # the helpers (_pool, _parity) import each other by na
 
 @pytest.fixture(scope="session")
 def torch_is_loaded() -> None:
-    """All that worlds load late is there: pytester forgets what its runs import, and torch can be loaded only once."""
+    """Import all modules that worlds import late. pytester unloads the modules that its runs import.
+
+    torch cannot be imported a second time.
+    """
     import torch
     import torch._dynamo
     import torch._inductor.test_operators
@@ -39,7 +42,7 @@ def torch_is_loaded() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with many sets of parameters `make test` runs two, the first and the last one."""
+    """Mark all except the first and the last parameter set of a test, so that `make test` runs only these two."""
     sets: dict[tuple[object, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("matrix") is None:
@@ -50,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: a collection that looks through all of torch takes half a second, again and again."""
+    """Exclude imported objects from garbage collection. Each full collection of torch's objects takes half a second."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 10)

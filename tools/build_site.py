@@ -1,8 +1,8 @@
-"""Build the documentation site of the Markdown pages and the docstrings; `make docs` runs this.
+"""Build the documentation site from Markdown pages and docstrings. Run it with `make docs`.
 
-Pages link to each other, and to scripts and tests of the repository, by relative paths, as a git host wants them. So
-the site is made of a tree in which everything that is linked lies where it lies in the repository: the pages that
-`mkdocs.yml` names, and the files to which they lead. Warnings are errors, those about docstrings too.
+Pages use relative links to other pages, scripts and tests, which also work on a git host. So the site is built from a
+copy of the repository's tree that contains the pages of `mkdocs.yml` and all files they link to. All warnings are
+errors, including those about docstrings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONFIG = "mkdocs.yml"
 PAGES = "pages"
 CODE = re.compile(r"^( *)(```|~~~).*?^\1\2|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(?:#[\w-]*)?\)")
-NOTEST = re.compile(r"^```python notest$", re.MULTILINE)  # marks code for the tests, not for the site
+NOTEST = re.compile(r"^```python notest$", re.MULTILINE)  # a marker for the tests, removed for the site
 WARNING = re.compile(r"^(?:WARNING|ERROR|griffe\b|mkdocs_?\w*:).*$", re.MULTILINE)
 
 
@@ -32,7 +32,7 @@ class SiteError(Exception):
 
 
 def listed(nav: Any) -> Iterator[str]:
-    """The pages of a `nav` in their order: strings, in lists and in the values of dictionaries."""
+    """Yield the pages of a `nav` in order. They are strings in nested lists and dictionaries."""
     if isinstance(nav, str):
         yield nav
     else:
@@ -41,28 +41,28 @@ def listed(nav: Any) -> Iterator[str]:
 
 
 def pages(root: Path) -> list[str]:
-    """The pages that the configuration below `root` names, as paths from there."""
+    """Return the pages of the configuration in `root`, as paths relative to `root`."""
     return list(listed(yaml.safe_load((root / CONFIG).read_text())["nav"]))
 
 
 def linked(root: Path, page: str) -> Iterator[str]:
-    """The files below `root` to which a page leads, as paths from there; code is not looked at.
+    """Yield the files that a page links to, as paths relative to `root`. Links in code are ignored.
 
     Raises:
-        SiteError: one that does not exist, or lies outside of `root`.
+        SiteError: a link to a file that does not exist, or that is outside `root`.
     """
     for target in LINK.findall(CODE.sub("", (root / page).read_text())):
         path = (root / page).parent.joinpath(target).resolve()
         if not path.is_file() or not path.is_relative_to(root):
-            raise SiteError(f"{page} leads to {target}, which is no file of the repository")
+            raise SiteError(f"{page} links to {target}, which is not a file of the repository")
         yield path.relative_to(root).as_posix()
 
 
 def lay_out(root: Path, work: Path) -> None:
-    """Copy configuration, pages, and the files to which these lead, from `root` into the new directory `work`.
+    """Copy the configuration, the pages and all linked files from `root` into the new directory `work`.
 
     Raises:
-        SiteError: a page, or a file to which one leads, that does not exist.
+        SiteError: a page or a linked file does not exist.
     """
     named = pages(root)
     missing = [page for page in named if not (root / page).is_file()]
@@ -80,10 +80,10 @@ def lay_out(root: Path, work: Path) -> None:
 
 
 def build(root: Path, work: Path, out: Path) -> None:
-    """Build the site of the repository `root` in the new directory `work`, and put it in the place of `out`.
+    """Build the site of the repository `root` in the new directory `work`, and replace `out` by it.
 
     Raises:
-        SiteError: a page that is missing, or any warning of the build; `out` is as it was then.
+        SiteError: a page is missing, or the build printed a warning. `out` is unchanged then.
     """
     lay_out(root, work)
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "--config-file", CONFIG]
@@ -96,8 +96,8 @@ def build(root: Path, work: Path, out: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Build the documentation site; warnings are errors.")
-    parser.add_argument("--out", type=Path, default=ROOT / "site", help="the folder of the site, made anew")
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "site", help="a folder for the build, made anew")
+    parser.add_argument("--out", type=Path, default=ROOT / "site", help="directory of the site; replaced")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "site", help="build directory; replaced")
     options = parser.parse_args()
     shutil.rmtree(options.work, ignore_errors=True)
     try:

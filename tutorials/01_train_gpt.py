@@ -5,16 +5,21 @@
     python tutorials/01_train_gpt.py --strategy zero2         # another strategy
     python tutorials/01_train_gpt.py --size 10m --minutes 30  # a larger model, a longer run
 
-It saves a checkpoint every hundred steps. After any interruption, also `kill -9`, the next start resumes from the last
+The script saves a checkpoint every hundred steps. After an interruption, even `kill -9`, it resumes from the last
 checkpoint, on any number of processes. `--fresh` starts over.
 
-The script starts itself under `torchrun`; to start it on several machines, call `torchrun ...
-tutorials/01_train_gpt.py` yourself. The parts that matter for sharding are `shard`, which applies a
-strategy, and `one_step`, which shows that the training step stays the usual one.
-Everything else is what any training needs: the schedule, the evaluation, the figures. The model and
-the text are in `_gpt.py`, the schedule and the evaluation in `_course.py`, checkpoints in `_resume.py`,
-what a run writes down in `_logbook.py`, the progress bar and Ctrl-C in `_console.py`, the start of the
-processes in `_ranks.py`. To train a model of your own, copy `train.py` instead.
+The script starts itself under `torchrun`. For several machines, run `torchrun ... tutorials/01_train_gpt.py` yourself.
+Two functions matter for sharding: `shard` applies a strategy, and `one_step` shows that the training step does not
+change. The rest is needed in any training script:
+
+- `_gpt.py`: the model and the text
+- `_course.py`: the learning rate schedule and the evaluation
+- `_resume.py`: checkpoints
+- `_logbook.py`: metrics
+- `_console.py`: the progress bar and Ctrl-C
+- `_ranks.py`: start of the processes
+
+To train your own model, copy `train.py` instead.
 """
 
 import argparse
@@ -29,7 +34,7 @@ from pathlib import Path
 from _console import INTERRUPTED, Interrupt
 
 if __name__ == "__main__":
-    interrupt = Interrupt()  # before torch, which takes seconds to load
+    interrupt = Interrupt()  # before importing torch, which takes seconds
 
 import torch
 import torch.distributed as dist
@@ -56,43 +61,43 @@ from _resume import Checkpoints, Position, set_aside
 OURS = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 STRATEGIES = ("none", *OURS, "fsdp2")
 PEAK_RATE = {"adamw": 2.5e-3, "sgd": 0.2}  # at width 192
-LONG = {"minutes": 4.5, "evaluation": 512, "sample": 400}  # what --long changes
+LONG = {"minutes": 4.5, "evaluation": 512, "sample": 400}  # options that --long sets
 
 
 @dataclass(frozen=True)
 class Options:
-    """Everything that a run depends on."""
+    """The settings of a run."""
 
     strategy: str = "zero3"
     size: str = "3m"
     optimizer: str = "adamw"
     minutes: float = 0.75
     steps: int | None = None  # a fixed number of steps instead of a time
-    batch: int = 2  # windows a rank and microbatch
-    accumulate: int = 1  # microbatches a step
-    replicas: int = 1  # hsdp only: how many copies of the sharded model
-    evaluation: int = 96  # windows of held-out text at the end; a quarter of them on the way
-    sample: int = 200  # bytes to write at the end
-    precision: str = "auto"  # auto, float32 or bfloat16: what matrix products compute in
+    batch: int = 2  # windows per rank and microbatch
+    accumulate: int = 1  # microbatches per step
+    replicas: int = 1  # only for hsdp: copies of the sharded model
+    evaluation: int = 96  # held-out windows at the end; a quarter of them during training
+    sample: int = 200  # bytes to generate at the end
+    precision: str = "auto"  # dtype of matrix products: auto, float32 or bfloat16
     seed: int = 0
     device: str = "auto"
     processes: int = 2
     out: Path = Path("runs/demo")
-    checkpoints: Path | None = None  # out/checkpoints
-    save_every: int = 100  # steps; 0 saves at the end alone
-    fresh: bool = False  # begin anew, whatever is there
+    checkpoints: Path | None = None  # None: out/checkpoints
+    save_every: int = 100  # steps; 0: only at the end
+    fresh: bool = False  # start over, even if there are checkpoints
 
 
 # ------------------------------------------------------------------ sharding, and a training step
 
 
 def shard(model: GPT, options: Options, device: torch.device) -> None:
-    """Shard every block, and the root with what is left, in the way that the strategy names."""
+    """Shard each block, and the root with the remaining parameters, by the chosen strategy."""
     if options.strategy in OURS:
         import composable_shard as cs
 
         cs.shard_by_class(model, {Block}, strategy=options.strategy, replicas=options.replicas)
-    elif options.strategy == "fsdp2":  # torch's own, to compare
+    elif options.strategy == "fsdp2":  # torch's implementation, for comparison
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -102,7 +107,7 @@ def shard(model: GPT, options: Options, device: torch.device) -> None:
 
 
 def average_gradients(model: GPT) -> None:
-    """What strategy "none" must do by hand: every rank has its own gradients, all need the mean."""
+    """Average the gradients of all ranks, which strategy "none" must do manually."""
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
@@ -111,13 +116,13 @@ def average_gradients(model: GPT) -> None:
 def one_step(
     model: GPT, optimizer: torch.optim.Optimizer, microbatches: list[Tensor], count: int, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Forward, backward and update; gives this rank's loss and the norm of all gradients.
+    """Run forward, backward and the optimizer step. Return this rank's loss and the global gradient norm.
 
-    Of the `count` windows of all ranks each counts alike, also where ranks have not the same number of them.
+    All `count` windows of all ranks have the same weight, even if ranks have different numbers of them.
     """
     total = torch.zeros((), device=microbatches[0].device)
     for i, windows in enumerate(microbatches):
-        if options.strategy != "none":  # ranks exchange gradients only after the last one
+        if options.strategy != "none":  # reduce gradients only after the last microbatch
             model.set_requires_gradient_sync(i == len(microbatches) - 1)
         with autocast(options, windows.device):
             loss = next_byte_loss(model, windows) * (len(windows) * dist.get_world_size() / count)
@@ -132,7 +137,7 @@ def one_step(
 
 
 def make_optimizer(model: GPT, options: Options) -> torch.optim.Optimizer:
-    """Call it after `shard`: the optimizer must hold the sharded parameters."""
+    """Create the optimizer. Call this after `shard`, because the optimizer must hold the sharded parameters."""
     if options.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, foreach=True)
     return adamw(model)
@@ -153,13 +158,20 @@ def train(
     stop: Callable[[], bool] = lambda: False,
     after_step: Callable[[], None] = lambda: None,
 ) -> list[Moment]:
-    """Train from a position, or the begin, until the time or the steps are used up, or any rank's `stop` says so."""
+    """Train until the time or the steps are used up, or `stop` returns True on any rank.
+
+    Args:
+        position: where to start; None: at the first step.
+        report: called with the figures of each step.
+        stop: called after each step; True requests that all ranks stop.
+        after_step: called after each step, to save checkpoints.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     position = begin(options) if position is None else position
     if world * options.accumulate > position.windows:
         parts = f"{world} ranks with {options.accumulate} microbatches each"
-        raise SystemExit(f"{position.windows} windows a step are too few for {parts}")
-    peak = PEAK_RATE[options.optimizer] * min(1.0, 192 / model.config.width)  # wider models want smaller steps
+        raise SystemExit(f"{position.windows} windows per step are too few for {parts}")
+    peak = PEAK_RATE[options.optimizer] * min(1.0, 192 / model.config.width)  # wider models need a lower rate
     history: list[Moment] = []
     began, done = time.monotonic() - position.seconds, position.progress >= 1.0
     while not done:
@@ -167,7 +179,7 @@ def train(
         rate = learning_rate(position.progress, peak)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        # Every rank draws the whole batch and takes its part: the data do not depend on the ranks.
+        # Each rank draws the global batch and takes its part, so the data do not depend on the number of ranks.
         length = model.config.context + 1
         windows = random_windows(corpus.train, position.windows, length, position.data)[rank::world]
         microbatches = list(windows.to(device).tensor_split(options.accumulate))
@@ -175,7 +187,7 @@ def train(
 
         position.step += 1
         seconds = time.monotonic() - began
-        ahead = seconds + (time.monotonic() - step_began)  # where one more step would end
+        ahead = seconds + (time.monotonic() - step_began)  # estimated time at the end of the next step
         progress, done = how_far(position.step, seconds, ahead, most_steps=options.steps, minutes=options.minutes)
         vote = stop() or (done and rank == 0)
         loss, position.progress, done, position.seconds = settle(loss, progress, vote, seconds, device)
@@ -191,13 +203,13 @@ def train(
 
 
 def begin(options: Options) -> Position:
-    """The position before the first step."""
+    """Return the position before the first step."""
     windows = options.batch * options.accumulate * dist.get_world_size()
     return Position(torch.Generator().manual_seed(options.seed), windows, options.precision)
 
 
 def evaluate(model: GPT, corpus: Corpus, options: Options, device: torch.device, count: int) -> float:
-    """Loss in nats a byte on `count` windows of held-out text, rounded to full batches."""
+    """Return the loss in nats per byte on `count` held-out windows, rounded to full batches."""
 
     def loss_of(windows: Tensor) -> Tensor:
         with autocast(options, device):
@@ -207,7 +219,7 @@ def evaluate(model: GPT, corpus: Corpus, options: Options, device: torch.device,
 
 
 def sample(model: GPT, options: Options, device: torch.device, prompt: str = "def ") -> str:
-    """Let the model continue `prompt`. Every rank takes part, since each holds a part of it."""
+    """Generate text after `prompt`. All ranks must call this, because parameters are sharded."""
 
     def logits_of(tokens: Tensor) -> Tensor:
         with autocast(options, device):
@@ -228,7 +240,7 @@ def autocast(options: Options, device: torch.device):
 
 
 def choose_precision(options: Options, device: torch.device) -> Options:
-    """Settle precision "auto" by what multiplies matrices faster here; all ranks follow rank 0."""
+    """Replace precision "auto" by the dtype with the faster matrix product on rank 0."""
     if options.precision != "auto":
         return options
     seconds = {}
@@ -246,16 +258,16 @@ def choose_precision(options: Options, device: torch.device) -> Options:
     return replace(options, precision=choice[0])
 
 
-# ------------------------------------------------------------------------------- the run as a whole
+# ------------------------------------------------------------------------------- the run
 
 
 def describe(model: GPT, options: Options, log: Logbook) -> None:
-    """Say what will be trained and how it is sharded, before anything runs."""
+    """Print the model and the plan before training starts."""
     config = model.config
     count = sum(p.numel() for p in model.parameters())
     log.say(
-        f"GPT of {count / 1e6:.2f} million parameters: {config.depth} blocks, "
-        f"width {config.width}, context {config.context} bytes; {options.precision} products; "
+        f"GPT with {count / 1e6:.2f} million parameters: {config.depth} blocks, "
+        f"width {config.width}, context {config.context} bytes; {options.precision} matrix products; "
         f"strategy {options.strategy} on {dist.get_world_size()} processes"
     )
     if options.strategy in OURS:
@@ -265,7 +277,7 @@ def describe(model: GPT, options: Options, log: Logbook) -> None:
 
 
 def last_step(model: GPT, options: Options):
-    """The plan and the record of the step just done, or None for strategies that have neither."""
+    """Return the plan and the record of the last step, or None for strategies without them."""
     if options.strategy not in OURS:
         return None
     import composable_shard as cs
@@ -274,7 +286,7 @@ def last_step(model: GPT, options: Options):
 
 
 def run(options: Options, interrupt: Interrupt) -> int:
-    """The whole demo on one rank; gives the exit status."""
+    """Run the demo on one rank. Return the exit status."""
     device = start_ranks(options.device)
     precision, options = options.precision, choose_precision(options, device)
     model = build_gpt(options.size, options.seed, device)
@@ -285,20 +297,20 @@ def run(options: Options, interrupt: Interrupt) -> int:
     aside = set_aside(directory, options.out / METRICS, options.fresh) if dist.get_rank() == 0 else None
     checkpoints = Checkpoints(directory, model, optimizer, position, options.save_every)
     resumed = checkpoints.resume()
-    if precision == "auto":  # what this run has begun with, whatever is faster today
+    if precision == "auto":  # a resumed run keeps the dtype that it started with
         options = replace(options, precision=position.precision)
     log = Logbook(options.out, position.windows * model.config.context, device, after=position.step)
     if aside is not None:
-        log.say(f"the checkpoints of the run before are in {aside}")
+        log.say(f"checkpoints of the previous run were moved to {aside}")
     describe(model, options, log)
     if resumed:
-        log.say(f"goes on after step {position.step}, from {directory}")
+        log.say(f"resumed after step {position.step}, from {directory}")
 
     corpus = load_corpus()
     bigram = bigram_entropy(corpus.train, corpus.held_out)
     log.say(
-        f"text: {len(corpus.train) / 1e6:.1f} MB of Python's standard library to train on, "
-        f"{len(corpus.held_out) / 1e6:.1f} MB held out; bigram entropy {bigram:.3f} nats a byte"
+        f"text: {len(corpus.train) / 1e6:.1f} MB of Python's standard library for training, "
+        f"{len(corpus.held_out) / 1e6:.1f} MB held out; bigram entropy {bigram:.3f} nats per byte"
     )
     watched = OneStep(model, active=options.strategy in OURS)
 
@@ -324,13 +336,13 @@ def run(options: Options, interrupt: Interrupt) -> int:
     tokens = position.step * position.windows * model.config.context
     log.say(f"{position.step} steps, {tokens:,} tokens in {position.seconds:.0f} s; {path}")
     if position.progress < 1.0:
-        log.say("interrupted: the metrics and this checkpoint are kept; started again, it goes on from there")
+        log.say("interrupted: metrics and checkpoint are saved; start the script again to resume")
         return INTERRUPTED
     held_out = evaluate(model, corpus, options, device, options.evaluation)
     log.note_final(held_out)
     side = "below" if held_out < bigram else "above"
     log.say(
-        f"held-out loss {held_out:.3f} nats a byte, {abs(bigram - held_out):.3f} {side} the "
+        f"held-out loss {held_out:.3f} nats per byte, {abs(bigram - held_out):.3f} {side} the "
         f"bigram entropy of {bigram:.3f}"
     )
     if dist.get_rank() == 0:
@@ -344,30 +356,30 @@ def run(options: Options, interrupt: Interrupt) -> int:
 def parse(arguments: list[str] | None = None) -> Options:
     defaults = Options()
     parser = argparse.ArgumentParser(
-        description="Train a byte-level GPT on Python's standard library, sharded.",
+        description="Train a sharded byte-level GPT on Python's standard library.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--strategy", choices=STRATEGIES, default=defaults.strategy, help="how to shard")
-    add("--replicas", type=int, default=defaults.replicas, help="hsdp: copies of the shards")
-    add("--size", choices=SIZES, default=defaults.size, help="which model")
+    add("--strategy", choices=STRATEGIES, default=defaults.strategy, help="sharding strategy")
+    add("--replicas", type=int, default=defaults.replicas, help="hsdp: copies of the sharded model")
+    add("--size", choices=SIZES, default=defaults.size, help="model size")
     add("--optimizer", choices=PEAK_RATE, default=defaults.optimizer)
-    add("--minutes", type=float, default=defaults.minutes, help="how long to train")
-    add("--steps", type=int, help="train this many steps, whatever time they take")
-    add("--batch", type=int, default=defaults.batch, help="windows a rank and microbatch")
-    add("--accumulate", type=int, default=defaults.accumulate, help="microbatches a step")
-    add("--evaluation", type=int, default=defaults.evaluation, help="held-out windows")
-    add("--sample", type=int, default=defaults.sample, help="bytes to write at the end")
+    add("--minutes", type=float, default=defaults.minutes, help="duration of the training")
+    add("--steps", type=int, help="number of steps, instead of --minutes")
+    add("--batch", type=int, default=defaults.batch, help="windows per rank and microbatch")
+    add("--accumulate", type=int, default=defaults.accumulate, help="microbatches per step")
+    add("--evaluation", type=int, default=defaults.evaluation, help="held-out windows at the end")
+    add("--sample", type=int, default=defaults.sample, help="bytes to generate at the end")
     add("--precision", choices=("auto", "float32", "bfloat16"), default=defaults.precision)
     add("--seed", type=int, default=defaults.seed)
     add("--device", choices=("auto", "cpu", "cuda"), default=defaults.device)
-    add("--processes", type=int, default=defaults.processes, help="how many to start")
-    add("--out", type=Path, default=defaults.out, help="where metrics and checkpoints go")
-    add("--checkpoints", type=Path, help="where checkpoints go, if not to OUT/checkpoints")
-    add("--save-every", type=int, default=defaults.save_every, help="steps; 0: at the end alone")
+    add("--processes", type=int, default=defaults.processes, help="processes to start")
+    add("--out", type=Path, default=defaults.out, help="directory of metrics and checkpoints")
+    add("--checkpoints", type=Path, help="directory of checkpoints; by default OUT/checkpoints")
+    add("--save-every", type=int, default=defaults.save_every, help="steps between checkpoints; 0: only at the end")
     add("--fresh", action="store_true", help="start over, even if there are checkpoints")
     longer = ", ".join(f"--{name} {value}" for name, value in LONG.items())
-    add("--long", action="store_true", help=f"the same as {longer}")
+    add("--long", action="store_true", help=f"same as {longer}")
     if parser.parse_args(arguments).long:
         parser.set_defaults(**LONG)
     options = vars(parser.parse_args(arguments))

@@ -1,19 +1,18 @@
-"""Compile a sharded GPT: block by block, and whole, beside the same model run eagerly.
+"""Compile a sharded GPT in two ways and compare it with the eager model.
 
-    python tutorials/02_compile.py                 # two processes; most of the time is the compiler's
+    python tutorials/02_compile.py                 # two processes; compilation takes most of the time
     python tutorials/02_compile.py --size 10m --steps 20
-    python tutorials/02_compile.py --backend aot_eager  # the graphs as they are traced, at once
+    python tutorials/02_compile.py --backend aot_eager  # traced graphs without code generation, much faster
 
-Started so, the script starts itself under `torchrun`. `prepare` shows the three ways. What the
-library promises of a compiled model is read off its graphs, which are printed in short: a letter for
-each node that counts, in their order.
+The script starts itself under `torchrun`. `prepare` builds the model in three ways: eager, with compiled blocks, and
+compiled as one graph. The script prints each graph as a string with one letter per node of interest, in graph order:
 
-    G  all-gather of one group's parameters     w  wait for it, or for a reduction
-    m  matrix product                           R  reduce-scatter of its gradients
+    G  all-gather of one group's parameters     w  wait for an all-gather or a reduce-scatter
+    m  matrix product                           R  reduce-scatter of one group's gradients
 
-The whole model is one graph each way. Forward gathers every group once; backward gathers the blocks
-again, instead of keeping their weights from forward, and reduces every group once. runs/02/graphs.png shows them,
-with the step times.
+The model compiled as one graph has one graph for forward and one for backward. Forward gathers every group once.
+Backward gathers the blocks again instead of saving their unsharded parameters, and reduces every group once.
+runs/02/graphs.png shows the graphs and the step times.
 """
 
 import argparse
@@ -36,14 +35,14 @@ from _ranks import launch, start_ranks
 from composable_shard.report import GraphReport, watch_graphs
 
 WAYS = {
-    "eager": "every operator on its own",
-    "blocks": "each block compiled, in one piece of code that they share; the root eager",
-    "whole": "one graph each way",
+    "eager": "not compiled",
+    "blocks": "compiled blocks that share one graph; the root is eager",
+    "whole": "one graph for forward and one for backward",
 }
 
 
 def prepare(way: str, options: argparse.Namespace, device: torch.device) -> nn.Module:
-    """The same sharded model each time, compiled or not."""
+    """Build the sharded model and compile it in the given way."""
     model = build_gpt(options.size, device=device)
     cs.shard_by_class(model, {Block}, strategy="zero3")
     if way == "blocks":
@@ -54,7 +53,7 @@ def prepare(way: str, options: argparse.Namespace, device: torch.device) -> nn.M
 
 @dataclass
 class Side:
-    """One way with a model of its own, and what its steps took and gave."""
+    """The model of one way, with its step times (seconds), losses and graphs."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -77,7 +76,7 @@ class Side:
 
 
 def describe(way: str, first_step: float, graphs: Sequence[GraphReport]) -> str:
-    """What the first step of this way has shown."""
+    """Format the first step's time and graphs."""
     lines = [f"{way}: {WAYS[way]}; first step {first_step:.1f} s"]
     for graph in graphs:
         kept = f"   ({graph.saved / 1e6:.2f} MB for backward)" if graph.direction == "forward" else ""
@@ -91,7 +90,7 @@ def say(text: str) -> None:
 
 
 def draw_graphs(sides: dict[str, Side], path: Path) -> None:
-    """The nodes of the graphs, from left to right, and the step times below."""
+    """Plot the nodes of all graphs in order, and the step times below."""
     letters = {"G": ("all-gather", PALE), "m": ("matrix product", BLUE), "R": ("reduce-scatter", SAND)}
     letters["w"] = ("wait", GREY)
     graphs = [(f"{way}, {graph.direction}", graph.sequence) for way, side in sides.items() for graph in side.graphs]
@@ -104,15 +103,15 @@ def draw_graphs(sides: dict[str, Side], path: Path) -> None:
             above.plot([], [], "s", color=color, label=name)
         above.set_yticks(range(len(graphs)), [name for name, _ in graphs])
         above.invert_yaxis()
-        above.set_xlabel("nodes of a graph, in their order")
+        above.set_xlabel("nodes in graph order")
         above.legend(ncols=4, frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))
         below.barh([*sides], [side.median_ms for side in sides.values()], color=BLUE)
         below.invert_yaxis()
-        below.set_xlabel("milliseconds of a step, median")
+        below.set_xlabel("median step time, ms")
 
 
 def run(options: argparse.Namespace, device: torch.device) -> dict[str, Side]:
-    """All ways on one rank; gives them by name."""
+    """Run all ways on one rank. Return them by name."""
     config = SIZES[options.size]
     generator = torch.Generator().manual_seed(dist.get_rank())
 
@@ -130,38 +129,38 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Side]:
         side.graphs = [*graphs]
         say(describe(way, side.seconds.pop(), graphs))
 
-    for i in range(2 + options.steps):  # in turns, so that what else the machine does falls on all alike
+    for i in range(2 + options.steps):  # in turns, so that other load on the machine affects all ways alike
         windows = draw()
         for side in sides.values():
             dist.barrier()
             side.step(windows)
             if i < 2:
                 side.seconds.clear()
-    say(f"\nmedian of {options.steps} steps, in turns:")
+    say(f"\nmedian step time ({options.steps} steps of each, in turns):")
     for way, side in sides.items():
         say(f"  {way:<8} {side.median_ms:8.1f} ms")
     apart = max((max(step) - min(step)) / min(step) for step in zip(*(s.losses for s in sides.values()), strict=True))
-    say(f"losses of all ways agree: {apart:.0e} apart at most, relatively")
+    say(f"losses agree: the largest relative difference is {apart:.0e}")
     if dist.get_rank() == 0:
         draw_graphs(sides, options.out / "graphs.png")
-        print(f"the graphs and the step times: {options.out / 'graphs.png'}", flush=True)
+        print(f"graphs and step times: {options.out / 'graphs.png'}", flush=True)
     dist.barrier()
     return sides
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Compile a sharded GPT in two ways, and show its graphs and step times.",
+        description="Compile a sharded GPT in two ways. Show its graphs and step times.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--size", choices=SIZES, default="3m", help="which model")
+    add("--size", choices=SIZES, default="3m", help="model size")
     add("--steps", type=int, default=10, help="timed steps")
-    add("--batch", type=int, default=2, help="windows a rank")
-    add("--backend", default="inductor", help="of torch.compile")
+    add("--batch", type=int, default=2, help="windows per rank")
+    add("--backend", default="inductor", help="backend of torch.compile")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--processes", type=int, default=2, help="how many to start")
-    add("--out", type=Path, default=Path("runs/02"), help="where the picture goes")
+    add("--processes", type=int, default=2, help="processes to start")
+    add("--out", type=Path, default=Path("runs/02"), help="directory of the picture")
     return parser.parse_args(arguments)
 
 

@@ -1,14 +1,18 @@
-"""Hide communication behind compute, and bound the memory that this takes: a walk through plans.
+"""Overlap communication with compute within a memory budget.
 
     python tutorials/03_plan_memory_and_overlap.py
 
-Nothing here needs a cluster. `testing.fabric` is a network of 8 ranks in this process whose collectives take modelled
-times, and `testing.Busy` stands for compute, so the figures are exact and the script takes seconds. What it does with
-the model is what a training script does: set a policy, train, look.
+The script needs no cluster and takes seconds. `testing.fabric` simulates a network of 8 ranks in one process, where
+collectives take modelled times. `testing.Busy` simulates compute, so all figures are exact. The script uses the model
+like a training script does: it sets a policy, trains, and reads the plan and the record.
 
-It writes, for the slowest schedule, the best one and one within a budget: a timeline (open it at
-https://ui.perfetto.dev), pictures of the plan's memory and of where the time goes, the plan and the record, of which
-`composable-shard explain` says why the step waits. docs/memory.md explains policies, budgets and plans.
+For the slowest schedule, the fastest one and one within a budget, it writes:
+
+- a timeline (open it at https://ui.perfetto.dev)
+- pictures of memory and of step time
+- the plan and the record, for `composable-shard explain`, which reports exposed communication and its causes
+
+docs/memory.md explains policies, budgets and plans.
 """
 
 import argparse
@@ -25,16 +29,16 @@ from _pictures import BLUE, GREY, PALE, SAND, picture
 from composable_shard import PoolPolicy, PrefetchPolicy, report, testing
 
 RANKS = 8
-LATENCY_S, BANDWIDTH_BPS = 20e-6, 150e6  # of the network: a small model needs a slow one
+LATENCY_S, BANDWIDTH_BPS = 20e-6, 150e6  # network latency and bandwidth; slow, because the model is small
 WIDTH = 64
-# Hidden width, and milliseconds of the forward, of each block. They are uneven, as blocks with experts are: the large
-# ones compute no longer than the small ones, since a token uses few of their weights.
+# Hidden width and forward time (ms) of each block. As in mixture-of-experts models, large blocks take no longer than
+# small ones, because each token uses few of their weights.
 BLOCKS = ((64, 0.6), (64, 0.6), (64, 0.6), (512, 0.6), (64, 0.6), (64, 0.6), (512, 0.6), (64, 0.6))
-STEPS = 5  # the first learns the order; `auto` measures the next two
+STEPS = 5  # the first step records the order of the groups; `auto` measures the next two
 
 
 class Block(nn.Module):
-    """Two matrices, and the time that they would take: half of it each."""
+    """Two linear layers, each with half of the block's simulated compute time."""
 
     def __init__(self, hidden: int, milliseconds: float) -> None:
         super().__init__()
@@ -49,7 +53,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks, and a head that stays with the root."""
+    """Blocks and a head, which belongs to the root group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +67,7 @@ class Model(nn.Module):
 
 
 def build() -> Model:
-    """The model, sharded: every block, then the root with the rest."""
+    """Build the model and shard each block, then the root."""
     torch.manual_seed(0)
     model = Model()
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -74,11 +78,11 @@ def build() -> Model:
 
 @dataclass
 class Run:
-    """A model under one policy, and what its last step did."""
+    """A model trained under one policy, and the communication of its last step."""
 
     name: str
     model: Model
-    exposed_ms: float  # that compute waited for communication
+    exposed_ms: float  # exposed communication
     collectives: list[testing.Collective]
 
     @property
@@ -91,8 +95,8 @@ class Run:
 
 
 def train(name: str, model: Model, network: testing.Fabric) -> Run:
-    """Some training steps."""
-    cs.watch(model)  # note when what is done, for the timeline
+    """Run `STEPS` training steps."""
+    cs.watch(model)  # record times for the timeline
     for step in range(STEPS):
         network.reset()
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
@@ -102,16 +106,16 @@ def train(name: str, model: Model, network: testing.Fabric) -> Run:
 
 
 def under_policies(network: testing.Fabric) -> list[Run]:
-    """Train under one policy after the other."""
+    """Train a new model under each policy."""
     least, default = least_budget(build()), cs.make_plan(build()).peak_bytes
     policies: list[tuple[str, PrefetchPolicy, int | None]] = [
         ("depth(0)", PrefetchPolicy.depth(0), None),
         ("depth(1)", PrefetchPolicy.depth(1), None),
         ("depth(2)", PrefetchPolicy.depth(2), None),
         ("auto", PrefetchPolicy.auto(), None),
-        ("auto, half as much again", PrefetchPolicy.auto(), 3 * default // 2),
-        ("auto, 2.5 times as much", PrefetchPolicy.auto(), 5 * default // 2),
-        ("auto, the least budget", PrefetchPolicy.auto(), least),
+        ("auto, 1.5 x the memory", PrefetchPolicy.auto(), 3 * default // 2),
+        ("auto, 2.5 x the memory", PrefetchPolicy.auto(), 5 * default // 2),
+        ("auto, least budget", PrefetchPolicy.auto(), least),
     ]
     runs = []
     for name, prefetch, budget in policies:
@@ -123,26 +127,26 @@ def under_policies(network: testing.Fabric) -> list[Run]:
 
 
 def least_budget(model: Model) -> int:
-    """What the error of a budget that is too small says."""
+    """Return the smallest budget that works, in bytes, from the error of a smaller one."""
     try:
         cs.make_plan(model).with_policies(pool=PoolPolicy(budget=64 << 10))
     except cs.PoolBudgetError as error:
-        print(f"A budget of 64 KiB is an error:\n  {error}\n")
+        print(f"A budget of 64 KiB is too small:\n  {error}\n")
         return error.least
-    raise SystemExit("a budget of 64 KiB was expected to be too small")
+    raise SystemExit("expected a PoolBudgetError for a budget of 64 KiB")
 
 
 def schedule_text(plan: cs.ShardPlan) -> str:
-    """A schedule in a line: how much it gathers ahead, what it keeps, how many reductions are in flight."""
+    """Format a schedule in one line: prefetched groups, groups that stay gathered, reductions in flight."""
     schedule = plan.edges()
     ahead = max((len(groups) for _, groups in schedule.forward + schedule.backward), default=0)
     kept = [fqn.removeprefix("blocks.") for fqn in schedule.kept if fqn]
     blocks = "all blocks" if len(kept) == len(BLOCKS) else f"blocks {', '.join(kept)}" if kept else "none"
-    return f"gathers {ahead} at once ahead, keeps {blocks}, {schedule.max_reductions} reductions in flight"
+    return f"prefetch {ahead}, keep {blocks}, {schedule.max_reductions} reductions in flight"
 
 
 def show(runs: list[Run], costs: cs.Costs) -> None:
-    """The table; what is predicted takes the times that `auto` has measured."""
+    """Print the table. Predictions use the times that `auto` measured."""
     print(f"{'policy':26}{'exposed ms':>11}{'predicted':>11}{'peak KiB':>10}{'budget':>8}  schedule")
     for run in runs:
         foreseen = run.plan.with_policies(costs=costs).predicted()
@@ -152,7 +156,7 @@ def show(runs: list[Run], costs: cs.Costs) -> None:
 
 
 def write(run: Run, costs: cs.Costs, stem: str, out: Path) -> None:
-    """The timeline, the pictures of memory and time, the plan and the record."""
+    """Write the timeline, the pictures of memory and time, the plan and the record."""
     report.timeline(run.plan.with_policies(costs=costs), run.record, out / f"{stem}_timeline.json")
     report.memory(run.plan, out / f"{stem}_memory.png", run.record)
     report.time(run.plan.with_policies(costs=costs), out / f"{stem}_time.png", run.record)
@@ -161,7 +165,7 @@ def write(run: Run, costs: cs.Costs, stem: str, out: Path) -> None:
 
 
 def draw_overlap(runs: list[Run], path: Path) -> None:
-    """When the blocks compute and what the link carries, a panel a run."""
+    """Plot compute and communication over time, one panel per run."""
     with picture(path, 9, 1.7 * len(runs), rows=len(runs), sharex=True) as panels:
         for axes, run in zip(panels, runs, strict=True):
             draw_times(axes, run)
@@ -170,15 +174,15 @@ def draw_overlap(runs: list[Run], path: Path) -> None:
 
 
 def draw_times(axes, run: Run) -> None:
-    """One panel of it."""
+    """Draw one panel of `draw_overlap`."""
     spans = [span for span in run.record.spans if span.fqn and span.kind in ("FORWARD", "BACKWARD")]
     waits = [span for span in run.record.spans if span.kind in ("WAIT", "REDUCED")]
     link = {kind: [each for each in run.collectives if each.kind == kind] for kind in ("all_gather", "reduce_scatter")}
     for row, color, label, times in (
         (1, BLUE, "compute", [(span.begin, span.end) for span in spans]),
         (1, "#e9ecef", "waiting", [(span.begin, span.end) for span in waits]),
-        (0, PALE, "gathers", [(each.start_s, each.finish_s) for each in link["all_gather"]]),
-        (0, SAND, "reductions", [(each.start_s, each.finish_s) for each in link["reduce_scatter"]]),
+        (0, PALE, "all-gather", [(each.start_s, each.finish_s) for each in link["all_gather"]]),
+        (0, SAND, "reduce-scatter", [(each.start_s, each.finish_s) for each in link["reduce_scatter"]]),
     ):
         bars = [(1e3 * begin, 1e3 * (end - begin)) for begin, end in times]
         axes.broken_barh(bars, (row + 0.1, 0.8), facecolor=color, edgecolor="white", linewidth=0.5, label=label)
@@ -187,11 +191,11 @@ def draw_times(axes, run: Run) -> None:
 
 
 def draw_step(run: Run, path: Path) -> None:
-    """One step, a row a group: its gathers until they are waited for, how long it stays gathered, its reduction."""
+    """Plot one step, one row per group: all-gather until its wait, time unsharded, and reduction."""
     begun: dict[tuple[str, str], float] = {}
     bars: dict[str, list[tuple[int, float, float]]] = {}
     rows = {"": len(BLOCKS)} | {f"blocks.{i}": len(BLOCKS) - 1 - i for i in range(len(BLOCKS))}
-    stages = {  # from which action to which
+    stages = {  # label: (first action, last action)
         "gather": ("UNSHARD", "WAIT"),
         "gathered": ("WAIT", "RESHARD"),
         "reduction": ("REDUCE", "REDUCED"),
@@ -209,7 +213,7 @@ def draw_step(run: Run, path: Path) -> None:
         for label, color in colors.items():
             for row, begin, end in bars[label]:
                 axes.broken_barh([(1e3 * begin, 1e3 * (end - begin))], (row + 0.15, 0.7), facecolor=color, label=label)
-                label = "_"  # matplotlib lists each once
+                label = "_"  # one legend entry per label
         axes.set_yticks([row + 0.5 for row in rows.values()], [name or "root" for name in rows])
         axes.tick_params(labelsize=8)
         axes.set_xlabel("milliseconds of a training step")
@@ -217,8 +221,10 @@ def draw_step(run: Run, path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="From a slow schedule to one that hides its communication.")
-    parser.add_argument("--out", type=Path, default=Path("runs/03"), help="where timelines and pictures go")
+    parser = argparse.ArgumentParser(
+        description="Compare schedules of a training step by exposed communication and memory."
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/03"), help="directory of timelines and pictures")
     out = parser.parse_args(arguments).out
     torch.set_num_threads(1)  # the matrices are tiny
     out.mkdir(parents=True, exist_ok=True)
@@ -227,16 +233,16 @@ def main(arguments: list[str] | None = None) -> int:
         runs = under_policies(network)
         slow, hidden = runs[0], runs[5]
         costs = hidden.plan.costs
-        assert costs is not None, "`auto` has measured"
+        assert costs is not None, "`auto` measures times"
 
-        # A plan is data: made once, it is followed from the first step by whoever builds the same model.
+        # A plan is data. Another process that builds the same model can follow it from the first step.
         model = build()
         model.set_plan(cs.ShardPlan.from_json(hidden.plan.to_json()))
         runs.append(train("the same plan, as JSON", model, network))
 
         show(runs, costs)
-        print(f"\nThe plan that `auto` has made of 2.5 times the memory of depth(1):\n\n{hidden.plan}\n")
-        print(f"Where its last step left the plan: {', '.join(cs.drift(hidden.model)) or 'nowhere'}")
+        print(f"\nThe plan of `auto` with 2.5 times the memory of depth(1):\n\n{hidden.plan}\n")
+        print(f"Differences between this plan and its last step: {', '.join(cs.drift(hidden.model)) or 'none'}")
         write(slow, costs, "slow", out)
         write(hidden, costs, "hidden", out)
         write(runs[4], costs, "budget", out)

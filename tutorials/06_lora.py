@@ -1,16 +1,18 @@
-"""Low-rank adapters (LoRA) over a frozen base, sharded as the planner advises.
+"""Train low-rank adapters (LoRA) over a frozen base, sharded as the planner recommends.
 
     python tutorials/06_lora.py              # two or three minutes, on two processes
-    python tutorials/06_lora.py --memory 20  # what if a rank had 20 MiB?
+    python tutorials/06_lora.py --memory 20  # plan for ranks with 20 MiB
 
-First the planner is asked what a large model needs, if all of its parameters are to train, and if adapters alone are.
-It needs no device and trains nothing. Then the same on a small scale: for ranks of little memory it chooses how to
-shard a small GPT with adapters. A base is trained on source code, it is frozen, and adapters train on text about the
-language, as was advised. Checkpoints hold the adapters alone. runs/06/ has two pictures: strategies.png, what each
-strategy would take of the large model, and lora.png, the losses and the memory of the small one.
+1. The planner estimates the memory of a large model, once with all parameters trained and once with only adapters. No
+   device is needed and nothing is trained.
+2. The planner chooses a strategy for a small GPT with adapters on ranks with little memory.
+3. The script trains the base on source code, freezes it, and trains adapters on the Python documentation.
 
-What adapters change are three lines, marked 1 to 3 below. `_lora.py` makes them; a model of Transformers gets those of
-PEFT instead (`train.py --lora` does that). Over a base in 4 or 8 bits see docs/lora.md.
+Checkpoints contain only the adapters and their optimizer state. The script draws two pictures to runs/06/:
+strategies.png (memory of each strategy for the large model) and lora.png (losses and memory of the small model).
+
+Adapters change three lines, marked 1 to 3 below. `_lora.py` creates them. Models of Transformers get adapters of PEFT
+instead (see `train.py --lora`). For a base in 4 or 8 bits see docs/lora.md.
 """
 
 import argparse
@@ -46,7 +48,7 @@ SEED = 0
 
 
 def ask_large(options: argparse.Namespace) -> dict[str, Advice]:
-    """What the planner says of a large model on devices that need not be here: all parameters train, or adapters."""
+    """Ask for advice on a large model, with all parameters trained and with only adapters. Needs no devices."""
     given = {"devices": options.devices, "machine": options.machine, "sequence": 2048}
     return {
         EVERY_PARAMETER: cs.advise(options.shape, **given),
@@ -55,7 +57,7 @@ def ask_large(options: argparse.Namespace) -> dict[str, Advice]:
 
 
 def ask_small(options: argparse.Namespace) -> dict[str, Advice]:
-    """The same of the model that is trained here, on ranks that would have `options.memory` MiB."""
+    """Ask for advice on the small model, on ranks with `options.memory` MiB."""
     plan = blueprint(options.size, options.sequence)
     given = {"devices": options.processes, "machine": options.machine, "memory_per_device": int(options.memory * MIB)}
     given |= {"batch": options.batch, "sequence": options.sequence, "precision": "float32"}
@@ -66,11 +68,11 @@ def ask_small(options: argparse.Namespace) -> dict[str, Advice]:
 
 
 def shown(advice: Advice) -> str:
-    """An advice about little memory in a line: what to take, and what it needs; or what is missing."""
+    """Format an advice in one line: the strategy and its memory, or the least memory that is needed."""
     chosen = on_devices(advice)
     needed = {each.strategy: each.needed / MIB for each in advice.estimates if not each.strategy.offload}
     if chosen is None:
-        return f"nothing fits; the least is {min(needed.values()):.1f} MiB"
+        return f"no strategy fits; the smallest needs {min(needed.values()):.1f} MiB"
     return f"{chosen}, in {needed[chosen]:.1f} MiB"
 
 
@@ -80,22 +82,22 @@ def shown(advice: Advice) -> str:
 def prepare(
     options: argparse.Namespace, plan: Blueprint, device: torch.device, base: Path | None
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model, sharded, and its optimizer; with adapters over the weights in the folder `base`, if one is given."""
+    """Build the sharded model and its optimizer. If `base` is a folder, load its weights and add adapters."""
     torch.manual_seed(SEED)
-    model = build(plan, torch.float32, adapters=0 if base is None else options.rank)  # 1: adapters, all else frozen
+    model = build(plan, torch.float32, adapters=0 if base is None else options.rank)  # 1: add adapters, freeze the rest
     blocks = repeated_blocks(model)
     checkpoint_modules(blocks, "none" if base is None else options.checkpointing)
     cs.shard_auto(model, strategy="zero3" if base is None else options.strategy, replicas=options.replicas)
-    materialize(model, blocks, plan, device)  # each rank its shards
+    materialize(model, blocks, plan, device)  # allocates and initializes only this rank's shards
     if base is not None:
-        load_weights(model, base, has_adapters=True)  # 2: the frozen ones; adapters begin as ones that change nothing
-    return model, adamw(model)  # 3: of what trains
+        load_weights(model, base, has_adapters=True)  # 2: load frozen weights; adapters start as an identity
+    return model, adamw(model)  # 3: optimize only trainable parameters
 
 
 def train(
     options: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, text: Text, steps: int, peak: float
 ) -> Iterator[float]:
-    """Train, and give the mean loss of all ranks after each step."""
+    """Train, and yield the mean loss of all ranks after each step."""
     device = next(model.parameters()).device
     rank, world = dist.get_rank(), dist.get_world_size()
     data = torch.Generator().manual_seed(SEED)
@@ -112,7 +114,7 @@ def train(
 
 
 def evaluate(options: argparse.Namespace, model: nn.Module, text: Text) -> float:
-    """Nats a byte on held-out text."""
+    """Return the loss in nats per byte on held-out text."""
 
     def loss_of(windows: Tensor) -> Tensor:
         return next_token_loss(model, windows)
@@ -121,7 +123,7 @@ def evaluate(options: argparse.Namespace, model: nn.Module, text: Text) -> float
 
 
 def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes that this rank keeps between two steps."""
+    """Return the bytes that this rank holds between two steps, by type."""
 
     def size(tensors) -> int:
         local = (each.to_local() if hasattr(each, "to_local") else each for each in tensors)
@@ -136,7 +138,7 @@ def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def run(options: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    """Both trainings on one rank; gives the held-out losses."""
+    """Train the base and the adapters on one rank. Return the held-out losses before and after adapter training."""
     options.device = device.type
     first, plan = dist.get_rank() == 0, blueprint(options.size, options.sequence)
     code = read_text((each for each in python_sources() if not each[0].startswith("pydoc_data")), BYTES)
@@ -154,14 +156,14 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, float]:
             if number == 1 or number % max(1, steps // 4) == 0:
                 say(f"  {name}, step {number:4}: loss {loss:.3f}")
 
-    say("a base, on source code")
+    say("training the base on source code")
     model, optimizer = prepare(options, plan, device, base=None)
     follow("base", model, optimizer, code, options.base_steps)
     held = {EVERY_PARAMETER: held_bytes(model, optimizer)}
     folder = checkpoint.export_safetensors(options.out / "base", model)
     del model, optimizer
 
-    say(f"adapters of rank {options.rank} over it, on text about the language: {options.strategy}")
+    say(f"training adapters of rank {options.rank} on the Python documentation with {options.strategy}")
     model, optimizer = prepare(options, plan, device, base=folder)
     losses = {"before": evaluate(options, model, about)}
     follow(ADAPTERS, model, optimizer, about, options.steps)
@@ -169,11 +171,14 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, float]:
     held[ADAPTERS] = held_bytes(model, optimizer)
     state = {"adapters": trained_parameters(model), "optimizer": optimizer}
     saved = checkpoint.save(options.out / "checkpoints", state, step=options.steps)
-    say(f"held-out loss of that text {losses['before']:.3f} before, {losses['after']:.3f} after, nats a byte")
+    say(
+        f"held-out loss on the documentation: {losses['before']:.3f} before, {losses['after']:.3f} after, nats per byte"
+    )
     for what, sizes in held.items():
-        say(f"a rank keeps, {what}: {', '.join(f'{name} {nbytes / MIB:.2f} MiB' for name, nbytes in sizes.items())}")
+        parts = ", ".join(f"{name} {nbytes / MIB:.2f} MiB" for name, nbytes in sizes.items())
+        say(f"memory per rank between steps, training {what}: {parts}")
     nbytes = sum(file.stat().st_size for file in saved.iterdir())
-    say(f"the checkpoint {saved} holds the adapters and their optimizer alone: {nbytes / MIB:.2f} MiB")
+    say(f"checkpoint {saved}, only adapters and their optimizer state: {nbytes / MIB:.2f} MiB")
     if first:
         draw(curves, losses, held, options.out / "lora.png")
         print(f"losses and memory: {options.out / 'lora.png'}", flush=True)
@@ -182,22 +187,22 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, float]:
 
 
 def draw(curves: dict[str, list[float]], losses: dict[str, float], held: dict[str, dict[str, int]], path: Path) -> None:
-    """Losses of both trainings, and what a rank keeps between two steps of each."""
+    """Plot the losses of both trainings, and the memory per rank between steps."""
     with picture(path, 10, 3.6, columns=2, width_ratios=(3, 2)) as (left, right):
         begin = len(curves["base"])
         left.plot(range(1, begin + 1), curves["base"], color=GREY, label="base, on source code")
         steps = range(begin + 1, begin + len(curves[ADAPTERS]) + 1)
-        left.plot(steps, curves[ADAPTERS], color=BLUE, label="adapters, on text about the language")
-        left.plot([begin, steps[-1]], [*losses.values()], "o--", color=RED, label="that text, held out")
+        left.plot(steps, curves[ADAPTERS], color=BLUE, label="adapters, on documentation")
+        left.plot([begin, steps[-1]], [*losses.values()], "o--", color=RED, label="held-out documentation")
         left.set_xlabel("step")
-        left.set_ylabel("loss, nats a byte")
+        left.set_ylabel("loss, nats per byte")
         left.legend(frameon=False, fontsize=8)
         begins = [0.0] * len(held)
         for kind, color in zip(("frozen", "trained", "optimizer"), (PALE, BLUE, SAND), strict=True):
             sizes = [each[kind] / MIB for each in held.values()]
             right.bar([*held], sizes, bottom=begins, color=color, label=kind, width=0.6)
             begins = [one + two for one, two in zip(begins, sizes, strict=True)]
-        right.set_ylabel("MiB that a rank keeps between steps")
+        right.set_ylabel("memory per rank between steps, MiB")
         right.legend(frameon=False, fontsize=8)
 
 
@@ -206,32 +211,32 @@ def draw(curves: dict[str, list[float]], losses: dict[str, float], held: dict[st
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Train low-rank adapters over a frozen base, sharded as the planner advises.",
+        description="Train low-rank adapters over a frozen base, sharded as the planner recommends.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--size", choices=SIZES, default="3m", help="which model")
-    add("--rank", type=int, default=8, help="of the adapters")
-    add("--memory", type=float, default=38, help="MiB of a rank, for the planner")
-    add("--shape", default="llama3-8b", help="the large model that the planner is asked about")
-    add("--devices", type=int, default=8, help="for it")
-    add("--machine", default="l40s", help="of which kind; also a file of measure-links")
-    add("--strategy", help="for the adapters; by default the one that is advised")
-    add("--replicas", type=int, default=1, help="of a --strategy hsdp")
+    add("--size", choices=SIZES, default="3m", help="size of the small model")
+    add("--rank", type=int, default=8, help="rank of the adapters")
+    add("--memory", type=float, default=38, help="memory per rank for the planner, MiB")
+    add("--shape", default="llama3-8b", help="large model for the planner")
+    add("--devices", type=int, default=8, help="number of devices for the large model")
+    add("--machine", default="l40s", help="type of the devices, or a file of measure-links")
+    add("--strategy", help="strategy for the adapters; by default the recommended one")
+    add("--replicas", type=int, default=1, help="replicas, with --strategy hsdp")
     add("--checkpointing", default="none", help="with --strategy: none, selective or full")
-    add("--batch", type=int, default=2, help="sequences a rank")
-    add("--sequence", type=int, default=128, help="bytes of a sequence")
-    add("--base-steps", type=int, default=400, help="of the base")
-    add("--steps", type=int, default=200, help="of the adapters")
+    add("--batch", type=int, default=2, help="sequences per rank")
+    add("--sequence", type=int, default=128, help="bytes per sequence")
+    add("--base-steps", type=int, default=400, help="training steps of the base")
+    add("--steps", type=int, default=200, help="training steps of the adapters")
     add("--evaluation", type=int, default=128, help="held-out sequences")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--processes", type=int, default=2, help="how many to start")
-    add("--out", type=Path, default=Path("runs/06"), help="where pictures and checkpoints go; emptied before")
+    add("--processes", type=int, default=2, help="processes to start")
+    add("--out", type=Path, default=Path("runs/06"), help="directory of pictures and checkpoints; emptied first")
     return parser.parse_args(arguments)
 
 
 def settled(options: argparse.Namespace) -> list[str]:
-    """Ask the planner, draw what it says, and give the arguments that follow from it."""
+    """Ask the planner, draw its estimates, and return the recommended command line arguments."""
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
     large, advices = ask_large(options), ask_small(options)
@@ -239,8 +244,8 @@ def settled(options: argparse.Namespace) -> list[str]:
     for what, advice in large.items():
         print(f"  {what}: {advice.reason}")
     report.strategies(large[ADAPTERS], options.out / "strategies.png")
-    print(f"  what each strategy would take with adapters: {options.out / 'strategies.png'}")
-    print(f"{options.size} on {options.processes} ranks of {options.memory:g} MiB")
+    print(f"  memory of each strategy with adapters: {options.out / 'strategies.png'}")
+    print(f"{options.size} on {options.processes} ranks with {options.memory:g} MiB")
     for what, advice in advices.items():
         print(f"  {what}: {shown(advice)}")
     print(flush=True)

@@ -1,11 +1,11 @@
-"""What a launcher starts on each rank: it trains, saves, and goes on from the last checkpoint when it is started again.
+"""Train under any launcher, save checkpoints, and resume from the last one after a restart.
 
-    python tutorials/07_launch.py                                        # two processes of this machine
+    python tutorials/07_launch.py                                        # two processes on this machine
     torchrun --standalone --nproc-per-node 2 tutorials/07_launch.py      # the same
-    torchrun --nnodes 2 ... tutorials/07_launch.py --replicas 2          # two nodes, each with a whole model: HSDP
+    torchrun --nnodes 2 ... tutorials/07_launch.py --replicas 2          # two nodes, HSDP with one replica per node
 
-docs/launching.md has the whole commands for nodes, and launch/ the files for Slurm and Kubernetes. The training is in
-`_job.py`. Nothing in here knows what has started it: torchrun tells each process its rank by the environment.
+docs/launching.md has the complete commands for several nodes. launch/ has files for Slurm and Kubernetes. The training
+loop is in `_job.py`. The script does not depend on the launcher, which sets ranks in the environment.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def main() -> int:
     device = start_ranks("auto")
     first, world = dist.get_rank() == 0, dist.get_world_size()
     if first and checkpoint.latest(job.out) is not None:
-        print(f"goes on after step {checkpoint.latest(job.out)} on {world} ranks; remove {job.out} to begin anew")
+        print(f"resumed after step {checkpoint.latest(job.out)} on {world} ranks; delete {job.out} to start over")
     for step in train(job, device):
         if first and (step.checkpoint or step.number % 10 == 0):
             saved = f", saved in {step.checkpoint}" if step.checkpoint else ""
@@ -38,16 +38,16 @@ def main() -> int:
 
 def parse(arguments: list[str] | None = None) -> Job:
     parser = argparse.ArgumentParser(
-        description="Train a small GPT, whatever starts it.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description="Train a small GPT under any launcher.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--out", type=Path, default=Path("runs/07"), help="where checkpoints go, the same directory on all nodes")
-    add("--steps", type=int, default=Job.steps, help="after how many it ends")
+    add("--out", type=Path, default=Path("runs/07"), help="directory of checkpoints, shared by all nodes")
+    add("--steps", type=int, default=Job.steps, help="number of steps")
     add("--save-every", type=int, default=Job.save_every, help="steps between checkpoints")
-    add("--windows", type=int, default=Job.windows, help="of text in a step, a multiple of the number of ranks")
-    add("--replicas", type=int, default=Job.replicas, help="copies of the sharded model; one for each node is usual")
-    add("--pause", type=float, default=Job.pause, help="seconds of rest after each step")
-    add("--fsdp2", action="store_true", help="shard with torch's own engine, to compare")
+    add("--windows", type=int, default=Job.windows, help="windows of text per step, a multiple of the number of ranks")
+    add("--replicas", type=int, default=Job.replicas, help="copies of the sharded model; usually one per node")
+    add("--pause", type=float, default=Job.pause, help="pause after each step, in seconds")
+    add("--fsdp2", action="store_true", help="shard with torch's FSDP2, for comparison")
     return Job(**vars(parser.parse_args(arguments)))
 
 

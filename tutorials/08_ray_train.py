@@ -1,11 +1,11 @@
-"""Train under Ray: it starts the workers, starts them again when one is lost, and is told of each checkpoint.
+"""Train under Ray, which starts the workers and restarts them when one is lost.
 
     pip install "ray[train]"
-    python tutorials/08_ray_train.py   # two workers of this machine
+    python tutorials/08_ray_train.py   # two workers on this machine
 
-A worker's function is a training like any other: Ray has made the process group, and the checkpoint is this library's,
-written by all workers into a directory that all of them see. The training itself is in `_job.py`. To see it go on, give
-it `--pause 1` and kill a worker with `kill -9`; runs/08/rank-1.json has its process id.
+The worker's function is an ordinary training script. Ray initializes the process group. All workers write checkpoints
+of this library to a shared directory, and one worker reports them to Ray. The training loop is in `_job.py`. To see a
+restart, pass `--pause 1` and kill a worker with `kill -9`. runs/08/rank-1.json has its process id.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from _job import Job, train
 
 
 def work(job: dict[str, Any]) -> None:
-    """What each worker does, at every start of it."""
+    """Train. Runs in each worker, at every start."""
     for step in train(Job(**job), get_device()):
-        known = step.checkpoint if dist.get_rank() == 0 else None  # all have written it; one of them says where it is
+        known = step.checkpoint if dist.get_rank() == 0 else None  # all ranks wrote it, only rank 0 reports it
         ray.train.report(
             {"step": step.number, "loss": step.loss},
             checkpoint=Checkpoint.from_directory(known) if known else None,
-            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,  # it is where Ray keeps what belongs to this run
+            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,  # it is already in Ray's directory of this run
         )
 
 
@@ -45,7 +45,7 @@ def main() -> int:
         run_config=RunConfig(
             name=job.out.name,
             storage_path=str(job.out.parent),
-            failure_config=FailureConfig(max_failures=3),  # connecting again may take a second start
+            failure_config=FailureConfig(max_failures=3),  # a restart may need a second attempt to connect
         ),
     )
     result = trainer.fit()
@@ -59,14 +59,14 @@ def parse(arguments: list[str] | None = None) -> Job:
         description="Train a small GPT under Ray.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--out", type=Path, default=Path("runs/08"), help="where checkpoints go, the same directory on all nodes")
-    add("--steps", type=int, default=Job.steps, help="after how many it ends")
+    add("--out", type=Path, default=Path("runs/08"), help="directory of checkpoints, shared by all nodes")
+    add("--steps", type=int, default=Job.steps, help="number of steps")
     add("--save-every", type=int, default=Job.save_every, help="steps between checkpoints")
-    add("--windows", type=int, default=Job.windows, help="of text in a step, a multiple of the number of ranks")
-    add("--pause", type=float, default=Job.pause, help="seconds of rest after each step")
-    add("--fsdp2", action="store_true", help="shard with torch's own engine, to compare")
+    add("--windows", type=int, default=Job.windows, help="windows of text per step, a multiple of the number of ranks")
+    add("--pause", type=float, default=Job.pause, help="pause after each step, in seconds")
+    add("--fsdp2", action="store_true", help="shard with torch's FSDP2, for comparison")
     job = parser.parse_args(arguments)
-    job.out = job.out.absolute()  # workers have a working directory of their own
+    job.out = job.out.absolute()  # workers have another working directory
     return Job(**vars(job))
 
 

@@ -1,6 +1,6 @@
-"""Models by name: the built-in GPT, the planner's shapes, and whatever a `config.json` of Hugging Face describes.
+"""Create models by name: the built-in GPT, shapes of the planner, and any `config.json` of Hugging Face.
 
-They are made without memory, sharded, and only then filled, so that no process ever holds a whole model.
+Models are created on the meta device, sharded, and then initialized, so no process ever holds a full model.
 """
 
 import json
@@ -26,16 +26,16 @@ NAMES = (*SIZES, *NAMED)
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model that is not made yet.
+    """The description of a model that has not been created.
 
     Attributes:
-        vocabulary: how many tokens it tells apart.
-        context: of how many tokens a sequence may be; None: of any number.
-        make: makes it.
-        fill: initializes the own parameters of one of its modules; called with the model, and the module's name in its
-            block.
-        folder: where its tokenizer and its weights may be.
-        files: by name, the texts that belong to its weights, such as `config.json`.
+        vocabulary: size of the vocabulary.
+        context: maximum number of tokens per sequence; None: no limit.
+        make: creates the model.
+        fill: initializes a module's own parameters, without those of its children. Called with the model, the name of
+            the module relative to its group, and the module.
+        folder: directory with tokenizer and weights, if there is one.
+        files: texts to export with the weights, such as `config.json`, by file name.
     """
 
     vocabulary: int
@@ -47,7 +47,7 @@ class Blueprint:
 
 
 def blueprint(name: str, sequence: int) -> Blueprint:
-    """What `name` means; exits with a line that says what is wrong with it."""
+    """Return the blueprint for `name`. If the name is wrong, exit with an error message."""
     if name in SIZES:
         return Blueprint(SIZES[name].vocabulary, None, lambda: GPT(SIZES[name]), GPT.init_module)
     if name in NAMED:
@@ -56,19 +56,19 @@ def blueprint(name: str, sequence: int) -> Blueprint:
     file = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not file.is_file():
         raise SystemExit(
-            f"--model {name}: is no config.json of Hugging Face, no folder with one, and none of {', '.join(NAMES)}"
+            f"--model {name}: expected a Hugging Face config.json, a folder with one, or one of {', '.join(NAMES)}"
         )
     return _hugging_face(name, file)
 
 
 class _Decoder(Decoder):
-    """The planner's decoder, with angles in it, for sequences of up to the length of its shape."""
+    """The planner's decoder with real rotary angles, for sequences up to the length of its shape."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         rates = 10000.0 ** -torch.linspace(0, 1, shape.channels // 2)
         angles = torch.arange(shape.sequence)[:, None] * rates
-        self.angles.copy_(torch.polar(torch.ones_like(angles), angles))  # a buffer, which is not on meta
+        self.angles.copy_(torch.polar(torch.ones_like(angles), angles))  # a buffer, not on the meta device
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -88,18 +88,18 @@ def _hugging_face(name: str, file: Path) -> Blueprint:
     try:
         kind = json.loads(file.read_text()).get("model_type")
     except (ValueError, AttributeError):
-        raise SystemExit(f"--model {name}: {file} is no JSON object") from None
+        raise SystemExit(f"--model {name}: {file} does not contain a JSON object") from None
     try:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
     except ImportError:
-        raise SystemExit(f"--model {name}: needs Transformers (pip install transformers)") from None
+        raise SystemExit(f"--model {name}: requires Transformers (pip install transformers)") from None
     try:
         config = AutoConfig.from_pretrained(file)
     except (OSError, ValueError, KeyError):
-        raise SystemExit(f"--model {name}: model_type {kind!r} is unknown to this version of Transformers") from None
+        raise SystemExit(f"--model {name}: this version of Transformers does not support {kind!r} models") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise SystemExit(f"--model {name}: model_type {kind!r} is no language model that predicts the next token")
-    config.use_cache = False  # of keys and values, for which training has no use
+        raise SystemExit(f"--model {name}: model_type {kind!r} is not a causal language model")
+    config.use_cache = False  # training needs no cache of keys and values
 
     def fill(model: nn.Module, _: str, module: nn.Module) -> None:
         inner = model.get_base_model() if hasattr(model, "peft_config") else model
@@ -116,11 +116,11 @@ def _hugging_face(name: str, file: Path) -> Blueprint:
 
 
 def build(plan: Blueprint, dtype: torch.dtype, adapters: int = 0) -> nn.Module:
-    """The model, with parameters of this dtype that have no memory yet (on the meta device), and with its buffers."""
+    """Create the model with parameters of this dtype on the meta device, and with real buffers."""
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
         if parameter.is_meta:
-            return parameter  # tied to one that was here before
+            return parameter  # tied to a parameter that was moved before
         return nn.Parameter(parameter.to("meta", dtype), requires_grad=parameter.requires_grad)
 
     with register_module_parameter_registration_hook(on_meta):
@@ -131,7 +131,7 @@ def build(plan: Blueprint, dtype: torch.dtype, adapters: int = 0) -> nn.Module:
 
 
 def materialize(model: nn.Module, groups: Iterable[nn.Module], plan: Blueprint, device: torch.device) -> None:
-    """Give the parameters of a model memory, and random values: group by group, so that one is whole at a time."""
+    """Allocate and initialize the parameters, group by group, so that at most one group is unsharded at a time."""
     _give_memory(model, device)
     filled: set[nn.Module] = set()
     for group in (*groups, model):
@@ -145,7 +145,7 @@ def materialize(model: nn.Module, groups: Iterable[nn.Module], plan: Blueprint, 
 
 
 def _give_memory(model: nn.Module, device: torch.device) -> None:
-    """`to_empty`, after which buffers have the values that they had, and tied parameters are tied."""
+    """Call `to_empty`, but keep the values of buffers and tied parameters."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -155,22 +155,22 @@ def _give_memory(model: nn.Module, device: torch.device) -> None:
         buffer.copy_(buffers[name])
     for first, *others in names.values():
         for owner, _, name in (other.rpartition(".") for other in others):
-            if model.get_submodule(owner).get_parameter(name) is not model.get_parameter(first):  # not sharded
+            if model.get_submodule(owner).get_parameter(name) is not model.get_parameter(first):  # unsharded model
                 model.get_submodule(owner).register_parameter(name, model.get_parameter(first))
 
 
 def load_weights(model: nn.Module, folder: Path, has_adapters: bool) -> None:
-    """Fill a model from the safetensors in a folder, each rank its own shards; adapters stay as they are."""
+    """Load this rank's shards from the safetensors in a folder. Adapters are not changed."""
     names = names_with_adapters(model) if has_adapters else {}
     filled = checkpoint.import_safetensors(
         folder, model, cast=True, strict=not has_adapters, rename=lambda name: names.get(name, name)
     )
     if missing := set(filled.missing) & set(names.values()):
-        raise cs.CheckpointMismatchError(f"{folder}: lacks {', '.join(sorted(missing)[:5])} of the model")
+        raise cs.CheckpointMismatchError(f"{folder}: weights are missing: {', '.join(sorted(missing)[:5])}")
 
 
 def traced(plan: Blueprint, sequence: int, adapters: int = 0) -> Callable[[], object]:
-    """What `cs.advise` traces: a function that makes the model and its loss on sequences of so many tokens."""
+    """Return a function for `cs.advise` that creates the model and its loss on sequences of `sequence` tokens."""
 
     def loss(model: nn.Module, sequences: int) -> Tensor:
         return next_token_loss(model, torch.zeros(sequences, sequence + 1, dtype=torch.int64))
@@ -179,11 +179,11 @@ def traced(plan: Blueprint, sequence: int, adapters: int = 0) -> Callable[[], ob
 
 
 def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Of the token that follows each: (batch, time, vocabulary) of (batch, time)."""
+    """Return next-token logits, shape (batch, time, vocabulary), for tokens of shape (batch, time)."""
     output = model(tokens)
-    return getattr(output, "logits", output)  # models of Transformers give an object
+    return getattr(output, "logits", output)  # models of Transformers return an object
 
 
 def next_token_loss(model: nn.Module, windows: Tensor) -> Tensor:
-    """Mean loss in nats a token; `windows` is (batch, time + 1), each token predicts the next."""
+    """Return the mean next-token loss in nats per token; `windows` has shape (batch, time + 1)."""
     return F.cross_entropy(logits_of(model, windows[:, :-1]).flatten(0, 1).float(), windows[:, 1:].flatten())

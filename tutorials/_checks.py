@@ -1,4 +1,4 @@
-"""What a training is asked for, before it begins: what cannot work is said in one line, and "auto" is settled."""
+"""Check the options of `train.py` before training. Errors are one line. Strategy "auto" is resolved here."""
 
 import argparse
 import importlib.util
@@ -19,14 +19,14 @@ _AT_LEAST_ZERO = ("lora", "evaluate_every", "save_every", "sample")
 
 
 def refuse(problem: str) -> NoReturn:
-    """End this rank; the first one says why."""
+    """Exit. Only rank 0 prints the problem."""
     if os.environ.get("RANK", "0") != "0":
         raise SystemExit(1)
     raise SystemExit(f"{Path(sys.argv[0]).name}: {problem}")
 
 
 def check(options: argparse.Namespace, world: int) -> tuple[argparse.Namespace, Blueprint]:
-    """The options with what follows from them filled in, and the model that they name; or the end of this process."""
+    """Check the options. Return them with derived values, and the blueprint of the model. Exit if they are wrong."""
     try:
         _check_numbers(options)
         _check_packages(options)
@@ -46,11 +46,11 @@ def check(options: argparse.Namespace, world: int) -> tuple[argparse.Namespace, 
 
 
 def check_text(text: Text, sequence: int) -> None:
-    """Each part of the text must have room for a sequence."""
-    for part, tokens in (("to train on", text.train), ("held out", text.held_out)):
+    """Check that each part of the text is longer than a sequence. Exit if not."""
+    for part, tokens in (("training", text.train), ("held-out", text.held_out)):
         if len(tokens) <= sequence:
             refuse(
-                f"--data: {len(tokens)} tokens {part} are too few for sequences of {sequence}; give more text, or a "
+                f"--data: {len(tokens)} {part} tokens are too few for sequences of {sequence}; use more text, or a "
                 "smaller --sequence"
             )
 
@@ -62,48 +62,48 @@ def _check_numbers(options: argparse.Namespace) -> None:
             if value is not None and (value <= 0 if least else value < 0):
                 raise SystemExit(f"--{name.replace('_', '-')} {value}: must be {'above' if least else 'at least'} 0")
     if options.steps is not None and options.minutes is not None:
-        raise SystemExit("--steps and --minutes: give one of them")
+        raise SystemExit("--steps and --minutes: use only one of them")
     if options.export is not None and options.export.exists():
-        raise SystemExit(f"--export {options.export}: is there already")
+        raise SystemExit(f"--export {options.export}: already exists")
     if not options.prompt:
-        raise SystemExit("--prompt: give some text to begin with")
+        raise SystemExit("--prompt: must not be empty")
 
 
 def _check_packages(options: argparse.Namespace) -> None:
     for name in ("tensorboard", "wandb"):
         if getattr(options, name) is not None and importlib.util.find_spec(name) is None:
-            raise SystemExit(f"--{name}: needs the package {name} (pip install {name})")
+            raise SystemExit(f"--{name}: requires the package {name} (pip install {name})")
 
 
 def _check_model(options: argparse.Namespace, plan: Blueprint) -> None:
     if plan.context is not None and options.sequence > plan.context:
-        raise SystemExit(f"--sequence {options.sequence}: --model {options.model} takes {plan.context} tokens at most")
+        raise SystemExit(f"--sequence {options.sequence}: --model {options.model} takes at most {plan.context} tokens")
     tokenizer = tokenizer_in(plan.folder)
     if tokenizer.vocabulary > plan.vocabulary:
         raise SystemExit(
-            f"--model {options.model}: its vocabulary of {plan.vocabulary} is too small for the "
-            f"{tokenizer.vocabulary} {tokenizer.unit}s that the text is made of"
+            f"--model {options.model}: a vocabulary of {plan.vocabulary} is too small for text of "
+            f"{tokenizer.vocabulary} different {tokenizer.unit}s"
         )
 
 
 def _weights(options: argparse.Namespace, plan: Blueprint) -> Path | None:
-    """The folder with the weights to start from: the one that is given, or that of the model if it has some."""
+    """Return the folder of the initial weights: `--weights`, or the model's folder if it contains weights."""
     folder: Path | None = plan.folder if options.weights is None else options.weights
     has_some = folder is not None and any(folder.glob("*.safetensors"))
     if options.weights is not None and not has_some:
-        raise SystemExit(f"--weights {options.weights}: is no folder with safetensors")
+        raise SystemExit(f"--weights {options.weights}: not a folder with safetensors")
     return folder if has_some else None
 
 
 def _check_strategy(options: argparse.Namespace, world: int) -> None:
     if options.strategy == "none" and world > 1:
-        raise SystemExit(f"--strategy none: is for one process, and there are {world}; ddp shards nothing either")
+        raise SystemExit(f"--strategy none: works only on one process, not on {world}; use ddp for unsharded replicas")
     if world % options.replicas:
-        raise SystemExit(f"--replicas {options.replicas}: {world} processes cannot hold as many copies")
+        raise SystemExit(f"--replicas {options.replicas}: must divide the number of processes, {world}")
 
 
 def _advised(options: argparse.Namespace, plan: Blueprint, world: int) -> dict[str, object]:
-    """What `cs.advise` recommends, after a line that says why."""
+    """Return the options that `cs.advise` recommends, and print the reason."""
     advice = cs.advise(
         traced(plan, options.sequence, options.lora),
         devices=world,
@@ -122,7 +122,7 @@ def _advised(options: argparse.Namespace, plan: Blueprint, world: int) -> dict[s
 
 
 def on_devices(advice: Advice) -> Strategy | None:
-    """The strategy to take if nothing is to be offloaded: the recommended one, or the best that fits; None if none."""
+    """Return the recommended strategy without offload, or else the best one that fits; None if none fits."""
     fitting = [each for each in advice.estimates if each.fits and not each.strategy.offload]
     if not fitting:
         return None
@@ -130,12 +130,12 @@ def on_devices(advice: Advice) -> Strategy | None:
 
 
 def _known_machine() -> str:
-    """The planner's name for the accelerator of this process."""
+    """Return the planner's name for the accelerator of this process. Exit if it has none."""
     device = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else "a CPU"
     for name in KNOWN:
         if name.partition("-")[0] in device.replace(" ", ""):
             return name
     raise SystemExit(
-        f"--strategy auto: knows nothing of {device}; measure it with `python -m composable_shard measure-links "
-        "--json machine.json`, and give --machine machine.json"
+        f"--strategy auto: unknown device {device}; measure it with `python -m composable_shard measure-links "
+        "--json machine.json`, and pass --machine machine.json"
     )

@@ -1,6 +1,6 @@
-"""What a training shows on the terminal, and how it takes Ctrl-C.
+"""Progress on the terminal, and Ctrl-C.
 
-Nothing here imports torch, so that Ctrl-C is already quiet while torch loads.
+This module does not import torch, so Ctrl-C prints no traceback while torch is imported.
 """
 
 import os
@@ -12,15 +12,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
+INTERRUPTED = 130  # exit status after Ctrl-C
 
 
 class Interrupt:
-    """Ctrl-C ends the program at once, but inside `deferred()` it is only noted in `asked`.
+    """Ctrl-C ends the program immediately. Inside `deferred()` it only sets `asked`.
 
-    A rank that stopped alone in the middle of a step would leave the others waiting for it. Inside
-    `deferred()` the training asks every rank after each step, and all stop together if one was
-    asked to.
+    If a rank stopped during a step, the other ranks would wait for it. Inside `deferred()`, ranks exchange `asked`
+    after each step, and stop together.
     """
 
     def __init__(self) -> None:
@@ -42,13 +41,13 @@ class Interrupt:
             self._wait = False
 
     def leave(self) -> NoReturn:
-        """End this process now: no traceback, and no goodbye to ranks that may be gone."""
+        """Exit immediately, without a traceback and without waiting for peers that may have ended."""
         sys.stdout.flush()
         os._exit(INTERRUPTED)
 
 
 class Display:
-    """A progress bar on a terminal (with rich), plain lines elsewhere, nothing if not `active`."""
+    """A progress bar on a terminal (with rich), otherwise plain lines. Prints nothing if not `active`."""
 
     def __init__(self, *, active: bool, seconds_between_lines: float = 10.0) -> None:
         self._active = active
@@ -64,7 +63,13 @@ class Display:
             print(text, flush=True)
 
     def progress(self, share: float, *, step: int, loss: float, speed: float, left: float) -> None:
-        """Show that `share` of the training is over: loss, tokens a second, seconds left."""
+        """Show progress.
+
+        Args:
+            share: finished part of the training, 0 to 1.
+            speed: tokens per second.
+            left: estimated seconds until the end.
+        """
         if self._bar is not None:
             if self._task is None:
                 self._task = self._bar.add_task("", total=1.0, facts="")
@@ -87,7 +92,7 @@ def _clock(seconds: float) -> str:
 
 
 def _make_bar():
-    """A rich progress bar, or None where rich is not installed."""
+    """Return a rich progress bar, or None if rich is not installed."""
     try:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
     except ImportError:

@@ -1,4 +1,4 @@
-"""What any training needs beside its step: how far it is, the learning rate, the held-out loss, and text to look at."""
+"""Parts of a training loop: optimizer, learning rate, progress, held-out loss and text generation."""
 
 import math
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from _gpt import spaced_windows
 
-EVALUATION_BATCH = 8  # windows a rank
+EVALUATION_BATCH = 8  # windows per rank
 
 
 def adamw(model: nn.Module, rate: float = 0.0) -> torch.optim.AdamW:
-    """AdamW over what trains of a model, with weight decay on matrices alone; call it when the model is sharded."""
+    """Return AdamW over the trainable parameters, with weight decay only on matrices. Shard the model first."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": 0.1},
@@ -23,7 +23,7 @@ def adamw(model: nn.Module, rate: float = 0.0) -> torch.optim.AdamW:
 
 
 def learning_rate(progress: float, peak: float, warm_up: float = 0.05) -> float:
-    """A straight line up to `peak`, then half a cosine down to a fiftieth of it."""
+    """Return the learning rate: linear warm-up to `peak`, then cosine decay to a fiftieth of it."""
     if progress < warm_up:
         return peak * (0.02 + 0.98 * progress / warm_up)
     fall = (progress - warm_up) / max(1 - warm_up, 1e-9)
@@ -33,9 +33,14 @@ def learning_rate(progress: float, peak: float, warm_up: float = 0.05) -> float:
 def how_far(
     steps: int, seconds: float, ahead: float, *, most_steps: int | None, minutes: float | None
 ) -> tuple[float, bool]:
-    """The share of a training of `most_steps`, or else of `minutes`, that is over, and whether to stop here.
+    """Return the finished part of the training (0 to 1), and whether to stop now.
 
-    `steps` are done, in `seconds`; one more would end at `ahead`.
+    Args:
+        steps: steps so far.
+        seconds: training time so far.
+        ahead: estimated training time after one more step, in seconds.
+        most_steps: steps of the whole training; None: limit it by `minutes`.
+        minutes: duration of the whole training, used if `most_steps` is None.
     """
     if most_steps is not None:
         return min(steps / most_steps, 1.0), steps >= most_steps
@@ -46,10 +51,10 @@ def how_far(
 def settle(
     loss: Tensor | float, progress: float, vote: bool, seconds: float, device: torch.device | str = "cpu"
 ) -> tuple[float, float, bool, float]:
-    """The mean loss, rank 0's clock, and whether any rank wants to stop: one small all-reduce.
+    """Return the mean loss, rank 0's progress and time, and whether any rank votes to stop, in one small all-reduce.
 
-    Ranks must never decide such things alone: clocks differ, and a rank that stops a step earlier
-    leaves the others waiting.
+    Ranks must agree on when to stop: clocks differ, and if one rank stopped a step earlier, the others would wait for
+    it.
     """
     first = dist.get_rank() == 0
     facts = torch.tensor(
@@ -67,7 +72,7 @@ def settle(
 def held_out_loss(
     loss_of: Callable[[Tensor], Tensor], text: Tensor, count: int, length: int, device: torch.device
 ) -> float:
-    """The mean loss on `count` windows of `length` tokens, rounded to full batches, of all ranks together."""
+    """Return the mean loss of all ranks on `count` windows of `length` tokens, rounded to full batches."""
     rank, world = dist.get_rank(), dist.get_world_size()
     batches = max(1, count // (world * EVALUATION_BATCH))
     windows = spaced_windows(text, batches * world * EVALUATION_BATCH, length)
@@ -82,12 +87,12 @@ def held_out_loss(
 def continued(
     logits_of: Callable[[Tensor], Tensor], prompt: list[int], count: int, context: int, seed: int, device: torch.device
 ) -> list[int]:
-    """`prompt`, and `count` tokens that a model writes after it; every rank takes part, for each has a part of it."""
+    """Return `prompt` followed by `count` sampled tokens. All ranks must call this, because parameters are sharded."""
     generator = torch.Generator().manual_seed(seed)
     written = torch.tensor(prompt, device=device)
     for _ in range(count):
         logits = logits_of(written[None, -context:])[0, -1]
-        chances = (logits.float().cpu() / 0.8).softmax(dim=0)  # a little bolder than the model is
+        chances = (logits.float().cpu() / 0.8).softmax(dim=0)  # temperature 0.8
         following = torch.multinomial(chances, 1, generator=generator)
         written = torch.cat([written, following.to(device)])
     return written.tolist()

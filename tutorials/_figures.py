@@ -1,4 +1,4 @@
-"""Where the figures of a training go: a file of JSON lines, the terminal, TensorBoard, Weights & Biases."""
+"""Write metrics to a file of JSON lines, TensorBoard, or Weights & Biases."""
 
 import json
 import time
@@ -19,7 +19,7 @@ Sink = Callable[[Figures, int], None]
 
 
 def json_lines(path: Path, done: int) -> Sink:
-    """Appends a line for each call; what a run has written after step `done`, from which it goes on, is dropped."""
+    """Return a sink that appends a line per call. Delete earlier lines after step `done`, where the run resumes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_rows(path, [row for row in read_rows(path) if row["step"] <= done])
 
@@ -31,7 +31,7 @@ def json_lines(path: Path, done: int) -> Sink:
 
 
 def tensorboard(folder: Path, done: int) -> Sink:
-    """Figures after step `done`, below a folder."""
+    """Return a sink for TensorBoard in a folder. Earlier figures after step `done` are purged."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(folder, purge_step=done + 1)
@@ -44,7 +44,7 @@ def tensorboard(folder: Path, done: int) -> Sink:
 
 
 def weights_and_biases(project: str, folder: Path, settings: Mapping[str, Any]) -> Sink:
-    """A run of the project, with files in a folder."""
+    """Return a sink for a new Weights & Biases run of the project, with its files in a folder."""
     import wandb
 
     run = wandb.init(project=project, dir=folder, config={name: str(value) for name, value in settings.items()})
@@ -52,7 +52,7 @@ def weights_and_biases(project: str, folder: Path, settings: Mapping[str, Any]) 
 
 
 def open_log(model: nn.Module, sinks: list[Sink], done: int, every: int) -> AbstractContextManager[Any]:
-    """`cs.log_to` of a run that goes on after step `done`; of a model that is not sharded, a shorter log."""
+    """Return `cs.log_to` for a run that resumes after step `done`, or a simpler log for an unsharded model."""
 
     def write(figures: Figures, step: int) -> None:
         for sink in sinks:
@@ -64,7 +64,7 @@ def open_log(model: nn.Module, sinks: list[Sink], done: int, every: int) -> Abst
 
 
 class _PlainLog(AbstractContextManager[Any]):
-    """Loss and speed alone."""
+    """A log of loss, learning rate and speed for an unsharded model."""
 
     def __init__(self, write: Sink, every: int, done: int) -> None:
         self._write, self._every = write, every

@@ -1,7 +1,7 @@
-"""The model and the text that the tutorial, the tests and the benchmarks share.
+"""The model and the text of the tutorials, tests and benchmarks.
 
-The model is a small GPT that reads bytes, so it needs no tokenizer. The text is the source code
-of Python's own standard library, which every machine that runs this has on disk.
+The model is a small GPT over bytes, so it needs no tokenizer. The text is the source code of Python's standard
+library, so there is nothing to download.
 """
 
 import math
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model. `width` must be a multiple of `2 * heads`."""
+    """The shape of a model. `width` must be a multiple of `2 * heads`. `context` is in tokens."""
 
     depth: int
     width: int
@@ -41,10 +41,10 @@ SIZES = {
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Turn pairs of channels of `x` (batch, heads, time, channels) by angles that grow with time.
+    """Apply rotary position embedding (Su et al., 2021, arXiv 2104.09864) to `x` of (batch, heads, time, channels).
 
-    This is the rotary position embedding of Su et al., 2021 (arXiv 2104.09864): the product of a
-    rotated query and a rotated key then depends on how far apart the two stand.
+    Pairs of channels are rotated by angles proportional to time, so the product of a query and a key depends on their
+    distance.
     """
     time, channels = x.shape[-2:]
     rates = 1000.0 ** -torch.linspace(0, 1, channels // 2, device=x.device)
@@ -72,7 +72,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with a gelu between them, four times as wide inside."""
+    """Two linear layers with a GELU between them, and a hidden width of four times the width."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each added to what came in. The unit that gets sharded."""
+    """Attention and MLP, each with a residual connection. Each block is sharded as one group."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, (batch, time) integers; logits of the byte that follows each, out."""
+    """A decoder over bytes: input (batch, time) integers, output next-byte logits (batch, time, vocabulary)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -111,19 +111,19 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Fill every parameter from torch's default generator (seed it first)."""
+        """Initialize every parameter from torch's default generator. Seed it first."""
         for name, module in self.named_modules():
             self.init_module(name, module)
 
     def init_module(self, name: str, module: nn.Module) -> None:
-        """Fill the parameters of one module of this model, but not of those within it."""
+        """Initialize the parameters of one module, without those of its children."""
         if isinstance(module, nn.LayerNorm):
             nn.init.ones_(module.weight)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         elif isinstance(module, nn.Linear):
             std = 0.5 / math.sqrt(module.in_features)
-            # What joins the residual stream starts smaller, the more of it there is.
+            # Outputs to the residual stream start smaller in deeper models.
             shrink = math.sqrt(2 * self.config.depth) if name.endswith((".out", ".out.base")) else 1.0
             nn.init.normal_(module.weight, std=std / shrink)
 
@@ -135,13 +135,13 @@ class GPT(nn.Module):
 
 
 def build_gpt(size: str, seed: int = 0, device: torch.device | str = "cpu") -> GPT:
-    """The model of that name in `SIZES`; ranks that use the same seed get the same weights."""
+    """Return the model of a size of `SIZES`. Ranks with the same seed get the same weights."""
     torch.manual_seed(seed)
     return GPT(SIZES[size]).to(device)
 
 
 def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:
-    """Mean loss in nats a byte; `windows` is (batch, time + 1), each byte predicts the next."""
+    """Return the mean next-byte loss in nats per byte; `windows` has shape (batch, time + 1)."""
     logits = model(windows[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
@@ -151,14 +151,14 @@ def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two one-dimensional tensors of bytes (uint8), from different files."""
+    """Training and held-out text from different files: one-dimensional uint8 tensors."""
 
     train: Tensor
     held_out: Tensor
 
 
 def python_sources() -> Iterator[tuple[str, bytes]]:
-    """Each source file of the standard library: its path inside the library, and its bytes."""
+    """Yield the relative path and the content of each source file of the standard library."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = sorted({*subfolders} - {"site-packages", "dist-packages", "__pycache__"})
@@ -167,15 +167,15 @@ def python_sources() -> Iterator[tuple[str, bytes]]:
 
 
 def is_held_out(name: str, share: int = 20) -> bool:
-    """Whether the file of that name is one of about one in `share` that are held out.
+    """Return whether a file is held out, which is so for about one in `share` files.
 
-    That depends on its name alone, so that every rank and every run agrees.
+    It depends only on the name, so all ranks and runs agree.
     """
     return zlib.crc32(name.encode()) % share == 0
 
 
 def load_corpus() -> Corpus:
-    """The standard library, every file wholly on one side."""
+    """Return the standard library. Each file is either training or held-out text."""
     train, held_out = bytearray(), bytearray()
     for name, text in python_sources():
         side = held_out if is_held_out(name) else train
@@ -184,7 +184,7 @@ def load_corpus() -> Corpus:
 
 
 def windows_at(text: Tensor, starts: Tensor, length: int) -> Tensor:
-    """(len(starts), length) integers: the pieces of `text` that begin at `starts`."""
+    """Return the pieces of `text` that begin at `starts`, shape (len(starts), length), int64."""
     return text[starts[:, None] + torch.arange(length)].long()
 
 
@@ -194,16 +194,16 @@ def random_windows(text: Tensor, count: int, length: int, generator: torch.Gener
 
 
 def spaced_windows(text: Tensor, count: int, length: int) -> Tensor:
-    """The same `count` pieces in every run, spread evenly over the text."""
+    """Return `count` pieces, evenly spaced over the text and the same in every run."""
     starts = torch.linspace(0, len(text) - length, count, dtype=torch.float64).long()
     return windows_at(text, starts, length)
 
 
 def bigram_entropy(*texts: Tensor, chunk: int = 4_194_304) -> float:
-    """Entropy of a byte given the byte before it, in nats, over all texts together.
+    """Return the entropy of a byte given the previous byte, in nats per byte, over all texts together.
 
-    No model that looks one byte back can have a lower loss on these texts, so a model that goes
-    well below it has learned more than which byte follows which.
+    It is the lowest possible loss of a model that sees only one byte. A loss well below it shows that the model uses
+    more context.
     """
     pairs = torch.zeros(256 * 256, dtype=torch.int64)
     for text in texts:

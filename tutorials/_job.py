@@ -1,7 +1,6 @@
-"""A training that any launcher can start, kill and start again, also on another number of ranks.
+"""A training run that any launcher can start, kill and restart, on any number of ranks.
 
-07_launch.py and 08_ray_train.py start it. What it needs of a launcher is a process group, and a directory that all of
-its ranks see.
+07_launch.py and 08_ray_train.py use it. It needs a process group and a directory that all ranks share.
 """
 
 import json
@@ -25,18 +24,18 @@ STEPS = "steps.jsonl"
 
 @dataclass(frozen=True)
 class Job:
-    """What a run depends on; its ranks and nodes may change.
+    """The settings of a run. The number of ranks and nodes may change between restarts.
 
     Attributes:
-        out: the directory of checkpoints and of `STEPS`, the same on all nodes.
-        steps: after how many it ends.
+        out: directory of checkpoints and of `STEPS`, shared by all nodes.
+        steps: number of steps.
         save_every: steps between checkpoints.
-        windows: of text in a step, on all ranks together, so that another number of ranks trains on the same; a
-            multiple of that number.
-        replicas: copies of the sharded model (HSDP). With as many as there are nodes, parameters are gathered within
-            nodes, and only reduced gradients cross them.
-        pause: seconds of rest after each step, which make the steps of this small model last as long as a large one's.
-        fsdp2: shard with torch's own engine, to compare.
+        windows: windows of text per step on all ranks together, so that the data do not depend on the number of ranks.
+            Must be a multiple of the number of ranks.
+        replicas: copies of the sharded model (HSDP). With one replica per node, parameters are gathered within a node,
+            and only reduced gradients are sent between nodes.
+        pause: seconds to sleep after each step, to imitate the step time of a large model.
+        fsdp2: shard with torch's FSDP2, for comparison.
     """
 
     out: Path
@@ -50,7 +49,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that is over, the same on every rank: its number from 1, its loss, and the checkpoint that followed."""
+    """A finished step: its number from 1, its mean loss, and its checkpoint if there is one. The same on all ranks."""
 
     number: int
     loss: float
@@ -58,7 +57,7 @@ class Step:
 
 
 def train(job: Job, device: torch.device) -> Iterator[Step]:
-    """Train from the latest checkpoint of the run, or the begin, to the last step; gives each step that it takes."""
+    """Train to the last step, from the latest checkpoint of the run if there is one. Yield each step."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = build_gpt("tiny", device=device)
     shard(model, make_mesh(job, device), engine(job.fsdp2))
@@ -68,7 +67,7 @@ def train(job: Job, device: torch.device) -> Iterator[Step]:
     job.out.mkdir(parents=True, exist_ok=True)
     (job.out / f"rank-{rank}.json").write_text(json.dumps(describe_rank(model)))
     if checkpoint.latest(job.out) is not None:
-        checkpoint.load(job.out, state)  # at any number of ranks and replicas
+        checkpoint.load(job.out, state)  # works on any number of ranks and replicas
 
     while state["step"] < job.steps:
         windows = random_windows(TEXT, job.windows, model.config.context + 1, data)[rank::world].to(device)
@@ -89,17 +88,20 @@ def train(job: Job, device: torch.device) -> Iterator[Step]:
 
 
 def make_mesh(job: Job, device: torch.device) -> DeviceMesh:
-    """All ranks, in the order of nodes: rows are replicas, and parameters are sharded along a row."""
+    """Create the mesh. Each row is a replica, over which parameters are sharded. Ranks are ordered by node."""
     world, replicas = dist.get_world_size(), job.replicas
     if world % replicas or job.windows % world:
-        raise SystemExit(f"{world} ranks cannot hold {replicas} replicas, or share {job.windows} windows out")
+        raise SystemExit(
+            f"the number of ranks, {world}, must be a multiple of --replicas {replicas}, "
+            f"and --windows {job.windows} a multiple of it"
+        )
     if replicas == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     return init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def engine(fsdp2: bool) -> Callable[..., Any]:
-    """`fully_shard` of this library, or torch's."""
+    """Return `fully_shard` of torch or of this library."""
     if fsdp2:
         from torch.distributed.fsdp import fully_shard
     else:
@@ -108,7 +110,7 @@ def engine(fsdp2: bool) -> Callable[..., Any]:
 
 
 def shard(model: GPT, mesh: DeviceMesh, fully_shard: Callable[..., Any]) -> None:
-    """Each block, then the root with what is left."""
+    """Shard each block, then the root with the remaining parameters."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -124,7 +126,7 @@ def mean_of_ranks(loss: torch.Tensor) -> float:
 
 
 def describe_rank(model: GPT) -> dict[str, Any]:
-    """Where this rank runs, which classes shard its model, and with which ranks it shares parameters."""
+    """Return the node and process id of this rank, the classes of its model, placements and process groups."""
     mesh = model.head.weight.device_mesh
     return {
         "node": int(os.environ.get("GROUP_RANK") or os.environ.get("NODE_RANK", "0")),  # torchrun's name, and Ray's
@@ -136,7 +138,7 @@ def describe_rank(model: GPT) -> dict[str, Any]:
 
 
 def read_steps(run: Path) -> list[dict[str, Any]]:
-    """The steps of all starts so far, in the order in which they were taken; some come twice, after a checkpoint."""
+    """Return the steps of all starts in order. Steps that were repeated after a restart occur twice."""
     path = run / STEPS
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,4 +1,4 @@
-"""What a training writes down: a line per step, the terminal's progress, and figures."""
+"""The log of the demo: a line per step, progress on the terminal, and plots."""
 
 import json
 import resource
@@ -16,36 +16,36 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class Moment:
-    """What is known after a step, the same on every rank."""
+    """The figures of a step. The same on all ranks."""
 
     step: int  # counted from 1
     progress: float  # 0 to 1
-    loss: float  # nats a byte, mean of the ranks
+    loss: float  # nats per byte, mean of all ranks
     learning_rate: float
     gradient_norm: float
-    seconds: float  # since training began
-    held_out: float | None = None  # nats a byte, where it was measured
+    seconds: float  # training time
+    held_out: float | None = None  # nats per byte, if it was evaluated
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes that this process holds on its device (on CPU: its resident memory)."""
+    """Return the bytes that this process holds on its device (on CPU: resident memory)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except FileNotFoundError:  # not Linux: the most it ever held
+    except FileNotFoundError:  # not Linux: use the maximum so far
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 class Logbook:
-    """Rank 0's view of a run: a line per step in metrics.jsonl, and what the terminal shows.
+    """Rank 0 writes a line per step to metrics.jsonl, and shows progress on the terminal.
 
-    A run that goes on `after` a step keeps the lines until there: what came after its last checkpoint is done again.
+    If a run resumes `after` a step, lines of later steps are deleted, because those steps are repeated.
     """
 
     def __init__(self, out: Path, tokens: int, device: torch.device, after: int = 0) -> None:
         self._rank_0 = dist.get_rank() == 0
-        self._tokens, self._device = tokens, device  # tokens a step
+        self._tokens, self._device = tokens, device  # tokens per step
         self._smooth: float | None = None
         self.display = Display(active=self._rank_0)
         self.rows: list[dict[str, float]] = []
@@ -64,7 +64,7 @@ class Logbook:
         row["tokens"] = moment.step * self._tokens
         row["memory_bytes"] = memory_in_use(self._device)
         self.rows.append(row)
-        if self._file is not None:  # written at once, so that Ctrl-C loses nothing
+        if self._file is not None:  # line-buffered, so Ctrl-C loses no line
             self._file.write(json.dumps(row) + "\n")
         self._smooth = 0.9 * (self._smooth or moment.loss) + 0.1 * moment.loss
         if moment.held_out is not None:
@@ -84,16 +84,16 @@ class Logbook:
 
 
 class OneStep:
-    """The plan and the record of one early step, with times; the others are not watched, which costs them nothing."""
+    """The plan and the record of one early step, with times. Other steps are not watched and have no overhead."""
 
-    STEP = 3  # the first one learns the order
+    STEP = 3  # the first step records the order of the groups
 
     def __init__(self, model: torch.nn.Module, active: bool) -> None:
         self._model, self._active = model, active
         self.planned_and_done = None
 
     def note(self, moment: Moment) -> None:
-        """A step is over: begin to watch before the one that is wanted, and end after it."""
+        """Call this after each step. Starts watching before step `STEP` and stops after it."""
         if not self._active:
             return
         import composable_shard as cs
@@ -106,9 +106,9 @@ class OneStep:
 
 
 def draw(log: Logbook, bigram: float, planned_and_done, watched: OneStep, out: Path) -> None:
-    """loss.png, and memory.png: the last step's timeline, or the memory over time without one.
+    """Draw loss.png and memory.png (the last step's memory, or resident memory over time without a record).
 
-    Of a step that was watched also plan_memory.png and timeline.json.
+    If a step was watched, also write plan_memory.png and timeline.json.
     """
     from composable_shard.report import memory, plot_loss, plot_memory, plot_resident_memory, timeline
 
@@ -122,4 +122,5 @@ def draw(log: Logbook, bigram: float, planned_and_done, watched: OneStep, out: P
         plan, record = watched.planned_and_done
         timeline(plan, record, out / "timeline.json")
         memory(plan, out / "plan_memory.png", record)
-        log.say(f"one step: its memory {out / 'plan_memory.png'}; for https://ui.perfetto.dev {out / 'timeline.json'}")
+        log.say(f"memory of a step: {out / 'plan_memory.png'}")
+        log.say(f"timeline of a step, for https://ui.perfetto.dev: {out / 'timeline.json'}")

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685) beside linear layers that stay as they are."""
+"""Add low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685) to frozen linear layers."""
 
 from collections.abc import Iterable
 from types import ModuleType
@@ -9,7 +9,7 @@ from composable_shard.planner.decoder import LowRank
 
 
 def peft_or_none() -> ModuleType | None:
-    """PEFT, if it is installed."""
+    """Return the module `peft` if it is installed."""
     try:
         import peft
     except ImportError:
@@ -18,9 +18,9 @@ def peft_or_none() -> ModuleType | None:
 
 
 def with_adapters(model: nn.Module, blocks: Iterable[nn.Module], rank: int) -> nn.Module:
-    """The model with adapters on the linear layers of its blocks, which alone train; call it before it is sharded.
+    """Freeze the model and add trainable adapters to the linear layers of its blocks. Call this before sharding.
 
-    A model of Transformers gets them of PEFT, if that is installed.
+    Models of Transformers get adapters of PEFT if it is installed.
     """
     peft = peft_or_none()
     if peft is not None and hasattr(model, "add_adapter"):  # one of Transformers
@@ -32,7 +32,7 @@ def with_adapters(model: nn.Module, blocks: Iterable[nn.Module], rank: int) -> n
     linear = [each for each in linear if isinstance(each[2], nn.Linear)]
     if not linear:
         raise SystemExit(
-            "--lora: the blocks of this model hold no nn.Linear; PEFT (pip install peft) knows other kinds"
+            "--lora: the blocks of this model have no nn.Linear; PEFT (pip install peft) supports other layers"
         )
     for parent, name, child in linear:
         parent.register_module(name, LowRank(child, rank))
@@ -40,7 +40,7 @@ def with_adapters(model: nn.Module, blocks: Iterable[nn.Module], rank: int) -> n
 
 
 def reset_adapter(module: nn.Module) -> None:
-    """Let an adapter begin as one that changes nothing."""
+    """Initialize an adapter so that it does not change the output of its layer."""
     if isinstance(module, LowRank):
         module.down.reset_parameters()
         nn.init.zeros_(module.up.weight)
@@ -50,7 +50,7 @@ def reset_adapter(module: nn.Module) -> None:
 
 
 def names_with_adapters(model: nn.Module) -> dict[str, str]:
-    """By the name that a parameter had before its model got adapters, the one that it has; none of the adapters."""
+    """Map the names of the base model's parameters to their names in the model with adapters."""
     kept = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     parts = [name.removeprefix("base_model.model.").split(".") for name in kept]
     before = (".".join(part for part in each if part not in ("base", "base_layer")) for each in parts)
@@ -58,9 +58,9 @@ def names_with_adapters(model: nn.Module) -> dict[str, str]:
 
 
 def trained_parameters(model: nn.Module) -> nn.Module:
-    """What a checkpoint needs of a model in which few parameters train: a module that holds those alone.
+    """Return a module with only the trainable parameters of the model, for checkpoints.
 
-    Its parameters are the model's own, so it is made when the model is sharded and has its memory.
+    It shares its parameters with the model. Create it after the model is sharded and materialized.
     """
     trained = {name.replace(".", "/"): p for name, p in model.named_parameters() if p.requires_grad}
     return nn.ParameterDict(trained)

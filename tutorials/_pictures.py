@@ -1,4 +1,4 @@
-"""The frame of the tutorials' pictures, which need matplotlib (the extra `plot`)."""
+"""Create the tutorials' pictures with matplotlib (the extra `plot`)."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-if importlib.util.find_spec("matplotlib") is None:  # said before anything runs, not where the picture is drawn
-    raise SystemExit("this tutorial draws its pictures with matplotlib, which is not installed: pip install matplotlib")
+if importlib.util.find_spec("matplotlib") is None:  # fail before the script runs, not at the end
+    raise SystemExit("this tutorial requires matplotlib: pip install matplotlib")
 
 BLUE, PALE, SAND, RED = "#30638e", "#9cc3e0", "#e3a15f", "#d1495b"
 GREEN, GREY = "#66a182", "#d5dde4"
@@ -15,9 +15,9 @@ GREEN, GREY = "#66a182", "#d5dde4"
 
 @contextmanager
 def picture(path: Path, width: float, height: float, *, rows: int = 1, columns: int = 1, **how: Any) -> Iterator[Any]:
-    """The axes of a new picture, an array if there are several, which is written at the end of the block.
+    """Yield the axes of a new picture (an array if there are several), and save it at the end of the block.
 
-    `width` and `height` are in inches; `how` goes to matplotlib's `Figure.subplots`.
+    `width` and `height` are in inches. `how` is passed to matplotlib's `Figure.subplots`.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

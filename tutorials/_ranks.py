@@ -1,4 +1,4 @@
-"""How a tutorial starts itself once for each process, and how its ranks find each other."""
+"""Start a tutorial's processes under torchrun, and initialize their process group."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ from _console import INTERRUPTED, Interrupt
 
 
 def start_ranks(kind: str) -> torch.device:
-    """Join the other processes; gives this rank's device. `kind` is auto, cpu or cuda."""
+    """Initialize the process group and return this rank's device. `kind` is auto, cpu or cuda."""
     local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if kind == "auto":
         kind = "cuda" if torch.cuda.device_count() >= local_world else "cpu"
@@ -25,10 +25,10 @@ def start_ranks(kind: str) -> torch.device:
 
 
 def on_rank(run: Callable[[], int], interrupt: Interrupt) -> int:
-    """Call `run`, and part from the other processes; gives what it gives."""
+    """Call `run`, destroy the process group, and return the exit status."""
     try:
         status = run()
-    except RuntimeError:  # a peer that Ctrl-C ended first looks like a lost connection
+    except RuntimeError:  # a lost connection, if Ctrl-C ended a peer first
         time.sleep(0.5)
         if interrupt.asked:
             interrupt.leave()
@@ -38,8 +38,8 @@ def on_rank(run: Callable[[], int], interrupt: Interrupt) -> int:
 
 
 def launch(script: str, processes: int, *more: str) -> int:
-    """Start this script again, under torchrun, once for each process and with more arguments; gives the exit status."""
-    # One machine: talk over loopback, and share the cores out instead of fighting for them.
+    """Start this script under torchrun, with additional arguments `more`. Return the exit status."""
+    # All ranks are on this machine: use loopback, and divide the cores among the processes.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
@@ -47,12 +47,12 @@ def launch(script: str, processes: int, *more: str) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # else it tells of every signal
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # hide a warning per signal
     here = ["--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={processes}"]
     try:
         torchrun([*here, script, *sys.argv[1:], *more])
     except SignalException:
         return INTERRUPTED
-    except ChildFailedError:  # torchrun has printed which rank failed, and the rank has said why
+    except ChildFailedError:  # torchrun and the failed rank have printed the error
         return 1
     return 0

@@ -1,4 +1,4 @@
-"""How a training is saved on its way, and how it goes on after whatever ended it."""
+"""Save checkpoints during training, and resume from them."""
 
 import json
 import os
@@ -14,18 +14,18 @@ from composable_shard import CheckpointIncompleteError, checkpoint
 
 @dataclass
 class Position:
-    """Where a training is: what it needs beside weights and optimizer to go on as if nothing had ended it.
+    """The state that a run needs to resume, except model and optimizer.
 
-    An object with `state_dict` and `load_state_dict` can be an entry of a checkpoint's state.
+    It has `state_dict` and `load_state_dict`, so it can be an entry of a checkpoint's state.
     """
 
-    data: torch.Generator  # which windows come next
-    windows: int  # a step, on all ranks together; it stays when the number of ranks changes
+    data: torch.Generator  # draws the windows
+    windows: int  # per step on all ranks together; unchanged if the number of ranks changes
     precision: str
-    step: int = 0  # how many are done
+    step: int = 0  # finished steps
     progress: float = 0.0  # 0 to 1
-    seconds: float = 0.0  # of training
-    next_evaluation: float = 0.2  # at which progress
+    seconds: float = 0.0  # training time
+    next_evaluation: float = 0.2  # progress of the next evaluation
 
     def state_dict(self) -> dict[str, Any]:
         return {**vars(self), "data": self.data.get_state()}
@@ -36,26 +36,26 @@ class Position:
 
 
 class Checkpoints:
-    """A directory of checkpoints, of which the newest two stay."""
+    """A directory with the two newest checkpoints."""
 
     def __init__(
         self, directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, position: Position, every: int
     ) -> None:
         self._directory, self._position, self._every = directory, position, every
-        self._saved = -1  # the step that was saved or loaded last
+        self._saved = -1  # last step that was saved or loaded
         random = checkpoint.RandomState()
         self._state = {"model": model, "optimizer": optimizer, "random": random, "position": position}
 
     def resume(self) -> bool:
-        """Load the latest checkpoint; gives whether there was one."""
+        """Load the latest checkpoint. Return whether there was one."""
         try:
             self._saved = checkpoint.load(self._directory, self._state).step
-        except CheckpointIncompleteError:  # on all ranks, like every error of a load
+        except CheckpointIncompleteError:  # no complete checkpoint; raised on all ranks
             return False
         return True
 
     def save(self) -> Path:
-        """Save this step, unless that is done: all ranks write, and it counts when all of it is on disk."""
+        """Save this step if it was not saved yet. All ranks write. Return the checkpoint's directory."""
         step = self._position.step
         if step != self._saved:
             checkpoint.save(self._directory, self._state, step=step, keep=2)
@@ -63,13 +63,13 @@ class Checkpoints:
         return self._directory / f"step-{step:08d}"
 
     def after_step(self) -> None:
-        """Save if it is time."""
+        """Save if this step is a multiple of `every`."""
         if self._every and self._position.step % self._every == 0:
             self.save()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of metrics; of a line that the end of its writer cut off, nothing."""
+    """Return the rows of a metrics file, without a last line that was cut off."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -80,14 +80,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Put a file of metrics in the place of another, at once."""
+    """Replace a metrics file atomically."""
     beside = path.with_suffix(".new")
     beside.write_text("".join(json.dumps(row) + "\n" for row in rows))
     os.replace(beside, path)
 
 
 def set_aside(directory: Path, metrics: Path, always: bool) -> Path | None:
-    """Move the checkpoints of a run that has come to its end out of the way of a new one; gives where to."""
+    """Rename the checkpoint directory if its run is finished (or `always`). Return the new path, or None."""
     if not directory.exists() or not (always or any("final" in row for row in read_rows(metrics))):
         return None
     number = 1

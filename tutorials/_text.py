@@ -1,4 +1,4 @@
-"""Text to train on: what is below a folder, as bytes or as the tokens of a model's tokenizer."""
+"""Read training text from a folder, as bytes or as tokens of the model's tokenizer."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from torch import Tensor
 from _gpt import is_held_out, python_sources
 
 SUFFIXES = "txt,md,rst,tex,html,py,c,h,cc,cpp,hpp,java,js,ts,go,rs,sh"
-_MANY = 40  # files; of fewer, each gives its end to the held-out text
-_SHARE = 20  # about one in so many files, or of so many tokens, is held out
+_MANY = 40  # with fewer files, the end of each file is held out instead of whole files
+_SHARE = 20  # about 1 in 20 files or tokens is held out
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """How text becomes numbers.
+    """Conversion between text and token ids.
 
     Attributes:
-        unit: what a number stands for.
-        vocabulary: how many there are.
-        encode: numbers of the text of a file, and what ends it.
-        decode: text of numbers.
-        prompt: numbers of the begin of a text.
+        unit: name of a token in messages, "byte" or "token".
+        vocabulary: number of different tokens.
+        encode: returns the tokens of a file and an end token, one-dimensional.
+        decode: returns the text of tokens.
+        prompt: returns the tokens of a prompt, without an end token.
     """
 
     unit: str
@@ -45,7 +45,7 @@ BYTES = Tokenizer("byte", 256, _bytes_of, _text_of, lambda text: list(text.encod
 
 
 def tokenizer_in(folder: Path | None) -> Tokenizer:
-    """The tokenizer of Hugging Face that lies in a folder; bytes if none does."""
+    """Return the Hugging Face tokenizer in a folder, or `BYTES` if there is none."""
     if folder is None or not (folder / "tokenizer.json").exists():
         return BYTES
     from transformers import AutoTokenizer
@@ -62,12 +62,12 @@ def tokenizer_in(folder: Path | None) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Text:
-    """Text in two parts.
+    """Training and held-out text.
 
     Attributes:
-        train: tokens, one-dimensional.
-        held_out: those that are not trained on.
-        bytes_per_token: of the held-out part.
+        train: training tokens, one-dimensional.
+        held_out: held-out tokens, one-dimensional.
+        bytes_per_token: mean bytes per token of the held-out text.
     """
 
     train: Tensor
@@ -76,19 +76,19 @@ class Text:
 
 
 def files_below(folder: Path, suffixes: str) -> list[Path]:
-    """The files with one of these endings below a folder, sorted; none in hidden folders. Exits if there are none."""
+    """Return the sorted files below a folder that have one of the suffixes, without hidden ones. Exit if none."""
     if not folder.is_dir():
-        raise SystemExit(f"--data {folder}: there is no such folder")
+        raise SystemExit(f"--data {folder}: no such folder")
     endings = {f".{suffix.strip().lstrip('.')}" for suffix in suffixes.split(",")}
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in endings and path.is_file())
     files = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     if not any(path.stat().st_size for path in files):
-        raise SystemExit(f"--data {folder}: has no text in files that end in {suffixes}; --suffixes names others")
+        raise SystemExit(f"--data {folder}: no text in files with suffixes {suffixes}; choose others with --suffixes")
     return files
 
 
 def texts_of(folder: Path | None, suffixes: str) -> Iterator[tuple[str, bytes]]:
-    """Name and content of each file below a folder, or of Python's standard library."""
+    """Yield name and content of each file below a folder, or of Python's standard library."""
     if folder is None:
         yield from python_sources()
     else:
@@ -97,10 +97,10 @@ def texts_of(folder: Path | None, suffixes: str) -> Iterator[tuple[str, bytes]]:
 
 
 def read_text(texts: Iterable[tuple[str, bytes]], tokenizer: Tokenizer) -> Text:
-    """Tokens of named texts, the same split on every rank and in every run.
+    """Tokenize named texts and split them. The split is the same on all ranks and in all runs.
 
-    Of many files about one in twenty is held out, chosen by its name; of few, or where no name is chosen, the last
-    twentieth of each.
+    With many files, about one in twenty is held out, chosen by its name. With few files, or if no name is chosen, the
+    last twentieth of each file is held out.
     """
     named = [(name, text) for name, text in texts if text]
     by_name = len(named) >= _MANY and any(is_held_out(name, _SHARE) for name, _ in named)

@@ -1,16 +1,22 @@
-"""Train a language model of your own, sharded: the script to copy.
+"""Train your own sharded language model. Copy this script.
 
     python tutorials/train.py --data my_texts                           # the built-in GPT, on two processes
     python tutorials/train.py --data my_texts --model path/config.json  # any causal model of Transformers
-    torchrun --nproc-per-node 8 tutorials/train.py --data my_texts ...  # started by you; several nodes likewise
+    torchrun --nproc-per-node 8 tutorials/train.py --data my_texts ...  # with a launcher, on one or several nodes
 
-`--help` lists what can be chosen. Whatever ends the training, started again it goes on from its last
-checkpoint, also on another number of processes, and with more `--steps` beyond its end.
+`--help` lists the options. After an interruption, start the script again to resume from the last checkpoint, on any
+number of processes. With more `--steps`, a finished run continues.
 
-What sharding needs are the five lines marked with a number, in `prepare` and `one_step`. The rest is
-what any training needs. Beside this file: models by name in `_blueprints.py`, adapters in `_lora.py`, text in
-`_text.py`, the schedule and the evaluation in `_course.py`, checkpoints in `_resume.py`, figures in
-`_figures.py`, the terminal in `_console.py`, the start of processes in `_ranks.py`.
+Sharding needs five lines, marked 1 to 5 in `prepare` and `one_step`. The rest is needed in any training script:
+
+- `_blueprints.py`: models by name
+- `_lora.py`: adapters
+- `_text.py`: text and tokenizers
+- `_course.py`: the learning rate schedule and the evaluation
+- `_resume.py`: checkpoints
+- `_figures.py`: metrics
+- `_console.py`: the terminal and Ctrl-C
+- `_ranks.py`: start of the processes
 """
 
 import argparse
@@ -27,7 +33,7 @@ from typing import Any
 from _console import INTERRUPTED, Display, Interrupt
 
 if __name__ == "__main__":
-    interrupt = Interrupt()  # before torch, which takes seconds to load
+    interrupt = Interrupt()  # before importing torch, which takes seconds
 
 import torch
 import torch.distributed as dist
@@ -48,7 +54,7 @@ from composable_shard.planner import KNOWN, checkpoint_modules, repeated_blocks
 
 STRATEGIES = ("none", "ddp", "zero1", "zero2", "zero3", "hsdp", "auto")
 CHECKPOINTING = ("none", "selective", "full")
-PRECISIONS = {  # of parameters and optimizer, and the policy for the rest of a step
+PRECISIONS = {  # dtype of parameters and optimizer state, and the mixed precision policy
     "float32": (torch.float32, cs.MixedPrecisionPolicy()),
     "bfloat16-mixed": (
         torch.float32,
@@ -63,16 +69,16 @@ PRECISIONS = {  # of parameters and optimizer, and the policy for the rest of a 
 
 @dataclass(frozen=True)
 class Training:
-    """What a step works with."""
+    """The objects that a training step uses."""
 
     options: argparse.Namespace
     device: torch.device
     model: nn.Module
-    run: nn.Module  # the model, compiled if that was asked for
+    run: nn.Module  # the model, compiled with --compile
     optimizer: torch.optim.Optimizer
 
     def computing(self) -> AbstractContextManager[Any]:
-        """The precision of a model that is not sharded; else the policy sees to it."""
+        """Return autocast for an unsharded model. Sharded models use the mixed precision policy instead."""
         mixed = self.options.strategy == "none" and self.options.precision == "bfloat16-mixed"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=mixed)
 
@@ -82,36 +88,36 @@ class Training:
 
 
 def prepare(options: argparse.Namespace, plan: Blueprint, device: torch.device) -> Training:
-    """The model, sharded and filled, and its optimizer."""
+    """Build, shard and initialize the model, and create its optimizer."""
     dtype, policy = PRECISIONS[options.precision]
     torch.manual_seed(options.seed)  # the same on all ranks
-    model = build(plan, dtype, options.lora)  # has no memory yet
+    model = build(plan, dtype, options.lora)  # on the meta device
     blocks = repeated_blocks(model)
     checkpoint_modules(blocks, options.checkpointing)
     cs.shard_auto(model, strategy=options.strategy, replicas=options.replicas, mp_policy=policy)  # 1
-    materialize(model, blocks, plan, device)  # 2: each rank its shards
+    materialize(model, blocks, plan, device)  # 2: allocates and initializes only this rank's shards
     if options.weights is not None:
         load_weights(model, options.weights, options.lora > 0)
-    optimizer = adamw(model)  # 3: of the shards, so behind `shard_auto`
-    torch.manual_seed(options.seed + 1 + dist.get_rank())  # of dropout, another one on each rank
+    optimizer = adamw(model)  # 3: after `shard_auto`, because it must hold the sharded parameters
+    torch.manual_seed(options.seed + 1 + dist.get_rank())  # for dropout, different on each rank
     return Training(options, device, model, cs.compile(model) if options.compile else model, optimizer)
 
 
 def one_step(training: Training, windows: Tensor) -> Tensor:
-    """Forward, backward and update with this rank's windows; gives the mean loss over the tokens of all ranks."""
+    """Run forward, backward and the optimizer step. Return the mean loss over the tokens of all ranks."""
     options, model = training.options, training.model
     microbatches = windows.tensor_split(options.accumulate)
     total = cs.total_tokens(windows[:, 1:].numel())
     step_loss = torch.zeros((), device=training.device)
     for index, microbatch in enumerate(microbatches):
-        if options.strategy != "none":  # gradients are reduced after the last one
+        if options.strategy != "none":  # reduce gradients only after the last microbatch
             model.set_requires_gradient_sync(index == len(microbatches) - 1)
         with training.computing():
             loss = next_token_loss(training.run, microbatch)
-        loss = cs.average_by_tokens(loss, microbatch[:, 1:].numel(), total=total)  # 4: all tokens of all ranks alike
+        loss = cs.average_by_tokens(loss, microbatch[:, 1:].numel(), total=total)  # 4: equal weight for all tokens
         loss.backward()
         step_loss += loss.detach()
-    cs.clip_grad_norm_(model.parameters(), options.clip)  # 5: by the norm of the gradients of all ranks
+    cs.clip_grad_norm_(model.parameters(), options.clip)  # 5: clips by the global gradient norm
     training.optimizer.step()
     training.optimizer.zero_grad()
     return step_loss
@@ -123,7 +129,7 @@ def one_step(training: Training, windows: Tensor) -> Tensor:
 def train(
     training: Training, text: Text, position: Position, checkpoints: Checkpoints, sinks: list[Sink], stop: Any
 ) -> None:
-    """Train from a position to the end of the steps or the time, or until `stop` says so on any rank."""
+    """Train until the steps or the time are used up, or `stop` returns True on any rank."""
     options, device = training.options, training.device
     rank, world = dist.get_rank(), dist.get_world_size()
     limits = {"most_steps": options.steps, "minutes": options.minutes}
@@ -135,13 +141,13 @@ def train(
             rate = learning_rate(position.progress, options.learning_rate, options.warm_up)
             for group in training.optimizer.param_groups:
                 group["lr"] = rate
-            # Every rank draws the whole batch and takes its part: the data do not depend on the ranks.
+            # Each rank draws the global batch and takes its part, so the data do not depend on the number of ranks.
             windows = random_windows(text.train, position.windows, options.sequence + 1, position.data)[rank::world]
             loss = one_step(training, windows.to(device))
 
             position.step += 1
             seconds = time.monotonic() - began
-            ahead = seconds + (time.monotonic() - step_began)  # where one more step would end
+            ahead = seconds + (time.monotonic() - step_began)  # estimated time at the end of the next step
             progress, done = how_far(position.step, seconds, ahead, **limits)
             vote = stop() or (done and rank == 0)
             _, position.progress, done, position.seconds = settle(0.0, progress, vote, seconds)
@@ -153,7 +159,7 @@ def train(
 
 
 def evaluate(training: Training, text: Text) -> float:
-    """Loss in nats a token on held-out windows, the same ones each time."""
+    """Return the loss in nats per token on held-out windows, the same ones each time."""
     options = training.options
     training.model.eval()
     loss = held_out_loss(training.loss, text.held_out, options.evaluation, options.sequence + 1, training.device)
@@ -162,7 +168,7 @@ def evaluate(training: Training, text: Text) -> float:
 
 
 def sample(training: Training, tokenizer: Tokenizer) -> str:
-    """Text that the model writes."""
+    """Generate text after `--prompt`."""
     options = training.options
     training.model.eval()
 
@@ -174,11 +180,11 @@ def sample(training: Training, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(continued(logits, prompt, options.sample, options.sequence, options.seed, training.device))
 
 
-# ------------------------------------------------------------------------------- the run as a whole
+# ------------------------------------------------------------------------------- the run
 
 
 def run(options: argparse.Namespace, plan: Blueprint, device: torch.device, interrupt: Interrupt) -> int:
-    """The training on one rank; gives the exit status."""
+    """Train on one rank. Return the exit status."""
     first, world = dist.get_rank() == 0, dist.get_world_size()
     display = Display(active=first)
     tokenizer = tokenizer_in(plan.folder)
@@ -196,13 +202,14 @@ def run(options: argparse.Namespace, plan: Blueprint, device: torch.device, inte
     try:
         resumed = checkpoints.resume()
     except cs.CheckpointMismatchError:
-        refuse(f"--out {options.out}: has checkpoints of another model; give another folder, or --fresh")
+        refuse(f"--out {options.out}: has checkpoints of another model; use another folder, or --fresh")
     if resumed:
-        display.say(f"goes on after step {position.step}, from {directory}; --fresh begins anew")
+        display.say(f"resumed after step {position.step}, from {directory}; --fresh starts over")
     elif aside is not None:
-        display.say(f"the checkpoints of the run before are in {aside}")
+        display.say(f"checkpoints of the previous run were moved to {aside}")
     if position.windows < world * options.accumulate:
-        refuse(f"{position.windows} sequences a step are too few for {world} ranks x {options.accumulate} microbatches")
+        parts = f"{world} ranks with {options.accumulate} microbatches each"
+        refuse(f"{position.windows} sequences per step are too few for {parts}")
     describe(training, position, text, tokenizer, display)
 
     sinks = make_sinks(options, position, display) if first else []
@@ -213,7 +220,7 @@ def run(options: argparse.Namespace, plan: Blueprint, device: torch.device, inte
     display.close()
     display.say(f"{position.step} steps in {position.seconds:.0f} s; {path}")
     if position.progress < 1.0:
-        display.say("interrupted: the checkpoint is kept; started again, it goes on from there")
+        display.say("interrupted: the checkpoint is saved; start the script again to resume")
         return INTERRUPTED
     last = finish(training, plan, text, tokenizer, display)
     for write in sinks:
@@ -223,7 +230,7 @@ def run(options: argparse.Namespace, plan: Blueprint, device: torch.device, inte
 
 
 def export(model: nn.Module, plan: Blueprint, folder: Path) -> Path:
-    """Write the model as Transformers reads it; of one with adapters of PEFT these alone, as PEFT reads them."""
+    """Export the model for Transformers, or only its adapters for PEFT if it has adapters of PEFT."""
     if hasattr(model, "peft_config"):
         settings = json.dumps(model.peft_config["default"].to_dict(), default=list)
         texts = {"adapter_config.json": settings}
@@ -232,29 +239,30 @@ def export(model: nn.Module, plan: Blueprint, folder: Path) -> Path:
 
 
 def describe(training: Training, position: Position, text: Text, tokenizer: Tokenizer, display: Display) -> None:
-    """Say what will be trained, how it is sharded, and on what."""
+    """Print the model, its sharding and the text."""
     options = training.options
     sizes = [(p.numel(), p.numel() * p.requires_grad) for p in training.model.parameters()]
     every, trained = (sum(column) / 1e6 for column in zip(*sizes, strict=True))
-    adapters = f", of which {trained:.2f} million, the adapters, train" if options.lora else ""
+    adapters = f", {trained:.2f} million of them trained (adapters)" if options.lora else ""
     display.say(
         f"{options.model}: {every:.2f} million parameters{adapters}; {options.strategy} on {dist.get_world_size()} "
-        f"processes, {options.precision}, {options.checkpointing} checkpointing"
+        f"processes, {options.precision}, activation checkpointing: {options.checkpointing}"
     )
     if options.strategy != "none":
         display.say(
-            f"a step gathers and reduces within {cs.make_plan(training.model).peak_bytes / 2**20:,.1f} MiB a rank"
+            f"peak of unsharded parameters and communication buffers: "
+            f"{cs.make_plan(training.model).peak_bytes / 2**20:,.1f} MiB per rank"
         )
     if options.lora and options.weights is None:
-        display.say("the weights beside the adapters are random: --weights names a folder with others")
+        display.say("the frozen weights are random; load weights with --weights FOLDER")
     display.say(
-        f"text: {len(text.train):,} {tokenizer.unit}s to train on, {len(text.held_out):,} held out; "
-        f"{position.windows * options.sequence:,} a step"
+        f"text: {len(text.train):,} {tokenizer.unit}s for training, {len(text.held_out):,} held out; "
+        f"{position.windows * options.sequence:,} per step"
     )
 
 
 def make_sinks(options: argparse.Namespace, position: Position, display: Display) -> list[Sink]:
-    """Where rank 0 sends the figures of each step."""
+    """Return the sinks to which rank 0 writes the figures of each step."""
 
     def show(figures: Figures, step: int) -> None:
         if "held_out/loss" in figures:
@@ -262,7 +270,7 @@ def make_sinks(options: argparse.Namespace, position: Position, display: Display
         if "train/loss" in figures:
             left = position.seconds * (1 - position.progress) / max(position.progress, 1e-9)
             mean = step * position.windows * options.sequence / position.seconds
-            speed = figures.get("step/tokens_per_second", mean)  # which the first step does not tell
+            speed = figures.get("step/tokens_per_second", mean)  # not logged for the first step
             display.progress(position.progress, step=step, loss=figures["train/loss"], speed=speed, left=left)
 
     sinks = [json_lines(options.out / METRICS, position.step), show]
@@ -274,13 +282,13 @@ def make_sinks(options: argparse.Namespace, position: Position, display: Display
 
 
 def finish(training: Training, plan: Blueprint, text: Text, tokenizer: Tokenizer, display: Display) -> Figures:
-    """Evaluate, write the model for others, and let it write; gives the last figures."""
+    """Evaluate, export the model, and generate text. Return the final figures."""
     options = training.options
     loss = evaluate(training, text)
     bits = loss / math.log(2) / text.bytes_per_token
-    display.say(f"held-out loss {loss:.3f} nats a {tokenizer.unit}, {bits:.3f} bits a byte")
+    display.say(f"held-out loss {loss:.3f} nats per {tokenizer.unit}, {bits:.3f} bits per byte")
     if options.export is not None:
-        display.say(f"written for Hugging Face's libraries: {export(training.model, plan, options.export)}")
+        display.say(f"exported for Hugging Face libraries: {export(training.model, plan, options.export)}")
     if options.sample > 0:
         display.say(f"\nThe model writes:\n\n{sample(training, tokenizer)}")
     return {"final/loss": loss, "final/bits_per_byte": bits}
@@ -288,42 +296,42 @@ def finish(training: Training, plan: Blueprint, text: Text, tokenizer: Tokenizer
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Train a language model of your own, sharded.",
+        description="Train your own sharded language model.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", default="3m", help=f"{', '.join(NAMES)}, or a config.json of Hugging Face, or its folder")
-    add("--weights", type=Path, help="folder with safetensors to start from, if not that of --model")
-    add("--lora", type=int, default=0, help="rank of adapters, which then train alone")
+    add("--model", default="3m", help=f"{', '.join(NAMES)}, or a Hugging Face config.json or its folder")
+    add("--weights", type=Path, help="folder with initial safetensors; by default that of --model, if it has some")
+    add("--lora", type=int, default=0, help="train only adapters of this rank")
     add("--data", type=Path, help="folder with text; by default Python's standard library")
-    add("--suffixes", default=SUFFIXES, help="endings of the files with text")
-    add("--sequence", type=int, default=256, help="tokens of a sequence")
-    add("--strategy", choices=STRATEGIES, default="zero3", help="how to shard; auto asks cs.advise")
-    add("--replicas", type=int, default=1, help="hsdp: copies of the shards")
-    add("--machine", help=f"auto: {', '.join(KNOWN)}, or a file of `composable-shard measure-links --json`")
+    add("--suffixes", default=SUFFIXES, help="suffixes of the text files")
+    add("--sequence", type=int, default=256, help="tokens per sequence")
+    add("--strategy", choices=STRATEGIES, default="zero3", help="sharding strategy; auto: ask cs.advise")
+    add("--replicas", type=int, default=1, help="hsdp: copies of the sharded model")
+    add("--machine", help=f"for auto: {', '.join(KNOWN)}, or a file of `composable-shard measure-links --json`")
     add("--precision", choices=PRECISIONS, default="float32")
-    add("--checkpointing", choices=CHECKPOINTING, default="none", help="activations that are computed again")
-    add("--compile", action="store_true", help="with cs.compile")
-    add("--batch", type=int, default=4, help="sequences a rank and microbatch")
-    add("--accumulate", type=int, default=1, help="microbatches a step")
-    add("--steps", type=int, help="when to end; by default after 1000")
-    add("--minutes", type=float, help="when to end, if not after --steps")
-    add("--learning-rate", type=float, default=1e-3, help="the highest; less for large models and for LoRA")
-    add("--warm-up", type=float, default=0.05, help="share of the training in which it climbs")
-    add("--clip", type=float, default=1.0, help="largest norm of the gradients")
+    add("--checkpointing", choices=CHECKPOINTING, default="none", help="activation checkpointing")
+    add("--compile", action="store_true", help="compile the model with cs.compile")
+    add("--batch", type=int, default=4, help="sequences per rank and microbatch")
+    add("--accumulate", type=int, default=1, help="microbatches per step")
+    add("--steps", type=int, help="number of steps; by default 1000")
+    add("--minutes", type=float, help="duration of the training, instead of --steps")
+    add("--learning-rate", type=float, default=1e-3, help="peak learning rate; use less for large models and LoRA")
+    add("--warm-up", type=float, default=0.05, help="part of the training in which the learning rate rises")
+    add("--clip", type=float, default=1.0, help="maximum gradient norm")
     add("--seed", type=int, default=0)
-    add("--evaluate-every", type=int, default=200, help="steps; 0: at the end alone")
+    add("--evaluate-every", type=int, default=200, help="steps between evaluations; 0: only at the end")
     add("--evaluation", type=int, default=128, help="held-out sequences")
-    add("--save-every", type=int, default=200, help="steps; 0: at the end alone")
-    add("--prompt", default="The ", help="what the model continues at the end")
-    add("--sample", type=int, default=200, help="tokens that it writes")
-    add("--out", type=Path, default=Path("runs/train"), help="where figures and checkpoints go")
-    add("--export", type=Path, help="folder for the trained model, as safetensors; must not exist")
-    add("--tensorboard", type=Path, help="folder")
-    add("--wandb", metavar="PROJECT", help="of Weights & Biases")
-    add("--fresh", action="store_true", help="begin anew, whatever checkpoints are there")
+    add("--save-every", type=int, default=200, help="steps between checkpoints; 0: only at the end")
+    add("--prompt", default="The ", help="prompt for the text that is generated at the end")
+    add("--sample", type=int, default=200, help="tokens to generate at the end")
+    add("--out", type=Path, default=Path("runs/train"), help="directory of metrics and checkpoints")
+    add("--export", type=Path, help="folder for the trained model as safetensors; must not exist")
+    add("--tensorboard", type=Path, help="folder of TensorBoard logs")
+    add("--wandb", metavar="PROJECT", help="project of Weights & Biases")
+    add("--fresh", action="store_true", help="start over, even if there are checkpoints")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--processes", type=int, default=torch.cuda.device_count() or 2, help="to start, where no launcher does")
+    add("--processes", type=int, default=torch.cuda.device_count() or 2, help="processes to start without a launcher")
     return parser.parse_args(arguments)
 
 

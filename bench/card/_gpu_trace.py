@@ -1,4 +1,4 @@
-"""What a GPU did in one step, read from a trace of `torch.profiler`: kernels, copies and exposed communication."""
+"""Count kernels and copies and measure exposed communication of a step, from a trace of `torch.profiler`."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class Activity:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What one step launched. The compute stream is the one whose kernels take longest in total.
+    """Kernels, copies and times of one step. The compute stream is the one with the longest total kernel time.
 
     Attributes:
         kernels: kernels on the compute stream.
         copies: copies and fills (`memcpy`, `memset`) on the compute stream.
-        other_kernels: kernels on all other streams: communication and what prepares it.
+        other_kernels: kernels on all other streams, which communicate or prepare communication.
         other_copies: copies and fills on all other streams.
-        span_ms: from the first activity to the end of the last.
-        compute_ms: the compute stream is busy.
-        communication_ms: at least one of the other streams is busy.
-        exposed_ms: at least one of the other streams is busy, and the compute stream is not: exposed communication.
-        idle_ms: no stream is busy.
+        span_ms: time from the begin of the first activity to the end of the last one.
+        compute_ms: time in which the compute stream is busy.
+        communication_ms: time in which at least one other stream is busy.
+        exposed_ms: exposed communication: at least one other stream is busy and the compute stream is not.
+        idle_ms: time in which no stream is busy.
     """
 
     kernels: int
@@ -59,7 +59,7 @@ Intervals = list[tuple[float, float]]
 
 
 def union(activities: Iterable[Activity]) -> Intervals:
-    """Disjoint intervals, in order, in which at least one of the activities runs."""
+    """Return the sorted disjoint intervals in which at least one activity runs."""
     merged: Intervals = []
     for begin, end in sorted((each.begin, each.end) for each in activities):
         if merged and begin <= merged[-1][1]:
@@ -74,13 +74,17 @@ def length(intervals: Intervals) -> float:
 
 
 def summarize(activities: Sequence[Activity]) -> StepTrace:
-    """Raises ValueError if there is no kernel."""
+    """Summarize the activities of a step.
+
+    Raises:
+        ValueError: there is no kernel.
+    """
     kernel_time: Counter[int] = Counter()
     for each in activities:
         if each.kind == KERNEL:
             kernel_time[each.stream] += each.end - each.begin
     if not kernel_time:
-        raise ValueError("the trace contains no kernel; was the step run on a GPU, with ProfilerActivity.CUDA?")
+        raise ValueError("the trace contains no kernel: run the step on a GPU, with ProfilerActivity.CUDA")
     compute_stream = kernel_time.most_common(1)[0][0]
     compute = [each for each in activities if each.stream == compute_stream]
     other = [each for each in activities if each.stream != compute_stream]
@@ -100,7 +104,7 @@ def summarize(activities: Sequence[Activity]) -> StepTrace:
 
 
 def read_activities(trace: dict[str, Any]) -> list[Activity]:
-    """The GPU's activities in a trace in Chrome's format, as `export_chrome_trace` writes it."""
+    """Read the GPU's activities from a trace in Chrome's format, as `export_chrome_trace` writes it."""
     found = []
     for event in trace["traceEvents"]:
         if event.get("ph") == "X" and event.get("cat") in (KERNEL, *COPIES):
@@ -111,7 +115,7 @@ def read_activities(trace: dict[str, Any]) -> list[Activity]:
 
 
 def record_step(step: Callable[[], object]) -> StepTrace:
-    """Run a step under the profiler, and wait for the device before and after."""
+    """Run a step under the profiler. Synchronize with the device before and after."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step()

@@ -1,7 +1,7 @@
-"""Which allocations are live at the peak of a step, read from the history of torch's CUDA allocator.
+"""Find the allocations that are live at the peak of a step, from the history of torch's CUDA allocator.
 
-`record_peak` records the history of a step, and `find_peak` replays it. The history is the one that
-https://pytorch.org/memory_viz shows: `torch.cuda.memory._snapshot()`.
+`record_peak` records the history of a step, and `find_peak` replays it. The history is a
+`torch.cuda.memory._snapshot()`, which https://pytorch.org/memory_viz can show.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 import _device
 
-# Frames in these files do not tell the purpose of an allocation: those of their callers do.
+# Frames in these files do not show the purpose of an allocation, so the frames of their callers are used.
 TORCH = Path(torch.__file__).parent
 UNINFORMATIVE = tuple(f"{TORCH}/{name}" for name in ("_", "autograd/", "cuda/", "nn/", "optim/", "utils/"))
 NO_FRAME = "no Python frame (the backward of an operator)"
@@ -27,10 +27,10 @@ TRACES = "device_traces"
 
 @dataclass(frozen=True)
 class Site:
-    """Allocations from one place in the source, on one stream, that are live at the peak.
+    """Allocations from one source line on one stream that are live at the peak.
 
     Attributes:
-        stream: an address; 0 is the default stream.
+        stream: address of the stream; 0 is the default stream.
     """
 
     where: str
@@ -41,14 +41,14 @@ class Site:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes that a step allocates beyond those that are live when it begins.
+    """The peak memory of a step above the memory that is live when it begins.
 
     Attributes:
-        nbytes: as they were asked for.
-        allocated: as `torch.cuda.max_memory_allocated` counts, in blocks of 512 bytes; 0 if only a history was read.
+        nbytes: requested bytes.
+        allocated: bytes by `torch.cuda.max_memory_allocated`, in blocks of 512 bytes; 0 if only a history was read.
         reached_at: the allocation that reaches the peak.
-        sites: what is live then, the largest first. Memory that was allocated before the step and freed during it
-            counts as negative bytes, at the place "freed by the step".
+        sites: live allocations at the peak, largest first. Memory that was allocated before the step and freed during
+            it counts as negative bytes, at the site "freed by the step".
     """
 
     nbytes: int
@@ -61,9 +61,9 @@ FREED = "freed by the step"
 
 
 def find_peak(trace: Iterable[dict[str, Any]]) -> Peak:
-    """Replay the entries of one device, in the order in which they happened.
+    """Replay the entries of one device in order.
 
-    Memory counts as allocated until its free is requested, as in `torch.cuda.max_memory_allocated`; for memory that
+    Memory counts as allocated until its free is requested, as in `torch.cuda.max_memory_allocated`. For memory that
     other streams still use, the allocator completes the free later.
     """
     events = [entry for entry in trace if entry["action"] in ("alloc", "free_requested")]
@@ -87,7 +87,7 @@ def find_peak(trace: Iterable[dict[str, Any]]) -> Peak:
 
 
 def describe_place(entry: dict[str, Any]) -> str:
-    """The innermost frame that tells the purpose of an allocation, and its caller of another function."""
+    """Return the innermost frame that shows the purpose of an allocation, and its caller in another function."""
     frames = [
         frame
         for frame in entry.get("frames", [])
@@ -106,9 +106,9 @@ def format_frame(frame: dict[str, Any]) -> str:
 
 
 def record_peak(step: Callable[[], object], keep: Path | None = None) -> Peak:
-    """Run a step on the current CUDA device and return its peak; the history is written to `keep`, if given."""
+    """Run a step on the current CUDA device and return its peak. If `keep` is given, write the history there."""
     gc.collect()
-    gc.disable()  # a collection in the step would free memory of before it, by chance
+    gc.disable()  # a garbage collection during the step could free earlier memory
     before = _device.forget_peak()
     torch.cuda.memory._record_memory_history(stacks="python", clear_history=True)
     try:

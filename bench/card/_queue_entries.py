@@ -1,8 +1,8 @@
 """The entries of the GPU queue: what to measure next when a GPU is available, in this order.
 
-To add an entry, write it here, in the place where it should run. `tests/tools/test_gpu_queue.py` executes its dry run,
-checks its time, and checks that its scripts accept the options for a GPU. Every part is one command with a hard limit,
-which includes imports and compilation.
+To add an entry, insert it at the position where it should run. `tests/tools/test_gpu_queue.py` executes its dry run,
+checks its time, and checks that its scripts accept the options for a GPU. Every part is one command with a hard time
+limit, which includes imports and compilation.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-LIMIT_S = 540  # The longest entry. A loan of a GPU often comes in calls of 600 s, with start and transfer of results.
-START_S = 20  # The queue's own work: it checks the GPU before the first part, and packs files after the last.
-GRACE_S = 5  # After its limit a part gets SIGTERM, and SIGKILL so much later.
+LIMIT_S = 540  # Limit of an entry. A call on a GPU machine often has 600 s, with start and transfer of results.
+START_S = 20  # Time for the queue itself: it checks the GPU before the first part, and packs files after the last.
+GRACE_S = 5  # A part gets SIGTERM at its limit, and SIGKILL this much later.
 
 
 class QueueError(Exception):
@@ -25,13 +25,13 @@ class Part:
     """One command of an entry.
 
     Attributes:
-        script: a Python script below the root of the repository, or `-m module`, with the options of every run.
+        script: a Python script relative to the root of the repository, or `-m module`, with the options of all runs.
             `{json}` is replaced by the file for the figures, `{folder}` by a folder for other files.
-        gpu: more options, for a run on a GPU.
-        dry: more options, for the dry run on a CPU, which takes seconds.
+        gpu: additional options on a GPU.
+        dry: additional options of the dry run on a CPU, which takes seconds.
         limit_s: the time limit on a GPU, in seconds.
         env: environment variables of the command.
-        dry_env: environment variables of the dry run; they replace `env`.
+        dry_env: environment variables of the dry run, instead of `env`.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Part:
     dry_env: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, dry: bool) -> list[str]:
-        """The command line after `python`, with `{json}` and `{folder}` not replaced."""
+        """Return the command line after `python`, in which `{json}` and `{folder}` are not replaced."""
         return shlex.split(f"{self.script} {self.dry if dry else self.gpu}")
 
     def variables(self, dry: bool) -> dict[str, str]:
@@ -51,7 +51,7 @@ class Part:
 
     @property
     def has_figures(self) -> bool:
-        """Whether the command writes figures; the others answer by their exit status."""
+        """Whether the command writes figures. Other commands report only an exit status."""
         return "{json}" in self.script
 
 
@@ -60,7 +60,7 @@ class Entry:
     """A question, and the parts that answer it.
 
     Attributes:
-        parallel: the parts run side by side, because they measure no time; otherwise one runs after the other.
+        parallel: whether parts run at the same time. Use it only for parts that measure no time.
     """
 
     name: str
@@ -73,12 +73,12 @@ class Entry:
         return tuple(part.name for part in self.parts)
 
     def limit_s(self, names: Collection[str]) -> int:
-        """The time limit of a run of the named parts, in seconds."""
+        """Return the time limit of a run of the named parts, in seconds."""
         limits = [part.limit_s + GRACE_S for part in self.parts if part.name in names]
         return START_S + (max(limits, default=0) if self.parallel else sum(limits))
 
     def fitting(self, names: Collection[str], seconds: float) -> tuple[str, ...]:
-        """Of the named parts, in order, each that still fits into so many seconds together with those before it."""
+        """Return the named parts that fit into `seconds`, chosen greedily in order."""
         chosen: list[str] = []
         for part in self.parts:
             if part.name in names and self.limit_s([*chosen, part.name]) <= seconds:
@@ -168,20 +168,20 @@ def _growth(part: str, options: str, rounds: int, dry: str, limit_s: int) -> Par
     )
 
 
-# The settings in pyproject.toml name plugins that a machine with a GPU may lack, and make every warning an error.
+# Ignore pyproject.toml: it needs plugins that a GPU machine may lack, and turns warnings into errors.
 _PYTEST = "-m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q -ra --timeout=200"
 
 QUEUE = (
     Entry(
         "host-overhead",
-        "How much host time does the runtime add to a block of GPT-2, alone on the machine, at world 8, 64 and 512, "
-        "with either transport, next to FSDP2?",
+        "How much host time does the runtime add per GPT-2 block on an idle machine, at world 8, 64 and 512, with each "
+        "transport, compared with FSDP2?",
         (_overhead("direct"), _overhead("packed")),
     ),
     Entry(
         "gpu-bound-steps",
-        "Four layers of Llama 3 8B, bfloat16, 4,096 and 8,192 tokens: tokens/s, peak memory, kernels and exposed "
-        "communication, next to FSDP2 and the unsharded model?",
+        "What are tokens/s, peak memory, kernels and exposed communication of four Llama 3 8B layers in bfloat16 with "
+        "4,096 and 8,192 tokens, compared with FSDP2 and the unsharded model?",
         (
             _llama("eager", "ours,ours-packed,fsdp2,fsdp2-again,unsharded", "--rounds 6", 230),
             _llama("blocks", "ours-blocks,fsdp2-blocks,unsharded-blocks", "--rounds 4", 270),
@@ -190,7 +190,7 @@ QUEUE = (
     Entry(
         "nccl-peaks",
         "Which allocations make our peak memory higher than FSDP2's (ratios: accumulation 1.185, HSDP 1.095, packed "
-        "1.135, bfloat16 reduced in float32 1.035)? Does it also hold for blocks of width 1,024?",
+        "1.135, bfloat16 reduced in float32 1.035)? Is this the same for blocks of width 1,024?",
         (
             _peaks("small", 256, "no sync,hsdp,bf16 packed,packed,accumulate,bf16", 220),
             _peaks("wide", 1024, "hsdp,no sync,bf16 packed,bf16", 280),
@@ -198,8 +198,8 @@ QUEUE = (
     ),
     Entry(
         "checkpoints",
-        "How long do saves and loads of GPU tensors take, and how long does an asynchronous save stall the training "
-        "step, next to DCP?",
+        "How long do saves and loads of GPU tensors take, and how long does an asynchronous save block training, "
+        "compared with DCP?",
         (
             _checkpoint("gpt", "--gpt 150m --rounds 3"),
             _checkpoint("async", "--parameters 60000000 --tensors 64 --rounds 3"),
@@ -207,7 +207,8 @@ QUEUE = (
     ),
     Entry(
         "offload-fp8",
-        "How long is a step with CPU offload next to FSDP2's, and with weights gathered in fp8 next to bfloat16?",
+        "How long is a step with CPU offload, compared with FSDP2's, and a step with fp8 gathers, compared with "
+        "bfloat16?",
         (
             _llama("offload", "ours-offload,fsdp2-offload", "--tokens 4096 --rounds 4", 260),
             _llama("fp8", "ours-fp8,ours,fsdp2", "--rounds 6 --tolerance 5e-2", 190),
@@ -215,8 +216,8 @@ QUEUE = (
     ),
     Entry(
         "correctness",
-        "Are all decoders right on two NCCL ranks that share the GPU, do faults end in errors, and do losses stay "
-        "bitwise equal when streams are slow?",
+        "Are all decoders correct on two NCCL ranks that share the GPU, do faults end in errors, and are losses "
+        "bitwise identical when streams are slow?",
         (
             Part(
                 "decoders",
@@ -250,13 +251,14 @@ QUEUE = (
     ),
     Entry(
         "steps-1b",
-        "How long is a step of 1B parameters in bfloat16, with 8 and 32 sequences and either transport, next to FSDP2?",
+        "How long is a step of 1B parameters in bfloat16 with 8 and 32 sequences and each transport, compared with "
+        "FSDP2?",
         tuple(_step_1b(batch, transport) for batch in (8, 32) for transport in ("direct", "packed")),
     ),
     Entry(
         "compiled-steps",
-        "How long do compiled steps of 150M parameters take, whole and by blocks, next to FSDP2's compiled blocks? How "
-        "long does a run of 50M parameters take to start, to step and to save?",
+        "How long are compiled steps of 150M parameters (one graph, and compiled blocks), compared with FSDP2's "
+        "compiled blocks? How long are start-up, steps and saves of a run with 50M parameters?",
         (
             _compiled(
                 "steps",
@@ -277,7 +279,7 @@ QUEUE = (
     ),
     Entry(
         "memory",
-        "What are the peaks of torch's CUDA allocator at world 8, 64 and 512, next to FSDP2?",
+        "What are the peaks of torch's CUDA allocator at world 8, 64 and 512, compared with FSDP2?",
         (
             _memory("1b", "--sizes 1b --world 8,64", 170),
             _memory("1b-512", "--sizes 1b --world 512", 130),
@@ -286,7 +288,7 @@ QUEUE = (
     ),
     Entry(
         "host-overhead-growth",
-        "How much host time does each parameter add, and does a module cost more in a larger model?",
+        "How much host time does each parameter add, and does a module need more host time in a larger model?",
         (
             _growth("parameters", "--per-group 1,4,16", 20, "--blocks 2 --per-group 1,2", 200),
             _growth("modules", "--model stack --blocks 48,200,1000", 10, "--blocks 2,3", 250),
@@ -296,7 +298,11 @@ QUEUE = (
 
 
 def find_entry(name: str) -> Entry:
-    """Raises QueueError if there is none, with all known names."""
+    """Return the entry with this name.
+
+    Raises:
+        QueueError: there is none. The message lists all names.
+    """
     for entry in QUEUE:
         if entry.name == name:
             return entry

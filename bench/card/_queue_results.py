@@ -1,10 +1,10 @@
-"""Results of the GPU queue: which parts were measured on which GPU, and how a run is stored in `bench/results/gpu/`.
+"""Results of the GPU queue: store runs in `bench/results/gpu/`, and find parts that were not measured.
 
-A file is `<entry>-<gpu>.json`. It has the entry's parts, each with its figures and with the GPU, driver, torch version,
-release line and commit that they belong to. Parts can come from different runs; the newest outcome counts.
+A file `<entry>-<gpu>.json` contains the entry's parts, each with its figures, GPU, driver, torch version, release line
+and commit. Parts can be from different runs. The newest outcome counts.
 
-A machine with a GPU may have no git. So a run notes the sources, as git's digest of each file, and `store` finds the
-commit that has them.
+A machine with a GPU may have no git. So a run stores git's hash of each source file, and `store` finds the commit with
+these files.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from _queue_entries import QUEUE, Entry, Part, QueueError, find_entry
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results" / "gpu"
 STATUS = ROOT / "docs" / "status.md"
-SOURCES = ("bench", "composable_shard", "tests", "tutorials")  # A measurement depends on their *.py files.
-MAX_COMMITS = 500  # How far back `store` looks for the sources of a run.
+SOURCES = ("bench", "composable_shard", "tests", "tutorials")  # Measurements depend on the *.py files of these folders.
+MAX_COMMITS = 500  # Number of commits in which `store` looks for the sources of a run.
 TABLE_MARKERS = "<!-- gpu queue: begin -->\n", "<!-- gpu queue: end -->\n"
-CPU = "cpu"  # Instead of the type of GPU, in a dry run.
+CPU = "cpu"  # The type of GPU of a dry run.
 
 Document = dict[str, Any]
 
@@ -40,25 +40,25 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by its full name, such as "NVIDIA H100 80GB HBM3", and its driver's version."""
+    """A GPU: its full name, such as "NVIDIA H100 80GB HBM3", and the version of its driver."""
 
     name: str
     driver: str
 
     @property
     def kind(self) -> str:
-        """Names the result's file: "h100-80gb-hbm3"."""
+        """The type of GPU for file names, such as "h100-80gb-hbm3"."""
         words = [word for word in re.split(r"[^A-Za-z0-9.]+", self.name) if word and word != "NVIDIA"]
         return "-".join(words).lower()
 
 
 def matches(kind: str, wanted: str | None) -> bool:
-    """Whether a type of GPU is the wanted one: "h100" stands for each that begins so, None for every kind."""
+    """Return whether a type of GPU is the wanted one. "h100" matches "h100-..." too, None matches all types."""
     return wanted is None or kind == wanted or kind.startswith(f"{wanted}-")
 
 
 def detect_gpu() -> Gpu | None:
-    """The first GPU of this machine, as `nvidia-smi` names it; None if there is none."""
+    """Return the first GPU of this machine according to `nvidia-smi`; None if there is none."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
@@ -69,13 +69,13 @@ def detect_gpu() -> Gpu | None:
 
 
 def read_release_line() -> str:
-    """Major and minor version of the package. Figures of another line do not count."""
+    """Return major and minor version of the package. Figures of another release line do not count."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     return ".".join(version.split(".")[:2])
 
 
 def describe_machine(gpu: Gpu | None) -> Document:
-    """What every part of a result names.
+    """Return the GPU and versions that are stored with each part.
 
     Raises:
         QueueError: torch is not installed.
@@ -83,7 +83,7 @@ def describe_machine(gpu: Gpu | None) -> Document:
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
-        raise QueueError("this Python has no torch: use the environment that the benchmarks run in") from None
+        raise QueueError("this Python has no torch; use the environment of the benchmarks") from None
     return {
         "gpu": gpu.name if gpu else None,
         "driver": gpu.driver if gpu else None,
@@ -95,11 +95,11 @@ def describe_machine(gpu: Gpu | None) -> Document:
 
 # ------------------------------------------------------------------ the commit of a run
 
-Blobs = Mapping[str, str]  # git's digest of each file, by path
+Blobs = Mapping[str, str]  # git's hash of each file, by path
 
 
 def read_sources(root: Path = ROOT) -> dict[str, str]:
-    """Of the working tree."""
+    """Return the hashes of the source files in the working tree."""
 
     def blob(data: bytes) -> str:
         return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
@@ -115,22 +115,22 @@ def read_sources_at(commit: str, root: Path = ROOT) -> dict[str, str]:
 
 
 def find_commit(sources: Blobs, root: Path = ROOT) -> str:
-    """The newest commit with these sources.
+    """Return the newest commit with these sources.
 
     Raises:
-        QueueError: none of the last commits has them. Names files that differ from HEAD.
+        QueueError: none of the last commits has them. The message lists files that differ from HEAD.
     """
     for commit in _git(root, "rev-list", f"--max-count={MAX_COMMITS}", "HEAD").split():
         if read_sources_at(commit, root) == sources:
             return commit
     raise QueueError(
-        f"none of the last {MAX_COMMITS} commits has the sources that were measured. These differ from HEAD: "
-        f"{', '.join(changed_files(sources, root)[:10])}. Commit them as they were measured, then record again"
+        f"none of the last {MAX_COMMITS} commits has the measured sources. These files differ from HEAD: "
+        f"{', '.join(changed_files(sources, root)[:10])}. Commit the measured files, then record again"
     )
 
 
 def changed_files(sources: Blobs, root: Path = ROOT) -> list[str]:
-    """Paths whose content is another one at HEAD, or that exist in one place only."""
+    """Return the paths of files that differ from HEAD, or that exist only in one of both."""
     head = read_sources_at("HEAD", root)
     return sorted(path for path in {*head, *sources} if head.get(path) != sources.get(path))
 
@@ -150,9 +150,9 @@ def _git(root: Path, *arguments: str) -> str:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The newest outcome of each part of an entry, on one type of GPU and in one release line.
+    """The newest outcome of each part of an entry, for one type of GPU and one release line.
 
-    Outcomes of another command (the entry was edited since) do not count.
+    Outcomes of another command do not count, because the entry was edited since then.
     """
 
     entry: Entry
@@ -161,7 +161,7 @@ class Outcomes:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Parts that were not run."""
+        """Parts that did not run."""
         return tuple(name for name in self.entry.part_names if name not in self.parts)
 
     @property
@@ -169,7 +169,7 @@ class Outcomes:
         return tuple(name for name in self.entry.part_names if self.parts.get(name, {}).get("exit"))
 
     def describe(self) -> str:
-        """What was measured where, for a line of a table."""
+        """Describe the measured parts, GPUs and commits in one line."""
         runs: dict[str, list[str]] = {}
         for name in self.entry.part_names:
             if name in self.parts:
@@ -185,12 +185,12 @@ def _describe_run(part: Document) -> str:
 
 
 def read_outcomes(entry: Entry, release: str, folders: Sequence[Path] = (RESULTS,)) -> list[Outcomes]:
-    """For each type of GPU, what is in the folders; a later folder takes precedence."""
+    """Read the outcomes for each type of GPU. Later folders take precedence."""
     found: dict[str, dict[str, Document]] = {}
     for folder in folders:
         for file in sorted(folder.glob(f"{entry.name}*.json")):
             document = read_document(file)
-            if document["entry"] == entry.name and not document.get("dry"):  # another entry's name can begin alike
+            if document["entry"] == entry.name and not document.get("dry"):  # the glob can match other entries
                 found.setdefault(document["kind"], {}).update(document["parts"])
     return [
         Outcomes(entry, kind, {part.name: parts[part.name] for part in entry.parts if _counts(part, parts, release)})
@@ -209,7 +209,7 @@ def _counts(part: Part, parts: Mapping[str, Document], release: str) -> bool:
 
 
 def select_outcomes(entry: Entry, kind: str | None, release: str, folders: Sequence[Path] = (RESULTS,)) -> Outcomes:
-    """The outcomes on that type of GPU; with None, on the kind with the fewest missing parts."""
+    """Return the outcomes for a type of GPU. If several types match, take the one with the fewest missing parts."""
     matching = [each for each in read_outcomes(entry, release, folders) if matches(each.kind, kind)]
     return min(matching, key=lambda each: len(each.missing), default=Outcomes(entry, kind or "", {}))
 
@@ -217,9 +217,9 @@ def select_outcomes(entry: Entry, kind: str | None, release: str, folders: Seque
 def find_next(
     kind: str | None, release: str, seconds: float, folders: Sequence[Path] = (RESULTS,)
 ) -> tuple[Entry, tuple[str, ...]] | None:
-    """The first entry with parts that were not run and that fit into so many seconds, and these parts.
+    """Return the first entry with parts that did not run and that fit into `seconds`, and these parts.
 
-    Parts that failed come after all others: they need a fix first.
+    Failed parts come after all others, because they need a fix first.
     """
     outcomes = [select_outcomes(entry, kind, release, folders) for entry in QUEUE]
     for wanted in ([each.missing for each in outcomes], [each.failed for each in outcomes]):
@@ -233,22 +233,22 @@ def find_next(
 
 
 def read_document(file: Path) -> Document:
-    """A stored result, or one that a run wrote.
+    """Read a stored result, or the result of a run.
 
     Raises:
-        QueueError: the file cannot be read, or is neither.
+        QueueError: the file cannot be read, or is not a result.
     """
     try:
         document = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise QueueError(f"cannot read {file}: {error}") from None
     if not isinstance(document, dict) or not {"entry", "kind", "parts"} <= document.keys():
-        raise QueueError(f"{file} is no result of the queue")
+        raise QueueError(f"{file} is not a result of the queue")
     return document
 
 
 def write_document(file: Path, document: Document) -> None:
-    """Replace the file in one step, so that an interrupted write leaves the old one."""
+    """Replace the file atomically, so that an interrupted write keeps the old one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(".part")
     temporary.write_text(json.dumps(document, indent=1) + "\n")
@@ -260,14 +260,14 @@ def result_file(entry: Entry, kind: str, results: Path = RESULTS) -> Path:
 
 
 def store(run: Document, results: Path = RESULTS, root: Path = ROOT) -> Path:
-    """Store what a run wrote; its outcomes replace older ones of the same parts. Returns the file.
+    """Store the result of a run. Its outcomes replace older ones of the same parts. Return the file.
 
     Raises:
         QueueError: it is a dry run, it has figures of a CPU, it has no parts, or no commit has its sources.
     """
     entry = find_entry(run["entry"])
     if run.get("dry") or run["kind"] == CPU:
-        raise QueueError("this is a dry run on a CPU: only results of a GPU are stored")
+        raise QueueError("this is a dry run on a CPU; only results of a GPU are stored")
     if not run["parts"] or "sources" not in run:
         raise QueueError(f"the run of {entry.name} has no finished part")
     for name in sort_parts(run["parts"], entry):
@@ -286,7 +286,11 @@ def store(run: Document, results: Path = RESULTS, root: Path = ROOT) -> Path:
 
 
 def sort_parts(names: Iterable[str], entry: Entry) -> tuple[str, ...]:
-    """In the order of the entry. Raises QueueError if a name is unknown."""
+    """Return the names in the order of the entry.
+
+    Raises:
+        QueueError: a name is unknown.
+    """
     names = list(names)
     if unknown := [name for name in names if name not in entry.part_names]:
         raise QueueError(f"{entry.name} has no part {', '.join(unknown)}; known: {', '.join(entry.part_names)}")
@@ -294,7 +298,7 @@ def sort_parts(names: Iterable[str], entry: Entry) -> tuple[str, ...]:
 
 
 def status_table(release: str, results: Path = RESULTS) -> str:
-    """The table of `docs/status.md`: which entries were measured on what."""
+    """Return the table of `docs/status.md` with the measurements of each entry."""
     lines = ["| entry of the GPU queue | measured on |", "|---|---|"]
     for entry in QUEUE:
         texts = [each.describe() for each in read_outcomes(entry, release, (results,)) if each.parts]
@@ -303,7 +307,7 @@ def status_table(release: str, results: Path = RESULTS) -> str:
 
 
 def replace_table(page: str, table: str) -> str:
-    """The page, with the table between its markers replaced."""
+    """Return the page with the table between its markers replaced."""
     before, _, rest = page.partition(TABLE_MARKERS[0])
     _, end, after = rest.partition(TABLE_MARKERS[1])
     if not end:

@@ -1,4 +1,4 @@
-"""A run of one entry of the GPU queue: its parts as processes with hard limits, and the file with their outcomes."""
+"""Run an entry of the GPU queue: its parts are processes with hard limits, and their outcomes are stored in a file."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from _queue_results import (
     write_document,
 )
 
-DRY_LIMIT_S = 250  # of a part
-OUTPUT_LINES = 40  # The last ones of a part that failed or has no figures are kept with its outcome,
-RESULT_LINE = re.compile(r"^(real|stress|fault) | per group: ")  # and those that scripts without figures print.
-NO_FIGURES = 3  # exit status of a part that ended well, but did not write its figures
-# Ranks on one machine use loopback, and compilers of several processes share the cores.
+DRY_LIMIT_S = 250  # time limit of a part in a dry run
+OUTPUT_LINES = 40  # The outcome of a part that failed or has no figures contains its last lines of output,
+RESULT_LINE = re.compile(r"^(real|stress|fault) | per group: ")  # and result lines of scripts without figures.
+NO_FIGURES = 3  # exit status of a part that succeeded, but did not write its figures
+# All ranks are on one machine: use loopback, and limit the compiler's processes, which share the cores.
 ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -45,15 +45,19 @@ ENVIRONMENT = {
     "TORCHINDUCTOR_COMPILE_THREADS": "4",
 }
 DRY_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-# Variables of the caller that would change what is measured, or make a script believe that it is a rank.
+# Variables of the caller that would change the measurement, or make a script run as a rank, are removed.
 DROPPED = ("COMPOSABLE_SHARD_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "WIDTH", "BENCH_")
-# Others of the caller that can change it are kept, and noted.
+# Other variables of the caller that can affect the measurement are kept, and stored with the outcome.
 NOTED = ("CUDA_", "NCCL_", "OMP_", "PYTORCH_", "TORCH")
 CHECK_GPU = "import torch; print(torch.cuda.get_device_name())"
 
 
 def check_gpu() -> None:
-    """Raises QueueError if torch finds no GPU: scripts would fall back to the CPU."""
+    """Check that torch finds a GPU, because scripts would fall back to the CPU.
+
+    Raises:
+        QueueError: it finds none.
+    """
     done = subprocess.run([sys.executable, "-c", CHECK_GPU], capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -61,15 +65,15 @@ def check_gpu() -> None:
 
 
 class Run:
-    """Executes parts and rewrites the result file after each one, so that an interrupted run keeps finished parts.
+    """Executes parts and rewrites the result file after each part, so an interrupted run keeps finished parts.
 
     Args:
-        entry: what to run.
-        out: a folder. It receives `<entry>.json`, the outcomes; `<entry>-logs.tgz`; and, if parts wrote other files,
-            `<entry>-files.tgz`. A run of some parts adds their names to those of the archives, and keeps the outcomes
-            of other parts that an earlier run of the same sources left in `<entry>.json`.
-        dry: tiny settings on the CPU.
-        gpu: the GPU of this machine, None for a dry run.
+        entry: the entry to run.
+        out: output folder, for `<entry>.json` (outcomes), `<entry>-logs.tgz`, and `<entry>-files.tgz` if parts wrote
+            other files. If only some parts run, their names are added to the names of the archives, and outcomes of
+            other parts stay in `<entry>.json` if they are from the same sources.
+        dry: use tiny settings on the CPU.
+        gpu: the GPU of this machine; None for a dry run.
     """
 
     def __init__(self, entry: Entry, out: Path, dry: bool, gpu: Gpu | None) -> None:
@@ -100,7 +104,7 @@ class Run:
         return self._out / f"{self._entry.name}.json"
 
     def perform(self, names: Iterable[str]) -> bool:
-        """Run the named parts and pack their files. Returns whether all of them succeeded."""
+        """Run the named parts and pack their files. Return whether all of them succeeded."""
         names = list(names)
         parts = [part for part in self._entry.parts if part.name in names]
         threads = [threading.Thread(target=self._run, args=(part,)) for part in parts]
@@ -146,7 +150,7 @@ class Run:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    process_group=0,  # its own, so that the end of the part ends all processes that it started
+                    process_group=0,  # a new group, so that all processes of the part can be ended together
                 )
                 self._running.add(process)
             timed_out = not ends_within(process, limit)
@@ -194,7 +198,7 @@ class Run:
             write_document(self.file, self._document)
 
     def _pack(self, suffix: str) -> None:
-        """Logs apart from other files, which can be too large to be copied."""
+        """Pack logs and other files into separate archives, because the latter can be too large to copy."""
         for folder in (self._logs, self._files):
             if any(path.is_file() for path in folder.rglob("*")):
                 with tarfile.open(self._out / f"{folder.name}{suffix}.tgz", "w:gz", compresslevel=1) as archive:
@@ -203,7 +207,7 @@ class Run:
 
 
 def read_figures(file: Path) -> Any:
-    """The figures that a part wrote; None if it wrote none."""
+    """Return the figures that a part wrote; None if it wrote none."""
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError):
@@ -211,7 +215,7 @@ def read_figures(file: Path) -> Any:
 
 
 def excerpt(text: str) -> list[str]:
-    """Lines of a log that are results, and the last lines, without paths of this machine."""
+    """Return the result lines and the last lines of a log, without local path prefixes."""
     for path in (ROOT, tempfile.gettempdir(), Path.home()):
         text = text.replace(f"{path}{os.sep}", "")
     lines = text.splitlines()
@@ -227,7 +231,7 @@ def ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a part and all processes of its group: with SIGTERM, and after a while with SIGKILL."""
+    """End a part and all processes of its group, with SIGTERM and after `GRACE_S` seconds with SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)

@@ -1,13 +1,16 @@
-"""On a card: what a steady step launches, and whether slow streams change a bit of the losses.
+"""Count kernels per group on a GPU, and check that slow streams do not change losses.
 
     PYTHONPATH=$PWD:$PWD/bench python bench/card/card_probe.py counts
     PYTHONPATH=$PWD:$PWD/bench python bench/card/card_probe.py stress
 
-One process, which is rank 0 of two and whose echo is the other (`_echo.py`). *counts*: kernels and calls of the CUDA
-runtime that one more block adds to a step, ours and FSDP2's, by torch's profiler. *stress*: our lanes, or the stream of
-compute, sleep before or after what they are given, and steps run on a side stream in turns; where a wait is missing,
-some loss differs. The exit status is 1 if one does. Without a card both run on the CPU, and show no more than that they
-run. WIDTH, a variable, sets the size of the model.
+One process is rank 0 of two and plays the other rank itself (`_echo.py`).
+
+- *counts*: kernels and CUDA runtime calls that one more block adds to a step, ours and FSDP2's, by torch's profiler.
+- *stress*: our lanes or the compute stream sleep before or after each job, or every other forward runs on a side
+  stream. If a wait is missing, losses differ. The exit status is 1 then.
+
+Without a GPU both run on the CPU, which only checks the script. The environment variable WIDTH sets the size of the
+model.
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tenso
 
 
 def launched(model: nn.Module) -> Counter[str]:
-    """Kernels and calls of the runtime in a steady step, by name."""
+    """Count kernels and CUDA runtime calls of a step after warm-up, by name."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
     x = torch.randn(BATCH, WIDTH, device=DEVICE)
     for _ in range(5):
@@ -88,7 +91,7 @@ def launched(model: nn.Module) -> Counter[str]:
 
 
 def counts(mesh: DeviceMesh) -> bool:
-    """Prints what one more block adds to a step."""
+    """Print the kernels and calls that one more block adds to a step."""
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for label, options in (("float32", {}), ("bfloat16, reduced in float32", {"mp_policy": mixed})):
         for engine, transport in (("ours", "direct"), ("ours", "packed"), ("fsdp2", "")):
@@ -107,7 +110,7 @@ def sleep() -> None:
 
 @contextmanager
 def slow_lanes(behind: bool) -> Iterator[None]:
-    """Within, lanes sleep before each job, or behind it."""
+    """Let lanes sleep before each job, or after it if `behind`."""
 
     def sleeping(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(lane: StreamLane, *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +132,7 @@ def slow_lanes(behind: bool) -> Iterator[None]:
 
 
 def losses(mesh: DeviceMesh, slow_compute: bool = False, side: bool = False) -> list[float]:
-    """Of some steps; with `side`, every other forward runs on a stream of its own, well fenced."""
+    """Return the losses of some steps. With `side`, every other forward runs on a side stream with correct waits."""
     model = build("ours", mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if slow_compute:
@@ -155,14 +158,15 @@ def losses(mesh: DeviceMesh, slow_compute: bool = False, side: bool = False) -> 
 
 
 def stress(mesh: DeviceMesh) -> bool:
-    """Prints whether losses are the same to the bit, whichever stream is slow."""
+    """Check that losses are bitwise identical, whichever stream is slow."""
     wanted = losses(mesh)
     same = True
     for slow in ("nothing", "lanes, before", "lanes, behind", "compute", "side stream"):
         with slow_lanes("behind" in slow) if "lanes" in slow else nullcontext():
             found = losses(mesh, slow == "compute", slow == "side stream")
         same = same and found == wanted
-        print(f"stress, slow {slow}: {'same bits' if found == wanted else f'DIFFER, {found} for {wanted}'}", flush=True)
+        outcome = "bitwise identical" if found == wanted else f"DIFFERENT: {found} instead of {wanted}"
+        print(f"stress (slow: {slow}): {outcome}", flush=True)
     return same
 
 

@@ -1,13 +1,13 @@
-"""Why is a peak above FSDP2's? Cases of `decoders.py` with the history of the allocator, ours and FSDP2.
+"""List the source lines that hold memory at the peak of a step, for cases of `decoders.py`, ours and FSDP2.
 
     python bench/card/decoder_peaks.py                           # the cases in which FSDP2's peak was lower
     python bench/card/decoder_peaks.py --cases hsdp --width 1024
     python bench/card/decoder_peaks.py --keep FOLDER             # writes each history, for pytorch.org/memory_viz
 
-Two ranks of NCCL share the GPU, or have one each. Every case trains four steps, and records the fifth: its peak above
-what is allocated between steps, and the places in the source whose allocations are live at the peak. Figures are those
-of rank 0. Without a GPU the ranks use gloo and there is no history: peaks are 0, and only losses are compared. The exit
-status is 1 if a case fails, or losses differ by more than the case allows.
+Two NCCL ranks share the GPU, or have one GPU each. Every case trains four steps and records the fifth: its peak above
+the memory between steps, and the source lines whose allocations are live at the peak. Figures are those of rank 0.
+Without a GPU the ranks use gloo, peaks are 0, and only losses are compared. The exit status is 1 if a case fails, or if
+losses differ by more than the case's tolerance.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ import _report
 import decoders
 
 ENGINES = ("ours", "fsdp2")
-RESULTS_FILE = "DECODER_PEAKS_FILE"  # a variable of the ranks: where rank 0 writes
+RESULTS_FILE = "DECODER_PEAKS_FILE"  # environment variable of the ranks: the file that rank 0 writes
 MIB = 1 << 20
-START_S = 20  # of the limit: imports of this process, and its tables
+START_S = 20  # part of the limit for imports and tables of this process
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class PeakResult:
     """Peaks of a case, in bytes, by engine.
 
     Attributes:
-        ratio: ours over FSDP2's, None without a GPU.
-        loss_difference: the largest relative one between the engines; None if a loss is not finite.
-        error: what made the case fail; then there are no figures.
+        ratio: our peak over FSDP2's; None without a GPU.
+        loss_difference: largest relative difference between the engines; None if a loss is not finite.
+        error: the error if the case failed. There are no figures then.
     """
 
     case: str
@@ -60,7 +60,7 @@ class PeakResult:
 
 
 def measure_case(name: str, keep: Path | None) -> PeakResult:
-    """Called in all ranks: one case, the engines one after the other."""
+    """Run one case with each engine in turn. Called on all ranks."""
     case = decoders.CASES[name]
     mesh = init_device_mesh(decoders.DEVICE.type, case.mesh, mesh_dim_names=("replicate", "shard")[-len(case.mesh) :])
     os.environ["COMPOSABLE_SHARD_TRANSPORT"] = case.transport
@@ -74,7 +74,7 @@ def measure_case(name: str, keep: Path | None) -> PeakResult:
             history = keep / f"{name.replace(' ', '-')}-{decoders.WIDTH}-{engine}.pickle" if keep else None
             history = history if dist.get_rank() == 0 else None
             peaks[engine] = _memory_history.record_peak(lambda side=side: side.step(decoders.STEPS), history)
-        # Otherwise garbage of this engine would be freed in the recorded step of the next one, and lower its peak.
+        # Free garbage now. If it were freed during the recorded step of the next engine, it would lower that peak.
         del side
         gc.collect()
         if decoders.CARD:
@@ -87,13 +87,13 @@ def measure_case(name: str, keep: Path | None) -> PeakResult:
 
 
 def run_rank(names: list[str], keep: Path | None) -> NoReturn:
-    """The process of a rank. Rank 0 rewrites the file of results after each case."""
+    """Run all cases in the process of a rank. Rank 0 rewrites the results file after each case."""
     decoders.join(timedelta(seconds=60))
     results = []
     for name in names:
         try:
             results.append(asdict(measure_case(name, keep)))
-        except Exception as error:  # the other cases still tell something
+        except Exception as error:  # continue with the other cases
             traceback.print_exc()
             message = f"{type(error).__name__}: {error}"
             results.append(asdict(PeakResult(name, decoders.WIDTH, {}, None, None, message)))
@@ -101,7 +101,7 @@ def run_rank(names: list[str], keep: Path | None) -> NoReturn:
             _report.write_json(Path(os.environ[RESULTS_FILE]), "ranks", {}, results)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # closing a communicator of NCCL may wait for the peer, which has left
+    os._exit(0)  # closing an NCCL communicator may wait for a peer that has ended
 
 
 def is_right(result: dict[str, Any]) -> bool:
@@ -127,12 +127,12 @@ def show(results: list[dict[str, Any]], lines: int) -> None:
 
 
 def parse_cases(text: str) -> list[str]:
-    """Cases from a comma-separated option of the command line."""
+    """Parse a comma-separated list of cases."""
     names = text.split(",")
     if unknown := [name for name in names if name not in decoders.CASES]:
         raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; known: {', '.join(decoders.CASES)}")
     if ours_only := [name for name in names if not decoders.CASES[name].torch_has_it]:
-        raise argparse.ArgumentTypeError(f"FSDP2 does not have {', '.join(ours_only)}")
+        raise argparse.ArgumentTypeError(f"FSDP2 does not support {', '.join(ours_only)}")
     return names
 
 
@@ -142,12 +142,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--cases",
         type=parse_cases,
         default="no sync,hsdp,bf16 packed,bf16,packed,accumulate",
-        help="of decoders.py (default: %(default)s)",
+        help="cases of decoders.py (default: %(default)s)",
     )
-    parser.add_argument("--width", type=int, default=256, help="of the decoder (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=200.0, help="of all, in seconds (default: %(default)s)")
-    parser.add_argument("--lines", type=int, default=8, help="of each table (default: %(default)s)")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write each history there")
+    parser.add_argument("--width", type=int, default=256, help="width of the decoder (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=200.0, help="total time, in seconds (default: %(default)s)")
+    parser.add_argument("--lines", type=int, default=8, help="lines per table (default: %(default)s)")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write the allocator's histories to FOLDER")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     return parser.parse_args(argv)
 

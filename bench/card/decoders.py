@@ -1,14 +1,14 @@
-"""Do decoders train alike on a card: ours, torch's FSDP2, and the same model without sharding?
+"""Check that decoders train the same with ours, torch's FSDP2 and an unsharded model on a GPU.
 
-    python bench/card/decoders.py                  # two ranks of NCCL, on one card or two
+    python bench/card/decoders.py                  # two NCCL ranks, on one GPU or two
     python bench/card/decoders.py --only checkpoint,compiled
-    python bench/card/decoders.py --faults         # what the rank that is left says, and when
+    python bench/card/decoders.py --faults         # rank 1 fails; checks that rank 0 ends with an error in time
 
-Two ranks share a card when NCCL is told that they are on two hosts (NCCL_HOSTID): it then sends through sockets. So all
-collectives are real, and slow. The decoder has grouped attention, rotary embeddings, RMSNorm, SwiGLU and dropout
-(`tests/_blocks.py`); the unsharded one averages its gradients over the ranks. Some cases need bitsandbytes. Without a
-card the ranks use gloo. The exit status is 1 if losses differ by more than rounding. WIDTH, a variable, sets the size
-of the model (default: 256).
+Two ranks can share a GPU, because NCCL_HOSTID makes NCCL treat them as two hosts and use sockets. All collectives are
+real, but slow. The decoder has grouped-query attention, rotary embeddings, RMSNorm, SwiGLU and dropout
+(`tests/_blocks.py`). The unsharded model averages its gradients over the ranks. Some cases need bitsandbytes. Without a
+GPU the ranks use gloo. The exit status is 1 if losses differ by more than a case's tolerance. The environment variable
+WIDTH sets the size of the model (default: 256).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ CARD = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CARD else torch.device("cpu")
 WORLD = 2
 STEPS = 4
-LIMIT_S = 20.0  # of collectives, where ranks fail
-NOTICED = 42  # exit status of a rank that ended with an error, as it should where the other rank goes wrong
+LIMIT_S = 20.0  # timeout of collectives with --faults
+NOTICED = 42  # exit status of a rank that ended with an error, as expected if its peer fails
 VOCABULARY, LENGTH, BATCH = 512, 64, 4
 WIDTH = int(os.environ.get("WIDTH", "256"))
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -68,29 +68,30 @@ MESH = (WORLD,)
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train.
+    """A training configuration.
 
     Attributes:
-        options: of `fully_shard`.
+        options: options of `fully_shard`.
         mesh: shape of the mesh.
-        transport: how our parameters travel.
-        dropout: its probability.
-        passes: micro-batches a step; only the last one reduces, if `no_sync`.
-        recompute: blocks are checkpointed.
-        compiled: the mode of torch.compile; None for eager.
-        placed: `composable_shard.compile` instead of torch's.
-        clip: gradients are clipped.
-        thread: backward runs in a thread of its own.
-        fail: a forward and a backward fail before each step, on all ranks.
-        freeze: parameters of these ending names are frozen.
-        unused: the last block is left out in every other step.
-        meta: the model is made on the meta device.
-        make: the optimizer of a model, and whether it is ours.
-        bits: a policy of communication, for ours.
-        base: "nf4" or "int8": blocks have frozen layers of bitsandbytes, with trained ones of low rank beside them.
-        scale: at which a GradScaler begins; 0 for none.
-        tolerance: of the losses, beside the unsharded model's.
-        torch_has_it: whether FSDP2 is asked too.
+        transport: our transport, `COMPOSABLE_SHARD_TRANSPORT`; empty: the default.
+        dropout: dropout probability.
+        passes: microbatches per step.
+        no_sync: whether only the last microbatch reduces gradients.
+        recompute: whether blocks use activation checkpointing.
+        compiled: mode of torch.compile for ours; None: eager.
+        placed: whether to use `composable_shard.compile` instead of torch's.
+        clip: whether gradients are clipped.
+        thread: whether backward runs in another thread.
+        fail: whether a forward and a backward fail before each step, on all ranks.
+        freeze: suffixes of the names of frozen parameters.
+        unused: whether every other step skips the last block.
+        meta: whether the model is created on the meta device.
+        make: creates the optimizer. Called with the model, and whether it is ours.
+        bits: communication policy, only for ours.
+        base: "nf4" or "int8": layers of blocks are frozen and quantized by bitsandbytes, with low-rank adapters.
+        scale: initial scale of a GradScaler; 0: none.
+        tolerance: largest relative difference to the losses of the unsharded model.
+        torch_has_it: whether FSDP2 supports the case and runs too.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -138,7 +139,7 @@ def offloaded(model: nn.Module, ours: bool) -> AdamW:
 
 
 class Two:
-    """Muon for the matrices of blocks, at owners in ours, and AdamW for the rest."""
+    """Muon for the matrices of blocks (in ours with `optim.owned`), and AdamW for the other parameters."""
 
     def __init__(self, model: Any, ours: bool, state: str = "owner") -> None:
         matrices = [(name, p) for name, p in model.blocks.named_parameters() if p.ndim == 2]
@@ -159,7 +160,7 @@ class Two:
 
 
 class EightBits:
-    """AdamW8bit of bitsandbytes on this rank's parts of parameters."""
+    """AdamW8bit of bitsandbytes on the local shards of parameters."""
 
     def __init__(self, model: nn.Module, _ours: bool) -> None:
         import bitsandbytes
@@ -184,15 +185,15 @@ def _local(tensor: Any) -> Tensor:
 
 
 class Adapted(nn.Module):
-    """A frozen layer in 4 or 8 bits, and a trained one of rank 4 beside it."""
+    """A frozen linear layer in 4 or 8 bits, with a trainable adapter of rank 4."""
 
     def __init__(self, layer: nn.Linear, base: str) -> None:
         super().__init__()
         import bitsandbytes.nn as quantized
 
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it speaks of every cast
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # hide a message per cast
         if base == "nf4":
-            kind = {"quant_type": "nf4", "quant_storage": torch.bfloat16}  # FSDP2 takes no integers before torch 2.13
+            kind = {"quant_type": "nf4", "quant_storage": torch.bfloat16}  # before torch 2.13, FSDP2 rejects integers
             made = quantized.Linear4bit(layer.in_features, layer.out_features, bias=False, **kind)
         else:
             made = quantized.Linear8bitLt(layer.in_features, layer.out_features, bias=False, has_fp16_weights=False)
@@ -265,7 +266,7 @@ CASES = {
 
 
 class Side:
-    """One engine's model under a case."""
+    """The model and the optimizer of one engine in a case."""
 
     def __init__(self, engine: str, case: Case, mesh: DeviceMesh) -> None:
         self.case, self.engine = case, engine
@@ -326,7 +327,7 @@ class Side:
         thread.join()
 
     def fail(self, tokens: Tensor) -> None:
-        """A forward that fails in its last block, and a backward that fails behind it."""
+        """Run a forward that fails in the last block, and a backward that fails before the first block."""
         if self.engine != "ours":
             return
 
@@ -396,13 +397,13 @@ def _hooked(handle: Any) -> Any:
 
 
 def tokens(step: int, micro: int) -> Tensor:
-    """(batch, length), other ones for each rank."""
+    """Return tokens of this rank, shape (batch, length)."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + dist.get_rank())
     return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator).to(DEVICE)
 
 
 def run(case: Case) -> dict[str, Any]:
-    """Losses of each engine and the most memory, in bytes, above what is kept between its steps."""
+    """Return losses, peak memory above the memory between steps (bytes), and time (seconds) of each engine."""
     mesh = init_device_mesh(DEVICE.type, case.mesh, mesh_dim_names=("replicate", "shard")[-len(case.mesh) :])
     os.environ.pop("COMPOSABLE_SHARD_TRANSPORT", None)
     if case.transport:
@@ -427,7 +428,7 @@ def run(case: Case) -> dict[str, Any]:
 
 
 def judged(name: str, case: Case, found: dict[str, Any]) -> tuple[str, bool]:
-    """A line about a case, and whether it is right."""
+    """Return a line about a case, and whether it is correct."""
     ours = found["ours"]["losses"]
 
     def apart(engine: str) -> float:
@@ -448,13 +449,13 @@ def join(limit: timedelta) -> None:
     if CARD:
         torch.cuda.set_device(DEVICE)
     store = dist.FileStore(os.environ["STORE"], WORLD)
-    if limit.total_seconds() < 60:  # ledgers need a store that more than one client can have
+    if limit.total_seconds() < 60:  # with faults, ranks compare actions through a store that accepts more clients
         store = dist.TCPStore("127.0.0.1", int(os.environ["PORT"]), WORLD, rank == 0)
     dist.init_process_group("nccl" if CARD else "gloo", store=store, rank=rank, world_size=WORLD, timeout=limit)
 
 
 def train(names: list[str]) -> None:
-    """Called in a rank."""
+    """Run the cases on a rank."""
     join(timedelta(seconds=120))
     right = True
     for name in names:
@@ -498,14 +499,14 @@ FAULTS = {each.__name__: each for each in (mismatch, fail, die, alone, late)}
 
 
 def faulty(name: str) -> None:
-    """Called in a rank: trains, and rank 1 goes wrong. Ends with status NOTICED if an error is raised."""
+    """Train on a rank, and let rank 1 fail. Exit with status NOTICED if an error is raised."""
     join(timedelta(seconds=LIMIT_S))
     side = Side("ours", CASES["plain"], init_device_mesh(DEVICE.type, MESH))
     for number in range(3):
         side.step(number)
     begin = time.monotonic()
     said, error = "no error", None
-    # One that hangs shows where; NCCL's watchdog needs a minute or more to notice a dead peer.
+    # Print the stack if the rank hangs. NCCL's watchdog needs a minute or more to detect a dead peer.
     faulthandler.dump_traceback_later(6 * LIMIT_S, exit=True)
     try:
         if dist.get_rank() == 1:
@@ -518,15 +519,14 @@ def faulty(name: str) -> None:
     print(f"fault {name}, rank {dist.get_rank()} after {time.monotonic() - begin:.1f} s: {said[:400]}", flush=True)
     sys.stderr.flush()
     if error is not None and dist.get_rank() == 1:
-        raise error  # ends like a script that fails: at its exit the library tells the other rank
+        raise error  # end like a failing script, so that the library notifies the other rank at exit
     os._exit(NOTICED if error is not None else 0)
 
 
 def is_noticed(name: str, limit: float) -> bool:
-    """Whether rank 0 ends with an error in time when rank 1 goes wrong."""
+    """Return whether rank 0 ends with an error in time if rank 1 fails."""
     statuses = run_ranks(["--only", name, "--faults"], limit, count=1)
-    # Some can be noticed by NCCL's own watchdog, which aborts the process: a peer that is killed, is late, or makes
-    # another collective.
+    # If the peer is killed, late, or calls another collective, NCCL's own watchdog may abort the process instead.
     accepted = (NOTICED, -signal.SIGABRT) if name in ("die", "late", "alone") else (NOTICED,)
     right = statuses is not None and statuses[0] in accepted
     print(f"fault {name}: {'noticed' if right else f'NOT NOTICED, exit status {statuses}'}", flush=True)
@@ -534,7 +534,7 @@ def is_noticed(name: str, limit: float) -> bool:
 
 
 def start(arguments: list[str], limit: float, script: Path = Path(__file__)) -> int:
-    """Runs `script` as the process of each rank; ends them after `limit` seconds. Returns the highest exit status."""
+    """Run `script` on each rank, for at most `limit` seconds. Return the highest exit status."""
     statuses = run_ranks(arguments, limit, script)
     return 1 if statuses is None else max(abs(status) for status in statuses)
 
@@ -542,9 +542,9 @@ def start(arguments: list[str], limit: float, script: Path = Path(__file__)) -> 
 def run_ranks(
     arguments: list[str], limit: float, script: Path = Path(__file__), count: int = WORLD
 ) -> list[int] | None:
-    """Exit statuses of the first `count` ranks; None if one of them still runs after `limit` seconds.
+    """Run `script` on each rank. Return the exit statuses of the first `count` ranks.
 
-    Ranks that still run are killed then.
+    Returns None if one of them is still running after `limit` seconds. All ranks are killed at the end.
     """
     with tempfile.TemporaryDirectory() as folder:
         common = {"STORE": str(Path(folder, "store")), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
@@ -576,10 +576,10 @@ def run_ranks(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="cases, or faults with --faults (default: all)")
-    parser.add_argument("--faults", action="store_true")
-    parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds")
+    parser.add_argument("--only", help="comma-separated cases, or faults with --faults (default: all)")
+    parser.add_argument("--faults", action="store_true", help="let rank 1 fail and check rank 0")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel jobs")
+    parser.add_argument("--limit", type=float, default=300.0, help="time limit of a job, in seconds")
     options = parser.parse_args()
     known = list(FAULTS) if options.faults else list(CASES)
     names = options.only.split(",") if options.only else known

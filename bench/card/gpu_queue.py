@@ -1,12 +1,12 @@
-"""What to measure next on a GPU, in pieces of at most nine minutes.
+"""A queue of GPU measurements, each of at most nine minutes.
 
     python bench/card/gpu_queue.py next           # the first entry that was not measured on this GPU and release line
     python bench/card/gpu_queue.py run            # on the machine with the GPU: runs that entry
     python bench/card/gpu_queue.py record FILE    # in a git checkout: stores the results in bench/results/gpu/
-    python bench/card/gpu_queue.py list           # all entries, and what they were measured on
+    python bench/card/gpu_queue.py list           # all entries and their measurements
 
-`next --seconds 240` and `run --seconds 240` choose parts that fit into the time that is left. `run NAME --dry` runs an
-entry with tiny settings on the CPU, so that no time on a GPU is lost to mistakes. Entries and their commands are in
+`next --seconds 240` and `run --seconds 240` choose parts that fit into the remaining time. `run NAME --dry` runs an
+entry with tiny settings on the CPU, to find mistakes before using a GPU. Entries and their commands are in
 `_queue_entries.py`.
 """
 
@@ -64,13 +64,13 @@ def show_next(kind: str | None, seconds: float) -> int:
 
 
 def warn_of_changes() -> None:
-    """A result can be stored only if a commit has its sources."""
+    """Print a note if sources are not committed, because `record` needs a commit with the measured sources."""
     try:
         changed = changed_files(read_sources())
     except QueueError:
-        return  # a machine without git: the checkout that records the result will notice
+        return  # no git on this machine; `record` checks this later
     if changed:
-        print(f"note:      commit {', '.join(changed[:5])} before you measure: `record` looks for a commit")
+        print(f"note:      commit {', '.join(changed[:5])} before you measure: `record` needs a commit of the sources")
 
 
 def show_list(kind: str | None) -> int:
@@ -95,10 +95,12 @@ def run_entry(options: argparse.Namespace) -> int:
             raise QueueError("nvidia-smi finds no GPU on this machine; --dry runs an entry on the CPU")
         check_gpu()
     if entry is None:
-        # Results that are in the folder already are not recorded yet, but were measured.
+        # Results in the output folder are measured but not recorded yet. Do not measure them again.
         found = find_next(gpu and gpu.kind, read_release_line(), options.seconds, (RESULTS, options.out))
         if found is None:
-            raise QueueError(f"every entry that fits into {format_time(options.seconds)} was measured; name one")
+            raise QueueError(
+                f"every entry that fits into {format_time(options.seconds)} was measured; to repeat one, pass its name"
+            )
         entry, names = found
     else:
         names = entry.fitting(entry.part_names, options.seconds)
@@ -117,33 +119,38 @@ def record(file: Path) -> int:
     run = read_document(file)
     stored = store(run)
     write_status()
-    print(f"{os.path.relpath(stored, ROOT)} and the table in docs/status.md are written: commit both")
+    print(f"wrote {os.path.relpath(stored, ROOT)} and the table in docs/status.md: commit both")
     if failed := [name for name, part in run["parts"].items() if part["exit"]]:
-        print(f"failed: {', '.join(failed)}. `next` shows failed parts after all others; fix, then run them by name")
+        print(
+            f"failed: {', '.join(failed)}. `next` shows failed parts after all others; fix them, then run them by name"
+        )
     return 0
 
 
 def stop(_number: int, _frame: FrameType | None) -> None:
-    raise SystemExit("gpu_queue.py: terminated; the result file has the parts that were finished")
+    raise SystemExit("gpu_queue.py: terminated; the result file has the finished parts")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    kind = "type of GPU, for example h100 (default: this machine's; without a GPU, results of every kind count)"
-    within = f"only parts that fit into so many seconds (default: {LIMIT_S})"
+    kind = "type of GPU, for example h100 (default: this machine's; without a GPU, results of all types count)"
+    within = f"choose only parts that fit into this time, in seconds (default: {LIMIT_S})"
     following = commands.add_parser("next", help="show the first entry that was not measured")
-    listing = commands.add_parser("list", help="show all entries, and what they were measured on")
+    listing = commands.add_parser("list", help="show all entries and their measurements")
     for each in (following, listing):
         each.add_argument("--gpu", type=str.lower, help=kind)
-    commands.add_parser("table", help="write the table in docs/status.md, after a change of the entries")
+    commands.add_parser("table", help="update the table in docs/status.md after entries were changed")
     running = commands.add_parser("run", help="run an entry on this machine's GPU")
-    running.add_argument("name", nargs="?", help="(default: the next entry)")
-    running.add_argument("--parts", help="names of parts with commas (default: those that were not measured)")
+    running.add_argument("name", nargs="?", help="entry to run (default: the next one)")
+    running.add_argument("--parts", help="comma-separated names of parts (default: those that were not measured)")
     running.add_argument(
-        "--out", type=Path, default=os.environ.get("OUT") or "runs/gpu", help="folder (default: $OUT, or runs/gpu)"
+        "--out",
+        type=Path,
+        default=os.environ.get("OUT") or "runs/gpu",
+        help="output folder (default: $OUT, or runs/gpu)",
     )
-    running.add_argument("--dry", action="store_true", help="tiny settings on the CPU; such a result is not stored")
+    running.add_argument("--dry", action="store_true", help="use tiny settings on the CPU; results cannot be recorded")
     for each in (following, running):
         each.add_argument("--seconds", type=float, default=LIMIT_S, help=within)
     recording = commands.add_parser("record", help="store the results of a run, and update docs/status.md")

@@ -1,4 +1,4 @@
-"""Steps of a Llama 3 decoder that keep the GPU busy: ours, torch's FSDP2 and the unsharded model.
+"""Measure GPU-bound steps of a Llama 3 decoder: ours, torch's FSDP2 and the unsharded model.
 
     python bench/card/llama_steps.py                                           # eager, 4,096 and 8,192 tokens
     python bench/card/llama_steps.py --engines ours-blocks,fsdp2-blocks,unsharded-blocks
@@ -6,16 +6,16 @@
     python bench/card/llama_steps.py --device cpu --size tiny --tokens 32 --rounds 2    # a dry run
 
 The decoder has four layers of Llama 3 8B, its embedding and its head: 1.92B parameters. Parameters and AdamW states are
-float32, compute is bfloat16, gradients are reduced in float32. The unsharded model has bfloat16 parameters, so that it
-only computes. A batch is one sequence.
+float32, compute is bfloat16, gradients are reduced in float32. The unsharded model has bfloat16 parameters, so it needs
+no casts. A batch is one sequence.
 
-Each engine has a process of its own. The processes take turns, and free cached memory after each turn, because the GPU
-cannot hold the activations of all of them. A process is rank 0 of a world (8 by default) whose other ranks are its
-echo (`_echo.py`): kernels, streams, buffers and copies are those of training, but a collective copies within the GPU
-and uses no network. Exposed communication is the time of these copies that compute does not hide. It does not predict
-the time that a network adds. Engine names take these suffixes:
+Each engine has its own process. The processes take turns, and free cached memory after each turn, because the GPU
+cannot hold the activations of all of them. A process is rank 0 of a world (8 by default) and plays the other ranks
+itself (`_echo.py`). Kernels, streams, buffers and copies are those of training, but a collective copies within the GPU
+and uses no network. Exposed communication is the part of these copies that does not overlap with compute. It does not
+predict the time that a network adds. Engine names can have these suffixes:
 
-    -again      a second FSDP2, the control: its ratio to the first one shows the noise
+    -again      FSDP2 a second time, the control: its ratio to the first one shows the noise
     -blocks     every block is compiled before it is sharded
     -packed     gathers use one buffer per group (`COMPOSABLE_SHARD_TRANSPORT=packed`)
     -fp8        weights are gathered in 8 bits (`CommPolicy(gather="fp8")`)
@@ -63,7 +63,7 @@ AGAIN, BLOCKS, PACKED, FP8, OFFLOAD = "again", "blocks", "packed", "fp8", "offlo
 SUFFIXES = {OURS: {BLOCKS, PACKED, FP8, OFFLOAD}, FSDP2: {AGAIN, BLOCKS, OFFLOAD}, UNSHARDED: {BLOCKS}}
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WARM_STEPS = 3
-TRACES = 3  # of each engine and sequence length
+TRACES = 3  # number of traces per engine and sequence length
 MIB = 1 << 20
 
 
@@ -87,7 +87,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of torch's CUDA allocator: between two steps, and at most in a step."""
+    """Bytes of torch's CUDA allocator: allocated between steps, and peaks of allocated and reserved bytes in a step."""
 
     between: int
     allocated: int
@@ -99,16 +99,16 @@ class StepResult:
     """One engine with one sequence length.
 
     Attributes:
-        step_ms: forward, loss and backward.
-        over_fsdp2: ratio to `step_ms` of FSDP2, compiled or offloaded alike, formed within each round.
-        over_unsharded: ratio to the unsharded model, compiled alike.
-        optimizer_ms: the step of AdamW.
+        step_ms: time of forward, loss and backward.
+        over_fsdp2: ratio to `step_ms` of FSDP2 with the same `-blocks` or `-offload`, formed within each round.
+        over_unsharded: ratio to the unsharded model with the same `-blocks`.
+        optimizer_ms: time of AdamW's step.
         tokens_per_s: tokens / (median of `step_ms` + median of `optimizer_ms`).
         loss_difference: the largest relative difference between the losses of the sharded engines; None if a loss is
             not finite.
         memory: None on the CPU.
-        traces: of forward, loss and backward of some steps; empty on the CPU. Copies on other streams are those of the
-            echo: one for each rank and, without `-packed`, each parameter, where NCCL launches about one kernel.
+        traces: traces of forward, loss and backward of some steps; empty on the CPU. Copies on other streams are those
+            of the echo: one per rank and, without `-packed`, per parameter, where NCCL launches about one kernel.
     """
 
     tokens: int
@@ -125,7 +125,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds of each step of a turn, and the losses."""
+    """Times of the steps of a turn, in seconds, and their losses."""
 
     steps: list[float]
     optimizers: list[float]
@@ -138,7 +138,7 @@ def split_name(engine: str) -> tuple[str, set[str]]:
 
 
 def parse_engines(text: str) -> list[str]:
-    """Names from a comma-separated option of the command line."""
+    """Parse a comma-separated list of engines."""
     engines = text.split(",")
     if len(set(engines)) < len(engines):
         raise argparse.ArgumentTypeError(f"{text}: an engine is named twice; the control is {FSDP2}-{AGAIN}")
@@ -153,13 +153,13 @@ def parse_engines(text: str) -> list[str]:
 
 
 def name_reference(engine: str, base: str) -> str:
-    """The engine that this one is compared with: of another base, compiled or offloaded alike."""
+    """Return the engine of `base` for comparison, with the same `-blocks` and `-offload` suffixes."""
     kept = [suffix for suffix in (BLOCKS, OFFLOAD) if suffix in split_name(engine)[1] & SUFFIXES[base]]
     return "-".join([base, *kept])
 
 
 class Trainer:
-    """One engine's model and optimizer: what a `Player` holds."""
+    """One engine's model and optimizer. A `Player` runs it in its own process."""
 
     def __init__(self, engine: str, settings: dict[str, Any]) -> None:
         base, suffixes = split_name(engine)
@@ -206,7 +206,7 @@ class Trainer:
         mesh = init_device_mesh(self._device.type, (world,))
         shard: Any = fsdp2
         if base == OURS:
-            import composable_shard  # only here: the other engines are measured without it
+            import composable_shard  # not imported in the processes of other engines
 
             shard = composable_shard.fully_shard
         for block in model.blocks:
@@ -218,14 +218,14 @@ class Trainer:
         self._free_cache()
 
     def measure(self, tokens: int, steps: int) -> Turn:
-        """Time so many steps, after one that is not timed; then free cached memory for the other processes."""
+        """Run one step, then time `steps` steps. Free cached memory for the other processes."""
         self._run(tokens, 1)
         turn = self._run(tokens, steps)
         self._free_cache()
         return turn
 
     def memory(self, tokens: int) -> Memory | None:
-        """Bytes of a step, counted in the second of two; None on the CPU."""
+        """Return the memory of the second of two steps; None on the CPU."""
         if self._device.type != _device.CUDA:
             return None
         self._free_cache()
@@ -237,7 +237,7 @@ class Trainer:
         return found
 
     def traces(self, tokens: int) -> list[_gpu_trace.StepTrace]:
-        """What forward, loss and backward launch, of some steps; nothing on the CPU."""
+        """Trace forward, loss and backward of some steps. Empty on the CPU."""
         found = []
         if self._device.type == _device.CUDA:
             self._run(tokens, 1)
@@ -256,7 +256,7 @@ class Trainer:
         dist.destroy_process_group()
 
     def _batch(self, tokens: int) -> Tensor:
-        """(1, tokens + 1), the same for all engines in the same step."""
+        """Return tokens, shape (1, tokens + 1). All engines get the same in the same step."""
         generator = torch.Generator().manual_seed(self._steps)
         self._steps += 1
         return torch.randint(self._size.vocabulary, (1, tokens + 1), generator=generator).to(self._device)
@@ -290,7 +290,7 @@ class Trainer:
 
 
 def run(options: argparse.Namespace) -> list[StepResult]:
-    """The figures of every engine with every sequence length."""
+    """Measure every engine with every sequence length."""
     settings = {name: getattr(options, name) for name in ("device", "size", "world", "tokens", "backend")}
     results: list[StepResult] = []
     with ExitStack() as stack:
@@ -303,7 +303,7 @@ def run(options: argparse.Namespace) -> list[StepResult]:
                 player.call("warm_up", tokens)
             results += time_steps(players, tokens, options)
             save(results, parameters, options)
-        # After all steps are timed: a profiler that was used once can slow later steps.
+        # Trace after all steps are timed, because the profiler can slow down later steps.
         for method in ("memory", "traces"):
             for at, each in enumerate(results):
                 found = players[each.engine].call(method, each.tokens)
@@ -352,10 +352,10 @@ def time_steps(players: dict[str, Player], tokens: int, options: argparse.Namesp
 
 
 def loss_difference(losses: dict[str, list[float]]) -> float | None:
-    """The largest relative difference between the sharded engines; None if a loss is not finite.
+    """Return the largest relative difference between the sharded engines; None if a loss is not finite.
 
-    The unsharded model is left out. With echoed ranks the sharded models repeat the shard of rank 0, so their weights
-    differ from its weights.
+    The unsharded model is excluded: with echoed ranks, sharded models consist of repetitions of rank 0's shard, so
+    their weights differ from those of the unsharded model.
     """
     sharded = [of_engine for engine, of_engine in losses.items() if split_name(engine)[0] != UNSHARDED]
     if not all(math.isfinite(loss) for of_engine in losses.values() for loss in of_engine):
@@ -387,7 +387,7 @@ def show(results: list[StepResult], options: argparse.Namespace) -> None:
         for each in of_tokens:
             if each.memory is None or not each.traces:
                 continue
-            one = each.traces[0]  # counts are those of every step
+            one = each.traces[0]  # counts are the same in all steps
             times = [
                 _report.Spread.of([getattr(trace, name) for trace in each.traces])
                 for name in ("communication_ms", "exposed_ms", "idle_ms")
@@ -404,25 +404,31 @@ def show(results: list[StepResult], options: argparse.Namespace) -> None:
         if rows:
             columns = ("engine", "MiB between steps", "peak allocated", "peak reserved", "kernels+copies, compute")
             columns += ("other streams", "communication, ms", "exposed, ms", "idle, ms")
-            _report.table(f"Memory, and medians of {TRACES} traces of forward and backward", columns, rows)
+            _report.table(f"Memory (MiB), and medians of {TRACES} traces of forward and backward", columns, rows)
 
 
 def describe_losses(difference: float | None) -> str:
     if difference is None:
-        return "a loss is NOT FINITE"
+        return "losses are NOT FINITE"
     return f"losses of the sharded engines differ by at most {difference:.1e}"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     _device.add_option(parser)
-    parser.add_argument("--size", choices=SIZES, default="8b-4-layers", help="(default: %(default)s)")
-    parser.add_argument("--tokens", type=_report.integers, default="4096,8192", help="(default: %(default)s)")
-    parser.add_argument("--engines", type=parse_engines, default="ours,fsdp2,unsharded", help="(default: %(default)s)")
+    parser.add_argument(
+        "--size", choices=SIZES, default="8b-4-layers", help="size of the decoder (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", type=_report.integers, default="4096,8192", help="sequence lengths (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--engines", type=parse_engines, default="ours,fsdp2,unsharded", help="engines (default: %(default)s)"
+    )
     parser.add_argument("--world", type=int, default=8, help="number of ranks (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each engine (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="timed steps of a turn (default: %(default)s)")
-    parser.add_argument("--backend", default="inductor", help="of torch.compile (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps per turn (default: %(default)s)")
+    parser.add_argument("--backend", default="inductor", help="backend of torch.compile (default: %(default)s)")
     parser.add_argument(
         "--tolerance",
         type=float,

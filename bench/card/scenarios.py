@@ -1,12 +1,12 @@
-"""Ways to shard and train a small decoder, each looked at by `testing.races`, and the library with a wait taken out.
+"""Check training scenarios for races with `testing.races`, and check that removing a wait is detected.
 
     python bench/card/scenarios.py                    # all scenarios; a race is an error
     python bench/card/scenarios.py default packed     # some of them
-    python bench/card/scenarios.py --planted          # without each wait in turn; no race is an error
+    python bench/card/scenarios.py --planted          # removes each wait in turn; it is an error if no race is found
     python bench/card/scenarios.py --list
 
-On a CPU, a second each. The scenarios and the waits are those of the tests (`tests/testing/_race_scenarios.py`,
-`_race_mutants.py`); here the reports are printed, and written as JSON.
+Each scenario takes about a second on a CPU. Scenarios and waits are those of the tests
+(`tests/testing/_race_scenarios.py`, `_race_mutants.py`). This script prints the reports, and can write them as JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from _race_training import perform
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of a scenario, and whether that was expected."""
+    """The races of a scenario, and whether the result was expected."""
 
     name: str
     planted: bool
@@ -42,7 +42,7 @@ class Outcome:
 
 
 def run(name: str, planted: bool) -> Outcome:
-    """Performs a scenario, or that of a wait which is taken out, and prints the races."""
+    """Run a scenario, or the scenario of a wait without this wait, and print the races."""
     begin = time.perf_counter()
     if planted:
         with MUTANTS[name].plant():
@@ -50,7 +50,7 @@ def run(name: str, planted: bool) -> Outcome:
     else:
         checked = perform(SCENARIOS[name])
     expected = bool(checked.races) == planted
-    print(f"{name}: {checked.operators} operators, {len(checked.races)} races{'' if expected else ', NOT EXPECTED'}")
+    print(f"{name}: {checked.operators} operators, {len(checked.races)} races{'' if expected else ', UNEXPECTED'}")
     if checked.races:
         print(checked.report(), flush=True)
     seconds = round(time.perf_counter() - begin, 2)
@@ -60,8 +60,8 @@ def run(name: str, planted: bool) -> Outcome:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="scenarios, or waits with --planted (default: all)")
-    parser.add_argument("--planted", action="store_true", help="take waits out, which the checker has to notice")
-    parser.add_argument("--list", action="store_true", help="the names that are known, and nothing else")
+    parser.add_argument("--planted", action="store_true", help="remove waits, which must be detected as races")
+    parser.add_argument("--list", action="store_true", help="list all names and exit")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes to FILE")
     options = parser.parse_args(argv)
     known = MUTANTS if options.planted else SCENARIOS
@@ -80,7 +80,9 @@ def main() -> int:
     torch.set_num_threads(1)
     outcomes = [run(name, options.planted) for name in options.names]
     wrong = [outcome.name for outcome in outcomes if not outcome.expected]
-    print(f"{len(outcomes)} {'waits' if options.planted else 'scenarios'}, {len(wrong)} not as expected", *wrong)
+    print(
+        f"{len(outcomes)} {'waits' if options.planted else 'scenarios'}, {len(wrong)} with unexpected results", *wrong
+    )
     if options.json:
         _report.write_json(options.json, "race", {"names": options.names, "planted": options.planted}, outcomes)
     return int(bool(wrong))

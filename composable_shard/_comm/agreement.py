@@ -220,7 +220,7 @@ _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDic
 
 
 def names_in(among: Among) -> list[str]:
-    """Number a new engine in each process group. The numbers are equal on all ranks that make engines in one order."""
+    """Number a new engine in each process group. The numbers are equal if all ranks make engines in the same order."""
     for group, _, _ in among:
         _engines[group] = _engines.get(group, 0) + 1
     return [str(_engines[group]) for group, _, _ in among]

@@ -80,7 +80,7 @@ class _Left(NamedTuple):
 
 
 class _Ear:
-    """What a watcher knows about the ranks of one process group.
+    """The state of a watcher for one process group.
 
     Args:
         ledger: the ledger of this rank in the process group.

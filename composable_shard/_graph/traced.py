@@ -1,4 +1,4 @@
-"""What a module's hooks do while `torch.compile` traces.
+"""Module hooks for tracing a sharded model with `torch.compile`.
 
 A group's gather is one operator (see `operators.py`) under `torch.utils.checkpoint`, so that the partitioner gathers
 again in backward instead of saving the weights. Everything that Dynamo reads here becomes a guard of the compiled code.

@@ -191,7 +191,7 @@ class Bucket:
             dropped: views that the caller is about to drop.
 
         Returns:
-            whether the forward has written to unsharded parameters, as far as versions tell.
+            whether the forward has written to unsharded parameters, judging by versions.
         """
         shown, self.shown = self.shown, ()
         if self._faces is not None:
@@ -227,7 +227,7 @@ class Bucket:
             self.generation += 1
 
     def is_outdated(self) -> bool:
-        """Whether shards were written to since the last gather began, as far as versions tell."""
+        """Whether shards were written to since the last gather began, judging by versions."""
         with without_torch_function():
             return [*map(_version, self._sharded), *map(_version, map(local_tensor, self._sharded))] != self._versions
 

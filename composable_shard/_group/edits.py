@@ -55,7 +55,7 @@ def bit_sums(weight: torch.Tensor) -> BitSums:
 
 
 class Writes:
-    """The writes to the unsharded parameters of one bucket, as far as versions tell.
+    """The writes to the unsharded parameters of one bucket, judging by versions.
 
     Args:
         count: the number of parameters.

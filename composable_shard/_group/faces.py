@@ -147,7 +147,7 @@ class Leaves:
                         local.data = self.face.weights[index].data
 
     def written(self) -> set[int]:
-        """Return indices of the leaves that were written to since the gather, as far as versions tell."""
+        """Return indices of the leaves that were written to since the gather, judging by versions."""
         versions = list(map(_version, self.params))
         if versions == self.versions:
             return set()
@@ -175,7 +175,7 @@ def _without_values(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _follow(tensor: torch.Tensor, param: ShardedParam) -> None:
-    """Freeze or thaw a kept leaf like its parameter.
+    """Freeze or unfreeze a kept leaf like its parameter.
 
     Raises:
         ShardConfigStateError: the parameter was unfrozen since, but the tensor is a node output, which cannot be.

@@ -104,7 +104,7 @@ class Entries(Protocol):
         """Install these tensors, in the order of the group's parameters, instead of the sharded ones."""
 
     def lend(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Install leaves instead of the sharded parameters; users may freeze, thaw or hook these leaves."""
+        """Install leaves instead of the sharded parameters; users may freeze, unfreeze or hook these leaves."""
 
     def take_over(self) -> None:
         """Apply to the sharded parameters what users have done to the leaves; `show`, `hide` and `adopt` do it, too."""
@@ -349,7 +349,7 @@ class ParamGroup:
         self._gathers = []
 
     def is_outdated(self) -> bool:
-        """Whether shards were written to since their gather was issued, as far as versions tell."""
+        """Whether shards were written to since their gather was issued, judging by versions."""
         return any(map(_is_outdated, self.buckets))
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> bool:
@@ -359,7 +359,7 @@ class ParamGroup:
             dropped: views that the caller is about to drop, which do not count.
 
         Returns:
-            whether the forward has written to unsharded parameters, as far as versions tell.
+            whether the forward has written to unsharded parameters, judging by versions.
         """
         if len(self.buckets) == 1:
             return self.buckets[0].end_use(dropped)
@@ -437,7 +437,7 @@ class ParamGroup:
             self._versions = self._versions_now()
 
     def is_stale(self) -> bool:
-        """Whether a parameter was replaced or edited since the versions were noted, as far as versions tell."""
+        """Whether a parameter was replaced or edited since the versions were noted, judging by versions."""
         return self._versions != self._versions_now()
 
     def _versions_now(self) -> list[int]:

@@ -72,8 +72,8 @@ class GradientMarks:
         """Return those of these parameters that have a `.grad` but lost the mark on it."""
         same = {index: self._is_same(index) for index in self._seen if not self._is_gone(index)}
         survives = self._look(same)
-        # An empty piece has no mark. A parameter of the group whose versions agree in having changed or not stands in
-        # for it: `zero_grad` sets both to zero.
+        # An empty piece has no mark. It gets the result of another parameter of the group whose versions have changed,
+        # too, or have not changed either: `zero_grad` sets all parameters to zero.
         others = {same[index]: mark for index, mark in survives.items()}
         shown = {index: survives.get(index, others.get(same[index])) for index in asked}
         kept = {index: same[index] and not or_untold if mark is None else mark for index, mark in shown.items()}
@@ -110,7 +110,7 @@ class GradientMarks:
         return self._grad(index) is None or index not in self._seen
 
     def _is_same(self, index: int) -> bool:
-        """Whether `.grad` is unchanged since it was marked, as far as versions tell."""
+        """Whether `.grad` is unchanged since it was marked, judging by versions."""
         seen, grad = self._seen.get(index), self._grad(index)
         return grad is not None and seen is not None and _is(grad, seen)
 

@@ -1,1 +1,1 @@
-"""How other libraries, and scripts that are not changed, come to use this one."""
+"""Use this library from other libraries and from unchanged scripts, and send its figures to loggers."""

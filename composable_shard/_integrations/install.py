@@ -1,4 +1,4 @@
-"""`install`: torch's names for FSDP2 lead to this library."""
+"""`install` and `uninstall`: replace torch's FSDP2 functions by this library's."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from .._module.module import register_fsdp_forward_method
 from .._torch.distributed import TORCHS_FUNCTIONS
 
 PUBLIC = "torch.distributed.fsdp"
-HOME = "torch.distributed.fsdp._fully_shard._fully_shard"  # its own names are those that torch's `replicate` uses
-IN_CHILD = "__mp_main__"  # how a process that multiprocessing has spawned calls the script of its parent
+HOME = "torch.distributed.fsdp._fully_shard._fully_shard"  # not patched, because torch's `replicate` uses its names
+IN_CHILD = "__mp_main__"  # the name of the parent's script in a process that multiprocessing has spawned
 OWN_PACKAGE = __name__.partition(".")[0]
 
 _OURS = {f.__name__: f for f in (fully_shard, register_fsdp_forward_method, share_comm_ctx)}
-# By the id of a function, which no name of it changes: what takes its place, and what gives the place back.
+# By id of a function, so that its name does not matter: our replacements, and the torch functions that they replace.
 _OURS_FOR: dict[int, Any] = {id(torchs): _OURS[name] for name, torchs in TORCHS_FUNCTIONS.items()}
 _TORCHS_FOR: dict[int, Any] = {id(_OURS[name]): torchs for name, torchs in TORCHS_FUNCTIONS.items()}
 
 Place = tuple[dict[str, Any], str]  # the names of a module, and one of them
 
 _lock = threading.RLock()
-_holders: set[Installation] = set()  # by whom ours are wanted in torch's places; empty: they are not installed
-_replaced: list[Place] = []  # where torch's were
-_chosen: list[Place] = []  # where ours were before: somebody has taken them from this library
+_holders: set[Installation] = set()  # the installations that are active; our functions are installed if there is one
+_replaced: list[Place] = []  # places where our functions have replaced torch's
+_chosen: list[Place] = []  # places that had our functions before `install`, because code imported them from us
 
 
 class Installation:
-    """What `install` returns; as a context, it restores torch's functions when it is left."""
+    """The result of `install`. As a context manager, it restores torch's functions at the end."""
 
     def __init__(self) -> None:
         self._entered = 0
@@ -57,23 +57,23 @@ class Installation:
 
 
 def install() -> Installation:
-    """Let every call of torch's `fully_shard` be one of this library, also those in libraries that know nothing of it.
+    """Replace torch's `fully_shard` by this library's everywhere, including in other libraries.
 
-    In `torch.distributed.fsdp`, and in each loaded module that holds torch's function under any name,
-    `fully_shard`, `register_fsdp_forward_method` and `share_comm_ctx` are replaced by ours. Modules that are imported
-    later get ours from there. torch's classes need nothing: our sharded modules are instances of torch's `FSDPModule`,
-    our handles of its `UnshardHandle`, and the policies are its own.
+    `fully_shard`, `register_fsdp_forward_method` and `share_comm_ctx` are replaced by ours in `torch.distributed.fsdp`,
+    and in each loaded module that has torch's function under any name. Modules that are imported later get ours from
+    there. torch's classes are not replaced: our sharded modules are instances of torch's `FSDPModule`, our handles of
+    its `UnshardHandle`, and the policies are torch's.
 
-    It may be called more than once, from any thread, and before or after `init_process_group`. Modules that torch has
-    sharded already stay torch's. What is no attribute of a module cannot be found, and keeps torch's function: class
-    attributes, default arguments, `functools.partial` objects, and local variables of functions that run.
+    You can call it more than once, from any thread, before or after `init_process_group`. Modules that torch has
+    already sharded do not change. Only attributes of modules are replaced. Class attributes, default arguments,
+    `functools.partial` objects and local variables of running functions keep torch's function.
 
     Returns:
-        a context: ``with composable_shard.install(): ...`` restores torch's functions at its end, unless somebody else
-        has called `install` too and not left it yet. Whoever drops it keeps them replaced until `uninstall`.
+        a context manager. ``with composable_shard.install(): ...`` restores torch's functions at its end, unless
+        another installation is still active. Without ``with``, they stay replaced until `uninstall` is called.
 
     Warns:
-        UserWarning: a name of `torch.distributed.fsdp` holds somebody else's function, which is left there.
+        UserWarning: an attribute of `torch.distributed.fsdp` is neither torch's function nor ours; it is not replaced.
 
     Example:
         >>> composable_shard.install()
@@ -86,15 +86,15 @@ def install() -> Installation:
 
 
 def uninstall() -> None:
-    """Give torch's functions back to every module that holds ours for them, whoever has called `install`.
+    """Restore torch's functions in every module, for all callers of `install`. A no-op if nothing is installed.
 
-    These are the names that `install` replaced, and the names of modules imported since. A module that was imported
-    since and took our function by name from `composable_shard` itself cannot be told from those: it gets torch's as
-    well (``import composable_shard as cs`` and ``cs.fully_shard`` do not). Where nothing is installed this does
-    nothing. Modules that are sharded stay so.
+    This covers the names that `install` replaced and the names in modules that were imported since. That includes
+    modules that were imported since and run ``from composable_shard import fully_shard``, because they cannot be
+    distinguished (``import composable_shard as cs`` with ``cs.fully_shard`` is not affected). Sharded modules stay
+    sharded.
 
     Warns:
-        UserWarning: a name that was replaced holds somebody else's function now, which is left there.
+        UserWarning: other code has replaced a name again since `install`; its function is not replaced.
     """
     with _lock:
         if _holders:
@@ -107,7 +107,7 @@ def _hold(holder: Installation) -> None:
         _warn_of_others_before()
         _chosen[:] = _places_of(_TORCHS_FOR)
     _holders.add(holder)
-    for names, name in _places_of(_OURS_FOR):  # a later call finds those that came past torch's names
+    for names, name in _places_of(_OURS_FOR):  # a later call also finds names that were set since to torch's functions
         ours = _OURS_FOR.get(id(names.get(name)))
         if ours is not None:  # a module may be loaded under two names
             names[name] = ours
@@ -117,7 +117,7 @@ def _hold(holder: Installation) -> None:
 def _restore() -> None:
     were_torchs, _replaced[:] = list(_replaced), []
     were_ours, _chosen[:] = {(id(names), name) for names, name in _chosen}, []
-    for names, name in (*were_torchs, *_places_of(_TORCHS_FOR)):  # the first may be of modules that were unloaded
+    for names, name in (*were_torchs, *_places_of(_TORCHS_FOR)):  # the former may belong to unloaded modules
         torchs = _TORCHS_FOR.get(id(names.get(name)))
         if torchs is not None and (id(names), name) not in were_ours:
             names[name] = torchs
@@ -125,9 +125,9 @@ def _restore() -> None:
 
 
 def _places_of(functions: Mapping[int, Any]) -> list[Place]:
-    """Where loaded modules hold one of some functions, which are given by id; torch's public names come first.
+    """The places in loaded modules that refer to one of some functions, given by id; torch's public names are first.
 
-    Modules are not asked for their attributes, which would load those that are loaded by that.
+    Read the `__dict__` of modules instead of their attributes, because lazy modules import something when asked.
     """
     places: list[Place] = []
     for key, module in [(PUBLIC, sys.modules[PUBLIC]), *list(sys.modules.items())]:
@@ -139,7 +139,10 @@ def _places_of(functions: Mapping[int, Any]) -> list[Place]:
 
 
 def _copied_from(copy: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the functions of a script see in a child: multiprocessing has run it there, and kept a copy of its names."""
+    """The global namespaces of the functions of a script that multiprocessing has run again in a child process.
+
+    multiprocessing keeps only a copy of these namespaces in ``__mp_main__``.
+    """
     members = [vars(value).values() for value in list(copy.values()) if isinstance(value, type)]
     namespaces: dict[int, dict[str, Any]] = {}
     for value in itertools.chain(list(copy.values()), *members):
@@ -159,8 +162,8 @@ def _warn_of_others_before() -> None:
     ]
     if others:
         warnings.warn(
-            f"composable_shard.install: {'; '.join(others)}, not torch's own, and is left there: calls of it do not "
-            "come to this library. Call install() before it is replaced, or undo that first",
+            f"composable_shard.install: {'; '.join(others)}, not torch's own function, and is not replaced: its calls "
+            "do not use this library. Call install() before other code replaces it, or undo that replacement first",
             stacklevel=4,
         )
 
@@ -173,8 +176,8 @@ def _warn_of_others_since(places: list[Place]) -> None:
     ]
     if others:
         warnings.warn(
-            f"composable_shard.uninstall: {'; '.join(others)}, which somebody has put there since install(), and is "
-            "left there; whoever did can put torch's function back",
+            f"composable_shard.uninstall: {'; '.join(others)}, which other code has set since install(), and is not "
+            "replaced; that code can restore torch's function",
             stacklevel=4,
         )
 

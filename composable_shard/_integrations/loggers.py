@@ -1,6 +1,6 @@
-"""`log_to`: figures of each step for TensorBoard, Weights & Biases, Lightning, a file of JSON lines, or a function.
+"""`log_to`: log figures of each step to TensorBoard, Weights & Biases, Lightning, a JSON Lines file, or a function.
 
-None of these packages is imported: a logger is whatever has the method that its kind is called by.
+None of these packages is imported: a logger is recognised by its methods.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ Number = float | torch.Tensor
 Figures = dict[str, float]
 Write = Callable[[Figures, int], object]
 OVER_RANKS = ("max", "mean")
-_RATE = "step/tokens_per_second"  # of all ranks together, where figures are taken over ranks
-_SLOTS = 64  # ranks exchange a multiple of so many figures, so that one more on a rank is seen and not waited for
+_RATE = "step/tokens_per_second"  # the sum over ranks, if figures are combined over ranks
+_SLOTS = 64  # ranks exchange a multiple of this number of figures, so that ranks with different figures do not hang
 clock: Callable[[], float] = time.perf_counter
 
 
-# ---- loggers of all kinds
+# ---- types of loggers
 
 
 class _Sink(NamedTuple):
-    """A logger as it is used here: its name for messages, what writes, and what is called at the end."""
+    """A logger in a uniform form: its name for messages, a function that writes, and one to call at the end."""
 
     name: str
     write: Write
@@ -57,7 +57,7 @@ class _Sink(NamedTuple):
 
 
 def _nothing() -> None:
-    """A logger that was given open stays open."""
+    """Do nothing: a logger that the user has opened stays open."""
 
 
 def _scalars(writer: Any, figures: Figures, step: int) -> None:
@@ -66,7 +66,7 @@ def _scalars(writer: Any, figures: Figures, step: int) -> None:
 
 
 def _lines(file: Any, figures: Figures, step: int) -> None:
-    """One line of JSON; what is not finite is null, as JSON has no name for it."""
+    """Write one line of JSON. NaN and infinities become null, because JSON does not have them."""
     finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
     file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
     file.flush()
@@ -89,10 +89,10 @@ _METHODS: dict[str, Callable[[Any], Write]] = {
 
 
 def _sink(logger: Any) -> _Sink:
-    """How a logger is used.
+    """Make a sink for a logger.
 
     Raises:
-        ShardConfigTypeError: it is of no kind that is known.
+        ShardConfigTypeError: the logger has an unknown type.
     """
     if isinstance(logger, (str, os.PathLike)):
         path = Path(logger)
@@ -113,14 +113,14 @@ def _sink(logger: Any) -> _Sink:
     )
 
 
-# ---- what is seen of the model
+# ---- watching the model
 
 
 class _Seen:
-    """Notices the optimizers' steps of a model, and norms of its gradients. It does not keep the model alive.
+    """Watches the optimizer steps and the gradient norms of a model. It does not keep the model alive.
 
     Attributes:
-        norm: what `clip_grad_norm_` has returned since the last `take`; None if it was not called.
+        norm: the result of `clip_grad_norm_` since the last `take`; None if it was not called.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -138,28 +138,28 @@ class _Seen:
         return any(id(param.sharded) in params for state in self._living() for param in state.declaration.params)
 
     def before_optimizer_step(self, stepped: set[int], optimizer: Optimizer | None) -> None:
-        """As `StepWatcher` says."""
+        """Part of the `StepWatcher` interface."""
         self._stepped = self._stepped or self._are_of_the_model(stepped)
 
     def check_reduced(self, stepped: set[int]) -> None:
-        """As `StepWatcher` says; nothing is to be checked here."""
+        """Part of the `StepWatcher` interface; there is nothing to check here."""
 
     def clipped(self, params: set[int], norm: torch.Tensor) -> None:
-        """As `ClipWatcher` says."""
+        """Part of the `ClipWatcher` interface."""
         if self._are_of_the_model(params):
             self.norm = norm
 
     def take(self) -> tuple[bool, torch.Tensor | None]:
-        """Whether an optimizer has stepped parameters of the model since the last call, and the norm of its gradients.
+        """Whether an optimizer has stepped parameters of the model since the last call, and the gradient norm.
 
-        A `GradScaler` that finds gradients that are not finite does not let the optimizer step.
+        A `GradScaler` that finds infinite or NaN gradients skips the optimizer step.
         """
         seen = self._stepped, self.norm
         self._stepped, self.norm = False, None
         return seen
 
     def figures(self) -> Figures:
-        """Those of `stats`, and the exposed share that the plan predicts, if it knows times."""
+        """The figures of `stats`, and the exposed share that the plan predicts, if it has measured times."""
         bound = [state.bound for state in self._living()]
         engines = list(dict.fromkeys(each.engine for each in bound if each is not None))
         figures = figures_of(engines)
@@ -179,16 +179,17 @@ def _predicted(plan: ShardPlan) -> Figures:
     return {"plan/exposed_share": predicted.exposed / predicted.seconds if predicted.seconds else 0.0}
 
 
-# ---- figures on their way
+# ---- figures that are being copied to the host
 
 
 class _Arriving:
-    """The figures of one step, some of which an accelerator may still compute.
+    """The figures of one step, some of which an accelerator may still be computing.
 
-    They are copied to the host behind that work, and read once they have come: nothing waits for the accelerator.
+    They are copied to the host asynchronously, and read once the copy is done, so that the host does not wait for the
+    accelerator.
 
     Attributes:
-        step: of which step.
+        step: number of the step.
     """
 
     def __init__(self, figures: Mapping[str, Number], step: int) -> None:
@@ -207,11 +208,11 @@ class _Arriving:
 
     @property
     def has_come(self) -> bool:
-        """Whether `read` would not wait."""
+        """Whether `read` would return without waiting."""
         return self._event is None or bool(self._event.query())
 
     def read(self) -> Figures:
-        """The figures."""
+        """Wait for the copy, and return the figures."""
         if self._event is not None:
             self._event.synchronize()
             self._figures.update(zip(self._names, self._copy.tolist(), strict=True))
@@ -223,10 +224,10 @@ def _is_away(value: torch.Tensor) -> bool:
 
 
 def _whole(name: str, value: Number) -> Number:
-    """A figure apart from its graph, and, by a small collective, of all ranks if each has a part of it.
+    """Detach a figure. A DTensor is made full, by a small collective of all ranks.
 
     Raises:
-        ShardConfigValueError: it is a tensor of several numbers.
+        ShardConfigValueError: the figure is a tensor of several numbers.
     """
     if not isinstance(value, torch.Tensor):
         return float(value)
@@ -237,9 +238,9 @@ def _whole(name: str, value: Number) -> Number:
 
 
 def _over_ranks(figures: Mapping[str, Number], how: str, device: torch.device) -> dict[str, Number]:
-    """The figures over all ranks, by one all-gather of a few hundred bytes.
+    """Combine the figures of all ranks, by one all-gather of a few hundred bytes.
 
-    Ranks that have figures of other names get their own back, among them ``log/ranks_differ``.
+    If ranks have figures with different names, each rank gets its own figures back, and ``log/ranks_differ`` is 1.
     """
     names = sorted(figures)
     slots = -(-(len(names) + 1) // _SLOTS) * _SLOTS
@@ -252,7 +253,7 @@ def _over_ranks(figures: Mapping[str, Number], how: str, device: torch.device) -
     ranks = own.new_empty(world.size() * slots)
     work = public_all_gather(ranks, own, world)
     if work is not None:
-        work.wait()  # by the stream, where there is one
+        work.wait()  # on an accelerator, only the stream waits
     ranks = ranks.view(-1, slots)
     alike = (ranks[:, 0] == key).all()
     taken = ranks.amax(0) if how == "max" else ranks.mean(0)
@@ -263,14 +264,14 @@ def _over_ranks(figures: Mapping[str, Number], how: str, device: torch.device) -
     return {**over, "log/ranks_differ": 1.0 - alike.double()}
 
 
-# ---- what users have
+# ---- public
 
 
 class TrainingLog:
-    """What `log_to` returns. Call `step` once after each optimizer step, on every rank.
+    """The log that `log_to` returns. Call `step` once after each optimizer step, on every rank.
 
     Attributes:
-        steps: how many there were, those of earlier runs among them.
+        steps: number of steps, including those of earlier runs.
         failures: how often a logger has failed.
     """
 
@@ -283,8 +284,8 @@ class TrainingLog:
         self._seen = _Seen(model)
         self._sinks = sinks
         self._every, self._over_ranks = every, over_ranks
-        self._began: float | None = None  # when the first step ended that belongs to the next figures, and how many do
-        self._among = 0
+        self._began: float | None = None  # when the interval of the next figures began; the first step is not counted
+        self._among = 0  # number of steps in this interval
         self._tokens: Number = 0
         self._skipped: Number = 0
         self._arriving: deque[_Arriving] = deque()
@@ -299,21 +300,21 @@ class TrainingLog:
         skipped: bool | Number | None = None,
         **others: Number,
     ) -> None:
-        """A step is over: note its figures and, every so many steps, hand them to the loggers.
+        """Record the figures of a step after it has ended and, every `every` steps, pass figures to the loggers.
 
-        Numbers may be 0-dim tensors on any device. On an accelerator they are not waited for: what is not computed yet
-        is written by a later call, or by `close`.
+        Numbers may be 0-dim tensors on any device. This call does not wait for an accelerator: figures that are not
+        computed yet are written by a later call, or by `close`.
 
         Args:
-            loss: of the step; as it is on this rank (`average_by_tokens` makes it that of all ranks).
-            tokens: of this rank in this step, its microbatches together.
-            grad_norm: of the gradients; by default what `cs.clip_grad_norm_` has returned since the last step. A
-                DTensor, as it returns, is made whole where it is written, which is a collective of all ranks.
-            skipped: whether the optimizer's step was left out, or how many were. By default it was if no optimizer has
-                stepped a parameter of the model since the last call, as when a `GradScaler` finds an infinite gradient.
-                (Give it where that does not tell: with a scaler and a fused optimizer, which is called all the same,
-                and with optimizers that are not torch's.)
-            others: further figures, by name: the learning rate, say.
+            loss: loss of the step on this rank (or on all ranks, if it is the result of `average_by_tokens`).
+            tokens: number of tokens of this rank in this step, over all microbatches.
+            grad_norm: gradient norm; by default, the result of `cs.clip_grad_norm_` since the last step. A DTensor,
+                which that function returns, is made full when it is written, by a collective of all ranks.
+            skipped: whether the optimizer step was skipped, or how many were. By default, a step counts as skipped if
+                no optimizer has stepped a parameter of the model since the last call, for example because a
+                `GradScaler` found an infinite gradient. Pass it if that cannot be detected: with a scaler and a fused
+                optimizer, which is called in any case, and with optimizers that are not torch's.
+            others: further figures, by name: for example, the learning rate.
 
         Raises:
             ShardConfigValueError: a figure is a tensor of several numbers.
@@ -333,7 +334,7 @@ class TrainingLog:
             self._began, self._among, self._tokens = now, 0, 0
 
     def _note(self, now: float, given: dict[str, Number]) -> None:
-        """Make the figures that are due now, and write them if they are there already."""
+        """Collect the figures that are due, and write those that are computed already."""
         if not (self._sinks or self._over_ranks):
             return
         figures: dict[str, Number] = {**given, "train/skipped_steps": self._skipped}
@@ -363,12 +364,13 @@ class TrainingLog:
             self._have_failed.add(id(sink))
             warnings.warn(
                 f"log_to: the logger {sink.name} failed at step {step} with {type(error).__name__}: {error}. Training "
-                "goes on, and it is called again for later steps; this is said once, and `failures` of the log counts",
+                "continues, and the logger is called again for later steps. This warning appears once; `failures` of "
+                "the log counts all failures",
                 stacklevel=4,
             )
 
     def close(self) -> None:
-        """Write what has not been written yet, and close the files that were opened here; other loggers stay open."""
+        """Write the remaining figures, and close the files that `log_to` has opened; other loggers stay open."""
         self._deliver(waits=True)
         for sink in self._sinks:
             sink.close()
@@ -390,7 +392,7 @@ def log_to(
     over_ranks: str | None = None,
     done: int = 0,
 ) -> TrainingLog:
-    """Log figures of training: what the user knows of a step beside what the library knows of it.
+    """Log figures of training: the user's figures of each step together with the library's.
 
         with cs.log_to(model, "runs/1/steps.jsonl", every=10) as log:
             for batch in batches:
@@ -401,39 +403,39 @@ def log_to(
                 optimizer.zero_grad()
                 log.step(loss=loss, tokens=batch.numel())
 
-    Figures, flat and all floats; those that are not known are left out:
-        ``train/loss``, ``train/grad_norm``: as given, or seen by `clip_grad_norm_`.
-        ``train/skipped_steps``: so far.
-        ``step/seconds``, ``step/tokens_per_second``: by the host's clock, the mean since the last figures; not of the
-        first step, in which code is compiled and memory laid out.
-        ``plan/exposed_share``: of a step in which compute waits for communication, as the plan predicts it, once it
-        knows times (`PrefetchPolicy.auto`). While `watch` is on, ``step/communication_share`` is the measured one.
-        All that `stats` gives: ``pool/live_bytes``, ``pool/peak_bytes`` and so on.
-        Whatever else `TrainingLog.step` is given.
+    Figures are a flat dict of floats. Unknown ones are left out:
+        ``train/loss``, ``train/grad_norm``: as given, or the norm from `clip_grad_norm_`.
+        ``train/skipped_steps``: total number of skipped steps.
+        ``step/seconds``, ``step/tokens_per_second``: by the host's clock, the mean since the last figures. The first
+        step is not included, because it compiles code and allocates memory.
+        ``plan/exposed_share``: the share of a step that is exposed communication, as the plan predicts it once times
+        are measured (`PrefetchPolicy.auto`). While `watch` is on, ``step/communication_share`` is the measured share.
+        All figures of `stats`: ``pool/live_bytes``, ``pool/peak_bytes`` and so on.
+        All other figures that are passed to `TrainingLog.step`.
 
-    The log does not keep the model alive, and a step waits for no accelerator because of it. A logger that fails is a
-    warning that names it, once; training goes on, and later figures are offered to it again.
+    The log does not keep the model alive, and never makes a step wait for an accelerator. If a logger fails, one
+    warning names it. Training continues, and the logger is called again for later figures.
 
     Args:
         model: a sharded model.
-        logger: where figures go; a list of several. TensorBoard's ``SummaryWriter`` (anything with ``add_scalar``), a
-            run of Weights & Biases (``log``), a logger of Lightning, MLflow or Comet (``log_metrics``), a
-            `logging.Logger` (level INFO), a path or an open text file for a line of JSON each time, or a function of
-            the figures and the step. Ranks that do not write may pass anything, None too.
-        every: after how many steps figures are written.
-        rank: the rank that writes; None for all, each of which needs a logger of its own then.
-        over_ranks: None writes the figures of the rank that writes. ``max`` or ``mean`` takes them over all ranks, and
-            the sum of tokens a second: one small all-gather each time. ``log/ranks_differ`` is 1 then if ranks have
-            figures of different names, and the figures are those of the rank alone.
-        done: how many steps earlier runs have made, from which this one goes on: figures carry on their numbers.
+        logger: one logger, or a list of loggers: TensorBoard's ``SummaryWriter`` (anything with ``add_scalar``), a run
+            of Weights & Biases (``log``), a logger of Lightning, MLflow or Comet (``log_metrics``), a `logging.Logger`
+            (level INFO), a path or an open text file for one line of JSON each time, or a function of the figures and
+            the step. Ranks that do not write may pass anything, including None.
+        every: number of steps after which figures are written.
+        rank: the rank that writes; None for all ranks, which then need separate loggers.
+        over_ranks: None writes the figures of the writing rank. ``max`` or ``mean`` combines figures over all ranks by
+            one small all-gather each time; tokens per second are summed. If ranks have figures with different names,
+            ``log/ranks_differ`` is 1, and the figures are those of the writing rank.
+        done: number of steps of earlier runs that this run resumes; steps are numbered from there.
 
     Returns:
-        the log, whose `step` is to be called on all ranks after each step of the optimizer.
+        the log. Call its `step` on all ranks after each optimizer step.
 
     Raises:
-        ShardConfigValueError: the model holds no sharded module; `every` is no whole number of at least 1, or `done` of
-            at least 0; `over_ranks` is none of these.
-        ShardConfigTypeError: a logger is of no kind that is known.
+        ShardConfigValueError: the model contains no sharded module; `every` is not an int of at least 1, or `done` of
+            at least 0; or `over_ranks` has another value.
+        ShardConfigTypeError: a logger has an unknown type.
     """
     require_count("every", every, 1)
     require_count("done", done, 0)

@@ -1,1 +1,1 @@
-"""The pool from which all memory of gathers and reductions comes."""
+"""The memory pool for gathers and reductions, and the offload of optimizer state to the host and to disk."""

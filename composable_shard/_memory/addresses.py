@@ -1,4 +1,4 @@
-"""Which weights lie at an address: autograd shows us tensors to save, and only their address tells whose they are."""
+"""Lookup of weights by address. Autograd passes tensors to save, and only the address identifies their weights."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from .slots import Outside, Slot
 
 
 class Addresses:
-    """All memory in which weights may lie: the slots of a pool, and memory of parameters outside of it.
+    """All memory that may contain weights: the slots of a pool, and memory of parameters outside of the pool.
 
     Attributes:
-        first, end: addresses of the first byte of all this memory, and of the first behind it: no weights lie before
-            or beyond.
+        first, end: the half-open address range that contains all of this memory.
     """
 
     def __init__(self) -> None:
         self.first = self.end = 0
-        self._slots: list[Slot] = []  # by their begin
+        self._slots: list[Slot] = []  # sorted by `begin`
         self._begins: list[int] = []
         self._outside: list[Outside] = []
 
@@ -26,38 +25,38 @@ class Addresses:
         return iter(self._slots)
 
     def add(self, slot: Slot) -> None:
-        """A slot has memory now."""
+        """Add a slot that has memory."""
         insort(self._slots, slot)
         self._changed()
 
     def remove(self, slot: Slot) -> None:
-        """A slot has no memory any more; to be called before its address changes."""
+        """Remove a slot. Call this before its address changes."""
         self._slots.remove(slot)
         self._changed()
 
     def replace(self, slots: Iterable[Slot]) -> None:
-        """From now on these are all slots."""
+        """Replace all slots."""
         self._slots = sorted(slots)
         self._changed()
 
     def claim(self, outside: Sequence[Outside]) -> None:
-        """Weights lie in this memory outside of the slots."""
+        """Add memory outside of the slots that contains weights."""
         self._outside += outside
         self._changed()
 
     def unclaim(self, outside: Collection[Outside]) -> None:
-        """No weights lie in this memory outside of the slots any more."""
+        """Remove memory outside of the slots, which no longer contains weights."""
         self._outside = [each for each in self._outside if each not in outside]
         for each in outside:
             each.give_up()
         self._changed()
 
     def find(self, address: int) -> Slot | Outside | None:
-        """The slot, or memory outside of slots, whose weights lie at `address`; None if no weights lie there."""
+        """The slot or outside memory whose weights contain `address`, or None if no weights do."""
         index = bisect_right(self._begins, address)
         slot = self._slots[index - 1] if index else None
         if slot is not None and address < slot.reach:
-            for each in (slot, *slot.rivals):  # any other slot with this address overlaps the one that begins last
+            for each in (slot, *slot.rivals):  # any other slot with this address is a rival
                 if each.begin <= address < each.end and each.owner is not None:
                     return each
         for outside in self._outside:

@@ -1,4 +1,4 @@
-"""Memory of one device: where a pool gets it, and to whom it goes back."""
+"""Allocation of pool memory on one device, and its return to the allocator."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from .slots import Events
 
 
 class DeviceMemory:
-    """Allocates memory on one device, to be written to by work on one lane.
+    """Allocates memory on one device for use by one lane.
 
     Attributes:
-        device: where it allocates.
+        device: the device.
     """
 
     def __init__(self, device: torch.device, lane: Lane) -> None:
         self.device = device
         self._lane = lane
-        self._streams: dict[torch.Stream, None] = {}  # on which it has allocated
+        self._streams: dict[torch.Stream, None] = {}  # streams on which it has allocated
         self._mem_pool: torch.cuda.MemPool | None = None
 
     def use_mem_pool(self, wanted: bool) -> bool:
-        """Set whether memory comes from a `torch.cuda.MemPool` from now on; returns whether that is new.
+        """Set whether later allocations use a `torch.cuda.MemPool`. Returns whether the setting has changed.
 
         Raises:
-            ShardConfigValueError: the device has none.
+            ShardConfigValueError: the device has no `MemPool`.
         """
         if wanted and self.device.type != "cuda":
             raise ShardConfigValueError(
-                f"PoolPolicy(mem_pool=True): there is a MemPool on CUDA only, and this model is on {self.device.type}; "
-                "leave it out"
+                f"PoolPolicy(mem_pool=True): a MemPool requires CUDA, but this model is on {self.device.type}. "
+                "Remove mem_pool=True"
             )
         if wanted == (self._mem_pool is not None):
             return False
@@ -44,9 +44,10 @@ class DeviceMemory:
         return True
 
     def leave_segments(self) -> None:
-        """All memory has gone back, and comes again in other pieces: the device gets the segments that it lay in.
+        """Return the allocator's free segments to the device. Call this after all memory has been freed.
 
-        Otherwise the allocator would keep them, and take new ones for the larger pieces.
+        The next allocations have other sizes. Without this call, the allocator would keep the old segments and also
+        reserve new ones.
         """
         if self._mem_pool is not None:
             self._mem_pool = torch.cuda.MemPool()
@@ -54,34 +55,35 @@ class DeviceMemory:
             torch.cuda.empty_cache()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """New memory as a 1D tensor of bytes, with undefined content."""
-        # `to_keep` leaves inference mode: a tensor made in it could never be used for training.
+        """Allocate a 1D uint8 tensor with undefined content."""
+        # `to_keep` leaves inference mode, because inference tensors cannot be used for training later.
         with to_keep(), self._allocating():
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """New memory for a storage that has none, with undefined content."""
+        """Allocate memory with undefined content for an empty storage."""
         with self._allocating():
             storage.resize_(nbytes)
 
     def _allocating(self) -> contextlib.AbstractContextManager[None]:
-        """Memory is about to be allocated: note on which stream, and choose whose segments it comes from."""
+        """Context for an allocation: record the current stream, and select the `MemPool` if there is one."""
         if (stream := self._lane.current()) is not None:
             self._streams[stream] = None
         return nullcontext() if self._mem_pool is None else torch.cuda.use_mem_pool(self._mem_pool, self.device)
 
     def queued(self) -> Events:
-        """The event behind the work that is queued on the current stream now.
+        """Record an event after the work that is queued on the current stream.
 
-        The first writer of new memory waits for it: the allocator may hand out memory that earlier work still reads.
+        The first writer of new memory waits for this event, because earlier work on the stream may still read memory
+        that the allocator returns.
         """
         event = self._lane.mark()
         return () if event is None else (event,)
 
     def give_back(self, after: Iterable[torch.Event | None]) -> None:
-        """Memory goes back to the allocator: whoever gets it waits for these events.
+        """Make the current stream and all streams that have allocated wait for these events before memory is freed.
 
-        That may be work on the current stream, or on the streams on which the memory was allocated.
+        The allocator may reuse the memory for work on any of these streams.
         """
         for event in filter(None, after):
             event.wait()
@@ -89,7 +91,7 @@ class DeviceMemory:
                 stream.wait_event(event)
 
     def leave(self, *lanes: Lane) -> None:
-        """Nobody uses the memory any more: it goes back, perhaps before what these lanes were given is done."""
-        with suppress(Exception):  # the device may be gone, too
+        """Order the release of all memory after the work that is queued on these lanes."""
+        with suppress(Exception):  # the device may no longer exist, for example at exit
             for lane in lanes:
                 self.give_back(lane.queued())

@@ -1,7 +1,7 @@
-"""Bytes in files, and a ring of memory through which threads read and write them.
+"""Unnamed files for optimizer state, and a ring buffer through which threads read and write them.
 
-The files have no names: nothing else can open them, and the system takes their space back when the process ends,
-however it ends. So a run that was killed leaves nothing behind that another one could take for its own.
+The files have no names, so no other process can open them. The system frees their space when the process ends, even if
+it is killed, so no run can mistake the files of another run for its own.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ import torch
 
 from .._errors import OffloadError
 
-BLOCK = max(4096, mmap.ALLOCATIONGRANULARITY)  # bytes to which addresses, offsets and lengths of direct access align
-_PIECE = 8 << 20  # bytes of one read or write; several are on their way at once
-THREADS = 4  # that read and write: two reach what a disk gives, and reads and writes are not to wait for each other
-_FIRST, _LARGEST = 64 << 20, 64 << 30  # bytes of the first file, and at most: each is twice as large as the one before
+BLOCK = max(4096, mmap.ALLOCATIONGRANULARITY)  # alignment in bytes of addresses, offsets and lengths of direct I/O
+_PIECE = 8 << 20  # bytes of one read or write; several run in parallel
+THREADS = 4  # I/O threads: two saturate a disk, and reads must not wait for writes or vice versa
+_FIRST, _LARGEST = 64 << 20, 64 << 30  # bytes of the first and of the largest file; each file doubles the previous size
 
 
 def aligned(nbytes: int, to: int = BLOCK) -> int:
-    """The next multiple of `to`, a power of two."""
+    """Round up to a multiple of `to`, a power of two."""
     return (nbytes + to - 1) & -to
 
 
 @contextlib.contextmanager
 def naming(directory: Path, doing: str) -> Iterator[None]:
-    """Errors of the system become an `OffloadError` that says what was done where."""
+    """Context that converts an `OSError` to an `OffloadError` with the directory and the failed operation."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = f"{_free_bytes(directory):,} bytes are free there"
             raise OffloadError(
-                f"{directory}: the disk is full ({free}) and {doing} failed; make room or name another directory in "
-                "DiskOffloadPolicy, and go on from a checkpoint"
+                f"{directory}: the disk is full ({free}) and {doing} failed; free space or choose another directory in "
+                "DiskOffloadPolicy, then resume from a checkpoint"
             ) from error
         raise OffloadError(f"{directory}: {doing} failed: {error}") from error
 
@@ -57,41 +57,41 @@ def _free_bytes(directory: Path) -> int:
 
 
 class Files:
-    """Space in a directory, in as many files as it takes. Space is reserved before anything is written there.
+    """Space in a directory, in one or more files. Space is reserved before it is written.
 
     Args:
-        directory: where the files are; it is made if it is not there.
+        directory: the directory of the files. It is created if it does not exist.
 
     Raises:
-        OffloadError: the directory cannot be made or written in.
+        OffloadError: the directory cannot be created or is not writable.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._files: list[File] = []
-        with naming(directory, "making a file"):
+        with naming(directory, "creating a file"):
             directory.mkdir(parents=True, exist_ok=True)
-            os.close(_open_unnamed(directory))  # better now than in the first step
+            os.close(_open_unnamed(directory))  # fail here, not in the first step
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are reserved."""
+        """Reserved bytes."""
         return sum(file.used for file in self._files)
 
     def settle(self) -> None:
-        """Have on disk what went through the page cache.
+        """Flush writes from the page cache to disk.
 
         Raises:
-            OffloadError: it is not.
+            OffloadError: a write failed.
         """
         for file in self._files:
             file.settle()
 
     def reserve(self, nbytes: int) -> tuple[File, int]:
-        """A file with so many bytes, a multiple of `BLOCK`, and where in it they begin.
+        """Reserve `nbytes` bytes, a multiple of `BLOCK`. Returns the file and the offset in it.
 
         Raises:
-            OffloadError: the disk has no room for them.
+            OffloadError: the disk is full.
         """
         with naming(self.directory, f"reserving {nbytes:,} bytes"):
             if not self._files or self._files[-1].room < nbytes:
@@ -101,11 +101,11 @@ class Files:
 
 
 class File:
-    """A file without a name, which takes the space of what is reserved in it.
+    """An unnamed file. It occupies disk space only for its reserved bytes.
 
     Attributes:
-        used: bytes that are reserved, from its begin.
-        direct: whether reads and writes go past the system's page cache.
+        used: reserved bytes at the beginning of the file.
+        direct: whether reads and writes bypass the page cache.
     """
 
     def __init__(self, directory: Path, nbytes: int) -> None:
@@ -122,7 +122,7 @@ class File:
         _mapped_files.add(self)
 
     def holds(self, address: int) -> bool:
-        """Whether what lies at an address is mapped from this file."""
+        """Whether an address is in the memory mapping of this file."""
         return self._begin <= address < self._begin + self._size
 
     @property
@@ -135,18 +135,18 @@ class File:
         return self._size - self.used
 
     def reserve(self, nbytes: int) -> int:
-        """Where the next bytes begin, which the disk has room for."""
+        """Reserve disk space for the next `nbytes` bytes, and return their offset."""
         offset = self.used
         os.posix_fallocate(self._buffered, offset, nbytes)
         self.used += nbytes
         return offset
 
     def part(self, offset: int, nbytes: int) -> torch.UntypedStorage:
-        """Some bytes as memory: pages come from the file when they are read, and go back there."""
+        """Some bytes of the mapping as a storage. The system loads pages from the file when they are read."""
         return torch.frombuffer(self._mapped, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()
 
     def read(self, memory: memoryview, offset: int) -> None:
-        """Fill memory from an offset on. Both are aligned to `BLOCK`."""
+        """Read into memory from an offset. Memory and offset are aligned to `BLOCK`."""
         descriptor = self._buffered if self._direct is None else self._direct
         with naming(self._directory, f"reading {len(memory):,} bytes"):
             _all_of(memory, offset, lambda part, at: os.preadv(descriptor, [part], at))
@@ -154,7 +154,7 @@ class File:
             self._forget(offset, len(memory))
 
     def write(self, memory: memoryview, offset: int) -> None:
-        """Write memory at an offset. Both are aligned to `BLOCK`."""
+        """Write memory at an offset. Memory and offset are aligned to `BLOCK`."""
         descriptor = self._buffered if self._direct is None else self._direct
         with naming(self._directory, f"writing {len(memory):,} bytes"):
             _all_of(memory, offset, lambda part, at: os.pwrite(descriptor, part, at))
@@ -163,14 +163,14 @@ class File:
             self._forget(offset, len(memory))
 
     def put(self, memory: memoryview, offset: int) -> None:
-        """Write memory of any length at any offset, through the page cache; errors may come as late as in `settle`."""
+        """Write memory of any length at any offset through the page cache. Errors may appear as late as `settle`."""
         self._unsettled = True
         with naming(self._directory, f"writing {len(memory):,} bytes"):
             _all_of(memory, offset, lambda part, at: os.pwrite(self._buffered, part, at))
         self._forget(offset, len(memory))
 
     def settle(self) -> None:
-        """Have on disk what went through the page cache, and out of the cache."""
+        """Flush writes from the page cache to disk, and drop them from the cache."""
         if self._unsettled:
             self._unsettled = False
             with naming(self._directory, "flushing"):
@@ -178,7 +178,7 @@ class File:
             self._forget(0, self.used)
 
     def _forget(self, offset: int, nbytes: int) -> None:
-        """Let the page cache drop pages, or begin to write those that are yet to be written."""
+        """Drop pages from the page cache, or start writing dirty pages."""
         os.posix_fadvise(self._buffered, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
@@ -186,7 +186,7 @@ _mapped_files: weakref.WeakSet[File] = weakref.WeakSet()
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's bytes lie in a file of this module, and come into memory when they are read."""
+    """Whether a tensor's memory is mapped from a file of this module."""
     if not _mapped_files or not tensor.is_cpu or not tensor.numel():
         return False
     address = tensor.data_ptr()
@@ -194,7 +194,7 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 
 def _all_of(memory: memoryview, offset: int, move: Callable[[memoryview, int], int]) -> None:
-    """Read or write until all of it has been."""
+    """Repeat a read or write until all of `memory` has been transferred."""
     done = 0
     while done < len(memory):
         count = move(memory[done:], offset + done)
@@ -209,7 +209,7 @@ def _open_unnamed(directory: Path) -> int:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
             raise
-    descriptor, name = tempfile.mkstemp(prefix=".composable_shard-", dir=directory)  # a file system without such files
+    descriptor, name = tempfile.mkstemp(prefix=".composable_shard-", dir=directory)  # a file system without O_TMPFILE
     os.unlink(name)
     return descriptor
 
@@ -219,12 +219,12 @@ def _path_of(descriptor: int) -> str:
 
 
 def _open_direct(descriptor: int) -> int | None:
-    """The file once more, to read and write past the page cache; None where the file system cannot."""
+    """Open the file again for direct I/O. None if the file system does not support it."""
     direct = None
     try:
         direct = os.open(_path_of(descriptor), os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
         with mmap.mmap(-1, BLOCK) as block:
-            os.pwrite(direct, block, 0)  # some take the flag, and refuse the access
+            os.pwrite(direct, block, 0)  # some file systems accept the flag but fail on access
         os.ftruncate(descriptor, 0)
     except OSError as error:
         if direct is not None:
@@ -236,7 +236,7 @@ def _open_direct(descriptor: int) -> int | None:
 
 
 class Run(NamedTuple):
-    """Bytes of a file that are moved as a whole; all three are aligned to `BLOCK`."""
+    """A range of a file that is moved as one unit. Offset and length are aligned to `BLOCK`."""
 
     file: File
     offset: int
@@ -244,12 +244,12 @@ class Run(NamedTuple):
 
 
 class Ring:
-    """Memory that is leased in turns, and given back in the order in which it was leased.
+    """A ring buffer. Leases are returned in the order in which they were made.
 
     Attributes:
-        capacity: its bytes, all that it ever takes.
-        leased: bytes that are leased now, without those that are left out where the ring closes.
-        most: the most that were leased at once.
+        capacity: size in bytes.
+        leased: leased bytes, without unused bytes at the end of the ring.
+        most: peak of `leased`.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -263,7 +263,7 @@ class Ring:
         self._leases: deque[tuple[int, int]] = deque()
 
     def lease(self, nbytes: int) -> int | None:
-        """Where so many bytes begin, a multiple of `BLOCK`; None while others hold them."""
+        """Lease `nbytes` bytes, a multiple of `BLOCK`. Returns the offset, or None if there is no free space."""
         begin = self._next(nbytes)
         if begin is not None:
             self._leases.append((begin, begin + nbytes))
@@ -275,33 +275,33 @@ class Ring:
         if not self._leases:
             return 0 if nbytes <= self.capacity else None
         (oldest, _), (newest, end) = self._leases[0], self._leases[-1]
-        if newest < oldest:  # closed: free is what is between them
+        if newest < oldest:  # wrapped around: the free space is between them
             return end if oldest - end >= nbytes else None
         if self.capacity - end >= nbytes:
             return end
         return 0 if oldest >= nbytes else None
 
     def give_back(self) -> None:
-        """Give the oldest lease back."""
+        """Return the oldest lease."""
         begin, end = self._leases.popleft()
         self.leased -= end - begin
 
     def clear(self) -> None:
-        """Give all leases back."""
+        """Return all leases."""
         self._leases.clear()
         self.leased = 0
 
     def release(self) -> None:
-        """Give the memory to the system until it is used again. Nothing is leased."""
+        """Return the memory to the system until it is used again. Requires that nothing is leased."""
         assert not self._leases
         self._memory.madvise(mmap.MADV_DONTNEED)
 
     def read(self, begin: int, run: Run, threads: Executor) -> list[Future[None]]:
-        """Fill leased memory."""
+        """Start to read a range into leased memory."""
         return self._move(begin, run, run.file.read, threads)
 
     def write(self, begin: int, run: Run, threads: Executor) -> list[Future[None]]:
-        """Write leased memory."""
+        """Start to write leased memory to a range."""
         return self._move(begin, run, run.file.write, threads)
 
     def _move(
@@ -314,12 +314,12 @@ class Ring:
 
 
 def trim() -> None:
-    """Let the allocator of the C library give back what it keeps of freed memory: holes between what lives on, too."""
-    with contextlib.suppress(AttributeError, OSError):  # another C library than GNU's
+    """Make the allocator of the C library return freed memory to the system, including holes between live memory."""
+    with contextlib.suppress(AttributeError, OSError):  # not the GNU C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def finish(futures: Sequence[Future[None]]) -> None:
-    """Wait for all, and raise what any of them has raised."""
+    """Wait for all futures, and raise the first exception."""
     for future in futures:
         future.result()

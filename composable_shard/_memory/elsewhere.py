@@ -1,7 +1,7 @@
-"""What a run has on the host or on disk, where its steps are rehearsed with fake tensors.
+"""Offload in rehearsals: which tensors a run would have on the host or on disk, when its steps use fake tensors.
 
-Nothing is moved then, for there are no bytes: state is stepped in the parts in which a run steps it, and whoever counts
-memory is told which tensors a device would not have.
+Fake tensors have no bytes to move. A rehearsal steps optimizer state in the same parts as a run, and records which
+tensors would not be in device memory, so that memory estimates can leave them out.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class _Sharded(Protocol):
 
 
 class Rehearsed:
-    """What a rehearsal has on the host.
+    """The tensors that a rehearsal would have on the host.
 
     Attributes:
-        steps: whether an optimizer steps there now, so that all it makes is there.
+        steps: whether an optimizer is stepping on the host, so that all new tensors are on the host.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Rehearsed:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """In this context, an optimizer steps there."""
+        """Context in which an optimizer steps on the host."""
         self.steps = True
         try:
             yield
@@ -43,11 +43,11 @@ class Rehearsed:
             self.steps = False
 
     def note(self, params: Iterable[_Sharded]) -> None:
-        """Note that the shards of parameters are there."""
+        """Record that the shards of these parameters are on the host."""
         self._shards += map(weakref.ref, params)
 
     def shards(self) -> list[torch.Tensor]:
-        """Those shards, as they are now; gradients and the state of an ordinary optimizer are with them."""
+        """The current shards on the host. Their gradients and the state of ordinary optimizers are on the host, too."""
         living = [ref() for ref in self._shards]
         return [each.sharded for each in living if each is not None]
 
@@ -57,7 +57,7 @@ _now: list[Rehearsed] = []  # at most one
 
 @contextmanager
 def rehearsing() -> Iterator[Rehearsed]:
-    """In this context, policies are noted for fake tensors, which they otherwise do nothing for."""
+    """Context in which offload policies are recorded for fake tensors. Elsewhere fake tensors ignore them."""
     _now.append(Rehearsed())
     try:
         yield _now[-1]
@@ -66,16 +66,16 @@ def rehearsing() -> Iterator[Rehearsed]:
 
 
 def rehearsed() -> Rehearsed | None:
-    """What is noted now; None outside of rehearsals."""
+    """The current rehearsal; None outside of rehearsals."""
     return _now[-1] if _now else None
 
 
 class StateElsewhere:
-    """The state of one optimizer, which a run would keep on the host or on disk.
+    """The state of one optimizer that a run would keep on the host or on disk.
 
     Attributes:
-        policy: that says where.
-        loads_on_host: whether a load is to leave state on the host: here, it is nowhere.
+        policy: the offload policy.
+        loads_on_host: whether a load leaves state on the host. False, because fake state is on no device.
     """
 
     loads_on_host = False
@@ -84,21 +84,21 @@ class StateElsewhere:
         self.policy = policy
 
     def step(self, states: States, params: Sequence[torch.Tensor], step: Step) -> None:
-        """Step parameters in parts, on the host; those that have no state yet one by one."""
+        """Step parameters in parts on the host. Parameters without state are stepped one at a time."""
         with (rehearsed() or Rehearsed()).stepping():
             for part in self._parts(states, params):
                 step(part, part)
 
     def keep_all(self, states: States, params: Sequence[torch.Tensor]) -> None:
-        """Leave all of it where it is."""
+        """Do nothing: fake state need not be moved."""
 
     @staticmethod
     def options(group: Mapping[str, Any]) -> dict[str, Any]:
-        """What a step takes otherwise than the options of a param group say: nothing."""
+        """Options of a step that replace those of a param group: none."""
         return {}
 
     def resident(self, states: States, params: Sequence[torch.Tensor]) -> int:
-        """Bytes of the host's memory that a step has besides: a policy's memory, or copies of shards and gradients."""
+        """Additional bytes of host memory in a step: the policy's memory, or copies of shards and gradients."""
         if isinstance(self.policy, DiskOffloadPolicy):
             return min(self.policy.memory, sum(bytes_on_disk(states.get(param, {})) for param in params))
         return bytes_of_copies(params)
@@ -119,5 +119,5 @@ class StateElsewhere:
 
 
 def tensors_of(state: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors of a parameter's state, of this rank."""
+    """The local tensors of a parameter's state."""
     return [local_part(value) for value in state.values() if isinstance(value, torch.Tensor)]

@@ -1,7 +1,8 @@
-"""Optimizers whose state is elsewhere than their parameters: in files, or in the memory of the host.
+"""Optimizers whose state is offloaded to disk or to host memory.
 
-`offload_optimizer` gives an optimizer a subclass of its own class, in place. What it steps at a time is put before the
-`step` of its class as if there were no other parameters; so any optimizer works that treats parameters one by one.
+`offload_optimizer` replaces the class of an optimizer by a subclass, in place. The subclass calls the original `step`
+several times, each time with some of the parameters, as if there were no others. This works for all optimizers that
+step each parameter independently.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .state_on_host import StateOnHost
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 _LOST = (
-    "the optimizer's state was lost when a step or a load failed ({}); make model and optimizer anew, and load a "
+    "the optimizer's state was lost when a step or a load failed ({}); create model and optimizer again, and load a "
     "checkpoint"
 )
 
@@ -34,8 +35,8 @@ class Sharded(Protocol):
     """A parameter of a group.
 
     Attributes:
-        fqn: its name.
-        sharded: the parameter as optimizers have it; conversions and loads may put another one there.
+        fqn: fully qualified name.
+        sharded: the parameter that optimizers step. Conversions and loads may replace it.
     """
 
     fqn: str
@@ -43,23 +44,23 @@ class Sharded(Protocol):
 
 
 class _Asked(NamedTuple):
-    """What was asked for a parameter, and its name."""
+    """The offload policy that was requested for a parameter, and the parameter's name."""
 
     policy: OffloadPolicy
     name: str
 
 
-_asked: dict[int, tuple[weakref.ref[Sharded], OffloadPolicy]] = {}  # by id of a parameter of a group, while it lives
+_asked: dict[int, tuple[weakref.ref[Sharded], OffloadPolicy]] = {}  # by id of the `Sharded`, while it is alive
 
 
 def _asked_for() -> dict[int, _Asked]:
-    """By the id of each parameter as it is now, what was asked for it."""
+    """The requested policies, by the id of each current sharded parameter."""
     living = [(ref(), policy) for ref, policy in list(_asked.values())]
     return {id(each.sharded): _Asked(policy, each.fqn) for each, policy in living if each is not None}
 
 
 class _Keeper(Protocol):
-    """Who keeps an optimizer's state, and brings it to where it is stepped."""
+    """Stores the offloaded state of an optimizer, and moves it to where it is stepped."""
 
     loads_on_host: bool
 
@@ -69,7 +70,7 @@ class _Keeper(Protocol):
 
 
 def note_policy(params: Iterable[Sharded], policy: OffloadPolicy) -> None:
-    """Note of the parameters of a group that their optimizer's state is to be kept as a policy says."""
+    """Record the offload policy of a group's parameters."""
     params = list(params)
     rehearsal = rehearsed()
     if rehearsal is not None and keeps_shards_on_host(policy):
@@ -82,20 +83,20 @@ def note_policy(params: Iterable[Sharded], policy: OffloadPolicy) -> None:
 
 
 def _keeps_state_apart(policy: OffloadPolicy) -> bool:
-    """Whether state of the optimizer lies elsewhere than its parameters."""
+    """Whether a policy stores optimizer state on another device than the parameters, or on disk."""
     return isinstance(policy, DiskOffloadPolicy) or (
         isinstance(policy, HostOffloadPolicy) and policy.optimizer and not policy.parameters
     )
 
 
 class _Watch:
-    """Notices optimizers that step parameters with such a policy and were not given to `offload_optimizer`."""
+    """Detects optimizers that step parameters with an offload policy but were not passed to `offload_optimizer`."""
 
     begun = False
 
     @classmethod
     def begin(cls) -> None:
-        """Begin with it; programs without such policies pay nothing."""
+        """Install the optimizer hook on first use. Programs without offload policies have no overhead."""
         if not cls.begun:
             cls.begun = True
             register_optimizer_step_pre_hook(_refuse_forgotten)
@@ -110,32 +111,32 @@ def _refuse_forgotten(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         note = asked.get(id(param))
         if note is not None and _applies(note.policy, param):
             raise ShardConfigStateError(
-                f"optimizer: {note.name} was sharded with {type(note.policy).__name__}, and this "
-                f"{type(optimizer).__name__} keeps its state in memory; call cs.offload_optimizer(optimizer) before "
-                "the first step"
+                f"optimizer: {note.name} was sharded with {type(note.policy).__name__}, but the state of this "
+                f"{type(optimizer).__name__} is not offloaded; call cs.offload_optimizer(optimizer) before the first "
+                "step"
             )
 
 
 def _applies(policy: OffloadPolicy, param: torch.Tensor) -> bool:
-    """Whether a policy changes anything for a parameter where it is; fake tensors are nowhere."""
+    """Whether a policy has an effect for a parameter on its current device. It has none for fake tensors."""
     local = local_part(param)
     return has_memory(local) and (isinstance(policy, DiskOffloadPolicy) or local.device.type not in ("cpu", "meta"))
 
 
 class OffloadedOptimizer(Optimizer):
-    """What the class of an optimizer becomes a subclass of: its state is elsewhere, and comes when it is stepped."""
+    """The base class of offloaded optimizers. Their state is moved to where it is stepped, part by part."""
 
     _keeper: _Keeper
     _keeps_all: bool
     _lost = ""
 
     def _become(self, cls: type, keeper: _Keeper, keeps_all: bool) -> None:
-        """Make this of an optimizer.
+        """Convert an optimizer in place.
 
         Args:
-            cls: a subclass of its own class and of this one.
-            keeper: of its state.
-            keeps_all: whether of all parameters, and not only of those whose groups have asked for it.
+            cls: a subclass of the optimizer's class and of this class.
+            keeper: stores the state.
+            keeps_all: whether to offload the state of all parameters, instead of only those with an offload policy.
         """
         self._keeper, self._keeps_all = keeper, keeps_all
         with torch.no_grad():
@@ -143,23 +144,23 @@ class OffloadedOptimizer(Optimizer):
         self.__class__ = cls
 
     def apart(self, params: Sequence[Any]) -> list[Any]:
-        """Those parameters whose state is kept elsewhere."""
+        """The parameters whose state is offloaded."""
         asked = {} if self._keeps_all else _asked_for()
         return [param for param in params if self._keeps_all or id(param) in asked]
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """Step as the optimizer's own class does, some parameters at a time.
+        """Step like the optimizer's original class, some parameters at a time.
 
         Raises:
-            OffloadError: state could not be read or written, or was lost so in an earlier step.
-            PoolBudgetError: the memory for state on disk is too small for a parameter.
+            OffloadError: state could not be read or written, or was lost in an earlier step.
+            PoolBudgetError: `DiskOffloadPolicy.memory` is too small for the state of a parameter.
         """
         self._refuse_lost()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        between_graphs(self._step_now)(options)  # files and threads are not for a graph
+        between_graphs(self._step_now)(options)  # file I/O and threads cannot be compiled
         return loss
 
     def _step_now(self, options: Mapping[str, Any]) -> None:
@@ -174,10 +175,10 @@ class OffloadedOptimizer(Optimizer):
         self._refuse_own_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as the optimizer's own class does, and keep it where this optimizer keeps state.
+        """Load a state like the optimizer's original class, and offload it.
 
         Raises:
-            OffloadError: it could not be written, or state was lost in an earlier step.
+            OffloadError: the state could not be written, or was lost in an earlier step.
         """
         self._refuse_lost()
         with self._loading():
@@ -186,7 +187,7 @@ class OffloadedOptimizer(Optimizer):
             self._keeper.keep_all(self.state, self.apart(_params_of(self)))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, in tensors that are mapped from the files where it is on disk, as after the last step.
+        """The state after the last step. Tensors on disk are mapped from the files.
 
         Raises:
             OffloadError: state was lost in an earlier step.
@@ -195,9 +196,9 @@ class OffloadedOptimizer(Optimizer):
         return super().state_dict()
 
     def blank_state(self, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, dict[str, Any]]:
-        """State for parameters that have none, for a load to fill: tensors on disk, none of which is in memory.
+        """Create uninitialized state on disk for parameters without state, so that a load can fill it.
 
-        It is not that of the optimizer before `load_state_dict` is given it. Other optimizers have none.
+        The optimizer does not use it until it is passed to `load_state_dict`. Empty if the state is not on disk.
         """
         keeper = self._keeper
         if not isinstance(keeper, StateOnDisk):
@@ -210,7 +211,7 @@ class OffloadedOptimizer(Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise ShardConfigTypeError(
-            "optimizer: its state is offloaded, so it cannot be copied; make another one and give it the state_dict()"
+            "optimizer: its state is offloaded, so it cannot be copied; create another one and load the state_dict()"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -219,7 +220,7 @@ class OffloadedOptimizer(Optimizer):
         )
 
     def _state_of_twin(self, param: torch.Tensor) -> dict[str, Any]:
-        """The state of a parameter of zeros like `param` after a step with gradients of zeros."""
+        """The state of a zero parameter like `param` after a step with a zero gradient."""
         twin = nn.Parameter(torch.zeros_like(param))
         twin.grad = torch.zeros_like(param)
         groups = self.param_groups
@@ -235,7 +236,11 @@ class OffloadedOptimizer(Optimizer):
 
     @contextmanager
     def _in_parts(self, options: Mapping[str, Any]) -> Iterator[Step]:
-        """Gives what steps some parameters. Each time, param groups are as they were; what steps change stays."""
+        """Context with a function that steps some of the parameters.
+
+        Each call sees the original param groups. Options that the calls change are written to the param groups at the
+        end.
+        """
         groups, step = self.param_groups, _own_step(type(self))
         index_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
         changed: dict[int, dict[str, Any]] = {}
@@ -264,7 +269,7 @@ class OffloadedOptimizer(Optimizer):
 
     @contextmanager
     def _losing_state(self) -> Iterator[None]:
-        """What fails in this context leaves a state of which nobody knows what it is: nobody is to take it for good."""
+        """Context that discards the state if it fails, because the state may be partly updated."""
         try:
             yield
         except BaseException as error:
@@ -274,7 +279,7 @@ class OffloadedOptimizer(Optimizer):
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
-        """In this context, a load leaves state on the host, where torch would copy it to its parameter's device."""
+        """Context in which a load leaves state on the host. Torch would copy it to the device of its parameter."""
         if not self._keeper.loads_on_host:
             yield
             return
@@ -297,39 +302,40 @@ class OffloadedOptimizer(Optimizer):
         for key in self.state:
             if not isinstance(key, torch.Tensor):
                 raise ShardConfigTypeError(
-                    f"optimizer: {type(self).__name__} keeps state under {key!r}, which is no parameter; it does not "
-                    "treat parameters one by one, so its state cannot be offloaded"
+                    f"optimizer: {type(self).__name__} keeps state under {key!r}, which is not a parameter; state can "
+                    "only be offloaded if the optimizer steps each parameter independently"
                 )
 
 
 def offload_optimizer(optimizer: AnyOptimizer, policy: OffloadPolicy | None = None) -> AnyOptimizer:
-    """Keep the state of an optimizer on disk, or on the host, as a policy says; in place.
+    """Offload the state of an optimizer to disk or to host memory, in place.
 
-    Call it once, before the first step and before learning rate schedulers are made. Its class becomes a subclass of
-    its own; param groups, hooks, schedulers, state dicts and checkpoints work as before, and each step gives the same
-    bits as in memory (on the host, those of the CPU; Adam and AdamW are fused unless `foreach` or `fused` is set).
-    Any optimizer works that treats parameters one by one, as all of torch's but LBFGS do.
+    Call it once, before the first step and before you create learning rate schedulers. The optimizer's class is
+    replaced by a subclass. Param groups, hooks, schedulers, state dicts and checkpoints work as before. Each step is
+    bitwise identical to a step in memory. With `HostOffloadPolicy` it is identical to a step on the CPU, and Adam and
+    AdamW are fused unless `foreach` or `fused` is set. The optimizer must step each parameter independently. All
+    optimizers of torch except LBFGS do.
 
-    The step of a `DiskOffloadPolicy` reads, steps and writes the state of some parameters at a time, in the order of
-    the optimizer's parameters, which is that of the model. A step or a load that fails loses the state: from then on
-    the optimizer refuses to step, and training goes on from a checkpoint.
+    With `DiskOffloadPolicy`, a step reads, steps and writes the state of some parameters at a time, in the order of the
+    optimizer's parameters, which is that of the model. If a step or a load fails, the state is lost: the optimizer then
+    raises on every use, and training must resume from a checkpoint.
 
     Args:
-        optimizer: of `model.parameters()`, after sharding.
-        policy: None: that of the parameters, as `fully_shard(offload_policy=)` was given it; parameters without one
-            keep their state where they are. Otherwise it is for all parameters of the optimizer, as after a load with
-            `assign=True`, which has put others in their place.
+        optimizer: an optimizer of `model.parameters()`, created after sharding.
+        policy: the policy for all parameters of the optimizer. None for the policy that each parameter got from
+            `fully_shard(offload_policy=)`; the state of parameters without a policy is not offloaded. Pass a policy
+            after a load with `assign=True`, which replaces the parameters.
 
     Returns:
-        `optimizer`; as it was where the policy changes nothing, as `HostOffloadPolicy` without an accelerator, or
+        `optimizer`. It is unchanged if the policy has no effect: for `HostOffloadPolicy` without an accelerator, and
         for fake tensors outside of `estimate`.
 
     Raises:
-        ShardConfigTypeError: `optimizer` is no optimizer of torch's, or LBFGS, or holds state that cannot be offloaded.
-        ShardConfigValueError: no parameter has a policy and none is given, or they have several.
-        ShardConfigStateError: the state is offloaded already, or a scheduler was made before.
-        PoolBudgetError: the optimizer has state already, and the memory is too small for that of a parameter.
-        OffloadError: the directory cannot be written in.
+        ShardConfigTypeError: `optimizer` is not an optimizer of torch, is LBFGS, or has state that cannot be offloaded.
+        ShardConfigValueError: no parameter has a policy and none is given, or the parameters have different policies.
+        ShardConfigStateError: the state is already offloaded, or a scheduler was created before.
+        PoolBudgetError: the optimizer already has state, and `memory` is too small for the state of a parameter.
+        OffloadError: the directory is not writable.
     """
     _check(optimizer, policy)
     params = _params_of(optimizer)
@@ -342,20 +348,20 @@ def offload_optimizer(optimizer: AnyOptimizer, policy: OffloadPolicy | None = No
     if isinstance(chosen, DiskOffloadPolicy):
         keeper = StateOnDisk(chosen, _Names(optimizer))
     else:
-        # DTensors know no other fused step of torch's.
+        # Of torch's fused steps, DTensor supports only those of Adam and AdamW.
         keeper = StateOnHost(bool(getattr(chosen, "pin_memory", True)), isinstance(optimizer, torch.optim.Adam))
     return take_over(optimizer, keeper, keeps_all=policy is not None)
 
 
 def rehearsed_apart(optimizer: Optimizer) -> tuple[StateElsewhere, list[torch.Tensor]] | None:
-    """Who would keep the state of an optimizer in a rehearsal, and of which parameters; None of other optimizers."""
+    """The keeper of an optimizer's state in a rehearsal, and its parameters. None for other optimizers."""
     if not isinstance(optimizer, OffloadedOptimizer) or not isinstance(optimizer._keeper, StateElsewhere):
         return None
-    return optimizer._keeper, optimizer.apart(list(optimizer.state))  # within a step, param groups have a part
+    return optimizer._keeper, optimizer.apart(list(optimizer.state))  # within a step, param groups contain only a part
 
 
 def in_memory(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Those parameters whose state is not on disk."""
+    """The parameters whose state is not on disk."""
     if not isinstance(optimizer, OffloadedOptimizer) or not isinstance(optimizer._keeper, StateOnDisk):
         return params
     on_disk = {id(param) for param in optimizer.apart(params)}
@@ -363,7 +369,7 @@ def in_memory(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Sequence[
 
 
 def take_over(optimizer: AnyOptimizer, keeper: _Keeper, keeps_all: bool) -> AnyOptimizer:
-    """Let a keeper have the state of an optimizer: of all parameters, or of those whose groups have asked for it."""
+    """Move the state of an optimizer to a keeper: for all parameters, or for those with an offload policy."""
     cls = type(optimizer)
     if cls not in _classes:
         names = {"step": _hooked(OffloadedOptimizer.step)}
@@ -377,18 +383,18 @@ _classes: dict[type, type] = {}
 
 
 def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A `step` with the hooks of optimizers around it, as torch puts them there.
+    """Wrap a `step` in the optimizer hooks, like torch does.
 
-    Only when it is needed: once done at import, it changed where Dynamo breaks the graphs of all optimizers' steps.
+    Do this lazily. When it was done at import, it changed where Dynamo breaks the graphs of all optimizers' steps.
     """
     hooked = never_trace(Optimizer.profile_hook_step(step))
-    vars(hooked).update(hooked=True)  # torch shall not do it again
+    vars(hooked).update(hooked=True)  # prevents torch from wrapping it again
     return hooked
 
 
 def _own_step(cls: type) -> Callable[..., Any]:
-    """The `step` of the class that an optimizer had, without the hooks that torch puts around it."""
-    step = cls.__mro__[2].step  # type: ignore[attr-defined]  # behind the class that was made for it, and ours
+    """The `step` of the optimizer's original class, without the hooks that torch adds."""
+    step = cls.__mro__[2].step  # type: ignore[attr-defined]  # after the generated subclass and `OffloadedOptimizer`
     own: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
     return own
 
@@ -400,17 +406,17 @@ def _params_of(optimizer: Optimizer) -> list[Any]:
 def _check(optimizer: Any, policy: Any) -> None:
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         raise ShardConfigTypeError(
-            f"optimizer: expected one of torch's optimizers that treats parameters one by one, got "
-            f"{type(optimizer).__name__}; if it is around another one, give that"
+            f"optimizer: expected one of torch's optimizers that steps each parameter independently, got "
+            f"{type(optimizer).__name__}; if it wraps another optimizer, pass that one"
         )
     if policy is not None and not isinstance(policy, OffloadPolicy):
         raise ShardConfigTypeError(f"policy: expected an OffloadPolicy, got {type(policy).__name__}")
     if isinstance(optimizer, OffloadedOptimizer):
-        raise ShardConfigStateError("optimizer: its state is offloaded already; call offload_optimizer once")
+        raise ShardConfigStateError("optimizer: its state is already offloaded; call offload_optimizer once")
     if "step" in optimizer.__dict__:
         raise ShardConfigStateError(
-            "optimizer: it has a `step` of its own, as a learning rate scheduler puts there when it is made; call "
-            "offload_optimizer first, and make schedulers after it"
+            "optimizer: its `step` has been replaced on the instance, for example by a learning rate scheduler; call "
+            "offload_optimizer first, then create schedulers"
         )
 
 
@@ -419,21 +425,21 @@ def _policy_of(params: Iterable[torch.Tensor]) -> OffloadPolicy:
     notes = [asked[id(param)] for param in params if id(param) in asked]
     if not notes:
         raise ShardConfigValueError(
-            "optimizer: none of its parameters was sharded with a policy that keeps the optimizer's state elsewhere; "
-            "give fully_shard(offload_policy=DiskOffloadPolicy(...)), or policy= here"
+            "optimizer: none of its parameters was sharded with a policy that offloads optimizer state; pass "
+            "fully_shard(offload_policy=DiskOffloadPolicy(...)), or policy= to offload_optimizer"
         )
     first = notes[0]
     for note in notes:
         if note.policy != first.policy:
             raise ShardConfigValueError(
-                f"optimizer: {first.name} was sharded with {first.policy}, and {note.name} with {note.policy}; make an "
-                "optimizer for each, or give policy= here for all"
+                f"optimizer: {first.name} was sharded with {first.policy}, but {note.name} with {note.policy}; create "
+                "one optimizer per policy, or pass policy= to offload_optimizer"
             )
     return first.policy
 
 
 class _Names:
-    """Names the parameters of an optimizer in messages: as they were sharded, or by their index."""
+    """Names an optimizer's parameters in messages: by their FQN when they were sharded, or by their index."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._groups = optimizer.param_groups

@@ -1,14 +1,14 @@
-"""The memory of unsharded parameters and communication: slots that are leased, released and used again.
+"""The memory pool for unsharded parameters and communication buffers. Slots are leased, released and reused.
 
-At first a released slot goes to a free list of its size, and the next lease of that size takes it, whatever the dtype
-or the purpose. Meanwhile the pool learns which requests are live together. From that it makes an *arena* between two
-steps: one allocation in which each request has a fixed slot. Requests that were never live together may overlap, so
-weights of one layer, the gather of the next and the gradients of a third share memory in turn, also where their sizes
-differ. A name has one address in forward and backward where that costs nothing (`pack`).
+In the first step, a released slot goes to a free list by size. The next lease of that size takes it, whatever its dtype
+or purpose. Meanwhile the pool records which requests are live at the same time. Between two steps it then makes an
+*arena*: one allocation in which each request has a fixed slot. Requests that were never live at the same time may
+overlap. For example, the weights of one layer, the gather of the next and the gradients of a third can share memory,
+even if their sizes differ. A name has the same address in forward and backward if that needs no extra memory (`pack`).
 
-What was learned holds for all kinds of steps at once (with and without gradients, recomputed, accumulated): requests
-share memory only if they were live together in none of them. A lease whose slot in the arena is taken, or that has
-none, falls back to the free lists; it is counted, and the next arena has room for it.
+The pool records all types of steps together (with and without gradients, recomputed, accumulated). Requests share
+memory only if no step had both live at the same time. A lease falls back to the free lists if it has no slot in the
+arena, or if its slot is taken. The pool counts such fallbacks, and the next arena includes them.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class BufferPool:
     """The slots of one engine.
 
     Attributes:
-        memory: allocates.
-        addresses: which weights lie where.
-        live_bytes: bytes leased now, and bytes of weights outside of the pool that it was told of (`claim`).
-        peak_bytes: the highest `live_bytes` so far.
+        memory: allocates memory on the device.
+        addresses: the index of weights by address.
+        live_bytes: leased bytes, and bytes of weights outside of the pool that were registered with `claim`.
+        peak_bytes: peak of `live_bytes`.
         arena: the slots that have a fixed place.
-        lent_bytes: those of `live_bytes` that stay leased only because users of this rank keep views of them.
-        backward: whether a backward runs: it has requests of its own, which may have other slots than forward's.
-        places: the one object for each `Place`.
-        counted: whether a tool counts memory, and must see what is leased.
-        owns: whether each name has a slot of its own, allocated when it is leased and freed when it is released: so
-            tools that count memory find who uses how much. To be changed only right after `forget`.
+        lent_bytes: the part of `live_bytes` that stays leased only because user code on this rank keeps views.
+        backward: whether a backward is running. Backward has its own requests, which may have other slots.
+        places: the unique object for each `Place`.
+        counted: whether a tool counts memory, so that each lease must be visible to dispatch modes.
+        owns: whether each name has its own slot, which is allocated at each lease and freed at release. Tools that
+            count memory can then attribute it. Change this only right after `forget`.
         fallbacks: by name, the number of leases for which the arena had no free slot.
     """
 
@@ -58,7 +58,7 @@ class BufferPool:
         self.backward = False
         self.lent_bytes = 0
         self._requests: weakref.WeakValueDictionary[RequestKey, Request] = weakref.WeakValueDictionary()
-        self._known: dict[Request, None] = {}  # all that were leased, in the order of their first leases
+        self._known: dict[Request, None] = {}  # all requests that were leased, in the order of their first leases
         self._live: set[Request] = set()
         self.arena = Arena(self.memory, self.addresses)
         self._lacks = True
@@ -70,40 +70,40 @@ class BufferPool:
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of the arena with all of its regions; 0 while there is none."""
+        """Bytes of all regions of the arena; 0 if there is no arena."""
         return self.arena.nbytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the arena, as far as it has memory now, and of all other slots, leased or free."""
+        """Bytes of all regions of the arena that have memory, and of all other slots, leased or free."""
         return self._beside_bytes + self.arena.held_bytes
 
     @property
     def allocations(self) -> int:
-        """How often memory was allocated: steady once the order of a step has settled.
+        """Number of allocations. It stays constant once the order of a step is stable.
 
-        Regions that get memory again do not count.
+        Allocating the memory of a region again does not count.
         """
         return self._allocations + self.arena.allocations
 
     @property
     def issued_bytes(self) -> int:
-        """`live_bytes` without `lent_bytes`: the same on all ranks, so decisions about collectives may depend on it."""
+        """`live_bytes` without `lent_bytes`. Equal on all ranks, so decisions about collectives may depend on it."""
         return self.live_bytes - self.lent_bytes
 
     def use_mem_pool(self, wanted: bool) -> None:
-        """Set whether memory allocated from now on comes from a `torch.cuda.MemPool`.
+        """Set whether later allocations use a `torch.cuda.MemPool`.
 
         Raises:
-            ShardConfigValueError: the device has none.
+            ShardConfigValueError: the device has no `MemPool`.
         """
         self._lacks |= self.memory.use_mem_pool(wanted)
 
     def keep_idle(self, wanted: bool | None) -> None:
-        """Set whether the arena keeps its memory also while nothing in it is leased; None for what suits the device.
+        """Set whether the arena keeps its memory while nothing in it is leased. None for the default of the device.
 
-        An accelerator's allocator gives memory out again at once. On a CPU it goes back to the system, and comes back
-        page by page.
+        The default is True on a CPU and False on accelerators. An accelerator's caching allocator returns memory
+        immediately. On a CPU, freed memory goes to the system, and comes back with a page fault per page.
         """
         self._lacks |= self.arena.keep_idle(self.memory.device.type == "cpu" if wanted is None else wanted)
 
@@ -112,11 +112,11 @@ class BufferPool:
         self.counted = wanted
 
     def own(self, wanted: bool) -> None:
-        """Set `owns`; only right after `forget`."""
+        """Set `owns`. Call this only right after `forget`."""
         self.owns = wanted
 
     def request(self, name: str, nbytes: int, backward: bool = False, refills: bool = False) -> Request:
-        """The request for `nbytes` bytes under a name, all of whose leases get one slot: in the arena, or its own."""
+        """The request for `nbytes` bytes under a name. All of its leases get the same slot, if possible."""
         key = name, slot_bytes(nbytes), backward, refills
         request = self._requests.get(key)
         if request is None:
@@ -124,19 +124,19 @@ class BufferPool:
         return request
 
     def requests(self, name: str, nbytes: int, refills: bool = False) -> tuple[Request, Request]:
-        """The requests to lease in forward and in backward, to be indexed by `self.backward`."""
+        """The requests of forward and of backward. Index them with `self.backward`."""
         return self.request(name, nbytes, False, refills), self.request(name, nbytes, True, refills)
 
     def lease(self, nbytes: int, name: str = "", owner: Any = None) -> Slot:
-        """`lease_for` a request that is looked up, or made, by its name and size."""
+        """`lease_for` with a request that is looked up or created by name and size."""
         return self.lease_for(self.request(name, nbytes), None if owner is None else weakref.ref(owner))
 
     def lease_for(self, request: Request, owner: weakref.ref[Any] | None = None) -> Slot:
-        """A slot of as many bytes as requested, with undefined content, until it is released.
+        """Lease a slot of the requested size, with undefined content.
 
         Args:
-            request: for which it is leased; if that is leased already, a request of its name with a ``'`` behind it.
-            owner: a weak reference to the bucket whose weights will lie in the slot; None for other purposes.
+            request: the request. If it is already leased, another request is used, with ``'`` appended to the name.
+            owner: a weak reference to the bucket whose weights the slot will contain; None for other purposes.
         """
         if self._counted_out:
             self.reclaim()
@@ -160,7 +160,7 @@ class BufferPool:
         return slot
 
     def _unplanned(self, request: Request) -> Slot:
-        """A slot from the free lists, or a new one."""
+        """A slot from the free lists, or a new slot."""
         if self.arena.is_planned:
             self.fallbacks[request.name] = self.fallbacks.get(request.name, 0) + 1
             self._lacks = True
@@ -170,7 +170,7 @@ class BufferPool:
         return free.pop() if free else self._make(request.nbytes)
 
     def _own_slot(self, request: Request) -> Slot:
-        """The slot of the request's name, the same in forward and backward, or a new one."""
+        """The slot of the request's name, shared by forward and backward. A new slot if it is leased."""
         key = request.name, request.nbytes, request.refills
         slot = self._own.get(key)
         if slot is None or slot.request is not None:
@@ -187,13 +187,13 @@ class BufferPool:
         request.meet(self._live)
 
     def release(self, slot: Slot, after: torch.Event | None = None, *, queued: bool = False) -> None:
-        """Give a slot back; the next lease may write to it once the event `after` has happened.
+        """Release a slot. The next lease may write to it after the event `after`.
 
         Args:
-            slot: leased until now.
-            after: behind the last work on it.
-            queued: whether that work is only queued, and not waited for. Whoever frees memory waits for the last work
-                on it, so memory that would go back to the allocator stays until `give_back`, or the next lease.
+            slot: a leased slot.
+            after: event after the last work on the slot.
+            queued: whether that work is queued and has not been waited for. Freeing memory must wait for the last work
+                on it, so memory that is freed between leases is then kept until `give_back` or the next lease.
         """
         request = slot.request
         assert request is not None
@@ -211,12 +211,15 @@ class BufferPool:
             self._return((slot,))
 
     def give_back(self, slots: Sequence[Slot], _after: torch.Event | None = None) -> None:
-        """Work is waited for whose slots were released when it was queued: memory that is not leased anew goes back."""
+        """Free the memory of slots that were released with ``queued=True``, once their work has been waited for.
+
+        Slots that have been leased again keep their memory.
+        """
         self.arena.note_busy(-len(slots))
         self._return(slots)
 
     def _return(self, slots: Iterable[Slot]) -> None:
-        """Memory of these slots goes back to the allocator if it does not stay between leases, and is free."""
+        """Free the memory of those slots that are not leased and have memory only while they are leased."""
         for slot in slots:
             if slot.request is not None:
                 continue
@@ -230,43 +233,43 @@ class BufferPool:
                 slot.resize(0)
 
     def suspend(self, slot: Slot, after: torch.Event | None, lent: bool) -> None:
-        """Take the weights' owner from a slot that stays leased, as handles must no longer find weights there.
+        """Remove the owner of a slot that stays leased, so that handles no longer find its weights.
 
         Args:
-            slot: that stays leased.
-            after: what its next writer must wait for.
-            lent: whether it stays leased only because users keep views of it, and not by choice.
+            slot: the leased slot.
+            after: event that the next writer must wait for.
+            lent: whether the slot stays leased only because user code keeps views of it.
         """
         slot.suspend(after, lent)
         self.lent_bytes += slot.nbytes if lent else 0
 
     def resume(self, slot: Slot, owner: weakref.ref[Any] | None = None) -> None:
-        """Give a suspended slot an owner again, as if it were leased anew."""
+        """Set the owner of a suspended slot again, as after a new lease."""
         self.lent_bytes -= slot.nbytes if slot.lent else 0
         slot.resume(owner)
 
     def release_unused(self, slot: Slot, is_used: Callable[[], bool]) -> None:
-        """Release a slot as soon as nobody uses it any more; nobody tells, so each lease looks (`reclaim`).
+        """Release a slot when no tensor refers to its memory any more. Each lease checks this (`reclaim`).
 
         Args:
-            slot: that stays leased until then. How long that is may differ between ranks, so it counts as lent.
-            is_used: whether anybody refers to its memory.
+            slot: the leased slot. It counts as lent, because the time of its release may differ between ranks.
+            is_used: returns whether any tensor refers to the memory.
         """
         self.suspend(slot, None, lent=True)
         self._counted_out.append((slot, is_used))
 
     def abandon(self, end: Callable[[], object]) -> None:
-        """Nobody will take the result of some work: it is ended before memory is leased next (`reclaim`).
+        """End work whose result will not be used, before the next lease (`reclaim`).
 
-        To be called at any time, also by the garbage collector in the middle of another method.
+        This may be called at any time, even by the garbage collector in the middle of another method.
 
         Args:
-            end: waits for the work and gives its memory back; its errors have no place to go.
+            end: waits for the work and releases its memory. Its exceptions are ignored.
         """
         self._counted_out.append((None, partial(_ended, end)))
 
     def reclaim(self) -> None:
-        """Release the slots of `release_unused` that nobody uses any more, and end abandoned work."""
+        """Release the slots of `release_unused` that are no longer used, and end abandoned work."""
         counted = self._counted_out
         for _ in range(len(counted)):
             slot, is_used = each = counted.popleft()
@@ -277,12 +280,12 @@ class BufferPool:
                 self.release(slot, *self.memory.queued())
 
     def release_all(self, slots: Sequence[Slot], after: torch.Event | None) -> None:
-        """`release` each of these."""
+        """`release` each of these slots."""
         for slot in slots:
             self.release(slot, after)
 
     def give_up(self, slots: Sequence[Slot]) -> None:
-        """After a failure, release those of these slots that are still leased, behind all that was to be waited for."""
+        """Release these slots after a failure, if they are still leased, and wait for their pending events first."""
         for slot in slots:
             if slot.request is not None:
                 slot.wait_until_free()
@@ -296,25 +299,25 @@ class BufferPool:
 
     @property
     def wants_arena(self) -> bool:
-        """Whether a new arena would know more than the present one, and can be made now, since nothing is in use."""
+        """Whether a new arena would include new information, and can be made now because nothing is in use."""
         if self._lacks and self._counted_out:
             self.reclaim()
         in_use = self.live_bytes or self.arena.busy
         return self._lacks and bool(self._known) and not in_use and not self.owns
 
     def make_arena(self) -> None:
-        """Replace all slots by those of a new arena. Nobody may hold any of them."""
+        """Replace all slots by those of a new arena. Requires that no slot is in use."""
         self.empty()
         self.memory.leave_segments()
         self.arena.make(list(self._known))
         self._lacks = False
 
     def rest(self, between: bool = False) -> None:
-        """Nothing is about to be leased: memory of the arena in which nothing is leased goes back to the allocator.
+        """Free the regions of the arena in which nothing is leased. Call this when no lease is about to follow.
 
         Args:
-            between: whether a forward has ended and its backward comes: what is leased now belongs in a region of its
-                own, which the next arena has.
+            between: whether this is between a forward and its backward. The next arena has a separate region for the
+                requests that are leased now.
         """
         if self.arena.keeps_idle or self.owns:
             return
@@ -324,23 +327,23 @@ class BufferPool:
         self.arena.rest()
 
     def span_of(self, request: Request) -> tuple[int, int] | None:
-        """Offset and size in bytes of a request's slot in the arena; None if it has none."""
+        """Offset and size in bytes of a request's slot in the arena; None if it has no slot."""
         slot = request.slot
         return None if slot is None else (slot.region.offset + slot.offset, slot.nbytes)
 
     def claim(self, outside: Sequence[Outside]) -> None:
-        """Weights lie in memory outside of the slots: its bytes count as live, but not as held."""
+        """Register weights in memory outside of the slots. Its bytes count as live, but not as held."""
         self.addresses.claim(outside)
         self.live_bytes += sum(each.nbytes for each in outside)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def unclaim(self, outside: Sequence[Outside]) -> None:
-        """Forget weights outside of the slots."""
+        """Unregister weights outside of the slots."""
         self.addresses.unclaim(outside)
         self.live_bytes -= sum(each.nbytes for each in outside)
 
     def empty(self) -> None:
-        """Give the memory of all free slots back to the allocator, and the arena unless some of it is leased."""
+        """Free the memory of all free slots, and of the arena unless some of it is leased."""
         self.reclaim()
         freed = [slot for slots in self._free.values() for slot in slots]
         self._free.clear()
@@ -358,11 +361,11 @@ class BufferPool:
         self._beside_bytes = sum([slot.nbytes for slot in remaining.difference(self.arena.slots)])
 
     def _forget_own(self) -> None:
-        """Forget the slots of requests' own, except those that are filled again while views of them stay."""
+        """Forget the slots of individual names, except slots of `refills` requests, which existing views refer to."""
         self._own = {key: slot for key, slot in self._own.items() if key[2] and not self.owns}
 
     def forget(self) -> None:
-        """Free all memory that is not leased, and forget which requests have met: sizes are about to change."""
+        """Free all memory that is not leased, and forget which requests have met, because sizes are about to change."""
         self.empty()
         for request in self._known.keys() - self._live:
             request.forget()
@@ -394,16 +397,16 @@ class BufferPool:
 
 
 def _ended(end: Callable[[], object]) -> bool:
-    """End abandoned work; returns that its memory is not used any more."""
+    """End abandoned work. Returns False: its memory is no longer used."""
     with suppress(Exception):
         end()
     return False
 
 
 def _is_taken(slot: Slot) -> bool:
-    """Whether an overlapping slot is leased; if none is, the slot's next writer will also wait for their events."""
+    """Whether an overlapping slot is leased. If none is, the slot's next writer also waits for their events."""
     if slot.awaited and not slot.free_after:
-        slot.awaited.clear()  # it was given up without an event: nothing tells that a writer has waited for them
+        slot.awaited.clear()  # released without an event, so it is unknown whether a writer has waited for them
     for rival in slot.rivals:
         if rival.request is not None:
             return True

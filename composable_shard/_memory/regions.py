@@ -1,9 +1,9 @@
-"""The arena of a pool, and its regions: parts whose memory goes back to the allocator while nothing in them is leased.
+"""The arena of a pool. It consists of regions, whose memory is freed while nothing in them is leased.
 
-An arena in one piece would stand whole at the moment at which a step needs most: where the loss is made, after the last
-module was resharded. So what stays leased there lies in a region of its own, and so does each request that is much
-larger than others: an embedding's weights and gradients, which a step needs once, and not at the same time. A region
-has one allocation at a time; its slots, and all views of them, see the new one.
+A single allocation would stay fully allocated at the peak of a step, when the loss is computed after the last module
+has been resharded. Requests that stay leased at that time therefore have their own region. So has each request that is
+much larger than others, such as the weights and the gradients of an embedding, which a step needs only once and at
+different times. A region has one allocation at a time. Its slots and all views of them use the current allocation.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from .addresses import Addresses
 from .device import DeviceMemory
 from .slots import Events, Request, Slot
 
-Spans = Sequence[tuple[int, int]]  # for each request, its offset in a region and its size, in bytes
+Spans = Sequence[tuple[int, int]]  # for each request, its offset in the region and its size, in bytes
 
 
 class Region:
     """A part of an arena.
 
     Args:
-        memory: its memory, bytes.
-        offset: of the region in the arena, in bytes.
-        spans: of its slots.
-        free_after: events behind which its memory may be written to.
+        memory: the memory of the region, a 1D uint8 tensor.
+        offset: offset of the region in the arena, in bytes.
+        spans: the spans of its slots.
+        free_after: events after which the memory may be written.
         is_large: see the attribute.
 
     Attributes:
-        offset: as given.
-        is_large: whether it is for a request that is much larger than others: its memory goes back when that is
-            released, or when what was queued on it is waited for.
-        nbytes: its size.
-        storage: of its memory, and of all views of its slots.
-        slots: those that lie in it; `at` has them by their spans.
-        is_dry: whether its memory is the allocator's now.
+        offset: offset in the arena, in bytes.
+        is_large: whether the region is for one request that is much larger than others. Its memory is freed when the
+            request is released, or when the work that was queued on it has been waited for.
+        nbytes: size in bytes.
+        storage: the storage of the memory and of all views of its slots.
+        slots: the slots in the region. `at` contains them by span.
+        is_dry: whether the memory has been freed.
     """
 
     def __init__(self, memory: torch.Tensor, offset: int, spans: Spans, free_after: Events, is_large: bool) -> None:
@@ -53,16 +53,16 @@ class Region:
             slot.lie_in(self)
 
     def is_free(self) -> bool:
-        """Whether none of its slots is leased."""
+        """Whether no slot of the region is leased."""
         return all(slot.request is None for slot in self.slots)
 
     def drain(self) -> Events:
-        """Its memory is about to go back: returns the events behind the last work on it."""
+        """Prepare to free the memory. Returns the events after the last work on it."""
         self.is_dry = True
         return tuple(dict.fromkeys([event for slot in self.slots for event in slot.drained()]))
 
     def fill(self, free_after: Events) -> None:
-        """It has memory again, to be written to after these events."""
+        """Set up the slots for newly allocated memory, which may be written after these events."""
         self.is_dry = False
         for slot in self.slots:
             slot.moved(free_after)
@@ -73,34 +73,34 @@ class Region:
 class Arena:
     """The slots of a pool that have a fixed place.
 
-    Until a pool has seen a step, an arena that does not keep idle memory has a region for each request.
+    Before the first step, an arena with `keeps_idle=False` has one region per request.
 
     Args:
-        memory: where its memory comes from.
-        addresses: is told which slots have memory.
+        memory: allocates the memory.
+        addresses: the index of slots with memory, which the arena updates.
 
     Attributes:
-        slots: all of them.
-        is_planned: whether the pool has seen a step: `make` was called.
-        keeps_idle: whether it keeps its memory also while nothing in it is leased.
-        least_large: the bytes beyond which a request has memory only while it is leased.
+        slots: all slots.
+        is_planned: whether `make` has been called, after the first step.
+        keeps_idle: whether regions keep their memory while nothing in them is leased.
+        least_large: size in bytes above which a request has memory only while it is leased.
         nbytes: bytes of all regions.
-        held_bytes: bytes of those that have memory now.
-        dry: how many have none.
-        allocations: how many regions were made.
-        busy: how many slots, in regions or not, work is queued on that was not waited for yet.
+        held_bytes: bytes of all regions that have memory.
+        dry: number of regions without memory.
+        allocations: number of regions that have been created.
+        busy: number of slots (in regions or not) with queued work that has not been waited for.
     """
 
     def __init__(self, memory: DeviceMemory, addresses: Addresses) -> None:
         self._memory, self._addresses = memory, addresses
         self._regions: list[Region] = []
-        self._resting: dict[Request, None] = {}  # what stays leased between forward and backward
+        self._resting: dict[Request, None] = {}  # requests that stay leased between forward and backward
         self.slots: list[Slot] = []
         self.is_planned, self.keeps_idle, self.least_large = False, True, float("inf")
         self.nbytes = self.held_bytes = self.dry = self.allocations = self.busy = 0
 
     def note_busy(self, slots: int) -> None:
-        """Work was queued on so many slots more, or (if negative) was waited for."""
+        """Add to the number of slots with queued work; a negative number means that work has been waited for."""
         self.busy += slots
 
     def is_free(self) -> bool:
@@ -108,24 +108,24 @@ class Arena:
         return all(region.is_free() for region in self._regions)
 
     def keep_idle(self, wanted: bool) -> bool:
-        """Set `keeps_idle`; returns whether that is new."""
+        """Set `keeps_idle`. Returns whether the setting has changed."""
         before, self.keeps_idle = self.keeps_idle, wanted
         return before is not wanted
 
     def make(self, known: Sequence[Request]) -> None:
-        """Give these requests slots; there are none."""
+        """Create the slots of these requests. Requires that there are no slots."""
         spans = _packed(known)
         if self.keeps_idle:
             self._add(known, spans, False)
         else:
             self.least_large = _least_large(known, _end_of(spans))
             for is_large, part in _parted(known, self._resting, self.least_large):
-                if part:  # one after the other, so that they never stand all at once
+                if part:  # free each region right away, so that they are never all allocated
                     self.drain(self._add(part, _packed(part), is_large))
         self.is_planned = True
 
     def add(self, request: Request) -> Slot:
-        """A slot, in a region of its own, for a request that has none."""
+        """Create a slot in its own region for a request without a slot."""
         return self._add([request], [(0, request.nbytes)], True).slots[0]
 
     def _add(self, known: Sequence[Request], spans: Spans, is_large: bool) -> Region:
@@ -142,19 +142,19 @@ class Arena:
         return region
 
     def note_resting(self, live: set[Request]) -> bool:
-        """These requests stay leased between forward and backward; returns whether that is new of any."""
+        """Record that these requests stay leased between forward and backward. Returns whether any of them is new."""
         known = len(self._resting)
         self._resting |= dict.fromkeys(live)
         return len(self._resting) > known
 
     def rest(self) -> None:
-        """Regions in which nothing is leased give their memory back."""
+        """Free the memory of all regions in which nothing is leased."""
         for region in self._regions:
             if not region.is_dry:
                 self.drain(region)
 
     def drain(self, region: Region) -> None:
-        """A region gives its memory back, unless something in it is leased."""
+        """Free the memory of a region, unless something in it is leased."""
         if not region.is_free():
             return
         self._memory.give_back(region.drain())
@@ -164,7 +164,7 @@ class Arena:
         self.dry += 1
 
     def fill(self, region: Region) -> None:
-        """A region has no memory, and something in it is leased now."""
+        """Allocate the memory of a dry region, because something in it is being leased."""
         if region.is_large and self.is_planned:
             self.rest()
         self._memory.fill(region.storage, region.nbytes)
@@ -174,7 +174,7 @@ class Arena:
         self.dry -= 1
 
     def clear(self) -> None:
-        """Nothing is leased, and there are to be no slots."""
+        """Remove all slots. Requires that nothing is leased."""
         for slot in self.slots:
             slot.leave()
         self.slots, self._regions = [], []
@@ -182,15 +182,15 @@ class Arena:
         self.nbytes = self.held_bytes = self.dry = 0
 
     def forget(self) -> None:
-        """Sizes are about to change: what stays leased is not known any more."""
+        """Forget which requests stay leased between forward and backward, because sizes are about to change."""
         self._resting.clear()
 
 
-_LARGE_SHARE, _LARGE_RATIO = 1 / 3, 1.5  # of the arena, and of the median request, that a large request exceeds
+_LARGE_SHARE, _LARGE_RATIO = 1 / 3, 1.5  # large requests exceed this share of the arena and this multiple of the median
 
 
 def _packed(known: Sequence[Request]) -> list[tuple[int, int]]:
-    """The offset in an arena and the size in bytes of each of these requests."""
+    """The offset and size of each request in bytes, in an arena for these requests."""
     index = {request: i for i, request in enumerate(known)}
     meets = [sorted([index[other] for other in request.met or () if other in index]) for request in known]
     sizes = [request.nbytes for request in known]
@@ -202,7 +202,7 @@ def _end_of(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def _find_rivals(slots: Sequence[Slot]) -> None:
-    """Set the `rivals` and `reach` of slots that are sorted by their begin."""
+    """Set the `rivals` and `reach` of slots that are sorted by `begin`."""
     rivals: dict[Slot, list[Slot]] = {slot: [] for slot in slots}
     for index, slot in enumerate(slots):
         for later in slots[index + 1 :]:
@@ -215,7 +215,7 @@ def _find_rivals(slots: Sequence[Slot]) -> None:
 
 
 def _least_large(requests: Sequence[Request], nbytes: int) -> float:
-    """The bytes that a request must exceed to be large, among `requests` and in an arena of `nbytes` in one piece."""
+    """The size in bytes above which a request is large, among `requests` and in a single arena of `nbytes` bytes."""
     median = sorted([request.nbytes for request in requests])[len(requests) // 2]
     return max(_LARGE_SHARE * nbytes, _LARGE_RATIO * median)
 
@@ -226,12 +226,12 @@ def _parted(
     """The requests of each region of an arena.
 
     Args:
-        requests: all.
-        resting: those that stay leased between forward and backward.
-        least: from `_least_large`.
+        requests: all requests.
+        resting: the requests that stay leased between forward and backward.
+        least: the result of `_least_large`.
 
     Yields:
-        whether the region is for a large request, in forward and in backward; and its requests.
+        Whether the region is for a large request (in forward and in backward), and the requests of the region.
     """
     large: dict[str, list[Request]] = {}
     for request in requests:

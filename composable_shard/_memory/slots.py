@@ -1,4 +1,4 @@
-"""Slots: memory with a fixed address that the pool leases; requests for slots, and the places of tensors in them."""
+"""Slots (memory with a fixed address that the pool leases), requests for slots, and places of tensors in slots."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ PlaceKey = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
 
 
 class Place:
-    """Where a tensor lies within a slot, and as what. A pool has one object for each (`BufferPool.places`).
+    """The location, dtype and strides of a tensor in a slot.
 
-    So places compare and hash by identity, which makes a place a cheap key.
+    A pool has one object per distinct place (`BufferPool.places`). Places therefore compare and hash by identity, which
+    is cheap.
 
     Attributes:
-        dtype: of the tensor.
-        offset: bytes from the start of the slot.
-        shape, stride: of the tensor.
+        dtype: dtype of the tensor.
+        offset: offset in the slot in bytes.
+        shape, stride: shape and stride of the tensor.
     """
 
     __slots__ = ("dtype", "offset", "shape", "stride")
@@ -36,7 +37,7 @@ class Place:
 
 
 class Places(dict[PlaceKey, Place]):
-    """The place of each key, made when it is first looked up."""
+    """The place of each key. Places are created at the first lookup."""
 
     def __missing__(self, key: PlaceKey) -> Place:
         place = self[key] = Place(*key)
@@ -44,7 +45,7 @@ class Places(dict[PlaceKey, Place]):
 
 
 class _SlotViews(dict[Place, torch.Tensor]):
-    """The view of a slot for each place, made when it is first looked up."""
+    """The view of a slot at each place. Views are created at the first lookup."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = weakref.ref(slot)
@@ -60,16 +61,16 @@ class _SlotViews(dict[Place, torch.Tensor]):
 
 
 class Request:
-    """A purpose for which memory is leased in every step; a pool has one object for each (`BufferPool.request`).
+    """A purpose for which memory is leased in every step. A pool has one object per purpose (`BufferPool.request`).
 
     Attributes:
-        name: the purpose, with a parameter's name.
+        name: the purpose, including a parameter's name.
         nbytes: size of the slot in bytes, a multiple of 512.
-        backward: whether it is backward's request, of a purpose for which forward has one as well.
-        refills: whether views of its slot are to show what is gathered next, wherever that lies: the slot is the name's
-            own, and has memory only while it is leased.
-        slot: its slot in the arena; None if it has none.
-        met: all requests that were ever leased at the same time; None until it is leased for the first time.
+        backward: whether this is the request of backward. Forward has its own request for the same purpose.
+        refills: whether views of the slot must show the data of the next gather. Such a request has its own slot, which
+            has memory only while it is leased.
+        slot: the slot in the arena, or None.
+        met: all requests that were ever leased at the same time; None before the first lease.
     """
 
     __slots__ = ("__weakref__", "backward", "met", "name", "nbytes", "refills", "slot")
@@ -83,22 +84,22 @@ class Request:
         self.met: set[Request] | None = None
 
     def meet(self, live: set[Request]) -> None:
-        """It is leased at the same time as these: note that on both sides."""
+        """Record in both directions that this request is leased at the same time as those in `live`."""
         self.met = live.union(self.met or ())
         for other in live:
             assert other.met is not None
             other.met.add(self)
 
     def give_slot(self, slot: Slot | None) -> None:
-        """An arena was made, in which it has this slot; None: the arena is gone."""
+        """Set the slot in a new arena; None if there is no arena any more."""
         self.slot = slot
 
     def forget(self) -> None:
-        """Forget what it has met, and its slot: sizes are about to change."""
+        """Forget the slot and the requests in `met`, because sizes are about to change."""
         self.met = self.slot = None
 
     def forget_met(self, live: set[Request]) -> None:
-        """Likewise, while it is leased: it keeps its slot, and has met the others that are leased now."""
+        """Variant of `forget` for a leased request: it keeps its slot, and has met the requests in `live`."""
         self.met = live - {self}
 
 
@@ -109,18 +110,18 @@ class Slot:
     """A piece of memory with a fixed address.
 
     Attributes:
-        views: views of its memory, by place.
-        request: the request for which it is leased now; None while it is free.
-        owner: a weak reference to the bucket whose weights lie in it, or are being gathered into it; else None.
-        lent: whether it stays leased only because users keep views of it.
-        free_after: the events behind the last work on it, for which the next writer waits.
-        begin, end, nbytes: addresses of its first byte and of the first behind it, and its size in bytes.
-        rivals: other slots of an arena that overlap it.
-        awaited: by rival, its events for which a writer of this slot waits, or did.
-        region: the part of the arena in which it lies; None if in none.
-        reach: the highest end of this slot and its rivals.
-        resizes: whether its memory goes back when it is released, or when what was queued on it is waited for; it gets
-            other memory then.
+        views: views of the memory, by place.
+        request: the request for which the slot is leased; None while it is free.
+        owner: a weak reference to the bucket whose weights are in the slot, or are being gathered into it; else None.
+        lent: whether the slot stays leased only because user code keeps views of it.
+        free_after: the events after the last work on the slot. The next writer waits for them.
+        begin, end, nbytes: the half-open address range of the memory, and its size in bytes.
+        rivals: other slots of the arena that overlap this slot.
+        awaited: by rival, the rival's events that a writer of this slot waits for or has waited for.
+        region: the region of the arena that contains the slot, or None.
+        reach: the highest `end` of this slot and its rivals.
+        resizes: whether the memory is freed when the slot is released, or when the work that was queued on it has been
+            waited for. The next lease allocates new memory.
     """
 
     __slots__ = (
@@ -160,31 +161,34 @@ class Slot:
 
     @property
     def has_memory(self) -> bool:
-        """Whether it has memory, which one that `resizes` has not always."""
+        """Whether the slot has memory. A slot that `resizes` may have none while it is free."""
         return self.end > self.begin
 
     @property
     def offset(self) -> int:
-        """Bytes from the start of its allocation."""
+        """Offset in its allocation, in bytes."""
         return int(self._bytes[0].storage_offset())
 
     def lie_in(self, region: Any) -> None:
-        """It lies in this `Region` of the arena."""
+        """Set the `Region` of the arena that contains this slot."""
         self.region = region
 
     def drained(self) -> Events:
-        """Its memory goes back: returns the events behind the last work on it."""
+        """Prepare to free the memory. Returns the events after the last work on it."""
         after, self.free_after = self.free_after, ()
         return after
 
     def moved(self, free_after: Events) -> None:
-        """Its allocation was made anew, perhaps elsewhere."""
+        """Update the addresses after the memory has been allocated again."""
         self.free_after = free_after
         self.begin = address_of(self._bytes[0])
         self.end = self.begin + self.nbytes
 
     def leave(self) -> None:
-        """Its arena is gone: let go of the memory, now and not when a cycle of slots and views is found."""
+        """Drop the memory, because the arena no longer exists.
+
+        Clearing the references frees the memory immediately. Otherwise it would wait for the cyclic garbage collector.
+        """
         self.region, self.rivals = None, ()
         self.awaited.clear()
         self.views.clear()
@@ -192,29 +196,29 @@ class Slot:
         self._bytes = (_NO_BYTES, _NO_BYTES)
 
     def set_rivals(self, rivals: Sequence[Slot]) -> None:
-        """These slots of the arena overlap it."""
+        """Set the slots of the arena that overlap this slot."""
         self.rivals = tuple(rivals)
         self.awaited.clear()
         self.reach = max([self.end, *[rival.end for rival in rivals]])
 
     def suspend(self, after: torch.Event | None, lent: bool) -> None:
-        """Its weights are given up, though it stays leased; the next writer waits for `after`."""
+        """Remove the owner of the weights. The slot stays leased. The next writer waits for `after`."""
         self.owner, self.lent = None, lent
         self.free_after = () if after is None else (after,)
 
     def resume(self, owner: weakref.ref[Any] | None) -> None:
-        """Weights of `owner` lie in it again."""
+        """Set the owner of the weights again."""
         self.owner, self.lent = owner, False
 
     def wait_until_free(self) -> None:
-        """The current stream waits until the memory may be written to."""
+        """Make the current stream wait until the memory may be written."""
         for event in self.free_after:
             event.wait()
 
     def wait_for(self, rival: Slot) -> None:
-        """The next writer waits for what the memory of an overlapping slot was used for, too.
+        """Make the next writer also wait for the last work on an overlapping slot.
 
-        What an earlier writer of this slot has waited for is left out: it came before the events of this slot.
+        Events that an earlier writer of this slot has waited for are skipped. They precede the events of this slot.
         """
         events, before = rival.free_after, self.awaited.get(rival, ())
         if events is not before:
@@ -222,7 +226,7 @@ class Slot:
             self.free_after = tuple(dict.fromkeys([*self.free_after, *(each for each in events if each not in before)]))
 
     def resize(self, nbytes: int, free_after: Events = ()) -> None:
-        """Allocate or (with 0) free its memory; all views of the slot then see the new memory."""
+        """Allocate the memory, or free it if `nbytes` is 0. All views of the slot then use the new memory."""
         self.free_after = free_after
         self._bytes[0].untyped_storage().resize_(nbytes)
         self.begin = address_of(self._bytes[0])
@@ -237,11 +241,12 @@ class Slot:
         return self.begin < other.begin
 
     def typed(self, dtype: torch.dtype, written: bool = False) -> torch.Tensor:
-        """The whole slot as a 1D tensor of `dtype`.
+        """The slot as a 1D tensor of `dtype`.
 
-        Gathers and reductions write only through tensors made with ``written=True``: aliases with a version counter of
-        their own. So autograd does not take a write for an edit of weights that it has saved. It would be wrong to: the
-        saved weights were given up, or are read through handles, or have moved with their group to another slot.
+        Gathers and reductions write only through tensors with ``written=True``. These are aliases with their own
+        version counter, so autograd does not treat a write as a modification of saved weights. Such an error would be
+        wrong, because the saved weights have been resharded, are read through handles, or have moved with their group
+        to another slot.
         """
         view = self._typed.get((dtype, written))
         if view is None:
@@ -251,12 +256,14 @@ class Slot:
 
 
 class Outside:
-    """Memory of weights that is not the pool's but a parameter's (`fsdp_pre_all_gather`); fixed until it is emptied.
+    """Memory of weights that belongs to a parameter instead of the pool (`fsdp_pre_all_gather`).
+
+    Its address is fixed until it is freed.
 
     Attributes:
-        begin, end, nbytes: addresses of its first byte and of the first behind it, and its size in bytes.
-        owner: a weak reference to the bucket whose weights lie in it; None once they are given up.
-        index: of the parameter in its bucket.
+        begin, end, nbytes: the half-open address range of the memory, and its size in bytes.
+        owner: a weak reference to the bucket of the weights; None after they have been resharded.
+        index: index of the parameter in its bucket.
     """
 
     __slots__ = ("begin", "end", "index", "nbytes", "owner")
@@ -269,5 +276,5 @@ class Outside:
         self.owner: weakref.ref[Any] | None = weakref.ref(owner)
 
     def give_up(self) -> None:
-        """Its weights are given up."""
+        """Remove the owner, because the weights have been resharded."""
         self.owner = None

@@ -1,9 +1,9 @@
-"""The state of an optimizer in files, and its way through memory while the optimizer steps.
+"""Optimizer state in files, which a step reads into memory, updates and writes back.
 
-Parameters whose state lies side by side in a file are a *unit*. A step goes from unit to unit in the order in which
-they were made, that of the optimizer's parameters: while one is stepped, the next ones are read, and the one before is
-written. Between steps the tensors of the state are mapped from the files, so whoever reads them (a checkpoint, say) has
-the state of the last step, page by page, without memory of its own.
+A *unit* is the set of parameters whose state is contiguous in a file. A step processes units in the order of their
+creation, which is the order of the optimizer's parameters. While one unit is stepped, the next units are read and the
+previous unit is written. Between steps, the tensors of the state are mapped from the files. A reader, such as a
+checkpoint, therefore sees the state of the last step, and the system loads it page by page.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from .._torch.core import tree_tensors
 from .._torch.distributed import dtensor_at, local_tensor
 from .disk import BLOCK, THREADS, File, Files, Ring, Run, aligned, finish, trim
 
-_LARGE = 64 << 20  # bytes of a unit, where memory allows it
-_LINE = 64  # bytes to which tensors align, as torch's own do
+_LARGE = 64 << 20  # bytes of a unit, if memory allows it
+_LINE = 64  # alignment of tensors in bytes, as in torch
 States = MutableMapping[Any, dict[str, Any]]  # an optimizer's `state`
 Parts = dict[str, torch.Tensor]
-Step = Callable[[Sequence[Any], Sequence[Any]], None]  # parameters, and what is stepped in their place
+Step = Callable[[Sequence[Any], Sequence[Any]], None]  # parameters, and the tensors that are stepped instead
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
+    """The local tensor of a DTensor; other tensors are returned unchanged."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 class Place(NamedTuple):
-    """Where a tensor of a state lies in its unit.
+    """The location of a state tensor in its unit.
 
     Attributes:
-        offset: in bytes, from the begin of the unit.
-        dtype, size, stride: of the tensor.
-        home: its bytes in the file, as memory of its own: whoever copies or pickles the tensor gets no more than these.
+        offset: offset in the unit in bytes.
+        dtype, size, stride: properties of the tensor.
+        home: a storage for the tensor's bytes in the file. It contains nothing else, so copying or pickling the tensor
+            does not include other tensors.
     """
 
     offset: int
@@ -53,60 +54,60 @@ class Place(NamedTuple):
     home: torch.UntypedStorage
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is of this kind."""
+        """Whether a tensor has this dtype, size and stride."""
         return tensor.dtype == self.dtype and tensor.size() == self.size and tensor.stride() == self.stride
 
     def is_home(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is what lies in the file."""
+        """Whether a tensor is mapped from this place in the file."""
         return self.holds(tensor) and tensor.data_ptr() == self.home.data_ptr()
 
     def go_home(self, tensor: torch.Tensor) -> None:
-        """Let a tensor be what lies in the file."""
+        """Map a tensor from the file."""
         tensor.set_(self.home, 0, self.size, self.stride)
 
     def go(self, tensor: torch.Tensor, ring: Ring, begin: int) -> None:
-        """Let a tensor be what lies in a ring, where the unit has been read to."""
+        """Make a tensor use the ring's memory, into which the unit has been read at `begin`."""
         tensor.set_(ring.storage, (begin + self.offset) // self.dtype.itemsize, self.size, self.stride)
 
     def copy_to(self, ring: Ring, begin: int, tensor: torch.Tensor) -> None:
-        """Copy another tensor of this kind to where this one lies in a ring."""
+        """Copy a tensor with the same dtype, size and stride into the ring's memory for this place."""
         own = torch.empty(0, dtype=self.dtype)
         self.go(own, ring, begin)
         own.copy_(tensor)
 
     def is_in(self, tensor: torch.Tensor, ring: Ring, begin: int) -> bool:
-        """Whether a tensor is that."""
+        """Whether a tensor uses the ring's memory for this place."""
         return self.holds(tensor) and tensor.data_ptr() == ring.storage.data_ptr() + begin + self.offset
 
 
 @dataclass(eq=False)
 class Unit:
-    """Parameters whose state lies side by side.
+    """Parameters whose state is contiguous in a file.
 
     Attributes:
-        run: where.
-        places: of the tensors of each parameter's state, by their names.
+        run: the range in the file.
+        places: for each parameter, the places of its state tensors by name.
     """
 
     run: Run
     places: dict[torch.Tensor, dict[str, Place]]
 
     def holds(self, param: torch.Tensor, parts: Parts) -> bool:
-        """Whether there are places for these tensors, and for no others."""
+        """Whether the parameter's places match exactly these tensors."""
         places = self.places[param]
         return places.keys() == parts.keys() and all(places[name].holds(part) for name, part in parts.items())
 
     def is_home(self, param: torch.Tensor, parts: Parts) -> bool:
-        """Whether these tensors are all that lies in the file for a parameter."""
+        """Whether these tensors are exactly the parameter's tensors, mapped from the file."""
         places = self.places[param]
         return places.keys() == parts.keys() and all(places[name].is_home(part) for name, part in parts.items())
 
 
 class _Moves:
-    """Units on their way through a ring: as many are read ahead as it has room for, and all are written behind.
+    """Moves units through a ring. It reads ahead as many units as fit, and writes units after they were stepped.
 
     Attributes:
-        ring: the memory.
+        ring: the ring buffer.
     """
 
     def __init__(self, ring: Ring, units: deque[Unit], threads: Executor) -> None:
@@ -116,11 +117,11 @@ class _Moves:
         self._writing: deque[list[Future[None]]] = deque()
 
     def begin(self) -> int:
-        """Where in the ring the next unit lies, which has been read."""
+        """Wait until the next unit has been read. Returns its offset in the ring."""
         while self._writing and all(move.done() for move in self._writing[0]):
             self._give_back()
         self._read_ahead()
-        while not self._reading:  # all of the memory is yet to be written
+        while not self._reading:  # the whole ring waits to be written
             self._give_back()
             self._read_ahead()
         _, begin, moves = self._reading[0]
@@ -128,12 +129,12 @@ class _Moves:
         return begin
 
     def end(self) -> None:
-        """It has been stepped."""
+        """Start to write the current unit, which has been stepped."""
         unit, begin, _ = self._reading.popleft()
         self._writing.append(self.ring.write(begin, unit.run, self._threads))
 
     def finish(self) -> None:
-        """Wait until all are written."""
+        """Wait until all units have been written."""
         while self._writing:
             self._give_back()
 
@@ -148,11 +149,11 @@ class _Moves:
 
 
 class Workspace:
-    """The memory that optimizers with one policy use in turns.
+    """The memory for state on disk. All optimizers with an equal policy share it and use it one at a time.
 
     Attributes:
-        capacity: its bytes at most.
-        most: the most bytes of state that were in memory at once.
+        capacity: limit in bytes.
+        most: peak bytes of state in memory.
     """
 
     def __init__(self, memory: int) -> None:
@@ -165,8 +166,8 @@ class Workspace:
     def __enter__(self) -> Workspace:
         if self._owner == threading.get_ident():
             raise ShardConfigStateError(
-                "an optimizer whose state is on disk steps within the step of another one with the same policy; give "
-                "them policies with different directories or memory"
+                "an optimizer with state on disk steps within the step of another one with the same policy; use "
+                "policies with different `directory` or `memory`"
             )
         self._lock.acquire()
         self._owner = threading.get_ident()
@@ -180,20 +181,20 @@ class Workspace:
         self._lock.release()
 
     def ring(self, wanted: int) -> Ring:
-        """A ring for moves of so many bytes in all."""
+        """A ring for moving `wanted` bytes in total, limited by `capacity`."""
         capacity = min(wanted, self.capacity)
         if self._ring is None or self._ring.capacity < capacity:
-            self._ring = None  # its memory is free before there is more
+            self._ring = None  # free the old memory before allocating the new
             self._ring = Ring(capacity)
         return self._ring
 
     def release(self) -> None:
-        """Give the memory of the ring to the system until it is used again."""
+        """Return the memory of the ring to the system until it is used again."""
         if self._ring is not None:
             self._ring.release()
 
     def note(self, nbytes: int) -> None:
-        """Count bytes that are in memory."""
+        """Update `most` with the current bytes in memory."""
         self.most = max(self.most, nbytes)
 
 
@@ -201,23 +202,26 @@ _workspaces: weakref.WeakValueDictionary[tuple[str, int, int], Workspace] = weak
 
 
 def workspace_of(policy: DiskOffloadPolicy) -> Workspace:
-    """The memory of a policy. Threads that play ranks have memory of their own: one may wait for another in a step."""
+    """The memory of a policy in the current thread.
+
+    Threads that simulate ranks each have their own, because one may wait for another during a step.
+    """
     key = str(policy.directory), policy.memory, threading.get_ident()
     return _workspaces.setdefault(key, Workspace(policy.memory))
 
 
 class StateOnDisk:
-    """The state of one optimizer.
+    """The state of one optimizer on disk.
 
     Attributes:
-        loads_on_host: whether a load is to leave state on the host, and not where its parameter is.
+        loads_on_host: whether a load leaves state on the host, instead of on the device of its parameter.
 
     Args:
-        policy: where it goes, and through how much memory.
-        name_of: names a parameter in messages.
+        policy: the directory of the files, and the limit of memory.
+        name_of: returns the name of a parameter for messages.
 
     Raises:
-        OffloadError: the directory cannot be written in.
+        OffloadError: the directory is not writable.
     """
 
     loads_on_host = False
@@ -227,8 +231,8 @@ class StateOnDisk:
         self.files = Files(policy.directory)  # type: ignore[arg-type]  # a Path since the policy was made
         self._name_of = name_of
         self._large = most_in_a_unit(self.workspace.capacity)
-        self._units: dict[torch.Tensor, Unit | None] = {}  # of each parameter; None where its state has nothing to move
-        self._ratio = 0.0  # at most, of a state's bytes to its parameter's
+        self._units: dict[torch.Tensor, Unit | None] = {}  # None if the parameter's state has no tensors on disk
+        self._ratio = 0.0  # the highest ratio of a state's bytes to its parameter's bytes
 
     # ---- a step
 
@@ -236,9 +240,9 @@ class StateOnDisk:
         """Step parameters.
 
         Args:
-            states: of the optimizer.
-            params: to step, in their order.
-            step: steps some of them, with their state in memory.
+            states: the state of the optimizer.
+            params: the parameters to step, in the optimizer's order.
+            step: steps some of the parameters, with their state in memory.
         """
         self.keep_all(states, params)
         sections, unknown = self._sections(states, params)
@@ -250,10 +254,10 @@ class StateOnDisk:
     def _sections(
         self, states: States, params: Sequence[torch.Tensor]
     ) -> tuple[list[tuple[Unit | None, list[torch.Tensor]]], list[torch.Tensor]]:
-        """Parameters by unit, None where nothing is on disk, and those that have no state yet.
+        """The parameters by unit (None if nothing is on disk), and the parameters without state.
 
-        The order is that in which parameters got their state. It is the same on all ranks, though their units are not:
-        so steps that communicate meet.
+        Parameters are in the order in which they got their state. Units differ between ranks, but this order does not,
+        so ranks stay aligned if a step communicates.
         """
         unknown = [p for p in params if p not in self._units or (self._units[p] is not None and not states.get(p))]
         stepped = {*params}.difference(unknown)
@@ -271,7 +275,7 @@ class StateOnDisk:
         step: Step,
         threads: Executor,
     ) -> list[torch.Tensor]:
-        """Step parameters that have state; gives those whose state has another form now."""
+        """Step parameters with state. Returns the parameters whose state has changed its names, dtypes or shapes."""
         units = deque(unit for unit, _ in sections if unit is not None)
         moves = _Moves(self.workspace.ring(sum(unit.run.nbytes for unit in units)), units, threads) if units else None
         changed = []
@@ -311,7 +315,7 @@ class StateOnDisk:
             for name, place in unit.places[param].items():
                 if place.is_in(parts[name], ring, begin):
                     place.go_home(parts[name])
-                else:  # the step has made another tensor
+                else:  # the step has replaced the tensor
                     place.copy_to(ring, begin, parts[name])
                     _replace(state, name, place)
         return changed
@@ -323,7 +327,7 @@ class StateOnDisk:
         params: Sequence[torch.Tensor],
         step: Step,
     ) -> None:
-        """Step parameters that have no state yet, one by one, and put what they get on disk."""
+        """Step parameters without state one at a time, and move their new state to disk."""
         if not unknown:
             return
         self.workspace.release()
@@ -345,7 +349,7 @@ class StateOnDisk:
         """Bytes of a parameter's state.
 
         Raises:
-            PoolBudgetError: they do not fit into memory.
+            PoolBudgetError: the state does not fit into `DiskOffloadPolicy.memory`.
         """
         nbytes = sum(aligned(_nbytes(part), _LINE) for part in parts.values())
         own = _nbytes(local_part(param))
@@ -355,22 +359,22 @@ class StateOnDisk:
             largest = max((_nbytes(local_part(each)) for each in params), default=own)
             least = aligned(max(nbytes, int(self._ratio * largest)))
             raise PoolBudgetError(
-                f"DiskOffloadPolicy.memory: the state of {self._name_of(param)} has {nbytes:,} bytes and must be in "
-                f"memory as a whole while it is stepped; memory={least} is the least that works for this optimizer",
+                f"DiskOffloadPolicy.memory: the state of {self._name_of(param)} has {nbytes:,} bytes and must fit into "
+                f"memory while it is stepped; memory={least} is the least that works for this optimizer",
                 self._name_of(param),
                 least,
             )
         return nbytes
 
-    # ---- what is on disk
+    # ---- state on disk
 
     def keep_all(self, states: States, params: Sequence[torch.Tensor]) -> None:
-        """Put on disk what is not: state that was loaded, or that somebody has put in the place of the one there.
+        """Move state to disk if it is not there, for example after a load or after user code has replaced it.
 
         Raises:
-            PoolBudgetError: the state of a parameter does not fit into memory.
-            ShardConfigTypeError: a state holds tensors that cannot be on disk.
-            OffloadError: the disk is full, or fails.
+            PoolBudgetError: the state of a parameter does not fit into `DiskOffloadPolicy.memory`.
+            ShardConfigTypeError: a state has tensors that cannot be stored on disk.
+            OffloadError: the disk is full, or a write failed.
         """
         loose = [param for param in params if states.get(param) and not self._is_kept(param, states[param])]
         waiting: list[torch.Tensor] = []
@@ -387,11 +391,11 @@ class StateOnDisk:
 
     @staticmethod
     def options(group: Mapping[str, Any]) -> dict[str, Any]:
-        """What a step takes otherwise than the options of a param group say: nothing."""
+        """Options of a step that replace those of a param group: none."""
         return {}
 
     def blank(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """Of a state that a parameter could have, one whose tensors are on disk, with no values yet."""
+        """Create state on disk with undefined values, with the names, dtypes and shapes of `state`."""
         states: States = {param: dict(state)}
         self._measure(param, self._checked(param, state), [param])
         self._keep(states, [param])
@@ -404,7 +408,7 @@ class StateOnDisk:
         return not parts if unit is None else unit.is_home(param, parts)
 
     def _keep(self, states: States, params: Sequence[torch.Tensor]) -> None:
-        """Put the state of parameters on disk: where it was before if it is of the same kind, else into a new unit."""
+        """Move the state of parameters to disk: to its previous place if that matches, otherwise into a new unit."""
         all_parts = {param: self._parts(states.get(param, {})) for param in params}
         known = {param: self._units.get(param) for param in params}
         new = []
@@ -438,7 +442,7 @@ class StateOnDisk:
         )
 
     def _put(self, state: dict[str, Any], unit: Unit, param: torch.Tensor, parts: Parts) -> None:
-        """Write the tensors of a state that are not there into their places, and map them from there."""
+        """Write those tensors of a state that are not on disk to their places, and map them from the file."""
         file, begin = unit.run.file, unit.run.offset
         for name, place in unit.places[param].items():
             if not place.is_home(parts[name]):
@@ -446,11 +450,11 @@ class StateOnDisk:
                 _replace(state, name, place)
 
     def _parts(self, state: Mapping[str, Any]) -> Parts:
-        """The tensors of a state that are on disk, or are to be there: of this rank, without those of one number."""
+        """The local tensors of a state that belong on disk. Scalars and empty tensors stay in memory."""
         return {name: local_part(value) for name, value in state.items() if _moves(value)}
 
     def _checked(self, param: torch.Tensor, state: dict[str, Any]) -> Parts:
-        """The same, after whatever cannot be on disk was refused; what has gaps is copied."""
+        """`_parts`, after checking that the tensors can be on disk. Tensors with gaps are replaced by dense copies."""
         for name, value in state.items():
             tensors = [value] if isinstance(value, torch.Tensor) else tree_tensors(value)
             for tensor in filter(_moves, tensors):
@@ -462,25 +466,25 @@ class StateOnDisk:
     def _check(self, where: str, value: Any, local: torch.Tensor) -> None:
         if not isinstance(value, torch.Tensor):
             raise ShardConfigTypeError(
-                f"{where} is a {type(value).__name__} of tensors; only tensors by name can be on disk, so leave "
-                f"DiskOffloadPolicy out for this optimizer"
+                f"{where} is a {type(value).__name__} of tensors; only tensors can be stored on disk, not containers. "
+                "Do not use DiskOffloadPolicy for this optimizer"
             )
         if type(local) is not torch.Tensor:
-            raise ShardConfigTypeError(f"{where} is a {type(local).__name__}; only plain tensors can be on disk")
+            raise ShardConfigTypeError(f"{where} is a {type(local).__name__}; only plain tensors can be stored on disk")
         if local.device.type != "cpu":
             raise ShardConfigTypeError(
-                f"{where} is on {local.device}; an optimizer with state on disk steps on the CPU, so shard with "
-                "fully_shard(..., offload_policy=DiskOffloadPolicy(...)), which keeps shards there"
+                f"{where} is on {local.device}, but an optimizer with state on disk steps on the CPU; keep the shards "
+                "on the CPU with fully_shard(..., offload_policy=DiskOffloadPolicy(...))"
             )
 
 
 def most_in_a_unit(memory: int) -> int:
-    """Bytes of state that a unit has at most, where a policy allows so much memory; a parameter may have more."""
+    """Limit in bytes for the state of a unit, given the memory of a policy. A unit of one parameter may be larger."""
     return max(BLOCK, min(_LARGE, memory // 4 & -BLOCK))
 
 
 def bytes_on_disk(state: Mapping[str, Any]) -> int:
-    """Bytes of a parameter's state that are read and written in a step."""
+    """Bytes of a parameter's state that a step reads and writes."""
     return sum(aligned(_nbytes(local_part(value)), _LINE) for value in state.values() if _moves(value))
 
 
@@ -504,27 +508,27 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a dense tensor on the CPU."""
+    """The memory of a dense CPU tensor as bytes."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
 
 
 def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A tensor like `value`, of which this rank has `local`."""
+    """`local`, or a DTensor with the local tensor `local` if `value` is a DTensor."""
     return dtensor_at(local, value.device_mesh, value.placements, value) if isinstance(value, DTensor) else local
 
 
 def _place(part: torch.Tensor, file: File, begin: int, offset: int) -> Place:
-    """The place of a tensor, so far behind the begin of its unit in a file."""
+    """The place of a tensor at `offset` in a unit that begins at `begin` in a file."""
     home = file.part(begin + offset, _nbytes(part))
     return Place(offset, part.dtype, part.size(), part.stride(), home)
 
 
 def _replace(state: dict[str, Any], name: str, place: Place) -> None:
-    """Put a tensor of our own, which lies in the file, where a step or a load has put another one.
+    """Replace a state tensor, which a step or a load has set, by a new tensor that is mapped from the file.
 
-    The other one stays as it is: it may be somebody's, a gradient say.
+    The old tensor is not modified, because other code may use it. For example, it may be a gradient.
     """
     own = torch.empty(0, dtype=place.dtype)
     place.go_home(own)
@@ -532,7 +536,7 @@ def _replace(state: dict[str, Any], name: str, place: Place) -> None:
 
 
 def _move_out(state: dict[str, Any], ring: Ring) -> None:
-    """Copy what lies in a ring, whose memory is about to be another's."""
+    """Copy those tensors of a state that use the ring's memory, because the ring will be reused."""
     for name, value in state.items():
         if _moves(value) and local_part(value).untyped_storage().data_ptr() == ring.storage.data_ptr():
             state[name] = _like(value, local_part(value).clone())
@@ -541,7 +545,7 @@ def _move_out(state: dict[str, Any], ring: Ring) -> None:
 def _section_of(
     unit: Unit | None, sections: list[tuple[Unit | None, list[torch.Tensor]]], by_unit: dict[Unit, list[torch.Tensor]]
 ) -> list[torch.Tensor]:
-    """The parameters of a unit, which are one section; of those without one, each run of them is."""
+    """The section for a unit. Consecutive parameters without a unit share one section."""
     if unit is None:
         if not sections or sections[-1][0] is not None:
             sections.append((None, []))

@@ -1,8 +1,8 @@
-"""The state of an optimizer in the memory of the host, while its parameters are on an accelerator.
+"""Optimizer state in host memory, for parameters on an accelerator.
 
-A step goes through the parameters in parts: shards and gradients of some are copied to the host, the optimizer steps
-these copies on the CPU, and the stepped shards are copied back. The copies have lanes of their own, so those of the
-next part come while one part is stepped, and those of the part before go back.
+A step processes the parameters in parts. For each part, shards and gradients are copied to the host, the optimizer
+steps these copies on the CPU, and the new shards are copied back. Copies to and from the host have their own lanes, so
+they overlap with the step of another part.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from .._comm.lanes import Awaitable, Job, Steps, lane_for
 from .._torch.distributed import dtensor_at
 from .state_on_disk import local_part
 
-_PART = 64 << 20  # bytes of shards that are stepped at a time
-_AHEAD = 2  # parts that are on the host at once beside the one that is stepped
-_AT_ONCE = 2 * _AHEAD + 1  # parts: those that come, the one that is stepped, and those that go back
-MOST_COPIES = 2 * _AT_ONCE * _PART  # bytes of copies of shards and gradients, where no parameter is larger than a part
+_PART = 64 << 20  # bytes of shards per part
+_AHEAD = 2  # number of parts in flight in each direction, in addition to the part that is stepped
+_AT_ONCE = 2 * _AHEAD + 1  # limit of parts on the host: copied to the host, stepped, copied back
+MOST_COPIES = 2 * _AT_ONCE * _PART  # limit of bytes of copied shards and gradients, if no parameter exceeds a part
 States = MutableMapping[Any, dict[str, Any]]
-Step = Callable[[Sequence[Any], Sequence[Any]], None]  # parameters, and what is stepped in their place
+Step = Callable[[Sequence[Any], Sequence[Any]], None]  # parameters, and the tensors that are stepped instead
 
 
 class StateOnHost:
-    """The state of one optimizer.
+    """The state of one optimizer in host memory.
 
     Attributes:
-        loads_on_host: whether a load is to leave state on the host, and not where its parameter is.
+        loads_on_host: whether a load leaves state on the host, instead of on the device of its parameter.
 
     Args:
-        pins: whether copies are in pinned memory, which is for an accelerator.
-        fused: whether it takes torch's fused step where neither that nor another one is asked for.
+        pins: whether copies use pinned memory. This requires an accelerator.
+        fused: whether to use torch's fused step unless `fused` or `foreach` is set.
     """
 
     loads_on_host = True
@@ -47,9 +47,9 @@ class StateOnHost:
         """Step parameters.
 
         Args:
-            states: of the optimizer; its tensors are on the host, and those that the step makes are made there.
-            params: to step; of one device.
-            step: steps copies of some of them.
+            states: the state of the optimizer. Its tensors are on the host, including those that the step creates.
+            params: the parameters to step, all on one device.
+            step: steps copies of some of the parameters.
         """
         if not params:
             return
@@ -69,7 +69,7 @@ class StateOnHost:
             writes.popleft().finish()
 
     def keep_all(self, states: States, params: Sequence[torch.Tensor]) -> None:
-        """Copy state to the host that is not there: of an optimizer that has stepped before."""
+        """Copy state to the host if it is elsewhere, for an optimizer that has stepped before."""
         for param in params:
             state = states.get(param, {})
             for name, value in state.items():
@@ -79,7 +79,7 @@ class StateOnHost:
             torch.accelerator.synchronize()
 
     def options(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """What a step on the CPU takes otherwise than the options of a param group say."""
+        """Options of a step on the CPU that replace those of a param group."""
         moved = {name: value.cpu() for name, value in group.items() if isinstance(value, torch.Tensor)}
         chosen = self._fused and group.get("fused") is None and not group.get("foreach")
         return {
@@ -98,8 +98,8 @@ class StateOnHost:
     ) -> Job[None]:
         twins = copies.finish()
         stream = going.current()
-        if stream is not None:  # which waits for the copies now; the step is on the host, so the host waits for it
-            stream.synchronize()
+        if stream is not None:
+            stream.synchronize()  # the stream waits for the copies, and the step on the host must wait for the stream
         for param, twin in zip(part, twins, strict=True):
             if param in states:
                 states[twin] = states.pop(param)
@@ -113,7 +113,7 @@ class StateOnHost:
         return job
 
     def _to_host(self, part: Sequence[torch.Tensor]) -> Steps[list[nn.Parameter]]:
-        """Copies of parameters and their gradients."""
+        """Copy parameters and their gradients to the host."""
         twins = []
         for param in part:
             twin = nn.Parameter(self._copy(param.detach()), requires_grad=True)
@@ -131,7 +131,7 @@ class StateOnHost:
 
 
 def bytes_of_copies(params: Sequence[torch.Tensor]) -> int:
-    """Bytes of the copies of shards and gradients that are on the host at once, at most, in a step of parameters."""
+    """Peak bytes of copies of shards and gradients on the host, in a step of these parameters."""
     if not params:
         return 0
     sizes = [sum(map(_nbytes, part)) for part in _parts_of(params)]
@@ -145,7 +145,7 @@ def _back(part: Sequence[torch.Tensor], twins: Sequence[torch.Tensor]) -> Steps[
 
 
 def _nothing() -> Iterator[Awaitable]:
-    """No handles to wait for: what is copied is in the lane."""
+    """Yield no handles, because the copies are ordered by the lane."""
     yield from ()
 
 

@@ -271,12 +271,11 @@ class Methods(TorchFSDPModule):
     # ---- communication
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather this module's parameters by `comm`, an object like torch's `AllGather`; None restores the default."""
+        """Gather this module's parameters by `comm`, like torch's `AllGather`; None restores the default."""
         _set_comms(self, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce this module's gradients by `comm`, an object like torch's `ReduceScatter`; None restores the default.
-        """
+        """Reduce this module's gradients by `comm`, like torch's `ReduceScatter`; None restores the default."""
         _set_comms(self, reduce_scatter=comm)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
@@ -295,8 +294,8 @@ class Methods(TorchFSDPModule):
         infos = [state.declaration.info for state in self._own_state().family]
         if stream is not None and any(info.replicate_group is not None for info in infos):
             raise ShardConfigValueError(
-                "stream cannot be set when using native HSDP: the hook runs after the all-reduce over the replicas, on "
-                "its stream; leave stream out"
+                "stream cannot be set when using native HSDP: the hook runs after the all-reduce over the replicas; "
+                "leave stream out"
             )
         _set_comms(self, all_reduce_hook=hook, hook_stream=stream)
 

@@ -247,7 +247,7 @@ class ShardState:
             self.asked = replace(self.asked, **wanted)
             return
         if not self.bound.is_root:
-            raise ShardConfigStateError("plans and policies are settings of the root; set them on the outermost sharded module")
+            raise ShardConfigStateError("plans and policies are for the root; set them on the outermost sharded module")
         asked = replace(self.asked, **wanted)
         engine = self.bound.engine
         plan, before, self.asked = asked.applied(engine.order.plan), self.asked, asked

@@ -103,7 +103,7 @@ def table(rows: Iterable[Sequence[str]], left: Sequence[int] = _LEFT) -> list[st
 def _schedule_lines(schedule: Schedule) -> list[str]:
     lines = [f"  {event} gathers {groups}" for event, groups in _edges(schedule).items()]
     first = ", before gathers of backward" if schedule.reduces_first else ""
-    others = "".join(f", {number} with that of {fqn or ROOT_NAME}" for fqn, number in schedule.in_flight)
+    others = "".join(f", {number} for {fqn or ROOT_NAME}" for fqn, number in schedule.in_flight)
     lines.append(f"  reductions in flight: {schedule.max_reductions}{others}{first}")
     if schedule.holds:
         lines.append(f"  reductions that keep their memory: {_listed([fqn or ROOT_NAME for fqn in schedule.holds])}")

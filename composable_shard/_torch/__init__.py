@@ -1,1 +1,1 @@
-"""Every private name of torch that this library reads: the only place that knows them."""
+"""Shims for every private name of torch that this library uses. No other module uses private names of torch."""

@@ -1,6 +1,6 @@
-"""The torch-private names that compiling needs, one shim each, beside those of `_torch`. Holds for torch 2.11 to 2.15.
+"""Shims for private names of torch that compilation needs, one per name. Valid for torch 2.11 to 2.15.
 
-Each is loaded when it is called: they load the compiler, which takes seconds.
+Each shim imports what it needs when it is called, because that imports the compiler, which takes seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .core import current_backward
 
 
 def last_graph_break() -> str:
-    """In words, why and where Dynamo broke a graph last; empty if it never did."""
+    """A text with the place and reason of Dynamo's last graph break; empty if there was none."""
     reasons = torch._dynamo.utils.graph_break_reasons
     if not reasons:
         return ""
@@ -31,7 +31,7 @@ def last_graph_break() -> str:
 
 
 def last_traced(count: int) -> Sequence[torch.Tensor]:
-    """The fake results of the last `count` operators that Dynamo has put into the graph that it traces now."""
+    """The fake results of the last `count` operators in the graph that Dynamo is tracing."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     nodes = InstructionTranslator.current_tx().output.graph.nodes
@@ -40,47 +40,47 @@ def last_traced(count: int) -> Sequence[torch.Tensor]:
 
 
 def results_are_checked() -> bool:
-    """Whether torch may check that the results of an operator in the graph that runs now share no storage.
+    """Whether torch may check that the results of an operator in the running graph share no storage.
 
-    It does so in the first run of every graph that is not called by autograd itself.
+    It does so in the first run of every graph, unless autograd itself calls the graph.
     """
     return current_backward() < 0 or bool(torch._dynamo.compiled_autograd.in_compiled_autograd_region)
 
 
 def failed_guards() -> Mapping[CodeType, Sequence[str]]:
-    """By code, the guards that have failed so that it was compiled again, in words; none if nothing was compiled."""
+    """By code object, the failed guards, in words, that made Dynamo recompile it; empty if nothing was compiled."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     failures: Mapping[CodeType, Sequence[str]] = getattr(utils, "guard_failures", {})
     return failures
 
 
 def mode_options(mode: str, dynamic: bool | None) -> dict[str, Any]:
-    """The options of Inductor that a mode of `torch.compile` stands for."""
+    """The Inductor options of a mode of `torch.compile`."""
     options: dict[str, Any] = torch._inductor.list_mode_options(mode, dynamic)
     return options
 
 
 class _Interpreted:
     def __init__(self, module: fx.GraphModule) -> None:
-        self._interpreter = fx.Interpreter(module)  # which looks for last uses
-        self._boxed_call = True  # it takes over what it is given
+        self._interpreter = fx.Interpreter(module)  # finds the last use of each tensor
+        self._boxed_call = True  # callers pass a list of arguments, which the call empties
 
     def __call__(self, arguments: list[Any]) -> Any:
-        return copy.copy(self._interpreter).boxed_run(arguments)  # with an environment of its own
+        return copy.copy(self._interpreter).boxed_run(arguments)  # a copy, because a run has its own environment
 
 
 def as_it_is(module: fx.GraphModule, inputs: Any) -> Any:
-    """A compiler for `aot_backend` that runs a graph's operators one by one and frees each tensor at its last use."""
+    """A compiler for `aot_backend` that runs a graph operator by operator and frees each tensor after its last use."""
     return _Interpreted(module)
 
 
 def aot_backend(compiler: Callable[..., Any], name: str = "") -> Callable[..., Any]:
-    """A backend for `torch.compile` that hands graphs, partitioned as for Inductor, to `compiler`.
+    """A backend for `torch.compile` that passes graphs, partitioned as for Inductor, to `compiler`.
 
     Args:
-        compiler: of forward and backward graphs.
-        name: by which Dynamo is to know it; one backend may have it. Only after a backend that it knows does it drop
-            its references to parameters, which would keep `Module.to` from converting them.
+        compiler: compiles forward and backward graphs.
+        name: name under which to register the backend with Dynamo; it must be unique. Only after a registered backend
+            does Dynamo drop its references to parameters, which would keep `Module.to` from converting them.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.registry import register_backend
@@ -97,28 +97,28 @@ def aot_backend(compiler: Callable[..., Any], name: str = "") -> Callable[..., A
 
 
 def inductor(module: fx.GraphModule, inputs: Any, options: dict[str, Any]) -> Any:
-    """Compile by Inductor, with these of its options."""
+    """Compile by Inductor, with these options."""
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(module, inputs, config_patches=options)
 
 
 def graph_pass() -> type[Any]:
-    """The base class of passes that Inductor's compile cache can tell apart."""
+    """The base class of passes that have a key for Inductor's compile cache."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     return CustomGraphPass
 
 
 def last_pass() -> Any:
-    """The pass that Inductor runs after its own; None if there is none."""
+    """The custom pass that Inductor runs after its own passes; None if there is none."""
     from torch._inductor import config
 
     return config.post_grad_custom_post_pass
 
 
 def set_last_pass(last_pass: Any) -> None:
-    """Have Inductor run this pass after its own, for all models."""
+    """Make Inductor run this pass after its own passes, for all models."""
     from torch._inductor import config
 
     config.post_grad_custom_post_pass = last_pass
@@ -126,11 +126,12 @@ def set_last_pass(last_pass: Any) -> None:
 
 @functools.cache  # once in a process
 def put_rng_states_before_meshes() -> None:
-    """Mend how graphs are cut that have sharded parameters and recompute a random operator, such as dropout.
+    """Patch the partitioning of graphs with sharded parameters that recompute a random operator, such as dropout.
 
-    Backward hands gradients out as DTensors, so torch saves the parameters' meshes for it, behind all tensors. Then it
-    appends the states of generators that recomputed operators need, which are tensors, behind the meshes, and fails
-    when the graph runs. Torch 2.11 saves no meshes, and where states stand before them nothing is changed.
+    Backward returns gradients as DTensors, so torch saves the parameters' meshes for it, after all tensors. Then torch
+    appends the generator states for recomputed operators, which are tensors, after the meshes, and fails when the graph
+    runs. The patch moves the states before the meshes. It does nothing in torch 2.11, which saves no meshes, or if the
+    states are already before the meshes.
     """
     partitioners: Any = importlib.import_module("torch._functorch.partitioners")
     is_opaque = getattr(partitioners, "is_opaque_node", None)
@@ -163,7 +164,7 @@ def put_rng_states_before_meshes() -> None:
 
 
 def _exchange_outputs(module: fx.GraphModule, first: int, second: int, last: int) -> None:
-    """Of a graph's outputs, which end with `first`, `second` and `last` ones, let the second come before the first."""
+    """Swap the first two of three blocks of `first`, `second` and `last` outputs at the end of a graph's outputs."""
     (output,) = module.graph.find_nodes(op="output")
     values = list(output.args[0])
     end = len(values) - last

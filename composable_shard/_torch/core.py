@@ -1,4 +1,4 @@
-"""Every torch-private name that the runtime needs, one shim each. Holds for torch 2.11 to 2.15."""
+"""Shims for private names of torch that the runtime needs, one per name. Valid for torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _REDUCES_AS_STORED = torch.__version__ >= "2.15"
-GRAPHS_GIVE_NONE = torch.__version__ >= "2.13"  # a missing gradient; compiled backward graphs of 2.11 give zeros
+# Compiled backward graphs return None for a missing gradient. Those of torch 2.11 return zeros.
+GRAPHS_GIVE_NONE = torch.__version__ >= "2.13"
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 SavedTensorsHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 def run_while_tracing(function: Callable[..., T]) -> Callable[..., T]:
-    """Decorate a function of constants that Dynamo shall call, not trace; its result is a constant of the graph.
+    """Decorate a function of constants, so that Dynamo calls it instead of tracing it; its result is a constant.
 
-    This is `torch.compiler.assume_constant_result`, which would load all of Dynamo.
+    This is `torch.compiler.assume_constant_result`, which would import all of Dynamo.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def never_compile(code: types.CodeType) -> None:
-    """Keep Dynamo from compiling a function, and those within, when they are called under compiled code.
+    """Keep Dynamo from compiling a function, and its inner functions, when compiled code calls them.
 
-    Functions that they call can be compiled, and code that is traced may still inline them. It costs nothing at a call.
+    Functions that they call can be compiled, and traced code may still inline them. This adds no cost to calls.
     """
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):
@@ -59,24 +60,25 @@ def never_compile(code: types.CodeType) -> None:
 
 
 def never_trace(function: Callable[..., T]) -> Callable[..., T]:
-    """Decorate a function that Dynamo shall call between two graphs. `torch.compiler.disable` would load Dynamo."""
+    """Make Dynamo call a function between two graphs. The decorator `torch.compiler.disable` would import Dynamo."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 
 def between_graphs(function: Callable[..., T]) -> Callable[..., T]:
-    """The function, of which Dynamo compiles nothing, nor of what it calls; without Dynamo in this process, itself."""
-    loaded = "torch._dynamo" in sys.modules  # to ask for `torch.compiler.disable` would load it
+    """Keep Dynamo from compiling a function and everything that it calls; a no-op if Dynamo is not imported."""
+    loaded = "torch._dynamo" in sys.modules  # `torch.compiler.disable` itself would import it
     return torch.compiler.disable(function) if loaded else function  # type: ignore[no-untyped-call]
 
 
-has_side_effect: Callable[[Any], Any] = torch.fx.has_side_effect  # keeps calls of an operator that nothing reads
+has_side_effect: Callable[[Any], Any] = torch.fx.has_side_effect  # keeps calls of an operator whose result is unused
 
 
 def with_side_effects(function: Callable[[], None]) -> None:
-    """Call `function`; while Dynamo traces, also let it change objects inside of a user's checkpointed region.
+    """Call `function`; while Dynamo traces, also allow it to modify objects in an activation-checkpointed region.
 
-    Dynamo refuses that, because a recomputation will not repeat the change; here each is taken back before the end.
+    Dynamo refuses that, because a recomputation would not repeat the change. Here each change is undone before the end
+    of the region.
     """
     if torch.compiler.is_compiling():
         torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(function)
@@ -84,14 +86,15 @@ def with_side_effects(function: Callable[[], None]) -> None:
         function()
 
 
-# What AOTAutograd knows of the graph that is being compiled; one object for its forward and its backward.
+# AOTAutograd's context of the graph that is being compiled; one object for its forward and its backward.
 tracing_context: Callable[[], Any] = torch._guards.TracingContext.try_get
 
 
 def forward_outputs(outputs: int) -> int | None:
-    """How many of the outputs of the graph being compiled are not there for backward; None if it has no backward.
+    """Number of outputs of the graph being compiled that are not saved for backward; None if it has no backward.
 
-    What torch knows of a graph over tensor subclasses has no tangents, but more outputs than the forward returns.
+    For a graph over tensor subclasses, torch's metadata has no tangents. Such a graph has a backward if it has more
+    outputs than the forward returns.
     """
     facts = getattr(tracing_context(), "fw_metadata", None)
     returned = 0 if facts is None else int(facts.num_forward_returns)
@@ -99,58 +102,59 @@ def forward_outputs(outputs: int) -> int | None:
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """A size as it was when the graph was made. To ask for the number itself would make the graph good for it alone."""
+    """The value of a size when the graph was traced. Converting the size itself to int would specialise the graph."""
     return size if isinstance(size, int) else int(size.node.hint or 0)
 
 
 def fix_sizes(tensor: torch.Tensor) -> None:
-    """Have Dynamo take the sizes of a tensor for constants, as it does with parameters that are no tensor subclass.
+    """Make Dynamo treat the sizes of a tensor as constants, as it does for parameters that are plain tensors.
 
-    This is `torch._dynamo.mark_static`, which would load all of Dynamo. With ``dynamic=True`` the sizes of a parameter
-    would else be symbols, shared with inputs that happen to be as large: these were bound to the parameter's size then.
+    This is `torch._dynamo.mark_static`, which would import all of Dynamo. Otherwise, with ``dynamic=True``, the sizes
+    of a parameter would be symbols. Inputs that have the same size by chance would share a symbol with the parameter,
+    and would be limited to the parameter's size.
     """
     tensor._dynamo_static_indices = set(range(tensor.dim()))  # type: ignore[attr-defined]
 
 
 def current_compilation() -> str:
-    """Name of the compilation that runs now, the same for all that becomes one graph; empty if there is none."""
+    """Name of the running compilation, the same for everything in one graph; empty if none runs."""
     compile_id = torch._guards.CompileContext.current_compile_id()
     return "" if compile_id is None else str(compile_id)
 
 
-# What stands for the compilation that runs now; None if there is none.
+# The context object of the running compilation; None if none runs.
 compilation: Callable[[], object | None] = torch._guards.CompileContext.try_get
 
 
-# Number of the backward pass that runs on this thread, -1 if none does. Nested passes have larger numbers.
+# Number of the backward pass that runs on this thread; -1 if none runs. Nested passes have larger numbers.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
-# Calls a function at the end of the backward pass that runs now; it is dropped uncalled if the pass fails.
+# Calls a function at the end of the running backward pass; if the pass fails, the function is dropped without a call.
 queue_backward_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
-# The autograd node that runs now on this thread, hooks on it included; None if none does.
+# The autograd node that runs on this thread, also while its hooks run; None if none runs.
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 
-# Whether the backward pass that runs now executes an autograd node.
+# Whether the running backward pass will execute an autograd node.
 node_will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 class Fate(Enum):
-    """What becomes of a leaf's gradient in the backward pass that runs now."""
+    """What the running backward pass does with a leaf's gradient."""
 
     ADDED = "added to .grad"
-    RETURNED = "given to the caller of torch.autograd.grad"
-    DROPPED = "asked for by nobody"
+    RETURNED = "returned to the caller of torch.autograd.grad"
+    DROPPED = "not requested"
 
 
-_LEAF_WAS_ASKED_FOR = RuntimeError  # torch raises it for a leaf that was given to `torch.autograd.grad`
+_LEAF_WAS_ASKED_FOR = RuntimeError  # torch raises it for a leaf that was passed to `torch.autograd.grad`
 
 
 def gradient_fates(leaf_nodes: Sequence[Any]) -> list[Fate] | None:
-    """What becomes of the gradients of some leaves, by their nodes (None for a leaf that wants none).
+    """The fates of leaves' gradients, for the nodes of the leaves (None for a leaf that requires no gradient).
 
     Returns:
-        a fate for each, or None if all are added, as they are in an ordinary backward.
+        a fate for each, or None if all are added, as in an ordinary backward.
     """
     try:
         if all(map(node_will_run, filter(None, leaf_nodes))):
@@ -169,21 +173,21 @@ def _fate(leaf_node: Any) -> Fate:
 
 
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """`function.apply` without the search of its arguments for dead wrappers of functorch."""
+    """`function.apply` without its check of the arguments for dead wrappers of functorch."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
 
 
 def called_directly(function: type[torch.autograd.Function]) -> None:
-    """Let autograd call a function's `backward` itself, past torch's look at which methods the class has."""
+    """Make autograd call a function's `backward` directly, without torch's check of the methods of the class."""
     function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
 
 
 class NotForCompiledAutograd(torch.autograd.Function):
-    """A function whose nodes compiled autograd does not trace: it asks each for a key of its cache first."""
+    """A function whose nodes raise an error in compiled autograd, when it asks them for a cache key before tracing."""
 
     @staticmethod
     def refusal(node: Any) -> Exception:
-        """What is raised then."""
+        """The error to raise."""
         raise NotImplementedError
 
     @staticmethod
@@ -192,29 +196,29 @@ class NotForCompiledAutograd(torch.autograd.Function):
 
 
 def outputs_pass_for_leaves(function: type[torch.autograd.Function]) -> None:
-    """Let `nn.Module` register outputs of the function as parameters; it asks by `if tensor.grad_fn:` for leaves."""
+    """Allow `nn.Module` to register outputs of the function as parameters; it checks `if tensor.grad_fn:`."""
     function._backward_cls.__bool__ = lambda _: False  # type: ignore[attr-defined]
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is not one of torch's fake ones, which have shapes alone."""
+    """Whether a tensor is not one of torch's fake tensors, which have no memory."""
     return not isinstance(tensor, FakeTensor)
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory under a storage, and a version counter, of its own; it holds the memory."""
+    """A tensor on the same memory with a separate storage and version counter; it keeps the memory alive."""
     if not has_memory(tensor):
-        return tensor.detach()  # of the same storage
+        return tensor.detach()  # shares the storage
     return torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(tensor))
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """What tells the storage of a tensor from all that live."""
+    """An id of a tensor's storage, unique among living storages."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Where the data of a tensor begins, made up for a fake one; 0 if nowhere, as of sparse and functorch's tensors."""
+    """Address of a tensor's data; made up for a fake tensor; 0 if it has none, like sparse and functorch's tensors."""
     if isinstance(tensor, FakeTensor):
         return (storage_id(tensor) << 48) + int(tensor.storage_offset()) * tensor.element_size()
     try:
@@ -223,16 +227,16 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-# How many tensors and other objects share a storage, by its id; some tensor must hold it.
+# Number of tensors and other objects that share a storage, given by its id; some tensor must keep it alive.
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 
-# A context in which subclasses of tensors are not asked for a `__torch_function__`.
+# A context in which `__torch_function__` of tensor subclasses is not called.
 without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 
-# `chunk_cat(tensors, 0, chunks, out=out)` cuts each tensor along dim 0 into so many equal chunks; row r of `out`,
-# (chunks, n), gets the r-th of each.
+# `chunk_cat(tensors, 0, chunks, out=out)` splits each tensor along dim 0 into `chunks` equal chunks. Row r of `out`,
+# (chunks, n), gets the r-th chunk of each.
 chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
 
 # The innermost saved-tensor hooks of this thread, or None; torch applies no others.
@@ -244,7 +248,7 @@ saved_tensors_hooks_are_enabled: Callable[[], bool] = torch._C._autograd._saved_
 
 @contextlib.contextmanager
 def saved_tensors_hooks_set_aside() -> Iterator[None]:
-    """Without the innermost saved-tensor hooks of this thread, of which there must be some."""
+    """Remove the innermost saved-tensor hooks of this thread for the body; there must be some."""
     hooks = active_saved_tensors_hooks()
     assert hooks is not None
     torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -256,14 +260,14 @@ def saved_tensors_hooks_set_aside() -> Iterator[None]:
 
 @functools.cache  # once in a process
 def give_way_to_transforms(ours: Callable[[SavedTensorsHooks], bool]) -> None:
-    """From now on, set our saved-tensor hooks aside where a transform of `torch.func` would refuse to run under any.
+    """Patch torch to remove our saved-tensor hooks while a `torch.func` transform runs that refuses all such hooks.
 
-    For as long as it runs. Others' hooks are refused as before. The function that transforms call stays the same
-    object, with another body, for Dynamo knows it by identity and would not trace one in its place.
+    Other hooks are still refused. The function that transforms call stays the same object, with another body, because
+    Dynamo identifies it by identity and would not trace a replacement.
     """
     refuse: Any = torch.autograd.graph.disable_saved_tensors_hooks
     cells = dict(zip(refuse.__code__.co_freevars, refuse.__closure__ or (), strict=True))
-    if "func" not in cells:  # made otherwise than by `contextlib.contextmanager`: then transforms refuse, and say so
+    if "func" not in cells:  # not made by `contextlib.contextmanager`: leave it, then transforms raise torch's error
         return
     body = cells["func"].cell_contents
     refusing = contextlib.contextmanager(body)
@@ -288,16 +292,16 @@ _CHECKPOINTS_LOOK_FOR_HOOKS = hasattr(torch.utils.checkpoint, "_current_user_sav
 
 
 def passed_by_checkpoints(pack: Callable[[torch.Tensor], Any], outer: SavedTensorsHooks | None) -> Any:
-    """The `pack` of saved-tensor hooks, a bound method, as a checkpoint is to see it: not one that the user has set.
+    """Mark `pack`, a bound method of our saved-tensor hooks, so that checkpoints do not treat it as a user's hook.
 
-    From torch 2.15 on a selective checkpoint warns of a user's hooks around it and, if told to, has them pack what it
-    saves. Ours are then passed over, in favour of `outer`, those in force outside of them.
+    From torch 2.15 on, a selective checkpoint warns about user hooks around it and, as an option, packs its saved
+    tensors with them. Our hooks are then skipped, and `outer`, the hooks outside of ours, are used.
     """
     return _CheckpointsOwn(pack, outer) if _CHECKPOINTS_LOOK_FOR_HOOKS else pack
 
 
 class _CheckpointsOwn(partial[Any]):
-    """A method that checkpoints take for their own, and in whose place they use other hooks."""
+    """A method that checkpoints treat as internal, with the hooks to use instead."""
 
     _checkpoint_internal = True
     _user_hooks: SavedTensorsHooks | None
@@ -318,17 +322,17 @@ _is_cached: Callable[[torch.Tensor], bool] = torch._C._is_cached_tensor  # type:
 
 
 def is_of_cuda_graph(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may lie where the next replay of a CUDA graph of `torch.compile` writes.
+    """Whether the next replay of a CUDA graph of `torch.compile` may overwrite a tensor's memory.
 
-    Outputs of a replay are marked. Those of a graph's first runs, which warm up and record, are not, but later runs
-    take their memory, too. So where there are such graphs, every tensor on their device may be one of these.
+    Outputs of a replay are marked. Outputs of a graph's first runs, which warm up and record, are not marked, but later
+    runs overwrite their memory, too. So if there are such graphs, every tensor on their device may be such an output.
     """
     if _is_cached(tensor):
         return True
     trees = sys.modules.get("torch._inductor.cudagraph_trees") if tensor.is_cuda else None
     if trees is None:
         return False
-    if not torch._C._is_key_in_tls("tree_manager_containers"):  # this thread cannot see them, and must make no others
+    if not torch._C._is_key_in_tls("tree_manager_containers"):  # not visible in this thread; a query would create one
         return True
     return trees.get_manager(tensor.get_device(), create_if_none_exists=False) is not None
 
@@ -338,22 +342,22 @@ def captures(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-# Whether a transform of `torch.func` runs. To ask functorch itself makes a state in each thread, which autograd then
-# copies for every node that it runs.
+# Whether a transform of `torch.func` runs. Asking functorch itself would create a state in each thread, which autograd
+# would then copy for every node that it runs.
 is_transforming: Callable[[], bool] = partial(
     torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 )
 
 
 def transforms_set_aside() -> contextlib.AbstractContextManager[Any]:
-    """Without the transforms of `torch.func` that run."""
+    """A context without the running transforms of `torch.func`."""
     return temporarily_clear_interpreter_stack() if is_transforming() else contextlib.nullcontext()
 
 
 def apart_from_checkpoints(method: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
-    """A method whose operations selective checkpoints around it do not see: they are not run when it recomputes.
+    """Hide the operations of a method from enclosing selective checkpoints, because a recomputation does not run them.
 
-    Nor are they transformed, as by `torch.func.vmap`: sharded parameters are constants to every transform around.
+    Also hide them from transforms such as `torch.func.vmap`: sharded parameters are constants for enclosing transforms.
     """
 
     @functools.wraps(method)
@@ -368,7 +372,7 @@ def apart_from_checkpoints(method: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
 
 @contextlib.contextmanager
 def checkpoints_set_aside() -> Iterator[None]:
-    """Without the modes of selective checkpoints, of those that are in force."""
+    """Remove the modes of selective checkpoints from the active dispatch modes for the body."""
     modes = [_pop_mode() for _ in range(modes_in_force())]
     others = [mode for mode in modes if not isinstance(mode, _CachedTorchDispatchMode | _CachingTorchDispatchMode)]
     for mode in reversed(others):
@@ -383,14 +387,14 @@ def checkpoints_set_aside() -> Iterator[None]:
 
 
 def default_reduce_dtype(stored: torch.dtype, compute: torch.dtype) -> torch.dtype:
-    """The dtype that a `MixedPrecisionPolicy` without ``reduce_dtype`` means, which torch 2.15 has changed.
+    """The dtype of reduction for a `MixedPrecisionPolicy` without ``reduce_dtype``.
 
-    There gradients are reduced in the dtype in which their parameters are stored, before in that of compute.
+    From torch 2.15 on, it is the dtype in which the parameter is stored; before, it is the dtype of compute.
     """
     return stored if _REDUCES_AS_STORED else compute
 
 
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # attributes of a leaf with its hooks of both kinds
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # attributes of a leaf with its two types of hooks
 _tensor_hooks, _post_accumulate_hooks = map(attrgetter, _HOOKS)
 
 
@@ -401,7 +405,7 @@ def any_gradient_hooks(leaves: Sequence[torch.Tensor]) -> bool:
 
 
 def has_post_accumulate_hooks(leaf: torch.Tensor) -> bool:
-    """Whether autograd would call somebody once a leaf has a gradient."""
+    """Whether a leaf has post-accumulate hooks."""
     with without_torch_function():
         return bool(_post_accumulate_hooks(leaf))
 
@@ -409,10 +413,10 @@ def has_post_accumulate_hooks(leaf: torch.Tensor) -> bool:
 def take_gradient_hooks(
     leaf: torch.Tensor, but: int | None = None
 ) -> tuple[dict[int, Hook] | None, dict[int, Hook] | None]:
-    """Take the tensor hooks and the post-accumulate hooks of a leaf away, so that autograd does not call them.
+    """Remove the tensor hooks and the post-accumulate hooks of a leaf, so that autograd does not call them.
 
-    Handles of the hooks stay valid: they remove from the dictionaries that are returned (None if there is no hook). The
-    hook whose handle has the id `but` stays.
+    Handles of the hooks stay valid: they remove hooks from the returned dictionaries (None if there is no hook). The
+    hook whose handle has the id `but` stays on the leaf.
     """
     tensor_hooks, post_hooks = _tensor_hooks(leaf), _post_accumulate_hooks(leaf)
     for name, hooks in zip(_HOOKS, (tensor_hooks, post_hooks), strict=True):
@@ -424,9 +428,10 @@ def take_gradient_hooks(
 def return_gradient_hooks(
     leaf: torch.Tensor, tensor_hooks: list[dict[int, Hook]], post_hooks: list[dict[int, Hook]]
 ) -> tuple[list[dict[int, Hook]], list[dict[int, Hook]]]:
-    """Give a leaf the hooks that were taken from it, in dictionaries in the order of the taking; returns what is left.
+    """Restore hooks that were taken from a leaf. The dictionaries are in the order in which they were taken.
 
-    A leaf has room for one dictionary of each kind, and handles know theirs: what was registered meanwhile stays taken.
+    Returns the dictionaries that could not be restored: a leaf has only one dictionary of each type, and a handle
+    refers to its own dictionary, so hooks that were registered in the meantime stay taken.
     """
     if tensor_hooks and not leaf._backward_hooks:
         leaf._backward_hooks, tensor_hooks = tensor_hooks[0], tensor_hooks[1:]
@@ -436,10 +441,10 @@ def return_gradient_hooks(
 
 
 class _Handles:
-    """Counts the handles of hooks of all kinds, to notice cheaply that somebody may have registered some.
+    """Counts the handles of all hooks, for a cheap check whether other code may have registered hooks.
 
     Attributes:
-        ours: how many were given to this library, for hooks that it registers while a model is trained or sharded.
+        ours: number of handles that this library has received while it shards or trains models.
     """
 
     __slots__ = ("ours",)
@@ -448,11 +453,11 @@ class _Handles:
         self.ours = 0
 
     def give(self, count: int = 1) -> None:
-        """Count some that were given to this library."""
+        """Count handles that this library has received."""
         self.ours += count
 
     def of_others(self) -> int:
-        """How many were given to others, since the process began."""
+        """The number of handles that other code has received since the process began."""
         return RemovableHandle.next_id - self.ours
 
 
@@ -460,7 +465,7 @@ HANDLES = _Handles()
 
 
 class _Behind(torch.autograd.Function):
-    """Gives a graph in which a leaf's node is next, without an operation on the leaf, which may be of any subclass."""
+    """Makes a graph that leads to a leaf's node, without an operation on the leaf, which may be of any subclass."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
@@ -472,21 +477,21 @@ class _Behind(torch.autograd.Function):
 
 
 def leaf_node(leaf: torch.Tensor) -> Any:
-    """The autograd node that adds gradients to a leaf's `.grad`; it lives as long as anybody holds it."""
+    """The autograd node that adds gradients to a leaf's `.grad`; autograd does not keep it alive."""
     with torch.inference_mode(False), torch.enable_grad():
         made: Any = _Behind.apply(leaf)  # type: ignore[no-untyped-call]
     return made.grad_fn.next_functions[0][0]
 
 
 def passes_through(leaves: Sequence[torch.Tensor]) -> bool:
-    """Whether the backward pass that runs now has a gradient for any of these leaves."""
+    """Whether the running backward pass computes a gradient for any of these leaves."""
     return any(_fate(leaf_node(leaf)) is not Fate.DROPPED for leaf in leaves if leaf.requires_grad)
 
 
 def hooks_of_node(node: Any) -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
-    """The hooks that are registered on an autograd node, to run before it and after; later ones will be in there, too.
+    """The dictionaries of an autograd node's pre-hooks and hooks, which will contain later hooks as well.
 
-    Only the handle of a hook knows where it is kept.
+    Only the handle of a hook gives access to its dictionary, so register two hooks and remove them again.
     """
     handles = node.register_prehook(print), node.register_hook(print)
     HANDLES.give(2)
@@ -497,14 +502,14 @@ def hooks_of_node(node: Any) -> tuple[dict[int, Callable[..., Any]], dict[int, C
 
 
 def carry_gradient_hooks(leaf: torch.Tensor, to: torch.Tensor) -> None:
-    """Let a leaf have the tensor hooks and the post-accumulate hooks of another; handles are good for both."""
+    """Share the tensor hooks and post-accumulate hooks of a leaf with another leaf; handles remove them from both."""
     for name in _HOOKS:
         if hooks := getattr(leaf, name):
             setattr(to, name, hooks)
 
 
 def _is_below_autograd() -> bool:
-    """Whether autograd sees no operations now, not even to count versions, as in the body of a custom operator."""
+    """Whether autograd records no operations now, not even versions, as in the body of a custom operator."""
     return any(map(torch._C._dispatch_tls_is_dispatch_key_excluded, _AUTOGRAD_KEYS))
 
 
@@ -518,9 +523,9 @@ def _all_set_aside() -> Iterator[None]:
 
 
 def plainly() -> contextlib.AbstractContextManager[None]:
-    """What is made within is an ordinary view without a history, to be kept, whatever is in force around it.
+    """A context in which views are ordinary tensors without autograd history, which can be kept, in any mode.
 
-    Inference mode, transforms of `torch.func` and all dispatch modes are set aside; a view of a fake tensor is fake.
+    Inference mode, transforms of `torch.func` and all dispatch modes are off in it. A view of a fake tensor is fake.
     """
     modes = modes_in_force() or _pre_dispatch_modes_in_force()
     if modes or is_transforming() or torch.is_inference_mode_enabled() or _is_below_autograd():
@@ -530,23 +535,23 @@ def plainly() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def to_keep() -> Iterator[None]:
-    """The same for memory: modes that tell what memory there is see it, and where tensors are fake, so is it."""
+    """The variant of `plainly` for allocations, which memory-tracking modes see and fake-tensor modes make fake."""
     with transforms_set_aside(), checkpoints_set_aside(), torch.inference_mode(False), torch.no_grad():
         yield
 
 
-# A context in which operations are seen by no mode of users or of torch (selective checkpoints, fake tensors).
+# A context without the dispatch modes of users and of torch (selective checkpoints, fake tensors).
 without_dispatch_modes: Callable[[], contextlib.AbstractContextManager[Any]] = _disable_current_modes
 
 
 def forward_hooks(module: torch.nn.Module, before: bool) -> dict[int, Callable[..., Any]]:
-    """The hooks that run before, or after, the forward of a module, by the ids of their handles."""
+    """The hooks that run before (or after) the forward of a module, by the ids of their handles."""
     return module._forward_pre_hooks if before else module._forward_hooks
 
 
-# Whether hooks listen to the calls of all modules.
+# Whether there are global module hooks.
 any_global_hook: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
-# What `torch.jit` traces now; None if it traces nothing.
+# The tracing state of `torch.jit`; None if it is not tracing.
 is_traced_by_jit: Callable[[], object] = torch._C._get_tracing_state
 
 
@@ -555,14 +560,14 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 def tree_tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors in nested containers, in order, including those containers that `map_tensors` leaves alone."""
+    """The tensors in nested containers, in order, including containers that `map_tensors` does not support."""
     tensors: list[torch.Tensor] = []
     _collect(tree, tensors, {})
     return tensors
 
 
 def _collect(tree: Any, tensors: list[torch.Tensor], visited: dict[int, Any]) -> None:
-    """Append the tensors in `tree`; `visited` holds the containers seen so far that may contain themselves, by id."""
+    """Append the tensors in `tree`; `visited` contains, by id, the visited containers that may contain themselves."""
     if isinstance(tree, torch.Tensor):
         tensors.append(tree)
         return
@@ -571,14 +576,14 @@ def _collect(tree: Any, tensors: list[torch.Tensor], visited: dict[int, Any]) ->
     kind = type(tree)
     children = tree.values() if kind is dict else tree if kind is tuple or kind is list else _parts(tree).values()
     if not children and id(tree) not in visited:
-        visited[id(tree)] = tree  # held, because a node may make new objects for its children, whose ids are reused
+        visited[id(tree)] = tree  # kept alive, because pytree nodes may create temporary children, whose ids are reused
         children = _hidden_parts(tree)
     for child in children:
         _collect(child, tensors, visited)
 
 
 def _hidden_parts(tree: Any) -> Sequence[Any]:
-    """What is in a container that is passed to and from forward as it is; nothing for other objects."""
+    """The items of a container that forward receives and returns unchanged; nothing for other objects."""
     if isinstance(tree, UserDict):
         return list(tree.values())
     if isinstance(tree, (UserList, deque)):
@@ -592,10 +597,10 @@ _ATOMS = (int, float, str, type(None), type, torch.dtype, torch.device, torch.nn
 
 
 def _parts(tree: Any) -> dict[Any, Any]:
-    """What is in a container whose tensors may be exchanged, by field, key or index; nothing for other objects.
+    """The items of a container whose tensors may be replaced, by field, key or index; nothing for other objects.
 
-    The kinds are those of FSDP2. It passes all others as they are: a registered pytree node (a cache of keys and
-    values, say), a `UserDict`, a `UserList` or a `deque` may be written into, and may contain itself.
+    The container types are those of FSDP2, which passes all others unchanged: a registered pytree node (for example a
+    key-value cache), a `UserDict`, a `UserList` or a `deque` may be written to, and may contain itself.
     """
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         names = [field.name for field in dataclasses.fields(tree)]
@@ -606,10 +611,10 @@ def _parts(tree: Any) -> dict[Any, Any]:
 
 
 def _with_parts(tree: Any, parts: dict[Any, Any], changed: dict[Any, Any]) -> Any:
-    """A copy of a container, which has `parts`, with other things under some of its keys.
+    """Copy a container, whose items are `parts`, with the items in `changed` replaced.
 
-    A dict or a list of a user's class keeps the class, its attributes and what they do about missing keys. If the class
-    refuses items, the copy is made as FSDP2 makes all: an ordinary dict, or what the list's class makes of the items.
+    A dict or list of a user's class keeps its class, its attributes and its handling of missing keys. If the class
+    refuses item assignment, the copy is made as in FSDP2: a plain dict, or the list's class called with the items.
     """
     kind, whole = type(tree), parts | changed
     if kind is dict:
@@ -626,7 +631,7 @@ def _with_parts(tree: Any, parts: dict[Any, Any], changed: dict[Any, Any]) -> An
             made.__dict__ = made
         for key, part in changed.items():
             made[key] = part
-    except Exception:  # classes that refuse items (diffusers' FrozenDict, say) raise anything, Exception itself too
+    except Exception:  # classes that refuse item assignment (e.g. diffusers' FrozenDict) raise any type of exception
         return whole if isinstance(tree, dict) else kind(whole.values())
     return made
 
@@ -634,8 +639,8 @@ def _with_parts(tree: Any, parts: dict[Any, Any], changed: dict[Any, Any]) -> An
 def _dataclass_with(tree: Any, changed: dict[Any, Any]) -> Any:
     made = copy.copy(tree)
     for key, part in changed.items():
-        object.__setattr__(made, key, part)  # past `frozen`, and without `__init__`, which may want other things
-        if isinstance(tree, dict) and key in tree:  # as outputs of Transformers' models are
+        object.__setattr__(made, key, part)  # bypasses `frozen`, and `__init__`, which may take other arguments
+        if isinstance(tree, dict) and key in tree:  # for example, outputs of Transformers' models are dicts, too
             made[key] = part
     return made
 
@@ -649,7 +654,7 @@ def _exchanged(part: Any, pairs: Sequence[tuple[Any, Any]]) -> Any:
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The ordinary tensors that a tensor of a subclass is made of (a DTensor's local one, say); else the tensor."""
+    """The plain tensors inside of a tensor subclass (for example, a DTensor's local tensor); else the tensor itself."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
@@ -657,13 +662,13 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 class ContainerCopy(NamedTuple):
-    """A mutable container that was copied because something in it had to change.
+    """A mutable container that was copied because some of its items had to change.
 
     Attributes:
-        owner: the container that was copied.
+        owner: the original container.
         made: the copy.
-        parts: what was in `owner`, by field, key or index.
-        changed: what is in the copy instead, under some of these.
+        parts: the items of `owner`, by field, key or index.
+        changed: the items that differ in the copy, by the same keys.
     """
 
     owner: Any
@@ -675,23 +680,23 @@ class ContainerCopy(NamedTuple):
 def map_tensors(
     function: Callable[[torch.Tensor], torch.Tensor], tree: Any, copies: list[ContainerCopy] | None = None
 ) -> Any:
-    """The same tree with `function` applied to each tensor in dataclasses, dicts, lists, tuples and sets; see `_parts`.
+    """Apply `function` to each tensor in nested dataclasses, dicts, lists, tuples and sets (see `_parts`).
 
-    A container in which `function` changes no tensor is not copied: the result holds the same object, so that what is
-    written into it is seen by all who have it. A container in which a tensor changes is copied; the containers within
-    it that need no copy are shared.
+    A container in which `function` changes no tensor is not copied: the result contains the same object, so that writes
+    to it are visible everywhere. A container in which a tensor changes is copied; inner containers without changes are
+    shared with the original.
 
     Args:
-        function: gives the tensor itself where nothing is to change.
-        tree: a tensor, a container, or any other object, which stays as it is.
-        copies: gets a `ContainerCopy` for each mutable container that was copied, for `return_writes`.
+        function: returns its argument itself if the tensor needs no change.
+        tree: a tensor, a container, or any other object, which is returned unchanged.
+        copies: a `ContainerCopy` is appended for each mutable container that was copied, for `return_writes`.
     """
     made = _changed(function, tree, copies)
     return tree if made is None else made
 
 
 def _changed(function: Callable[[torch.Tensor], Any], tree: Any, copies: list[ContainerCopy] | None) -> Any:
-    """`map_tensors`, but None where nothing changes: Dynamo does not compare tuples by identity."""
+    """`map_tensors`, but returns None if nothing changes, because Dynamo does not compare tuples by identity."""
     if isinstance(tree, torch.Tensor):
         made = function(tree)
         return None if made is tree else made
@@ -708,11 +713,11 @@ def _changed(function: Callable[[torch.Tensor], Any], tree: Any, copies: list[Co
 
 
 def _copied(tree: Any, parts: dict[Any, Any], changed: dict[Any, Any], copies: list[ContainerCopy] | None) -> Any:
-    """A copy of a container in which something has changed; the same one as before if it was copied before."""
+    """Copy a container in which an item has changed; return the existing copy if there is one."""
     for each in copies or ():
-        if each.owner is tree:  # it was passed twice: forward must see through one name what it writes through another
+        if each.owner is tree:  # passed twice: writes through one name must be visible through the other
             return each.made
-    parts = dict(parts)  # the owner may change by the time writes are returned
+    parts = dict(parts)  # a snapshot, because the owner may change before writes are returned
     made = _with_parts(tree, parts, changed)
     if copies is not None and _can_be_written(tree):
         copies.append(ContainerCopy(tree, made, parts, changed))
@@ -727,20 +732,21 @@ def _can_be_written(tree: Any) -> bool:
 
 
 def return_writes(copies: Sequence[ContainerCopy]) -> None:
-    """Write into containers what was written into their copies since these were made.
+    """Repeat in the original containers all writes to their copies.
 
-    What a copy still has is left alone in its owner, which keeps the float32 tensor that the copy has in bfloat16.
+    Items that were not replaced in a copy are unchanged in the original, which therefore keeps, for example, the
+    float32 tensor that the copy has in bfloat16.
 
     Args:
-        copies: what `map_tensors` has listed.
+        copies: the list that `map_tensors` has filled.
     """
     pairs = [(part, copied.parts[key]) for copied in copies for key, part in copied.changed.items()]
-    for copied in reversed(copies):  # a copy of a copy is listed behind the latter
+    for copied in reversed(copies):  # a copy of a copy comes after the first copy in the list
         _return_from(copied, pairs)
 
 
 def _return_from(copied: ContainerCopy, pairs: Sequence[tuple[Any, Any]]) -> None:
-    """Write into one container what was written into its copy; `pairs` has what copies hold for what owners hold."""
+    """Repeat in one container the writes to its copy; `pairs` maps items of copies to items of the originals."""
     owner, made, parts, changed = copied
     given, now = parts | changed, _parts(made)
     writes = {key: part for key, part in now.items() if key not in given or not _same(part, given[key])}
@@ -750,7 +756,7 @@ def _return_from(copied: ContainerCopy, pairs: Sequence[tuple[Any, Any]]) -> Non
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Whether two objects are one, or tuples of the same objects, which Dynamo cannot tell apart."""
+    """Whether two objects are identical, or tuples of identical objects, which Dynamo cannot distinguish."""
     if isinstance(first, tuple) and isinstance(second, tuple):
         return type(first) is type(second) and len(first) == len(second) and all(map(_same, first, second))
     return first is second
@@ -776,8 +782,8 @@ def _write(
         put(key, _exchanged(part, pairs))
 
 
-# Whether torch's profiler runs.
+# Whether torch's profiler is active.
 is_profiled: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
 
-# Keeps the current stream of a GPU busy for so many cycles of its clock.
+# Keeps the current stream of a GPU busy for a number of clock cycles.
 cuda_sleep: Callable[[int], None] = torch.cuda._sleep

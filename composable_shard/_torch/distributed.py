@@ -1,4 +1,4 @@
-"""What the runtime needs of torch.distributed's private names, one shim each. Holds for torch 2.11 to 2.15."""
+"""Shims for private names of torch.distributed that the runtime needs, one per name. Valid for torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 @dataclass
 class _MeshDims:
-    """`DataParallelMeshDims`, where torch has none yet: names of the axes to shard and to replicate over."""
+    """`DataParallelMeshDims` for versions of torch without it: names of the axes to shard and to replicate over."""
 
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
@@ -62,7 +62,7 @@ class _MeshDims:
 
 @dataclass
 class _PlacementResult:
-    """`ShardPlacementResult`, where torch has none yet: where to cut a parameter, and on which mesh."""
+    """`ShardPlacementResult` for versions of torch without it: the placement of a parameter, and its mesh."""
 
     placement: Shard | None
     mesh_info: FSDPMeshInfo
@@ -72,85 +72,86 @@ DataParallelMeshDims: Any = getattr(dist.fsdp, "DataParallelMeshDims", _MeshDims
 ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", _PlacementResult)
 
 
-# Torch's own functions whose place ours can take, by name; not all are in torch 2.11.
+# Torch's own functions that ours can replace, by name; not all are in torch 2.11.
 TORCHS_FUNCTIONS: dict[str, Any] = {
     name: getattr(_torchs, name)
     for name in ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
     if hasattr(_torchs, name)
 }
 
-# What to do about modules of both kinds.
+# The remedy for a mix of modules of torch's FSDP2 and of this library.
 _ONE_KIND = (
-    "both kinds cannot be inside of each other. Shard all modules by one of them: composable_shard.install(), called "
-    "before anything takes fully_shard from torch, turns every call into ours"
+    "modules of the two cannot be inside of each other. Shard all modules by one of them: composable_shard.install(), "
+    "called before any code imports fully_shard from torch, replaces torch's function by ours"
 )
 
-# Torch's own, whatever users have put in its place since: it is the key under which torch's code looks for a state.
+# Torch's own function, even if users have replaced it: it is the key under which torch's code looks up a state.
 _FULLY_SHARD: Any = _torchs_fully_shard.__wrapped__  # type: ignore[attr-defined]
 
 
 def register_state(module: nn.Module, state: Any) -> None:
-    """Have `torch.distributed.fsdp.fully_shard.state(module)` give `state`, and torch's other APIs know of it."""
+    """Register `state`, so that `torch.distributed.fsdp.fully_shard.state(module)` and other torch APIs find it."""
     module.__dict__.setdefault(STATE_KEY, {})[_FULLY_SHARD] = state
     applied = module.__dict__[REGISTRY_KEY] = _Applied(module.__dict__.get(REGISTRY_KEY, {}))
     applied[_FULLY_SHARD.__name__] = RegistryItem()
 
 
 def registered_state(module: nn.Module) -> Any:
-    """What `register_state` was given for a module; None if it was not."""
+    """The state that was registered for a module by `register_state`; None if there is none."""
     return module.__dict__.get(STATE_KEY, {}).get(_FULLY_SHARD)
 
 
-# Where torch's own `fully_shard` asks each module inside of its own whether it may take it; None if it does otherwise.
+# The code of the function by which torch's own `fully_shard` checks each inner module; None in other versions of torch.
 _MAY_TAKE: CodeType | None = getattr(getattr(_fsdp_common, "_is_composable_with_fsdp", None), "__code__", None)
 
 
 class _Applied(dict[str, RegistryItem]):
-    """What of torch's composable functions was applied to a module that we have sharded; its own must not take it."""
+    """The registry of torch's composable functions on a module that we have sharded; refuses torch's `fully_shard`."""
 
     def __contains__(self, name: object) -> bool:
         asking = sys._getframe(1)
         if name == "replicate" and asking.f_code is _MAY_TAKE:
             of = type(asking.f_locals.get("module")).__name__
             raise MixedShardingError(
-                f"torch's own fully_shard was called on a module around this {of}, which composable_shard has "
+                f"torch's own fully_shard was called on a module that contains this {of}, which composable_shard has "
                 f"sharded; {_ONE_KIND}"
             )
         return super().__contains__(name)
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Whether torch's composable `replicate` has this module's parameters."""
+    """Whether torch's composable `replicate` manages this module's parameters."""
     return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
 
 
-_GIL_S = 0.01  # in which a thread that waits for the GIL gets it
-_MANAGED = "_is_fsdp_managed_module"  # what torch's FSDP sets on modules whose parameters it has taken
+_GIL_S = 0.01  # seconds in which a thread that waits for the GIL gets it
+_MANAGED = "_is_fsdp_managed_module"  # attribute that torch's FSDP sets on modules whose parameters it manages
 
 
 class _Mark:
-    """True for every library that asks; false for Dynamo, which would stop guarding a marked module's attributes.
+    """An object that is true for every library, but false for Dynamo.
 
-    It would then run old code for a module that was changed after it was compiled.
+    Dynamo does not guard the attributes of a marked module. It would then run outdated code for a module that was
+    changed after compilation.
     """
 
     def __bool__(self) -> bool:
         if torch.compiler.is_dynamo_compiling():
-            return True  # code asks that is being traced
+            return True  # the caller is code that is being traced
         return not sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo")
 
 
 def mark_managed(module: nn.Module) -> None:
-    """Mark a module whose parameters `fully_shard` has taken, as torch's does.
+    """Mark a module whose parameters `fully_shard` has sharded, as torch's `fully_shard` does.
 
-    Other libraries ask for it to tell whether all ranks must run a module: as many steps of `generate` as the others,
-    and layers that are left out by chance.
+    Other libraries check the mark to find out whether all ranks must run a module, for example in `generate` or with
+    randomly skipped layers.
     """
     module.__dict__[_MANAGED] = _Mark()
 
 
 def check_unmixed(root: nn.Module) -> None:
-    """See that torch's own `fully_shard` has sharded neither a module, nor one inside of it, nor one around it.
+    """Check that torch's own `fully_shard` has not sharded a module, one inside of it, or one that contains it.
 
     Raises:
         MixedShardingError: it has.
@@ -160,13 +161,14 @@ def check_unmixed(root: nn.Module) -> None:
         if isinstance(registered_state(module), _TorchsState) and isinstance(module, _TorchsModule):
             where = f"module {name} of this {kind}" if name else f"module: this {kind}"
             raise MixedShardingError(f"{where} was sharded by torch's own fully_shard; {_ONE_KIND}")
-    # Some libraries mark the model that they have sharded by ours; torch marks what we have not taken yet.
+    # Some libraries set the mark on a model that they have sharded by our function, so a registered state takes
+    # precedence. Torch's mark is not a `_Mark`.
     by_torch = registered_state(root) is None and not isinstance(root.__dict__.get(_MANAGED, _Mark()), _Mark)
     if by_torch and any(isinstance(p, DTensor) for p in root.parameters()):
         raise MixedShardingError(f"module: this {kind} is inside of one that torch's FSDP has sharded; {_ONE_KIND}")
 
 
-# What torch's own `register_fsdp_forward_method` sets on a module, as compiled; None if it is made otherwise.
+# The code of the wrapper that torch's own `register_fsdp_forward_method` sets on a module; None in other versions.
 _FORWARD_METHOD: CodeType | None = next(
     (
         it
@@ -178,9 +180,9 @@ _FORWARD_METHOD: CodeType | None = next(
 
 
 def registered_by_torch(method: Any) -> CellType | None:
-    """The cell that holds the method under a wrapper that torch's own `register_fsdp_forward_method` has made.
+    """The closure cell with the method inside of a wrapper of torch's own `register_fsdp_forward_method`.
 
-    None if it is no such wrapper.
+    None if `method` is not such a wrapper.
     """
     function: Any = getattr(method, "__func__", None)
     code: Any = getattr(function, "__code__", None)
@@ -191,7 +193,7 @@ def registered_by_torch(method: Any) -> CellType | None:
 
 
 def called_by_forward_method() -> bool:
-    """Whether such a wrapper has called the function that asks."""
+    """Whether the caller of this function was called by such a wrapper."""
     return sys._getframe(2).f_code is _FORWARD_METHOD
 
 
@@ -213,35 +215,35 @@ def data_parallel_mesh_info(info: Any) -> Any:
 # The local tensor of a DTensor, without the autograd node and the copy that `to_local` makes.
 local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
 
-# What a DTensor knows of its placement, as torch's own code passes it on.
+# The DTensorSpec of a DTensor.
 spec_of: Callable[[torch.Tensor], Any] = attrgetter("_spec")
 
-# A DTensor from its local tensor and its spec. `DTensor.from_local` costs 20 times as much, and half of what the class
-# itself costs is an `__init__` that does nothing but keep Dynamo out.
+# Makes a DTensor from its local tensor and its spec. `DTensor.from_local` takes 20 times as long. Calling the class
+# takes twice as long, because of an `__init__` that only disables Dynamo.
 new_dtensor: Callable[[torch.Tensor, Any], DTensor] = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
 
 
 def dtensor_like(reference: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """A DTensor over `local` with the layout of `reference`."""
+    """Make a DTensor from `local` with the layout of `reference`."""
     return (ragged_tensor if type(reference) is RaggedTensor else new_dtensor)(local, spec_of(reference))
 
 
 def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
-    """A DTensor of the class that its placements want."""
+    """Make a DTensor of the class that its placements require."""
     return (ragged_tensor if is_ragged(spec.placements) else new_dtensor)(local, spec)
 
 
 def dtensor_at(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], like: torch.Tensor) -> DTensor:
-    """A DTensor over `local` with the global shape and stride of `like`, where it lies.
+    """Make a DTensor from `local`, on its device, with the global shape and stride of `like`.
 
-    `DTensor.from_local` would move it to the mesh's device, and so take offloaded shards back to the accelerator.
+    `DTensor.from_local` would move it to the mesh's device, and so would copy offloaded shards back to the accelerator.
     """
     meta = TensorMeta(torch.Size(like.shape), like.stride(), local.dtype)
     return dtensor_of(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta))
 
 
 def own_slices(tensor: DTensor) -> tuple[slice, ...]:
-    """Where this rank's part of a DTensor lies in the full tensor; no axis may hold a partial sum."""
+    """The slices of the full tensor that this rank's part of a DTensor covers; no placement may be `Partial`."""
     if is_ragged(tensor.placements):
         begin, rows = own_rows_of(tensor.shape[0], tensor.device_mesh, tensor.placements)
         return (slice(begin, begin + rows), *(slice(0, size) for size in tensor.shape[1:]))
@@ -250,7 +252,7 @@ def own_slices(tensor: DTensor) -> tuple[slice, ...]:
 
 
 def store_of(group: dist.ProcessGroup) -> c10d.Store:
-    """The store over which the ranks of a process group have met."""
+    """The store through which the ranks of a process group have initialised it."""
     return dist.distributed_c10d._get_process_group_store(group)
 
 
@@ -258,7 +260,7 @@ Store = c10d.Store
 
 
 def prefixed(prefix: str, store: c10d.Store) -> c10d.Store:
-    """The part of a store whose keys begin with a prefix."""
+    """A view of a store in which all keys begin with a prefix."""
     return c10d.PrefixStore(prefix, store)
 
 
@@ -266,12 +268,12 @@ _clients: weakref.WeakSet[c10d.Store] = weakref.WeakSet()
 
 
 def another_client(store: c10d.Store) -> c10d.Store:
-    """The same store through a connection of its own, for another thread; or itself, if its class has no `clone`.
+    """The same store through a separate connection, for another thread; the store itself, if it has no `clone`.
 
-    A class written in Python may lack it. Two threads then call one object, and the store must be ready for that, as
-    for the threads of backends: each of its methods runs under the GIL, and what it calls without the GIL (a
-    `TCPStore`, say) has a lock of its own. A wait of one thread can delay the other one, but not for ever: our threads
-    only get keys that are there, and a wait by torch ends at the limit of the store.
+    Classes of stores that are written in Python may lack `clone`. Then two threads call the same object. The store must
+    support that, because backends have threads as well: its methods run under the GIL, and what they call without the
+    GIL (for example a `TCPStore`) has its own lock. A wait of one thread can delay the other one, but not forever: our
+    threads only read keys that exist, and waits by torch end at the store's timeout.
     """
     try:
         made: c10d.Store = store.clone()  # type: ignore[attr-defined]
@@ -284,7 +286,7 @@ def another_client(store: c10d.Store) -> c10d.Store:
 
 
 def delete_key(store: c10d.Store, key: str) -> None:
-    """Delete a key that is not read any more; a store of a class written in Python that cannot do that keeps it."""
+    """Delete a key that is no longer read; a store written in Python without that method keeps the key."""
     try:
         store.delete_key(key)
     except RuntimeError as error:
@@ -293,20 +295,20 @@ def delete_key(store: c10d.Store, key: str) -> None:
 
 
 def _is_missing(error: RuntimeError) -> bool:
-    """Whether a class of stores that is written in Python lacks the method that was called."""
-    return "pure virtual function" in str(error)  # pybind11's words
+    """Whether the error means that a store class written in Python lacks the method that was called."""
+    return "pure virtual function" in str(error)  # pybind11's message
 
 
 def new_twin(group: dist.ProcessGroup, limit: timedelta, number: int, description: str) -> dist.ProcessGroup:
-    """Another process group of gloo with the ranks of one that there is; it waits for these ranks, and for no others.
+    """Make a gloo process group with the ranks of an existing group. This waits only for these ranks.
 
     Args:
-        group: whose ranks. These must be in rising order.
-        limit: how long a collective may take.
-        number: of the twins of `group`; ranks make them in one order.
-        description: for tools.
+        group: the existing group. Its ranks must be in ascending order.
+        limit: timeout of a collective.
+        number: number of this twin of `group`; all ranks make twins in the same order.
+        description: description of the group, for tools.
     """
-    # torch's own name counts the groups that a rank belongs to, which need not be the same on all of these.
+    # Torch's own name counts the groups of a rank, and this count may differ between the ranks.
     name = f"{group.group_name} {description} {number}"
     with mock.patch.object(dist.distributed_c10d, "_process_group_name", return_value=name):
         made = dist.new_group(
@@ -321,11 +323,11 @@ def new_twin(group: dist.ProcessGroup, limit: timedelta, number: int, descriptio
 
 
 def leave_to_parent() -> None:
-    """Called in a forked process: never destroy its copies of the parent's process groups and stores.
+    """Leak a forked process's copies of the parent's process groups and stores, so that they are never destroyed.
 
     The destructor of a `FileStore` counts the processes that are done with the file, and the last one removes it: a
-    child would take the file from ranks that train. It also takes a lock that another thread may have held at the fork.
-    The destructor of a process group joins threads that only the parent has.
+    child would remove the file while other ranks are training. It also takes a lock that another thread may have held
+    during the fork. The destructor of a process group joins threads that exist only in the parent.
     """
     groups = all_groups()
     for each in (*_clients, *groups, *map(store_of, groups)):
@@ -333,30 +335,30 @@ def leave_to_parent() -> None:
 
 
 def leave_to_gloo() -> None:
-    """Called when this process ends: never let a thread of gloo release the Python object of a tensor.
+    """At the end of this process, prevent threads of gloo from releasing the Python object of a tensor.
 
-    A thread of gloo keeps the tensors of a collective until the collective ends, and for a moment longer than a `wait`
-    for it. Where it drops the last reference in C++, it releases the tensor's Python object (c10/util/intrusive_ptr.h),
-    for which it needs the GIL. A thread that asks for the GIL of an interpreter that is shutting down aborts the
-    process: "terminate called without an active exception" (pytorch#190489). One more reference in C++, which nothing
-    ever drops, prevents that. Without process groups there are no such threads.
+    A thread of gloo keeps the tensors of a collective until the collective ends, and slightly longer than a `wait` for
+    it. If it drops the last C++ reference, it releases the tensor's Python object (c10/util/intrusive_ptr.h), for which
+    it needs the GIL. A thread that requests the GIL while the interpreter is shutting down aborts the process:
+    "terminate called without an active exception" (pytorch#190489). One additional C++ reference, which is never
+    dropped, prevents that. Without process groups there are no such threads.
     """
     if not all_groups():
         return
-    plain = (torch.Tensor, torch.nn.Parameter)  # collectives get no others: subclasses are unwrapped before
+    plain = (torch.Tensor, torch.nn.Parameter)  # collectives get only these types, because subclasses are unwrapped
     held = [each for each in gc.get_objects() if type(each) in plain and each._use_count() > 1]
     if held:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch._C.ScriptList(held)))  # a list of C++
-    time.sleep(_GIL_S)  # for a thread that waits for the GIL already
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch._C.ScriptList(held)))  # a C++ list
+    time.sleep(_GIL_S)  # for a thread that is already waiting for the GIL
 
 
 def exists(group: dist.ProcessGroup) -> bool:
-    """Whether a process group was not destroyed."""
+    """Whether a process group still exists, that is, was not destroyed."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 
 def all_groups() -> list[dist.ProcessGroup]:
-    """The process groups that were not destroyed."""
+    """All process groups that were not destroyed."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
@@ -367,46 +369,46 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     except (RuntimeError, NotImplementedError):
         if is_native(group):
             raise
-        return group.name().lower()  # one that is made in Python has no backends within
+        return group.name().lower()  # a process group written in Python has no backends
 
 
 def is_native(group: dist.ProcessGroup) -> bool:
-    """Whether a process group is torch's own, which hands all that it is asked for to its backends.
+    """Whether a process group is of torch's own class, which passes all calls to its backends.
 
-    One of a class made in Python may look the same, and do less, or something else.
+    A class written in Python may have the same methods and behave differently.
     """
     return type(group) is dist.ProcessGroup
 
 
-# What torch's FSDP2 calls, by the names of the version that is installed: the older ones warn where there are newer.
+# The functions that torch's FSDP2 calls, by their names in the installed version. Older names warn in newer versions.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 def public_all_gather(whole: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """The asynchronous all-gather of `torch.distributed`, whatever stands there now."""
+    """The asynchronous all-gather of `torch.distributed`, looked up at each call because tools may patch it."""
     return getattr(dist, _ALL_GATHER)(output_tensor=whole, input_tensor=piece, group=group, async_op=True)
 
 
 def public_reduce_scatter(out: torch.Tensor, bucket: torch.Tensor, group: dist.ProcessGroup, op: Any) -> Any:
-    """The asynchronous reduce-scatter of `torch.distributed`, whatever stands there now."""
+    """The asynchronous reduce-scatter of `torch.distributed`, looked up at each call because tools may patch it."""
     return getattr(dist, _REDUCE_SCATTER)(output=out, input=bucket, group=group, op=op, async_op=True)
 
 
 def group_all_gather(whole: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """The asynchronous all-gather of any process group, its own method: no payload, and nothing that tools count."""
+    """The asynchronous all-gather method of a process group, for data that tools must not count as a gather."""
     gather = getattr(group, _ALL_GATHER, None) or group._allgather_base
     return gather(whole, piece, all_gather_options())
 
 
 def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """A new tensor with the sum over the ranks of a process group: an operation that Dynamo can put into a graph."""
+    """A new tensor with the sum over the ranks of a process group, by an operator that Dynamo can trace."""
     total: torch.Tensor = functional.all_reduce(tensor, "sum", group)
     return total
 
 
 def _options(kind: Callable[[], T], asynchronous: bool = True, **fields: Any) -> T:
-    """Options of a collective. One that is not asynchronous runs on the current stream, in NCCL and its like."""
+    """Options of a collective. With NCCL and similar backends, a synchronous one runs on the current stream."""
     options = kind()
     for name, value in {"asyncOp": asynchronous, **fields}.items():
         setattr(options, name, value)
@@ -444,7 +446,7 @@ def store_of_one_process() -> Any:
 
 
 def shared_store() -> Any:
-    """The store that the processes of the default group share; None where there is none, as in simulated worlds."""
+    """The store that the processes of the default group share; None if there is none, as in simulated worlds."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
@@ -452,7 +454,7 @@ def shared_store() -> Any:
 
 
 def launched() -> bool:
-    """Whether a launcher has set the environment of `torch.distributed`."""
+    """Whether a launcher has set the environment variables of `torch.distributed`."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
@@ -462,42 +464,42 @@ def process_group_allocation(group: dist.ProcessGroup) -> tuple[Any, Any]:
 
 
 def symmetric_memory_gather(group: dist.ProcessGroup, backend: str) -> Any:
-    """torch's all-gather through symmetric memory; None where this version of torch has none."""
+    """torch's all-gather through symmetric memory; None if this version of torch has none."""
     kind = getattr(_collectives, "SymmMemAllGather", None)
     return None if kind is None else kind(group, backend)
 
 
 def is_torchs_comm(comm: Any, kind: str) -> bool:
-    """Whether a gather or a reduction is one of torch's, of its default kind or of another (``SymmMem``, say)."""
+    """Whether a custom gather or reduction is torch's own: its default, or the type `kind` (for example SymmMem)."""
     of = type(comm)
     return of.__module__ == _collectives.__name__ and of.__name__.startswith(("Default", kind))
 
 
 def new_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """A mesh of all ranks."""
-    with unset_fake_temporarily():  # a mesh holds the numbers of its ranks, also where other tensors are fake
+    """Make a mesh of all ranks."""
+    with unset_fake_temporarily():  # a mesh needs the values of its tensor of ranks, even in a fake-tensor mode
         return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """The axes of several submeshes of one mesh, one after the other, as one mesh."""
+    """Concatenate the axes of several submeshes of one mesh."""
     with unset_fake_temporarily():
         return DeviceMesh._concatenate(meshes)
 
 
 def strided_shard(dim: int, factor: int) -> Shard:
-    """The placement of a mesh axis that cuts `dim` within each of the `factor` pieces of a later axis."""
+    """The placement of a mesh axis that shards `dim` within each of the `factor` pieces of a later axis."""
     return _StridedShard(dim, split_factor=factor)  # type: ignore[return-value]
 
 
 def ranks_of(mesh: DeviceMesh) -> list[int]:
-    """The ranks of a mesh, those along its last axis side by side; as if in order where tensors have no values."""
+    """The ranks of a mesh in row-major order; 0, 1, 2, ... if the mesh tensor is fake and has no values."""
     with _disable_current_modes():
         ranks = mesh.mesh
         return list(range(mesh.size())) if isinstance(ranks, FakeTensor) else ranks.flatten().tolist()
 
 
 def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """Some axes of a mesh as one axis."""
+    """Flatten some axes of a mesh into one axis."""
     with unset_fake_temporarily():
         return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))

@@ -1,4 +1,4 @@
-"""Whether the backward that runs is that of a loss which a `GradScaler` has scaled; nobody else tells of it."""
+"""Detect whether the running backward began at a loss that a `GradScaler` has scaled; torch has no API for this."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .core import queue_backward_callback, tree_tensors
 
 
 class _Running:
-    """Held by a callback that autograd drops when a backward ends, well or not."""
+    """An object that lives as long as a backward: autograd's callback refers to it until the backward ends or fails."""
 
     __slots__ = ("__weakref__",)
 
@@ -24,7 +24,7 @@ _running: weakref.WeakSet[_Running] = weakref.WeakSet()
 
 
 def _end(running: _Running) -> None:
-    """Does nothing; autograd holds its argument through it until the backward ends."""
+    """Do nothing. As a callback of autograd, it keeps its argument alive until the backward ends."""
 
 
 def _begin(_: torch.Tensor) -> None:
@@ -48,11 +48,11 @@ def _noting(scale: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def note_scaled_losses() -> None:
-    """From now on all scalers of this process note which losses they have scaled, at the cost of a hook on each."""
+    """Patch all scalers of this process to note which losses they scale, at the cost of one hook per loss."""
     for kind in (torch.amp.GradScaler, ShardedGradScaler):
         mock.patch.object(kind, "scale", _noting(kind.scale)).start()
 
 
 def in_scaled_backward() -> bool:
-    """Whether a backward of such a loss runs."""
+    """Whether a backward of a scaled loss is running."""
     return bool(_running)

@@ -1,9 +1,9 @@
-"""`Ragged`, a placement whose cuts are multiples of so many rows, and the DTensors that are placed so.
+"""`Ragged`, a placement that shards dim 0 at multiples of a number of rows, and the DTensors with this placement.
 
-Torch has no such placement, and takes no other one's word: `Shard` computes sizes and offsets of shards by itself, in
-many places. So these are DTensors of a class of their own. What treats all elements alike, as optimizers do, runs on
-this rank's part, as of a DTensor with `Shard(0)`, whose rules are the same as long as nobody asks for sizes. Whole
-tensors and checkpoints have methods here, and everything else is an error.
+Torch has no such placement and cannot be extended by one, because it computes sizes and offsets of shards by `Shard`'s
+rule in many places. So these tensors are a subclass of DTensor. Operators that treat all elements alike, as optimizers
+do, run on the local tensors by the rules of `Shard(0)`, which are the same as long as no sizes are computed. Full
+tensors and checkpoints have methods here. Everything else is an error.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._errors import ShardConfigTypeError, ShardConfigUnsupportedError, ShardConfigValueError
 
-DISPATCHES = torch.__version__ >= "2.13"  # before, DTensor took its subclasses for its own, and asked none of them
+DISPATCHES = torch.__version__ >= "2.13"  # older DTensors did not call `__torch_dispatch__` of their subclasses
 
 
 class Ragged(Placement):
-    """Cut dim 0 into shards of unequal size, each a multiple of so many rows, the last one excepted.
+    """Shard dim 0 into shards of unequal size, each a multiple of `rows` rows, except the last one.
 
-    What `shard_placement_fn` gives for parameters whose blocks of rows must stay together, as those of an optimizer
-    that quantizes its state by blocks. Of b blocks each of n ranks holds ``ceil(b / n)``, the last ones fewer or none:
+    Return it from `shard_placement_fn` for parameters whose blocks of rows must not be split, for example because the
+    optimizer quantizes its state by blocks. Each of n ranks gets ``ceil(b / n)`` of b blocks; the last ranks get fewer
+    or none.
 
         cs.fully_shard(block, shard_placement_fn=lambda p: cs.Ragged(16) if p.ndim == 2 else None)
 
     Args:
-        rows: of a block, at least 1.
+        rows: rows of a block, at least 1.
 
     Raises:
-        ShardConfigTypeError: `rows` is no int.
-        ShardConfigValueError: it is less than 1.
+        ShardConfigTypeError: `rows` is not an int.
+        ShardConfigValueError: `rows` is less than 1.
     """
 
     dim = 0
@@ -54,14 +55,14 @@ class Ragged(Placement):
         self._name = ""
 
     def of(self, name: str) -> Ragged:
-        """The same of a parameter, which errors will name."""
+        """The same placement, with the name of a parameter for errors."""
         made = Ragged(self.rows)
         made._name = name
         return made
 
     @property
     def name(self) -> str:
-        """Of the parameter."""
+        """The name of the parameter, for errors."""
         return self._name or "placed by Ragged"
 
     def chunk(self, size: int, world: int) -> int:
@@ -89,13 +90,13 @@ def _remade(rows: int, name: str) -> Ragged:
 
 
 def rows_of_chunk(size: int, world: int, rows: int) -> int:
-    """Rows of the largest shard, if the cuts of `size` rows over `world` ranks are multiples of `rows`."""
+    """Rows of the largest shard, if `size` rows are split over `world` ranks at multiples of `rows`."""
     blocks = -(-size // rows)
     return min(-(-blocks // world) * rows, size)
 
 
 class RaggedTensor(DTensor):
-    """A DTensor of which one axis of the mesh is `Ragged`, and the others are `Replicate`."""
+    """A DTensor whose placement is `Ragged` on one mesh axis and `Replicate` on the others."""
 
     __slots__ = ()
     _spec: Any
@@ -126,19 +127,19 @@ class RaggedTensor(DTensor):
         return ragged_axis(self._spec.placements)
 
     def is_cut_as(self, other: RaggedTensor) -> bool:
-        """Whether elements at the same place lie on the same rank."""
+        """Whether elements with the same index are on the same rank."""
         mine, others = self._spec, other._spec
         return self.shape == other.shape and mine.placements == others.placements and mine.mesh == others.mesh
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """This rank's part, through which gradients flow."""
+        """This rank's shard; gradients flow through it."""
         if grad_placements not in (None, self._spec.placements):
             raise _refusal("to_local(grad_placements)", self)
         local: torch.Tensor = _ToLocal.apply(self) if torch.is_grad_enabled() else self._local_tensor  # type: ignore[no-untyped-call]
         return local
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor, gathered from all ranks; no gradient flows through it."""
+        """The full tensor, gathered from all ranks; no gradient flows through it."""
         if grad_placements is not None:
             raise _refusal("full_tensor(grad_placements)", self)
         axis, placed = self.ragged
@@ -154,10 +155,10 @@ class RaggedTensor(DTensor):
             return even.full_tensor()[:rows].contiguous()
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
-        """The same tensor, or one that all ranks hold.
+        """Return the same tensor, or a replicated one.
 
         Raises:
-            ShardConfigUnsupportedError: the mesh or the placements are others.
+            ShardConfigUnsupportedError: another mesh, or placements that are neither the same nor all `Replicate`.
         """
         wanted = self._spec.placements if placements is None else tuple(placements)
         if device_mesh not in (None, self._spec.mesh) or any(value for value in options.values()):
@@ -195,7 +196,7 @@ class RaggedTensor(DTensor):
 
 
 class _ToLocal(torch.autograd.Function):
-    """A DTensor -> this rank's part."""
+    """Converts a DTensor to this rank's shard."""
 
     @staticmethod
     def forward(ctx: Any, tensor: RaggedTensor) -> torch.Tensor:
@@ -209,7 +210,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 def ragged_tensor(local: torch.Tensor, spec: Any, requires_grad: bool = False) -> RaggedTensor:
-    """A tensor of this rank's part and what is known of its placement."""
+    """Make a tensor from this rank's shard and a DTensorSpec."""
     made: Any = DTensor.__new__(RaggedTensor, local, spec, requires_grad=requires_grad)
     return cast(RaggedTensor, made)
 
@@ -225,7 +226,7 @@ def ragged_axis(placements: Sequence[Any]) -> tuple[int, Ragged]:
 
 
 def own_rows_of(size: int, mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[int, int]:
-    """The first row that this rank holds of `size` rows, and how many."""
+    """The first row and the number of rows of this rank's shard of `size` rows."""
     axis, placed = ragged_axis(placements)
     chunk = placed.chunk(size, mesh.size(axis))
     begin = min(chunk * mesh.get_local_rank(axis), size)
@@ -245,7 +246,7 @@ def _plain(local: torch.Tensor, spec: Any) -> DTensor:
 
 
 def _stand_in(value: Any) -> Any:
-    """A DTensor with `Shard(0)` in the place of a ragged one."""
+    """Replace a ragged tensor by a DTensor with `Shard(0)`; return other values unchanged."""
     if not isinstance(value, RaggedTensor):
         return value
     spec = value._spec
@@ -263,7 +264,7 @@ _NORMS = frozenset({"aten::linalg_vector_norm", "aten::_foreach_norm", "aten::su
 
 
 def _takes_all_alike(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator does the same to all elements, or sums over all of them."""
+    """Whether an operator treats all elements alike, or sums over all of them."""
     name = func._schema.name
     if name in _NORMS:
         dims = kwargs.get("dim", args[2] if len(args) > 2 and name == "aten::linalg_vector_norm" else None)
@@ -273,7 +274,7 @@ def _takes_all_alike(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _operands(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[list[torch.Tensor]]:
-    """The tensors that an operator takes together: of lists, those that have the same index."""
+    """The tensors that an operator combines: from lists, those with the same index."""
     values = [*args, *kwargs.values()]
     alone = list(filter(_is_tensor, values))
     together = [*itertools.zip_longest(*filter(_is_list, values))] or [()]
@@ -290,7 +291,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _check_operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """See that ragged tensors meet only those that are cut alike."""
+    """Check that ragged tensors are only combined with tensors that have the same shape, placements and mesh."""
     for operands in _operands(args, kwargs):
         large = [tensor for tensor in operands if tensor.ndim]
         ragged = [tensor for tensor in large if isinstance(tensor, RaggedTensor)]
@@ -301,7 +302,7 @@ def _check_operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> N
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An operator on ragged tensors."""
+    """Run an operator on ragged tensors."""
     first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, RaggedTensor))
     if not _takes_all_alike(func, args, kwargs):
         raise _refusal(func._schema.name, first)
@@ -313,7 +314,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _by_shape(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[tuple[int, ...], Any]:
-    """By shape, the placements of the ragged tensors that an operator takes."""
+    """By shape, the specs of an operator's ragged arguments."""
     leaves = pytree.tree_leaves((args, kwargs))
     return {tuple(leaf.shape): leaf._spec for leaf in leaves if isinstance(leaf, RaggedTensor)}
 
@@ -329,8 +330,8 @@ def _as_ragged(specs: dict[tuple[int, ...], Any], value: Any) -> Any:
 def _refusal(what: str, tensor: RaggedTensor) -> ShardConfigUnsupportedError:
     _, placed = tensor.ragged
     return ShardConfigUnsupportedError(
-        f"parameter {placed.name}: {what} is not supported with {placed}, whose shards are of unequal size; use "
-        "to_local() or full_tensor(), or shard it by Shard(0)"
+        f"parameter {placed.name}: {what} is not supported with {placed}, whose shards have unequal sizes; use "
+        "to_local() or full_tensor(), or shard the parameter by Shard(0)"
     )
 
 
@@ -338,7 +339,7 @@ def _refusal(what: str, tensor: RaggedTensor) -> ShardConfigUnsupportedError:
 
 
 class _Dispatching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Does what `__torch_dispatch__` of the class would."""
+    """Does the work of the class's `__torch_dispatch__`, which older DTensors do not call."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))

@@ -1,4 +1,4 @@
-"""What torch knows of its operators, for traces: operations, bytes, which are collectives, and how fakes run."""
+"""Properties of torch's operators for traces (FLOPs, bytes, collectives), and fake tensors that run whole programs."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ from torch.utils.flop_counter import flop_registry
 from .core import address_of
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-# Attention that torch does not count, with the index of its queries among the arguments.
+# Attention operators whose FLOPs torch does not count, with the index of the queries among the arguments.
 _ATTENTION = {_FLASH: 0, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: 1}
 
-_COLLECTIVES = {  # bytes that a rank sends, as multiples of what the collective gives
+_COLLECTIVES = {  # bytes that a rank sends, as a multiple of the bytes of the result
     "all_reduce": 2.0,
     "all_gather_into_tensor": 1.0,
     "reduce_scatter_tensor": 1.0,
     "all_to_all_single": 1.0,
 }
-_ROWS = ("aten::embedding", "aten::index_select", "aten::gather")  # read as much of the first argument as they give
+# Operators that read as many bytes of their first argument as they return.
+_ROWS = ("aten::embedding", "aten::index_select", "aten::gather")
 
 
 def flops_of_operator(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Operations of matrix products and of attention, a multiplication and an addition counted as two; else 0.
+    """FLOPs of matrix products and attention, where a multiply-add is two operations; 0 for other operators.
 
-    Attention counts whole squares, as torch counts them: causal kernels leave half out, and run at about half the rate
-    of other products (https://arxiv.org/abs/2407.08608).
+    Like in torch, attention counts the full square of queries and keys. Causal kernels skip half of it, and run at
+    about half the rate of other products (https://arxiv.org/abs/2407.08608).
     """
     if func._overloadpacket in _ATTENTION:
         query, key = args[_ATTENTION[func._overloadpacket] :][:2]
@@ -52,7 +53,7 @@ def flops_of_operator(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def bytes_of_operator(func: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
-    """Bytes that an operator reads and writes in memory; 0 for one that gives views alone."""
+    """Bytes that an operator reads and writes in memory; 0 if it only returns views."""
     name = func._schema.name
     if name.startswith(_ROWS):
         return 2 * sum(tensor.nbytes for tensor in outputs)
@@ -76,7 +77,7 @@ def collective_bytes(func: Any, outputs: Sequence[torch.Tensor]) -> int:
     return int(scale * sum(tensor.nbytes for tensor in outputs))
 
 
-_KNOWN_NUMBERS, _KNOWN_INTEGERS = 16, 1 << 16  # of a tensor, at most, for it to keep its values
+_KNOWN_NUMBERS, _KNOWN_INTEGERS = 16, 1 << 16  # largest sizes of floating-point and other tensors that keep values
 CONSTRUCTORS = {
     getattr(torch.ops.aten, name)
     for name in ("arange", "eye", "full", "ones", "randint", "randperm", "scalar_tensor", "zeros")
@@ -89,17 +90,17 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 class _Converter(FakeTensorConverter):
-    """Keeps no weak reference to a tensor that it makes, for such a one could not be moved by ``nn.Module.to``."""
+    """Keeps no weak references to the tensors that it makes, because ``nn.Module.to`` cannot move such tensors."""
 
     def from_meta_and_device(self, fake_mode: Any, t: Any, device: Any, *args: Any, **kwargs: Any) -> FakeTensor:
         return FakeTensor(fake_mode, t, device, *args, **kwargs)
 
 
 class ProgramMode(FakeTensorMode):
-    """Fake tensors in which a whole program can run.
+    """A fake-tensor mode in which a whole program can run.
 
-    Real tensors may come into it, modules are moved as elsewhere, and small tensors that come from no parameter keep
-    their values: ranks, lengths, flags. The values of others are not known.
+    The program may use real tensors and may move modules. Small tensors that do not depend on parameters (ranks,
+    lengths, flags) keep their values. Other tensors have no values.
     """
 
     def __init__(self) -> None:
@@ -107,11 +108,11 @@ class ProgramMode(FakeTensorMode):
         self.fake_tensor_converter = _Converter()
 
     def may_turn_const(self, t: torch.Tensor) -> bool:
-        """Whether a real tensor shall keep its values as a fake one."""
+        """Whether a real tensor keeps its values when it becomes a fake one."""
         return _is_small(t) and t.layout is torch.strided and not is_fake(t)
 
     def constructed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What one of `CONSTRUCTORS` makes, with its values if these are few."""
+        """Call one of `CONSTRUCTORS`; the result keeps its values if it is small."""
         out = func(*args, **kwargs)
         if not (is_fake(out) and _is_small(out)):
             return out
@@ -121,27 +122,27 @@ class ProgramMode(FakeTensorMode):
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether it has no memory."""
+    """Whether a tensor is fake, so that it has no memory."""
     return isinstance(tensor, FakeTensor)
 
 
 def with_values(function: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-    """What a function gives for a fake tensor as a real one, with its values if it has kept them, else ones."""
+    """Call a function with a real version of a fake tensor: with its values if it has kept them, else with ones."""
     with _disable_current_modes():
         known = tensor.constant if isinstance(tensor, FakeTensor) else None
         return function(torch.ones(tensor.shape, dtype=tensor.dtype) if known is None else known)
 
 
 class Guesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives a program that asks for values of fake tensors some that are not so.
+    """Returns made-up values when a program reads values of fake tensors.
 
-    Numbers are 1, conditions are false, masks choose all.
+    Numbers are 1, conditions are False, and masks select everything.
 
     Args:
-        mode: in which the program runs.
+        mode: the mode in which the program runs.
 
     Attributes:
-        operators: whose outputs depend on values, and were taken to be as large as they can be.
+        operators: names of operators whose output size depends on values; the largest possible size was used.
     """
 
     def __init__(self, mode: ProgramMode) -> None:
@@ -170,9 +171,9 @@ def _value(tensor: torch.Tensor) -> bool | int | float | complex:
 
 
 def _with_ones(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator gives for real tensors of ones, in the place of fake ones; as fake tensors.
+    """Run an operator on real tensors of ones instead of the fake ones, and return fake results.
 
-    Masks of ones choose all, so that outputs of a size that depends on values are as large as they can be.
+    Masks of ones select everything, so outputs whose size depends on values have the largest possible size.
     """
     with _disable_current_modes():
         given = tree_map_only(torch.Tensor, lambda each: torch.ones(each.shape, dtype=each.dtype), (args, kwargs))
@@ -182,7 +183,7 @@ def _with_ones(func: Any, args: Any, kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def shapes_apart() -> Iterator[None]:
-    """`DTensor` finds out what operators give by whole tensors without memory; modes do not see these meanwhile."""
+    """Hide from dispatch modes the full-size meta tensors by which `DTensor` computes the shapes of results."""
     name = "_propagate_tensor_meta_non_cached"
     propagate = getattr(ShardingPropagator, name)
 
@@ -195,7 +196,7 @@ def shapes_apart() -> Iterator[None]:
 
 
 class _SeenByTorch(type):
-    """Of a class of which fake tensors are instances, if torch asks."""
+    """Metaclass of a class of which fake tensors are instances, but only in `isinstance` calls by torch itself."""
 
     def __instancecheck__(cls, value: object) -> bool:
         asks = str(sys._getframe(1).f_globals.get("__name__"))
@@ -203,7 +204,7 @@ class _SeenByTorch(type):
 
 
 class _Unseen(metaclass=_SeenByTorch):
-    """In the place of `FakeTensor`."""
+    """Replaces `FakeTensor` while a program runs in `seen_as_real`."""
 
 
 _data_ptr, _iterator = torch.Tensor.data_ptr, DataLoader._get_iterator
@@ -220,11 +221,11 @@ def _iterator_without_workers(loader: DataLoader[Any]) -> Any:
 
 @contextlib.contextmanager
 def seen_as_real() -> Iterator[None]:
-    """A program does with fake tensors as with real ones, also where it would look.
+    """Make a program treat fake tensors like real ones, even if it checks for them.
 
-    It does not learn that they are fake, as Transformers does to choose its attention without looking at masks. They
-    have addresses that tell them apart, by which Accelerate finds parameters again. And `DataLoader` makes batches in
-    this process: they could not be sent from another one.
+    - It cannot detect that they are fake. Transformers checks this, to choose its attention without reading masks.
+    - They have distinct addresses, by which Accelerate finds parameters again.
+    - `DataLoader` makes batches in this process, because fake tensors cannot be sent from a worker process.
     """
     with (
         shapes_apart(),

@@ -1,4 +1,4 @@
-"""``advise``: which strategy for a model, some devices and a network, before anything runs."""
+"""``advise``: compare sharding strategies for a model, a number of devices and a network, before a run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .terminal import Table, add_debug, draw, say_error, size
 
 NAME = "advise"
 DESCRIPTION = """\
-Say which strategy to take for a model on some devices: memory by kind, time of a step and what does not fit, for every
-strategy there is. No device is needed and nothing is allocated: a step of the model is traced with fake tensors.
+Recommend a sharding strategy for a model and a number of devices. Print memory by category, step time and missing
+memory of every strategy. No device is needed and nothing is allocated: a step of the model is traced with fake tensors.
 
-MODEL is a named shape (llama3-8b, gpt2-124m, ...), a shape in words, the path of a Hugging Face config.json, or the
-import path of a function that makes your model (package.module:function).
+MODEL is a named shape (llama3-8b, gpt2-124m, ...), a shape as text (layers=...,width=...), the path of a Hugging Face
+config.json, or the import path of a function that makes your model (package.module:function).
 """
 EXAMPLE = """\
 examples:
@@ -26,46 +26,46 @@ examples:
   python -m composable_shard advise layers=12,width=768,heads=12,vocabulary=50304,sequence=1024 --devices 4
   python -m composable_shard advise my_package.models:build --sequence 2048 --devices 16 --machine machine.json
 
-exit codes: 0 a strategy fits; 1 none does; 2 the arguments are wrong.
+exit codes: 0 a strategy fits; 1 no strategy fits; 2 the arguments are wrong.
 """
 
 
 def add_command(commands: Any) -> None:
-    """Let a parser know of this command."""
+    """Add this command to a parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         NAME,
-        help="which strategy for a model, some devices and a network",
+        help="compare sharding strategies for a model, a number of devices and a network",
         description=DESCRIPTION,
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="a shape, a config.json, or package.module:function")
-    add("--devices", type=int, required=True, metavar="N", help="how many there are")
-    add("--machine", default="h100", metavar="NAME", help="a known one, or a file of measure-links (default: h100)")
-    add("--memory", type=size, metavar="SIZE", help="of a device, such as 40GiB, in the place of the machine's")
+    add("--devices", type=int, required=True, metavar="N", help="number of devices")
+    add("--machine", default="h100", metavar="NAME", help="a known machine, or a file of measure-links (default: h100)")
+    add("--memory", type=size, metavar="SIZE", help="memory of a device, such as 40GiB (default: that of the machine)")
     add(
         "--host-memory",
         type=size,
         metavar="SIZE",
-        help="of the host for each device: offload must fit, or goes to disk",
+        help="host memory per device: offload must fit into it, or uses the disk",
     )
-    add("--intra-node", type=size, metavar="SIZE", help="bytes a second between devices of a node, such as 300GB")
-    add("--inter-node", type=size, metavar="SIZE", help="bytes a second of a device to other nodes, such as 25GB")
-    add("--disk", type=size, metavar="SIZE", help="bytes a second of a disk for each device, such as 2GB")
-    add("--batch", type=int, default=1, metavar="N", help="sequences of a step for each device (default: 1)")
-    add("--sequence", type=int, metavar="N", help="tokens of a sequence")
+    add("--intra-node", type=size, metavar="SIZE", help="bytes per second between devices of a node, such as 300GB")
+    add("--inter-node", type=size, metavar="SIZE", help="bytes per second of a device to other nodes, such as 25GB")
+    add("--disk", type=size, metavar="SIZE", help="bytes per second of a disk for each device, such as 2GB")
+    add("--batch", type=int, default=1, metavar="N", help="sequences per step and device (default: 1)")
+    add("--sequence", type=int, metavar="N", help="tokens per sequence")
     add(
         "--precision", default="bfloat16-mixed", metavar="NAME", help="float32, bfloat16-mixed (default), bfloat16, ..."
     )
     add("--tensor", type=_integers, default=(1,), metavar="N,N", help="ranks of tensor parallelism to try (default: 1)")
-    add("--adapters", type=int, default=0, metavar="RANK", help="train adapters of this rank alone (LoRA)")
+    add("--adapters", type=int, default=0, metavar="RANK", help="train only adapters of this rank (LoRA)")
     add("--optimizer", default="adamw", metavar="NAME", help="adamw (default), in_backward, or owned (Muon)")
     add_bits(parser)
-    add("--all", action="store_true", help="show every strategy, not the first dozen")
-    add("--emit", type=Path, metavar="FILE", help="write the lines that shard a model so")
-    add("--plot", type=Path, metavar="FILE", help="draw memory by kind, and time against bandwidth")
-    add("--json", action="store_true", help="print one object of JSON, of errors as well")
+    add("--all", action="store_true", help="show every strategy instead of the first 12")
+    add("--emit", type=Path, metavar="FILE", help="write the code that shards a model by the recommended strategy")
+    add("--plot", type=Path, metavar="FILE", help="draw memory by category, and step time over bandwidth")
+    add("--json", action="store_true", help="print one JSON object, also for errors")
     add_debug(parser)
     parser.set_defaults(command=lambda parsed: _run(parsed, parser))
 
@@ -98,7 +98,7 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             parsed.emit.write_text(text.script(advice, advice.recommended))
         if parsed.plot:
             draw_picture(advice, parsed.plot)
-    except Exception as error:  # a model of the user's may raise anything
+    except Exception as error:  # the user's model may raise any error
         ours = isinstance(error, (ComposableShardError, OSError, ImportError))
         say_error(parser, parsed, error, "" if ours else described(error))
         return 2

@@ -1,4 +1,4 @@
-"""In how many bits weights and gradients travel, as options of a command."""
+"""The precision in which weights and gradients are sent, as options of a command."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _FORMS = ("bf16", "fp8", "int8")  # those of `CommPolicy`, without loading torch
 def add_bits(parser: Any) -> None:
     """Add the options to a parser, or to a group of its arguments."""
     add = parser.add_argument
-    add("--gather", choices=_FORMS, help="what weights travel as (default: as they are)")
-    add("--reduce", choices=_FORMS, help="what gradients travel as between shards")
-    add("--between-replicas", choices=_FORMS, help="what gradients travel as between replicas (hsdp)")
+    add("--gather", choices=_FORMS, help="format in which weights are sent (default: their dtype)")
+    add("--reduce", choices=_FORMS, help="format in which gradients are sent between shards")
+    add("--between-replicas", choices=_FORMS, help="format in which gradients are sent between replicas (hsdp)")
     parser.add_argument(
         "--block", type=int, default=256, metavar="N", help="elements that share a scale (default: 256)"
     )
-    add("--error-feedback", action="store_true", help="add what rounding leaves to the next gradients")
+    add("--error-feedback", action="store_true", help="add rounding errors to the next gradients")
 
 
 def bits_of(parsed: argparse.Namespace) -> CommPolicy:
-    """The policy that the options make.
+    """Make a policy from the options.
 
     Raises:
-        ShardConfigValueError: it cannot be.
+        ShardConfigValueError: the options are not a valid policy.
     """
     from .._policies import CommPolicy
 

@@ -1,4 +1,4 @@
-"""``checkpoint``: a directory of checkpoints looked at, checked, laid out anew, thinned out or exported."""
+"""``checkpoint``: inspect, verify, rewrite, prune or export a directory of checkpoints."""
 
 from __future__ import annotations
 
@@ -20,45 +20,46 @@ from .terminal import add_debug, aligned, count, in_bytes, printable, progress, 
 
 NAME = "checkpoint"
 DESCRIPTION = """\
-Look at, check or rewrite checkpoints that composable_shard.checkpoint.save has made. DIR is the directory that save
-was given, or one checkpoint in it. No process group, device or model is needed, and nothing that a checkpoint holds
-is executed.
+Inspect, verify or rewrite checkpoints of composable_shard.checkpoint.save. DIR is the directory that save was given, or
+one checkpoint in it. No process group, device or model is needed, and nothing that a checkpoint contains is executed.
 """
 EXIT_CODES = """\
-exit codes: 0 it is done, and what was read is whole; 1 the checkpoint is damaged, unsafe or not there, or a file could
-not be written; 2 the arguments are wrong.
+exit codes: 0 done, and the files that were read are intact; 1 the checkpoint is damaged, unsafe or missing, or a file
+could not be written; 2 the arguments are wrong.
 """
-_OUT = "directory of checkpoints to commit the new one into"
-_Answer = tuple[dict[str, Any], str]  # what --json prints, and what is printed without
+_OUT = "directory of checkpoints for the new checkpoint"
+_Answer = tuple[dict[str, Any], str]  # the output with --json, and the output without
 _Action = Callable[[argparse.Namespace], _Answer]
 
 
 def add_command(commands: Any) -> None:
-    """Let a parser know of this command."""
+    """Add this command to a parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         NAME,
-        help="look at, check, rewrite or export checkpoints",
+        help="inspect, verify, rewrite or export checkpoints",
         description=DESCRIPTION,
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     _add(actions, "verify", _verify, "read all files and compare them with their checksums")
-    info = _add(actions, "info", _info, "say what a checkpoint holds")
-    info.add_argument("--tensors", action="store_true", help="list every tensor, not those of all layers as one")
-    consolidate = _add(actions, "consolidate", _consolidate, "write a checkpoint anew, as one file")
+    info = _add(actions, "info", _info, "show the content of a checkpoint")
+    info.add_argument("--tensors", action="store_true", help="list every tensor, instead of one line for all layers")
+    consolidate = _add(actions, "consolidate", _consolidate, "rewrite a checkpoint as one file")
     consolidate.add_argument("out", metavar="OUT", type=Path, help=_OUT)
-    again = _add(actions, "reshard", _reshard, "write a checkpoint anew, in the files of another number of ranks")
+    again = _add(actions, "reshard", _reshard, "rewrite a checkpoint as the files of another number of ranks")
     again.add_argument("out", metavar="OUT", type=Path, help=_OUT)
-    again.add_argument("--ranks", metavar="N", type=int, required=True, help="how many ranks")
-    prune = _add(actions, "prune", _prune, "remove all but the newest checkpoints, and what saves cut off have left")
-    prune.add_argument("--keep", metavar="N", type=int, required=True, help="how many stay; the latest always does")
-    export = _add(actions, "export", _export, "write a module's weights for other programs, without the model")
-    export.add_argument("out", metavar="OUT", type=Path, help="a directory that does not exist")
+    again.add_argument("--ranks", metavar="N", type=int, required=True, help="number of ranks")
+    prune = _add(actions, "prune", _prune, "remove all except the newest checkpoints, and files of interrupted saves")
+    prune.add_argument("--keep", metavar="N", type=int, required=True, help="number to keep; the latest is always kept")
+    export = _add(actions, "export", _export, "write the weights of a module for other programs, without the model")
+    export.add_argument("out", metavar="OUT", type=Path, help="a directory that does not exist yet")
     export.add_argument("--format", choices=["safetensors"], default="safetensors", help="Hugging Face's layout")
-    export.add_argument("--name", help='of the module in the state; by default "model", or the only one')
-    export.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of floating-point tensors")
-    export.add_argument("--max-shard-size", metavar="SIZE", type=size, default=size("5GB"), help="of a file (5GB)")
+    export.add_argument("--name", help='name of the module in the state (default: "model", or the only one)')
+    export.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="dtype of floating-point tensors")
+    export.add_argument(
+        "--max-shard-size", metavar="SIZE", type=size, default=size("5GB"), help="largest size of a file (default: 5GB)"
+    )
 
 
 def _add(
@@ -67,8 +68,8 @@ def _add(
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
     parser.add_argument("directory", metavar="DIR", type=Path, help="directory of checkpoints, or one of them")
     if name != "prune":
-        parser.add_argument("--step", type=int, help="which checkpoint; by default the latest")
-    parser.add_argument("--json", action="store_true", help="print one object of JSON, of errors as well")
+        parser.add_argument("--step", type=int, help="step of the checkpoint (default: the latest)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, also for errors")
     add_debug(parser)
     parser.set_defaults(command=lambda parsed: _run(action, parsed, parser))
     return parser
@@ -94,7 +95,7 @@ def _verify(parsed: argparse.Namespace) -> _Answer:
     with _bar("verify") as bar:
         whole = checkpoint.verify(parsed.directory, step=parsed.step, progress=bar)
     answer = {**asdict(whole), "path": str(whole.path)}
-    return answer, f"{whole.path} is whole: step {whole.step}, {count(whole.files, 'file')} of {in_bytes(whole.bytes)}"
+    return answer, f"{whole.path} is intact: step {whole.step}, {count(whole.files, 'file')} of {in_bytes(whole.bytes)}"
 
 
 def _info(parsed: argparse.Namespace) -> _Answer:
@@ -147,7 +148,7 @@ def _described(info: Info, tensors: tuple[TensorInfo, ...]) -> Iterator[str]:
     if info.committed:
         yield f"steps here: {', '.join(map(str, info.committed))}; the latest is {info.latest}"
     for name in info.partial:
-        yield f"{name} is of a save that has not ended, and does not count"
+        yield f"{name} is from a save that did not finish, and is ignored"
     yield ""
     yield from aligned([[name, in_bytes(size)] for name, size in info.files.items()])
     yield ""

@@ -1,4 +1,4 @@
-"""``env``: what a report of a bug needs to say of the versions, the devices and what works here."""
+"""``env``: print versions, devices and supported features for a bug report."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .terminal import Table, in_bytes, show
 
 NAME = "env"
 DESCRIPTION = """\
-Say what a report of a bug needs: versions, how torch was built, the platform, devices and their memory, backends of
-torch.distributed, variables of the environment that change what the library does, and what works here or falls back.
-Optional packages are not imported. Values that look like secrets are not shown; read the rest before you publish it.
+Print the information for a bug report: versions, how torch was built, the platform, devices and their memory, backends
+of torch.distributed, environment variables that affect the library, and which features work here or fall back. Optional
+packages are not imported. Values that look like secrets are hidden; check the rest before you publish it.
 """
 EXAMPLE = """\
 examples:
@@ -26,15 +26,15 @@ exit code: 0.
 
 
 def add_command(commands: Any) -> None:
-    """Let a parser know of this command."""
+    """Add this command to a parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         NAME,
-        help="say what a report of a bug needs: versions, devices, what works here",
+        help="print versions, devices and supported features for a bug report",
         description=DESCRIPTION,
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="print one object of JSON")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(command=_run)
 
 
@@ -48,21 +48,21 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def tables(seen: Environment) -> list[Table]:
-    """An environment in words."""
-    backends = [(name, "there" if has else "not in this build of torch") for name, has in seen.backends.items()]
+    """An environment as tables."""
+    backends = [(name, "available" if has else "not in this build of torch") for name, has in seen.backends.items()]
     return [
         Table("Versions", _pairs(seen.versions)),
-        Table("How torch was built", _pairs(seen.torch_build)),
+        Table("Build of torch", _pairs(seen.torch_build)),
         Table("Platform", [*_pairs(seen.platform), *_pairs(seen.tools)]),
-        Table("Devices", [_device(device) for device in seen.devices], ("kind", "name", "memory", "free")),
+        Table("Devices", [_device(device) for device in seen.devices], ("type", "name", "memory", "free")),
         Table("Backends of torch.distributed", backends),
-        Table("Variables of the environment", _pairs(seen.variables) or [("none that the library looks at", "")]),
+        Table("Environment variables", _pairs(seen.variables) or [("none that affect the library", "")]),
         Table("What works here", [(each.what, each.state, each.why) for each in seen.support]),
     ]
 
 
 def _pairs(values: Mapping[str, str | None]) -> list[tuple[str, str]]:
-    return [(name, "not there" if value is None else value) for name, value in values.items()]
+    return [(name, "not found" if value is None else value) for name, value in values.items()]
 
 
 def _device(device: Device) -> tuple[str, str, str, str]:

@@ -1,4 +1,4 @@
-"""``explain``: where the time of a plan's step goes, and what to change; or where ranks parted, by their ledgers."""
+"""``explain``: show where the time of a planned step goes and what to change, or where ranks diverged."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .terminal import Table, add_debug, draw, printable, say_error, size
 
 NAME = "explain"
 DESCRIPTION = """\
-Explain a plan: where the time of a training step goes, which gathers and reductions compute waits for and why, and
-what to change, with what each change would give. Everything is simulated; no device and no model is needed.
+Explain a plan: where the time of a training step goes, which gathers and reductions are exposed and why, and what to
+change, with the gain of each change. Everything is simulated. No device and no model is needed.
 
 PLAN is a file that a training script writes, and so is the record of a step:
 
@@ -26,9 +26,9 @@ PLAN is a file that a training script writes, and so is the record of a step:
   Path("plan.json").write_text(cs.make_plan(model).to_json())
   Path("record.json").write_text(cs.last_record(model).to_json())
 
-PLAN may also be a folder. Ranks that cannot go on together (RankMismatchError, PeerLostError) write there what each of
-them has done with the others, if COMPOSABLE_SHARD_FAULTS names the folder in their environment. Then all ranks are laid
-side by side: where they parted, what each of them did there, and which ranks wrote nothing.
+PLAN may also be a folder of ledgers. If the environment variable COMPOSABLE_SHARD_FAULTS names a folder, ranks that
+cannot continue together (RankMismatchError, PeerLostError) write their last actions there. The actions of all ranks are
+compared: where they diverged, what each rank did there, and which ranks wrote nothing.
 """
 EXAMPLE = """\
 examples:
@@ -37,27 +37,27 @@ examples:
   python -m composable_shard explain plan.json --machine h100 --plot step.png
   COMPOSABLE_SHARD_FAULTS=faults torchrun --nproc-per-node 8 train.py; python -m composable_shard explain faults
 
-exit codes: 0 it is explained; 2 the arguments or files are wrong.
+exit codes: 0 done; 2 the arguments or files are wrong.
 """
 T = TypeVar("T")
 
 
 def add_command(commands: Any) -> None:
-    """Let a parser know of this command."""
+    """Add this command to a parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         NAME,
-        help="why a step waits for communication, or where ranks parted",
+        help="find exposed communication, or the action at which ranks diverged",
         description=DESCRIPTION,
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("plan", metavar="PLAN", type=Path, help="a file of make_plan(model).to_json(), or a folder of ledgers")
-    add("--record", metavar="FILE", type=Path, help="a file that holds last_record(model).to_json()")
-    add("--machine", metavar="NAME", help="take the links of a known machine, or of a file of measure-links")
-    add("--budget", metavar="SIZE", type=size, help="what changes may take, such as 2GiB; say what it would give")
+    add("--record", metavar="FILE", type=Path, help="a file of last_record(model).to_json()")
+    add("--machine", metavar="NAME", help="use the links of a known machine, or of a file of measure-links")
+    add("--budget", metavar="SIZE", type=size, help="memory limit for changes, such as 2GiB; the best plan is shown")
     add("--plot", metavar="FILE", type=Path, help="draw where the time goes")
-    add("--json", action="store_true", help="print one object of JSON, of errors as well")
+    add("--json", action="store_true", help="print one JSON object, also for errors")
     add_debug(parser)
     parser.set_defaults(command=lambda parsed: _run(parsed, parser))
 
@@ -89,7 +89,7 @@ def _run_on_folder(parsed: argparse.Namespace, parser: argparse.ArgumentParser) 
 
     try:
         if any(each is not None for each in (parsed.record, parsed.machine, parsed.budget, parsed.plot)):
-            raise ShardConfigValueError(f"{parsed.plan}: is a folder of ledgers, which takes no option of plans")
+            raise ShardConfigValueError(f"{parsed.plan}: is a folder of ledgers, so options of plans are not allowed")
         explanation = explain_ledgers(parsed.plan)
     except (ComposableShardError, OSError) as error:
         say_error(parser, parsed, error)
@@ -103,10 +103,10 @@ def _run_on_folder(parsed: argparse.Namespace, parser: argparse.ArgumentParser) 
 
 
 def _read(path: Path, made_of: Callable[[str], T]) -> T:
-    """What a file holds.
+    """Read a file.
 
     Raises:
-        ShardConfigValueError: it cannot be read, or holds something else; the message begins with the path.
+        ShardConfigValueError: the file cannot be read, or has other content. The message begins with its path.
     """
     try:
         return made_of(path.read_text(encoding="utf-8"))
@@ -128,11 +128,11 @@ def _explained(plan: ShardPlan, record: Record | None, parsed: argparse.Namespac
         return report.explain(plan, record, budget=parsed.budget)
     machine = machine_of(parsed.machine)
     explanation = report.explain(on_links(with_times(plan, record), machine), budget=parsed.budget)
-    return replace(explanation, times_from=f"compute as measured, links of {machine.name}")
+    return replace(explanation, times_from=f"measured compute, links of {machine.name}")
 
 
 def _tables(sections: Sequence[Any]) -> list[Table]:
-    """Each section as a table; sentences alone are rows of one cell."""
+    """Convert sections to tables. A section without a table gets one row per sentence."""
     return [
         Table(
             each.title,

@@ -1,4 +1,4 @@
-"""The command line: which command is meant, and what it is given."""
+"""The entry point of the command line."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ COMMANDS = (
     checkpoint,
     env,
     measure_links,
-)  # each has `add_command`, which names the function that is called with what was parsed
+)  # each has `add_command`, which sets `command`: a function that takes the parsed arguments
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: without the program's name; those of this process by default.
+        arguments: arguments without the program's name. Default: those of this process.
 
     Returns:
         the exit code.
 
     Raises:
-        SystemExit: the arguments are wrong (code 2), or ask for help (0); or a script that was run has left so.
+        SystemExit: the arguments are wrong (code 2), or ask for help (0); or a script that was run has exited.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     passed_on: list[str] = []
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     started_as = Path(sys.argv[0]).name if sys.argv else ""
     program = "composable-shard" if started_as.startswith("composable-shard") else "python -m composable_shard"
-    parser = argparse.ArgumentParser(prog=program, description="Sharded training with torch: tools for the shell.")
+    parser = argparse.ArgumentParser(prog=program, description="Tools for sharded training with PyTorch.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for each in COMMANDS:
         each.add_command(commands)

@@ -1,4 +1,4 @@
-"""``measure-links``: this machine measured for the planner."""
+"""``measure-links``: measure this machine for the planner."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from .terminal import Table, add_debug, count, in_bytes, in_seconds, printable, 
 
 NAME = "measure-links"
 DESCRIPTION = """\
-Measure this machine for the planner: the links between ranks by the collectives that the library uses, matrix
-products by dtype, memory, and the time to launch an operator. All ranks measure at the same time; figures are medians,
-and those of the slowest rank.
+Measure this machine for the planner: links between ranks (with the collectives of this library), matrix products by
+dtype, memory bandwidth, and the time to launch an operator. All ranks measure at the same time. Each value is the
+median time of the slowest rank.
 
-The command starts the ranks itself on this node. Under torchrun each process is one of the ranks, and on several
-nodes the links between them are measured, too.
+The command starts the ranks on this node. Under torchrun, each process is one of the ranks. If there are several nodes,
+the links between them are measured, too.
 """
 EXAMPLE = """\
 examples:
   python -m composable_shard measure-links --ranks 2 --json machine.json
   torchrun --nnodes 2 --nproc-per-node 8 ... -m composable_shard measure-links --json machine.json
 
-exit codes: 0 it is measured; 1 a rank has failed, there was not enough time, or the file could not be written; 2 the
-arguments are wrong; 130 it was interrupted. No process is left in any case.
+exit codes: 0 done; 1 a rank failed, the time was not sufficient, or the file could not be written; 2 the arguments are
+wrong; 130 interrupted. No process is left running.
 """
 _INTERRUPTED = 130
 _DAY_S = 86_400
 
 
 def add_command(commands: Any) -> None:
-    """Let a parser know of this command."""
+    """Add this command to a parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         NAME,
         help="measure this machine, and write it as JSON for the planner",
@@ -48,14 +48,14 @@ def add_command(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--ranks", metavar="N", type=int, help="how many processes to start; by default 2, or one for each accelerator"
+        "--ranks", metavar="N", type=int, help="number of processes to start (default: 2, or one per accelerator)"
     )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="where to write the machine; it is replaced")
-    parser.add_argument("--name", help="of the machine; by default that of its device")
-    parser.add_argument("--device", default="auto", help='"cpu", "cuda", ...; by default the accelerator, if any')
-    parser.add_argument("--quick", action="store_true", help="measure for seconds, and less exactly")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="file to write or replace")
+    parser.add_argument("--name", help="name of the machine (default: name of its device)")
+    parser.add_argument("--device", default="auto", help='"cpu", "cuda", ... (default: the accelerator, if any)')
+    parser.add_argument("--quick", action="store_true", help="measure for a few seconds, less precisely")
     parser.add_argument(
-        "--timeout", metavar="SECONDS", type=float, default=600.0, help="after which all ranks are ended (600)"
+        "--timeout", metavar="SECONDS", type=float, default=600.0, help="end all ranks after this time (default: 600)"
     )
     add_debug(parser)
     parser.set_defaults(command=lambda parsed: _run(parsed, parser))
@@ -63,7 +63,7 @@ def add_command(commands: Any) -> None:
 
 def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if not 0 < parsed.timeout <= _DAY_S:
-        parser.error("--timeout: give seconds above 0, a day at most")
+        parser.error("--timeout: expected seconds above 0, and at most a day")
     try:
         place = ranks.place_of_launcher()
         if place is None or place.rank == 0:
@@ -93,7 +93,7 @@ def _in_new_ranks(parsed: argparse.Namespace) -> Measurement:
 def _in_this_rank(place: Place, parsed: argparse.Namespace) -> Measurement:
     if parsed.ranks not in (None, place.ranks):
         raise ShardConfigValueError(
-            f"--ranks {parsed.ranks}: a launcher has started {place.ranks} ranks; leave the argument out"
+            f"--ranks {parsed.ranks}: a launcher has started {place.ranks} ranks; omit the argument"
         )
     ranks.check_ranks(place.ranks)
     kind = ranks.device_kind(parsed.device, place.local_ranks)
@@ -110,14 +110,14 @@ def _settings(parsed: argparse.Namespace) -> Settings:
 
 
 def _check_writable(path: Path | None) -> None:
-    """See before the machine is measured that what is measured can be written."""
+    """Check, before measuring, that the result can be written."""
     if path is None:
         return
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir():
         raise NotADirectoryError(f"--json {path}: give a file in a directory that exists")
     if not os.access(folder, os.W_OK):
-        raise PermissionError(f"--json {path}: the directory cannot be written")
+        raise PermissionError(f"--json {path}: the directory is not writable")
 
 
 # ---------------------------------------------------------------------------------------------------------- text
@@ -135,21 +135,21 @@ def _report(measurement: Measurement, path: Path | None) -> None:
 
 
 def tables(measurement: Measurement) -> list[Table]:
-    """A measurement in words."""
+    """A measurement as tables."""
     machine = measurement.machine
     by = f"{count(measurement.ranks, 'rank')} on {measurement.device}, {count(measurement.threads, 'thread')} each"
     figures = [(figure.name, _speed(figure)) for figure in measurement.figures]
     return [
-        Table(f"{machine.name}: {by}", [*figures, ("memory of a rank", in_bytes(machine.memory))]),
+        Table(f"{machine.name}: {by}", [*figures, ("memory per rank", in_bytes(machine.memory))]),
         Table(
             "Links: a collective takes latency + (ranks - 1) / ranks * bytes / bandwidth",
             [(name, *_fitted(fit)) for name, fit in measurement.links.items()],
-            ("", "latency", "bandwidth", "off by at most"),
+            ("", "latency", "bandwidth", "largest error"),
         ),
         Table(
-            "Collectives: medians of the slowest rank, and the transport",
+            "Collectives: median times of the slowest rank, and the transport",
             list(_collectives(measurement.collectives)),
-            ("", "bytes", measuring.GATHER, measuring.REDUCTION, "by the formula"),
+            ("", "bytes", measuring.GATHER, measuring.REDUCTION, "formula"),
         ),
         *([Table("Notes", [(note,) for note in measurement.notes])] if measurement.notes else []),
     ]
@@ -168,7 +168,7 @@ def _speed(figure: Figure) -> str:
 
 
 def _collectives(collectives: Sequence[Collective]) -> Iterator[tuple[str, ...]]:
-    """A row for each size and link: the gather, and the reduction that follows it in the list."""
+    """One row per size and link: a gather, and the reduction that follows it in the list."""
     for gather, reduction in zip(collectives[::2], collectives[1::2], strict=True):
         times = [f"{in_seconds(each.figure.seconds)} {each.transport}" for each in (gather, reduction)]
         yield gather.link, f"{gather.nbytes >> 10:,} KiB", *times, in_seconds(gather.seconds)

@@ -1,4 +1,4 @@
-"""A script or a module that a command is given, run as Python itself would run it."""
+"""Run a script or a module that was passed to a command, as Python itself would run it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-# Packages of the frames that are around those of a script, or of the packages that a module is in.
+# Packages whose frames surround those of a script, or of the packages that contain a module.
 _AROUND = {"composable_shard", "importlib", "_frozen_importlib", "_frozen_importlib_external", "pkgutil", "zipimport"}
 
 
 class NotFoundError(Exception):
-    """There is no such script or module; the message says why."""
+    """There is no such script or module. The message gives the reason."""
 
 
 def run_program(name: str, passed_on: Sequence[str], is_module: bool = False) -> None:
@@ -27,12 +27,12 @@ def run_program(name: str, passed_on: Sequence[str], is_module: bool = False) ->
 
     Args:
         name: the path of a file, or of a directory or archive with ``__main__.py``; or the full name of a module.
-        passed_on: its arguments.
-        is_module: which of both `name` is.
+        passed_on: arguments of the program.
+        is_module: whether `name` is a module.
 
     Raises:
         NotFoundError: there is no such program.
-        BaseException: what it raises, without the frames around it when it is shown.
+        BaseException: any error of the program. Its traceback is shown without the frames around those of the program.
     """
     try:
         module, code = _find(name, passed_on, is_module)
@@ -47,13 +47,13 @@ def run_program(name: str, passed_on: Sequence[str], is_module: bool = False) ->
 
 @contextlib.contextmanager
 def output_aside() -> Iterator[None]:
-    """What a program prints goes where errors go, so that what a command prints can be read by machines."""
+    """Context that redirects the output of a program to stderr, so that the output of a command can be parsed."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 
 
 def described(error: BaseException) -> str:
-    """An exception of a program, with the last line of it that belongs to no package."""
+    """Describe an exception of a program, with the last line of its traceback that is in no package."""
     home, place, trace = str(Path(__file__).parents[1]), "", error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
@@ -64,25 +64,25 @@ def described(error: BaseException) -> str:
 
 
 def import_from_here() -> None:
-    """Have modules found that are in the current directory, as ``python -m`` does and an entry point does not."""
+    """Make modules in the current directory importable, as ``python -m`` does and an entry point does not."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
 def _find(name: str, passed_on: Sequence[str], is_module: bool) -> tuple[ModuleType, CodeType]:
-    """The main module that Python would make, and its code; `sys.argv` and `sys.path` are as it would have them."""
+    """The main module that Python would make, and its code. Sets `sys.argv` and `sys.path` as Python would."""
     if not is_module:
         sys.argv[:] = [name, *passed_on]
         return _script(name)
     _set_first_path(os.getcwd())
-    sys.argv[:] = ["-m", *passed_on]  # which packages around the module see
+    sys.argv[:] = ["-m", *passed_on]  # the value that packages around the module see
     module, code = _module(name, find_spec)
     sys.argv[0] = module.__file__ or name
     return module, code
 
 
 def _hide_our_frames(error: BaseException) -> None:
-    """Have an exception that nobody catches shown without the frames around the script's."""
+    """If an exception is not caught, print its traceback without the frames around those of the script."""
     shown = error.__traceback__
     while shown is not None and str(shown.tb_frame.f_globals.get("__name__")).partition(".")[0] in _AROUND:
         shown = shown.tb_next
@@ -97,7 +97,7 @@ def _hide_our_frames(error: BaseException) -> None:
 
 
 def _script(path: str) -> tuple[ModuleType, CodeType]:
-    """What Python would run for a path that it is given, as its main module."""
+    """The main module that Python would run for a path, and its code."""
     file = os.path.join(os.getcwd(), path)
     if pkgutil.get_importer(file) is not None:  # a directory or an archive
         if PathFinder.find_spec("__main__", [file]) is None:
@@ -116,13 +116,13 @@ def _script(path: str) -> tuple[ModuleType, CodeType]:
 
 
 def _module(name: str, find: Callable[[str], ModuleSpec | None]) -> tuple[ModuleType, CodeType]:
-    """What Python would run for ``-m name``."""
+    """The main module that Python would run for ``-m name``, and its code."""
     if not all(name.split(".")):
         raise NotFoundError(f"{name!r} is not the full name of a module")
     try:
         spec = find(name)
     except ModuleNotFoundError as error:
-        if f"{name}.".startswith(f"{error.name}."):  # it, or a package around it
+        if f"{name}.".startswith(f"{error.name}."):  # the module, or a package around it
             raise NotFoundError(f"no module named {name}: {error}") from None
         raise
     if spec is not None and spec.submodule_search_locations is not None and not name.endswith(".__main__"):
@@ -131,7 +131,7 @@ def _module(name: str, find: Callable[[str], ModuleSpec | None]) -> tuple[Module
         raise NotFoundError(f"no module named {name}")
     code = spec.loader.get_code(name)  # type: ignore[attr-defined]
     if code is None:
-        raise NotFoundError(f"{name} holds no Python code")
+        raise NotFoundError(f"{name} contains no Python code")
     return _main_module(spec, spec.loader, spec.origin), code
 
 
@@ -146,6 +146,6 @@ def _main_module(spec: ModuleSpec | None, loader: Any, file: str | None) -> Modu
 
 
 def _set_first_path(path: str) -> None:
-    """Where Python looks for modules first: what belongs to this program makes room for what belongs to the script."""
+    """Set where Python looks for modules first, and replace the directory of this program."""
     if not sys.flags.safe_path:
         sys.path[0] = path

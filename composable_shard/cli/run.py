@@ -1,4 +1,4 @@
-"""``run``: a script or a module that is not changed, with this library in the place of torch's FSDP2."""
+"""``run``: run an unchanged script or module with this library instead of torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from .program import NotFoundError, run_program
 
 NAME = "run"
 DESCRIPTION = """\
-Run a script, or a module, as Python alone would, after composable_shard.install(): wherever it, or a library that
-it uses, calls torch's fully_shard, this library shards. The script is not changed.
+Run a script or a module as Python would, after composable_shard.install(). Wherever the script, or a library that it
+uses, calls torch's fully_shard, this library shards. The script is not changed.
 
-Processes that it starts with multiprocessing get install(), too; those that it starts by a command line do not.
+Processes that the script starts with multiprocessing also call install(). Processes that it starts with a command line
+do not.
 """
 EXAMPLE = """\
 examples:
@@ -28,15 +29,15 @@ examples:
   accelerate launch --config_file fsdp2.yaml -m composable_shard run train.py
 """
 
-_KEY = "composable_shard"  # in the configuration that processes of multiprocessing hand on
+_KEY = "composable_shard"  # in the configuration that multiprocessing passes to child processes
 
 
 def add_command(commands: Any) -> None:
-    """Let a parser know of this command."""
+    """Add this command to a parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         NAME,
         usage="%(prog)s [-h] (SCRIPT | -m MODULE) [ARGUMENT ...]",
-        help="run a script that uses torch's FSDP2, with this library in its place",
+        help="run a script that uses torch's FSDP2 with this library instead",
         description=DESCRIPTION,
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -47,7 +48,7 @@ def add_command(commands: Any) -> None:
 
 
 def split(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Of a command line that begins with this command's name: what is for the command, and what for the script."""
+    """Split a command line that begins with this command's name into the command's arguments and the script's."""
     for at, word in enumerate(given[1:], start=1):
         if word == "-m":
             return list(given[: at + 2]), list(given[at + 2 :])
@@ -71,19 +72,19 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _keep_importable() -> None:
-    """See that child processes, which get `sys.path`, find this library without the place that the script's takes."""
+    """Make this library importable in child processes, which get `sys.path` without this program's first entry."""
     home = Path(__file__).parents[1]
     others = 0 if sys.flags.safe_path else 1
     spec = PathFinder.find_spec(_KEY, sys.path[others:])
-    if spec is None or spec.origin != str(home / "__init__.py"):  # a checkout that is the current directory
+    if spec is None or spec.origin != str(home / "__init__.py"):  # a checkout in the current directory
         sys.path.insert(others, str(home.parent))
 
 
 class _InstallInChild:
-    """Kept among what a process of multiprocessing hands on to those that it starts; these install when they load it.
+    """Part of the configuration that multiprocessing passes to child processes. Unpickling it there calls `install`.
 
-    Spawned processes import the script again before, so what its first level does with torch's functions beyond
-    importing them is done with torch's own.
+    A spawned process imports the script before that. So if module-level code of the script calls functions of torch,
+    and does not only import them, it calls torch's own.
     """
 
     def __reduce__(self) -> tuple[Callable[[], _InstallInChild], tuple[()]]:

@@ -1,4 +1,4 @@
-"""What commands have in common: tables, progress, and words for bytes and seconds, on a terminal and elsewhere."""
+"""Shared parts of commands: tables, progress, and text for bytes and seconds, on a terminal and elsewhere."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .._plan.text import table
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under a title; all rows, and the heads if there are any, have as many cells.
+    """Rows of cells under a title. All rows, and the heads if there are any, have the same number of cells.
 
     Attributes:
-        right: numbers of the columns that end at the right.
-        styles: how rich shows each row; empty for all alike.
+        right: indices of the right-aligned columns.
+        styles: the style of each row in rich; empty if no row has one.
         note: a line below the table.
     """
 
@@ -32,22 +32,22 @@ class Table:
 
 
 def show(tables: Sequence[Table]) -> None:
-    """Print tables: with rich on a terminal, if it is installed, and as plain text elsewhere."""
+    """Print tables: with rich on a terminal, if it is installed, else as plain text."""
     if not draw(tables):
         sys.stdout.write("\n".join(_plain(table) for table in tables))
 
 
 def draw(tables: Sequence[Table]) -> bool:
-    """Print tables with rich; False, and nothing is printed, where there is no terminal or rich is not installed."""
+    """Print tables with rich. Without a terminal or rich, print nothing and return False."""
     return sys.stdout.isatty() and _show_by_rich(tables)
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> Iterator[str]:
-    """The lines of a table whose columns are as wide as they need to be; empty columns are left out.
+    """The lines of a table with aligned columns. Empty columns are left out.
 
     Args:
-        rows: of cells.
-        right: numbers of the columns that end at the right.
+        rows: rows of cells.
+        right: indices of the right-aligned columns.
     """
     columns = [(number, column) for number, column in enumerate(zip(*rows, strict=True)) if any(column)]
     left = [at for at, (number, _) in enumerate(columns) if number not in right]
@@ -56,17 +56,17 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> Itera
 
 
 def printable(text: str) -> str:
-    """Without what would steer a terminal, in the place of which its code stands."""
+    """Replace control characters, which could control the terminal, by their escape sequences."""
     return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things."""
+    """Format a number of things."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def in_bytes(size: float) -> str:
-    """Bytes in words."""
+    """Format a number of bytes."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size >= factor:
             return f"{size / factor:,.1f} {unit}"
@@ -74,7 +74,7 @@ def in_bytes(size: float) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    """A time in words, with three digits."""
+    """Format a time, with three digits."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}"
@@ -82,18 +82,18 @@ def in_seconds(seconds: float) -> str:
 
 
 def add_debug(parser: argparse.ArgumentParser) -> None:
-    """Let a command know of ``--debug``, which `say_error` heeds."""
+    """Add the option ``--debug``, which `say_error` reads."""
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
 def say_error(parser: argparse.ArgumentParser, parsed: argparse.Namespace, error: Exception, text: str = "") -> None:
-    """Say in one line why a command has failed, or in an object of JSON; to be called where the error was caught.
+    """Print why a command failed, as one line or as a JSON object. Call it where the error is caught.
 
     Args:
-        parser: of the command.
-        parsed: with ``--debug`` the error is raised again.
-        error: whose text it is.
-        text: another one.
+        parser: parser of the command.
+        parsed: the parsed arguments. With ``--debug`` the error is raised again.
+        error: the error, whose text is printed.
+        text: text to print instead.
     """
     if parsed.debug:
         raise error
@@ -105,24 +105,24 @@ def say_error(parser: argparse.ArgumentParser, parsed: argparse.Namespace, error
 
 
 def size(text: str) -> int:
-    """Bytes from words such as 5GB or 40GiB, for arguments of a command."""
+    """Parse a size such as 5GB or 40GiB, for arguments of a command. Return bytes."""
     written = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(I?)B?", text.strip().upper())
     nbytes = 0
     if written is not None:
         nbytes = int(float(written[1]) * (1024 if written[3] else 1000) ** " KMGT".index(written[2] or " "))
     if nbytes < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one as in 5GB or 40GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; give one such as 5GB or 40GiB")
     return nbytes
 
 
 @contextmanager
 def progress(of_bytes: bool = False) -> Iterator[Callable[[str, int, int], None] | None]:
-    """A progress bar on the terminal of errors; None where that is no terminal, or rich is not installed.
+    """Context with a progress bar on stderr. It is None if stderr is not a terminal or rich is not installed.
 
-    What it gives is called with what is being done, how many steps of it are, and how many there are.
+    The bar is called with the current task, the number of steps done, and the total number of steps.
 
     Args:
-        of_bytes: steps are bytes, which are shown with the time that is left.
+        of_bytes: whether steps are bytes, which are shown with the remaining time.
     """
     try:
         from rich.console import Console

@@ -1,4 +1,4 @@
-"""``trace``: one step of a training script, as a trace, pictures and words."""
+"""``trace``: write one step of a training script as a trace, figures and text."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from .terminal import add_debug, printable, say_error
 
 NAME = "trace"
 DESCRIPTION = """\
-Run a training script, which is not changed, to the end of one of its steps, and write what its sharded models did in
-that step: a trace for ui.perfetto.dev or chrome://tracing (step.json), pictures of memory and time (memory.png and
-time.png, which need matplotlib), the plan and the record, which `explain` reads, and its explanation, which is printed.
+Run an unchanged training script to the end of one of its steps, and write what its sharded models did in that step: a
+trace for ui.perfetto.dev or chrome://tracing (step.json), figures of memory and time (memory.png and time.png, which
+need matplotlib), the plan and the record, which `explain` reads, and the explanation, which is also printed.
 
-Under a launcher all ranks run the step, and rank 0 writes. The script is ended after the step; what it prints goes to
-the terminal of errors.
+Under a launcher all ranks run the step, and rank 0 writes. The script is ended after the step. Its output goes to
+stderr.
 """
 EXAMPLE = """\
 examples:
   torchrun --nproc-per-node 2 -m composable_shard trace --out trace train.py --lr 3e-4
   torchrun --nproc-per-node 8 -m composable_shard trace --install --step 20 -m my_package.train
 
-exit codes: 0 done; 2 the arguments are wrong, or the script has failed, or ended before.
+exit codes: 0 done; 2 the arguments are wrong, or the script failed or ended too early.
 """
 
 
 def add_command(commands: Any) -> None:
-    """Let a parser know of this command."""
+    """Add this command to a parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         NAME,
         usage="%(prog)s [-h] [options] SCRIPT [ARGUMENT ...]",
-        help="one step of a training script: a trace, pictures and words",
+        help="write one step of a training script as a trace, figures and text",
         description=DESCRIPTION,
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -43,10 +43,10 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a script with its arguments")
     add("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for python -m")
-    add("--step", type=int, default=5, metavar="N", help="which step, from 2 on (default: 5)")
-    add("--out", type=Path, default=Path("trace"), metavar="DIR", help="where files are written (default: trace)")
-    add("--install", action="store_true", help="this library in the place of FSDP2, as `run` does")
-    add("--json", action="store_true", help="print one object of JSON")
+    add("--step", type=int, default=5, metavar="N", help="the step, at least 2 (default: 5)")
+    add("--out", type=Path, default=Path("trace"), metavar="DIR", help="folder for the files (default: trace)")
+    add("--install", action="store_true", help="replace FSDP2 with this library, as `run` does")
+    add("--json", action="store_true", help="print one JSON object")
     add_debug(parser)
     parser.set_defaults(command=lambda parsed: _run(parsed, parser))
 

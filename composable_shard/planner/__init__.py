@@ -1,9 +1,9 @@
-"""Before a run: what a strategy takes of memory and time, on machines that need not be there.
+"""Predict memory and step time of sharding strategies before a run, also for machines that are not available.
 
     advice = cs.advise("llama3-8b", devices=8, machine="h100")  # an `Advice`
     print(advice.reason)
 
-`KNOWN` has a `Machine` by each name that ``machine=`` takes, and `NAMED` a `Shape` by each name of a model.
+`KNOWN` maps the names that ``machine=`` accepts to a `Machine`, and `NAMED` maps names of models to a `Shape`.
 """
 
 from .._wrap import repeated_blocks as repeated_blocks

@@ -1,4 +1,4 @@
-"""Which strategy for a model, some devices and a network: all that are possible, estimated, and one recommended."""
+"""Estimate all possible strategies for a model, a number of devices and a network, and recommend one."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ from .strategies import (
 )
 from .timing import Time, compute_seconds, time_of
 
-_CLOSE = 0.05  # of tokens a second: of strategies that are as close, the simplest, then the smallest is taken
-_TIGHT = 0.9  # of the memory, which what is recommended leaves free if it can
+_CLOSE = 0.05  # relative difference in throughput below which the simpler, then the smaller strategy is recommended
+_TIGHT = 0.9  # fraction of the device memory that the recommended strategy should not exceed
 _REPLICATED = ("none", "ddp")
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a strategy takes.
+    """The predicted memory and time of one strategy.
 
     Attributes:
-        strategy: which.
-        memory: of a device.
-        host_bytes: of the host's memory for each device, where parameters or the optimizer's state are offloaded.
-        disk_bytes: on disk for each device, where the optimizer's state is.
-        disk_moved: that a step reads from disk and writes there, together, for each device.
-        disk_seconds: that this takes; of `time.optimizer`, which is no less.
+        strategy: the strategy.
+        memory: memory of one device.
+        host_bytes: bytes of host memory per device, if parameters or the optimizer state are offloaded.
+        disk_bytes: bytes on disk per device, if the optimizer state is on disk.
+        disk_moved: bytes that a step reads from disk and writes to it, in total, per device.
+        disk_seconds: seconds of this disk traffic. `time.optimizer` is at least this.
         moved: bytes that a rank sends in a step.
-        exchanged: of these, what goes to owners of matrices and back.
-        time: of a step.
-        tokens_per_second: of all devices together.
-        needed: bytes that a device must have.
-        short: bytes by which it does not fit on a device; 0 if it does.
-        host_short: the same of the host, for each device.
+        exchanged: the part of `moved` that is sent to the owners of matrices and back.
+        time: time of a step.
+        tokens_per_second: throughput of all devices together.
+        needed: bytes of memory that a device must have.
+        short: bytes that are missing on a device; 0 if the strategy fits.
+        host_short: bytes that are missing in host memory, per device.
     """
 
     strategy: Strategy
@@ -74,30 +74,30 @@ class Estimate:
 
     @property
     def exposed_share(self) -> float:
-        """Of a step's time, the part in which compute waits for communication between shards and replicas."""
+        """The fraction of a step that is exposed communication between shards and replicas."""
         return self.time.exposed / self.time.seconds
 
     @property
     def fits(self) -> bool:
-        """Whether a device and its host have the memory."""
+        """Whether the memory of the device and of the host suffices."""
         return self.short == 0 and self.host_short == 0
 
 
 @dataclass(frozen=True)
 class Advice:
-    """All strategies, and which to take.
+    """The estimates of all strategies, and a recommendation.
 
     Attributes:
-        model: in words.
-        machine: on which it is to run.
-        devices: how many.
-        precision: name of the dtypes.
-        tokens: of a step on all devices.
-        estimates: of all strategies; those that fit first, the fastest one at the beginning.
-        recommended: the strategy to take; None if none fits.
-        reason: why, in words; if none fits, what is missing.
-        optimizer: with which it trains.
-        comm_policy: in how many bits weights and gradients travel.
+        model: name of the model.
+        machine: the machine.
+        devices: number of devices.
+        precision: name of the precision.
+        tokens: tokens per step, on all devices.
+        estimates: the estimates of all strategies. Those that fit come first, the fastest first.
+        recommended: the estimate of the recommended strategy; None if no strategy fits.
+        reason: the reason for the recommendation or, if no strategy fits, the missing memory.
+        optimizer: name of the optimizer.
+        comm_policy: the precision in which weights and gradients are sent.
         on: estimates the same strategies on another machine, in the same order, without tracing again.
     """
 
@@ -132,39 +132,47 @@ def advise(
     optimizer: str = ADAMW,
     comm_policy: CommPolicy = AS_IT_IS,
 ) -> Advice:
-    """Which strategy to take.
+    """Estimate all strategies for a model and recommend one.
 
-    Nothing is allocated and no device is needed. Activations, checkpoints and tensor parallelism are counted in a trace
-    of a step with fake tensors, buffers of communication in the plan that this library follows; times come from a
-    roofline of the operators and from the simulation of the plan (see docs/advise.md for all formulas).
+    Nothing is allocated and no device is needed. Activations, activation checkpointing and tensor parallelism are
+    measured in a trace of a step with fake tensors. Communication buffers come from the plan that this library would
+    follow. Times come from a roofline model of the operators and a simulation of the plan. The formulas are in
+    `planner/memory.py` and `planner/timing.py`.
 
     Args:
-        model: a `Shape`, its name or its words; the path of a ``config.json`` of Hugging Face; or a function without
-            arguments that makes the model, or its import path ``package.module:function``. It may give a pair: the
-            model, and a function that takes it and a number of sequences and gives the loss.
-        devices: how many there are.
-        machine: of which kind: a name in `KNOWN`, or what ``measure-links`` has measured (a `Machine`, or its file).
-        memory_per_device: bytes, in the place of the machine's.
-        host_memory_per_device: bytes of the host for each device, likewise. If they are known, offload must fit into
-            them, and strategies with the optimizer's state on disk are considered.
-        intra_node: bytes per second of the links within nodes, likewise.
-        inter_node: bytes per second of the links between nodes, likewise.
-        disk_bandwidth: bytes per second that a disk reads and writes, together, for one device, likewise.
-        batch: sequences of a step for each device.
-        sequence: tokens of a sequence, in the place of the shape's; a factory needs it.
+        model: one of
+
+            - a `Shape`, its name in `NAMED`, or its text form (`Shape.parse`);
+            - the path of a Hugging Face ``config.json``;
+            - a function without arguments that makes the model, or its import path ``package.module:function``. It may
+              return a pair: the model, and a function that takes the model and a number of sequences and returns the
+              loss.
+        devices: number of devices.
+        machine: a `Machine`, a name in `KNOWN`, or the file that ``measure-links`` wrote.
+        memory_per_device: bytes of memory per device. Default: that of the machine.
+        host_memory_per_device: bytes of host memory per device. Default: that of the machine. If it is known, offload
+            must fit into it, and strategies with the optimizer state on disk are considered.
+        intra_node: bandwidth of a device within its node, in bytes per second. Default: that of the machine.
+        inter_node: bandwidth of a device to other nodes, in bytes per second. Default: that of the machine.
+        disk_bandwidth: bytes per second that a disk reads and writes in total, for one device. Default: that of the
+            machine.
+        batch: sequences per step and device.
+        sequence: tokens per sequence. Default: that of the shape. Required if a function makes the model.
         precision: ``float32``, ``bfloat16-mixed`` (parameters, optimizer and reductions in float32),
             ``float16-mixed`` or ``bfloat16``.
-        tensor: numbers of ranks of tensor parallelism to consider, for shapes.
-        adapters: rank of low-rank adapters that train alone; 0 for a training of all parameters.
-        optimizer: ``adamw``, fused; ``in_backward``, AdamW that steps inside of backward (`cs.optim.in_backward`); or
-            ``owned``, Muon of the matrices of blocks at their owners (`cs.optim.owned`), and AdamW of all others.
-        comm_policy: in how many bits weights and gradients travel, of every strategy that shards.
+        tensor: numbers of ranks of tensor parallelism to consider. Only for shapes.
+        adapters: rank of low-rank adapters, if only these train; 0 if all parameters train.
+        optimizer: ``adamw`` (fused), ``in_backward`` (AdamW that steps inside backward, `cs.optim.in_backward`), or
+            ``owned`` (Muon for the matrices of blocks, stepped by their owners, `cs.optim.owned`; AdamW for all other
+            parameters).
+        comm_policy: the precision in which every sharding strategy sends weights and gradients.
 
     Returns:
-        an estimate of each strategy, the one to take, and why.
+        the estimates of all strategies, the recommended one, and the reason.
 
     Raises:
-        ShardConfigTypeError, ShardConfigValueError: an argument makes no sense; it says which and what would.
+        ShardConfigTypeError, ShardConfigValueError: an argument is invalid. The message names the argument and what is
+            valid.
     """
     chosen = _adjusted(machine_of(machine), memory_per_device, intra_node, inter_node)
     if disk_bandwidth is not None:
@@ -181,7 +189,7 @@ def advise(
     known = strategies(devices, chosen.devices_per_node, tuple(tensor), chosen.host_memory)
     possible = list(filter(partial(is_possible, optimizer), known))
     if not possible:
-        raise ShardConfigValueError(f"tensor: {list(tensor)} divide no {devices} devices within a node")
+        raise ShardConfigValueError(f"tensor: none of {list(tensor)} divides {devices} devices and fits into a node")
     estimates = [planner.estimate(each, chosen) for each in possible]
     estimates.sort(key=lambda each: (each.short + each.host_short, -each.tokens_per_second))
     recommended, reason = _recommended(estimates, devices, chosen)
@@ -201,7 +209,12 @@ def advise(
 
 
 def machine_of(machine: Machine | str | os.PathLike[str]) -> Machine:
-    """A machine by its name in `KNOWN`, or from the file that ``measure-links`` has written."""
+    """Return the machine with a name in `KNOWN`, or read the file that ``measure-links`` wrote.
+
+    Raises:
+        ShardConfigTypeError: `machine` is neither a `Machine` nor a name or path.
+        ShardConfigValueError: there is no such name or file, or the file has other content.
+    """
     if isinstance(machine, Machine):
         return machine
     if not isinstance(machine, (str, os.PathLike)):
@@ -213,7 +226,7 @@ def machine_of(machine: Machine | str | os.PathLike[str]) -> Machine:
         return Machine.from_json(Path(name).read_text())
     except OSError:
         raise ShardConfigValueError(
-            f"machine: {name!r} is neither a file nor one of {', '.join(KNOWN)}; measure yours with "
+            f"machine: {name!r} is neither a file nor one of {', '.join(KNOWN)}; measure your machine with "
             "`composable-shard measure-links --json FILE`"
         ) from None
 
@@ -229,7 +242,7 @@ def _adjusted(machine: Machine, memory: int | None, intra: float | None, inter: 
 
 
 class Planner:
-    """Estimates strategies, and traces nothing twice."""
+    """Estimates strategies. Caches traces and plans."""
 
     def __init__(
         self, source: Source, precision: Precision, batch: int, optimizer: str = ADAMW, comm: CommPolicy = AS_IT_IS
@@ -240,7 +253,7 @@ class Planner:
         self._plans: dict[int, ShardPlan] = {}
 
     def estimate(self, strategy: Strategy, machine: Machine) -> Estimate:
-        """What a strategy takes on a machine."""
+        """Estimate the memory and the time of a strategy on a machine."""
         layout = strategy.layout
         profile, base = self._profile(strategy), self._base(layout.tensor)
         plan = plan_of(base, strategy, machine)
@@ -272,7 +285,7 @@ class Planner:
         )
 
     def _cast(self, base: ShardPlan, plan: ShardPlan | None) -> int:
-        """Bytes of the copies that autocast makes where nothing is sharded, and keeps until the step is over."""
+        """Bytes of the copies that autocast makes of unsharded parameters and keeps until the step ends."""
         if plan is not None or self._precision.compute == self._precision.stored:
             return 0
         return sum(p.numel * p.gathered.itemsize for group in base.groups for p in group.params)
@@ -297,8 +310,8 @@ def _recommended(estimates: list[Estimate], devices: int, machine: Machine) -> t
     if not fitting:
         least = estimates[0]
         return None, (
-            f"Nothing fits. {least.strategy} comes closest and lacks {_lacking(least)}: take more "
-            "devices, shorter sequences, or fewer of them at a time."
+            f"Nothing fits. {least.strategy} comes closest but needs {_lacking(least)}. Use more devices, shorter "
+            "sequences or a smaller batch."
         )
     fastest = fitting[0].tokens_per_second
     close = [each for each in fitting if each.tokens_per_second >= (1 - _CLOSE) * fastest]
@@ -316,46 +329,46 @@ def _complexity(strategy: Strategy) -> tuple[int, bool, int, int]:
 def _reason(chosen: Estimate, fitting: list[Estimate], estimates: list[Estimate], devices: int) -> str:
     name = chosen.strategy.name
     begin = {
-        "none": "Do not shard: one device holds all of it",
-        "ddp": "Do not shard parameters, replicate them: every device holds all of it",
-    }.get(name, f"Take {chosen.strategy}")
-    text = f"{begin}, in {_gib(chosen.needed)}, at {chosen.tokens_per_second:,.0f} tokens a second"
-    text += f"; {chosen.exposed_share:.0%} of a step waits for communication." if devices > 1 else "."
+        "none": "Do not shard: the model fits on one device",
+        "ddp": "Do not shard parameters, replicate them: the model fits on each device",
+    }.get(name, f"Use {chosen.strategy}")
+    text = f"{begin}. It needs {_gib(chosen.needed)} per device and reaches {chosen.tokens_per_second:,.0f} tokens/s"
+    text += f"; {chosen.exposed_share:.0%} of a step is exposed communication." if devices > 1 else "."
     simpler = [each for each in estimates if _complexity(each.strategy) < _complexity(chosen.strategy)]
     if missing := [each for each in simpler if not each.fits]:
         closest = min(missing, key=lambda each: each.short + each.host_short)
-        text += f" {closest.strategy} would be simpler and lacks {_lacking(closest, '')}."
+        text += f" {closest.strategy} would be simpler but needs {_lacking(closest, '')}."
     others = [each for each in fitting if each.strategy.name != name]
     if others:
         best = others[0]
         ratio = chosen.tokens_per_second / best.tokens_per_second
-        text += f" The best of the others, {best.strategy}, gives {1 / ratio:.2f} of its tokens."
+        text += f" The best alternative, {best.strategy}, reaches {1 / ratio:.2f} of this throughput."
     return text + _exchange(chosen.exchanged)
 
 
 def _offload(chosen: Estimate, fitting: list[Estimate], machine: Machine) -> str:
-    """What offload takes, and whether there is another way."""
+    """Describe the memory and time that offload needs, and whether another strategy avoids it."""
     if not chosen.strategy.offloads:
         return ""
     text = "" if any(not each.strategy.offloads for each in fitting) else " Without offload nothing fits."
-    text += f" The host holds {_gib(chosen.host_bytes)} for each device"
-    text += ", which is taken to be there: its memory is not known" if machine.host_memory is None else ""
+    text += f" Offload needs {_gib(chosen.host_bytes)} of host memory per device"
+    text += ", which is assumed to be available (the size is unknown)" if machine.host_memory is None else ""
     if chosen.disk_bytes:
         text += (
-            f", and the disk {_gib(chosen.disk_bytes)}; a step reads and writes {_gib(chosen.disk_moved)}, which takes "
+            f", and {_gib(chosen.disk_bytes)} on disk. A step reads and writes {_gib(chosen.disk_moved)}, which takes "
             f"{chosen.disk_seconds:.3g} s of its {chosen.time.seconds:.3g} s"
         )
     return f"{text}."
 
 
 def _exchange(nbytes: int) -> str:
-    return f" Of what a rank sends in a step, {_gib(nbytes)} go to owners of matrices and back." if nbytes else ""
+    return f" Of the bytes sent per rank and step, {_gib(nbytes)} go to owners of matrices and back." if nbytes else ""
 
 
 def _lacking(estimate: Estimate, on: str = " on each device") -> str:
-    """What a strategy that does not fit lacks."""
-    device = [f"{_gib(estimate.short)}{on}"] if estimate.short else []
-    host = [f"{_gib(estimate.host_short)} of the host for each device"] if estimate.host_short else []
+    """Describe the missing memory of a strategy that does not fit."""
+    device = [f"{_gib(estimate.short)} more{on}"] if estimate.short else []
+    host = [f"{_gib(estimate.host_short)} more host memory per device"] if estimate.host_short else []
     return " and ".join(device + host)
 
 

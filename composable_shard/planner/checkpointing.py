@@ -1,7 +1,6 @@
-"""Activation checkpoints around the blocks of a model, whole or selective.
+"""Activation checkpointing of the blocks of a model, full or selective.
 
-Sublinear memory by computing again: https://arxiv.org/abs/1604.06174; which operators are worth keeping:
-https://arxiv.org/abs/2205.05198.
+Recomputation: https://arxiv.org/abs/1604.06174. The choice of saved operators: https://arxiv.org/abs/2205.05198.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _ATTENTION = {
 
 
 def checkpoint_modules(modules: Iterable[nn.Module], kind: Checkpointing) -> None:
-    """Let modules be activation checkpoints from now on.
+    """Apply activation checkpointing to modules, in place.
 
     Args:
-        modules: changed in place.
-        kind: ``full`` keeps the inputs of a module alone; ``selective`` keeps what attention gives, and every second
-            matrix product, too; ``none`` changes nothing.
+        modules: the modules. Their `forward` is replaced.
+        kind: ``full`` saves only the inputs of a module. ``selective`` also saves the outputs of attention and of every
+            second matrix product. ``none`` changes nothing.
     """
     if kind == "none":
         return
@@ -48,7 +47,7 @@ def _checkpointed(forward: Callable[..., Any], kind: Checkpointing, *args: Any, 
 
 
 def _contexts() -> Any:
-    products = {False: 0, True: 0}  # so far, by whether it is computed again
+    products = {False: 0, True: 0}  # matrix products so far, in forward (False) and in the recomputation (True)
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operator in _PRODUCTS:

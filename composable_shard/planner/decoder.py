@@ -1,4 +1,4 @@
-"""The decoder that a `Shape` describes, to be traced; made within ``FakeTensorMode`` it has no memory.
+"""The decoder that a `Shape` describes, for traces. A decoder that is made in ``FakeTensorMode`` has no memory.
 
 RMSNorm: https://arxiv.org/abs/1910.07467; rotary embeddings: https://arxiv.org/abs/2104.09864; grouped-query attention:
 https://arxiv.org/abs/2305.13245; SwiGLU: https://arxiv.org/abs/2002.05202; LoRA: https://arxiv.org/abs/2106.09685.
@@ -24,7 +24,7 @@ from .shape import Shape
 
 
 class LowRank(nn.Module):
-    """A frozen linear layer with a trained product of two thin matrices beside it."""
+    """A frozen linear layer plus a trained product of two thin matrices."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class LowRank(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, causal, with rotary embeddings."""
+    """Causal grouped-query attention with rotary embeddings."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Attention(nn.Module):
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn pairs of channels of `x` (batch, time, heads, channels) by `angles` (time, channels / 2), complex."""
+    """Rotate pairs of channels of `x` (batch, time, heads, channels) by `angles` (time, channels / 2), complex."""
     pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * angles[:, None, :]).flatten(-2).type_as(x)
 
@@ -80,7 +80,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A block: (batch, time, width) in and out."""
+    """A transformer block. Input and output: (batch, time, width)."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens in, (batch, time) integers; logits of the token that follows each, out."""
+    """A language model. Input: tokens (batch, time), integers. Output: logits (batch, time, vocabulary)."""
 
     angles: Tensor
 
@@ -119,7 +119,7 @@ class Decoder(nn.Module):
 
 
 def add_adapters(model: nn.Module, rank: int) -> None:
-    """Freeze a decoder, and give the layers of its attention adapters of a rank that train."""
+    """Freeze a decoder, and add trainable low-rank adapters of this rank to its attention layers."""
     model.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, Attention):
@@ -128,10 +128,10 @@ def add_adapters(model: nn.Module, rank: int) -> None:
 
 
 def parallelize(model: Decoder, mesh: DeviceMesh) -> None:
-    """Cut a decoder over a mesh.
+    """Apply tensor parallelism to a decoder over a mesh.
 
-    Layers are cut by columns and then by rows (https://arxiv.org/abs/1909.08053), what lies between them by the
-    sequence (https://arxiv.org/abs/2205.05198), embedding and head by the vocabulary.
+    Linear layers are sharded by columns, then by rows (https://arxiv.org/abs/1909.08053). Activations between them are
+    sharded by sequence (https://arxiv.org/abs/2205.05198), embedding and head by vocabulary.
     """
     rows, columns, whole = RowwiseParallel(output_layouts=Shard(1)), ColwiseParallel(), Replicate()
     for block in model.blocks:
@@ -157,6 +157,6 @@ def parallelize(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean loss of the tokens (batch, time + 1), each of which predicts the next; in float32, as training has it."""
+    """Mean cross-entropy in float32 of tokens (batch, time + 1). Each token predicts the next one."""
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())

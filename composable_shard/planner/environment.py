@@ -1,6 +1,6 @@
-"""What a report of a bug needs to say: versions, devices, backends, variables, and what works here or falls back.
+"""Information for a bug report: versions, devices, backends, environment variables, and which features work here.
 
-Nothing that is looked at is changed, and optional packages are not imported.
+Nothing is changed, and optional packages are not imported.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _NAMES = (
 HIDDEN = "(hidden: it may be a secret)"
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|COOKIE|(^|_)(API)?(KEY|AUTH|PWD)S?(_|$)", re.IGNORECASE)
 _SECRET_VALUE = re.compile(
-    r"://[^/\s]*@"  # a name and a password in an address
-    r"|-----BEGIN|\b(hf_|sk-|gh[a-z]_|github_pat_|xox[a-z]-|AKIA|eyJ)"  # beginnings of keys
+    r"://[^/\s]*@"  # user name and password in a URL
+    r"|-----BEGIN|\b(hf_|sk-|gh[a-z]_|github_pat_|xox[a-z]-|AKIA|eyJ)"  # prefixes of keys
     r"|(?=[\w+=-]*\d)(?=[\w+=-]*[A-Za-z])(?<![\w+=-])[\w+=-]{20,}"  # long words with digits and letters
 )
 
@@ -51,10 +51,10 @@ class Device:
     """A device that can compute.
 
     Attributes:
-        kind: its type in torch ("cpu", "cuda").
-        name: in words.
-        memory: bytes; None if it could not be asked.
-        free: bytes that can be allocated now; None if it could not be asked.
+        kind: its device type in torch ("cpu", "cuda").
+        name: its name.
+        memory: its memory in bytes; None if unknown.
+        free: bytes that can be allocated now; None if unknown.
     """
 
     kind: str
@@ -65,12 +65,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Support:
-    """Whether something works here.
+    """Whether a feature works here.
 
     Attributes:
-        what: in words.
-        state: "yes"; "untested"; "falls back", if something else takes its place; or "no".
-        why: what it is made of, or what is missing and what to do.
+        what: name of the feature.
+        state: "yes"; "untested"; "falls back", if a replacement is used; or "no".
+        why: the versions in use, or what is missing and what to do.
     """
 
     what: str
@@ -80,16 +80,16 @@ class Support:
 
 @dataclass(frozen=True)
 class Environment:
-    """What `environment` has seen.
+    """The environment of this process.
 
     Attributes:
-        versions: by package; None for those that are not installed.
-        torch_build: how torch was built, by property.
-        platform: of the system and its processor.
+        versions: versions by package; None for packages that are not installed.
+        torch_build: properties of the torch build.
+        platform: properties of the system and its processor.
         devices: the processors, then the accelerators.
-        backends: of torch.distributed, by name: whether this build of torch has them.
-        tools: what compiling needs, by name: the path; None if it is not there.
-        variables: of the environment, those that change what the library does; no secrets.
+        backends: by name, whether this torch build has the torch.distributed backend.
+        tools: by name, the path of each tool that compilation needs; None if it is missing.
+        variables: the environment variables that affect the library. Values that may be secrets are hidden.
     """
 
     versions: Mapping[str, str | None]
@@ -102,7 +102,7 @@ class Environment:
 
     @property
     def support(self) -> tuple[Support, ...]:
-        """What works here, and what falls back."""
+        """Which features work here, and which fall back."""
         return (
             _torch(self),
             _system(self),
@@ -111,11 +111,11 @@ class Environment:
             _checksums(self),
             _package(self, "safetensors", "checkpoints for other programs", "falls back", _NO_SAFETENSORS),
             _package(self, "rich", "tables and progress on a terminal", "falls back", "plain text, no progress"),
-            _package(self, "matplotlib", "figures", "no", "composable_shard.report draws nothing"),
+            _package(self, "matplotlib", "figures", "no", "composable_shard.report cannot draw"),
         )
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as JSON's types."""
+        """The environment as JSON types."""
         return {
             "environment": JSON_VERSION,
             **dataclasses.asdict(self),
@@ -124,10 +124,10 @@ class Environment:
 
 
 def environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Look at this process and its machine.
+    """Inspect this process and its machine.
 
     Args:
-        variables: the environment; that of this process by default.
+        variables: the environment variables. Default: those of this process.
     """
     return Environment(
         versions=_versions(),
@@ -146,14 +146,14 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
     )
 
 
-# ------------------------------------------------------------------------------------------------- what there is
+# ----------------------------------------------------------------------------------------------------- inspection
 
 
 def _versions() -> dict[str, str | None]:
     nccl = _has_backend("nccl") and torch.cuda.is_available()
     return {
         "python": platform.python_version(),
-        "composable_shard": _version("composable-shard") or "not installed, run from its sources",
+        "composable_shard": _version("composable-shard") or "not installed, run from source",
         "torch": str(torch.__version__),
         "numpy": _version("numpy"),
         "CUDA": torch.version.cuda,
@@ -201,7 +201,7 @@ def _accelerator(kind: str, index: int) -> Device:
     try:
         name = module.get_device_name(index)
         free, memory = module.mem_get_info(index)
-    except (AttributeError, AssertionError, RuntimeError) as error:  # one that is broken or full shall be seen, too
+    except (AttributeError, AssertionError, RuntimeError) as error:  # list broken and full devices, too
         name = f"{name} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"
     return Device(kind, name, memory, free)
 
@@ -212,7 +212,7 @@ def _has_backend(name: str) -> bool:
 
 
 def _tools() -> dict[str, str | None]:
-    path = shutil.which(os.environ.get("CXX") or "g++")  # what Inductor calls
+    path = shutil.which(os.environ.get("CXX") or "g++")  # the compiler that Inductor calls
     header = Path(sysconfig.get_path("include")) / "Python.h"
     triton = importlib.util.find_spec("triton")
     return {
@@ -223,7 +223,7 @@ def _tools() -> dict[str, str | None]:
 
 
 def _shown(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those that change what the library does, by name; values that look like secrets are not shown."""
+    """The variables that affect the library, by name. Values that look like secrets are hidden."""
     names = sorted(name for name in variables if name in _NAMES or name.startswith(_PREFIXES))
     return {name: _value(name, variables[name]) for name in names}
 
@@ -235,12 +235,12 @@ def _value(name: str, value: str) -> str:
 
 
 def _without_home(text: str) -> str:
-    """A text in which the user's own directory, which has the user's name, is called ``~``."""
+    """Replace the user's home directory, which contains the user's name, by ``~``."""
     home = os.path.expanduser("~")
     return text.replace(home, "~") if len(home) > 1 else text
 
 
-# ------------------------------------------------------------------------------------------------- what works
+# ------------------------------------------------------------------------------------------------------- features
 
 
 _NO_SAFETENSORS = "only other programs need it"
@@ -253,20 +253,20 @@ def _torch(seen: Environment) -> Support:
     if numbers < LEAST_TORCH:
         return Support("torch", "no", f"{version} is older than {least}; install a later one")
     if numbers > LAST_TESTED_TORCH:
-        return Support("torch", "untested", f"{version}: the library was tested on {least} to {last}")
-    return Support("torch", "yes", f"{version}, of {least} to {last}")
+        return Support("torch", "untested", f"{version}: the library was tested with {least} to {last}")
+    return Support("torch", "yes", f"{version} (tested with {least} to {last})")
 
 
 def _system(seen: Environment) -> Support:
     if sys.platform == "linux":
         return Support("operating system", "yes", "Linux")
     if sys.platform == "darwin":
-        return Support("operating system", "untested", "macOS: on CPUs, and without offload to disk")
+        return Support("operating system", "untested", "macOS: only on CPUs, and without offload to disk")
     return Support("operating system", "no", f"{seen.platform['system']}: the library needs Linux")
 
 
 def _accelerators(seen: Environment) -> list[str]:
-    """The kinds of devices that ranks can train on, beside the CPU."""
+    """The device types, other than the CPU, that ranks can train on."""
     return sorted({device.kind for device in seen.devices} - {"cpu", "mps"})
 
 
@@ -279,10 +279,10 @@ def _transports(seen: Environment) -> Support:
         of = kinds[0] if kinds else "CPU"
         return Support("communication", "no", f"this build of torch lacks {backend}, the backend for {of}")
     if kinds and backend == "gloo":
-        return Support("communication", "untested", f"{kinds[0]}: its backend is not known to the library{ending}")
+        return Support("communication", "untested", f"{kinds[0]}: the library has not been tested with it{ending}")
     if kinds:
-        return Support("communication", "yes", f"{backend}: gathers straight into the weights' memory{ending}")
-    why = "no accelerator: gloo, by broadcasts, messages and local sums"
+        return Support("communication", "yes", f"{backend}: gathers directly into the memory of the weights{ending}")
+    why = "no accelerator: gloo, with broadcasts, messages and local sums"
     return Support("communication", "falls back", f"{why}{ending}")
 
 

@@ -1,4 +1,4 @@
-"""What this process may have of its machine, or of its container if that has less: processors and memory."""
+"""The processors and the memory that this process may use on its machine or in its container."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-_NO_LIMIT = 1 << 60  # cgroups of version 1 write a number beyond this for "no limit"
+_NO_LIMIT = 1 << 60  # cgroup v1 writes a larger number for "no limit"
 
 
 def processor_name() -> str:
-    """The processor's name, as its maker writes it."""
+    """The name of the processor, as its vendor writes it."""
     for line in _lines(Path("/proc/cpuinfo")):
         name, _, value = line.partition(":")
         if name.strip() == "model name":
@@ -20,17 +20,17 @@ def processor_name() -> str:
 
 
 def cores() -> int:
-    """How many cores this process may run on."""
+    """The number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def total_memory() -> int:
-    """Bytes of memory of this machine, or of the container if that may have less."""
+    """Bytes of memory of this machine, or of the container if its limit is lower."""
     return min([_meminfo("MemTotal"), *(limit for limit, _ in _limits())])
 
 
 def available_memory() -> int:
-    """Bytes that processes can still allocate; memory that holds only copies of files counts."""
+    """Bytes that processes can still allocate. Page cache counts as available."""
     return max(1, min([_meminfo("MemAvailable"), *(limit - used for limit, used in _limits())]))
 
 
@@ -42,9 +42,9 @@ def _meminfo(name: str) -> int:
 
 
 def _limits(table: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[tuple[int, int]]:
-    """Of each control group around this process that limits memory: the limit, and what is used that cannot be freed.
+    """For each cgroup of this process that limits memory: the limit, and the used bytes that cannot be freed.
 
-    Within a container the folder of a group is often not where the table says, but at the root: that is looked at, too.
+    In a container, the directory of a cgroup is often at the root instead of the path in the table. Both are read.
     """
     for line in _lines(table):
         _, controllers, path = line.split(":", 2)
@@ -60,7 +60,7 @@ def _limits(table: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/
 def _limit_of(group: Path) -> Iterator[tuple[int, int]]:
     for limit_file, used_file in (
         ("memory.max", "memory.current"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes"),  # version 1
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),  # cgroup v1
     ):
         limit, used = _number(group / limit_file), _number(group / used_file)
         if limit is not None and limit < _NO_LIMIT:
@@ -68,7 +68,7 @@ def _limit_of(group: Path) -> Iterator[tuple[int, int]]:
 
 
 def _file_cache(group: Path) -> int:
-    """Bytes of a control group that are copies of files, and are given up when they are needed."""
+    """Bytes of a cgroup's page cache that the system frees when memory is needed."""
     values = dict(line.split(None, 1) for line in _lines(group / "memory.stat"))
     return int(values.get("total_inactive_file", values.get("inactive_file", "0")))
 
@@ -79,7 +79,7 @@ def _number(path: Path) -> int | None:
 
 
 def _lines(path: Path) -> list[str]:
-    """Of a file that not every system has."""
+    """The lines of a file; empty on systems without that file."""
     try:
         return path.read_text().splitlines()
     except OSError:

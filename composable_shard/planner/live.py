@@ -1,4 +1,4 @@
-"""`LiveBytes`: the bytes of all tensors that a program makes, real or fake, counted while it runs."""
+"""`LiveBytes` counts the bytes of all tensors that a program makes, real or fake, while it runs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .._torch.core import tree_tensors
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all storages that operators have seen, and keeps what there was when they were most.
+    """Counts the bytes of all storages that operators use, and keeps the sizes of the storages at the peak.
 
     Args:
-        where: says where the program is; asked whenever there are more bytes than before.
-        counts: whether a tensor that is seen shall be counted; all are by default.
-        elsewhere: gives tensors that are in other memory, as they are when it is asked, and do not count.
+        where: returns the position of the program. It is called at each new peak.
+        counts: whether to count a tensor; by default all are counted.
+        elsewhere: returns the tensors that are in other memory at the time of the call, and do not count.
 
     Attributes:
-        peak: most bytes since `reset`.
-        at: what `where` said then.
+        peak: largest number of bytes since `reset`.
+        at: the position at the peak.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0
         self.at: Any = None
         self._where, self._counts, self._elsewhere = where, counts, elsewhere
-        self._at_peak: dict[int, int] = {}  # bytes, by number of storage
+        self._at_peak: dict[int, int] = {}  # bytes by storage number
         self._numbers = itertools.count()
-        self._storages: dict[int, tuple[int, Any]] = {}  # number and reference, by address
+        self._storages: dict[int, tuple[int, Any]] = {}  # number and weak reference, by address
 
     def reset(self) -> None:
-        """Begin anew with what there is."""
+        """Restart with the current bytes as the peak."""
         self.peak, self._at_peak = 0, {}
         self._look()
 
     def note(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Count tensors that no operator has seen yet; gives whether there was one."""
+        """Count tensors that no operator has used yet. Return whether there was a new one."""
         before = len(self._storages)
         for tensor in tensors:
             storage = _storage_of(tensor)
@@ -58,7 +58,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(self._storages) > before
 
     def bytes_at_peak(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Bytes that storages of tensors, which are still alive, had when all were most; each counted once."""
+        """Bytes that the storages of these live tensors had at the peak. Each storage counts once."""
         return sum(self._at_peak.get(number, 0) for number in self._numbers_of(tensors))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,18 +77,18 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for number in apart & living.keys():
                 del living[number]
             total = _distinct(living.values())
-        if total > self.peak:  # sizes are asked for again, for a pool may have changed them
+        if total > self.peak:  # read the sizes again, because a pool may have changed them
             self.peak, self.at = total, self._where()
             self._at_peak = {number: storage.nbytes() for number, storage in living.items()}
 
     def _numbers_of(self, tensors: Iterable[torch.Tensor]) -> set[int]:
-        """Of the storages of those tensors that have been seen."""
+        """The numbers of the storages of these tensors, without storages that were not counted."""
         keys = {_storage_of(tensor)._cdata for tensor in tensors}
         return {self._storages[key][0] for key in keys if key in self._storages}
 
 
 def _distinct(storages: Iterable[torch.UntypedStorage]) -> int:
-    """Bytes of storages, memory that lies in several of them counted once; fake ones have no addresses."""
+    """Total bytes of storages. Overlapping memory counts once. Fake storages have no addresses and never overlap."""
     total = end = 0
     real: list[tuple[int, int]] = []
     for each in storages:

@@ -1,7 +1,7 @@
-"""What the planner knows of a machine: how fast a device computes and copies, and how fast its links are. Frozen data.
+"""A machine for the planner: how fast a device computes and copies, and how fast its links are. Frozen data.
 
-All figures are *sustained* ones, which programs reach, not those of data sheets. `measure-links` writes what it has
-measured as JSON; `KNOWN` has data sheets' figures times what is reached of them.
+All values are *sustained* rates, which programs reach, not those of data sheets. `measure-links` writes measured values
+as JSON. `KNOWN` contains values of data sheets, multiplied by the fraction that is reached.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Link:
-    """What connects ranks.
+    """A link between ranks.
 
     Attributes:
-        bandwidth: bytes per second that a rank sends while it receives as many.
-        latency: seconds of a collective of no bytes.
+        bandwidth: bytes per second that a rank sends while it receives the same amount.
+        latency: seconds of a collective without data.
     """
 
     bandwidth: float
@@ -39,24 +39,24 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """A device of a kind, of which a node has some, and the links between them.
+    """A type of device, and the links between the devices.
 
     Attributes:
-        name: in words.
-        memory: bytes of a device that tensors can have.
+        name: name of the machine.
+        memory: bytes of device memory that tensors can use.
         flops: operations per second of matrix products, by dtype ("float32", "bfloat16", "float16", "float8").
         memory_bandwidth: bytes per second that a device reads and writes in its memory.
-        launch: seconds of a host to launch one operator of an eager step.
+        launch: seconds that the host needs to launch one operator of an eager step.
         intra_node: the link between devices of a node.
-        inter_node: the link of a device to those of other nodes.
-        devices_per_node: how many devices share the faster link.
-        host_link: the link of a device to the memory of its host.
-        host_memory_bandwidth: bytes per second that the processors of a host read and write for one device, which is
-            what an optimizer on offloaded parameters takes.
-        host_memory: bytes of the host's memory for each device; None if that is not known, and taken to be enough.
-        disk_bandwidth: bytes per second that a disk of the host reads and writes, together, for one device.
-        backend: of its process groups, which decides how parameters travel: "nccl", "gloo", or "fake", whose
-            collectives do nothing.
+        inter_node: the link of a device to devices of other nodes.
+        devices_per_node: number of devices that share the intra-node link.
+        host_link: the link between a device and host memory.
+        host_memory_bandwidth: bytes per second that the processors of a host read and write for one device. It limits
+            optimizer steps on offloaded parameters.
+        host_memory: bytes of host memory per device; None if unknown, and then assumed to be sufficient.
+        disk_bandwidth: bytes per second that a disk of the host reads and writes in total, for one device.
+        backend: the backend of process groups, which determines how parameters are sent: "nccl", "gloo", or "fake",
+            whose collectives do nothing.
     """
 
     name: str
@@ -82,17 +82,17 @@ class Machine:
         if self.backend not in ("nccl", "gloo", "fake"):
             raise ShardConfigValueError(f"Machine.backend={self.backend!r}: expected 'nccl', 'gloo' or 'fake'")
         if "float32" not in self.flops:
-            raise ShardConfigValueError("Machine.flops: give operations per second of 'float32' at least")
+            raise ShardConfigValueError("Machine.flops: 'float32' is missing; give its operations per second")
         for dtype, flops in self.flops.items():
             _require(f"Machine.flops[{dtype!r}]", flops, above=0)
 
     @property
     def streams(self) -> bool:
-        """Whether streams wait for communication, as on an accelerator, and never the host."""
+        """Whether streams wait for communication instead of the host, as on an accelerator."""
         return self.backend == "nccl"
 
     def flops_of(self, dtype: str) -> float:
-        """Operations per second in a dtype; one that is not known goes as fast as float32."""
+        """Operations per second in a dtype. An unknown dtype gets the value of float32."""
         return self.flops.get(dtype, self.flops["float32"])
 
     def to_json(self) -> str:
@@ -102,10 +102,10 @@ class Machine:
 
     @classmethod
     def from_json(cls, text: str) -> Machine:
-        """The machine that `to_json` wrote.
+        """Read a machine that `to_json` wrote.
 
         Raises:
-            ShardConfigValueError: the text is no machine, one of another version, or has other fields.
+            ShardConfigValueError: the text is not a machine, has another version, or has other fields.
         """
         try:
             content = json.loads(text)
@@ -117,26 +117,26 @@ class Machine:
             return cls(**content, **links)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ShardConfigValueError(
-                f"this is no machine that `composable-shard measure-links --json FILE` has written: {error}"
+                f"this is not a machine that `composable-shard measure-links --json FILE` wrote: {error}"
             ) from None
 
 
 def _require(name: str, value: Any, above: float | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ShardConfigTypeError(f"{name}: {value!r} is no number")
+        raise ShardConfigTypeError(f"{name}: {value!r} is not a number")
     if not math.isfinite(value) or value < 0 or (above is not None and value <= above):
         raise ShardConfigValueError(f"{name}={value!r}: expected a finite number{' above 0' if above == 0 else ''}")
 
 
-# Of data sheets' figures: of matrix products and of memory what well-sized operators reach; of links what large
-# collectives do. https://github.com/stas00/ml-engineering (compute/accelerator/benchmarks) lists measured products.
+# Fraction of the data sheet's value that is reached: by well-sized operators (matrix products, memory) and by large
+# collectives (links). https://github.com/stas00/ml-engineering (compute/accelerator/benchmarks) lists measurements.
 _REACHED_FLOPS, _REACHED_MEMORY, _REACHED_LINK = 0.60, 0.85, 0.80
 
 
 def _accelerator(
     name: str, memory: float, bfloat16: float, float32: float, bandwidth: float, link: float, outside: float
 ) -> Machine:
-    """A machine by data sheets: GiB, teraflops of dense products, TB/s, and GB/s in one direction of both links."""
+    """Make a machine from data sheet values: GiB, dense TFLOP/s, TB/s, and GB/s per direction of both links."""
     flops = {"bfloat16": bfloat16, "float16": bfloat16, "float32": float32, "float8": 2 * bfloat16}
     return Machine(
         name=name,
@@ -158,9 +158,9 @@ KNOWN = {
     "l40s": _accelerator("L40S 48 GB, PCIe 4.0, 100 Gb/s", 44.0, 362, 183, 0.864, 25, 12.5),
     "rtx4090": _accelerator("RTX 4090 24 GB, PCIe 4.0, 25 Gb/s", 23.0, 165, 82, 1.01, 25, 3.1),
 }
-"""Machines by the name of their accelerator, as `composable-shard advise` takes them.
+"""Machines by the name of their accelerator, as `composable-shard advise` accepts them.
 
-They are made from data sheets: operations per second without sparsity, on tensor cores (TF32 for float32); NVLink or
-PCIe within a node, a network card for each device outside. Memory is what is left beside the context of the driver. For
-a machine that you have, `composable-shard measure-links` measures the links.
+The values are derived from data sheets: operations per second without sparsity on tensor cores (TF32 for float32),
+NVLink or PCIe within a node, and one network adapter per device between nodes. Memory excludes the context of the
+driver. To measure the links of your own machine, use `composable-shard measure-links`.
 """

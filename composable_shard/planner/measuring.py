@@ -1,7 +1,7 @@
-"""What a rank measures of its machine together with the others, for a `Machine`.
+"""Measure a machine with all ranks, for a `Machine`.
 
-All ranks do the same at the same time, because they share the machine. A timing is that of the slowest rank; the
-repetitions of all that is measured take turns, and a figure is their median.
+All ranks do the same work at the same time, because they share the machine. A timing is that of the slowest rank. The
+repetitions of different cases alternate, and a figure is the median of its repetitions.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from .machine import Link, Machine
 from .ranks import Place, Progress, check_ranks, joined
 
 ON_RANK = f"{__name__}:measure_rank"
-UNSTEADY = 0.25  # a figure is not to be relied on if the middle half of its repetitions lies further apart
-PARAMETERS = 4  # as which a gather moves its bytes, where parameters are gathered alone
+UNSTEADY = 0.25  # a figure is unreliable if the middle half of its repetitions spreads over a larger part of the median
+PARAMETERS = 4  # number of parameters in a measured gather, if the transport gathers large parameters separately
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-WORST = 3  # how many unsteady figures a warning names
-DOUBTFUL = 0.5  # a link is not to be relied on if its formula is off by a larger part of a time
-MOST_RUNS = 200  # of short work in a timing
+WORST = 3  # number of unreliable figures that a warning names
+DOUBTFUL = 0.5  # a link is unreliable if the relative error of its formula is larger
+MOST_RUNS = 200  # limit of runs of short work in one timing
 INTRA, INTER = "inside a node", "between nodes"
 GATHER, REDUCTION = "gather", "reduction"
 PRODUCT, OPERATOR, COPY = "matrix product", "launch of an operator", "copy"
 MEMORY, HOST_MEMORY = "addition in memory", "addition in the host's memory"
-_ITEM_BYTES = 4  # of float32, in which collectives are measured
+_ITEM_BYTES = 4  # bytes of a float32 value; collectives are measured in float32
 _KIB, _MIB = 1 << 10, 1 << 20
-_FIRST_ROWS = 8  # of a matrix product: the first try on a device whose speed is not known
+_FIRST_ROWS = 8  # rows of the first matrix product on a device of unknown speed
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured.
+    """How much to measure.
 
     Attributes:
-        rounds: repetitions of each timing.
-        seconds: short work is done as often within a timing as fits into this time.
-        longest: seconds that a matrix product may take; if it takes longer, it gets less rows.
-        sizes: bytes of the collectives, all ranks' parts together, in rising order.
+        rounds: number of repetitions of each timing.
+        seconds: short work is repeated within a timing as often as fits into this time.
+        longest: limit of the seconds of a matrix product. On slow devices it gets fewer rows.
+        sizes: bytes of the collectives, in total of all ranks, in ascending order.
         matrices: rows, inputs and outputs of a linear layer, on a CPU and on an accelerator.
         memory: bytes of each of the three tensors of an addition, on a CPU and on an accelerator.
     """
@@ -76,13 +76,13 @@ QUICK = Settings(
 
 @dataclass(frozen=True)
 class Figure:
-    """What was measured of one thing.
+    """A measured figure.
 
     Attributes:
-        name: of it, in words.
-        amount: bytes that it moves, or operations that it does.
-        seconds: the median of its repetitions, each that of the slowest rank.
-        spread: how far the middle half of the repetitions lies apart, as a part of the median.
+        name: its name.
+        amount: bytes moved, or operations.
+        seconds: the median of the repetitions, each on the slowest rank.
+        spread: the range of the middle half of the repetitions, relative to the median.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Figure:
 
     @property
     def rate(self) -> float:
-        """Bytes, or operations, per second."""
+        """Bytes or operations per second."""
         return self.amount / self.seconds
 
 
@@ -101,13 +101,13 @@ class Collective:
     """The times of a collective.
 
     Attributes:
-        link: which ranks it was among, in words.
+        link: name of the link.
         name: gather or reduction.
-        nbytes: bytes of it, all ranks' parts together.
-        ranks: how many ranks it was among.
-        transport: which of the library's transports has made it.
-        figure: its times.
-        seconds: what the formula says, with the figures of its link.
+        nbytes: bytes of the collective, in total of all ranks.
+        ranks: number of ranks.
+        transport: name of the transport of this library.
+        figure: the measured times.
+        seconds: the time according to the formula of the fitted link.
     """
 
     link: str
@@ -121,18 +121,18 @@ class Collective:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured of a machine.
+    """The measurements of a machine.
 
     Attributes:
-        machine: for the planner.
-        ranks: how many ranks measured.
+        machine: the machine, for the planner.
+        ranks: number of ranks that measured.
         device: type of their devices.
-        threads: of torch, in each rank.
-        collectives: the times behind the links.
-        figures: the times behind the other figures.
-        links: what was fitted to the collectives of each link.
-        notes: what was not measured, and what stands in its place.
-        warnings: what makes figures doubtful.
+        threads: torch threads of each rank.
+        collectives: the times to which the links are fitted.
+        figures: the times of compute, memory and copies.
+        links: the fit of each link.
+        notes: what was not measured, and the values that are used instead.
+        warnings: reasons why figures may be unreliable.
     """
 
     machine: Machine
@@ -149,19 +149,19 @@ class Measurement:
 def measure_rank(
     place: Place, kind: str, settings: Settings, name: str | None, timeout: float, progress: Progress
 ) -> Measurement:
-    """Join the other ranks and measure; what each rank returns is the same.
+    """Join the other ranks and measure. All ranks return the same values.
 
     Args:
-        place: of this rank.
+        place: place of this rank.
         kind: type of its device.
-        settings: how much is measured.
-        name: of the machine; that of its device by default.
-        timeout: seconds that a collective may take.
-        progress: told what is measured.
+        settings: how much to measure.
+        name: name of the machine. Default: that of its device.
+        timeout: time limit of a collective, in seconds.
+        progress: called with the progress.
 
     Raises:
-        ShardConfigValueError: there is only one rank; nodes have different numbers of ranks; or the environment names a
-            transport that does not exist.
+        ShardConfigValueError: there is only one rank, nodes have different numbers of ranks, or the environment names
+            an unknown transport.
     """
     check_ranks(place.ranks)
     with joined(place, kind, timeout) as device:
@@ -171,7 +171,7 @@ def measure_rank(
 def measure(
     place: Place, device: torch.device, settings: Settings, name: str | None, progress: Progress
 ) -> Measurement:
-    """`measure_rank` within the default process group; its CPU backend must be gloo."""
+    """`measure_rank` within the default process group, whose CPU backend must be gloo."""
     _check_nodes(place)
     memory = int(-_slowest([-_memory(device, place.local_ranks)])[0])
     timing = _Timing(device, settings, progress)
@@ -200,7 +200,7 @@ def _machine(
     device: torch.device,
 ) -> Machine:
     by_name = {figure.name: figure for figure in figures}
-    some = next(iter(links.values()))  # takes the place of the other one, if that was not measured
+    some = next(iter(links.values()))  # replaces the other link if that was not measured
     by_link = {INTRA: some, INTER: some, **links}
     bandwidth, launch = by_name[MEMORY].rate, by_name[OPERATOR].seconds
     copies = [figure for figure in figures if figure.name.startswith(COPY)]
@@ -215,7 +215,7 @@ def _machine(
         devices_per_node=local_ranks,
         host_link=_fit(copies).link if copies else Link(bandwidth, launch),
         host_memory_bandwidth=by_name[HOST_MEMORY].rate if copies else bandwidth,
-        backend="gloo" if device.type == "cpu" else "nccl",  # those that the planner knows
+        backend="gloo" if device.type == "cpu" else "nccl",  # the backends that the planner supports
     )
 
 
@@ -225,8 +225,8 @@ def _check_nodes(place: Place) -> None:
     )
     if most != -less or place.ranks % place.local_ranks or misplaced:
         raise ShardConfigValueError(
-            f"ranks: {place.ranks} ranks lie on nodes as LOCAL_RANK and LOCAL_WORLD_SIZE say, {place.local_ranks} of "
-            "them on this one; start as many on each node, numbered node by node, as torchrun does"
+            f"ranks: LOCAL_RANK and LOCAL_WORLD_SIZE do not fit {place.ranks} ranks, {place.local_ranks} of them on "
+            "this node; start the same number on each node, numbered node by node, as torchrun does"
         )
 
 
@@ -249,7 +249,7 @@ def _name(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class _Case:
-    """Work to measure: its name, the bytes or operations of one run, and whether the host's clock is meant."""
+    """Work to measure: its name, the bytes or operations of one run, and whether to use the clock of the host."""
 
     name: str
     amount: float
@@ -266,7 +266,7 @@ class _Timing:
         self._progress = progress
 
     def of(self, what: str, cases: Sequence[_Case]) -> list[Figure]:
-        """The figures of some cases, whose repetitions take turns."""
+        """Measure some cases. Their repetitions alternate."""
         rounds = self.settings.rounds
         total = (rounds + 1) * len(cases)
         counts = []
@@ -283,12 +283,12 @@ class _Timing:
         return [_figure(case, slowest[index :: len(cases)]) for index, case in enumerate(cases)]
 
     def slowest(self, case: _Case) -> float:
-        """Seconds of a second run, for a first one is slow, on the slowest rank."""
+        """Seconds of the second run on the slowest rank. The first run is slower."""
         self._once(case, 1)
         return _slowest([self._once(case, 1)])[0]
 
     def _once(self, case: _Case, count: int) -> float:
-        """Seconds of one run, on this rank, in the mean of some runs in a row."""
+        """Seconds of one run on this rank: the mean of `count` runs in a row."""
         on_host = case.on_host or self.device.type == "cpu"
         self._start_together()
         clock = _seconds_of_host if on_host else partial(_seconds_of_stream, self.device)
@@ -297,7 +297,7 @@ class _Timing:
     def _start_together(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        dist.all_reduce(torch.zeros(1))  # on the CPU, and blocks
+        dist.all_reduce(torch.zeros(1))  # a CPU tensor, so this blocks until all ranks are here
 
 
 def _seconds_of_host(work: Callable[[], object], count: int) -> float:
@@ -318,7 +318,7 @@ def _seconds_of_stream(device: torch.device, work: Callable[[], object], count: 
 
 
 def _slowest(own: Sequence[float]) -> list[float]:
-    """The largest of all ranks' values, one by one."""
+    """The element-wise maximum of the values of all ranks."""
     values = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return values.tolist()
@@ -334,7 +334,7 @@ def _figure(case: _Case, seconds: Sequence[float]) -> Figure:
 
 @dataclass(frozen=True)
 class _Move:
-    """A collective that is to be measured; see `Collective`."""
+    """A collective to measure; see `Collective`."""
 
     link: str
     name: str
@@ -347,7 +347,7 @@ class _Move:
 def _measured_links(
     place: Place, device: torch.device, timing: _Timing
 ) -> tuple[tuple[Collective, ...], dict[str, LinkFit]]:
-    """Gathers and reductions of all sizes among the ranks of each link, and what follows for the links."""
+    """Measure gathers and reductions of all sizes on each link, and fit the links."""
     largest = timing.settings.sizes[-1]
     buffers = _Buffers(*(torch.zeros(largest // _ITEM_BYTES, device=device) for _ in range(3)))
     axes = _axes(place, device)
@@ -372,7 +372,7 @@ def _fit(figures: Sequence[Figure]) -> LinkFit:
 
 
 def _axes(place: Place, device: torch.device) -> dict[str, MeshInfo]:
-    """The ranks of a node, and the ranks of all nodes that have the same number there, where there are several."""
+    """By link, the mesh to measure: the ranks of a node, and the ranks of all nodes with the same local rank."""
     local, nodes = place.local_ranks, place.ranks // place.local_ranks
     if local == 1 or nodes == 1:
         return {INTRA if nodes == 1 else INTER: mesh_info(init_device_mesh(device.type, (place.ranks,)))}
@@ -382,7 +382,7 @@ def _axes(place: Place, device: torch.device) -> dict[str, MeshInfo]:
 
 @dataclass(frozen=True)
 class _Buffers:
-    """Memory that the collectives of all sizes share, on the device."""
+    """Device memory that the collectives of all sizes share."""
 
     wholes: Tensor
     pieces: Tensor
@@ -390,7 +390,7 @@ class _Buffers:
 
 
 def _moves(link: str, info: MeshInfo, nbytes: int, buffers: _Buffers) -> Iterator[_Move]:
-    """A gather and a reduction, as a group of so many bytes would have them."""
+    """A gather and a reduction like those of a parameter group of `nbytes`."""
     ranks = info.shard_size
     piece = max(1, nbytes // _ITEM_BYTES // ranks // PARAMETERS) * PARAMETERS
     whole = piece * ranks
@@ -424,7 +424,7 @@ def _reduction(transport: Transport, out: Tensor, bucket: Tensor, scratch: Tenso
 
 
 def _products(device: torch.device, timing: _Timing) -> list[_Case]:
-    """The matrix products of a linear layer in forward and backward, in each dtype that the device has."""
+    """The matrix products of a linear layer in forward and backward, in each dtype that the device supports."""
     lacking = _slowest([not _multiplies(dtype, device) for dtype in DTYPES.values()])
     names = [name for name, lacks in zip(DTYPES, lacking, strict=True) if not lacks]
     return [_layer(name, device, _rows(name, device, timing), timing.settings) for name in names]
@@ -440,7 +440,7 @@ def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _rows(name: str, device: torch.device, timing: _Timing) -> int:
-    """As many rows as a layer can have without taking longer than it may."""
+    """The number of rows of the linear layer, limited by the time that it may take."""
     most, _, _ = _shape(device, timing.settings)
     rows = min(_FIRST_ROWS, most)
     while rows < most and timing.slowest(_layer(name, device, rows, timing.settings)) <= timing.settings.longest / 2:
@@ -480,13 +480,13 @@ def _others(device: torch.device, settings: Settings, memory: int) -> list[_Case
 
 
 def _addition(name: str, device: torch.device, nbytes: int) -> _Case:
-    """An addition of two tensors into a third, larger than caches, of so many bytes each."""
+    """An addition of two tensors into a third one, `nbytes` each, which should be larger than caches."""
     one, other, total = (torch.ones(nbytes // _ITEM_BYTES, device=device) for _ in range(3))
     return _Case(name, 3 * one.nbytes, lambda: torch.add(one, other, out=total), on_host=device.type == "cpu")
 
 
 def _copies(device: torch.device, settings: Settings) -> list[_Case]:
-    """Copies between an accelerator and pinned memory, and the speed of that memory; nothing on a CPU."""
+    """Copies between an accelerator and pinned memory, and an addition in host memory. Empty on a CPU."""
     if device.type == "cpu":
         return []
     cases = [_addition(HOST_MEMORY, torch.device("cpu"), settings.memory[0])]
@@ -499,29 +499,29 @@ def _copies(device: torch.device, settings: Settings) -> list[_Case]:
     return cases
 
 
-# -------------------------------------------------------------------------------------------------------- words
+# ----------------------------------------------------------------------------------------------------- messages
 
 
 def _notes(links: Collection[str], device: torch.device) -> Iterator[str]:
     if INTER not in links:
-        yield "inter_node was not measured, for all ranks are on one node: it is what intra_node is"
+        yield "inter_node was not measured because all ranks are on one node; the value of intra_node is used"
     if INTRA not in links:
-        yield "intra_node was not measured, for each node has one rank: it is what inter_node is"
+        yield "intra_node was not measured because each node has one rank; the value of inter_node is used"
     if device.type == "cpu":
-        yield "host_link was not measured, for the ranks compute on processors: it has the bandwidth of their memory"
+        yield "host_link was not measured because the ranks compute on CPUs; the bandwidth of their memory is used"
 
 
 def _warnings(place: Place, links: Mapping[str, LinkFit], figures: Sequence[Figure]) -> Iterator[str]:
     cores, threads = host.cores(), torch.get_num_threads()
     if place.local_ranks * threads > cores:
-        yield f"{place.local_ranks} ranks of {threads} threads share {cores} cores, and wait for one another"
+        yield f"{place.local_ranks} ranks with {threads} threads each share {cores} cores, so they slow each other down"
     unsteady = sorted((figure for figure in figures if figure.spread > UNSTEADY), key=lambda figure: -figure.spread)
     if unsteady:
         most = ", ".join(f"{figure.name} ({figure.spread:.0%})" for figure in unsteady[:WORST])
         yield (
-            f"repetitions of {len(unsteady)} of {len(figures)} figures vary by more than {UNSTEADY:.0%}, so other work "
-            f"may share this machine; most of all {most}"
+            f"{len(unsteady)} of {len(figures)} figures vary by more than {UNSTEADY:.0%} between repetitions, so other "
+            f"work may share this machine; the most variable: {most}"
         )
     for link, fit in links.items():
         if fit.error > DOUBTFUL:
-            yield f"{link}: one latency and one bandwidth explain the times badly, off by {fit.error:.0%} at most"
+            yield f"{link}: one latency and one bandwidth do not fit the times: errors up to {fit.error:.0%}"

@@ -1,8 +1,8 @@
-"""Bytes of a rank in a step, by kind: those of a trace, those of a plan, and those that follow from shards.
+"""Bytes of a rank in a step, by category: those of a trace, those of a plan, and those that follow from the shards.
 
-Activations are those of the trace, moment by moment. Gradients grow by a shard with each group whose backward is over.
-The pool of unsharded parameters and of communication is as large as the plan's arena, all the time. In the first step
-there is no arena yet, only buffers of one size share memory, and the optimizer has no state.
+Activations are those of the trace, moment by moment. Gradients grow by a shard after the backward of each group. The
+pool of unsharded parameters and communication buffers is always as large as the plan's arena. In the first step there
+is no arena yet: only buffers of the same size share memory, and the optimizer has no state.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .profile import BACKWARD, Profile
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes of each kind.
+    """Bytes by category.
 
     Attributes:
-        parameters: as they are stored between steps.
-        optimizer: its state.
-        gradients: that wait for the optimizer.
-        activations: what autograd has saved, and what operators are at work with.
-        unsharded: gathered parameters.
-        communication: further buffers of gathers and reductions.
+        parameters: parameters as they are stored between steps.
+        optimizer: optimizer state.
+        gradients: gradients that wait for the optimizer.
+        activations: tensors that autograd has saved, and temporary tensors of operators.
+        unsharded: unsharded parameters.
+        communication: other buffers of gathers and reductions.
     """
 
     parameters: int = 0
@@ -42,7 +42,7 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """Of all kinds."""
+        """The sum of all categories."""
         return sum(getattr(self, each.name) for each in fields(self))
 
 
@@ -51,12 +51,12 @@ _total = attrgetter("total")
 
 @dataclass(frozen=True, slots=True)
 class Reducing:
-    """What reductions allocate outside of the pool until they are over.
+    """Memory that reductions allocate outside the pool until they finish.
 
     Attributes:
-        nbytes: by group.
-        passing: by group, what lives beside that while gradients are rounded or added up.
-        at_once: how many reductions may be in flight.
+        nbytes: bytes by group.
+        passing: by group, additional bytes while gradients are rounded or added.
+        at_once: limit of reductions in flight.
     """
 
     nbytes: Mapping[str, int]
@@ -69,8 +69,8 @@ class Gradients:
     """Gradients that wait for the optimizer.
 
     Attributes:
-        nbytes: of each group's once they are reduced, by FQN; "" for the root.
-        at_once: whether those of one group alone live at a time, as each group is stepped inside of backward.
+        nbytes: by FQN of a group, the bytes of its reduced gradients; "" for the root.
+        at_once: whether only the gradients of one group are live at a time, because each group is stepped in backward.
     """
 
     nbytes: Mapping[str, int]
@@ -82,8 +82,9 @@ class Memory:
     """The memory of a rank.
 
     Attributes:
-        peak: the bytes of each kind when all together are most: what tensors hold.
-        most: most bytes of each kind, at whatever moment: of later steps, or of the first one, if that adds up to more.
+        peak: bytes by category at the moment of the largest total: the memory of tensors.
+        most: by category, the largest number of bytes at any moment of a later step, or of the first step if that adds
+            up to more.
     """
 
     peak: Bytes
@@ -91,24 +92,24 @@ class Memory:
 
     @property
     def reserved(self) -> int:
-        """Bytes that a caching allocator of an accelerator takes of the device.
+        """Bytes that the caching allocator of an accelerator reserves on the device.
 
-        It gives nothing back before it must, and what was freed serves others only on the same stream and at a fitting
-        size. So in a step each kind keeps what it once had: weights, communication and activations are on streams and
-        of sizes of their own.
+        The allocator returns memory only when it must. It reuses a freed block only on the same stream and for a
+        fitting size. Weights, communication and activations use different streams and sizes, so in a step each
+        category keeps its largest memory.
         """
         return self.most.total
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Bytes of the memory of unsharded parameters and of communication, which keeps its slots.
+    """Bytes of the pool of unsharded parameters and communication buffers. The pool keeps its slots.
 
     Attributes:
-        unsharded: of parameters.
-        communication: beyond them.
-        first: in the first step, of both: by direction and FQN of the group that computes.
-        first_ends: after it.
+        unsharded: bytes of unsharded parameters.
+        communication: other bytes.
+        first: bytes of both in the first step, by direction and FQN of the group that computes.
+        first_ends: bytes of both after the first step.
     """
 
     unsharded: int
@@ -125,15 +126,15 @@ def memory_of(
     reducing: Reducing,
     stepping: int = 0,
 ) -> Memory:
-    """The memory of a step.
+    """Predict the memory of a step.
 
     Args:
-        profile: the trace of it.
-        held: bytes that are there all the time, those of the pool among them.
-        pool: for what the first step holds; None if nothing is sharded.
-        gradients: of each group.
-        reducing: what the last reductions hold beyond the pool.
-        stepping: bytes of the buffers of the optimizer's step.
+        profile: the trace of the step.
+        held: bytes that are always allocated, including those of the pool.
+        pool: the pool, for the first step; None if nothing is sharded.
+        gradients: gradients of each group.
+        reducing: memory of the last reductions outside the pool.
+        stepping: bytes of the buffers of the optimizer step.
     """
     steps = [[held, *_moments(profile, held, None, gradients, reducing)]]
     behind = steps[0][-1]
@@ -149,7 +150,7 @@ def memory_of(
 def _moments(
     profile: Profile, held: Bytes, first: Pool | None, gradients: Gradients, reducing: Reducing
 ) -> Iterator[Bytes]:
-    """The bytes at each moment of a step: of the first one, if `first` is given."""
+    """The bytes at each moment of a step, or of the first step if `first` is given."""
     waiting = deque([0], maxlen=1 if gradients.at_once else None)
     flying = deque([0], maxlen=reducing.at_once)
 
@@ -171,7 +172,7 @@ def _moments(
         if segment.direction == BACKWARD and segment.begins and segment.group:
             waiting.append(gradients.nbytes[segment.group])
             came.add(segment.group)
-            # Its gradients are there until they are in the bucket, and rounded: the operators that made them have them.
+            # Its gradients stay until they are packed and rounded, because the operators that made them hold them.
             yield moment(segment.activations, reducing.passing[segment.group])
             flying.append(reducing.nbytes[segment.group])
     waiting.extend([nbytes for group, nbytes in gradients.nbytes.items() if group not in came])
@@ -181,11 +182,11 @@ def _moments(
 
 
 def pool_of(plan: ShardPlan, stays: bool) -> Pool:
-    """The pool of a plan.
+    """Compute the pool of a plan.
 
     Args:
-        plan: whose buffers lie in it.
-        stays: whether unsharded parameters stay until the optimizer steps.
+        plan: the plan whose buffers are in the pool.
+        stays: whether parameters stay unsharded until the optimizer step.
     """
     predicted = plan.predicted()
     weights, beside = predicted.weights, plan.arena().nbytes - predicted.weights
@@ -199,19 +200,20 @@ def pool_of(plan: ShardPlan, stays: bool) -> Pool:
         if action.kind in (Kind.FORWARD, Kind.BACKWARD):
             computes = action.kind.lower(), action.fqn
         elif action.kind is Kind.REDUCE:
-            computes = "", ""  # by then, what backward needs is gone
+            computes = "", ""  # the memory that backward needs is free by now
         done += action.kind not in MARKS
         first[computes] = sums[done]
     return Pool(weights, beside, first, sums[-1])
 
 
 def _without_arena(plan: ShardPlan, stays: bool) -> list[int]:
-    """Bytes of the pool after so many actions of a first step.
+    """Bytes of the pool after each action of a first step.
 
-    Only buffers of one size share memory, and none is given back; on an accelerator each has its own, which goes back.
+    Only buffers of the same size share memory, and none is returned. On an accelerator each buffer has its own memory,
+    which is returned.
     """
     steps = len(plan.actions())
-    # A reduction's memory stands until it is waited for, and only in an arena something else lies there before.
+    # The memory of a reduction is in use until the reduction is waited for. Only an arena reuses it before that.
     by_fqn = {group.fqn: replace(group.sizes, frees_queued=False) for group in plan.groups}
     sizes: dict[int, list[Lifetime]] = {}
     for life in lifetimes(plan.actions(), by_fqn):

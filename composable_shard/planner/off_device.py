@@ -1,4 +1,4 @@
-"""What a rehearsed program has on the host and on disk, as its offload policies say, and not on its device."""
+"""Host memory and disk space that a rehearsed program uses instead of device memory, according to its policies."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Offloaded:
     """Bytes of a rank that are not on its device.
 
     Attributes:
-        host: of shards, gradients and optimizers' state in the memory of the host, with what a `DiskOffloadPolicy`
-            keeps there for its steps, and the copies of shards and gradients that a `HostOffloadPolicy` steps.
-        disk: of optimizers' state on disk.
+        host: bytes in host memory: shards, gradients and optimizer state, the memory of a `DiskOffloadPolicy` for its
+            steps, and the copies of shards and gradients that a `HostOffloadPolicy` steps.
+        disk: bytes of optimizer state on disk.
     """
 
     host: int = 0
@@ -29,34 +29,34 @@ class Offloaded:
 
     @property
     def moved(self) -> int:
-        """Bytes that a step reads from disk and writes there, together."""
+        """Bytes that a step reads from disk and writes to it, in total."""
         return 2 * self.disk
 
     def most(self, other: Offloaded) -> Offloaded:
-        """The larger of each."""
+        """The larger of each value."""
         return Offloaded(max(self.host, other.host), max(self.disk, other.disk))
 
 
 class OffDevice:
-    """Tells what is not on the device of a program.
+    """Finds the tensors of a program that are not on its device.
 
     Args:
-        rehearsed: whose shards are on the host.
-        optimizers: all that have stepped.
+        rehearsed: keeps track of the shards on the host.
+        optimizers: all optimizers that have stepped.
     """
 
     def __init__(self, rehearsed: Rehearsed, optimizers: Iterable[Optimizer]) -> None:
         self._rehearsed, self._optimizers = rehearsed, optimizers
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those that are there now, on the host and on disk."""
+        """The tensors that are on the host or on disk now."""
         elsewhere = self._shards_and_gradients()
         for optimizer in self._optimizers:
             elsewhere += [tensor for param in self._apart(optimizer) for tensor in tensors_of(optimizer.state[param])]
         return elsewhere
 
     def now(self) -> Offloaded:
-        """What there is now."""
+        """The bytes that are on the host and on disk now."""
         host, disk = _nbytes(self._shards_and_gradients()), 0
         resident: dict[object, int] = {}
         for optimizer in self._optimizers:
@@ -77,7 +77,7 @@ class OffDevice:
         return list(map(local_part, both))
 
     def _apart(self, optimizer: Optimizer) -> list[torch.Tensor]:
-        """The parameters of an optimizer that have state, and not on the device."""
+        """The parameters of an optimizer whose state exists and is not on the device."""
         kept = rehearsed_apart(optimizer)
         apart = {id(each) for each in (*self._rehearsed.shards(), *(kept[1] if kept else ()))}
         return [param for param in optimizer.state if id(param) in apart]
@@ -94,7 +94,7 @@ def _on_disk(optimizer: Optimizer) -> set[int]:
 
 
 def _resident(optimizer: Optimizer) -> Iterator[tuple[object, int]]:
-    """What an optimizer's policy has in memory for steps, by what optimizers have it together."""
+    """Bytes that an optimizer's policy keeps in host memory for steps, with the key of optimizers that share them."""
     kept = rehearsed_apart(optimizer)
     if kept is not None:
         keeper, params = kept

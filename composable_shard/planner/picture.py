@@ -1,4 +1,4 @@
-"""An advice as a picture: memory by kind, strategy by strategy, and the time of a step against bandwidth."""
+"""An advice as a picture: memory by category for each strategy, and the step time over bandwidth."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def draw(advice: Advice, path: str | Path, most: int = 12) -> None:
     """Draw an advice.
 
     Args:
-        advice: whose first `most` strategies are shown.
-        path: of the picture to write; its ending gives the kind.
-        most: how many.
+        advice: the advice.
+        path: the picture to write. Its extension selects the format.
+        most: number of strategies to draw, the recommended one first.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -54,12 +54,12 @@ def _memory(axes: Any, advice: Advice, estimates: Sequence[Estimate]) -> None:
     for row, (each, end) in enumerate(zip(estimates, begin, strict=True)):
         axes.annotate(_words(each), (end, row), (4, 0), textcoords="offset points", va="center", fontsize=7)
     axes.axvline(advice.machine.memory / 2**30, color="black", linewidth=1, linestyle="--", zorder=0)
-    axes.set_xlim(0, 1.3 * max([*begin, advice.machine.memory / 2**30]))  # room for the words
+    axes.set_xlim(0, 1.3 * max([*begin, advice.machine.memory / 2**30]))  # space for the labels
     if advice.recommended is not None:
         names[0] = f"{names[0]} (recommended)"
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlabel("GiB a device, each kind at its most (dashed: what it has)")
+    axes.set_xlabel("GiB per device, maximum of each category (dashed: device memory)")
     axes.tick_params(axis="y", labelsize=8)
     axes.legend(fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=6)
     axes.spines[["top", "right"]].set_visible(False)
@@ -80,21 +80,21 @@ def _times(axes: Any, advice: Advice, estimates: Sequence[Estimate]) -> None:
     axes.axvline(link.bandwidth / 1e9, color="black", linewidth=1, linestyle="--")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel(f"GB/s {'between nodes' if spans else 'within a node'} (dashed: here)")
-    axes.set_ylabel("seconds of a step")
+    axes.set_xlabel(f"GB/s {'between nodes' if spans else 'within a node'} (dashed: this machine)")
+    axes.set_ylabel("seconds per step")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=7, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _words(estimate: Estimate) -> str:
-    """What a bar does not show: the time of a step, and what of it is waiting."""
+    """The label of a bar: the step time and the exposed communication."""
     fits = "" if estimate.fits else "does not fit; "
-    return f"{fits}{estimate.time.seconds:.3g} s, {estimate.exposed_share:.0%} waits"
+    return f"{fits}{estimate.time.seconds:.3g} s, {estimate.exposed_share:.0%} exposed"
 
 
 def _alike(series: Mapping[str, Sequence[float]]) -> dict[tuple[float, ...], list[str]]:
-    """The names of the series that would lie on one another, by their values."""
+    """The names of all series with the same curve, by its values."""
     names: dict[tuple[float, ...], list[str]] = {}
     for name, values in series.items():
         names.setdefault(tuple(float(f"{value:.3g}") for value in values), []).append(name)

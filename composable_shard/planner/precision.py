@@ -12,13 +12,13 @@ from .._policies import MixedPrecisionPolicy
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of parameters.
+    """The dtypes of a training.
 
     Attributes:
-        name: for users.
-        stored: as the optimizer has them.
-        compute: in forward and backward.
-        reduce: of gradients on their way.
+        name: its name.
+        stored: dtype of the sharded parameters, which the optimizer steps.
+        compute: dtype of forward and backward.
+        reduce: dtype of gradients in reductions.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Precision:
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
-        """The policy to shard with."""
+        """The mixed-precision policy for sharding."""
         compute = None if self.compute == self.stored else self.compute
         reduce = None if self.reduce == self.compute else self.reduce
         return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
@@ -46,11 +46,11 @@ PRECISIONS = {
 
 
 def precision_of(name: str) -> Precision:
-    """The precision of a name.
+    """Look up a precision by its name.
 
     Raises:
-        ShardConfigValueError: there is none.
+        ShardConfigValueError: there is no precision with this name.
     """
     if name not in PRECISIONS:
-        raise ShardConfigValueError(f"precision: {name!r} is none of {', '.join(PRECISIONS)}")
+        raise ShardConfigValueError(f"precision: {name!r} is not one of {', '.join(PRECISIONS)}")
     return PRECISIONS[name]

@@ -1,9 +1,9 @@
-"""What a step of a model takes, from a trace with fake tensors: operations, bytes moved, and the bytes that live.
+"""Profile a step of a model in a trace with fake tensors: operations, bytes moved, and live bytes.
 
-A trace allocates nothing and computes nothing, so that a model of any size is traced on a laptop; shapes, dtypes,
-checkpoints and tensor parallelism are those of the model, for they are run. It knows nothing of data-parallel sharding:
-gradients leave it where autograd has accumulated them, and what is done with parameters is arithmetic
-(`memory.py`, `timing.py`).
+A trace allocates and computes nothing, so a model of any size can be traced on a laptop. Shapes, dtypes, activation
+checkpointing and tensor parallelism are those of the model, because the model runs. The trace does not contain
+data-parallel sharding: gradients leave it when autograd has accumulated them, and `memory.py` and `timing.py` calculate
+what happens to parameters.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ FORWARD, BACKWARD = "forward", "backward"
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """An operator, with all that decides how long it takes.
+    """An operator, with everything that determines its time.
 
     Attributes:
-        flops: operations of matrix products, a multiplication and an addition counted as two.
-        nbytes: read and written in memory.
-        dtype: of its first floating-point argument, without ``torch.``.
-        sent: bytes of a collective, as tensor parallelism has them; 0 for all others.
+        flops: floating-point operations of matrix products. A multiplication and an addition count as two.
+        nbytes: bytes read and written in memory.
+        dtype: dtype of its first floating-point argument, without ``torch.``.
+        sent: bytes of a collective of tensor parallelism; 0 for other operators.
     """
 
     flops: int
@@ -46,15 +46,15 @@ class Work:
 
 @dataclass
 class Segment:
-    """What happens between two marks of a step.
+    """The part of a step between two marks.
 
     Attributes:
         direction: `FORWARD` or `BACKWARD`.
         group: FQN of the group that computes; `ROOT` between groups.
         begins: whether a use of the group begins here.
-        activations: most bytes within, gradients of the group's parameters that wait for its end included.
-        rests: the bytes that are left at the end.
-        work: how often each operator runs.
+        activations: largest number of live bytes, including gradients of the group's parameters that wait for its end.
+        rests: bytes that are live at the end.
+        work: number of runs of each operator.
     """
 
     direction: str
@@ -65,21 +65,21 @@ class Segment:
     work: Counter[Work] = field(default_factory=Counter)
 
     def see(self, nbytes: int) -> None:
-        """As many bytes live at a moment."""
+        """Record the live bytes at a moment."""
         self.activations = max(self.activations, nbytes)
 
     def end(self, nbytes: int) -> None:
-        """As many bytes live when it is over."""
+        """Record the live bytes at the end."""
         self.rests = nbytes
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A step of a model, on one rank, before any data-parallel sharding.
+    """A step of a model on one rank, without data-parallel sharding.
 
     Attributes:
-        segments: in the order of time.
-        tokens: of the batch of a rank.
+        segments: the segments in order of time.
+        tokens: tokens in the batch of a rank.
     """
 
     segments: tuple[Segment, ...]
@@ -87,12 +87,12 @@ class Profile:
 
     @property
     def flops(self) -> int:
-        """Of matrix products, in forward and backward."""
+        """Floating-point operations of matrix products in forward and backward."""
         return sum(work.flops * count for each in self.segments for work, count in each.work.items())
 
     @property
     def activations(self) -> int:
-        """Most bytes at a moment, with gradients of one group."""
+        """Largest number of live bytes, including the gradients of one group."""
         return max(each.activations for each in self.segments)
 
 
@@ -102,10 +102,10 @@ def profile(
     """Trace a step.
 
     Args:
-        model: with fake parameters (made within ``FakeTensorMode``), in the dtypes of compute.
-        groups: by FQN, the modules that shall be sharded, without the model itself.
-        step: runs the forward and gives the loss; the backward is run here.
-        tokens: of the batch.
+        model: a model with fake parameters (made in ``FakeTensorMode``) in the compute dtype.
+        groups: by FQN, the modules to shard, without the model itself.
+        step: runs forward and returns the loss. Backward is run here.
+        tokens: tokens in the batch.
     """
     tracker = _Tracker(model)
     with contextlib.ExitStack() as stack:
@@ -125,24 +125,24 @@ def profile(
 
 
 class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what is alive, and what is computed, from mark to mark."""
+    """Counts live bytes and operators from mark to mark."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.segments = [Segment(FORWARD, ROOT, True)]
         self._live = 0
-        self._gradients = 0  # of the group whose backward runs
-        self._storages: dict[int, int] = {}  # bytes, by address of a storage of an activation
+        self._gradients = 0  # bytes of the group whose backward runs
+        self._storages: dict[int, int] = {}  # bytes by address of an activation's storage
         self._owned = {_key(storage) for tensor in _held(model) for storage in _storages(tensor)}
 
     def mark(self, direction: str, group: str, begins: bool = False) -> None:
-        """A use of a group begins, or the root goes on."""
+        """Begin a segment: a use of a group begins, or the root continues."""
         self._gradients = 0
         self.segments[-1].end(self._live)
         self.segments.append(Segment(direction, group, begins, activations=self._live))
 
     def accumulated(self, parameter: torch.Tensor) -> None:
-        """A gradient is there: it is no activation any longer, and waits for the end of its group."""
+        """Count a gradient no longer as an activation, but as a gradient that waits for the end of its group."""
         for storage in _storages(parameter.grad):
             nbytes = self._storages.pop(_key(storage), 0)
             self._live -= nbytes
@@ -150,7 +150,7 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it runs operators on local tensors, and collectives, which come by one by one
+            return NotImplemented  # DTensor runs operators and collectives on local tensors, which arrive separately
         out = func(*args, **(kwargs or {}))
         inputs = list(tree_tensors((args, kwargs or {})))
         self._seen(func, inputs, out, args, kwargs or {})
@@ -206,21 +206,21 @@ def _dtype(inputs: list[torch.Tensor]) -> str:
 
 
 class _Marks:
-    """Has the uses of a group marked: forward, backward, and where a checkpoint runs it again."""
+    """Marks the uses of a group: forward, backward, and recomputation in an activation checkpoint."""
 
     def __init__(self, tracker: _Tracker, fqn: str) -> None:
         self._tracker, self._fqn = tracker, fqn
-        self._used = 0  # forwards whose backwards have not begun
+        self._used = 0  # forwards whose backward has not begun
 
     def before(self, *_: Any) -> None:
-        """The forward begins."""
+        """Mark the beginning of forward, or of a recomputation."""
         if current_backward() < 0:
             self._tracker.mark(FORWARD, self._fqn, begins=True)
         else:
             self._reached()
 
     def after(self, _: nn.Module, arguments: Any, output: Any) -> None:
-        """The forward is over."""
+        """Mark the end of forward."""
         if current_backward() >= 0:
             return
         self._tracker.mark(FORWARD, ROOT)
@@ -251,11 +251,11 @@ def _marked(tracker: _Tracker, fqn: str, module: nn.Module) -> list[Any]:
 
 
 def materialize(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Give a model on meta, or of fake tensors, fake parameters and buffers of the CPU; called in ``FakeTensorMode``.
+    """Replace meta or fake tensors of a model by fake parameters and buffers on the CPU. Call it in ``FakeTensorMode``.
 
     Args:
-        model: changed in place; ties stay.
-        dtype: of its floating-point parameters from now on; None leaves each its own.
+        model: changed in place. Tied parameters stay tied.
+        dtype: new dtype of floating-point parameters. None keeps their dtypes.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -279,13 +279,13 @@ def _fake_parameter(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Pa
 
 
 def repeated(traced: Profile, names: list[str]) -> Profile:
-    """The profile of a model with more blocks, from that of the same one with three.
+    """Derive the profile of a model with more blocks from the profile of the same model with three blocks.
 
-    The first and the last block are next to what comes before and behind; all others take what the second one takes,
-    and leave as many bytes behind.
+    The first and the last block are next to other parts of the model. All other blocks do the same work as the second
+    block and leave the same number of bytes live.
 
     Args:
-        traced: of a model of three equal blocks, each a group, that run one after the other.
+        traced: profile of a model with three equal blocks, each a group, that run one after the other.
         names: FQNs of the blocks of the larger model, in order; at least three.
     """
     passes = _uses(traced)
@@ -304,7 +304,7 @@ def repeated(traced: Profile, names: list[str]) -> Profile:
 
 
 def _uses(traced: Profile) -> dict[str, list[list[Segment]]]:
-    """The segments of each pass: the root's at its beginning, then those of each use with the root's behind it."""
+    """The segments of each pass: first those of the root, then those of each use, followed by the root's."""
     uses: dict[str, list[list[Segment]]] = {FORWARD: [[]], BACKWARD: [[]]}
     for segment in traced.segments:
         if segment.begins and segment.group:

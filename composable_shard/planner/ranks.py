@@ -1,7 +1,7 @@
-"""Ranks that measure: those that a launcher has started, or processes that this one starts, watches and ends.
+"""Ranks that measure: ranks of a launcher, or processes that this process starts, watches and ends.
 
-A rank that is started here talks to its parent by a pipe, and meets the others at the parent's store. It ends when the
-pipe does, so none outlives its parent, however that ends; and what it prints goes to a file without a name.
+A rank that is started here communicates with its parent through a pipe, and meets the other ranks at the parent's
+store. It ends when the pipe is closed, so it never outlives its parent. Its output goes to an unnamed file.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .._errors import ComposableShardError, RankFailedError, ShardConfigValueErr
 from .._torch.distributed import launched
 from . import host
 
-Progress = Callable[[str, int, int], None]  # what is measured, how many steps of it are done, and how many there are
+Progress = Callable[[str, int, int], None]  # the current measurement, steps done, and total steps
 _HERE = "127.0.0.1"
-_GRACE_S = 1.0  # after a rank has failed, others may still say why they have
-_END_S = 10.0  # how long a rank may take to end when its work is done
-_OUTPUT_CHARACTERS = 3000  # of what a failed rank has printed
+_GRACE_S = 1.0  # after a rank has failed, other ranks may still report their failures
+_END_S = 10.0  # time limit for a rank to exit after its work is done
+_OUTPUT_CHARACTERS = 3000  # limit of the shown output of a failed rank
 _START = (
     "import sys; from multiprocessing.connection import Connection; pipe = Connection(int(sys.argv[1])); "
     "sys.path[:] = pipe.recv(); from composable_shard.planner.ranks import serve; serve(pipe)"
@@ -43,12 +43,12 @@ _START = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands.
+    """The position of a rank.
 
     Attributes:
-        rank, ranks: its number, and how many there are.
-        local_rank, local_ranks: the same among the ranks of its node.
-        port: of the store, at the process that has started the ranks; None under a launcher.
+        rank, ranks: its rank, and the world size.
+        local_rank, local_ranks: the same within its node.
+        port: port of the store of the process that started the ranks; None under a launcher.
     """
 
     rank: int
@@ -59,10 +59,10 @@ class Place:
 
 
 def place_of_launcher() -> Place | None:
-    """This process's place, if a launcher such as torchrun has started it; None otherwise.
+    """The place of this process if a launcher such as torchrun started it, else None.
 
     Raises:
-        ShardConfigValueError: a variable of the launcher is no number.
+        ShardConfigValueError: a variable of the launcher is not a number.
     """
     if not launched():
         return None
@@ -75,49 +75,49 @@ def place_of_launcher() -> Place | None:
 
 
 def check_ranks(ranks: int) -> None:
-    """See that there are ranks enough for a link.
+    """Check that there are enough ranks for a link.
 
     Raises:
-        ShardConfigValueError: there are not.
+        ShardConfigValueError: there are fewer than two.
     """
     if ranks < 2:
         raise ShardConfigValueError(f"ranks={ranks}: a link has two ends; measure with at least 2 ranks")
 
 
 def default_ranks(asked: str) -> int:
-    """How many ranks a node gets: one for each of several accelerators, if these are asked for; else 2."""
+    """The number of ranks of a node: one per accelerator if several are available and requested, else 2."""
     return 2 if asked == "cpu" or accelerator() is None else max(2, torch.accelerator.device_count())
 
 
 def device_kind(asked: str, local_ranks: int) -> str:
-    """The type of device that ranks of this node measure: what was asked for, or for "auto" the accelerator.
+    """The device type that the ranks of this node measure: the requested one, or for "auto" the accelerator, if any.
 
     Raises:
-        ShardConfigValueError: there is no such device, or less than one for each rank.
+        ShardConfigValueError: there is no such device, or there are fewer devices than ranks.
     """
     device = accelerator()
     kind = ("cpu" if device is None else device.type) if asked == "auto" else asked
     if kind == "cpu":
         return kind
     if device is None or device.type != kind:
-        raise ShardConfigValueError(f"device: this process sees no {kind} device; measure the processors with 'cpu'")
+        raise ShardConfigValueError(f"device: this process sees no {kind} device; use 'cpu' to measure the processors")
     count = torch.accelerator.device_count()
     if count < local_ranks:
         raise ShardConfigValueError(
-            f"device: {local_ranks} ranks on this node need as many {kind} devices, and it has {count}; take as many "
-            "ranks as there are devices, if there are 2 or more, or measure the processors with 'cpu'"
+            f"device: {local_ranks} ranks on this node need {local_ranks} {kind} devices, but it has {count}; use one "
+            "rank per device, if there are at least 2, or use 'cpu' to measure the processors"
         )
     return kind
 
 
 @contextmanager
 def joined(place: Place, kind: str, timeout: float) -> Iterator[torch.device]:
-    """Within this context the ranks are the default process group, whose tensors may be on the CPU, too.
+    """Context in which the ranks form the default process group, which also accepts CPU tensors.
 
     Args:
-        place: of this rank.
-        kind: type of its device, which it gets.
-        timeout: seconds that a collective may take.
+        place: place of this rank.
+        kind: type of its device. The context returns the device.
+        timeout: time limit of a collective, in seconds.
     """
     backend, device = "gloo", torch.device("cpu")
     if kind != "cpu":
@@ -130,15 +130,15 @@ def joined(place: Place, kind: str, timeout: float) -> Iterator[torch.device]:
         limit |= {"store": store, "rank": place.rank, "world_size": place.ranks}
     dist.init_process_group(backend, **limit)
     yield device
-    dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
+    dist.destroy_process_group()  # not after an error: it could wait for ranks that have ended
 
 
 @contextmanager
 def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """End this process with exit code 1 if the context takes longer, whatever it waits for."""
+    """Context that ends this process with exit code 1 if it takes longer, even while the process waits."""
 
     def end() -> None:
-        sys.stderr.write(f"{what} has not ended within {seconds:g} s\n")
+        sys.stderr.write(f"{what} did not finish within {seconds:g} s\n")
         sys.stderr.flush()
         os._exit(1)
 
@@ -156,7 +156,7 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Job:
-    """What a rank is asked to do: call `target`, ``module:function``, with its place, arguments, and for progress."""
+    """The job of a rank: `target`, ``module:function``, is called with place, arguments and a progress callback."""
 
     target: str
     arguments: tuple[Any, ...]
@@ -165,7 +165,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Process:
-    """A rank, its pipe, and what it has printed."""
+    """The process of a rank, its pipe, and its output."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -181,7 +181,7 @@ class _Process:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why a rank has given no result: in a line, in full, and whether it has died without a word."""
+    """Why a rank has no result: as one line, in full, and whether its process died without a message."""
 
     rank: int
     line: str
@@ -190,21 +190,21 @@ class _Failure:
 
 
 def on_ranks(target: str, ranks: int, *arguments: Any, timeout: float, progress: Progress | None = None) -> list[Any]:
-    """Call a function in as many new processes of this node, a rank each.
+    """Call a function in new processes of this node, one per rank.
 
     Args:
         target: ``module:function``, called as ``function(place, *arguments, progress)``; see `joined`.
         ranks: number of processes.
-        arguments: travel by pickle, and so does what the function returns.
-        timeout: seconds for all of it.
-        progress: is called here with what the function of rank 0 tells its own.
+        arguments: arguments of the function. They and its results are pickled.
+        timeout: time limit of the whole call, in seconds.
+        progress: called in this process with the progress of rank 0.
 
     Returns:
-        what each rank has returned, by rank.
+        the results, by rank.
 
     Raises:
-        RankFailedError: a rank has failed; the message says which, and why.
-        WorldTimeoutError: not all ranks have ended in time.
+        RankFailedError: a rank failed. The message names the rank and the reason.
+        WorldTimeoutError: a rank did not finish in time.
     """
     deadline = time.monotonic() + timeout
     store = _store()
@@ -223,7 +223,7 @@ def on_ranks(target: str, ranks: int, *arguments: Any, timeout: float, progress:
 
 
 def _store() -> Any:
-    """A store that only processes of this machine can reach; by itself, torch's listens on all of its addresses."""
+    """Make a store that only processes of this machine can reach. By default, torch listens on all addresses."""
     listening = socket.create_server((_HERE, 0))
     port = listening.getsockname()[1]
     return dist.TCPStore(  # type: ignore[attr-defined]
@@ -232,7 +232,7 @@ def _store() -> Any:
 
 
 def silent(what: str, done: int, total: int) -> None:
-    """Progress that nobody looks at."""
+    """Ignore progress."""
 
 
 def _start(rank: int, job: _Job) -> _Process:
@@ -246,17 +246,17 @@ def _start(rank: int, job: _Job) -> _Process:
         stderr=output,
         env={"OMP_NUM_THREADS": str(share), "GLOO_SOCKET_IFNAME": "lo", **os.environ},
         pass_fds=[child.fileno()],
-        start_new_session=True,  # Ctrl-C is for the parent, which ends its ranks
+        start_new_session=True,  # Ctrl-C goes to the parent, which ends its ranks
     )
     child.close()
-    with suppress(ConnectionError):  # it has died already, as `_received` will say
+    with suppress(ConnectionError):  # the rank has died already; `_received` reports it
         pipe.send([*sys.path])
         pipe.send(job)
     return _Process(rank, process, pipe, output)
 
 
 def _collect(processes: Sequence[_Process], deadline: float, timeout: float, progress: Progress) -> dict[int, Any]:
-    """The ranks' results, by rank."""
+    """Collect the results of the ranks, by rank."""
     pending: dict[Any, _Process] = {each.pipe: each for each in processes}
     values: dict[int, Any] = {}
     failures: list[_Failure] = []
@@ -279,19 +279,19 @@ def _collect(processes: Sequence[_Process], deadline: float, timeout: float, pro
     if pending:
         late = _named(*(each.rank for each in pending.values()))
         raise WorldTimeoutError(
-            f"{late} of {len(processes)} had no result within {timeout:g} s and were ended; the last sign of "
-            f"rank 0 was: {doing}. Allow more time, or measure less"
+            f"{late} of {len(processes)} had no result within {timeout:g} s and were ended; the last progress of "
+            f"rank 0 was: {doing}. Increase the timeout, or measure less"
         )
     return values
 
 
 def _received(process: _Process) -> tuple[str, Any]:
-    """The next message of a rank; its failure, if it has died."""
+    """The next message of a rank, or its failure if the process has died."""
     try:
         kind, content = process.pipe.recv()
     except (EOFError, ConnectionError):
         code = process.process.wait()
-        line = f"it was ended by signal {-code}" if code < 0 else f"it ended with exit code {code}"
+        line = f"it was killed by signal {-code}" if code < 0 else f"it ended with exit code {code}"
         return "failed", _Failure(process.rank, line, f"{line}.\n{_printed(process)}".strip(), died=True)
     if kind == "failed":
         text = "\n".join(part for part in (content, _printed(process)) if part)
@@ -302,16 +302,16 @@ def _received(process: _Process) -> tuple[str, Any]:
 def _printed(process: _Process) -> str:
     process.output.seek(0)
     text = process.output.read().decode(errors="replace").strip()[-_OUTPUT_CHARACTERS:]
-    return f"It has printed:\n{text}" if text else ""
+    return f"Its output:\n{text}" if text else ""
 
 
 def _described(failures: Sequence[_Failure], ranks: int) -> str:
-    """Those that have died come first, for the others may have failed because of them; then by time."""
+    """Describe failures: first ranks that died, because others may have failed as a consequence, then by time."""
     first, *others = sorted(failures, key=lambda failure: not failure.died)
     same = [failure.rank for failure in others if failure.text == first.text]
     parts = [f"{_named(first.rank, *same)} of {ranks} failed: {first.text}"]
     parts += [
-        f"rank {failure.rank} failed later, perhaps only in consequence: {failure.line}"
+        f"rank {failure.rank} failed later, perhaps as a consequence: {failure.line}"
         for failure in others
         if failure.rank not in same
     ]
@@ -326,7 +326,7 @@ def _named(*ranks: int) -> str:
 
 
 def serve(pipe: Connection) -> None:
-    """Do the one job that comes through the pipe, and answer."""
+    """Run the job that is received through the pipe, and send the result."""
     job: _Job = pipe.recv()
     threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
 
@@ -340,16 +340,16 @@ def serve(pipe: Connection) -> None:
         pipe.send(("value", value))
     except BaseException as error:
         pipe.send(("failed", _reason(error)))
-        threading.Event().wait()  # for the end: to close sockets now would have other ranks fail before they are asked
+        threading.Event().wait()  # until it is ended: closing sockets now would make others fail before they report
 
 
 def _reason(error: BaseException) -> str:
-    """The message of an error that is meant for users, the traceback of others."""
+    """The message of an error that is meant for users, or the traceback of any other error."""
     return str(error) if isinstance(error, ComposableShardError) else "".join(traceback.format_exception(error))
 
 
 def _end_with(pipe: Connection) -> None:
-    """End this process when its parent is gone, also while a collective blocks the main thread."""
+    """End this process when its parent has ended, even while a collective blocks the main thread."""
     with suppress(EOFError, OSError):
         pipe.recv()
     os._exit(1)

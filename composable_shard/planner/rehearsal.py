@@ -1,11 +1,11 @@
-"""Steps of a training that run with fake tensors: their memory is counted, nothing is allocated or computed.
+"""Rehearsals: training steps that run with fake tensors. Memory is counted, but nothing is allocated or computed.
 
-`advise` derives memory from plans; here a program, or the sharded model itself, really runs, as one rank of a world
-whose other ranks do not exist, so that whatever it does is counted. It takes longer, and is what the planner is held
-against.
+`advise` derives memory from plans. A rehearsal runs a program, or the sharded model itself, as one rank of a world
+whose other ranks do not exist, so everything that it allocates is counted. This takes longer. Tests compare the planner
+with rehearsals.
 
-What a program reads of tensors' values is made up, unless they are few and come from no parameter: numbers are 1,
-conditions are false, and masks choose all. `torch.compile` does nothing, and nothing is saved.
+Most tensors have no values. If the program reads one, numbers are 1, conditions are false, and masks select everything.
+Small tensors that do not depend on parameters keep their values. `torch.compile` does nothing, and nothing is saved.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ _STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What a program takes on one device.
+    """The memory of a program on one device.
 
     Attributes:
-        ranks: of the world.
-        steps: of the first optimizer that has stepped, which were run.
-        peak: bytes of tensors when they were most. All of a pool counts as `unsharded`, and `activations` is what has
-            no other name.
-        step: in which that was, from 1.
-        phase: what ran then: ``forward`` (and all else outside of the others), ``backward`` or ``optimizer``.
-        guessed: operators whose outputs depend on values of tensors, and were taken to be as large as they can be.
-        offloaded: bytes on the host and on disk, the most after a step, which are none of `peak`: where offload
-            policies say so, as they would be on a machine with an accelerator.
+        ranks: world size.
+        steps: number of steps that ran, of the first optimizer that stepped.
+        peak: bytes of tensors at the peak. The whole pool counts as `unsharded`, and `activations` is the remainder.
+        step: the step of the peak, from 1.
+        phase: the phase of the peak: ``forward`` (and everything outside the other phases), ``backward`` or
+            ``optimizer``.
+        guessed: operators whose output shapes depend on values of tensors. The largest possible shapes were assumed.
+        offloaded: largest number of bytes on the host and on disk after a step. They are not included in `peak`.
+            Offload policies are followed as on a machine with an accelerator.
     """
 
     ranks: int
@@ -78,18 +78,18 @@ class Rehearsal:
 
 
 def rehearse(program: Callable[[], object], ranks: int = 1, steps: int = 3) -> Rehearsal:
-    """Run a training program until its optimizer has stepped some times, and count its memory.
+    """Run a training program until its optimizer has stepped a number of times, and count its memory.
 
     Args:
         program: makes a model and trains it. It may call `torch.distributed.init_process_group`, as under a launcher.
-        ranks: of the world in which it is rank 0.
-        steps: after which it is ended, in the next step of its first optimizer. The first ones make what later ones
-            have: the states of optimizers, and pools.
+        ranks: world size. The program is rank 0.
+        steps: number of steps. The program is ended in the next step of its first optimizer. The first steps allocate
+            memory that later steps keep: optimizer state and pools.
 
     Raises:
         ShardConfigStateError: no optimizer has stepped.
-        ShardConfigValueError: there are no such ranks or steps.
-        Exception: what the program raises.
+        ShardConfigValueError: the number of ranks or steps is invalid.
+        Exception: any error of the program.
     """
     return _rehearsed(lambda watch: program(), ranks, steps)
 
@@ -102,19 +102,19 @@ def rehearse_source(
     optimizer: str = ADAMW,
     comm: CommPolicy = AS_IT_IS,
 ) -> Rehearsal:
-    """Shard a model and train it for some steps, and count the memory of these.
+    """Shard a model, train it for some steps, and count the memory of these steps.
 
     Args:
-        source: of the model.
-        strategy: of it. With tensor parallelism, of a shape alone, the ranks that share tensors share as many
-            batches.
-        precision: of its parameters.
-        sequences: of the batch of a rank.
-        optimizer: as of `advise`.
-        comm: in how many bits weights and gradients travel.
+        source: the model.
+        strategy: the strategy. Tensor parallelism is only supported for shapes; the ranks that share tensors then share
+            one batch with `sequences` for each of them.
+        precision: precision of the parameters.
+        sequences: sequences in the batch of a rank.
+        optimizer: as in `advise`.
+        comm: the precision in which weights and gradients are sent.
 
     Raises:
-        ShardConfigValueError: the strategy has what cannot be rehearsed.
+        ShardConfigValueError: the strategy cannot be rehearsed.
     """
     layout = strategy.layout
     check_optimizer(optimizer, (layout.tensor,))
@@ -131,9 +131,9 @@ def rehearse_source(
             shard_auto(model, mesh=mesh, comm_policy=comm, offload_policy=_policy(strategy), **settings)
         optimizers = _optimizers(model, optimizer)
         if strategy.disk or strategy.state:
-            offload_optimizer(optimizers[0])  # there is no other one
+            offload_optimizer(optimizers[0])  # the only one
         watch.counter.note(model.parameters())
-        watch.counter.reset()  # the whole model was there before, which nobody needs who makes it on meta
+        watch.counter.reset()  # ignore the unsharded model, which a program can avoid with the meta device
         while True:
             with loss_parallel():
                 step(model, sequences * layout.tensor).backward()  # type: ignore[no-untyped-call]
@@ -148,12 +148,12 @@ def _policy(strategy: Strategy) -> OffloadPolicy:
     if strategy.state:
         return HostOffloadPolicy(parameters=False, gradients=False)
     if strategy.disk:
-        return DiskOffloadPolicy("offload", DISK_MEMORY)  # nothing is written there
+        return DiskOffloadPolicy("offload", DISK_MEMORY)  # nothing is written to disk
     return CPUOffloadPolicy() if strategy.offload else OffloadPolicy()
 
 
 def _optimizers(model: nn.Module, name: str) -> list[Optimizer]:
-    """The optimizers of a model, as `advise` means them."""
+    """The optimizers of a model for a name of `advise`."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if name == IN_BACKWARD:
         return [in_backward(model, lambda _: torch.optim.AdamW(trained, fused=True))]
@@ -169,7 +169,7 @@ def _muon_and_adamw(model: nn.Module, trained: list[nn.Parameter]) -> list[Optim
 
 
 def _cut(model: nn.Module, layout: Layout) -> DeviceMesh | None:
-    """Cut tensors over the ranks that share them; gives the mesh of the others, or None if those are all."""
+    """Apply tensor parallelism. Return the mesh of the other dimensions, or None for all ranks."""
     if layout.tensor == 1:
         return None
     sizes = {"replicate": layout.replicas, "shard": layout.shard, "tensor": layout.tensor}
@@ -181,7 +181,7 @@ def _cut(model: nn.Module, layout: Layout) -> DeviceMesh | None:
 
 def _rehearsed(program: Callable[[_Watch], object], ranks: int, steps: int) -> Rehearsal:
     if steps < 1:
-        raise ShardConfigValueError(f"steps: a rehearsal has 1 or more, got {steps}")
+        raise ShardConfigValueError(f"steps: expected at least 1, got {steps}")
     mode = ProgramMode()
     guesses = Guesses(mode)
     with rehearsing() as elsewhere:
@@ -198,11 +198,11 @@ def _rehearsed(program: Callable[[_Watch], object], ranks: int, steps: int) -> R
 
 
 class _Over(BaseException):
-    """Ends a program; no handler of exceptions is meant to catch it."""
+    """Ends a program. It is not an `Exception`, so that programs do not catch it."""
 
 
 class _Watch:
-    """Sees an optimizer's steps, and what the bytes were at the peak, while what they belong to is still there."""
+    """Counts optimizer steps, and splits the bytes of the peak by category while their owners still exist."""
 
     def __init__(self, steps: int, elsewhere: Rehearsed) -> None:
         self._wanted, self._steps, self._is_stepping = steps, 0, False
@@ -215,7 +215,7 @@ class _Watch:
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """Steps of all optimizers are seen."""
+        """Context in which the steps of all optimizers are counted."""
         before = register_optimizer_step_pre_hook(self._before)
         after = register_optimizer_step_post_hook(self._after)
         try:
@@ -225,18 +225,18 @@ class _Watch:
             after.remove()
 
     def result(self, ranks: int, guessed: tuple[str, ...]) -> Rehearsal:
-        """What was seen.
+        """The result of the rehearsal.
 
         Raises:
-            ShardConfigStateError: nothing was trained.
+            ShardConfigStateError: no optimizer has stepped.
         """
         if not self._steps:
-            raise ShardConfigStateError("the program has ended before an optimizer has stepped: it trains nothing")
+            raise ShardConfigStateError("the program has ended before an optimizer stepped: it must train a model")
         step, phase = self.counter.at
         return Rehearsal(ranks, self._steps, self._peak, step, phase, guessed, self._offloaded)
 
     def _counts(self, tensor: torch.Tensor) -> bool:
-        """Whether the device would have memory for a tensor; on meta there is none."""
+        """Whether the device would hold the memory of a tensor. Meta tensors have none."""
         return is_fake(tensor) and tensor.device.type != "meta" and not self._elsewhere.steps
 
     def _where(self) -> tuple[int, str]:
@@ -247,7 +247,7 @@ class _Watch:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers.add(optimizer)
         self._look()
-        if optimizer in IN_PARTS:  # the step is that of whoever steps it
+        if optimizer in IN_PARTS:  # its wrapper counts the step
             return
         if self._first is None or self._first() is None:
             self._first = weakref.ref(optimizer)
@@ -263,7 +263,7 @@ class _Watch:
         self._look()
 
     def _look(self) -> None:
-        """Say what the bytes of the peak are, if that is new."""
+        """Split the bytes of the peak by category, if the peak is new."""
         counter = self.counter
         if counter.peak == self._known:
             return
@@ -278,7 +278,7 @@ class _Watch:
 
 
 def _parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    """Those of all modules that live, and of optimizers."""
+    """The parameters of all live modules and of the optimizers."""
     owners = [vars(each).get("_parameters", {}) for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     stored = [each for owner in owners for each in owner.values()]
     stored += [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
@@ -286,13 +286,13 @@ def _parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
 
 
 def _is_leaf(parameter: nn.Parameter | None) -> bool:
-    """In backward, gathered ones stand in modules: those are views."""
+    """Whether a parameter is a leaf. During backward, modules have unsharded parameters, which are views."""
     return parameter is not None and parameter.is_leaf
 
 
 @contextlib.contextmanager
 def _world(ranks: int) -> Iterator[None]:
-    """What a program sees that a launcher has started on many devices, and what would need the other ranks."""
+    """Set the environment of a launcher, and replace functions that need devices or other ranks."""
     environment = {name: str(ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     environment |= {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     with contextlib.ExitStack() as stack:
@@ -306,7 +306,7 @@ def _world(ranks: int) -> Iterator[None]:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of what is already done, or shall not be."""
+    """Replaces functions whose work is done already, or must not be done."""
 
 
 _compile, _new_group = torch.compile, dist.new_group
@@ -314,7 +314,7 @@ _format, _numpy = torch.Tensor.__format__, torch.Tensor.numpy
 
 
 def _fake_subgroup(ranks: list[int] | None = None, *args: Any, **kwargs: Any) -> Any:
-    return _new_group(ranks)  # of the backend that the world has, whatever is asked for
+    return _new_group(ranks)  # with the backend of the world, for any requested backend
 
 
 def _own_object_of_all(values: list[Any], value: Any, group: Any = None) -> None:

@@ -1,7 +1,7 @@
-"""Memory of reductions in fewer bits beside the pool: while numbers are rounded and added up, and between replicas.
+"""Memory of low-precision reductions outside the pool: while values are rounded and added, and between replicas.
 
-Numbers are rounded turn by turn (see `_plan/parcel.py`), and on a CPU some of a turn at a time. The bytes for each of
-them are those of the operators of `_comm/rounding.py` and `_comm/lowbit.py` when these have most.
+Values are rounded in turns (see `_plan/parcel.py`). A CPU processes each turn in parts. The bytes per value are those
+of the operators in `_comm/rounding.py` and `_comm/lowbit.py` at their peak.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from .._plan.group_plan import GroupPlan
 from .._plan.layout import ReduceLayout
 from .._plan.parcel import Parcel
 
-_DRAWN = 2  # bytes of the random numbers of a turn, for each number
-_AT_WORK = {"int8": 8, "fp8": 12, "bf16": 11}  # where numbers are rounded, for each number
-_DECODED = {"int8": 0, "fp8": 2, "bf16": 0}  # where they are numbers again
-_ADDED = 4  # of a turn that is added up in float32
-_FED_BACK = 8  # of a turn with what earlier ones have left: the sums, and what arrives of them
+_DRAWN = 2  # bytes of random numbers per value of a turn
+_AT_WORK = {"int8": 8, "fp8": 12, "bf16": 11}  # bytes per value while values are rounded
+_DECODED = {"int8": 0, "fp8": 2, "bf16": 0}  # bytes per value while values are decoded
+_ADDED = 4  # bytes per value of a turn that is added in float32
+_FED_BACK = 8  # bytes per value with error feedback: gradients plus earlier errors, and their rounded values
 
 
 def passing_bytes(group: GroupPlan, replicas: int, streams: bool) -> int:
-    """Most bytes that a reduction of the group takes while it rounds or adds up, and gives back before it goes on.
+    """Largest temporary memory of a reduction of the group while it rounds or adds, in bytes.
 
     Args:
-        group: of the plan.
-        replicas: number of ranks that have the same shards.
-        streams: whether it runs on an accelerator, which rounds all of a turn at once.
+        group: a group of the plan.
+        replicas: number of ranks with the same shards.
+        streams: whether it runs on an accelerator, which rounds a whole turn at a time.
     """
     most = 0
     for each in group.reductions:
@@ -43,7 +43,7 @@ def _rounding(group: GroupPlan, form: str, numbers: int, joined: bool, streams: 
     if not group.comm_policy.error_feedback:
         return _DRAWN * numbers + at_once
     left = 4 * numbers if joined else 0
-    return left + max(_FED_BACK * numbers, 4 * numbers + at_once // 2)  # without random numbers half of it
+    return left + max(_FED_BACK * numbers, 4 * numbers + at_once // 2)  # half of it, without random numbers
 
 
 def _at_once(numbers: int, streams: bool) -> int:
@@ -51,7 +51,7 @@ def _at_once(numbers: int, streams: bool) -> int:
 
 
 def _turns(layout: ReduceLayout, sent: Parcel | None) -> Iterator[tuple[str, int, bool]]:
-    """Of each turn the form, how many numbers of a chunk it has, and whether those are of several parameters."""
+    """For each turn: the format, the number of values per chunk, and whether they belong to several parameters."""
     parts = [] if sent is None else [part for part in sent.parts if part.form]
     params = layout.result.params
     numbers: Counter[tuple[int, str]] = Counter()
@@ -64,7 +64,7 @@ def _turns(layout: ReduceLayout, sent: Parcel | None) -> Iterator[tuple[str, int
 
 
 def replica_buffers(group: GroupPlan, replicas: int) -> int:
-    """Bytes that a reduction between replicas in fewer bits sends and receives, until it is over."""
+    """Bytes that a low-precision reduction between replicas sends and receives, until it finishes."""
     if replicas == 1:
         return 0
     return sum((replicas + 1) * each.between.nbytes for each in group.reductions if each.between is not None)

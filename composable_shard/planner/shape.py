@@ -1,4 +1,4 @@
-"""The shape of a decoder: what a planner must know of a model that is not there."""
+"""The shape of a decoder: the sizes that a planner needs of a model that does not exist."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Shape:
 
     Attributes:
         layers: number of blocks.
-        width: of the residual stream.
-        heads: of attention.
-        vocabulary: number of tokens that are told apart.
-        sequence: tokens of a sequence.
-        key_value_heads: of attention; as many as `heads` if None.
-        hidden: width within the feed-forward network; 8/3 of `width`, rounded up to a multiple of 256, if None.
-        tied: whether the embedding is the head, too.
-        head_width: channels of a head; ``width / heads`` if None.
+        width: width of the residual stream.
+        heads: number of attention heads.
+        vocabulary: number of tokens in the vocabulary.
+        sequence: tokens per sequence.
+        key_value_heads: number of heads of keys and values; `heads` if None.
+        hidden: width of the feed-forward network; 8/3 of `width`, rounded up to a multiple of 256, if None.
+        tied: whether the head shares the weight of the embedding.
+        head_width: channels per head; ``width / heads`` if None.
     """
 
     layers: int
@@ -49,28 +49,30 @@ class Shape:
             if value < 1:
                 raise ShardConfigValueError(f"Shape.{name}={value}: expected at least 1")
         if self.head_width is None and self.width % self.heads:
-            raise ShardConfigValueError(f"Shape.width={self.width} is no multiple of heads={self.heads}")
+            raise ShardConfigValueError(f"Shape.width={self.width} is not a multiple of heads={self.heads}")
         if self.heads % self.kv_heads:
-            raise ShardConfigValueError(f"Shape.heads={self.heads} is no multiple of key_value_heads={self.kv_heads}")
+            raise ShardConfigValueError(
+                f"Shape.heads={self.heads} is not a multiple of key_value_heads={self.kv_heads}"
+            )
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and of values."""
+        """Number of heads of keys and values."""
         return self.key_value_heads or self.heads
 
     @property
     def channels(self) -> int:
-        """Of a head."""
+        """Channels per head."""
         return self.head_width or self.width // self.heads
 
     @property
     def feed_forward(self) -> int:
-        """Width within the feed-forward network."""
+        """Width of the feed-forward network."""
         return self.hidden or -(-8 * self.width // 3 // 256) * 256
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Number of parameters of the model."""
         attention = 2 * self.width * self.channels * (self.heads + self.kv_heads)
         block = attention + 3 * self.width * self.feed_forward + 2 * self.width
         ends = (1 if self.tied else 2) * self.vocabulary * self.width + self.width
@@ -78,36 +80,36 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """From text such as ``layers=32,width=4096,heads=32,vocabulary=128256,sequence=8192``, or a name in `NAMED`.
+        """Parse text such as ``layers=32,width=4096,heads=32,vocabulary=128256,sequence=8192``, or a name in `NAMED`.
 
         Raises:
-            ShardConfigValueError: it is neither; it says what is missing or unknown.
+            ShardConfigValueError: the text is neither. The message names what is missing or unknown.
         """
         if text in NAMED:
             return NAMED[text]
         try:
             pairs = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
             if len(pairs) <= text.count(","):
-                raise ValueError("it is no name, and not all of it has the form name=number")
+                raise ValueError("it is not a known name, and not every part has the form name=number")
             numbers = {name.strip().replace("-", "_"): int(value) for name, value in pairs.items()}
             tied = bool(numbers.pop("tied", 0))
             return cls(**numbers, tied=tied)
         except (TypeError, ValueError) as error:
             raise ShardConfigValueError(
-                f"shape: {text!r} is no shape ({error}). Give one of {', '.join(NAMED)}, or for example "
+                f"shape: {text!r} is not a shape ({error}). Use one of {', '.join(NAMED)}, or, for example, "
                 "layers=12,width=768,heads=12,vocabulary=50304,sequence=1024"
             ) from None
 
     @classmethod
     def from_config(cls, path: Path, sequence: int | None = None) -> Shape:
-        """From a ``config.json`` of Hugging Face.
+        """Read a Hugging Face ``config.json``.
 
         Args:
-            path: of the file, or of the directory in which it lies.
-            sequence: tokens of a sequence; by default as many as the model was made for.
+            path: the file, or its directory.
+            sequence: tokens per sequence. Default: the length in the configuration.
 
         Raises:
-            ShardConfigValueError: there is no such file, or it does not describe a decoder of this form.
+            ShardConfigValueError: the file cannot be read, or does not describe a decoder of this form.
         """
         file = path / "config.json" if path.is_dir() else path
         try:
@@ -115,7 +117,7 @@ class Shape:
         except OSError as error:
             raise ShardConfigValueError(f"{file} cannot be read: {error.strerror}") from None
         except ValueError as error:
-            raise ShardConfigValueError(f"{file} is no JSON: {error}") from None
+            raise ShardConfigValueError(f"{file} is not valid JSON: {error}") from None
         return cls._of(config, str(file), sequence)
 
     @classmethod
@@ -123,12 +125,12 @@ class Shape:
         kind = config.get("model_type")
         if kind not in _KINDS:
             raise ShardConfigValueError(
-                f"{where} is of model_type {kind!r}; known are {', '.join(sorted(_KINDS))}. For another one give a "
-                "factory of your model by its import path"
+                f"{where} has model_type {kind!r}; supported are {', '.join(sorted(_KINDS))}. For other models, pass "
+                "the import path of a function that makes the model"
             )
         missing = [name for name in _REQUIRED.values() if name not in config]
         if missing:
-            raise ShardConfigValueError(f"{where} lacks {', '.join(missing)}")
+            raise ShardConfigValueError(f"{where} has no {', '.join(missing)}")
         given = {name: config[key] for name, key in _REQUIRED.items()}
         return cls(
             **given,
@@ -156,4 +158,4 @@ NAMED = {
     "llama2-7b": Shape(32, 4096, 32, 32000, 4096, hidden=11008),
     "qwen2.5-7b": Shape(28, 3584, 28, 152064, 8192, 4, 18944),
 }
-"""Shapes of known decoders by name, as `composable-shard advise` takes them for a model."""
+"""Shapes of known decoders by name, as `composable-shard advise` accepts them."""

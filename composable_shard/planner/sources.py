@@ -1,4 +1,4 @@
-"""What is planned for: a shape, a configuration of Hugging Face on disk, or a factory of a model."""
+"""The model to plan for: a shape, a Hugging Face configuration on disk, or a function that makes a model."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from .precision import Precision
 from .profile import Profile, materialize, profile, repeated
 from .shape import NAMED, Shape
 
-Step = Callable[[nn.Module, int], Tensor]  # a model and a number of sequences; gives the loss
+Step = Callable[[nn.Module, int], Tensor]  # takes a model and a number of sequences; returns the loss
 Made = nn.Module | tuple[nn.Module, Step]
-_TRACED_LAYERS = 3  # of a shape, whose further ones are as the second
+_TRACED_LAYERS = 3  # layers of a shape that are traced; further layers equal the second one
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model that can be made as often as it is wanted.
+    """A model that can be made repeatedly.
 
     Attributes:
-        name: in words.
-        shape: of a decoder; None if `factory` makes the model.
-        factory: makes a model, perhaps with a step of it.
-        sequence: tokens of a sequence.
-        adapters: rank of adapters (LoRA), where these alone train; 0 for none. For shapes alone.
+        name: name of the model.
+        shape: the shape of a decoder; None if `factory` makes the model.
+        factory: makes a model, optionally together with its step.
+        sequence: tokens per sequence.
+        adapters: rank of adapters (LoRA), if only these train; 0 for none. Only for shapes.
     """
 
     name: str
@@ -56,13 +56,13 @@ class Source:
     adapters: int = 0
 
     def traced(self, precision: Precision, checkpointing: Checkpointing, sequences: int, tensor: int = 1) -> Profile:
-        """The profile of a step.
+        """Trace a step.
 
         Args:
-            precision: whose dtype of compute the parameters have.
-            checkpointing: of the blocks.
-            sequences: of the batch of a rank, or of those ranks that share tensors.
-            tensor: ranks of tensor parallelism.
+            precision: the precision. Parameters are traced in its compute dtype.
+            checkpointing: activation checkpointing of the blocks.
+            sequences: sequences in the batch of a rank, or of the ranks that share tensors.
+            tensor: number of ranks of tensor parallelism.
         """
         small = self.shape is not None and self.shape.layers > _TRACED_LAYERS
         layers = _TRACED_LAYERS if small else None
@@ -85,7 +85,7 @@ class Source:
         return repeated(traced, [f"blocks.{index}" for index in range(self.shape.layers)])
 
     def plan(self, precision: Precision, tensor: int = 1, comm: CommPolicy = AS_IT_IS) -> ShardPlan:
-        """The plan of the model, sharded over two ranks; `comm` says in how many bits it travels."""
+        """Plan the model, sharded over two ranks. `comm` is the precision in which weights and gradients are sent."""
         with testing.fake(2 * tensor, mesh={"shard": 2, "tensor": tensor}) as world, FakeTensorMode():
             model, _ = self.made()
             if tensor > 1:
@@ -98,10 +98,10 @@ class Source:
             return make_plan(model)
 
     def made(self, layers: int | None = None) -> tuple[nn.Module, Step]:
-        """A model, and a step of it; to be called in ``FakeTensorMode``.
+        """Make a model and its step. Call it in ``FakeTensorMode``.
 
         Args:
-            layers: of a shape, if it shall have others.
+            layers: number of layers, if different from the shape.
         """
         if self.shape is not None:
             model = decoder.Decoder(replace(self.shape, layers=layers or self.shape.layers))
@@ -115,19 +115,19 @@ class Source:
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
             return made
         raise ShardConfigTypeError(
-            f"{self.name}: gave a {type(made).__name__}; a factory gives an nn.Module, or a pair of one and of a "
-            "function that takes it and a number of sequences and gives the loss"
+            f"{self.name}: returned a {type(made).__name__}; a factory returns an nn.Module, or a pair: an nn.Module "
+            "and a function that takes it and a number of sequences and returns the loss"
         )
 
     def step_of_decoder(self, model: nn.Module, sequences: int) -> Tensor:
-        """The loss of a decoder, or of any model that takes tokens and gives logits."""
+        """The loss of a decoder, or of any model that takes tokens and returns logits."""
         return decoder.loss_of(model, torch.zeros(sequences, self.sequence + 1, dtype=torch.int64))
 
     def _default_step(self, model: nn.Module, sequences: int) -> Tensor:
-        """A language model's step: one of Hugging Face computes its loss itself.
+        """The loss of a language model. Hugging Face models calculate it themselves.
 
-        It is asked for no cache of keys and values, for which training has no use, and which the second forward of a
-        checkpointed block would lengthen.
+        The cache of keys and values is disabled: training does not use it, and the recomputation of a block would
+        extend it again.
         """
         names = _arguments(model)
         if "labels" not in names:
@@ -138,28 +138,30 @@ class Source:
 
 
 def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What a forward is given, with floating-point tensors in the dtype of compute, as mixed precision has it."""
+    """Cast floating-point arguments of a forward to the compute dtype, as mixed precision does."""
     return tree_map_only(Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, (args, kwargs))
 
 
 def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Those of a model's forward, by name; of one that PEFT has adapted, those of the model inside, which get them."""
+    """The arguments of a model's forward, by name. PEFT passes them to the inner model, so its arguments are used."""
     inner = getattr(model, "get_base_model", None)
     return inspect.signature((inner() if callable(inner) else model).forward).parameters
 
 
 def source_of(model: Any, sequence: int | None = None, adapters: int = 0) -> Source:
-    """What a user names.
+    """Find the model that a user names.
 
     Args:
-        model: a `Shape`; a name in `NAMED`, or a shape in words (`Shape.parse`); the path of a ``config.json``, or of
-            the directory in which it lies; a function without arguments that makes a model, or its import path
-            (``package.module:function``).
-        sequence: tokens of a sequence; that of the shape, or of the configuration, if None.
-        adapters: rank of adapters that train alone.
+        model: one of
+
+            - a `Shape`, a name in `NAMED`, or the text form of a shape (`Shape.parse`);
+            - the path of a ``config.json`` or of its directory;
+            - a function without arguments that makes a model, or its import path (``package.module:function``).
+        sequence: tokens per sequence; None for those of the shape or the configuration.
+        adapters: rank of adapters, if only these train.
 
     Raises:
-        ShardConfigTypeError, ShardConfigValueError: it is none of these.
+        ShardConfigTypeError, ShardConfigValueError: an argument is invalid, or the model cannot be found.
     """
     if isinstance(model, (str, os.PathLike)):
         model = _named(os.fspath(model), sequence)
@@ -169,13 +171,13 @@ def source_of(model: Any, sequence: int | None = None, adapters: int = 0) -> Sou
         return Source(name, shape.sequence, shape=shape, adapters=adapters)
     if not callable(model) or isinstance(model, nn.Module):
         raise ShardConfigTypeError(
-            f"model: {type(model).__name__} is no shape, no path and no factory; give a function that makes the model, "
+            f"model: {type(model).__name__} is not a shape, a path or a factory; give a function that makes the model, "
             "so that it can be made without memory"
         )
     if sequence is None:
-        raise ShardConfigValueError("sequence: give the tokens of a sequence, which a factory does not tell")
+        raise ShardConfigValueError("sequence: give the tokens per sequence, which a factory does not define")
     if adapters:
-        raise ShardConfigValueError("adapters: are added to shapes alone; let the factory give the model with its own")
+        raise ShardConfigValueError("adapters: only supported for shapes; let the factory return a model with adapters")
     return Source(getattr(model, "__qualname__", "the model"), sequence, factory=model)
 
 
@@ -192,23 +194,23 @@ def _named(text: str, sequence: int | None) -> Any:
 
 
 def named_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """By FQN, the modules that are sharded one by one."""
+    """The modules that are sharded as separate groups, by FQN."""
     names = {id(module): name for name, module in model.named_modules()}
     return {names[id(module)]: module for module in repeated_blocks(model)}
 
 
 def parallelize(model: nn.Module, mesh: Any) -> None:
-    """Cut the tensors of a shape's decoder over a mesh.
+    """Apply tensor parallelism to the decoder of a shape over a mesh.
 
     Raises:
-        ShardConfigValueError: it is another model, or cannot be cut evenly.
+        ShardConfigValueError: it is another model, or cannot be divided evenly.
     """
     if not isinstance(model, decoder.Decoder):
         raise ShardConfigValueError(
-            "tensor: is planned for shapes alone; let the factory give a model that is parallel"
+            "tensor: only supported for shapes; let the factory return a model with tensor parallelism"
         )
     shape, ranks = model.shape, mesh.size()
     for what, number in (("heads", shape.heads), ("key_value_heads", shape.kv_heads), ("vocabulary", shape.vocabulary)):
         if number % ranks:
-            raise ShardConfigValueError(f"tensor: {what}={number} cannot be shared evenly by {ranks} ranks")
+            raise ShardConfigValueError(f"tensor: {what}={number} cannot be divided evenly by {ranks} ranks")
     decoder.parallelize(model, mesh)

@@ -1,4 +1,4 @@
-"""What optimizers hold and send, and how long a step of them takes: AdamW, AdamW inside of backward, Muon at owners."""
+"""State, communication and step time of optimizers: AdamW, AdamW inside backward, and Muon at owners of matrices."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from .timing import ADAM_ACCESSES, ADAM_ON_DISK, ADAM_ON_LINK, ring
 ADAMW, IN_BACKWARD, OWNED = "adamw", "in_backward", "owned"
 OPTIMIZERS = (ADAMW, IN_BACKWARD, OWNED)
 _MUON_ACCESSES = 6  # reads of value, gradient and momentum, writes of value and momentum, and the update
-_NEWTON_SCHULZ = 5  # iterations of Muon
+_NEWTON_SCHULZ = 5  # number of Newton-Schulz iterations of Muon
 
 
 def check_optimizer(optimizer: str, tensor: tuple[int, ...] = (1,)) -> None:
-    """Refuse what cannot be planned.
+    """Check that an optimizer can be planned.
 
     Raises:
-        ShardConfigValueError: there is no such optimizer, or matrices are cut over ranks of tensor parallelism as well.
+        ShardConfigValueError: there is no such optimizer, or `owned` is combined with tensor parallelism.
     """
     if optimizer not in OPTIMIZERS:
-        raise ShardConfigValueError(f"optimizer: {optimizer!r} is none of {', '.join(OPTIMIZERS)}")
+        raise ShardConfigValueError(f"optimizer: {optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
     if optimizer == OWNED and max(tensor) > 1:
         raise ShardConfigValueError(
-            "optimizer: owners of matrices that are cut over ranks of tensor parallelism, too, are not planned; leave "
-            "`tensor` at 1, or plan with 'adamw'"
+            "optimizer: 'owned' cannot be planned with tensor parallelism, which also shards matrices; leave `tensor` "
+            "at 1, or use 'adamw'"
         )
 
 
 def is_possible(optimizer: str, strategy: Strategy) -> bool:
-    """Whether an optimizer can be planned with a strategy: of state that is elsewhere than shards, only AdamW's."""
+    """Whether an optimizer can be planned with a strategy. Only AdamW's state can be stored apart from the shards."""
     return optimizer == ADAMW or not (strategy.disk or strategy.state or (strategy.offload and optimizer == OWNED))
 
 
 @dataclass(frozen=True, slots=True)
 class Stepping:
-    """An optimizer with a strategy.
+    """The memory and time of an optimizer under a strategy.
 
     Attributes:
-        state: bytes of its state on the rank that has most.
-        at_once: whether the gradients of one group live at a time.
-        beside: most bytes of buffers in its step.
-        sent: bytes that the rank that sends most sends in its step.
-        seconds: of its step.
+        state: bytes of optimizer state on the rank with the most.
+        at_once: whether only the gradients of one group are live at a time.
+        beside: largest number of bytes of buffers in its step.
+        sent: bytes that the rank that sends the most sends in its step.
+        seconds: seconds of its step.
     """
 
     state: int
@@ -60,7 +60,7 @@ class Stepping:
 
 
 def stepping_of(optimizer: str, groups: tuple[GroupPlan, ...], strategy: Strategy, machine: Machine) -> Stepping:
-    """An optimizer of the parameters of some groups that are sharded by a strategy."""
+    """Predict memory and time of an optimizer for the parameters of groups that are sharded by a strategy."""
     trained = {p.fqn: p for group in groups for p in group.params if p.trains}
     world = max([group.shard_size for group in groups], default=1)
     taken = dict(_matrices(groups)) if optimizer == OWNED else {}
@@ -76,12 +76,12 @@ def stepping_of(optimizer: str, groups: tuple[GroupPlan, ...], strategy: Strateg
 
 
 def forecast_of(params: Mapping[str, ParamPlan], world: int) -> Forecast:
-    """What `owned` does with parameters of a plan."""
+    """Predict what `owned` does with parameters of a plan."""
     return forecast({name: Sharded(p.shape, p.stored, _rows(p, world)) for name, p in params.items()}, world)
 
 
 def _matrices(groups: tuple[GroupPlan, ...]) -> Iterator[tuple[str, ParamPlan]]:
-    """The matrices of blocks, and stacks of such, which Muon is for; embeddings and heads lie in the root."""
+    """The matrices of blocks, and stacks of matrices, for Muon. Embeddings and heads are in the root and excluded."""
     for group in groups:
         for param in () if group.is_root else group.params:
             if param.trains and len(param.shape) in (2, 3):
@@ -100,14 +100,17 @@ def _shard_bytes(param: ParamPlan, world: int) -> int:
 def _adam_seconds(trained: int, strategy: Strategy, machine: Machine) -> float:
     bandwidth = machine.host_memory_bandwidth if strategy.offloads else machine.memory_bandwidth
     seconds = ADAM_ACCESSES * trained / bandwidth
-    if strategy.state:  # shards and gradients come to the host meanwhile, and shards go back
+    if strategy.state:  # meanwhile shards and gradients are copied to the host, and shards back
         return max(seconds, ADAM_ON_LINK * trained / machine.host_link.bandwidth)
-    # It reads and writes both moments meanwhile.
+    # Meanwhile both moments are read and written.
     return max(seconds, ADAM_ON_DISK * trained / machine.disk_bandwidth) if strategy.disk else seconds
 
 
 def _owned_seconds(ahead: Forecast, layout: Layout, machine: Machine) -> float:
-    """Buckets travel while others are stepped: what takes longer counts, and the first and the last journey."""
+    """Seconds of a step of `owned`.
+
+    Buckets are sent while other buckets are stepped. The longer of the two counts, plus one bucket of the shorter.
+    """
     steps = [
         _MUON_ACCESSES * nbytes / machine.memory_bandwidth
         + sum(map(_newton_schulz, shapes)) / machine.flops_of("bfloat16")
@@ -121,7 +124,7 @@ def _owned_seconds(ahead: Forecast, layout: Layout, machine: Machine) -> float:
 
 
 def _newton_schulz(shape: tuple[int, ...]) -> float:
-    """Floating-point operations of Muon's iterations: of X (m, n), products X X', (X X')² and one of these with X."""
+    """Floating-point operations of Muon's iterations for X (m, n): X X', (X X')², and a product of these with X."""
     if len(shape) < 2:
         return 0.0
     short, long = sorted(shape[-2:])
@@ -129,7 +132,7 @@ def _newton_schulz(shape: tuple[int, ...]) -> float:
 
 
 def shown_groups(base: ShardPlan, plan: ShardPlan | None) -> tuple[GroupPlan, ...]:
-    """The groups whose shards an optimizer has: of one rank where nothing is sharded."""
+    """The groups whose shards an optimizer steps. Without a plan, they are on one rank each."""
     if plan is not None:
         return plan.groups
     return tuple(replace(group, shard_size=1, route=None) for group in base.groups)

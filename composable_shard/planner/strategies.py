@@ -1,4 +1,4 @@
-"""The strategies among which the planner chooses, and what each makes of a plan and of memory that is held."""
+"""The strategies that the planner compares, and their effect on the plan and on memory."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .rounding import passing_bytes, replica_buffers
 
 _KEEPS_AFTER_FORWARD = ("ddp", "zero1", "zero2")
 _STAYS = ("ddp", "zero1")
-MOMENTS = 2  # of Adam, as large as the parameters
-DISK_MEMORY = 1 << 30  # bytes of a `DiskOffloadPolicy`, for the part of the state that is in memory
+MOMENTS = 2  # moments of Adam, each as large as the parameters
+DISK_MEMORY = 1 << 30  # bytes that a `DiskOffloadPolicy` may use for the part of the state that is in memory
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How ranks are laid out: tensor parallelism innermost, then shards, then replicas.
+    """The layout of ranks: tensor parallelism innermost, then shards, then replicas.
 
     Attributes:
-        tensor, shard, replicas: number of ranks along each.
+        tensor, shard, replicas: number of ranks along each dimension.
     """
 
     tensor: int = 1
@@ -43,13 +43,13 @@ class Strategy:
     """A way to train.
 
     Attributes:
-        name: that `shard_by_class` and its neighbours take.
-        layout: of the ranks.
-        checkpointing: which activations are computed again: those of whole blocks, or all but attention and every
-            second matrix product.
-        offload: whether parameters, gradients and the optimizer are in the memory of the host.
-        disk: whether, of these, the optimizer's state is in files.
-        state: whether the optimizer's state alone is in the memory of the host.
+        name: the `strategy` argument of `shard_by_class`, `shard_auto` and similar functions, or ``none``.
+        layout: layout of the ranks.
+        checkpointing: which activations are recomputed: those of whole blocks, or all except attention and every second
+            matrix product.
+        offload: whether parameters, gradients and optimizer state are in host memory.
+        disk: whether the optimizer state is in files instead.
+        state: whether only the optimizer state is in host memory.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Strategy:
 
     @property
     def offloads(self) -> bool:
-        """Whether anything is elsewhere than on the device."""
+        """Whether anything is not on the device."""
         return self.offload or self.state
 
     def __str__(self) -> str:
@@ -76,21 +76,21 @@ class Strategy:
 
 
 def strategy_named(name: str, devices: int, checkpointing: Checkpointing = "none", replicas: int = 2) -> Strategy:
-    """The strategy of a name on some devices.
+    """Return the strategy with a name for a number of devices.
 
     Args:
         name: ``none``, ``ddp``, ``zero1``, ``zero2``, ``zero3`` or ``hsdp``.
-        devices: how many there are; ``none`` uses one.
-        checkpointing: of its blocks.
-        replicas: of ``hsdp``.
+        devices: number of devices. ``none`` uses one.
+        checkpointing: activation checkpointing of its blocks.
+        replicas: number of replicas of ``hsdp``.
 
     Raises:
-        ShardConfigValueError: it cannot be laid out so.
+        ShardConfigValueError: the devices cannot be divided in this way.
     """
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise ShardConfigValueError(f"devices: {devices!r} is not a number above 0")
     if name == "hsdp" and (replicas < 1 or devices % replicas):
-        raise ShardConfigValueError(f"replicas: {devices} devices cannot hold {replicas} replicas of as many shards")
+        raise ShardConfigValueError(f"replicas: {devices} devices cannot be divided evenly into {replicas} replicas")
     layouts = {
         "none": Layout(),
         "ddp": Layout(replicas=devices),
@@ -102,13 +102,13 @@ def strategy_named(name: str, devices: int, checkpointing: Checkpointing = "none
 def strategies(
     devices: int, per_node: int, tensor: tuple[int, ...], host_memory: int | None = None
 ) -> Iterator[Strategy]:
-    """All that a number of devices allows.
+    """All possible strategies for a number of devices.
 
     Args:
-        devices: in all.
-        per_node: that share a fast link; tensor parallelism stays within.
-        tensor: ranks of tensor parallelism to consider.
-        host_memory: bytes of the host for each device; None if that is not known, and nobody need go to disk.
+        devices: total number of devices.
+        per_node: number of devices that share a fast link. Tensor parallelism stays within it.
+        tensor: numbers of ranks of tensor parallelism to consider.
+        host_memory: bytes of host memory per device. If None, it is unknown and no strategy uses the disk.
     """
     for ranks in tensor:
         if devices % ranks or ranks > per_node:
@@ -137,7 +137,7 @@ def _layouts(ranks: int, tensor: int) -> Iterator[tuple[str, Layout]]:
 
 
 def plan_of(base: ShardPlan, strategy: Strategy, machine: Machine) -> ShardPlan | None:
-    """The plan of a strategy, from that of the same model sharded by any other."""
+    """Derive the plan of a strategy from the plan of the same model under another strategy."""
     if strategy.name == "none":
         return None
     groups = tuple(_group(group, strategy, machine) for group in base.groups)
@@ -157,7 +157,7 @@ def _group(group: GroupPlan, strategy: Strategy, machine: Machine) -> GroupPlan:
 
 
 def _route(group: GroupPlan, machine: Machine) -> Route:
-    """As `TransportCache` chooses them: NCCL's, or gloo's."""
+    """The route that `TransportCache` would choose with NCCL or gloo."""
     if machine.backend != "gloo":
         return Route("direct", gather_from=0)
     stored = sum(parameter.numel * parameter.stored.itemsize for parameter in group.params)
@@ -167,7 +167,7 @@ def _route(group: GroupPlan, machine: Machine) -> Route:
 
 
 def shard_bytes(base: ShardPlan, plan: ShardPlan | None) -> dict[str, tuple[int, int]]:
-    """By group, the bytes of what a rank stores: of all parameters, and of those that train."""
+    """By group, the bytes that a rank stores: of all parameters, and of those that train."""
     groups = plan.groups if plan is not None else tuple(replace(each, shard_size=1, route=None) for each in base.groups)
     trained = (replace(each, params=tuple(p for p in each.params if p.trains)) for each in groups)
     return {each.fqn: (each.shard_bytes, part.shard_bytes) for each, part in zip(groups, trained, strict=True)}
@@ -186,15 +186,15 @@ def held_bytes(
     cast: int = 0,
     rounding: int = 0,
 ) -> Bytes:
-    """The bytes of a device that are there all the time.
+    """The bytes of a device that are always allocated.
 
     Args:
-        strategy: which.
-        pool: of `pooled`.
-        shards: of `shard_bytes`.
-        state: bytes of the optimizer's.
-        cast: bytes of unsharded parameters in the dtype of compute, where there is no plan.
-        rounding: bytes that stay for what travels in fewer bits.
+        strategy: the strategy.
+        pool: the result of `pooled`.
+        shards: the result of `shard_bytes`.
+        state: bytes of optimizer state.
+        cast: bytes of unsharded parameters in the compute dtype, if there is no plan.
+        rounding: bytes that low-precision communication keeps.
     """
     parameters = sum(stored for stored, _ in shards.values())
     unsharded, communication = (pool.unsharded, pool.communication + rounding) if pool is not None else (cast, 0)
@@ -206,9 +206,9 @@ def held_bytes(
 
 
 def off_device(strategy: Strategy, shards: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-    """Bytes of a rank's shards, gradients and optimizer that are in the memory of the host, and on disk.
+    """Bytes of a rank's shards, gradients and optimizer state in host memory, and on disk.
 
-    With those of the host counts what steps have there: a part of the state on disk, or copies of shards and gradients.
+    Host memory includes the memory of steps: a part of the state on disk, or copies of shards and gradients.
     """
     if not strategy.offloads:
         return 0, 0
@@ -220,9 +220,10 @@ def off_device(strategy: Strategy, shards: Mapping[str, tuple[int, int]]) -> tup
 
 
 def reducing(plan: ShardPlan | None, strategy: Strategy, machine: Machine) -> Reducing:
-    """What reductions allocate beside the pool.
+    """Memory that reductions allocate outside the pool.
 
-    Over replicas, that is on gloo scratch memory as large as what is reduced; in fewer bits, what is sent and received.
+    Over replicas, gloo needs scratch memory as large as the reduced gradients. In low precision it is the memory of the
+    sent and received values.
     """
     groups = plan.groups if plan is not None else ()
     replicas = strategy.layout.replicas
@@ -251,11 +252,11 @@ def moved_bytes(plan: ShardPlan | None, strategy: Strategy) -> int:
 
 
 def between_replicas(group: GroupPlan, layout: Layout) -> float:
-    """Bytes that the reduction of a group over the replicas moves: of a ring, or of an all-gather in fewer bits."""
+    """Bytes that a group's reduction over replicas moves: by a ring, or by a low-precision all-gather."""
     sent = group.replica_bytes
     return 2 * replicated_bytes(group) / layout.shard if sent is None else layout.replicas * sent
 
 
 def replicated_bytes(group: GroupPlan) -> int:
-    """Bytes of the gradients of a group, in the dtype of their reduction."""
+    """Bytes of the gradients of a group in the dtype of their reduction."""
     return sum(parameter.numel * parameter.reduced.itemsize for parameter in group.params if parameter.trains)

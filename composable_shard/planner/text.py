@@ -1,4 +1,4 @@
-"""An advice in words: a table, JSON, and a script that trains by it."""
+"""An advice as text: a table, JSON, and a script that trains with a strategy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from .advise import Advice, Estimate
 from .stepping import ADAMW, IN_BACKWARD, OWNED
 from .strategies import DISK_MEMORY, Strategy
 
-HEAD = ("strategy", "fits", "memory", "params", "optimizer", "grads", "activ.", "gathered", "step", "tokens/s", "waits")
+HEAD = (
+    "strategy", "fits", "memory", "params", "optimizer", "grads", "activ.", "unsharded", "step", "tokens/s", "exposed",
+)  # fmt: skip
 _POLICIES = {
     "float32": "",
     "bfloat16-mixed": "cs.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
@@ -22,12 +24,12 @@ _POLICIES = {
 
 
 def rows(advice: Advice, most: int | None = None) -> list[list[str]]:
-    """The cells of a table: the recommended strategy first, then as they come; memory in GiB."""
+    """The cells of a table: the recommended strategy first, then the others in order. Memory is in GiB."""
     return [_row(each) for each in shown(advice, most)]
 
 
 def shown(advice: Advice, most: int | None) -> list[Estimate]:
-    """What `rows` has, in its order."""
+    """The estimates in the rows of `rows`, in the same order."""
     first = [advice.recommended] if advice.recommended is not None else []
     listed = first + [each for each in advice.estimates if each is not advice.recommended]
     return listed[:most]
@@ -50,7 +52,7 @@ def _row(estimate: Estimate) -> list[str]:
 def _fits(estimate: Estimate) -> str:
     if estimate.fits:
         return "yes"
-    return f"no, by {_gib(estimate.short)}" if estimate.short else f"no, host by {_gib(estimate.host_short)}"
+    return f"no, {_gib(estimate.short)} short" if estimate.short else f"no, host {_gib(estimate.host_short)} short"
 
 
 def _gib(nbytes: int) -> str:
@@ -58,28 +60,28 @@ def _gib(nbytes: int) -> str:
 
 
 def title(advice: Advice) -> str:
-    """What is planned, on what."""
+    """The model, its settings, and the devices."""
     devices = "1 device" if advice.devices == 1 else f"{advice.devices} devices"
     memory = advice.machine.memory / 2**30
     bits = "" if advice.comm_policy == AS_IT_IS else f" ({advice.comm_policy})"
     return (
-        f"{advice.model}, {advice.precision}{bits}, {advice.tokens:,} tokens a step on {devices} "
+        f"{advice.model}, {advice.precision}{bits}, {advice.tokens:,} tokens per step on {devices} "
         f"({advice.machine.name}, {memory:.1f} GiB each)"
     )
 
 
-NOTE = "memory in GiB a device, each kind at its most; waits: the share of a step in which compute waits for others"
+NOTE = "memory in GiB per device, maximum of each category; exposed: share of a step that is exposed communication"
 
 
 def text(advice: Advice, most: int | None = 12) -> str:
-    """All of it as plain text."""
+    """The advice as plain text."""
     lines = table([HEAD, *rows(advice, most)], left=(0, 1))
     reason = textwrap.fill(advice.reason, 110)
     return "\n".join([title(advice), "", *lines, "", NOTE, "", reason])
 
 
 def as_json(advice: Advice) -> dict[str, Any]:
-    """The advice as plain data."""
+    """The advice as JSON types."""
 
     def estimate(each: Estimate) -> dict[str, Any]:
         return {
@@ -105,11 +107,11 @@ def as_json(advice: Advice) -> dict[str, Any]:
 
 
 def script(advice: Advice, estimate: Estimate) -> str:
-    """Python lines that shard a model by a strategy; `model` is to be made before them."""
+    """Python lines that shard `model` by a strategy. The script that contains them must make `model` first."""
     strategy = estimate.strategy
     lines = ["import torch", "import composable_shard as cs", ""]
     if strategy.checkpointing != "none":
-        lines += [f"# {strategy.checkpointing} activation checkpoints: each block before it is sharded"]
+        lines += [f"# {strategy.checkpointing} activation checkpointing of each block, before it is sharded"]
         lines += ["from composable_shard.planner import checkpoint_modules, repeated_blocks", ""]
         lines += [f'checkpoint_modules(repeated_blocks(model), "{strategy.checkpointing}")']
     lines += _sharding(strategy, _POLICIES[advice.precision], advice.comm_policy)
@@ -145,7 +147,7 @@ def _sharding(strategy: Strategy, policy: str, comm: CommPolicy) -> list[str]:
             "from torch.distributed.device_mesh import init_device_mesh",
             "",
             f'mesh = init_device_mesh("cuda", {dims}, mesh_dim_names=("replicate", "shard", "tensor"))',
-            '# parallelize_module(block, mesh["tensor"], ...) for each block comes here',
+            '# call parallelize_module(block, mesh["tensor"], ...) for each block here',
         ]
         arguments += ['mesh=mesh["replicate", "shard"]']
     arguments += [f"mp_policy={policy}"] if policy else []

@@ -1,8 +1,9 @@
-"""Seconds of a step: compute by a roofline, communication by the links, and the plan's simulation of both.
+"""Seconds of a step: compute from a roofline model, communication from the links, and the plan's simulation of both.
 
-An operator takes as long as its operations or its bytes, whichever takes longer (the roofline of Williams et al.,
-https://doi.org/10.1145/1498765.1498785); a host that launches more slowly than the device computes is what counts. A
-ring sends ``(ranks - 1) / ranks`` of the bytes over every link (https://doi.org/10.1016/j.jpdc.2008.09.002).
+An operator takes as long as its operations or its memory accesses, whichever is longer (the roofline of Williams et
+al., https://doi.org/10.1145/1498765.1498785). If the host launches operators more slowly than the device computes them,
+the launches count. A ring sends ``(ranks - 1) / ranks`` of the bytes over every link
+(https://doi.org/10.1016/j.jpdc.2008.09.002).
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from .machine import Link, Machine
 from .profile import FORWARD, Profile, Segment, Work
 from .strategies import Layout, Strategy, between_replicas, replicated_bytes
 
-ADAM_ACCESSES = 7  # reads of parameter, gradient and two moments, writes of all but the gradient
-ADAM_ON_DISK = 4  # of these, what is on disk: two moments, read and written
-ADAM_ON_LINK = 2  # what comes from the device where it steps on the host: shards and gradients; less goes back
-ROUNDED, ADDED = 20, 60  # bytes of memory for each element that is gathered, or reduced, in fewer bits
+ADAM_ACCESSES = 7  # reads of parameter, gradient and two moments, writes of all except the gradient
+ADAM_ON_DISK = 4  # accesses on disk: two moments, read and written
+ADAM_ON_LINK = 2  # copies from the device if Adam steps on the host: shards and gradients; fewer bytes return
+ROUNDED, ADDED = 20, 60  # bytes of memory accesses per element that is gathered, or reduced, in low precision
 
 
 def ring(machine: Machine, ranks: int, stride: int) -> Link:
-    """The link that a ring of ranks has, where each is `stride` ranks from the next one.
+    """The effective link of a ring whose consecutive ranks are `stride` ranks apart.
 
-    A ring within a node has the faster link. One over several nodes leaves each node once in a direction; as many rings
-    as it has ranks in a node share the load, each through a device's own link to other nodes.
+    A ring within a node uses the intra-node link. A ring over several nodes leaves each node once per direction. It is
+    split into as many rings as it has ranks in a node, and each of them uses another device's link to other nodes.
     """
     within = max(1, min(ranks, machine.devices_per_node // stride)) if stride < machine.devices_per_node else 1
     nodes = math.ceil(ranks / within)
@@ -43,12 +44,12 @@ def ring(machine: Machine, ranks: int, stride: int) -> Link:
 
 
 def sent(link: Link, ranks: int, nbytes: float) -> float:
-    """Seconds of a collective of as many bytes, all ranks' parts together."""
+    """Seconds of a collective of `nbytes`, which is the total of all ranks."""
     return link.latency + (ranks - 1) / ranks * nbytes / link.bandwidth if ranks > 1 and nbytes else 0.0
 
 
 def compute_seconds(profile: Profile, machine: Machine, layout: Layout) -> dict[tuple[str, str], float]:
-    """Seconds by direction and group ("" for the root) of all but data-parallel communication."""
+    """Seconds by direction and group ("" for the root), without data-parallel communication."""
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     for segment in profile.segments:
         seconds[segment.direction, segment.group] += _seconds(segment, machine, layout)
@@ -71,10 +72,10 @@ class Time:
     """Seconds of a step.
 
     Attributes:
-        seconds: in all.
-        compute: of forward and backward alone, communication of tensor parallelism included.
-        exposed: of data-parallel communication that compute waits for.
-        optimizer: of the optimizer.
+        seconds: total.
+        compute: forward and backward, including communication of tensor parallelism.
+        exposed: exposed data-parallel communication.
+        optimizer: the optimizer step.
     """
 
     seconds: float
@@ -90,14 +91,14 @@ def time_of(
     machine: Machine,
     optimizer: float,
 ) -> Time:
-    """Seconds of a step.
+    """Predict the seconds of a step.
 
     Args:
-        plan: of the groups; None if nothing is communicated.
-        strategy: that the plan follows.
-        computed: of `compute_seconds`.
-        machine: on which it runs.
-        optimizer: seconds of the optimizer's step.
+        plan: the plan; None if nothing is communicated.
+        strategy: the strategy of the plan.
+        computed: the result of `compute_seconds`.
+        machine: the machine.
+        optimizer: seconds of the optimizer step.
     """
     compute = sum(computed.values())
     if plan is None:
@@ -109,7 +110,7 @@ def time_of(
 
 
 def costs_of(plan: ShardPlan, strategy: Strategy, computed: Mapping[tuple[str, str], float], machine: Machine) -> Costs:
-    """What a plan's simulation must know."""
+    """The costs for the simulation of a plan."""
     layout = strategy.layout
     shards = ring(machine, layout.shard, layout.tensor)
     replicas = ring(machine, layout.replicas, layout.tensor * layout.shard)
@@ -124,7 +125,7 @@ def costs_of(plan: ShardPlan, strategy: Strategy, computed: Mapping[tuple[str, s
         reduce[group.fqn] += sent(replicas, layout.replicas, between_replicas(group, layout))
         gather[group.fqn] += rounding_seconds(group, group.comm_policy.gather, ROUNDED, machine)
         reduce[group.fqn] += rounding_seconds(group, group.comm_policy.reduce, ADDED, machine)
-        if strategy.offload:  # shards come from the host, and gradients go there
+        if strategy.offload:  # shards are copied from the host, and gradients to it
             gather[group.fqn] += group.shard_bytes / machine.host_link.bandwidth
             reduce[group.fqn] += whole / layout.shard / machine.host_link.bandwidth
     return Costs.of(
@@ -139,13 +140,13 @@ def costs_of(plan: ShardPlan, strategy: Strategy, computed: Mapping[tuple[str, s
 
 
 def rounding_seconds(group: GroupPlan, form: str | None, accesses: int, machine: Machine) -> float:
-    """Seconds in which a device rounds what travels in fewer bits, and makes numbers of it again; 0 if nothing does.
+    """Seconds in which a device rounds and decodes values of low-precision communication; 0 if there are none.
 
     Args:
-        group: whose parameters they are.
-        form: what they travel as.
-        accesses: bytes of memory that are read and written for each element of all ranks together.
-        machine: whose memory.
+        group: the group.
+        form: the format in which values are sent; None if they are not rounded.
+        accesses: bytes of memory accesses per element, in total of all ranks.
+        machine: the machine.
     """
     if form is None or group.shard_size == 1:
         return 0.0
@@ -153,9 +154,9 @@ def rounding_seconds(group: GroupPlan, form: str | None, accesses: int, machine:
 
 
 def on_links(plan: ShardPlan, machine: Machine) -> ShardPlan:
-    """A plan with costs as it would be on a machine's links: compute takes as long, and the schedule is made anew.
+    """Move a plan with costs to the links of another machine. Compute times stay, and the schedule is made again.
 
-    Ranks of a group are counted as neighbours; reductions over replicas are left out.
+    Ranks of a group count as consecutive ranks. Reductions over replicas are ignored.
     """
     assert plan.costs is not None
     gather, reduce = {}, {}

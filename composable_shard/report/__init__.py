@@ -1,6 +1,6 @@
-"""Plans explained; figures of a training, a plan, a record and an advice; traces of a step; compiled graphs as text.
+"""Explanations of plans, figures, traces of steps, and compiled graphs as text.
 
-Drawing needs matplotlib (extra `plot`); traces need nothing.
+Figures need matplotlib (extra `plot`). Traces need no other package.
 """
 
 from composable_shard._graph.graphs import Gather as Gather

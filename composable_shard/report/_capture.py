@@ -1,4 +1,4 @@
-"""One step of a running program, written as files: its plan, its record, a trace and pictures, and what they say."""
+"""Capture one step of a running program in files: plan, record, explanation, trace and figures."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from composable_shard.report._timeline import timeline
 
 @dataclass(frozen=True)
 class Captured:
-    """What was written of a model.
+    """The captured files of a model.
 
     Attributes:
-        model: its class.
-        folder: where its files are.
-        files: their names.
+        model: name of its class.
+        folder: folder of its files.
+        files: names of the files.
         text: the explanation of its step.
     """
 
@@ -40,25 +40,25 @@ class Captured:
 
 
 def capture(program: Callable[[], object], folder: Path, step: int = 3, writes: bool = True) -> list[Captured]:
-    """Run a training program to the end of one of its steps, and write what its sharded models did in that step.
+    """Run a training program until one of its steps has ended, and write what its sharded models did in that step.
 
     Args:
         program: makes models, shards them with this library, and trains them.
-        folder: where files are written; for each model in a folder of its own, if there are several.
-        step: of the first optimizer that steps, from 2 on: before the first one, nobody knows the models. The program
-            is ended in the step after it.
-        writes: whether this rank does.
+        folder: folder for the files. If there are several models, each gets a folder in it.
+        step: the step of the first optimizer that steps, at least 2, because the models are unknown before its first
+            step. The program is ended in the next step.
+        writes: whether this rank writes files.
 
     Returns:
-        what was written; nothing if this rank does not write.
+        what was written; empty if this rank does not write.
 
     Raises:
-        ShardConfigStateError: the program has ended before, shards nothing, or runs no sharded model in the step.
-        ShardConfigValueError: there is no such step.
-        Exception: what the program raises.
+        ShardConfigStateError: the program ended too early, shards nothing, or runs no sharded model in the step.
+        ShardConfigValueError: `step` is less than 2.
+        Exception: any error of the program.
     """
     if step < 2:
-        raise ShardConfigValueError(f"step: the first one that can be watched is 2, got {step}")
+        raise ShardConfigValueError(f"step: expected at least 2, the first step that can be captured, got {step}")
     steps = _Steps(step)
     handle = register_optimizer_step_pre_hook(steps.before)
     try:
@@ -70,17 +70,17 @@ def capture(program: Callable[[], object], folder: Path, step: int = 3, writes: 
             raise
     finally:
         handle.remove()
-    raise ShardConfigStateError(f"the program has ended after {steps.count} of the {step + 1} steps that are needed")
+    raise ShardConfigStateError(f"the program has ended after {steps.count} of {step + 1} required steps")
 
 
 class _Over(BaseException):
-    """Ends a program; no handler of exceptions is meant to catch it."""
+    """Ends a program. It is not an `Exception`, so that programs do not catch it."""
 
 
 class _Steps:
-    """Counts the steps of the first optimizer, and watches the program's models from the first one on.
+    """Counts the steps of the first optimizer, and watches the models of the program from its first step.
 
-    The program's are those that it has made, and those that it has run: not others that live in this process.
+    The models of the program are those that it has made or run. Other models of this process are ignored.
     """
 
     def __init__(self, wanted: int) -> None:
@@ -89,10 +89,10 @@ class _Steps:
         self._older = [(model, last_record(model)) for model in living_roots()]
         self._first: Optimizer | None = None
         self._models: list[nn.Module] = []
-        self._before: list[Record | None] = []  # of these models, when the step began
+        self._before: list[Record | None] = []  # last record of each model when the step began
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer is about to step."""
+        """Hook that runs before the step of any optimizer."""
         if self._first is None:
             idle = {id(model) for model, record in self._older if last_record(model) is record}
             self._first, self._models = optimizer, [model for model in living_roots() if id(model) not in idle]
@@ -103,7 +103,7 @@ class _Steps:
             return
         if not self._models:
             raise ShardConfigStateError(
-                "no model is sharded by this library when the optimizer steps; --install puts it in the place of FSDP2"
+                "no model is sharded by this library when the optimizer steps; use --install to replace FSDP2"
             )
         if self.count == self._wanted:
             raise _Over
@@ -111,13 +111,13 @@ class _Steps:
         self._before = [last_record(model) for model in self._models]
 
     def write(self, folder: Path) -> list[Captured]:
-        """Write the files of all models that have run in the step."""
+        """Write the files of all models that ran in the step."""
         now = map(last_record, self._models)
         new = [None if record is before else record for record, before in zip(now, self._before, strict=True)]
         ran = [(model, record) for model, record in zip(self._models, new, strict=True) if record and record.spans]
         if not ran:
             names = ", ".join(type(model).__name__ for model in self._models)
-            raise ShardConfigStateError(f"{names}: sharded, and not run in step {self._wanted}")
+            raise ShardConfigStateError(f"{names}: sharded, but not run in step {self._wanted}")
         places = [folder / f"model-{number}" if len(ran) > 1 else folder for number in range(len(ran))]
         return [_written(model, record, place) for (model, record), place in zip(ran, places, strict=True)]
 

@@ -1,4 +1,4 @@
-"""What to change about a plan: other policies, settings, groups and dtypes, each simulated."""
+"""Changes that may make a plan faster: other policies, settings, groups and dtypes, each simulated."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from composable_shard._plan.text import mib
 from composable_shard._plan.waits import Cause, Wait
 from composable_shard._policies import PrefetchPolicy
 
-_LEAST_GAIN = {True: 0.005, False: 0.03}  # of a step, by `keeps_results`: what gains less is not worth its line
-_BETWEEN = 1.3  # times the memory: from there on, half of it is tried as well
+_LEAST_GAIN = {True: 0.005, False: 0.03}  # by `keeps_results`, the least gain to report, as a fraction of the step
+_BETWEEN = 1.3  # if a budget exceeds the current memory by more than this factor, a budget in between is tried as well
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a plan, and the step that it would give.
+    """A change of a plan, and the step that it results in.
 
     Attributes:
-        what: in words.
-        how: as Python, for a sharded `model`.
-        seconds: of a step; if the batch changes, for the present batch.
-        saved: seconds less than now.
-        peak: most bytes of unsharded parameters and communication.
-        added: bytes more than now.
-        keeps_results: whether the training stays the same, number for number but for roundings of sums.
+        what: description of the change.
+        how: Python code that makes the change, for a sharded `model`.
+        seconds: seconds of a step. If the batch changes, seconds per current batch.
+        saved: saved seconds.
+        peak: largest number of bytes of unsharded parameters and communication.
+        added: additional bytes at the peak.
+        keeps_results: whether results of training stay the same, except for rounding in sums.
     """
 
     what: str
@@ -49,20 +49,22 @@ class _Candidate(NamedTuple):
     how: str
     plan: ShardPlan
     keeps_results: bool = True
-    batches: int = 1  # present batches in one step
+    batches: int = 1  # number of current batches in one step
 
 
 def changes_of(plan: ShardPlan, waits: Sequence[Wait], budget: int | None = None) -> tuple[Change, ...]:
-    """What would make the step of a plan faster, the fastest first; what is slower and larger than another is left out.
+    """Find changes that make the step of a plan faster, the fastest first.
+
+    Changes that are slower than another one and need at least as much memory are left out.
 
     Args:
-        plan: with costs.
-        waits: what compute waits for in its step.
-        budget: the most bytes that a change may take of the pool; what a search within it finds is shown even if it is
-            no gain.
+        plan: a plan with costs.
+        waits: the waits of compute in its step.
+        budget: largest number of bytes of the pool that a change may use. The best plan within it is returned even if
+            it is not faster.
 
     Raises:
-        PoolBudgetError: not even the least step fits into the budget.
+        PoolBudgetError: even the smallest step does not fit into the budget.
     """
     now, causes = plan.predicted(), {wait.cause for wait in waits}
     makers = (_policies, _more_memory, _kept, _reductions, _together, _of_training)
@@ -80,14 +82,14 @@ def _is_wanted(change: Change, budget: int | None) -> bool:
 
 
 def _beats(one: Change, other: Change) -> bool:
-    """Whether one is as good as another that is ranked behind it, and needs no more memory."""
+    """Whether `one` makes `other`, which is ranked after it, unnecessary because it needs no more memory."""
     return one.keeps_results and other.keeps_results and one.peak <= other.peak
 
 
 def _fitting(
     make: Callable[[ShardPlan, set[Cause]], Iterator[_Candidate]], plan: ShardPlan, causes: set[Cause]
 ) -> Iterator[_Candidate]:
-    """The candidates of a kind, up to the first one that does not fit into the plan's budget."""
+    """The candidates of `make`, up to the first one that does not fit into the plan's budget."""
     try:
         yield from make(plan, causes)
     except PoolBudgetError:
@@ -114,20 +116,20 @@ def _change(candidate: _Candidate, now: Prediction) -> Change:
 
 
 def _policies(plan: ShardPlan, _: set[Cause]) -> Iterator[_Candidate]:
-    """Other look-aheads, within the budget that there is."""
+    """Other prefetch policies within the current budget."""
     prefetch, auto = plan.prefetch, PrefetchPolicy.auto()
-    memory = "the memory of one ahead" if plan.pool.budget is None else "the budget"
+    memory = "the memory of depth(1)" if plan.pool.budget is None else "the budget"
     if prefetch != auto:
-        what = f"gather early enough to hide it, and keep weights, within {memory}"
+        what = f"prefetch early and keep weights, within {memory}"
         yield _Candidate(what, "model.set_prefetch_policy(cs.PrefetchPolicy.auto())", plan.with_policies(auto))
     if prefetch.kind == "depth":
         deeper = PrefetchPolicy.depth((prefetch.amount or 0) + 1)
         how = f"model.set_prefetch_policy(cs.PrefetchPolicy.{deeper})"
-        yield _Candidate(f"gather {deeper.amount} ahead", how, plan.with_policies(deeper))
+        yield _Candidate(f"prefetch {deeper.amount} groups", how, plan.with_policies(deeper))
 
 
 def _more_memory(plan: ShardPlan, _: set[Cause]) -> Iterator[_Candidate]:
-    """The search of `auto` under the least budget that still hides the most, and under half of what that adds."""
+    """`auto` within the least budget that hides as much as any budget, and with half of the additional memory."""
     sizes = [group.sizes for group in plan.groups]
     most = 4 * sum(size.weights + size.landing + size.reduction for size in sizes)
     budget = _auto_under(plan, most).peak_bytes
@@ -140,7 +142,7 @@ def _more_memory(plan: ShardPlan, _: set[Cause]) -> Iterator[_Candidate]:
 def _within(plan: ShardPlan, budget: int) -> _Candidate:
     auto = "" if plan.prefetch.kind == "auto" else "model.set_prefetch_policy(cs.PrefetchPolicy.auto()); "
     how = f"{auto}model.set_pool_policy(cs.PoolPolicy(budget={budget}))"
-    return _Candidate(f"gather early and keep weights, in up to {mib(budget)}", how, _auto_under(plan, budget))
+    return _Candidate(f"prefetch and keep weights within {mib(budget)}", how, _auto_under(plan, budget))
 
 
 def _auto_under(plan: ShardPlan, budget: int) -> ShardPlan:
@@ -148,14 +150,14 @@ def _auto_under(plan: ShardPlan, budget: int) -> ShardPlan:
 
 
 def _kept(plan: ShardPlan, causes: set[Cause]) -> Iterator[_Candidate]:
-    """Weights that stay between forward and backward: those with which backward begins, and all; `auto` tries that."""
+    """Keep weights between forward and backward: those of the first backward, or all. `auto` tries that itself."""
     if plan.prefetch.kind == "auto":
         return
     steps = plan.parts()[0]
     kept = kept_by_setting(steps)
     last = next((fqn for step in plan.backward_order() if (fqn := step.fqn) not in kept), None)
     if last is not None and Cause.TURN in causes:
-        what = f"keep the weights of {plan.group(last).name}, with which backward begins"
+        what = f"keep the weights of {plan.group(last).name}, the first group of backward"
         how = f"{_module(last)}.set_reshard_after_forward(False)"
         yield _Candidate(what, how, _keeping(plan, {last}))
     resharded = {step.fqn for step in steps} - {*kept}
@@ -180,28 +182,28 @@ def _reductions(plan: ShardPlan, causes: set[Cause]) -> Iterator[_Candidate]:
     """More reductions in flight."""
     if any(group.reduces_first for group in plan.groups):
         groups = [replace(each, reduces_first=False) for each in plan.groups]
-        what = "let backward gather while reductions fly, which on a CPU share its cores"
+        what = "gather in backward while reductions are in flight, which share the cores of a CPU"
         yield _Candidate(what, "model.set_reduce_scatter_max_input_buffers(2)", _anew(plan, groups))
     if Cause.IN_FLIGHT in causes and plan.pool.budget is None:
         schedule = plan.edges()
         most = 2 * schedule.max_reductions
         how = f"model.set_plan(replace(plan, schedule=replace(plan.edges(), max_reductions={most})))"
         more = replace(plan, schedule=replace(schedule, max_reductions=most, in_flight=()))
-        yield _Candidate(f"let {most} reductions be in flight", how, more)
+        yield _Candidate(f"allow {most} reductions in flight", how, more)
 
 
 def _together(plan: ShardPlan, _: set[Cause]) -> Iterator[_Candidate]:
-    """Two groups that follow each other as one."""
+    """Shard two consecutive groups as one."""
     pairs = list(_pairs(plan))
     if pairs:
         one, two = pairs[0]
-        what = f"shard two blocks together: {len(pairs)} groups in the place of {2 * len(pairs)}"
+        what = f"shard two blocks together: {len(pairs)} groups instead of {2 * len(pairs)}"
         how = f"cs.fully_shard([{_module(one.fqn)}, {_module(two.fqn)}]), and so on, before the model runs"
         yield _Candidate(what, how, _merged(plan, pairs))
 
 
 def _pairs(plan: ShardPlan) -> Iterator[tuple[GroupPlan, GroupPlan]]:
-    """Groups that run one behind the other, once each, and that are sharded alike."""
+    """Pairs of groups that run one after the other, once each, and are sharded in the same way."""
     nested = {fqn for pair in plan.around for fqn in pair}
     before: GroupPlan | None = None
     for fqn in plan.order:
@@ -231,7 +233,7 @@ def _merged(plan: ShardPlan, pairs: Sequence[tuple[GroupPlan, GroupPlan]]) -> Sh
 def _merged_costs(
     plan: ShardPlan, costs: Costs, pairs: Sequence[tuple[GroupPlan, GroupPlan]], names: Mapping[str, str]
 ) -> Costs:
-    """The costs of merged groups: compute adds up, and so do bytes at the rate of the group that has more of them."""
+    """The costs of merged groups. Compute times add up. The bytes of the smaller group cost the lowest rate."""
 
     def added(part: str) -> tuple[tuple[str, float], ...]:
         seconds: dict[str, float] = {}
@@ -256,7 +258,7 @@ def _merged_costs(
 
 
 def _rates(plan: ShardPlan, part: str, seconds: Mapping[str, float]) -> Iterator[float]:
-    """Seconds of a byte, of the collectives that were measured."""
+    """Seconds per byte of the measured collectives."""
     for fqn, took in seconds.items():
         nbytes = sum(getattr(plan.group(fqn).moved, part)) if fqn in plan.order else 0
         if nbytes and took:
@@ -264,17 +266,17 @@ def _rates(plan: ShardPlan, part: str, seconds: Mapping[str, float]) -> Iterator
 
 
 def _of_training(plan: ShardPlan, _: set[Cause]) -> Iterator[_Candidate]:
-    """What changes the training as well: gathers in half of the bytes, and twice the batch."""
+    """Changes that also affect training: gathers in bfloat16, and a batch of twice the size."""
     assert plan.costs is not None
     wide = {group.fqn for group in plan.groups if any(param.gathered == torch.float32 for param in group.params)}
     if wide:
         groups = [_narrow(each) if each.fqn in wide else each for each in plan.groups]
         halved = tuple((fqn, took / 2 if fqn in wide else took) for fqn, took in plan.costs.gather)
-        what = "gather in bfloat16, and compute in it (its faster compute is not counted)"
+        what = "gather and compute in bfloat16 (faster compute is not counted)"
         how = "mp_policy=cs.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         yield _Candidate(what, how, _anew(plan, groups, costs=replace(plan.costs, gather=halved)), False)
     doubled = plan.costs.scaled(dict.fromkeys(plan.order, 2.0))
-    what = "compute twice the batch in a step (times are for the present batch)"
+    what = "double the batch (times are for the current batch)"
     yield _Candidate(what, "twice the samples on each rank", plan.with_policies(costs=doubled), False, 2)
 
 
@@ -286,5 +288,5 @@ def _narrow(group: GroupPlan) -> GroupPlan:
 
 
 def _anew(plan: ShardPlan, groups: Sequence[GroupPlan], **changes: Any) -> ShardPlan:
-    """The plan with other groups, scheduled by its policies."""
+    """The plan with other groups, scheduled again by its policies."""
     return replace(plan, groups=tuple(groups), schedule=None, places=(), **changes).with_policies()

@@ -1,4 +1,4 @@
-"""A compiled step beside its plan: its collectives as a table, its course and its memory as a picture, and warnings."""
+"""Compare a compiled step with its plan: its collectives as a table, its course and memory as a figure, warnings."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _PLANNED = "#6b7280"
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A compiled step beside the plan that it follows; `str` of it is a table of its collectives.
+    """A compiled step and the plan that it follows. Its `str` is a table of its collectives.
 
     Attributes:
-        compiled: the course of the forward graph, and that of the backward graph; the latter is empty without one.
-        planned: those of the plan.
-        times: by module, seconds of a use of it, where the plan knows them; those of compute are shared out by the
-            numbers of multiplications.
+        compiled: the courses of the forward graph and of the backward graph. The latter is empty without a backward.
+        planned: the courses of the plan.
+        times: by module, the seconds of one use, if the plan knows them. Times of compute are distributed by the number
+            of multiplications.
     """
 
     compiled: tuple[Course, Course]
@@ -57,7 +57,7 @@ class CompiledStep:
 
     @property
     def exposed(self) -> tuple[str, ...]:
-        """The collectives that are exposed in the graphs and that the plan hides, a statement each."""
+        """The collectives that are exposed in the graphs but hidden in the plan, one sentence each."""
         return tuple(
             _exposure(direction, mine, plan)
             for direction, compiled, planned in self._directions()
@@ -71,7 +71,7 @@ class CompiledStep:
 
     def __str__(self) -> str:
         peak, planned_peak = (max(live_bytes([*one, *two]), default=0) for one, two in (self.compiled, self.planned))
-        lines = [f"live bytes of weights and of gradients in flight, at most: {peak:,}; planned {planned_peak:,}"]
+        lines = [f"peak bytes of weights and of gradients in flight: {peak:,}; planned {planned_peak:,}"]
         for direction, compiled, planned in self._directions():
             at = _DIRECTIONS.index(direction)
             lines.append(f"{direction}: {sequence_of(self.compiled[at])}; planned {sequence_of(self.planned[at])}")
@@ -79,12 +79,12 @@ class CompiledStep:
         return "\n".join([*lines, *(f"exposed: {text}" for text in self.exposed)])
 
     def draw(self, path: str | Path) -> None:
-        """Draw what happens over time, in the graphs and as planned, above the bytes that are live.
+        """Draw the compiled step and the plan over time, above the live bytes.
 
-        Without times in the plan each launch, each wait and each piece of compute is drawn as long as any other.
+        If the plan has no times, every launch, wait and piece of compute is drawn with the same length.
 
         Args:
-            path: the picture to write; its ending gives the kind.
+            path: the picture to write. Its extension selects the format.
 
         Raises:
             ImportError: matplotlib is missing.
@@ -96,21 +96,23 @@ class CompiledStep:
 
 
 def compiled_step(model: nn.Module) -> CompiledStep:
-    """The compiled step that a sharded model has run last, beside its plan: gathers, reductions, waits and compute in
-    the order of the graphs, what each collective is hidden behind, and the bytes that are live.
+    """Compare the last compiled step of a sharded model with its plan.
+
+    Shows gathers, reductions, waits and compute in the order of the graphs, the compute that hides each collective, and
+    the live bytes.
 
     Args:
         model: compiled by `composable_shard.compile`, or under Inductor.
 
     Returns:
-        what can be printed, and drawn by its method `draw`.
+        the compiled step. Print it, or call its method `draw`.
 
     Raises:
-        ShardConfigValueError: the model holds no sharded module.
-        ShardConfigStateError: it has run no compiled graph with communication, or none that was read.
+        ShardConfigValueError: the model has no sharded module.
+        ShardConfigStateError: it has run no compiled graph with communication, or its graphs are not known.
 
     Warns:
-        CompiledGraphWarning: a collective is exposed in the graphs, and the plan hides it.
+        CompiledGraphWarning: a collective is exposed in the graphs but hidden in the plan.
     """
     states = states_below(model)
     if not states:
@@ -118,23 +120,23 @@ def compiled_step(model: nn.Module) -> CompiledStep:
     number = next((state.compiled_as for state in states if state.compiled_as >= 0), None)
     if number is None:
         raise ShardConfigStateError(
-            "compiled_step: the model has run no compiled graph that gathers. Run one step of cs.compile(model) first; "
-            "with block.compile() the engine gathers outside of the graphs, and cs.last_record(model) has the step"
+            "compiled_step: the model has run no compiled graph that gathers. Run one step of cs.compile(model) first. "
+            "With block.compile(), the engine gathers outside the graphs; use cs.last_record(model) instead"
         )
     reports = graphs_compiled(number)
     if not reports:
         raise ShardConfigStateError(
-            "compiled_step: nothing is known of the graphs of this model: they came from a compile cache, the backend "
-            "is neither Inductor nor one of cs.compile's, or many others were compiled since. Enter "
+            "compiled_step: the graphs of this model are not known: they came from a compile cache, the backend is "
+            "neither Inductor nor one of cs.compile, or many other graphs were compiled since. Use "
             "report.watch_graphs() around the first compiled step"
         )
     step = step_of(reports, make_plan(model))
     if step.exposed:
         first, *others = step.exposed
-        text = f"{first}; likewise of {len(others)} more, which str of the compiled step lists" if others else first
+        text = f"{first} (and {len(others)} more; print the compiled step to list them)" if others else first
         warnings.warn(
-            f"{text}. Results are right, but the step takes longer. Compile by cs.compile, which has communication "
-            "where the plan has it",
+            f"{text}. Results are correct, but the step takes longer. Compile with cs.compile, which places "
+            "communication as planned",
             CompiledGraphWarning,
             stacklevel=2,
         )
@@ -142,7 +144,7 @@ def compiled_step(model: nn.Module) -> CompiledStep:
 
 
 def step_of(reports: Sequence[GraphReport], plan: ShardPlan) -> CompiledStep:
-    """The last of these graphs beside a plan."""
+    """Compare the last of these graphs with a plan."""
     backward = next((report.course for report in reversed(reports) if report.direction == "backward"), ())
     forward = next((report for report in reversed(reports) if report.direction != "backward"), None)
     if forward is not None and forward.direction == "inference":
@@ -161,7 +163,7 @@ def step_of(reports: Sequence[GraphReport], plan: ShardPlan) -> CompiledStep:
 
 
 def _named(course: Course, names: Names, planned: Course, times: Mapping[str, Times] | None) -> list[CourseStep]:
-    """A graph's course by the plan's names of modules, with the compute of each module as in the plan in all."""
+    """A graph's course with the plan's names of modules. The compute of each module is scaled to that of the plan."""
     steps: list[CourseStep] = []
     for step in course:
         step = step._replace(module=names.of(step.module))
@@ -184,7 +186,7 @@ def _computes(course: Course) -> Counter[str]:
 
 
 def _root_first(course: list[CourseStep]) -> list[CourseStep]:
-    """The course with all compute of the root at its beginning, which is where a plan that knows times counts it."""
+    """Move all compute of the root to its beginning, where a plan with times counts it."""
     of_root = [step for step in course if step.module == ROOT_NAME and step.kind in COMPUTE]
     others = [step for step in course if step not in of_root]
     if not of_root:
@@ -195,7 +197,7 @@ def _root_first(course: list[CourseStep]) -> list[CourseStep]:
 
 
 def _closed(forward: list[CourseStep], backward: list[CourseStep]) -> tuple[Course, Course]:
-    """The same with the ends of weights that are saved in forward: behind the last compute of their module."""
+    """Add the reshards of weights that forward saves: after the last compute of their module."""
     kept = Counter(step.module for step in (*forward, *backward) if step.kind is Kind.UNSHARD)
     kept.subtract(step.module for step in (*forward, *backward) if step.kind is Kind.RESHARD)
     for module in (module for module, number in kept.items() if number > 0):
@@ -208,14 +210,14 @@ def _closed(forward: list[CourseStep], backward: list[CourseStep]) -> tuple[Cour
 def _exposure(direction: str, mine: Flight, plan: Flight) -> str:
     behind = ", ".join(plan.behind) or "nothing"
     if mine.waited is not None and plan.waited is not None:
-        waits = f"is waited for {_ms(mine.waited)} ms in the compiled {direction}, {_ms(plan.waited)} ms planned"
+        waits = f"exposed for {_ms(mine.waited)} ms in the compiled {direction}, {_ms(plan.waited)} ms planned"
     else:
-        waits = f"nothing is computed while it is on its way in the compiled {direction}"
+        waits = f"no compute overlaps with it in the compiled {direction}"
     return f"{mine}: {waits}; the plan hides it behind {behind}"
 
 
 def _rows(compiled: Iterable[Flight], planned: Iterable[Flight]) -> Iterator[tuple[str, ...]]:
-    """The rows of a table of collectives, its head first."""
+    """The rows of a table of collectives, its header first."""
     mine, plans = {each.key: each for each in compiled}, {each.key: each for each in planned}
     timed = any(each.seconds is not None for each in (*mine.values(), *plans.values()))
     head = ("", "bytes", "behind", "planned behind")
@@ -238,18 +240,18 @@ def _ms(seconds: float | None) -> str:
 
 
 def _draw_tracks(axes: Any, sides: Mapping[str, Course], times: Mapping[str, Times] | None) -> None:
-    """A track for each kind of what happens on each side, from the top."""
+    """Draw a track for each type of event of each course, from the top."""
     tracks = [(f"{name}: {kind}", kind, bars) for name, c in sides.items() for kind, bars in _bars(c, times).items()]
     scale = _scale(times)
     for height, (_, kind, bars) in enumerate(reversed(tracks)):
         spans = [(scale * begin, scale * (end - begin)) for begin, end in bars]
         axes.broken_barh(spans, (height - 0.4, 0.8), facecolor=_COLORS[kind], edgecolor="white", linewidth=0.6)
     axes.set_yticks(range(len(tracks)), [label for label, *_ in reversed(tracks)])
-    axes.set_title("A compiled step beside its plan")
+    axes.set_title("Compiled step and plan")
 
 
 def _bars(course: Course, times: Mapping[str, Times] | None) -> dict[str, list[tuple[float, float]]]:
-    """By kind of track, the beginnings and ends of what happens."""
+    """The begin and the end of each event, by type of track."""
     spans = list(zip(course, spans_of(course, times), strict=True))
     flights = list(flights_of(course, times))
     return {

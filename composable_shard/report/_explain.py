@@ -1,4 +1,4 @@
-"""A plan explained: where the time of a step goes, what compute waits for and why, and what to change."""
+"""Explain a plan: where the time of a step goes, which communication is exposed and why, and what to change."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from composable_shard.report._measured import (
 
 @dataclass(frozen=True)
 class Explanation:
-    """A plan explained, and what a record has measured of it; `str` of it is the text.
+    """A plan explained, with the measurements of a record. Its `str` is the text.
 
     Attributes:
         plan: the plan, with costs.
-        times_from: what the times come from, in words.
-        seconds: of a step, predicted.
-        compute: seconds of compute alone.
+        times_from: the source of the times.
+        seconds: predicted seconds of a step.
+        compute: seconds of compute.
         link: seconds in which the link is busy.
-        least_link: seconds that it would be busy if all weights were kept between forward and backward.
-        groups: seconds of each group, those that take longest first.
-        waits: what compute waits for, and why, the longest first.
-        changes: what would make the step faster, the fastest first, each simulated; those that change the training
-            as well come last.
-        measured: what the record has measured; None without a record, or if the model was not watched.
-        slower: the groups that have computed longer than planned.
-        drift: what the recorded step did otherwise than the plan says.
+        least_link: seconds in which the link would be busy if all weights were kept between forward and backward.
+        groups: seconds of each group, the longest first.
+        waits: the waits of compute and their causes, the longest first.
+        changes: changes that would make the step faster, each simulated, the fastest first. Changes that also affect
+            training come last.
+        measured: the measurements of the record; None without a record, or if the model was not watched.
+        slower: the groups that computed longer than planned.
+        drift: differences between the recorded step and the plan.
     """
 
     plan: ShardPlan
@@ -61,16 +61,16 @@ class Explanation:
 
     @property
     def least(self) -> float:
-        """Seconds that no schedule of these groups goes below: all compute, or all that the link must carry."""
+        """Lower bound of the seconds of any schedule of these groups: all compute, or all communication."""
         return max(self.compute, self.least_link)
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """The parts of the text, its tables as cells."""
+        """The sections of the text, with tables as cells."""
         return tuple(sections_of(self))
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain data, for JSON; the plan itself is left out."""
+        """The explanation as plain data for JSON, without the plan."""
         others = [field.name for field in dataclasses.fields(self) if field.name != "plan"]
         content = {name: _plain(getattr(self, name)) for name in others}
         reasons = [why(wait, self.plan) for wait in self.waits]
@@ -88,28 +88,28 @@ def _plain(value: Any) -> Any:
 
 
 def explain(plan: ShardPlan, record: Record | None = None, *, budget: int | None = None) -> Explanation:
-    """Explain a plan: where the time of a training step goes, what compute waits for and why, and what to change.
+    """Explain a plan: where the time of a step goes, which communication is exposed and why, and what to change.
 
-    Nothing runs. Waits are read off the simulation that the plan is made by, and each change is simulated: other
-    look-aheads, more memory, weights that are kept, more reductions in flight, groups sharded together; and, apart from
-    these, what changes the training too: bfloat16, and a larger batch.
+    Nothing runs. Exposed communication comes from the simulation that made the plan. Each change is simulated: other
+    prefetch policies, more memory, weights that are kept, more reductions in flight, and groups that are sharded
+    together. Changes that also affect training (bfloat16, a larger batch) are listed separately.
 
     Args:
-        plan: `make_plan(model)`, for example. Its costs are the times; `PrefetchPolicy.auto` measures them. A plan
-            without costs takes them from the record.
-        record: `last_record(model)` of a step of that plan; measured times are shown beside the predicted ones if the
-            model was watched. On an accelerator these are the host's, so give a plan with costs there.
-        budget: the most bytes that a change may take of unsharded parameters and communication. What a search within it
-            finds is shown even if it is no gain.
+        plan: for example `make_plan(model)`. Its costs are the times; `PrefetchPolicy.auto` measures them. A plan
+            without costs uses the times of the record.
+        record: `last_record(model)` of a step of that plan. If the model was watched, measured times are shown next to
+            the predicted ones. On an accelerator they are host times, so give a plan with costs there.
+        budget: largest number of bytes of unsharded parameters and communication that a change may use. The best plan
+            within it is shown even if it is not faster.
 
     Returns:
-        what can be printed. All times in it are in seconds, all sizes in bytes.
+        the explanation. Print it. All times are in seconds, all sizes in bytes.
 
     Raises:
         ShardConfigValueError: neither the plan nor the record has times, or the record is of another model.
-        PoolBudgetError: not even the least step fits into `budget`.
+        PoolBudgetError: even the smallest step does not fit into `budget`.
     """
-    times_from = "times are the record's" if plan.costs is None else "times are the plan's costs"
+    times_from = "times from the record" if plan.costs is None else "times from the plan's costs"
     plan = with_times(plan, record)
     predicted, times, waits = plan.predicted(), plan.times() or {}, waits_of(plan)
     assert predicted.groups is not None
@@ -133,10 +133,10 @@ def explain(plan: ShardPlan, record: Record | None = None, *, budget: int | None
 
 
 def with_times(plan: ShardPlan, record: Record | None) -> ShardPlan:
-    """A plan with its schedule and costs; those of the record if it has none itself.
+    """Return the plan with a schedule and costs. If it has no costs, use those of the record.
 
     Raises:
-        ShardConfigValueError: there are neither; or the record is of another model.
+        ShardConfigValueError: there are neither, or the record is of another model.
     """
     if record is not None:
         check_record(plan, record)
@@ -144,7 +144,7 @@ def with_times(plan: ShardPlan, record: Record | None) -> ShardPlan:
         return plan
     if record is None:
         raise ShardConfigValueError(
-            "plan: has no times. Take one that PrefetchPolicy.auto() has measured, give it costs by "
+            "plan: has no times. Use a plan that PrefetchPolicy.auto() has measured, give it costs with "
             "plan.with_policies(costs=cs.Costs.of(...)), or add the record of a step of a model under cs.watch"
         )
     return dataclasses.replace(plan, costs=costs_of_record(plan, record))

@@ -1,4 +1,4 @@
-"""An explanation in words: sentences on each wait, and tables."""
+"""The text of an explanation: sentences about each wait, and tables."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from composable_shard.report._explain import Explanation
 
 _WIDTH = 110
-_MOST = 10  # rows of a table of groups, and of changes
-_NAMED = 4  # groups that a line names
-_LABEL = re.compile(r" +|\S+ {2,}")  # with which a line begins that goes on behind it
-_LITTLE = 0.005  # of a step: shorter waits are counted and not explained
+_MOST = 10  # limit of rows in a table of groups or changes
+_NAMED = 4  # limit of groups that a line names
+_LABEL = re.compile(r" +|\S+ {2,}")  # label at the beginning of a line; its continuation lines are indented to its end
+_LITTLE = 0.005  # fraction of a step; shorter waits are summed up without explanation
 
 
 class Section(NamedTuple):
-    """A part of the text: sentences, then a table; either may be empty. Columns in `left` begin at the left."""
+    """A section of the text: sentences, then a table. Either may be empty. Columns in `left` are left-aligned."""
 
     title: str
     lines: Sequence[str] = ()
@@ -35,7 +35,7 @@ class Section(NamedTuple):
 
 
 def explanation_text(sections: Sequence[Section]) -> str:
-    """Sections as plain text."""
+    """Format sections as plain text."""
     return "\n\n".join("\n".join(_lines(section)) for section in sections)
 
 
@@ -51,20 +51,20 @@ def _lines(section: Section) -> Iterator[str]:
 
 
 def sections_of(step: Explanation) -> Iterator[Section]:
-    """What there is to say, from the whole to the parts."""
+    """The sections of the text, from the summary to the details."""
     yield Section("", list(_summary(step)))
     yield _by_group(step.groups, "Where the time goes, in ms")
     if step.waits:
-        yield Section("Why compute waits", list(_reasons(step)))
+        yield Section("Exposed communication", list(_reasons(step)))
     yield from _changes(step)
     if step.measured is not None:
         yield _measured(step, step.measured)
     if step.drift:
-        yield Section("Where the step left the plan", step.drift)
+        yield Section("Differences from the plan", step.drift)
 
 
 def ms(seconds: float) -> str:
-    """Milliseconds, as plans have them."""
+    """Format seconds as milliseconds, as in plans."""
     return f"{1e3 * seconds:,.3f}"
 
 
@@ -76,41 +76,41 @@ def _names(fqns: Sequence[str]) -> str:
     return first_names([_name(fqn) for fqn in dict.fromkeys(fqns)], _NAMED)
 
 
-# ---- the whole
+# ---- summary
 
 
 def _summary(step: Explanation) -> Iterator[str]:
     plan, waited = step.plan, _sum(step.waits)
     gathers = _sum([wait for wait in step.waits if wait.kind is Kind.UNSHARD])
-    budget = "no budget" if plan.pool.budget is None else f"a budget of {mib(plan.pool.budget)}"
+    budget = "no budget" if plan.pool.budget is None else f"budget {mib(plan.pool.budget)}"
     ranks = max((group.shard_size for group in plan.groups), default=1)
-    yield f"{len(plan.groups)} groups over {ranks} ranks, gathered by {plan.prefetch}, {budget}; {step.times_from}"
-    parts = f"{ms(step.compute)} of compute, {ms(gathers)} waiting for gathers, {ms(waited - gathers)} for reductions"
+    yield f"{len(plan.groups)} groups over {ranks} ranks, prefetch {plan.prefetch}, {budget}; {step.times_from}"
+    parts = f"{ms(step.compute)} compute, {ms(gathers)} exposed gathers, {ms(waited - gathers)} exposed reductions"
     yield f"step    {ms(step.seconds)} ms: {parts}"
-    link = f"the link {ms(step.link)}, or {ms(step.least_link)} if all weights stay for backward"
-    yield f"bound   {ms(step.least)} ms at least: compute alone takes {ms(step.compute)}, {link}"
-    yield f"memory  {mib(plan.peak_bytes)} at most, of unsharded parameters and communication"
-    yield f"so      {_verdict(step, waited)}"
+    link = f"communication {ms(step.link)}, or {ms(step.least_link)} if all weights are kept"
+    yield f"bound   at least {ms(step.least)} ms: compute {ms(step.compute)}, {link}"
+    yield f"memory  peak {mib(plan.peak_bytes)} of unsharded parameters and communication"
+    yield f"advice  {_verdict(step, waited)}"
 
 
 def _verdict(step: Explanation, waited: float) -> str:
     best = next((change for change in step.changes if change.keeps_results and change.saved > 0), None)
     if waited <= _LITTLE * step.seconds:
-        text = "compute hardly ever waits: no other schedule has more than that to gain"
+        text = "almost no communication is exposed, so no other schedule can save more than that"
     elif best is None:
-        text = "nothing that was tried gains more: what is left is waiting that no schedule hides"
+        text = "no simulated change is faster: no schedule hides the remaining communication"
     else:
-        text = f"the first change below makes it {ms(best.seconds)} ms, {best.saved / step.seconds:.0%} less"
+        text = f"the first change below reduces the step to {ms(best.seconds)} ms, {best.saved / step.seconds:.0%} less"
     if step.least_link > step.compute:
         text += (
-            ". The link needs longer than compute, so that some of it is exposed in any schedule; a larger batch, a "
-            "smaller dtype, or replicas (HSDP) whose gathers stay where the link is faster would change that"
+            ". Communication takes longer than compute, so every schedule exposes some of it. A larger batch, a "
+            "smaller dtype, or replicas (HSDP) whose gathers stay within a faster link would change that"
         )
     return text
 
 
 def _by_group(groups: Sequence[GroupSeconds], title: str) -> Section:
-    heads = ("group", "compute", "waits for gathers", "waits for reductions", "together")
+    heads = ("group", "compute", "exposed gathers", "exposed reductions", "total")
     parts = [(group.compute, group.gathers, group.reductions, group.all) for group in groups]
     rows = [(_name(group.fqn), *map(ms, each)) for group, each in zip(groups, parts, strict=True)]
     if len(rows) > _MOST:
@@ -124,7 +124,7 @@ def _by_group(groups: Sequence[GroupSeconds], title: str) -> Section:
 
 
 def _reasons(step: Explanation) -> Iterator[str]:
-    """A line for all waits of one kind and cause, the longest of them explained; those first that take longest."""
+    """One line for all waits of a direction, type and cause, the longest sum first. The longest wait is explained."""
     alike: dict[tuple[Kind, bool, Cause], list[Wait]] = {}
     for wait in step.waits:
         alike.setdefault((wait.kind, wait.backward, wait.cause), []).append(wait)
@@ -140,7 +140,7 @@ def _reason(waits: Sequence[Wait], plan: ShardPlan) -> Iterator[str]:
     longest = max(waits, key=lambda wait: wait.waited)
     what = "gather" if longest.kind is Kind.UNSHARD else "reduction"
     where = "backward" if longest.backward else "forward"
-    kind = f"the {what} of" if len(waits) == 1 else f"{len(waits)} {what}s, of"
+    kind = f"the {what} of" if len(waits) == 1 else f"{len(waits)} {what}s:"
     yield f"{ms(_sum(waits))} ms in {where} for {kind} {_names([wait.fqn for wait in waits])}"
     example = f"{_name(longest.fqn)} {ms(longest.waited)} ms: " if len(waits) > 1 else ""
     yield f"  {example}{why(longest, plan)}"
@@ -151,67 +151,67 @@ def _sum(waits: Sequence[Wait]) -> float:
 
 
 def why(wait: Wait, plan: ShardPlan) -> str:
-    """Why compute waits, in words."""
+    """Explain why compute waits."""
     return _WORDS[wait.cause](wait, plan)
 
 
 def _first(wait: Wait, plan: ShardPlan) -> str:
-    return f"nothing computes before it in the step, so nothing hides it; it takes {ms(wait.takes)} ms on the link"
+    return f"no compute runs before it in the step, so nothing hides it; it takes {ms(wait.takes)} ms on the link"
 
 
 def _turn(wait: Wait, plan: ShardPlan) -> str:
     return (
-        f"backward begins with it, and forward has just given it up; it takes {ms(wait.takes)} ms, and nothing "
-        "computes between. Weights that are kept need no gather"
+        f"backward begins with this group, right after forward has resharded it. The gather takes {ms(wait.takes)} ms, "
+        "and no compute runs in between. Keep the weights to avoid it"
     )
 
 
 def _latency(wait: Wait, plan: ShardPlan) -> str:
     nbytes = mib(plan.group(wait.fqn).unsharded_bytes)
     return (
-        f"a group of {nbytes} is small: of {ms(wait.takes)} ms on the link, {ms(wait.fixed)} are not for its bytes, by "
-        "the rate of the large groups. Fewer and larger groups have less of that"
+        f"a group of {nbytes} is small: {ms(wait.fixed)} of {ms(wait.takes)} ms on the link are latency, at the rate "
+        "of the large groups. Use fewer and larger groups"
     )
 
 
 def _link(wait: Wait, plan: ShardPlan) -> str:
     before = _queued(wait, "waits {} there, then ")
     return (
-        f"the link had no time for it earlier: it {before}takes {ms(wait.takes)} ms, and {ms(wait.hidden)} ms of "
-        f"compute lie between its issue, in {_name(wait.issued_in)}, and its use. Here the link's rate counts"
+        f"the link was busy before: it {before}takes {ms(wait.takes)} ms, and {ms(wait.hidden)} ms of compute run "
+        f"between its issue, in {_name(wait.issued_in)}, and its use. The bandwidth of the link is the limit"
     )
 
 
 def _policy(wait: Wait, plan: ShardPlan) -> str:
     if wait.issued_in == wait.fqn:
         return (
-            f"it is issued only when it is needed ({plan.prefetch}), and takes {ms(wait.takes)} ms; before, the link "
-            f"was free for {ms(wait.idle)} ms"
+            f"it is issued only when it is needed ({plan.prefetch}), and takes {ms(wait.takes)} ms. Before that, the "
+            f"link was idle for {ms(wait.idle)} ms"
         )
     return (
-        f"{plan.prefetch} issues it too late: when {_name(wait.issued_in)} begins, so that {ms(wait.hidden)} ms of "
-        f"compute hide {ms(wait.takes + wait.queued)} ms on the link; before, the link was free for {ms(wait.idle)} ms"
+        f"{plan.prefetch} issues it too late, when {_name(wait.issued_in)} begins: {ms(wait.hidden)} ms of compute "
+        f"for {ms(wait.takes + wait.queued)} ms on the link. Before that, the link was idle for {ms(wait.idle)} ms"
     )
 
 
 def _budget(wait: Wait, plan: ShardPlan) -> str:
-    within = "the memory of one ahead" if plan.pool.budget is None else f"the budget of {mib(plan.pool.budget)}"
+    within = "the memory of depth(1)" if plan.pool.budget is None else f"the budget of {mib(plan.pool.budget)}"
     return (
-        f"{within} holds it back: it is issued in {_name(wait.issued_in)}, {ms(wait.hidden)} ms of compute before its "
-        f"use, and takes {ms(wait.takes + wait.queued)} ms; before, the link was free for {ms(wait.idle)} ms"
+        f"{within} delays it: it is issued in {_name(wait.issued_in)}, {ms(wait.hidden)} ms of compute before its use, "
+        f"and takes {ms(wait.takes + wait.queued)} ms. Before that, the link was idle for {ms(wait.idle)} ms"
     )
 
 
 def _memory(wait: Wait, plan: ShardPlan) -> str:
     return (
-        f"the memory that it takes is in use until {ms(wait.hidden)} ms of compute before its use, and it takes "
-        f"{ms(wait.takes + wait.queued)} ms; with more memory it could begin earlier"
+        f"its memory is in use until {ms(wait.hidden)} ms of compute before its use, and it takes "
+        f"{ms(wait.takes + wait.queued)} ms. With more memory it could begin earlier"
     )
 
 
 def _last(wait: Wait, plan: ShardPlan) -> str:
-    queued = _queued(wait, ", and waits {} before")
-    return f"nothing computes behind it, so nothing hides the rest of it; it takes {ms(wait.takes)} ms{queued}"
+    queued = _queued(wait, ", after it has waited {}")
+    return f"no compute follows it, so nothing hides the rest of it; it takes {ms(wait.takes)} ms{queued}"
 
 
 def _in_flight(wait: Wait, plan: ShardPlan) -> str:
@@ -219,15 +219,15 @@ def _in_flight(wait: Wait, plan: ShardPlan) -> str:
     most = dict(schedule.in_flight).get(wait.holds_up or "", schedule.max_reductions)
     limit = "one reduction" if most == 1 else f"{most} reductions"
     return (
-        f"at most {limit} may be in flight (max_reductions), so that of {_name(wait.holds_up or '')} is issued "
-        f"only when this one is over; {_partly(wait)}"
+        f"at most {limit} may be in flight (max_reductions), so the reduction of {_name(wait.holds_up or '')} is "
+        f"issued only when this one has finished; {_partly(wait)}"
     )
 
 
 def _reduces_first(wait: Wait, plan: ShardPlan) -> str:
     saves = plan.edges().reduces_first
-    who = "to save memory for the budget" if saves else "as is the rule on a CPU"
-    return f"backward gathers {_name(wait.holds_up or '')} only when this reduction is over, {who}; {_partly(wait)}"
+    who = "to stay within the budget" if saves else "the default on a CPU"
+    return f"backward gathers {_name(wait.holds_up or '')} only after this reduction, {who}; {_partly(wait)}"
 
 
 def _queued(wait: Wait, words: str) -> str:
@@ -238,9 +238,7 @@ def _queued(wait: Wait, words: str) -> str:
 
 
 def _partly(wait: Wait) -> str:
-    part = (
-        f", of which {ms(wait.hidden)} ms of compute hide a part" if wait.hidden else ", and nothing computes meanwhile"
-    )
+    part = f", partly hidden by {ms(wait.hidden)} ms of compute" if wait.hidden else ", and no compute runs meanwhile"
     return f"it takes {ms(wait.takes)} ms{part}"
 
 
@@ -262,11 +260,11 @@ _WORDS = {
 
 
 def _changes(step: Explanation) -> Iterator[Section]:
-    for keeps, title in ((True, "What to change"), (False, "What would change the training, too")):
+    for keeps, title in ((True, "What to change"), (False, "Changes that also affect training")):
         changes = [change for change in step.changes if change.keeps_results is keeps][:_MOST]
         if changes:
             rows = [_change_row(number, change) for number, change in enumerate(changes, start=1)]
-            heads = ("", "change", "step ms", "less", "peak MiB", "more")
+            heads = ("", "change", "step ms", "saved", "peak MiB", "added")
             how = [f"{number}  {change.how}" for number, change in enumerate(changes, start=1)]
             yield Section(title, (), heads, rows, (1,))
             yield Section(f"{title}: how", how)
@@ -289,11 +287,11 @@ def _measured(step: Explanation, seen: Measured) -> Section:
         note = "slower" if group.fqn in step.slower else ""
         pairs = (expected.compute, group.compute, expected.all - expected.compute, group.all - group.compute)
         rows.append((_name(group.fqn), *map(ms, pairs), note))
-    outside = f"{ms(seen.elsewhere)} of them were outside of all groups"
-    lines = [f"the step took {ms(seen.seconds)} ms, and {ms(step.seconds)} are predicted; {outside}"]
+    outside = f"including {ms(seen.elsewhere)} ms outside all groups"
+    lines = [f"the step took {ms(seen.seconds)} ms, {outside}; {ms(step.seconds)} ms were predicted"]
     if step.slower:
-        lines.append(f"slower than planned by more than a quarter: {_names(step.slower)}")
+        lines.append(f"more than a quarter slower than planned: {_names(step.slower)}")
     if len(seen.groups) > _MOST:
         lines.append(f"the {_MOST} of {len(seen.groups)} groups that took longest:")
-    heads = ("group", "compute planned", "measured", "waits planned", "measured", "")
-    return Section("Measured beside predicted, in ms", lines, heads, rows, (0, 5))
+    heads = ("group", "planned compute", "measured", "planned waits", "measured", "")
+    return Section("Measured and predicted, in ms", lines, heads, rows, (0, 5))

@@ -1,4 +1,4 @@
-"""The ledgers that ranks wrote when they could not go on together, laid side by side: where they parted."""
+"""Compare the ledgers that ranks wrote when they could not continue together, to find where they diverged."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .._errors import RankMismatchError, ShardConfigValueError
 from .._faults.dump import FILE_NAME, VARIABLE, FaultText, LedgerTail, RankLedgers, from_ranges, in_ranges
 from ._explain_text import Section
 
-_BEFORE, _AFTER = 8, 3  # actions that are shown around the place at which ranks parted
+_BEFORE, _AFTER = 8, 3  # number of actions to show before and after the action at which ranks diverged
 _MOST_COLUMNS = 4
-_MOST_RUNS = 6  # of ranks that follow one another, in a list of ranks
-_MOST_GROUPS = 4  # process groups that the text shows
-_SLACK_S = 60.0  # by which clocks, and writing, may be apart
+_MOST_RUNS = 6  # limit of ranges in a list of ranks
+_MOST_GROUPS = 4  # limit of process groups in the text
+_SLACK_S = 60.0  # seconds by which clocks and writes of ranks may differ
 _SAME, _NOTHING = "the same", "-"
 _NOT_AGREED, _FAILED = "not agreed", "failed"
 _ranks_of = lru_cache(maxsize=1024)(from_ranges)
@@ -28,7 +28,7 @@ _ranks_of = lru_cache(maxsize=1024)(from_ranges)
 
 @dataclass(frozen=True)
 class _File:
-    """What a rank wrote, and when, in seconds since the epoch."""
+    """The file of a rank, and the time when it was written, in seconds since the epoch."""
 
     path: Path
     content: RankLedgers
@@ -36,18 +36,18 @@ class _File:
 
 
 def read_folder(folder: Path) -> tuple[RankLedgers, ...]:
-    """What all ranks wrote, by rank. Files of other names are passed over.
+    """Read the files of all ranks, by rank. Files with other names are ignored.
 
     Raises:
-        ShardConfigValueError: there is no file of a rank, or one of them is damaged, something else, of another
-            version of the format, or of another run; the message begins with its path.
+        ShardConfigValueError: there is no file of a rank, or a file is damaged, has other content or another version of
+            the format, or is of another run. The message begins with its path.
     """
     named = [(path, FILE_NAME.fullmatch(path.name)) for path in folder.iterdir()]
     paths = sorted((int(name[1]), path) for path, name in named if name)
     if not paths:
         raise ShardConfigValueError(
-            f"{folder}: no rank has written a file here (rank0.json and so on). Ranks write when they cannot go on "
-            f"together, into the folder that {VARIABLE} names in their environment"
+            f"{folder}: no rank has written a file here (rank0.json and so on). Ranks that cannot continue together "
+            f"write to the folder that the environment variable {VARIABLE} names"
         )
     files = [_read(path, rank) for rank, path in paths]
     _require_one_run(files)
@@ -58,7 +58,7 @@ def _read(path: Path, rank: int) -> _File:
     try:
         content = RankLedgers.from_json(path.read_text(encoding="utf-8"))
         if content.rank != rank or not rank < content.world:
-            raise ShardConfigValueError(f"is of rank {content.rank} of {content.world}")
+            raise ShardConfigValueError(f"is the file of rank {content.rank} of {content.world}")
         for each in content.ledgers:
             _check(each, rank)
         return _File(path, content, datetime.fromisoformat(content.time).timestamp())
@@ -66,46 +66,46 @@ def _read(path: Path, rank: int) -> _File:
         raise ShardConfigValueError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError, OverflowError) as error:
         raise ShardConfigValueError(
-            f"{path}: {error}. Explain it with the version of the library that wrote it, or move it away, to explain "
-            "what the other ranks wrote"
+            f"{path}: {error}. Explain it with the version of the library that wrote it, or move it away to explain "
+            "the other files"
         ) from None
 
 
 def _check(ledger: LedgerTail, rank: int) -> None:
-    """Raise if the parts of a ledger contradict each other."""
+    """Check that the parts of a ledger agree."""
     if rank not in _ranks_of(ledger.ranks):
-        raise ShardConfigValueError(f"process group {ledger.group}: has ranks {ledger.ranks}, and not rank {rank}")
+        raise ShardConfigValueError(f"process group {ledger.group}: has ranks {ledger.ranks}, but not rank {rank}")
     if len(ledger.notes) > ledger.place:
         raise ShardConfigValueError(f"process group {ledger.group}: has {len(ledger.notes)} notes of {ledger.place}")
 
 
 def _require_one_run(files: Sequence[_File]) -> None:
-    """Raise if files were left by an earlier run."""
+    """Check that no file is left over from an earlier run."""
     first = files[0]
     limit = max([ledger.limit for file in files for ledger in file.content.ledgers], default=0.0) + _SLACK_S
     newest = max(file.written_at for file in files)
     for file in files:
         if file.content.world != first.content.world:
-            difference = f"is of a run of {file.content.world} ranks, and {first.path.name} of {first.content.world}"
+            difference = f"is of a run of {file.content.world} ranks, but {first.path.name} of {first.content.world}"
         elif newest - file.written_at > limit:
-            difference = f"is {newest - file.written_at:,.0f} s older than another one"
+            difference = f"is {newest - file.written_at:,.0f} s older than another file"
         else:
             continue
         raise ShardConfigValueError(f"{file.path}: {difference}. Move the files of an earlier run away")
 
 
-# ---- laying side by side
+# ---- comparison
 
 
 @dataclass(frozen=True)
 class Action:
-    """What a rank did in a place.
+    """The action of a rank at a place.
 
     Attributes:
-        note: in words.
-        mark: empty if the rank went on; "not agreed" if the fault came before all ranks had said that they do the same;
-            "failed" if an error of the rank itself came.
-        asked: whether it was new, so that ranks compared it.
+        note: description of the action.
+        mark: empty if the rank continued; "not agreed" if the fault occurred before all ranks had confirmed that they
+            do the same; "failed" if the rank itself failed.
+        asked: whether the action was new, so that ranks compared it.
     """
 
     note: str
@@ -115,7 +115,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Column:
-    """Ranks that did the same in all actions that are shown; None where they did nothing, or it was not written."""
+    """Ranks that did the same in all actions shown. None where they did nothing, or their ledgers do not reach."""
 
     ranks: tuple[int, ...]
     actions: tuple[Action | None, ...]
@@ -123,16 +123,16 @@ class Column:
 
 @dataclass(frozen=True)
 class GroupStory:
-    """What the ranks of a process group did, side by side.
+    """The actions of the ranks of a process group, compared.
 
     Attributes:
         name, description, device: of the process group.
-        ranks: all of them.
-        alike: in how many actions ranks are alike, from the first one on.
-        differ: whether ranks did, or were about to do, different things then. If not, some have done nothing more.
+        ranks: all its ranks.
+        alike: number of first actions in which the ranks agree.
+        differ: whether ranks did different things after that, or were about to. If not, some did nothing more.
         parted: whether ranks differ, or some have done more than others.
         first: the place of the first action in `columns`.
-        columns: of most ranks first.
+        columns: the column with the most ranks first.
         silent: ranks that wrote no file.
         without: ranks whose file lacks this process group.
     """
@@ -151,7 +151,7 @@ class GroupStory:
 
     @property
     def last(self) -> tuple[tuple[tuple[int, ...], Action | None], ...]:
-        """Which ranks did what in the action in which they parted."""
+        """The ranks by what they did in the action at which they diverged."""
         actions: dict[Action | None, list[int]] = {}
         for column in self.columns:
             action = column.actions[self.alike - self.first]
@@ -160,7 +160,7 @@ class GroupStory:
 
 
 def _at(ledger: LedgerTail, place: int) -> Action | None:
-    """The action of a rank in a place; None if it did nothing there, or that was not written."""
+    """The action of a rank at a place; None if it did nothing there, or its ledger does not contain the place."""
     if place == ledger.place and ledger.about_to is not None:
         return Action(ledger.about_to, _NOT_AGREED)
     index = place - ledger.place + len(ledger.notes)
@@ -170,14 +170,14 @@ def _at(ledger: LedgerTail, place: int) -> Action | None:
 
 
 def _end(ledger: LedgerTail) -> int:
-    """The place behind the last action that was done, or is about to be."""
+    """The place after the last action that was done or is about to be done."""
     return ledger.place - ledger.taken_back + (ledger.about_to is not None)
 
 
 def _alike(ledgers: Sequence[LedgerTail]) -> tuple[int, bool]:
-    """In how many actions ranks are alike, and whether they differ then."""
+    """The number of first actions in which ranks agree, and whether they differ after that."""
     begin, end = max(each.place - len(each.notes) for each in ledgers), min(map(_end, ledgers))
-    distinct = {_notes(each, begin, end) for each in ledgers}  # few, and many ranks
+    distinct = {_notes(each, begin, end) for each in ledgers}  # few, even for many ranks
     for index, notes in enumerate(zip(*distinct, strict=True)):
         if len({*notes}) > 1:
             return begin + index, True
@@ -185,7 +185,7 @@ def _alike(ledgers: Sequence[LedgerTail]) -> tuple[int, bool]:
 
 
 def _notes(ledger: LedgerTail, begin: int, end: int) -> tuple[str, ...]:
-    """The notes from one place to another; what a rank was about to do is the last one."""
+    """The notes between two places. What a rank was about to do is the last note."""
     notes = ledger.notes if ledger.about_to is None else (*ledger.notes, ledger.about_to)
     first = ledger.place - len(ledger.notes)
     return notes[begin - first : max(end, begin) - first]
@@ -201,7 +201,7 @@ def _columns(ledgers: dict[int, LedgerTail], places: range) -> tuple[Column, ...
 
 
 def _marked(actions: Sequence[Action | None], places: range, asked: set[int]) -> tuple[Action | None, ...]:
-    """Actions with the mark of those that were asked."""
+    """Mark the actions that ranks compared."""
     pairs = zip(actions, places, strict=True)
     return tuple([each and replace(each, asked=place in asked or each.mark == _NOT_AGREED) for each, place in pairs])
 
@@ -228,12 +228,12 @@ def _story(ranks: tuple[int, ...], ledgers: dict[int, LedgerTail], wrote: set[in
 
 @dataclass(frozen=True)
 class FaultExplanation:
-    """What the files of ranks say together.
+    """The comparison of the files of all ranks.
 
     Attributes:
-        folder: of the files.
-        files: by rank.
-        stories: of the process groups; those whose ranks differ first, then those that a rank is missing in.
+        folder: folder of the files.
+        files: the files, by rank.
+        stories: the process groups. Those whose ranks differ come first, then those with missing ranks.
     """
 
     folder: Path
@@ -253,7 +253,7 @@ class FaultExplanation:
 
     @cached_property
     def faults(self) -> dict[FaultText, list[int]]:
-        """The faults that ranks heard of, with these ranks."""
+        """The faults that ranks were notified of, with these ranks."""
         faults: dict[FaultText, list[int]] = {}
         for file in self.files:
             if file.fault is not None:
@@ -270,10 +270,10 @@ class FaultExplanation:
         return failed
 
     def sections(self) -> Iterator[Section]:
-        """What there is to say, from the whole to the parts."""
+        """The sections of the text, from the whole to the parts."""
         missing = f"; {_silent(self.silent)}" if self.silent else ""
         yield Section("", [f"{_of(self.files)} of {self.world} ranks wrote their ledgers{missing}"])
-        yield Section("What ranks say", [*_said(self)])
+        yield Section("Errors", [*_said(self)])
         shown = [story for story in self.stories if story.parted or story.silent][:_MOST_GROUPS]
         for story in shown or self.stories[:1]:
             yield _section(story)
@@ -282,7 +282,7 @@ class FaultExplanation:
         yield Section("What to do", [_advice(self)])
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data, for JSON."""
+        """The comparison as plain data for JSON."""
         return {
             "folder": str(self.folder),
             "world": self.world,
@@ -297,7 +297,7 @@ class FaultExplanation:
 
 
 def explain_ledgers(folder: Path) -> FaultExplanation:
-    """Lay what ranks wrote in a folder side by side.
+    """Compare the files of ranks in a folder.
 
     Raises:
         ShardConfigValueError: files are missing, damaged, or do not belong together; see `read_folder`.
@@ -313,7 +313,7 @@ def explain_ledgers(folder: Path) -> FaultExplanation:
     return FaultExplanation(folder, files, tuple(stories))
 
 
-# ---- in words
+# ---- text
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -337,7 +337,7 @@ def _said(step: FaultExplanation) -> Iterator[str]:
     for text, ranks in step.failed.items():
         yield f"{_ranks(ranks)} failed: {text}"
     if not step.faults and not step.failed:
-        yield "nothing: no rank has failed, or heard of a fault"
+        yield "none: no rank has failed or was notified of a fault"
 
 
 def _section(story: GroupStory) -> Section:
@@ -345,7 +345,7 @@ def _section(story: GroupStory) -> Section:
     shown, others = story.columns[:_MOST_COLUMNS], story.columns[_MOST_COLUMNS:]
     lines = [_parting(story)]
     lines += [_silent(story.silent)] if story.silent else []
-    lines += [f"{_ranks(story.without)} wrote nothing of this process group"] if story.without else []
+    lines += [f"{_ranks(story.without)} wrote nothing about this process group"] if story.without else []
     lines += [f"not shown: {', '.join(_ranks(column.ranks) for column in others)}"] if others else []
     rows = [
         (f"{story.first + index:,}", *_cells([column.actions[index] for column in shown]))
@@ -357,7 +357,7 @@ def _section(story: GroupStory) -> Section:
 
 
 def _cells(actions: Sequence[Action | None]) -> Iterator[str]:
-    """An action of each column; what all of them did alike is written once."""
+    """The cells of a row. If all columns have the same action, it is written only once."""
     for number, action in enumerate(actions):
         if action is None:
             yield _NOTHING
@@ -370,14 +370,14 @@ def _cells(actions: Sequence[Action | None]) -> Iterator[str]:
 def _parting(story: GroupStory) -> str:
     ranks = sorted(rank for column in story.columns for rank in column.ranks)
     if len(ranks) == 1:
-        return f"rank {ranks[0]} alone wrote of it, after {story.alike:,} actions"
+        return f"only rank {ranks[0]} wrote about it, after {story.alike:,} actions"
     those = f"ranks {ranks[0]} and {ranks[1]}" if len(ranks) == 2 else _ranks(ranks)
     if not story.parted:
-        return f"{those} are alike in all of their {story.alike:,} actions"
-    before = f"alike up to action {story.alike - 1:,}" if story.alike else "not alike from the first action on"
+        return f"{those} agree in all of their {story.alike:,} actions"
+    before = f"agree up to action {story.alike - 1:,}" if story.alike else "differ from the first action on"
     at = [f"{_ranks(alike)}: {_words(action)}" for alike, action in story.last]
     more = ["and so on"] if len(at) > _MOST_COLUMNS else []
-    return f"{those} are {before}; action {story.alike:,}: {'; '.join([*at[:_MOST_COLUMNS], *more])}"
+    return f"{those} {before}; action {story.alike:,}: {'; '.join([*at[:_MOST_COLUMNS], *more])}"
 
 
 def _words(action: Action | None) -> str:
@@ -387,22 +387,22 @@ def _words(action: Action | None) -> str:
 
 
 def _advice(step: FaultExplanation) -> str:
-    """What to do next, by the kind of the fault."""
+    """What to do next, depending on the type of the fault."""
     first = step.stories[0] if step.stories else None
     kinds = {fault.kind for fault in step.faults}
     if first is not None and first.differ:
         few, *_, many = sorted([ranks for ranks, action in first.last if action is not None], key=len)
         return (
-            f"look for what leads {_ranks(few)} another way than {_ranks(many)} before action {first.alike:,}: code "
-            "that depends on the rank or on its data; run the same modules, settings and optimizer steps on all ranks"
+            f"find out why {_ranks(few)} did something else than {_ranks(many)} in action {first.alike:,}: look for "
+            "code that depends on the rank or its data; run the same modules, settings and optimizer steps on all ranks"
         )
     if lost := sorted({rank for ranks in step.failed.values() for rank in ranks}):
-        return f"mend the error of {_ranks(lost)}, and start again from a checkpoint"
+        return f"fix the error of {_ranks(lost)}, and restart from a checkpoint"
     if step.silent:
         return (
-            f"look at the output of {_ranks(step.silent)}, and at what the system says of memory and signals there; "
-            "then start again from a checkpoint"
+            f"read the output of {_ranks(step.silent)}, and look for out-of-memory kills and signals in the system "
+            "log; then restart from a checkpoint"
         )
     if RankMismatchError.__name__ in kinds:
-        return "look for what keeps ranks that have done less: something that runs on some ranks only, or takes long"
-    return "look at the output of the rank that the error names, and start again from a checkpoint"
+        return "find out why some ranks have done less: code that runs on some ranks only, or takes long"
+    return "read the output of the rank that the error names, and restart from a checkpoint"

@@ -1,4 +1,4 @@
-"""What a record has measured of a step, by group, and the costs that follow from it for a plan that has none."""
+"""The measured times of a record by group, and the costs derived from them for a plan without costs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from composable_shard._plan.schedule import Kind
 from composable_shard._plan.simulation import Costs
 
 _ENDS = {Kind.WAIT: Kind.UNSHARD, Kind.REDUCED: Kind.REDUCE}
-_LEAST_WAIT = 0.1  # of a collective's time: a shorter wait may be its copies, and does not say when it was over
-_SLOWER = 1.25  # times what is planned
-_MATTERS = 0.01  # of the planned compute of a step
+_LEAST_WAIT = 0.1  # fraction of a collective's time; a shorter wait may be copies and does not show when it finished
+_SLOWER = 1.25  # a group is slower if it takes longer than this multiple of the planned time ...
+_MATTERS = 0.01  # ... and at least this fraction of the planned compute of a step more
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSeconds:
-    """Seconds of a group in a step: what it computes, and how long compute waits for its gathers and reductions."""
+    """Seconds of a group in a step: compute, and the exposed time of its gathers and reductions."""
 
     fqn: str
     compute: float
@@ -31,18 +31,18 @@ class GroupSeconds:
 
     @property
     def all(self) -> float:
-        """All of them."""
+        """The sum."""
         return self.compute + self.gathers + self.reductions
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a record has measured.
+    """The measurements of a record.
 
     Attributes:
-        seconds: from the beginning of the first span of the step to the end of the last.
-        groups: the groups, those that take longest first; issuing collectives is a part of the compute around it.
-        elsewhere: seconds outside of all groups: the loss, say.
+        seconds: from the beginning of the first span of the step to the end of the last one.
+        groups: the groups, the longest first. The issue of collectives counts as compute.
+        elsewhere: seconds outside all groups, for example of the loss.
     """
 
     seconds: float
@@ -51,23 +51,23 @@ class Measured:
 
 
 def check_record(plan: ShardPlan, record: Record) -> None:
-    """Refuse the record of another model.
+    """Check that a record is of the same model as the plan.
 
     Raises:
-        ShardConfigValueError: it names a group that the plan does not have.
+        ShardConfigValueError: the record names a group that the plan does not have.
     """
     known = {group.fqn for group in plan.groups}
     named = (*record.order, *(action.fqn for action in record.actions), *(span.fqn for span in record.spans))
     strange = next((fqn for fqn in named if fqn not in known), None)
     if strange is not None:
         raise ShardConfigValueError(
-            f"record: names {strange!r}, which is none of the plan's groups; give the plan of the same model, "
+            f"record: names {strange!r}, which is not a group of the plan; give the plan of the same model, "
             "make_plan(model) after the step"
         )
 
 
 def measured(record: Record) -> Measured | None:
-    """What a record has measured; None if the model was not watched."""
+    """The measurements of a record; None if the model was not watched."""
     if not record.spans:
         return None
     own = own_seconds(worked(record))
@@ -84,12 +84,12 @@ _COLUMN = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.WAIT: 1, Kind.REDUCED: 2}
 
 
 def worked(record: Record) -> list[Span]:
-    """The spans without those of issuing, which then count to the compute around them."""
+    """The spans without those that issue collectives, whose time then counts as the compute around them."""
     return [span for span in record.spans if span.kind in _COLUMN]
 
 
 def slower(planned: tuple[GroupSeconds, ...], seen: Measured) -> tuple[str, ...]:
-    """The groups whose compute has taken longer than planned, by a quarter and enough to matter in a step."""
+    """The groups whose compute took longer than planned, by a quarter and by enough to matter in a step."""
     least = _MATTERS * sum(group.compute for group in planned)
     expected = {group.fqn: group.compute for group in planned}
     return tuple(
@@ -100,11 +100,11 @@ def slower(planned: tuple[GroupSeconds, ...], seen: Measured) -> tuple[str, ...]
 
 
 def costs_of_record(plan: ShardPlan, record: Record) -> Costs:
-    """Costs from the times of a step.
+    """Derive costs from the times of a step.
 
-    A collective that compute has waited for took from its issue, or from the end of the one before it, to the end of
-    the wait. Of one that was over before, it is known that it took no longer: it is taken to have had the median rate
-    of the others, if that is less.
+    If compute waited for a collective, the collective took from its issue, or from the end of the previous collective,
+    to the end of the wait. If it finished before, this time is an upper bound, and the median rate of the others is
+    used if that gives less.
 
     Raises:
         ShardConfigValueError: the record has no times, or lacks a group of the plan.
@@ -130,12 +130,12 @@ def _check_times(plan: ShardPlan, own: Mapping[tuple[Kind, str], float]) -> None
     if missing is not None:
         why = f"has no times of {plan.group(missing).name}" if own else "has no times"
         raise ShardConfigValueError(
-            f"record: {why}; call cs.watch(model), run one more iteration, and take its last_record"
+            f"record: {why}; call cs.watch(model), run one more iteration, and use its last_record"
         )
 
 
 class _Flight(NamedTuple):
-    """A collective: how long it took; or at most, if compute has not waited for it."""
+    """A collective and its seconds, which are an upper bound if compute did not wait for it."""
 
     kind: Kind
     fqn: str
@@ -144,12 +144,12 @@ class _Flight(NamedTuple):
     waited: bool
 
     def at_rate(self, rate: float) -> float:
-        """Its seconds, where a byte takes `rate` seconds unless more is known."""
+        """Its seconds, at `rate` seconds per byte unless they are known."""
         return self.seconds if self.waited else min(self.seconds, rate * self.nbytes)
 
 
 def _each(flights: Sequence[_Flight], kind: Kind, rate: float) -> dict[str, float]:
-    """Seconds of a collective of each group, in the mean of those of the step."""
+    """Seconds of a collective of each group: the mean of those of the step."""
     seconds: dict[str, list[float]] = {}
     for flight in flights:
         if flight.kind is kind:
@@ -158,9 +158,9 @@ def _each(flights: Sequence[_Flight], kind: Kind, rate: float) -> dict[str, floa
 
 
 def _flights(plan: ShardPlan, record: Record) -> Iterator[_Flight]:
-    """The collectives of a record."""
+    """The collectives of a record, with their times."""
     issued: dict[tuple[Kind, str], list[float]] = {}
-    free = 0.0  # when the link was seen to be free
+    free = 0.0  # the last time at which the link was known to be free
     for span in record.spans:
         if span.kind in LAUNCHES:
             issued.setdefault((span.kind, span.fqn), []).append(span.begin)

@@ -1,4 +1,4 @@
-"""The memory of a plan as a picture: bytes by kind over the actions of a step, and the offsets of its buffers."""
+"""The memory of a plan as a figure: bytes by category over the actions of a step, and the offsets of its buffers."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ _WORDS = {
     "reductions": "reductions",
 }
 _MEASURED, _LIMIT = "#d1495b", "#6b7280"
-_LEAST_TEXT = 0.04  # of the picture's width and height that a slot takes at least to bear its name
-_LEAST_WIDTH, _LEAST_LENGTH = 0.012, 0.25  # ... and of its width and height to bear it upright
+_LEAST_TEXT = 0.04  # least fraction of the figure's width and height for a slot with a name
+_LEAST_WIDTH, _LEAST_LENGTH = 0.012, 0.25  # least fractions of its width and height for a slot with a vertical name
 
 
 def memory(plan: ShardPlan, path: str | Path, record: Record | None = None) -> None:
-    """Draw the memory of a training step as the plan predicts it: bytes by kind above, offsets in the arena below.
+    """Draw the predicted memory of a training step: bytes by category above, offsets in the arena below.
 
     Args:
-        plan: whose step it is; its budget, if it has one, is a line.
-        path: the picture to write; its ending gives the kind.
-        record: what an iteration did; its live bytes are drawn beside, the i-th at the i-th action.
+        plan: the plan. Its budget, if it has one, is drawn as a line.
+        path: the picture to write. Its extension selects the format.
+        record: the record of an iteration. Its live bytes are drawn next to the prediction, the i-th at the i-th
+            action.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -50,7 +51,7 @@ def memory(plan: ShardPlan, path: str | Path, record: Record | None = None) -> N
 
 
 def _kind(life: Lifetime, kept: frozenset[str]) -> str:
-    """What a buffer is for. The weights of a group that is kept are so from their gather on."""
+    """The category of a buffer. The weights of a kept group count as kept from their gather on."""
     what, _, fqn = life.name.partition(" ")
     if what == "small" or (what == "weights" and fqn in kept):
         return "kept"
@@ -58,7 +59,7 @@ def _kind(life: Lifetime, kept: frozenset[str]) -> str:
 
 
 def _by_kind(lives: Sequence[Lifetime], kept: frozenset[str], steps: int) -> dict[str, list[int]]:
-    """Bytes after each action, by kind."""
+    """Bytes after each action, by category."""
     kinds: dict[str, list[Lifetime]] = {kind: [] for kind in _COLORS}
     for life in lives:
         kinds[_kind(life, kept)].append(life)
@@ -66,7 +67,7 @@ def _by_kind(lives: Sequence[Lifetime], kept: frozenset[str], steps: int) -> dic
 
 
 def _peak(kinds: dict[str, list[int]], actions: Sequence[Action]) -> str:
-    """The most bytes, and the first action after which they are live."""
+    """The title: the peak, and the first action after which it is reached."""
     live = [sum(each) for each in zip(*kinds.values(), strict=True)]
     peak = max(live, default=0)
     where = f", first at {actions[live.index(peak)]}" if live else ""
@@ -74,7 +75,7 @@ def _peak(kinds: dict[str, list[int]], actions: Sequence[Action]) -> str:
 
 
 def _mark_backward(axes: Any, plan: ShardPlan) -> None:
-    """Where backward begins."""
+    """Mark the beginning of backward."""
     forward = list(itertools.takewhile(lambda action: action.kind is not Kind.BACKWARD, plan.timed()))
     turn = sum(action.kind not in MARKS for action in forward)
     if turn < len(plan.actions()):
@@ -101,8 +102,8 @@ def _draw_bytes(axes: Any, kinds: dict[str, list[int]], record: Record | None, b
         axes.axhline(budget / MIB, color=_LIMIT, linestyle="--", label=f"budget {budget / MIB:.2f} MiB")
         highest = max(highest, budget / MIB)
     axes.set_xlim(0, max(1, steps))
-    axes.set_ylim(0, 1.35 * highest or 1.0)  # room for the legend
-    axes.tick_params(labelbottom=False)  # the actions are named below
+    axes.set_ylim(0, 1.35 * highest or 1.0)  # space for the legend
+    axes.tick_params(labelbottom=False)  # the axis below names the actions
     axes.set_ylabel("bytes leased (MiB)")
     axes.legend(frameon=False, loc="upper left", ncols=3, fontsize=8)
 
@@ -132,10 +133,10 @@ def _draw_arena(
 
 
 def _write_name(axes: Any, life: Lifetime, middle: tuple[float, float], share: tuple[float, float]) -> None:
-    """The name of a slot's group in its middle, upright if it is narrow; nothing if it does not fit.
+    """Write the name of a slot's group in its middle, vertically if it is narrow. Omit the name if it does not fit.
 
     Args:
-        share: of the picture's width and height, what the slot takes.
+        share: fraction of the figure's width and height that the slot takes.
     """
     upright = share[0] < _LEAST_TEXT
     if share[0] >= _LEAST_WIDTH and share[1] >= (_LEAST_LENGTH if upright else _LEAST_TEXT):

@@ -1,4 +1,4 @@
-"""Plain functions: rows or a record in, a picture file out."""
+"""Plain functions that draw rows or a record and write a picture file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 
-# What was measured, what stands out in it, and what it is compared with.
+# Measured values, values that stand out, and values to compare with.
 _MEASURED, _HELD_OUT, _REFERENCE = "#30638e", "#d1495b", "#6b7280"
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """The rows of a metrics file, one JSON object a line; a last line cut short is left out.
+    """Read the rows of a metrics file with one JSON object per line. An incomplete last line is ignored.
 
     Raises:
-        ValueError: a line that is not the last is no JSON; the message gives its number.
+        ValueError: another line is not valid JSON. The message gives its number.
     """
     rows: list[dict[str, float]] = []
     lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -43,12 +43,11 @@ def plot_loss(
     *,
     references: Mapping[str, float] | None = None,
 ) -> None:
-    """Draw the loss of each step, smoothed too, and the held-out loss where it was measured.
+    """Draw the loss of each step, raw and smoothed, and the held-out loss of the steps that have one.
 
     Args:
-        metrics: rows with `step` and `loss` (nats a byte) and, here and there, `held_out`; or a
-            metrics file.
-        path: the picture to write; its ending gives the kind.
+        metrics: rows with `step`, `loss` (nats per byte) and, in some rows, `held_out`; or a metrics file.
+        path: the picture to write. Its extension selects the format.
         references: horizontal lines to compare with, by name.
 
     Raises:
@@ -69,7 +68,7 @@ def plot_loss(
         for name, value in (references or {}).items():
             axes.axhline(value, color=_REFERENCE, linestyle="--", label=f"{name} {value:.2f}")
         axes.set_xlabel("step")
-        axes.set_ylabel("loss (nats a byte)")
+        axes.set_ylabel("loss (nats per byte)")
         axes.legend(frameon=False)
 
 
@@ -80,20 +79,20 @@ def plot_memory(
     predicted_peak: int | None = None,
     title: str = "Memory of one iteration",
 ) -> None:
-    """Draw the bytes that were live in the pool after each action of one iteration.
+    """Draw the live bytes of the pool after each action of an iteration.
 
     Args:
-        record: what the iteration did; `live_bytes[i]` holds after `actions[i]`.
-        path: the picture to write; its ending gives the kind.
-        predicted_peak: bytes that the plan foresaw at the most, drawn as a line.
-        title: a headline.
+        record: the record of the iteration. `live_bytes[i]` is the value after `actions[i]`.
+        path: the picture to write. Its extension selects the format.
+        predicted_peak: peak bytes that the plan predicts, drawn as a line.
+        title: title of the figure.
 
     Raises:
-        ValueError: the record holds no action.
+        ValueError: the record has no actions.
         ImportError: matplotlib is missing.
     """
     if not record.actions:
-        raise ValueError("plot_memory: the record holds no action; run one whole iteration first")
+        raise ValueError("plot_memory: the record has no actions; run one whole iteration first")
     live = [held / MIB for held in record.live_bytes]
     peak = max(live)
     foreseen = None if predicted_peak is None else predicted_peak / MIB
@@ -104,7 +103,7 @@ def plot_memory(
         if foreseen is not None:
             label = f"predicted peak {foreseen:.2f} MiB"
             axes.axhline(foreseen, color=_REFERENCE, linestyle="--", label=label)
-        axes.set_ylim(0, 1.25 * max(peak, foreseen or 0.0))  # room for the legend
+        axes.set_ylim(0, 1.25 * max(peak, foreseen or 0.0))  # space for the legend
         axes.set_xlim(0, len(live))
         tick_actions(axes, record.actions)
         axes.set_ylabel("unsharded parameters and\nreduce buffers (MiB)")
@@ -117,7 +116,7 @@ def plot_resident_memory(metrics: Sequence[Row], path: str | Path) -> None:
 
     Args:
         metrics: rows with `seconds` and `memory_bytes`.
-        path: the picture to write; its ending gives the kind.
+        path: the picture to write. Its extension selects the format.
 
     Raises:
         ValueError: no row has both.
@@ -136,22 +135,22 @@ def plot_resident_memory(metrics: Sequence[Row], path: str | Path) -> None:
 
 
 def tick_actions(axes: Any, actions: Sequence[Action]) -> None:
-    """Name the actions below an axis that counts them, some of them if there are many."""
+    """Label an axis with the names of actions; with some of them if there are many."""
     shown = range(0, len(actions), max(1, len(actions) // 40))
     axes.set_xticks([i + 0.5 for i in shown], [str(actions[i]) for i in shown], rotation=90, fontsize=6)
-    axes.set_xlabel("actions in the order of their issue")
+    axes.set_xlabel("actions in order of issue")
 
 
 @contextmanager
 def _figure(path: str | Path, *, width: float = 7.0) -> Iterator[Any]:
-    """The axes to draw on, as of `figure`."""
+    """A `figure` with one plot; returns its axes."""
     with figure(path, width=width) as (axes,):
         yield axes
 
 
 @contextmanager
 def figure(path: str | Path, *, width: float = 7.0, height: float = 4.5, rows: int = 1) -> Iterator[list[Any]]:
-    """Axes to draw on, one above the other; saved to `path` at the end, on no display and in no global state."""
+    """Context with axes, one above the other. It saves them to `path`, without a display or global state."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -171,7 +170,7 @@ def figure(path: str | Path, *, width: float = 7.0, height: float = 4.5, rows: i
 
 
 def _smooth(values: Sequence[float], weight: float = 0.95) -> list[float]:
-    """A moving average that is not pulled toward zero at its start."""
+    """A moving average without a bias toward zero at the beginning."""
     smooth, total, share = [], 0.0, 0.0
     for value in values:
         total = weight * total + (1 - weight) * value

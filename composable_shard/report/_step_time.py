@@ -1,4 +1,4 @@
-"""Where the time of a step goes, as a picture: compute and waits in all, and the waits of each group."""
+"""The time of a step as a figure: total compute and waits, and the waits of each group."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ _KINDS = {
 }
 _WAITS = ("waiting for gathers", "waiting for reductions")
 _MEASURED = "#d1495b"
-_LEAST_TEXT = 0.05  # of the width of the picture that a part takes at least to bear its milliseconds
-_MOST = 24  # groups that are shown
-_UPRIGHT = 6  # groups whose names have room beside each other
+_LEAST_TEXT = 0.05  # least fraction of the figure's width for a part with its milliseconds
+_MOST = 24  # limit of groups in the figure
+_UPRIGHT = 6  # limit of groups whose names fit horizontally
 
 _ByGroup = dict[str, dict[str, float]]  # seconds by kind, by group
 
 
 def time(plan: ShardPlan, path: str | Path, record: Record | None = None) -> None:
-    """Draw where the time of a training step goes: compute and waits in all, and below the waits of each group.
+    """Draw where the time of a training step goes: total compute and waits above, the waits of each group below.
 
     Args:
-        plan: with costs, as `PrefetchPolicy.auto` measures them; a plan without takes them from the record.
-        path: the picture to write; its ending gives the kind.
-        record: what an iteration did. If the model was watched, its times are drawn beside the predicted ones; on an
-            accelerator they are the host's.
+        plan: a plan with costs, as `PrefetchPolicy.auto` measures them. A plan without costs uses those of the record.
+        path: the picture to write. Its extension selects the format.
+        record: the record of an iteration. If the model was watched, its times are drawn next to the predicted ones. On
+            an accelerator they are host times.
 
     Raises:
         ShardConfigValueError: neither the plan nor the record has times, or the record is of another model.
@@ -112,26 +112,26 @@ def _draw_sides(axes: Any, sides: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def _draw_waits(axes: Any, predicted: _ByGroup, seen: _ByGroup) -> None:
-    """The groups in order; of many those for which compute waits longest."""
+    """Draw the waits of groups, in order. If there are many, draw those with the longest waits."""
     shown = _longest(predicted, seen)
     numbers = range(len(shown))
     tops = _draw_bars(axes, [predicted[fqn] for fqn in shown])
     waited = [1e3 * _waited(seen, fqn) for fqn in shown]
     if seen:
-        axes.plot(numbers, waited, "D", color=_MEASURED, markersize=5, label="measured, both together")
+        axes.plot(numbers, waited, "D", color=_MEASURED, markersize=5, label="measured, total")
     turned: dict[str, Any] = {"rotation": 45, "ha": "right"} if len(shown) > _UPRIGHT else {}
     axes.set_xticks(numbers, [fqn or ROOT_NAME for fqn in shown], **turned)
     axes.tick_params(axis="x", labelsize=8)
-    axes.set_ylim(0, 1.3 * max([*tops, *waited], default=0.0) or 1.0)  # room for the legend
-    axes.set_ylabel("ms that compute waits")
+    axes.set_ylim(0, 1.3 * max([*tops, *waited], default=0.0) or 1.0)  # space for the legend
+    axes.set_ylabel("exposed ms")
     left_out = len(predicted) - len(shown)
-    title = "What of it is waiting, by group in the order of forward"
-    axes.set_title(f"{title}; {left_out} others wait less" if left_out else title)
+    title = "Exposed communication by group, in the order of forward"
+    axes.set_title(f"{title}; {left_out} groups with less are not shown" if left_out else title)
     axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=3)
 
 
 def _draw_bars(axes: Any, groups: Sequence[Mapping[str, float]]) -> list[float]:
-    """A bar for each group, the kinds of waits on one another; gives the tops."""
+    """Draw a bar for each group with its types of waits stacked. Return the heights."""
     floor = [0.0] * len(groups)
     for kind in _WAITS:
         heights = [1e3 * group.get(kind, 0.0) for group in groups]
@@ -141,7 +141,7 @@ def _draw_bars(axes: Any, groups: Sequence[Mapping[str, float]]) -> list[float]:
 
 
 def _longest(predicted: _ByGroup, seen: _ByGroup) -> list[str]:
-    """The groups for which compute waits longest, in their order."""
+    """The groups with the longest waits, in their order."""
     longest = sorted(predicted, key=lambda fqn: -max(_waited(predicted, fqn), _waited(seen, fqn)))[:_MOST]
     return [fqn for fqn in predicted if fqn in longest]
 

@@ -1,4 +1,4 @@
-"""What each strategy would do, as a picture."""
+"""The predictions for each strategy as a figure."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
 
 
 def strategies(advice: Advice, path: str | Path, most: int = 12) -> None:
-    """Draw what each strategy would do: its memory by kind beside what a device has, and its time against bandwidth.
+    """Draw the predicted memory of each strategy by category, and its step time over bandwidth.
 
     Args:
-        advice: what `composable_shard.advise` has given.
-        path: the picture to write; its ending gives the kind.
-        most: how many strategies, the recommended one first.
+        advice: the result of `composable_shard.advise`.
+        path: the picture to write. Its extension selects the format.
+        most: number of strategies to draw, the recommended one first.
 
     Raises:
         ImportError: matplotlib is missing.
     """
-    from composable_shard.planner import draw  # which loads the planner
+    from composable_shard.planner import draw  # here, because it loads the planner
 
     draw(advice, path, most)

@@ -1,7 +1,7 @@
-"""A step as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing: what is predicted beside what was measured.
+"""Write a step as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing: the predicted and the measured step.
 
-The format is Chrome's: one JSON object an event; "X" is a slice with a beginning and a length in microseconds, "C" a
-value of a counter, "M" a name. A process is a side, a thread of it a track.
+The format is Chrome's, one JSON object per event. "X" is a slice with a beginning and a duration in microseconds, "C" a
+value of a counter, "M" a name. The predicted and the measured step are processes, and their tracks are threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 _WAITS = (Kind.WAIT, Kind.REDUCED)
-_ENDS = {Kind.UNSHARD: Kind.WAIT, Kind.REDUCE: Kind.REDUCED}  # what is issued, and what ends it
+_ENDS = {Kind.UNSHARD: Kind.WAIT, Kind.REDUCE: Kind.REDUCED}  # the issue of a collective, and the wait that ends it
 _SENT = {Kind.UNSHARD: "gathers", Kind.REDUCE: "reductions"}
 _WORDS = {**_SENT, Kind.WAIT: "wait for a gather", Kind.REDUCED: "wait for a reduction"}
 
@@ -28,12 +28,12 @@ _WORDS = {**_SENT, Kind.WAIT: "wait for a gather", Kind.REDUCED: "wait for a red
 class _Slice(NamedTuple):
     kind: Kind
     fqn: str
-    begin: float  # seconds, as is the next
+    begin: float  # in seconds, like `end`
     end: float
 
 
 class _Side(NamedTuple):
-    """One side of the trace: tracks by name, and the live bytes at their times."""
+    """The predicted or the measured step: tracks by name, and the live bytes over time."""
 
     name: str
     tracks: dict[str, list[_Slice]]
@@ -41,26 +41,27 @@ class _Side(NamedTuple):
 
 
 def timeline(plan: ShardPlan, record: Record | None, path: str | Path) -> None:
-    """Write what a step did, beside what the plan predicts of it, as a trace for ui.perfetto.dev or chrome://tracing.
+    """Write a step and its prediction as a trace for ui.perfetto.dev or chrome://tracing.
 
-    Each side has tracks for compute, gathers, reductions and waits, a slice a group, and a counter of live bytes. The
-    predicted side is there if the plan has costs. Its gathers and reductions are on the link; measured ones last from
-    their issue to the end of the wait for them, since nobody sees the link; those that overlap have tracks of their
-    own.
-    The measured compute of a root lies around that of the groups below it, the predicted one where it begins. On an
-    accelerator measured times are those of the host.
+    The measured and the predicted step each have tracks for compute, gathers, reductions and waits, with a slice per
+    group, and a counter of live bytes. The prediction is included if the plan has costs.
+
+    Predicted gathers and reductions show the time on the link. Measured ones last from their issue to the end of the
+    wait for them, because the link cannot be observed. Collectives that overlap have separate tracks. The measured
+    compute of a root encloses that of its groups; the predicted compute of a root is at its beginning. On an
+    accelerator, measured times are host times.
 
     Args:
-        plan: what was expected, for example `make_plan(model)`.
-        record: what happened, `last_record(model)`; it has times if the model was watched.
-        path: the JSON file to write; times in it are in microseconds.
+        plan: the expected step, for example `make_plan(model)`.
+        record: the actual step, `last_record(model)`. It has times if the model was watched.
+        path: the JSON file to write. Its times are in microseconds.
 
     Raises:
-        ShardConfigValueError: there is no record, or none with the times of a whole iteration.
+        ShardConfigValueError: there is no record, or it lacks the times of a whole iteration.
     """
     if record is None or not record.spans:
         raise ShardConfigValueError(
-            "timeline: the record has no times; call cs.watch(model), run one more iteration, and take its last_record"
+            "timeline: the record has no times; call cs.watch(model), run one more iteration, and use its last_record"
         )
     sides = [*_predicted(plan), _measured(record)]
     events = [event for number, side in enumerate(sides, start=1) for event in _events(number, side)]
@@ -94,10 +95,10 @@ def _measured(record: Record) -> _Side:
 
 
 def _by_action(actions: Iterable[Action], spans: Iterable[_Slice]) -> list[_Slice]:
-    """The span of each action. Spans go by their beginnings, and clocks may stand still, so each is found by its name.
+    """Find the span of each action by its name. Spans are in order of their beginnings, which may be equal.
 
     Raises:
-        ShardConfigValueError: an action has none: watching began or ended on the way.
+        ShardConfigValueError: an action has no span, because watching began or ended during the iteration.
     """
     waiting: dict[tuple[Kind, str], list[_Slice]] = {}
     for span in spans:
@@ -107,7 +108,7 @@ def _by_action(actions: Iterable[Action], spans: Iterable[_Slice]) -> list[_Slic
         if not waiting.get((action.kind, action.fqn)):
             raise ShardConfigValueError(
                 f"timeline: {action} has no times: the model was watched for a part of the iteration. Call "
-                "cs.watch(model) between two iterations, and run a whole one"
+                "cs.watch(model) between two iterations, then run a whole iteration"
             )
         slices.append(waiting[action.kind, action.fqn].pop(0))
     return slices
@@ -126,7 +127,7 @@ def _in_flight(acts: Iterable[_Slice], kind: Kind) -> list[_Slice]:
 
 
 def _lanes(slices: Sequence[_Slice]) -> list[list[_Slice]]:
-    """Tracks on which no slice begins before the last one has ended."""
+    """Distribute slices to tracks so that the slices of a track do not overlap."""
     lanes: list[list[_Slice]] = [[]]
     for each in slices:
         free = next((lane for lane in lanes if not lane or lane[-1].end <= each.begin), None)

@@ -1,7 +1,7 @@
-"""Where the ranks of a simulated world meet: collectives and messages between threads.
+"""Collectives and messages between the ranks of a simulated world, which are threads.
 
-A collective is made when the last rank of its group has come. What a rank reads of its outputs before it has waited is
-NaN, so that a wait that was forgotten shows; what it brings is copied at the launch.
+A collective is computed when the last rank of its group has called it. The inputs are copied at the call. Until a rank
+has waited, its outputs contain NaN, so a missing wait is noticed.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ _OPS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = [
 
 
 def _reduced(parts: Tensors, op: Any) -> torch.Tensor:
-    """The reduction in the order of the ranks."""
+    """Reduce in the order of the ranks."""
     for known, function in _OPS:
         if op == known:
             total = reduce(function, parts[1:], parts[0])
             return total / len(parts) if known == dist.ReduceOp.AVG else total
     raise ShardConfigValueError(
-        f"reduction {op}: a simulated world has SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR"
+        f"reduction {op}: a simulated world supports SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR"
     )
 
 
 @dataclass
 class _Meeting:
-    """One collective of a group, while its ranks come."""
+    """One collective of a group: the calls so far, and the results when all ranks have called it."""
 
     calls: dict[int, Call] = field(default_factory=dict)  # by rank in the group
     values: Values | None = None
 
 
 class Exchange:
-    """What carries the collectives of all groups of a simulated world (see `Medium`).
+    """Implements the collectives of all groups of a simulated world (see `Medium`).
 
     Args:
-        size: of the world.
-        turns: the ranks.
+        size: world size.
+        turns: the scheduler of the ranks.
 
     Attributes:
-        listeners: of each rank, who is told of what it launches.
+        listeners: for each rank, functions that are called with each collective that it launches.
     """
 
     backend = BACKEND
@@ -75,7 +75,7 @@ class Exchange:
         self._messages: dict[tuple[GroupKey, int, int, int], deque[tuple[torch.Tensor, Issued]]] = defaultdict(deque)
 
     def launch(self, key: GroupKey, group_rank: int, call: Call) -> Work:
-        """Launch a collective as the rank `group_rank` of a group."""
+        """Launch a collective as rank `group_rank` of a group."""
         _, members = key
         rank = members[group_rank]
         call.take_inputs()
@@ -104,14 +104,14 @@ class Exchange:
         return self._pending(rank, words, lambda: meeting.values is not None, values, call.outputs)
 
     def send(self, key: GroupKey, group_rank: int, to: int, tag: int, call: Call) -> Work:
-        """Leave a message; nobody waits for its receiver."""
+        """Store a message. The sender does not wait for the receiver."""
         call.take_inputs()
         self._tell(key[1][group_rank], call.issued)
         self._messages[key, group_rank, to, tag].append((call.inputs[0], call.issued))
         return Work(lambda: None, lambda: True, [])
 
     def receive(self, key: GroupKey, group_rank: int, sources: Sequence[int], tag: int, call: Call) -> Work:
-        """Take the next message of one of the sources."""
+        """Receive the next message from one of the sources."""
         _, members = key
         self._tell(members[group_rank], call.issued)
         (out,) = call.outputs
@@ -124,7 +124,7 @@ class Exchange:
             tensor, sent = self._messages[key, source, group_rank, tag].popleft()
             if tensor.numel() != out.numel() or tensor.dtype != out.dtype:
                 raise CollectiveMismatchError(
-                    f"a message does not fit: rank {members[source]} sent {sent}, rank {members[group_rank]} has "
+                    f"a message does not fit: rank {members[source]} sent {sent}, rank {members[group_rank]} issued "
                     f"{call.issued}"
                 )
             return [tensor]
@@ -132,7 +132,7 @@ class Exchange:
         return self._pending(members[group_rank], str(call.issued), lambda: bool(waiting()), message, [out])
 
     def misfit(self, kind: str, whole: torch.Tensor, piece: torch.Tensor, ranks: int) -> str:
-        """What to say of a whole tensor that is not made of such a piece of each rank."""
+        """The message if a full tensor does not consist of one such piece per rank."""
         if kind == "all_gather":
             return f"all_gather: {ranks} pieces of {tuple(piece.shape)} do not fit {tuple(whole.shape)}"
         return f"{kind}: {tuple(whole.shape)} is not {ranks} pieces of {tuple(piece.shape)}"
@@ -140,7 +140,7 @@ class Exchange:
     def _pending(
         self, rank: int, words: str, ready: Callable[[], bool], values: Callable[[], Tensors], outputs: Tensors
     ) -> Work:
-        """The handle of what is there when `ready`; its outputs are filled at the first wait."""
+        """The handle of a collective that is done once `ready()` is true. The first wait fills its outputs."""
         _spoil(outputs)
         filled = False
 
@@ -155,7 +155,7 @@ class Exchange:
 
         def is_done() -> bool:
             if not filled and not ready():
-                self.turns.pause(rank)  # who asks again and again lets the others get there
+                self.turns.pause(rank)  # a rank that polls must let the others run
             return filled or ready()
 
         return Work(wait, is_done, outputs)
@@ -166,10 +166,10 @@ class Exchange:
             listener(issued)
 
     def check_nothing_is_left(self) -> None:
-        """All ranks have returned: whatever was launched must have met its counterparts.
+        """Check at the end that no collective or message is incomplete.
 
         Raises:
-            CollectiveMismatchError: a collective or message was issued by some ranks only.
+            CollectiveMismatchError: only some ranks issued a collective, or a message was not received.
         """
         for (key, number), meeting in self._meetings.items():
             came = [key[1][at] for at in sorted(meeting.calls)]
@@ -177,15 +177,15 @@ class Exchange:
             missing = [rank for rank in key[1] if rank not in came]
             raise CollectiveMismatchError(
                 f"ranks {came} issued {call.issued} (number {number + 1} of the group) and did not wait for it; ranks "
-                f"{missing} have returned without it"
+                f"{missing} have returned without issuing it"
             )
         for (key, _, to, _), messages in self._messages.items():
             if messages:
-                raise CollectiveMismatchError(f"nobody received {messages[0][1]}; rank {key[1][to]} has returned")
+                raise CollectiveMismatchError(f"rank {key[1][to]} has returned without receiving {messages[0][1]}")
 
 
 def _spoil(outputs: Tensors) -> None:
-    """Let what is read before the wait be noticed."""
+    """Fill outputs with NaN, or with the largest integer, so that a read before the wait is noticed."""
     with without_dispatch_modes(), torch.no_grad():
         for out in outputs:
             if out.is_floating_point() or out.is_complex():
@@ -195,7 +195,7 @@ def _spoil(outputs: Tensors) -> None:
 
 
 class _Here(threading.local):
-    """Where the thread is: in which world, as which rank. None in threads of no world."""
+    """The simulated world and the rank of the current thread; the world is None in other threads."""
 
     exchange: Exchange | None = None
     rank: int = 0
@@ -205,6 +205,6 @@ HERE = _Here()
 
 
 def exchange_here(members: tuple[int, ...]) -> Exchange:
-    """What carries the groups that this thread makes."""
-    assert HERE.exchange is not None, "groups of this backend are made by ranks of a simulated world"
+    """The exchange for the process groups that this thread creates."""
+    assert HERE.exchange is not None, "only a rank of a simulated world can create groups of this backend"
     return HERE.exchange

@@ -1,4 +1,4 @@
-"""`fabric`: a world in one process whose collectives take modelled times. See its docstring for the model."""
+"""`fabric`: a world in one process, in which collectives have a modelled duration."""
 
 from __future__ import annotations
 
@@ -28,20 +28,24 @@ CLOCKS: dict[str, Callable[[], Clock]] = {"real": RealClock, "virtual": VirtualC
 
 
 class Fabric:
-    """A simulated network: its clock, and what has happened on it.
+    """A simulated network with a clock and a log of its collectives.
 
-    *Data.* Other ranks are taken to hold what this one holds: they send copies of its data. So a gather gives its piece
-    N times, a sum N times the value, a mean the value, an all-to-all copies of what it sends to itself, and the result
-    is exact for ranks that are all alike. What another rank would have sent as the root of a broadcast is what the
-    tensor holds; of a scatter or a message it is zeros, for nothing is known of it.
+    *Data.* All other ranks are assumed to hold the same data as this one, and the results are exact if they do:
 
-    *Left out*: the host's time to launch, other traffic, congestion, protocols and algorithms that change with the
-    size, what communication takes of compute (cores, memory bandwidth), stragglers. On CUDA tensors (with
-    ``clock="real"`` alone) each link is a stream that sleeps so long; events then know only when the host called.
+    - a gather gives N copies of this rank's piece
+    - a sum gives N times the value, and a mean the value
+    - an all-to-all gives N copies of the piece that this rank sends to itself
+    - a broadcast from another rank leaves the tensor as it is
+    - a scatter from another rank and a received message give zeros, because their data is unknown
+
+    *Not modelled*: the host's time to launch, other traffic, congestion, protocols and algorithms that depend on the
+    size, cores and memory bandwidth that communication takes from compute, stragglers. With CUDA tensors (only with
+    ``clock="real"``), each link is a stream that sleeps for the modelled time. The events then contain only the host
+    times of the calls.
 
     Attributes:
         network: ranks and links.
-        events: the collectives since it was entered or last reset, in the order of issue.
+        events: the collectives since the fabric was entered or last reset, in the order of issue.
     """
 
     def __init__(self, of: Network, clock: Clock) -> None:
@@ -54,36 +58,36 @@ class Fabric:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds that compute waited for collectives."""
+        """Seconds that compute waited for collectives: the exposed communication."""
         return sum(event.exposed_s for event in self.events)
 
     @property
     def aside_s(self) -> float:
-        """Seconds of this machine that the simulation itself took, for which its clock stood still."""
+        """Seconds of real time that the simulation itself took. The clock was stopped meanwhile."""
         return self._clock.aside_s
 
     def now(self) -> float:
-        """Seconds since the fabric was entered or last reset; with streams, on the current one."""
+        """Seconds since the fabric was entered or last reset; with ``clock="streams"``, of the current stream."""
         return self._clock.now() - self._origin_s
 
     def compute(self, seconds: float) -> None:
-        """Compute for so long: the real clock lets the time pass, the others move on.
+        """Simulate compute of `seconds`. The real clock sleeps, the others advance.
 
         Raises:
-            ShardConfigValueError: `seconds` is negative or no number.
+            ShardConfigValueError: `seconds` is negative or NaN.
         """
         if not seconds >= 0:
-            raise ShardConfigValueError(f"seconds: compute takes zero or more, got {seconds}")
+            raise ShardConfigValueError(f"seconds: expected zero or more, got {seconds}")
         self._clock.compute(seconds)
 
     def reset(self) -> None:
-        """Forget the events and begin again at time 0; with streams, when all of them are done."""
+        """Delete the events and restart at time 0. With ``clock="streams"``, time 0 is when all streams are done."""
         self._clock.level()
         self.events = []
         self._origin_s = self._clock.now()
 
     def log(self) -> str:
-        """The events as text, a line each; times in microseconds."""
+        """The events as text, one per line. Times are in microseconds."""
         columns = ("kind", "group", "ranks", "link", "bytes", "issue", "start", "finish", "wait", "exposed")
         rows = [columns, *map(_row, self.events)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -95,7 +99,7 @@ class Fabric:
         return "\n".join(lines)
 
     def issue(self, kind: str, group: str, ranks: int, nbytes: int, link: Link) -> tuple[Collective, float]:
-        """Put a collective on a link; returns its event and the clock's time when it will be over."""
+        """Queue a collective on a link. Returns its event and the time of the clock when it will be done."""
         now, seconds = self._clock.now(), link.seconds(kind, nbytes, ranks)
         start, finish = now, now
         if ranks > 1:
@@ -106,25 +110,25 @@ class Fabric:
         return event, finish
 
     def wait(self, event: Collective, finish_s: float) -> None:
-        """Wait for a collective."""
+        """Wait for the collective of an event."""
         if event.first_wait_s is None:
             event.first_wait_s = self._clock.now() - self._origin_s
         self._clock.wait(finish_s, event)
 
     def done(self, finish_s: float) -> bool:
-        """Whether the clock has reached that time."""
+        """Whether the clock has reached `finish_s`."""
         return self._clock.now() >= finish_s
 
     @property
     def clock(self) -> Clock:
-        """What the process groups stop while they move data."""
+        """The clock; process groups stop it while they copy data."""
         return self._clock
 
 
 class LinkOfAlikeRanks:
-    """What carries the collectives of a group in a fabric (see `Medium`): one link, and ranks that hold all the same.
+    """Implements the collectives of a group of a fabric (see `Medium`) with one link and identical ranks.
 
-    The data is moved at once, while the clock stands still; the handle is done when the model says so.
+    The data is copied at the call, while the clock is stopped. The handle is done at the modelled time.
     """
 
     backend = BACKEND
@@ -134,7 +138,7 @@ class LinkOfAlikeRanks:
         self._link = link
 
     def launch(self, key: GroupKey, group_rank: int, call: Call) -> Work:
-        """Put a collective on the link as the rank `group_rank` of a group."""
+        """Queue a collective on the link as rank `group_rank` of a group."""
         issued, link, fabric = call.issued, self._link, self._fabric
         ranks = len(issued.members)
         nbytes = _bytes_of_the_whole(call, ranks)
@@ -149,15 +153,15 @@ class LinkOfAlikeRanks:
         return Work(lambda: fabric.wait(event, finish), lambda: fabric.done(finish), call.outputs)
 
     def send(self, key: GroupKey, group_rank: int, to: int, tag: int, call: Call) -> Work:
-        """A message takes the link, and nobody reads it."""
+        """Send a message: it occupies the link, and its data is dropped."""
         return self.launch(key, group_rank, call)
 
     def receive(self, key: GroupKey, group_rank: int, sources: Sequence[int], tag: int, call: Call) -> Work:
-        """A message takes the link, and nothing is known of it."""
+        """Receive a message: it occupies the link, and its data is zeros."""
         return self.launch(key, group_rank, call)
 
     def misfit(self, kind: str, whole: torch.Tensor, piece: torch.Tensor, ranks: int) -> str:
-        """What to say of a whole tensor that is not made of such a piece of each rank."""
+        """The message if a full tensor does not consist of one such piece per rank."""
         return f"fabric: {whole.numel()} elements are not {piece.numel()} for each of {ranks} ranks"
 
 
@@ -177,13 +181,15 @@ _current: list[Fabric] = []
 
 
 def current_fabric() -> Fabric:
-    """The fabric in whose context this runs.
+    """The active fabric.
 
     Raises:
-        ShardConfigStateError: there is none.
+        ShardConfigStateError: no fabric is active.
     """
     if not _current:
-        raise ShardConfigStateError("no fabric: enter one, `with composable_shard.testing.fabric(...):`")
+        raise ShardConfigStateError(
+            "no fabric is active; run this in the block of `with composable_shard.testing.fabric(...):`"
+        )
     return _current[-1]
 
 
@@ -198,49 +204,53 @@ def fabric(
     inter_bandwidth_Bps: float | None = None,  # noqa: N803
     clock: str = "real",
 ) -> _GeneratorContextManager[Fabric]:
-    """A world of `world_size` ranks in this process, which is one of them; collectives take modelled times.
+    """Make this process one rank of a simulated network, in which collectives have a modelled duration.
 
-    For trying a schedule before renting a cluster: what an engine hides of its communication, and what not, shows on a
-    laptop. A context manager and a decorator; it gives a `Fabric`. Inside it `torch.distributed` is initialised; at its
-    end, also after an exception, the process group is destroyed and what torch remembers of its meshes forgotten.
+    Use it to try a schedule on a laptop: it shows which communication overlaps with compute and which is exposed.
+    `fabric` is a context manager and a decorator, and gives a `Fabric`. It initializes `torch.distributed`. At the end,
+    also after an exception, it destroys the process group and clears torch's caches of its meshes.
 
         with testing.fabric(8, latency_s=20e-6, bandwidth_Bps=25e9, clock="virtual") as net:
             model = build_sharded_model(init_device_mesh("cpu", (8,)))
             train_a_step(model)
             print(net.log(), net.exposed_s)
 
-    *Times.* An all-gather or reduce-scatter of `bytes` (of the whole) among N ranks takes
+    *Times.* A collective of `bytes` (of the full tensor) among N ranks takes
 
-        t = latency + (N - 1) / N * bytes / bandwidth
+        t = latency + (N - 1) / N * bytes / bandwidth    all-gather, reduce-scatter, all-to-all, gather, scatter
+        t = 2 * (latency + (N - 1) / N * bytes / bandwidth)    all-reduce
+        t = latency + bytes / bandwidth    broadcast, reduction to one rank, message
+        t = latency    barrier
 
-    an all-reduce twice that; all-to-all, gather and scatter as much; a broadcast, a reduction to one rank and a message
-    latency + bytes / bandwidth; a barrier the latency; a coalesced collective as much as one of all its bytes; and in a
-    group of one rank nothing takes time. A link does one thing at a time, in the order of issue:
-    s_i = max(issue_i, f_(i-1)), f_i = s_i + t_i. With `ranks_per_node` there are two links that do not disturb each
-    other: groups inside a node share one, groups that span nodes the other.
+    A coalesced collective takes as long as one with all its bytes. In a group of one rank nothing takes time. A link
+    runs one collective at a time, in the order of issue: s_i = max(issue_i, f_(i-1)), f_i = s_i + t_i. With
+    `ranks_per_node` there are two independent links, one for groups inside a node and one for groups that span nodes.
 
-    *Clocks.* `"real"`: waiting sleeps until the modelled time, so communication overlaps with real compute. The clock
-    stands still while the fabric copies data, and for what a sleep lasts too long: wall time is longer than the
-    fabric's by that (`Fabric.aside_s`). `"virtual"`: only waits and declared compute (`Fabric.compute`, `Busy`) move
-    the clock: exact and over in no time. `"streams"`: the same with the semantics of an accelerator: `torch.cpu.Stream`
-    and `torch.cpu.Event` keep times, a wait holds the current stream up and the host takes no time at all. torch's
-    FSDP2 overlaps on the CPU only so; this library's engine does on all three.
+    *Clocks.*
 
-    What other ranks hold, and what the model leaves out, the docstring of `Fabric` says.
+    - `"real"`: a wait sleeps until the modelled time, so communication overlaps with real compute. The clock is stopped
+      while the fabric copies data and when a sleep ends late; `Fabric.aside_s` is the sum of these times.
+    - `"virtual"`: only waits and declared compute (`Fabric.compute`, `Busy`) advance the clock. It is exact, and a run
+      takes no time.
+    - `"streams"`: like `"virtual"`, with the semantics of an accelerator. `torch.cpu.Stream` and `torch.cpu.Event` have
+      times, a wait delays the current stream, and the host takes no time. torch's FSDP2 overlaps on the CPU only with
+      this clock; this library's engine overlaps with all three.
+
+    See `Fabric` for the data of the other ranks and for what is not modelled.
 
     Args:
-        world_size: ranks.
-        latency_s: seconds of a collective beside what its bytes take.
-        bandwidth_Bps: bytes per second that a rank sends while it receives as many.
-        rank: which of them this process is.
-        ranks_per_node: ranks of a node; it divides the world.
-        inter_latency_s: the same of groups that span nodes; needed beside `ranks_per_node`.
-        inter_bandwidth_Bps: likewise.
+        world_size: number of ranks.
+        latency_s: latency of a collective, in seconds.
+        bandwidth_Bps: bytes per second that a rank sends while it receives the same number.
+        rank: the rank of this process.
+        ranks_per_node: number of ranks of a node; must divide the world size.
+        inter_latency_s: latency in groups that span nodes; required with `ranks_per_node`.
+        inter_bandwidth_Bps: bandwidth in groups that span nodes; required with `ranks_per_node`.
         clock: `"real"`, `"virtual"` or `"streams"`.
 
     Raises:
-        ShardConfigTypeError, ShardConfigValueError: an argument that cannot be, by its name.
-        ShardConfigStateError: on entering: there is a default process group already.
+        ShardConfigTypeError, ShardConfigValueError: an argument is invalid; the message names it.
+        ShardConfigStateError: on entering, if a default process group exists already.
     """
     of = network(world_size, latency_s, bandwidth_Bps, ranks_per_node, inter_latency_s, inter_bandwidth_Bps)
     _check_rank(rank, world_size, clock)
@@ -249,7 +259,7 @@ def fabric(
 
 def _check_rank(rank: int, world_size: int, clock: str) -> None:
     if not isinstance(rank, int) or isinstance(rank, bool):
-        raise ShardConfigTypeError(f"rank: expected a rank, got {type(rank).__name__} {rank!r}")
+        raise ShardConfigTypeError(f"rank: expected an integer, got {type(rank).__name__} {rank!r}")
     if not 0 <= rank < world_size:
         raise ShardConfigValueError(f"rank: must be 0 to {world_size - 1}, got {rank}")
     if clock not in CLOCKS:
@@ -261,7 +271,7 @@ def _entered(of: Network, rank: int, clock: Callable[[], Clock]) -> Iterator[Fab
     if dist.is_initialized():
         raise ShardConfigStateError(
             f"fabric: a default process group of {dist.get_world_size()} ranks ({dist.get_backend()}) exists already; "
-            "destroy it first (torch.distributed.destroy_process_group), or run this in a process of its own"
+            "destroy it first (torch.distributed.destroy_process_group), or run this in a separate process"
         )
     register(BACKEND, _link_here)
     made = Fabric(of, clock())
@@ -289,20 +299,20 @@ def _destroy() -> None:
 
 
 def _link_here(members: tuple[int, ...]) -> LinkOfAlikeRanks:
-    """What carries a new group's collectives."""
+    """The link for the collectives of a new group."""
     fabric = current_fabric()
     return LinkOfAlikeRanks(fabric, fabric.network.link_of(list(members)))
 
 
 class Busy(torch.nn.Module):
-    """The identity on a tensor that takes time in the fabric, compiled too: a stand-in for compute that is not there.
+    """An identity module that takes time in the fabric, in eager and compiled code. It replaces omitted compute.
 
-    Put it after the operations whose time it stands for, inside the module: its backward then comes before theirs, so
-    that their gradients are there when it is over.
+    Put it inside the module, after the operations whose time it models. Its backward then runs before theirs, so their
+    gradients are ready after its time has passed.
 
     Args:
         forward_s: seconds of the forward.
-        backward_s: seconds of the backward, if there is one; twice the forward's by default.
+        backward_s: seconds of the backward; by default twice `forward_s`.
     """
 
     def __init__(self, forward_s: float, backward_s: float | None = None) -> None:
@@ -318,14 +328,14 @@ class Busy(torch.nn.Module):
         return f"forward_s={self.forward_s:g}, backward_s={self.backward_s:g}"
 
 
-# An operator, so that a compiled graph computes where it stands in it, and each time that the graph runs.
+# It is an operator so that a compiled graph runs it at its place in the graph, on each run.
 _library = torch.library.Library("composable_shard_testing", "DEF")  # type: ignore[no-untyped-call]
 _library.define("busy(Tensor x, float forward_s, float backward_s) -> Tensor")  # type: ignore[no-untyped-call]
 
 
 def _forward(x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
     current_fabric().compute(forward_s)
-    return x.clone()  # torch warns of modules that return views
+    return x.clone()  # torch warns about modules that return views
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

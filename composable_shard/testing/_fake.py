@@ -1,4 +1,4 @@
-"""`fake`: one rank of a world of any size, for shapes, plans and memory."""
+"""`fake`: one rank of a world of any size, to look at shapes, plans and memory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ._torch import fake_group, forget_meshes
 
 @contextlib.contextmanager
 def fake(world_size: int, rank: int = 0, *, mesh: Axes | None = None, device: str = "cpu") -> Iterator[World]:
-    """Be one rank of a world whose other ranks do not exist.
+    """Make this process one rank of a world whose other ranks do not exist.
 
-    Collectives return at once and what they give is meaningless; shapes, plans, records and memory are those of a world
-    of that size:
+    Collectives return immediately, and their results are meaningless. Shapes, plans, records and memory are those of a
+    world of that size:
 
         with testing.fake(512) as world:
             cs.fully_shard(layer, mesh=world.mesh)
             layer(x).sum().backward()
             testing.assert_peak_bytes(layer, at_most=3 << 20)
 
-    Under torch's ``FakeTensorMode`` (of ``torch._subclasses.fake_tensor``) nothing takes memory or time: so a model of
-    any size, made and sharded there, is traced, at any batch and length:
+    Under torch's ``FakeTensorMode`` (from ``torch._subclasses.fake_tensor``), tensors take no memory and compute takes
+    no time. You can create, shard and trace a model of any size there, with any batch and sequence length:
 
         with testing.fake(512, mesh={"dp": 64, "tp": 8}) as world, FakeTensorMode():
             ...
@@ -37,12 +37,12 @@ def fake(world_size: int, rank: int = 0, *, mesh: Axes | None = None, device: st
 
     Args:
         world_size: number of ranks, at least 1.
-        rank: the one to be.
+        rank: the rank of this process.
         mesh: names and sizes of the axes of `world.mesh`; one axis ``shard`` if None.
-        device: type of device of the mesh.
+        device: device type of the mesh.
 
     Raises:
-        ShardConfigTypeError, ShardConfigValueError: the arguments make no world, or it has no such rank.
+        ShardConfigTypeError, ShardConfigValueError: the arguments do not describe a world, or it has no such rank.
         ShardConfigStateError: this process has a default process group already.
     """
     axes = check_world(world_size, mesh)
@@ -57,4 +57,4 @@ def fake(world_size: int, rank: int = 0, *, mesh: Axes | None = None, device: st
         if dist.is_initialized():
             dist.destroy_process_group()
         forget_meshes()
-        sys.excepthook = hook  # torch puts the rank before every line
+        sys.excepthook = hook  # init_process_group installs a hook that prints the rank before every line

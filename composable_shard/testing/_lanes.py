@@ -1,4 +1,4 @@
-"""Our engine's lane on streams that keep time: what `StreamLane` is on an accelerator."""
+"""The engine's lane on streams with simulated times. It corresponds to `StreamLane` on an accelerator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class StreamedLane(Lane):
-    """A lane with a stream of its own."""
+    """A lane that runs its jobs on its own stream."""
 
     streams = True
 

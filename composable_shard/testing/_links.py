@@ -1,10 +1,10 @@
-"""The model of a network: how long a collective takes on a link, and when a shared link gets to it. Numbers only.
+"""The model of a network: the duration of a collective, and its start and finish on a shared link. Only numbers.
 
     t = latency + (N - 1) / N * bytes / bandwidth      an all-gather or reduce-scatter among N ranks
-    s_i = max(issue_i, f_(i-1)),  f_i = s_i + t_i      the i-th collective that is issued on a link
+    s_i = max(issue_i, f_(i-1)),  f_i = s_i + t_i      start and finish of the i-th collective of a link
 
-It is the cost of a ring, the usual alpha-beta model (Hockney 1994; Thakur, Rabenseifner, Gropp 2005) with all hops of
-the ring in one latency.
+This is the cost of a ring in the alpha-beta model (Hockney 1994; Thakur, Rabenseifner, Gropp 2005). The latency covers
+all hops of the ring.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from .._errors import ShardConfigTypeError, ShardConfigValueError
 
-# By kind of collective: how often latency and transfer are paid, and whether each rank keeps its own N-th at home.
+# For each collective: how often latency and transfer are counted, and whether each rank's own N-th is not transferred.
 _COSTS = {
     "all_gather": (1, True),
     "reduce_scatter": (1, True),
@@ -32,12 +32,12 @@ _COSTS = {
 
 @dataclass(frozen=True)
 class Link:
-    """What the collectives of some groups share.
+    """A link that the collectives of some groups share.
 
     Attributes:
-        name: to show.
-        latency_s: seconds that a collective takes whatever its size.
-        bandwidth_Bps: bytes per second that a rank sends while it receives as many.
+        name: for logs.
+        latency_s: seconds that a collective takes independently of its size.
+        bandwidth_Bps: bytes per second that a rank sends while it receives the same number.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Link:
     bandwidth_Bps: float  # noqa: N815 - a unit
 
     def seconds(self, kind: str, nbytes: int, ranks: int) -> float:
-        """How long a collective takes once it has begun.
+        """Seconds from the start to the finish of a collective.
 
         Args:
             kind: `all_gather`, `reduce_scatter`, ...
-            nbytes: bytes of the whole: of the gathered tensor, of the one to be scattered, of the one to be reduced.
-            ranks: of the group; among one rank nothing moves and nothing takes time.
+            nbytes: bytes of the full tensor: the output of a gather, the input of a scatter or reduction.
+            ranks: number of ranks of the group; with one rank nothing takes time.
         """
         if ranks == 1:
             return 0.0
@@ -60,13 +60,13 @@ class Link:
 
 
 class Timeline:
-    """When a link gets to what is issued on it: one after the other, in the order of issue."""
+    """The schedule of a link: it runs one collective at a time, in the order of issue."""
 
     def __init__(self) -> None:
         self.free_s = -math.inf
 
     def put(self, issue_s: float, seconds: float) -> tuple[float, float]:
-        """Start and finish of something that is issued at a time and takes so long."""
+        """Queue a collective that is issued at `issue_s` and takes `seconds`. Returns its start and finish."""
         start = max(issue_s, self.free_s)
         self.free_s = start + seconds
         return start, self.free_s
@@ -77,10 +77,10 @@ class Network:
     """All ranks and the links between them.
 
     Attributes:
-        world_size: ranks.
-        intra: serves groups inside a node; all groups, if nothing is said of nodes.
-        ranks_per_node: ranks 0 to `ranks_per_node - 1` are the first node, and so on; None if nothing is said of nodes.
-        inter: serves groups that span nodes.
+        world_size: number of ranks.
+        intra: link of groups inside a node; of all groups if `ranks_per_node` is None.
+        ranks_per_node: ranks 0 to `ranks_per_node - 1` are the first node, and so on; None without nodes.
+        inter: link of groups that span nodes; None without nodes.
     """
 
     world_size: int
@@ -89,7 +89,7 @@ class Network:
     inter: Link | None = None
 
     def link_of(self, ranks: list[int]) -> Link:
-        """The link that serves a group of these ranks."""
+        """The link of a group of these ranks."""
         if self.inter is None or self.ranks_per_node is None:
             return self.intra
         return self.intra if len({rank // self.ranks_per_node for rank in ranks}) == 1 else self.inter
@@ -103,11 +103,12 @@ def network(
     inter_latency_s: float | None = None,
     inter_bandwidth_Bps: float | None = None,  # noqa: N803
 ) -> Network:
-    """A network, its figures checked.
+    """Check the arguments and create a network.
 
     Raises:
-        ShardConfigTypeError: a figure is no number.
-        ShardConfigValueError: it is not positive and finite; the nodes do not divide the world, or lack their figures.
+        ShardConfigTypeError: an argument is not a number.
+        ShardConfigValueError: a number is not positive and finite, `ranks_per_node` does not divide the world size, or
+            `ranks_per_node` is given without the latency and bandwidth between nodes, or these without it.
     """
     _check_count("world_size", world_size)
     _check_figure("latency_s", latency_s, "seconds")
@@ -116,14 +117,14 @@ def network(
     if ranks_per_node is None:
         for name, value in given.items():
             if value is not None:
-                raise ShardConfigValueError(f"{name}: is of groups that span nodes; say ranks_per_node too")
+                raise ShardConfigValueError(f"{name}: applies to groups that span nodes; pass ranks_per_node too")
         return Network(world_size, Link("all", latency_s, bandwidth_Bps))
     _check_count("ranks_per_node", ranks_per_node)
     if world_size % ranks_per_node:
         raise ShardConfigValueError(f"ranks_per_node: {ranks_per_node} does not divide world_size {world_size}")
     if inter_latency_s is None or inter_bandwidth_Bps is None:
         missing = ", ".join(name for name, value in given.items() if value is None)
-        raise ShardConfigValueError(f"{missing}: needed beside ranks_per_node, for groups that span nodes")
+        raise ShardConfigValueError(f"{missing}: required with ranks_per_node, for groups that span nodes")
     _check_figure("inter_latency_s", inter_latency_s, "seconds")
     _check_figure("inter_bandwidth_Bps", inter_bandwidth_Bps, "bytes per second")
     intra = Link("intra", latency_s, bandwidth_Bps)

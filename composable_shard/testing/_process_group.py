@@ -1,7 +1,7 @@
-"""The process group of worlds in one process: torch's interface in front of what moves the data."""
+"""The process group of worlds in one process: implements torch's interface on top of a `Medium`."""
 
 # mypy: disable-error-code="override, assignment, call-arg"
-# (torch overloads these methods, and calls the forms that are here)
+# (torch overloads these methods; it calls the signatures below)
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ GroupKey = tuple[str, tuple[int, ...]]  # name and members
 
 
 class Medium(Protocol):
-    """What carries the collectives of a group.
+    """The implementation of a group's collectives.
 
     Attributes:
-        backend: its name.
+        backend: name of the backend.
     """
 
     backend: str
 
     def launch(self, key: GroupKey, group_rank: int, call: Call) -> Work:
-        """Launch a collective as the rank `group_rank` of a group."""
+        """Launch a collective as rank `group_rank` of a group."""
         ...
 
     def send(self, key: GroupKey, group_rank: int, to: int, tag: int, call: Call) -> Work:
-        """Send the inputs of `call` to the rank `to` of the group."""
+        """Send the inputs of `call` to rank `to` of the group."""
         ...
 
     def receive(self, key: GroupKey, group_rank: int, sources: Sequence[int], tag: int, call: Call) -> Work:
-        """Receive into the outputs of `call` what one of these ranks of the group sends."""
+        """Receive a message from one of the ranks `sources` of the group into the outputs of `call`."""
         ...
 
     def misfit(self, kind: str, whole: torch.Tensor, piece: torch.Tensor, ranks: int) -> str:
-        """What to say of a whole tensor that is not made of such a piece of each rank."""
+        """The message if a full tensor does not consist of one such piece per rank."""
         ...
 
 
 class MemoryGroup(dist.ProcessGroup):
-    """A process group within the memory of this process.
+    """A process group in the memory of this process.
 
-    torch calls the methods by these names, also from C++; their forms are those of torch's `ProcessGroup`.
+    torch calls the methods by these names, also from C++. Their signatures are those of torch's `ProcessGroup`.
 
     Args:
-        group_rank: of this rank, in the group.
-        members: ranks of the group.
-        name: the group's.
-        medium: what carries its collectives.
+        group_rank: this rank's index in the group.
+        members: global ranks of the group.
+        name: name of the group.
+        medium: implements its collectives.
     """
 
     def __init__(self, group_rank: int, members: tuple[int, ...], name: str, medium: Medium) -> None:
@@ -71,7 +71,7 @@ class MemoryGroup(dist.ProcessGroup):
     def name(self) -> str:
         return self._medium.backend
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name, as those below
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name, like the ones below
         return self._medium.backend
 
     def getGroupName(self) -> str:  # noqa: N802
@@ -87,7 +87,7 @@ class MemoryGroup(dist.ProcessGroup):
         self._description = description
 
     def _get_backend(self, device: torch.device) -> MemoryGroup:
-        return self  # who asks wants its name
+        return self  # torch asks the backend only for its name
 
     @property
     def _key(self) -> GroupKey:
@@ -113,7 +113,10 @@ class MemoryGroup(dist.ProcessGroup):
         brings: bool = True,
         opts: Any = None,
     ) -> Work:
-        """Launch; each input is cut into equal pieces. The inputs of who brings nothing tell what it expects."""
+        """Launch a collective, with each input split into equal pieces.
+
+        If `brings` is false, this rank sends nothing, and `inputs` only give the sizes and dtype that it expects.
+        """
         details = "" if op is None else f" ({_op_name(op)})"
         if root is not None:
             details += f" of root {self._members[root]}"
@@ -138,9 +141,11 @@ class MemoryGroup(dist.ProcessGroup):
         return together(works)
 
     def _chunks(self, tensor: torch.Tensor) -> Tensors:
-        """Equal parts of a tensor, one a rank."""
+        """Split a tensor into equal parts, one per rank."""
         if tensor.numel() % self.size():
-            raise ShardConfigValueError(f"{tuple(tensor.shape)} cannot be cut among {self.size()} ranks")
+            raise ShardConfigValueError(
+                f"a tensor of shape {tuple(tensor.shape)} cannot be split evenly among {self.size()} ranks"
+            )
         return list(tensor.detach().view(self.size(), -1).unbind())
 
     def _check_sizes(self, kind: str, wholes: Tensors, pieces: Tensors) -> None:
@@ -190,7 +195,7 @@ class MemoryGroup(dist.ProcessGroup):
         outputs = list(tensors) if self._group_rank == opts.rootRank else []
         return self._launch("reduce", list(tensors), outputs, op=_op(opts), root=opts.rootRank)
 
-    # ---- the others
+    # ---- other collectives
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
         outputs = [] if self._group_rank == opts.rootRank else list(tensors)
@@ -240,7 +245,7 @@ class MemoryGroup(dist.ProcessGroup):
         return self._remembered(self._medium.receive(self._key, self._group_rank, sources, tag, call))
 
     allreduce_coalesced = allreduce
-    # Names of torch 2.13 and later, by which C++ calls them.
+    # C++ calls these methods by other names in torch 2.13 and later.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
@@ -257,11 +262,11 @@ def _op_name(op: Any) -> str:
 
 
 def register(backend: str, medium_of: Callable[[tuple[int, ...]], Medium]) -> None:
-    """Make a backend known to torch, once.
+    """Register a backend with torch, unless it is registered already.
 
     Args:
-        backend: its name.
-        medium_of: gives the medium of a new group, by its members.
+        backend: name of the backend.
+        medium_of: returns the medium of a new group, given its members.
     """
 
     def make(options: Any, _: Any) -> MemoryGroup:

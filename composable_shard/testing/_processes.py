@@ -1,8 +1,11 @@
-"""`processes`: a function on every rank of a real gloo group, in warm worker processes.
+"""`processes`: run a function on every rank of a real gloo group, in worker processes that are kept for later calls.
 
-Workers are started once and kept; each job runs on the first of them. A job that passes its time limit has the stacks
-of its workers dumped; then they, and only they, are killed, and the next job gets new ones. A job that fails leaves a
-clean process group behind, because the next job gets a new one. Workers end when this process does, however it ends.
+Workers are started once. A job on N ranks uses the first N of them.
+
+- If a job exceeds its time limit, the stacks of its workers are dumped. Then all workers are killed, and the next job
+  starts new ones.
+- After a job that fails, the next job gets a new process group.
+- Workers end when this process ends, even if it is killed.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ from ._spmd import Axes, check_world
 T = TypeVar("T")
 START_LIMIT_S = 180.0
 JOB_LIMIT_S = 90.0
-PEER_LIMIT_S = 5.0  # how long the other ranks may go on after one has failed
-MAX_GROUPS = 24  # process groups that may gather in a worker before it gets a fresh default group
-BODY = "_body_of_each_rank"  # attribute of a function that runs in processes: what they run
+PEER_LIMIT_S = 5.0  # how long the other ranks may continue after one has failed
+MAX_GROUPS = 24  # number of process groups in a worker above which it gets a new default group
+BODY = "_body_of_each_rank"  # attribute of a function wrapped by `Processes.wrap`: the function that each rank runs
 _START = (
     "import sys; from multiprocessing.connection import Connection; pipe = Connection(int(sys.argv[1])); "
     "sys.path[:] = pipe.recv(); from composable_shard.testing._worker import main; main(pipe, int(sys.argv[2]))"
@@ -42,15 +45,18 @@ _START = (
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is asked to do.
+    """A function call that is sent to a worker.
 
     Attributes:
         target: ``module:function``.
-        file: of the module, should it be a script.
-        arguments: of the function, behind the world, as bytes: what they need is imported inside of `around`.
-        axes: of the mesh.
-        around: ``module:context manager`` to run it in.
-        number, rank, world, epoch, store: of the job, of the worker, and of the default group to run in.
+        file: path of the module if it is a script, otherwise None.
+        arguments: pickled arguments after the world. They are unpickled in `around`, so their modules are imported
+            there.
+        axes: names and sizes of the axes of the mesh.
+        around: ``module:context manager`` in which the function runs.
+        number: number of the job.
+        rank, world: rank of the worker, and world size.
+        epoch, store: number and store file of the default process group.
     """
 
     target: str
@@ -67,7 +73,10 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What one rank reports of a job. `at` is CLOCK_MONOTONIC, which processes share."""
+    """Result or failure of a job on one rank. `at` is the time of a failure by CLOCK_MONOTONIC, which processes share.
+
+    `groups` is the number of process groups in the worker.
+    """
 
     rank: int
     ok: bool
@@ -98,7 +107,7 @@ class Worker:
                 stderr=log,
                 env=env,
                 pass_fds=[child.fileno()],
-                start_new_session=True,  # Ctrl-C reaches the parent alone, which then stops its workers
+                start_new_session=True,  # Ctrl-C reaches only the parent, which then stops its workers
             )
         child.close()
         self.pipe.send([*sys.path])
@@ -126,10 +135,10 @@ class Worker:
 
 
 class Pool:
-    """Warm workers, as many as the largest world so far.
+    """Running workers; their number is the largest world size so far.
 
     Args:
-        around: ``module:context manager`` that workers run each job in.
+        around: ``module:context manager`` in which workers run each job.
     """
 
     def __init__(self, around: str | None = None) -> None:
@@ -151,11 +160,11 @@ class Pool:
         label: str = "",
         **kwargs: Any,
     ) -> list[Any]:
-        """Run `module:function` on `world` ranks; returns what each rank has returned.
+        """Run `module:function` on `world` ranks. Returns the result of each rank.
 
         Raises:
-            RankFailedError: a rank has failed; its traceback is in the message, and comes first.
-            WorldTimeoutError: a rank gave no answer within `limit_s` seconds.
+            RankFailedError: a rank has failed; the message begins with its traceback.
+            WorldTimeoutError: a rank did not return within `limit_s` seconds.
         """
         self._start(world)
         if self._epoch is None or self._epoch[1] != world:
@@ -164,7 +173,7 @@ class Pool:
         store = str(Path(self._folder.name) / f"store{self._epoch[0]}")
         number = next(self._jobs)
         workers = self._workers[:world]
-        arguments = pickle.dumps((args, kwargs))  # by value, tensors too
+        arguments = pickle.dumps((args, kwargs))  # not the pipe's pickler, which would share the memory of tensors
         asked = Job(target, file, arguments, axes or {"shard": world}, self.around)
         shared: dict[str, Any] = {"number": number, "world": world, "epoch": self._epoch[0], "store": store}
         jobs = [pickle.dumps(replace(asked, rank=rank, **shared)) for rank in range(world)]
@@ -182,7 +191,7 @@ class Pool:
         return [o.value for o in outcomes]
 
     def close(self) -> None:
-        """Ask the workers to end, and kill those that do not."""
+        """Ask the workers to end, and kill those that are still running after 5 seconds."""
         for worker in self._workers:
             with contextlib.suppress(OSError):
                 worker.pipe.send_bytes(b"")
@@ -210,7 +219,7 @@ class Pool:
         self._workers += fresh
 
     def _collect(self, workers: Sequence[Worker], limit_s: float) -> tuple[list[Outcome], list[Worker]]:
-        """Outcomes by rank, and the workers that gave none in time (dumped, not yet killed)."""
+        """Outcomes by rank, and the workers without an outcome in time. Their stacks are dumped."""
         pending: dict[Any, int] = {w.pipe: rank for rank, w in enumerate(workers)}
         outcomes: list[Outcome] = []
         deadline = time.monotonic() + limit_s
@@ -224,11 +233,11 @@ class Pool:
         for worker in late:
             worker.dump_stacks()
         if late:
-            time.sleep(0.5)  # faulthandler writes from the signal handler; the log is complete soon
+            time.sleep(0.5)  # faulthandler writes to the log from the signal handler
         return sorted(outcomes, key=lambda o: o.rank), late
 
     def _recover(self, late: Sequence[Worker]) -> None:
-        """After a failure: a new process group; if a worker hangs or is dead, new workers."""
+        """After a failure, have the next job create a new process group, and new workers if one hangs or is dead."""
         self._epoch = None
         if late or any(w.process.poll() is not None for w in self._workers):
             for worker in self._workers:
@@ -253,17 +262,17 @@ def _describe(
     late: Sequence[Worker],
     limit_s: float,
 ) -> str:
-    """The first failure in full, then what is known of the other ranks."""
+    """The first failure in full, then the failures and outputs of the other ranks."""
     failed = sorted((o for o in outcomes if not o.ok), key=lambda o: o.at)
     parts = []
     for index, outcome in enumerate(failed):
-        head = "failed first" if index == 0 else "failed later, perhaps only in consequence"
+        head = "failed first" if index == 0 else "failed later, perhaps as a consequence"
         trace = outcome.trace if index == 0 else "\n".join(outcome.trace.strip().splitlines()[-12:])
         parts.append(f"rank {outcome.rank} of {world} {head} ({job}):\n{trace}")
         if output := workers[outcome.rank].output().strip():
             parts.append(f"output of rank {outcome.rank}:\n{output}")
     for worker in late:
-        why = f"gave no answer within {limit_s:g} s" if not failed else "was stopped after another rank had failed"
+        why = f"did not return within {limit_s:g} s" if not failed else "was stopped after another rank had failed"
         parts.append(f"rank {worker.index} of {world} {why} ({job}); its stacks and output:\n{worker.output()}")
     return "\n\n".join(parts)
 
@@ -285,58 +294,58 @@ class Processes:
         self._around = around
 
     def __call__(self, body: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
-        """Run `body(world, *args, **kwargs)` on every rank; returns what each has returned, by rank."""
+        """Run `body(world, *args, **kwargs)` on every rank. Returns a list with the result of each rank."""
         if HERE.exchange is not None:
-            raise ShardConfigStateError(
-                "processes: runs inside of a rank of a simulated world; worlds cannot be nested"
-            )
+            raise ShardConfigStateError("processes: was called by a rank of a simulated world; worlds cannot be nested")
         module, name = getattr(body, "__module__", None), getattr(body, "__qualname__", "")
         if not module or not name or "<" in name:
             raise ShardConfigValueError(
-                f"body: other processes cannot import {body!r}; define it at the top of a module, without a lambda"
+                f"body: other processes cannot import {body!r}; define it at the top level of a module, not as a lambda"
             )
         file = getattr(sys.modules[module], "__file__", None) if module == "__main__" else None
         target = f"{module}:{name}"
         return self.by_name(target, *args, file=file, **kwargs)
 
     def by_name(self, target: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """The same of ``module:function``; `file` and `label` as in `Pool.run`."""
+        """Run ``module:function`` on every rank; see `Pool.run` for `file` and `label`."""
         pool = _pool(self._around)
         return pool.run(target, self.world_size, *args, axes=self._axes, limit_s=self._timeout, **kwargs)
 
     def wrap(self, body: Callable[..., T]) -> Callable[..., list[T]]:
-        """Decorate a function that runs on every rank whenever it is called, without its first argument, the world."""
+        """Decorate a function so that each call runs it on every rank. The caller omits the argument `world`."""
 
         @functools.wraps(body)
         def run(*args: Any, **kwargs: Any) -> list[T]:
             return self(body, *args, **kwargs)
 
-        del run.__wrapped__  # pytest would look there for arguments
+        del run.__wrapped__  # pytest would take the argument `world` from there for a fixture
         run.__dict__[BODY] = body
         return run
 
 
 def processes(world_size: int, *, mesh: Axes | None = None, timeout: float = JOB_LIMIT_S) -> Processes:
-    """A world of `world_size` ranks that are processes and talk over gloo, to run functions in.
+    """Run functions on `world_size` ranks, each of which is a process. They communicate over gloo.
 
-    It is used as `spmd` is:
+    Use it like `spmd`:
 
         losses = testing.processes(2)(body)  # by rank
 
-    The processes are started at the first use, a few seconds, and kept until this one ends; ranks meet through a file.
-    The function must be defined at the top of a module; arguments and results travel by pickle. Each rank starts from
-    the same seed. Something that a function sets for the whole process and leaves so (grad mode, say) fails it.
+    The first use starts the processes, which takes a few seconds. They are kept until this process ends. Ranks connect
+    through a file store, without a network port. Define the function at the top level of a module. Arguments and
+    results are pickled. Each rank starts from the same seed. A function fails if it changes process-wide state (for
+    example the grad mode) and does not restore it.
 
     Args:
         world_size: number of ranks, at least 1.
         mesh: names and sizes of the axes of `world.mesh`; one axis ``shard`` if None.
-        timeout: seconds after which a run is ended, and its processes with it.
+        timeout: seconds after which a run is stopped and its processes are killed.
 
     Raises:
-        ShardConfigTypeError, ShardConfigValueError: the arguments make no world, or a function cannot be imported.
+        ShardConfigTypeError, ShardConfigValueError: the arguments do not describe a world, or a function cannot be
+            imported.
 
-    A run of it raises:
+    A run raises:
         RankFailedError: a rank has failed; the message begins with its traceback.
-        WorldTimeoutError: a rank gave no answer in time; the message has its stacks.
+        WorldTimeoutError: a rank did not return in time; the message contains its stacks.
     """
     return Processes(world_size, mesh, timeout)

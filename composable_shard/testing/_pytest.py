@@ -1,4 +1,4 @@
-"""What the pytest plugin does when a test has the marker `world`."""
+"""Run tests that have the marker `world` of the pytest plugin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._spmd import Axes, World, spmd
 
 
 def run_as_world(item: pytest.Function, marker: pytest.Mark) -> None:
-    """Run a test as its marker says."""
+    """Run a test on every rank of the world that its marker describes."""
     __tracebackhide__ = True
     given = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
     _run(item, given, *marker.args, **marker.kwargs)
@@ -37,7 +37,9 @@ def _run(
         spmd(world_size, mesh=mesh, device=device, seed=seed, timeout=timeout or 60.0)(call_with_world, item.obj, given)
         return
     if item.cls is not None:
-        raise pytest.UsageError(f"{item.nodeid}: methods cannot run in other processes; make it a function")
+        raise pytest.UsageError(
+            f"{item.nodeid}: methods cannot run in other processes; change the test into a function"
+        )
     run = Processes(world_size, mesh, timeout or JOB_LIMIT_S, around=f"{__name__}:asserts_rewritten")
     module = item.module
     spec = importlib.util.find_spec(module.__name__)
@@ -46,14 +48,14 @@ def _run(
 
 
 def call_with_world(world: World, test: Any, given: dict[str, Any]) -> None:
-    """Call a test as one rank."""
+    """Call a test on one rank."""
     __tracebackhide__ = True
     own = {"world": world, "mesh": world.mesh}
     test(**{name: own.get(name, value) for name, value in given.items()})
 
 
 def call_test(world: World, module: str, name: str, file: str | None, given: dict[str, Any]) -> None:
-    """Call a test by its name, in a worker."""
+    """Import a test by its name and call it, in a worker process."""
     from ._worker import resolve
 
     call_with_world(world, resolve(f"{module}:{name}", file), given)
@@ -69,6 +71,6 @@ def _rewrite_asserts() -> None:
 
 @contextlib.contextmanager
 def asserts_rewritten() -> Iterator[None]:
-    """Run a job of a worker with pytest's asserts, which show both sides."""
+    """Rewrite asserts as pytest does, so a failed assert in a worker shows the compared values."""
     _rewrite_asserts()
     yield

@@ -1,4 +1,4 @@
-"""`spmd`: a function as all ranks of a world, in this process."""
+"""`spmd`: run a function on all ranks of a simulated world, in this process."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _one_world = threading.Lock()
 
 @dataclass(frozen=True)
 class World:
-    """What a function knows of the world that it runs in.
+    """The world in which a function runs.
 
     Attributes:
-        rank: of this call, from 0.
-        size: number of ranks.
-        mesh: over all ranks: with the axes that were asked for, else one axis ``shard``.
+        rank: rank that runs this call, from 0.
+        size: world size.
+        mesh: a mesh of all ranks, with the requested axes or one axis ``shard``.
     """
 
     rank: int
@@ -48,7 +48,7 @@ def check_world(world_size: int, mesh: Axes | None) -> dict[str, int]:
 
     Raises:
         ShardConfigTypeError: an argument has the wrong type.
-        ShardConfigValueError: the world has no rank, or the axes do not make it up.
+        ShardConfigValueError: the world has no rank, or the product of the axes is not the world size.
     """
     if not isinstance(world_size, int) or isinstance(world_size, bool):
         raise ShardConfigTypeError(f"world_size: expected a number of ranks, got {world_size!r}")
@@ -63,16 +63,20 @@ def check_world(world_size: int, mesh: Axes | None) -> dict[str, int]:
         product *= size
     if not mesh or product != world_size:
         raise ShardConfigValueError(
-            f"mesh: {dict(mesh)} has {product if mesh else 0} places for a world of {world_size} ranks; the product of "
-            "its sizes must be the world size"
+            f"mesh: the sizes {dict(mesh)} have the product {product if mesh else 0}, but the world has {world_size} "
+            "ranks; the product must be the world size"
         )
     return dict(mesh)
 
 
 def check_no_group(what: str) -> None:
-    """Raises ShardConfigStateError if this process has a default process group, or is a simulated world itself."""
+    """Check that no world is active.
+
+    Raises:
+        ShardConfigStateError: this process has a default process group, or this thread is a rank of a simulated world.
+    """
     if HERE.exchange is not None:
-        raise ShardConfigStateError(f"{what}: runs inside of a rank of a simulated world; worlds cannot be nested")
+        raise ShardConfigStateError(f"{what}: was called by a rank of a simulated world; worlds cannot be nested")
     if dist.is_initialized():
         raise ShardConfigStateError(
             f"{what}: this process has a default process group already (backend {dist.get_backend()}, "
@@ -88,15 +92,15 @@ class Spmd:
         self._axes = check_world(world_size, mesh)
         if device not in DEVICES or (device != "cpu" and not torch.get_device_module(device).is_available()):
             raise ShardConfigValueError(
-                f"device: a simulated world of {device!r} cannot be made here; expected {' or '.join(DEVICES)}, a type "
-                "that this process has"
+                f"device: a simulated world cannot use {device!r} here; expected {' or '.join(DEVICES)}, and a device "
+                "that is available"
             )
         self._device = device
         self._seed = seed
         self._timeout = timeout
 
     def __call__(self, body: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
-        """Run `body(world, *args, **kwargs)` as every rank; returns what each has returned, by rank."""
+        """Run `body(world, *args, **kwargs)` on every rank. Returns a list with the result of each rank."""
         __tracebackhide__ = True
         results: list[Any] = [None] * self.world_size
         with _simulation(self.world_size) as (exchange, turns):
@@ -111,7 +115,7 @@ class Spmd:
                 for rank in range(self.world_size)
             ]
             for thread in threads:
-                thread.daemon = True  # one that hangs in C does not keep the process alive
+                thread.daemon = True  # a thread that hangs in C code must not keep the process alive
                 thread.start()
             turns.start()
             turns.join(self._timeout)
@@ -127,18 +131,18 @@ class Spmd:
         return results
 
     def wrap(self, body: Callable[..., T]) -> Callable[..., list[T]]:
-        """Decorate a function that runs as every rank whenever it is called, without its first argument, the world."""
+        """Decorate a function so that each call runs it on every rank. The caller omits the argument `world`."""
 
         @functools.wraps(body)
         def run(*args: Any, **kwargs: Any) -> list[T]:
             return self(body, *args, **kwargs)
 
-        del run.__wrapped__  # pytest would look there for arguments
+        del run.__wrapped__  # pytest would take the argument `world` from there for a fixture
         return run
 
     @contextlib.contextmanager
     def _as_rank(self, exchange: Exchange, rank: int) -> Iterator[World]:
-        """Make this thread a rank."""
+        """Within this context, the current thread is a rank."""
         HERE.exchange, HERE.rank = exchange, rank
         torch.manual_seed(self._seed)
         np.random.seed(self._seed % 2**32)
@@ -159,7 +163,7 @@ class Spmd:
 
 @contextlib.contextmanager
 def one_kernel_thread() -> Iterator[None]:
-    """Kernels run on the thread that calls them: on more they add in another order, and cost each rank a pool."""
+    """Run kernels on the calling thread. With more threads, sums have another order and each rank has a thread pool."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -170,7 +174,7 @@ def one_kernel_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _simulation(size: int) -> Iterator[tuple[Exchange, Turns]]:
-    """A world of its own for each thread, and the caller's random numbers as they were."""
+    """Give each thread its own process groups, and restore the caller's random state at the end."""
     check_no_group("spmd")
     if not _one_world.acquire(blocking=False):
         raise ShardConfigStateError("spmd: another thread of this process runs a simulated world; run one at a time")
@@ -182,14 +186,14 @@ def _simulation(size: int) -> Iterator[tuple[Exchange, Turns]]:
             yield Exchange(size, turns), turns
     finally:
         before.restore()
-        sys.excepthook = hook  # torch puts the rank before every line
+        sys.excepthook = hook  # init_process_group installs a hook that prints the rank before every line
         _one_world.release()
 
 
 def spmd(
     world_size: int, *, mesh: Axes | None = None, device: str = "cpu", seed: int = 0, timeout: float = 60.0
 ) -> Spmd:
-    """A world of `world_size` ranks in this process, to run functions in.
+    """Run functions on `world_size` simulated ranks in this process.
 
         def body(world):
             layer = cs.fully_shard(nn.Linear(8, 8), mesh=world.mesh)
@@ -201,31 +205,32 @@ def spmd(
         @testing.spmd(4, mesh={"dp": 2, "tp": 2}).wrap  # a test without a plugin
         def test_layer(world): ...
 
-    Every rank is a thread with a default process group of its own (backend ``simulated``), and they take turns: one
-    runs until it waits for a collective of the others, so a run is the same every time. Collectives move and add in
-    memory, sums in the order of the ranks; there is no launcher, no port and no other process. What is read before the
-    wait of its collective is NaN.
+    Every rank is a thread with its own default process group (backend ``simulated``). The ranks take turns: a rank runs
+    until it waits for a collective of the others. So every run is the same. Collectives copy and reduce in memory, in
+    the order of the ranks, without a launcher, a port or another process. An output that is read before the wait of its
+    collective is NaN.
 
-    torch's, numpy's and Python's default random generators belong to the rank whose turn it is, as if each had a
-    process of its own; all start from `seed`, so that equal constructors give equal models. The caller's are put back
-    at the end. Kernels run on one thread. All other globals of the process are shared.
+    Each rank has its own state of the default random generators of torch, numpy and Python. All ranks start from
+    `seed`, so the same constructor creates the same model. The state of the caller is restored at the end. Kernels run
+    on one thread. All other globals of the process are shared.
 
-    A rank that raises ends all others; its exception is raised here, with a note that names the rank.
+    If a rank raises, all others are stopped. Its exception is raised here, with a note that names the rank.
 
     Args:
         world_size: number of ranks, at least 1.
         mesh: names and sizes of the axes of `world.mesh`; one axis ``shard`` if None.
-        device: type of device of the mesh: ``cpu``, or ``cuda`` where there is one. All ranks share it.
-        seed: from which each rank starts its random numbers.
-        timeout: seconds after which a run ends with an error that shows what its ranks do.
+        device: device type of the mesh: ``cpu``, or ``cuda`` if it is available. All ranks share the device.
+        seed: random seed of each rank.
+        timeout: seconds after which a run is stopped with an error that shows where its ranks are.
 
     Raises:
-        ShardConfigTypeError, ShardConfigValueError: the arguments make no world, or this process lacks the device.
+        ShardConfigTypeError, ShardConfigValueError: the arguments do not describe a world, or the device is not
+            available.
 
-    A run of it raises:
-        ShardConfigStateError: this process has a default process group, or is a simulated world already.
-        CollectiveMismatchError: ranks have issued different collectives at one point of a group.
-        DeadlockError: all ranks wait for one another; it says where each is.
-        WorldTimeoutError: it has taken longer than `timeout`.
+    A run raises:
+        ShardConfigStateError: this process has a default process group or a simulated world already.
+        CollectiveMismatchError: ranks have issued different collectives at the same point of a group.
+        DeadlockError: all ranks wait for each other; the message shows where each one waits.
+        WorldTimeoutError: the run took longer than `timeout`.
     """
     return Spmd(world_size, mesh, device, seed, timeout)

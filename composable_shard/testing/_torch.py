@@ -1,4 +1,4 @@
-"""What of torch's private names only these tools need: worlds, groups and streams that are played, and calls seen."""
+"""Uses of torch's private API that only the testing tools need: simulated worlds, groups and streams, traced calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from composable_shard._torch.distributed import local_tensor
 
 
 def python_kernel(operator: Any) -> Callable[..., Any] | None:
-    """What an operator of `torch.library.custom_op` runs on a CPU; None for all others."""
+    """The Python function that an operator of `torch.library.custom_op` runs on a CPU; None for other operators."""
     defined = OPDEFS.get(str(operator._schema.name)) if isinstance(operator, torch._ops.OpOverload) else None
     if defined is None:
         return None
@@ -37,9 +37,9 @@ def python_kernel(operator: Any) -> Callable[..., Any] | None:
 
 @contextlib.contextmanager
 def cpu_streams(stream: Callable[..., Any], event: Callable[[], Any], default: object) -> Iterator[None]:
-    """Within, `torch.cpu` makes streams and events by these, and `default` is its current stream.
+    """Replace the streams and events of `torch.cpu`, and make `default` its current stream.
 
-    torch's own do nothing; they are there for code that knows no device.
+    torch's own classes do nothing. They exist for code that is written for any device.
     """
     cpu: Any = torch.cpu
     was = cpu.Stream, cpu.Event, cpu._current_stream
@@ -51,7 +51,7 @@ def cpu_streams(stream: Callable[..., Any], event: Callable[[], Any], default: o
 
 
 class Streams(Protocol):
-    """What knows the current stream of each thread."""
+    """The current stream of each thread."""
 
     def current(self, _device: object = None) -> Any: ...
 
@@ -73,13 +73,13 @@ def streams_of_torch(
     record: Callable[[torch.UntypedStorage, Any], None],
     resize: Callable[[torch.UntypedStorage, Callable[[], Any]], Any],
 ) -> Iterator[None]:
-    """Within, tensors of the CPU lie on a device with streams: all that torch makes and tells of streams is played.
+    """Simulate streams for CPU tensors: replace torch's functions and classes for streams and events.
 
     Args:
-        stream, event: the classes of streams and of events.
-        streams: tells which one is current.
-        record: is called in the place of `Tensor.record_stream`.
-        resize: is called in the place of `UntypedStorage.resize_`, with that to call.
+        stream, event: classes that replace torch's streams and events.
+        streams: gives and changes the current stream.
+        record: replaces `Tensor.record_stream`; is called with the storage and the stream.
+        resize: replaces `UntypedStorage.resize_`; is called with the storage and a function that resizes it.
     """
     real: Any = torch.UntypedStorage.resize_
 
@@ -113,7 +113,7 @@ def streams_of_torch(
 
 
 def raise_in_thread(thread: int, kind: type[BaseException]) -> None:
-    """Have a thread of Python raise an exception at its next line."""
+    """Make a Python thread raise an exception at its next line."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
 
 
@@ -128,16 +128,17 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def calls_of_operators(called: Callable[[str, str], None]) -> contextlib.AbstractContextManager[Any]:
-    """Within, tell of each operator that this thread calls: its namespace and its name."""
+    """Call `called` with the namespace and the name of each operator that this thread calls."""
     return _Calls(called)
 
 
 def forget_meshes() -> None:
-    """Drop what torch keeps of meshes for later.
+    """Clear torch's caches of meshes.
 
-    A mesh of another world would look equal to one of these, and while it lives, its groups do.
+    A mesh of a later world compares equal to a cached one, whose process groups no longer exist. A cached mesh also
+    keeps its process groups alive.
     """
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # which loads Dynamo
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # this import loads Dynamo
 
     _mesh_resources.mesh_stack.clear()
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
@@ -150,14 +151,14 @@ def forget_meshes() -> None:
 def share_gloo_device() -> None:
     """Let all gloo groups of this process share a device.
 
-    torch gives each one of its own, with a thread that polls a hundred times a second until the group is gone, and for
-    a group that anything still knows (compiled code, a mesh in a cycle) that is never.
+    By default each group has its own device, with a thread that polls a hundred times per second until the group is
+    deleted. A group that is still referenced (by compiled code, or by a mesh in a reference cycle) is never deleted.
     """
     device = dist.ProcessGroupGloo.create_default_device()
 
     class Sharing(dist.ProcessGroupGloo):
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **others: bool) -> None:
-            if any(others.values()):  # settings of torch 2.15, which options cannot hold
+            if any(others.values()):  # settings of torch 2.15, which `_Options` cannot store
                 super().__init__(store, rank, size, timeout=timeout, **others)
                 return
             options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -168,7 +169,7 @@ def share_gloo_device() -> None:
 
 
 class _ThreadsWorld(threading.local):
-    """All that torch.distributed knows of its groups, apart for each thread."""
+    """The state of torch.distributed (its process groups), separately for each thread."""
 
     def __init__(self, fresh: dict[str, Any]) -> None:
         for name, value in fresh.items():
@@ -177,14 +178,14 @@ class _ThreadsWorld(threading.local):
 
 @contextlib.contextmanager
 def world_per_thread() -> Iterator[None]:
-    """Each thread has its own default process group within; this process must have none."""
+    """Give each thread its own default process group. This process must not have one."""
     module = dist.distributed_c10d
     torch_world = module._world
     known = [name for name, value in vars(type(torch_world)).items() if isinstance(value, property)]
     fresh = {
         name: getattr(torch_world, name) for name in known if name != "pg_config_info"
-    }  # of which that one is made
-    torch._C._ensureCUDADeviceGuardSet()  # what torch 2.11 makes here dies with the thread that first needs it
+    }  # `pg_config_info` is derived from the others
+    torch._C._ensureCUDADeviceGuardSet()  # in torch 2.11 the guard is freed with the thread that first needs it
     module._world = _ThreadsWorld(fresh)  # type: ignore[assignment]
     c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     try:
@@ -195,7 +196,7 @@ def world_per_thread() -> Iterator[None]:
 
 
 def fake_group(world_size: int, rank: int) -> None:
-    """Make torch's fake process group the default one; its collectives do nothing, on fake tensors too."""
+    """Make torch's fake process group the default one. Its collectives do nothing, also with fake tensors."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     _let_fake_tensors_gather()
@@ -205,7 +206,7 @@ def fake_group(world_size: int, rank: int) -> None:
 
 @functools.cache
 def _let_fake_tensors_gather() -> torch.library.Library:
-    """The one collective of ours that torch has no meta function for; it gives work that is done."""
+    """Register a meta function for the only collective of ours that has none in torch. It returns completed work."""
     library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     name = "allgather_into_tensor_coalesced_"
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "Meta"):
@@ -214,12 +215,12 @@ def _let_fake_tensors_gather() -> torch.library.Library:
 
 
 def count_groups() -> int:
-    """How many process groups this process has."""
+    """The number of process groups of this process."""
     return len(dist.distributed_c10d._world.pg_map)
 
 
 def own_part(tensor: DTensor) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-    """This rank's part of a DTensor and where, in the whole, it begins; None if it is not cut into plain pieces."""
+    """This rank's part of a DTensor, and its offset in each dimension; None if it is not sharded in plain pieces."""
     if any(type(placement) not in (Shard, Replicate) for placement in tensor.placements):
         return None
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -1,4 +1,4 @@
-"""What a step did: its actions as text, its collectives by kind, its memory."""
+"""Inspect a step: its actions as text, its collectives by type, its memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ._exchange import HERE
 from ._torch import calls_of_operators
 
 T = TypeVar("T")
-# How the operators of torch.distributed begin, by what they are; longer ones come first.
+# Maps prefixes of the names of torch.distributed's operators to collectives. Longer prefixes come first.
 _OPERATORS = {
     "allgather": "all_gather",
     "all_gather": "all_gather",
@@ -42,14 +42,14 @@ KINDS = frozenset(_OPERATORS.values())
 
 
 class _Script:
-    """Writes a trace: what engines have done since the last line, and what modules do."""
+    """Collects the lines of a trace: the actions of engines, and the forwards and backwards of modules."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self._written: dict[int, tuple[list[Any], int]] = {}  # by an engine's list of actions
+        self._written: dict[int, tuple[list[Any], int]] = {}  # by the id of an engine's list of actions
 
     def catch_up(self, module: nn.Module | None = None) -> None:
-        """Write down what was done; `module` tells of an engine that may have begun a new iteration."""
+        """Add the actions since the last call. The engine of `module` may have begun a new iteration."""
         state = state_of(module) if module is not None else None
         if state is not None and state.bound is not None:
             done = state.bound.engine._do.history.done
@@ -60,7 +60,7 @@ class _Script:
             self._written[key] = done, len(done)
 
     def skip(self, done: list[Any]) -> None:
-        """Leave out what an engine has done so far."""
+        """Omit the actions of an engine so far."""
         self._written[id(done)] = done, len(done)
 
     def compute(self, module: nn.Module, name: str, direction: str) -> None:
@@ -91,13 +91,15 @@ def _listen(script: _Script, name: str, module: nn.Module) -> list[Any]:
 
 
 def trace(model: nn.Module, step: Callable[[], object]) -> str:
-    """What `step` does to the groups of a sharded model, in order, a line each; made to be compared with a text.
-
-    The lines of the record (``UNSHARD blocks.3``; see `Record`) with ``COMPUTE blocks.3`` where the forward of a
-    sharded module begins, ``COMPUTE blocks.3 backward`` where its backward does, and ``COMPUTE blocks.3 again`` where a
-    checkpoint runs its forward once more:
+    """Run `step` and return the actions of a sharded model as text, one per line, for comparison in a test.
 
         print(testing.trace(model, lambda: model(x).sum().backward()))
+
+    The lines are those of the record (``UNSHARD blocks.3``; see `Record`) and in addition:
+
+    - ``COMPUTE blocks.3`` where the forward of a sharded module begins
+    - ``COMPUTE blocks.3 backward`` where its backward begins
+    - ``COMPUTE blocks.3 again`` where activation checkpointing recomputes its forward
 
     Raises:
         ShardConfigValueError: the model holds no sharded module.
@@ -112,7 +114,7 @@ def trace(model: nn.Module, step: Callable[[], object]) -> str:
                 stack.callback(handle.remove)
         for module in sharded.values():
             state = state_of(module)
-            if state is not None and state.bound is not None:  # what was done before is not of this step
+            if state is not None and state.bound is not None:  # earlier actions are not part of this step
                 script.skip(state.bound.engine._do.history.done)
         step()
         for module in sharded.values():
@@ -122,11 +124,11 @@ def trace(model: nn.Module, step: Callable[[], object]) -> str:
 
 @contextlib.contextmanager
 def collectives() -> Iterator[Counter[str]]:
-    """Count the collectives that this rank launches, by kind: ``{"all_gather": 2, "reduce_scatter": 1}``.
+    """Count the collectives that this rank launches, by type: ``{"all_gather": 2, "reduce_scatter": 1}``.
 
-    In a simulated world, and under `fake`, a bucket takes one gather and one reduction. On gloo the library makes them
-    of other primitives (see docs/slow_networks.md), and these are what is counted. What runs in compiled graphs
-    counts in simulated worlds alone.
+    In a simulated world and under `fake`, each bucket has one all-gather and one reduce-scatter. On gloo the library
+    builds them from other collectives (see docs/slow_networks.md), and those are counted. Collectives in compiled
+    graphs are counted only in simulated worlds.
     """
     counts: Counter[str] = Counter()
     if HERE.exchange is not None:
@@ -153,21 +155,26 @@ def collectives() -> Iterator[Counter[str]]:
 
 
 def assert_collectives(what: Callable[[], T], /, **expected: int) -> T:
-    """Call `what` and assert that this rank launches exactly these collectives, and no other kind; returns its result.
+    """Call `what`, and assert that this rank launches exactly these collectives.
 
         testing.assert_collectives(lambda: layer(x).sum().backward(), all_gather=2, reduce_scatter=1)
 
     Args:
-        what: the function; see `collectives` for what is counted.
-        expected: numbers by kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, reduce, gather,
-            scatter, barrier, send, recv.
+        what: the function; see `collectives` for the collectives that are counted.
+        expected: numbers by type: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, reduce, gather,
+            scatter, barrier, send, recv. Types that are not given are expected 0 times.
+
+    Returns:
+        The result of `what`.
 
     Raises:
         AssertionError: the numbers differ.
-        ShardConfigValueError: there is no such kind.
+        ShardConfigValueError: a type does not exist.
     """
     if unknown := sorted(set(expected) - KINDS):
-        raise ShardConfigValueError(f"expected: {', '.join(unknown)} is no kind; there are {', '.join(sorted(KINDS))}")
+        raise ShardConfigValueError(
+            f"expected: {', '.join(unknown)} is not a collective; use {', '.join(sorted(KINDS))}"
+        )
     with collectives() as counts:
         result = what()
     wanted = {kind: number for kind, number in expected.items() if number}
@@ -181,24 +188,27 @@ def _words(counts: dict[str, int]) -> str:
 
 
 def assert_peak_bytes(what: nn.Module | Record, *, at_most: int | None = None) -> int:
-    """Assert how much memory for unsharded parameters and communication the last iteration took; returns that.
+    """Assert the peak memory of unsharded parameters and communication in the last iteration.
 
     Args:
         what: a sharded model that has run, or a record.
-        at_most: bytes; the prediction of the model's plan if None.
+        at_most: limit in bytes; if None, the peak that the model's plan predicts.
+
+    Returns:
+        The peak in bytes.
 
     Raises:
-        AssertionError: it took more; the message has the action after which it did.
-        ShardConfigStateError: the model has not finished an iteration.
-        ShardConfigTypeError: `at_most` is missing for a record.
+        AssertionError: the peak is larger; the message names the action after which it was reached.
+        ShardConfigStateError: the model is not sharded, or has not finished an iteration.
+        ShardConfigTypeError: `what` is a record, and `at_most` is missing.
     """
     record = last_record(what) if isinstance(what, nn.Module) else what
     if record is None:
-        raise ShardConfigStateError("model: it is not sharded, or has finished no iteration; run a step first")
+        raise ShardConfigStateError("model: it is not sharded, or has not finished an iteration; run a step first")
     limit, source = at_most, "at_most"
     if limit is None:
         if not isinstance(what, nn.Module):
-            raise ShardConfigTypeError("at_most: a record has no plan; give the bytes")
+            raise ShardConfigTypeError("at_most: required for a record, which has no plan; pass a number of bytes")
         limit, source = make_plan(what).peak_bytes, "the plan"
     if record.peak_bytes > limit:
         at = record.live_bytes.index(record.peak_bytes)

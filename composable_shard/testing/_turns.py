@@ -1,7 +1,7 @@
-"""Ranks as threads that take turns.
+"""A scheduler for ranks that are threads and take turns.
 
-One rank runs at a time. It hands its turn on where it must wait for others, and nowhere else, so a run is the same
-every time; and when nobody can go on, that is known at once and needs no time limit.
+One rank runs at a time. Its turn ends only where it must wait for other ranks, so every run is the same. If no rank can
+continue, this is detected immediately, without a time limit.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .._errors import DeadlockError, WorldTimeoutError
 from ._torch import raise_in_thread
 
 _LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, threading.__file__))
-_GRACE_S = 1.0  # for ranks to end after the time limit
+_GRACE_S = 1.0  # how long ranks have to end after the time limit
 
 
 class Released(BaseException):
-    """Ends a rank because another one has failed. It passes by `except Exception`."""
+    """Ends a rank because another one has failed. `except Exception` does not catch it."""
 
 
 @dataclass
 class RandomState:
-    """Random numbers that belong to a process: torch's, numpy's and Python's default generators."""
+    """The state of the default random generators of torch, numpy and Python."""
 
     torch: torch.Tensor
     numpy: Any
@@ -40,11 +40,11 @@ class RandomState:
 
     @classmethod
     def now(cls) -> RandomState:
-        """The state at this moment."""
+        """The current state."""
         return cls(torch.get_rng_state(), np.random.get_state(), random.getstate())
 
     def restore(self) -> None:
-        """Go on from this state."""
+        """Set the generators to this state."""
         torch.set_rng_state(self.torch)
         np.random.set_state(self.numpy)
         random.setstate(self.python)
@@ -53,7 +53,7 @@ class RandomState:
 @dataclass
 class _Rank:
     go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    ready: Callable[[], bool] | None = None  # what it waits for
+    ready: Callable[[], bool] | None = None  # becomes true when the rank can continue; None if it does not wait
     waits_in: str = ""
     ended: bool = False
     random: RandomState | None = None
@@ -61,14 +61,14 @@ class _Rank:
 
 
 class Turns:
-    """Whose turn it is among the ranks of a world.
+    """The scheduler of the ranks of a world.
 
     Args:
         size: number of ranks.
 
     Attributes:
-        failed: the first failure, and the rank that had it (None if it is nobody's alone).
-        done: set when all ranks have ended.
+        failed: the rank and the exception of the first failure; the rank is None for a failure of the whole world.
+        done: is set when all ranks have ended.
     """
 
     def __init__(self, size: int) -> None:
@@ -78,7 +78,7 @@ class Turns:
         self._running = 0
 
     def run(self, rank: int, body: Callable[[], None]) -> None:
-        """What the thread of a rank does: wait for the first turn, run, hand the turn on."""
+        """Run `body` as a rank, in this thread: wait for the first turn, run, pass the turn to another rank."""
         __tracebackhide__ = True
         own = self._ranks[rank]
         own.thread = threading.get_ident()
@@ -99,7 +99,7 @@ class Turns:
         self._ranks[0].go.release()
 
     def fail(self, rank: int | None, error: BaseException) -> None:
-        """Something is wrong; all ranks end as soon as they have a turn."""
+        """Record a failure. All ranks end at their next turn."""
         if self.failed is None:
             self.failed = rank, error
 
@@ -109,13 +109,13 @@ class Turns:
             raise Released
 
     def wait_for(self, rank: int, ready: Callable[[], bool], what: str) -> None:
-        """Let other ranks run until `ready()` holds; `what` says in words what this one waits in."""
+        """Let other ranks run until `ready()` is true. `what` describes the wait, for messages."""
         self.check()
         if not ready():
             self._rest(rank, ready, what)
 
     def pause(self, rank: int) -> None:
-        """Let the others run as far as they get."""
+        """Let the other ranks run until they wait."""
         self.check()
         self._rest(rank, None, "")
 
@@ -136,7 +136,8 @@ class Turns:
             return
         following = self._next(rank)
         if following is None:
-            self.fail(None, DeadlockError(f"no rank can go on, for each waits for another one:\n{self.describe()}"))
+            words = "no rank can continue, because each one waits for another:"
+            self.fail(None, DeadlockError(f"{words}\n{self.describe()}"))
             following = self._next(rank)
         assert following is not None
         self._ranks[following].go.release()
@@ -150,7 +151,7 @@ class Turns:
         return None
 
     def describe(self) -> str:
-        """Where each rank is, a line each."""
+        """The current position of each rank, one per line."""
         frames = sys._current_frames()
         lines = []
         for rank, each in enumerate(self._ranks):
@@ -162,9 +163,9 @@ class Turns:
         return "\n".join(lines)
 
     def join(self, limit_s: float) -> None:
-        """Wait until all ranks have ended; after `limit_s` seconds, end them.
+        """Wait until all ranks have ended. After `limit_s` seconds, stop them.
 
-        What a rank does then ends at its next line of Python; one that hangs in a call that never returns stays.
+        A rank stops at its next line of Python. A rank that hangs in a C call cannot be stopped.
         """
         try:
             if self.done.wait(limit_s):
@@ -175,8 +176,8 @@ class Turns:
             self.fail(
                 None,
                 WorldTimeoutError(
-                    f"the world did not end within {limit_s:g} s; give it more by `timeout`, or see what rank "
-                    f"{self._running} does:\n{stack}\n{self.describe()}"
+                    f"the world did not end within {limit_s:g} s; pass a larger `timeout`, or see where rank "
+                    f"{self._running} is:\n{stack}\n{self.describe()}"
                 ),
             )
         except BaseException as error:  # Ctrl-C, or the time limit of a test
@@ -191,7 +192,7 @@ class Turns:
 
 
 def _location(frame: FrameType | None) -> str:
-    """The innermost line of a stack that is neither torch's nor this library's."""
+    """The innermost line of a stack outside of torch and this library."""
     own = str(Path(__file__).parent.parent)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""`assert_matches_unsharded`: the same training of a layer sharded, on all ranks, and unsharded, on one."""
+"""`assert_matches_unsharded`: train a layer sharded on all ranks and unsharded on one, and compare the results."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ._spmd import Axes, World, check_world, one_kernel_thread, spmd
 from ._torch import own_part
 from ._turns import RandomState
 
-Part = tuple[torch.Tensor, tuple[int, ...] | None]  # a rank's part, and where it begins; None if it is the whole
+Part = tuple[torch.Tensor, tuple[int, ...] | None]  # a rank's part, and its offsets; None for a full tensor
 _MOST_LINES = 12
 
 
 @dataclass(frozen=True)
 class Training:
-    """What both sides do; see `assert_matches_unsharded`."""
+    """The training that the sharded and the unsharded layer run; see `assert_matches_unsharded`."""
 
     make_layer: Callable[[], nn.Module]
     make_inputs: Callable[[int, int], Any]
@@ -41,15 +41,15 @@ class Training:
         return self.make_layer()
 
     def runner(self, layer: nn.Module) -> Callable[..., Any]:
-        """The layer, compiled if it shall be."""
+        """The layer, compiled if a backend is given."""
         return layer if self.backend is None else torch.compile(layer, backend=self.backend, fullgraph=True)
 
     def forward_backward(self, run: Callable[..., Any], batch: int, step: int) -> Shot:
-        """One forward and backward with the inputs of one data-parallel rank."""
+        """Run a forward and backward with the inputs of one data-parallel rank."""
         seed = self.seed + 1_000_003 * step + batch
-        torch.manual_seed(seed + 500_009)  # both sides ask for the inputs, and must get the same
+        torch.manual_seed(seed + 500_009)  # the sharded and the unsharded layer must get the same inputs
         given = map_tensors(_leaf, self.make_inputs(batch, step))
-        torch.manual_seed(seed)  # for dropout and its kin
+        torch.manual_seed(seed)  # for random operators in the layer, such as dropout
         args, kwargs = ((), given) if isinstance(given, dict) else (given if isinstance(given, tuple) else (given,), {})
         output = run(*args, **kwargs)
         self.loss(output).backward()  # type: ignore[no-untyped-call]
@@ -62,7 +62,7 @@ class Training:
 
 @dataclass
 class Shot:
-    """What is compared of one step of one rank."""
+    """The values of one step on one rank that are compared."""
 
     batch: int
     outputs: list[torch.Tensor]
@@ -101,7 +101,7 @@ def _part(tensor: torch.Tensor) -> Part:
 
 
 def _sharded_steps(world: World, training: Training, shard: Callable[..., object], batches: Batches) -> list[Shot]:
-    """Train as one rank of a world."""
+    """Train the sharded layer on one rank. Returns the values of each step."""
     layer = training.build()
     shard(layer, world.mesh)
     params = dict(layer.named_parameters())
@@ -124,7 +124,7 @@ def _sharded_steps(world: World, training: Training, shard: Callable[..., object
 
 
 def _unsharded_steps(training: Training, batches: Batches) -> list[list[Shot]]:
-    """Train one layer on the batches of all ranks; a shot of each batch, by step. Parameters are whole."""
+    """Train one unsharded layer on the batches of all ranks. Returns, for each step, the values of each batch."""
     layer = training.build()
     params = dict(layer.named_parameters())
     optimizer = training.optimizer([param for param in params.values() if param.requires_grad])
@@ -162,11 +162,11 @@ def _set_buffers(layer: nn.Module, values: dict[str, torch.Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Batches:
-    """Which ranks have which batch.
+    """The assignment of batches to ranks.
 
     Attributes:
-        axes: of the mesh, along which batches differ.
-        sizes: of these axes.
+        axes: axes of the mesh along which batches differ.
+        sizes: sizes of these axes.
     """
 
     axes: tuple[str, ...]
@@ -185,9 +185,10 @@ class Batches:
         return number
 
     def mean(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """The mean of gradients by batch, added as collectives add: the last axis first, in the order of the ranks.
+        """The mean of the gradients of all batches, added in the order of the collectives.
 
-        None counts as zeros, unless all are.
+        That order is the last axis first, and then the order of the ranks. None counts as zeros. If all gradients are
+        None, the mean is None.
         """
         present = [grad for grad in grads if grad is not None]
         if not present:
@@ -199,7 +200,7 @@ class Batches:
 
 
 def _differences(rank: int, step: int, sharded: Shot, unsharded: Shot, atol: float, rtol: float) -> Iterable[str]:
-    """A line for each value of ours that is not that of the unsharded layer."""
+    """A line for each value of the sharded layer that differs from that of the unsharded layer."""
     where = f"step {step}, rank {rank}"
     if len(sharded.outputs) != len(unsharded.outputs):
         yield f"{where}: {len(sharded.outputs)} outputs, should be {len(unsharded.outputs)}"
@@ -245,37 +246,40 @@ def assert_matches_unsharded(
     seed: int = 0,
     timeout: float = 60.0,
 ) -> None:
-    """Assert that a sharded layer trains as the unsharded one does, to the bit unless a tolerance is given.
+    """Assert that training a sharded layer matches training the unsharded one, bitwise unless a tolerance is given.
 
-    The layer is sharded over a simulated world (see `spmd`) and trained there, each rank with inputs of its own. Beside
-    it one unsharded layer is trained with the mean of the gradients of all these inputs, added in the order of the
-    ranks. After each step outputs, gradients of inputs and parameters, and the updated parameters are compared.
+    The layer is sharded and trained in a simulated world (see `spmd`), on each rank with different inputs. For
+    comparison, one unsharded layer is trained with the mean of the gradients of all these inputs, added in the order of
+    the ranks. After each step, the outputs, the gradients of inputs and parameters, and the updated parameters are
+    compared.
 
-    Exact is right for layers that are used once in a forward, without tensor parallelism. Otherwise the sharded layer
-    adds in another order than the unsharded one: give a tolerance, ``rtol=1e-5`` say, for float32.
+    The results are bitwise identical for layers that run once per forward, without tensor parallelism. Otherwise the
+    sharded layer adds in another order: pass a tolerance, for example ``rtol=1e-5`` for float32.
 
     Args:
-        make_layer: makes the layer; it is called with the same random seed everywhere.
-        make_inputs: ``make_inputs(batch, step)`` gives the inputs of a rank: a tensor, a tuple of arguments, or a dict
-            of keyword arguments. `batch` is the rank, unless `batch_axes` says otherwise. It is called on both sides,
-            and may draw by torch's default generator, which is seeded for each batch and step.
+        make_layer: creates the layer. It is always called with the same random seed.
+        make_inputs: ``make_inputs(batch, step)`` returns the inputs of a rank: a tensor, a tuple of arguments, or a
+            dict of keyword arguments. `batch` is the rank unless `batch_axes` is given. The function is called for the
+            sharded and for the unsharded layer. It may use torch's default generator, which is seeded for each batch
+            and step.
         world_size: number of ranks.
         mesh: names and sizes of the axes of the mesh; one axis ``shard`` if None.
-        batch_axes: those along which the inputs differ; all if None. Without the axis of tensor parallelism, say.
-        shard: ``shard(layer, mesh)`` shards it; one group over the whole mesh if not given.
-        loss: a function of the output; the mean of its squares if not given.
-        optimizer: makes an optimizer of the trainable parameters; SGD if not given, which a wrong scale of gradients
-            cannot escape, as it does with Adam.
+        batch_axes: axes along which the inputs differ; all if None. For example, all except that of tensor parallelism.
+        shard: ``shard(layer, mesh)`` shards the layer; by default as one group over the whole mesh.
+        loss: a function of the output; by default the mean of its squares.
+        optimizer: creates an optimizer of the trainable parameters; by default SGD, because Adam hides a wrong scale of
+            gradients.
         steps: number of steps.
-        compile: True compiles both sides with Inductor, a name with that backend.
-        atol: how far a value may be off, beside what `rtol` allows: ``atol + rtol * |unsharded value|``.
-        rtol: the part of the unsharded value by which a value may be off.
-        seed: of all random numbers; dropout draws the same on both sides.
-        timeout: seconds for the sharded side.
+        compile: True compiles both layers with Inductor; a string is the name of another backend.
+        atol: absolute tolerance: values may differ by ``atol + rtol * |unsharded value|``.
+        rtol: relative tolerance.
+        seed: seed of all random numbers; dropout is the same in both layers.
+        timeout: limit in seconds for training the sharded layer.
 
     Raises:
-        AssertionError: values differ. It says of each in which step, on which rank, which parameter, and by how much.
-        ShardConfigTypeError, ShardConfigValueError: the arguments make no world.
+        AssertionError: values differ. For each, the message has the step, the rank, the name of the output or
+            parameter, and the difference.
+        ShardConfigTypeError, ShardConfigValueError: the arguments do not describe a world, or are invalid.
     """
     batches = _batches(check_world(world_size, mesh), batch_axes)
     if steps < 1:
@@ -285,13 +289,13 @@ def assert_matches_unsharded(
     run = spmd(world_size, mesh=mesh, seed=seed, timeout=timeout)
     unsharded = _beside(training, batches)
     sharded = run(_sharded_steps, training, shard, batches)
-    for step in range(steps):  # what comes after the first difference follows from it
+    for step in range(steps):  # only the first step with differences is reported, because they cause later ones
         pairs = [(seen[step], unsharded[step][seen[step].batch]) for seen in sharded]
         _assert_same([line for rank, pair in enumerate(pairs) for line in _differences(rank, step, *pair, atol, rtol)])
 
 
 def _beside(training: Training, batches: Batches) -> list[Any]:
-    """The steps of the unsharded layer; the caller keeps his random numbers."""
+    """Train the unsharded layer. The random state of the caller is restored."""
     before = RandomState.now()
     try:
         with one_kernel_thread():

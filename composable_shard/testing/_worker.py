@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # DTensor would load it in the first job
+import torch._dynamo  # otherwise DTensor would import it in the first job
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,7 +34,7 @@ _COLLECTIVE_LIMIT_S = 100
 
 
 class Group:
-    """The default process group of this worker, renewed when the pool names a new epoch."""
+    """The default process group of this worker. It is re-created when a job has a new epoch."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -56,7 +56,7 @@ class Group:
 
 
 def resolve(target: str, file: str | None = None) -> Any:
-    """The object that `module:name` names; of a script if its file is given. See also `Processes.wrap`."""
+    """Import the object `module:name`, from a script if `file` is given. See also `Processes.wrap`."""
     name, _, path = target.partition(":")
     named: Any = importlib.import_module(name) if file is None else _script(file)
     for part in path.split("."):
@@ -65,7 +65,7 @@ def resolve(target: str, file: str | None = None) -> Any:
 
 
 def _script(file: str) -> Any:
-    """A script as a module; what it does only as the main program, it does not do."""
+    """Import a script as a module. Code under ``if __name__ == "__main__"`` does not run."""
     name = f"_script_{Path(file).stem}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
@@ -77,7 +77,11 @@ def _script(file: str) -> Any:
 
 
 def check_hygiene(number: int, world: int) -> None:
-    """Nothing that a job sets for the whole process may outlive it, and ranks must have issued the same collectives."""
+    """Check that a job restored all process-wide state, and that the ranks issued the same collectives.
+
+    Raises:
+        AssertionError: they did not.
+    """
     left = {
         "left grad mode off": not torch.is_grad_enabled(),
         "left inference mode on": torch.is_inference_mode_enabled(),
@@ -97,7 +101,7 @@ def check_hygiene(number: int, world: int) -> None:
 
 
 def run_job(group: Group, job: Job) -> Outcome:
-    """Run a job; what it raises becomes part of the outcome."""
+    """Run a job. An exception becomes part of the outcome."""
     try:
         group.enter(job)
         torch.manual_seed(0)
@@ -108,20 +112,20 @@ def run_job(group: Group, job: Job) -> Outcome:
             value = function(World(job.rank, job.world, mesh), *args, **kwargs)
         del mesh
         gc.collect()
-        gc.freeze()  # what is left stays, modules and caches above all; else each collection takes longer than a test
+        gc.freeze()  # most remaining objects are modules and caches; scanning them again takes longer than a test
         check_hygiene(job.number, job.world)
         return Outcome(job.rank, True, value, groups=count_groups())
     except BaseException as error:
         outcome = Outcome(job.rank, False, trace=_format(error), at=time.monotonic())
         traceback.clear_frames(error.__traceback__)
-    group.leave()  # the peers' collectives now end with an error, not at the time limit
+    group.leave()  # makes the collectives of peers fail now instead of at the time limit
     gc.collect()
     torch.set_grad_enabled(True)
     return outcome
 
 
 def _format(error: BaseException) -> str:
-    """The traceback below this file's own frames."""
+    """The traceback without the frames of this file."""
     lines = traceback.TracebackException.from_exception(error, capture_locals=False)
     while len(lines.stack) > 1 and lines.stack[0].filename == __file__:
         del lines.stack[0]
@@ -129,7 +133,7 @@ def _format(error: BaseException) -> str:
 
 
 def leave_with(parent: int) -> None:
-    """End this process when its parent is gone, also while a collective blocks the main thread."""
+    """End this process when its parent has ended, even while a collective blocks the main thread."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -140,7 +144,7 @@ def leave_with(parent: int) -> None:
 
 
 def main(pipe: Connection, parent: int) -> None:
-    """Run jobs until the parent sends an empty one."""
+    """Run jobs until the parent sends empty bytes."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     leave_with(parent)

@@ -1,4 +1,4 @@
-"""A state with one of everything, what it holds to the bit, and checkpoints of it that are spoilt on purpose"""
+"""A state with one value of each type, its exact content, and tools to damage its checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from composable_shard.checkpoint._io import digests
 
 
 class Counter:
-    """An object of a user's, with a state dict; refuses to load where it is told to."""
+    """A user's object with a state dict, whose load can be made to fail."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -40,7 +40,7 @@ def rank_here() -> int:
 
 
 def make_state(seed: int, width: int = 8, bias: bool = True) -> dict[str, Any]:
-    """A sharded model, an optimizer that has stepped, a schedule, and the rest of a run."""
+    """A sharded model, an optimizer that has stepped, a schedule, and other values of a run."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(width, 8), nn.BatchNorm1d(8), nn.Linear(8, 3, bias=bias))
     if dist.is_initialized():
@@ -71,7 +71,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def content(state: dict[str, Any]) -> dict[str, Any]:
-    """All that a state holds on this rank, as plain lists, so that what is equal is equal to the bit."""
+    """Everything in a state on this rank, as plain lists, so that equality is bitwise."""
     held: dict[str, Any] = {}
     for name, tensor in state["model"].state_dict().items():
         held[f"model.{name}"] = tensor
@@ -90,7 +90,7 @@ def content(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change a manifest and give it the checksum of what it says then, as somebody who means harm would."""
+    """Change a manifest and give it a valid checksum, like an attacker."""
     file = path / "manifest.json"
     manifest = json.loads(file.read_bytes())["manifest"]
     change(manifest)
@@ -98,7 +98,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def seal(path: Path, body: bytes) -> None:
-    """Make these bytes the manifest, with the checksum that they have."""
+    """Write these bytes as the manifest, with their checksum."""
     checksum = digests.file_checksum("crc32", body).encode()
     (path / "manifest.json").write_bytes(b'{"manifest":' + body + b',\n"checksum":"' + checksum + b'"}\n')
 
@@ -109,5 +109,5 @@ def body_of(path: Path) -> bytes:
 
 
 def copy_of(directory: Path, where: Path, name: str) -> Path:
-    """A directory of checkpoints, to be spoilt."""
+    """A copy of a directory of checkpoints, to damage it."""
     return Path(shutil.copytree(directory, where / name, symlinks=True))

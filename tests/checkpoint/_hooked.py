@@ -1,4 +1,4 @@
-"""Decoders whose state dicts are changed by hooks, as people write them, and changed back when they are loaded."""
+"""Decoders with typical hooks that change the state dict on save and undo the change on load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from _blocks import Transformer
 
 
 class Decoder(Transformer):
-    """A decoder with a buffer that is saved, and a state of its own."""
+    """A decoder with a persistent buffer and extra state."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__(tied=tied)
@@ -40,7 +40,7 @@ def hook(module, save, load):
 
 
 def rename(state, prefix, old, new):
-    """Rename one key, in its place; hooks need not ask whether it is there."""
+    """Rename one key without changing its position. Does nothing if the key does not exist."""
     value = state[prefix + old]
     items = [(prefix + new if key == prefix + old else key, each) for key, each in state.items()]
     del state[prefix + old]
@@ -54,7 +54,7 @@ def replace(make, old, state, prefix):
 
 
 def renamed():
-    """Weights of layers, by hooks of these layers themselves, and a buffer of the root."""
+    """Hooks of layers rename their weights, and a hook of the root renames a buffer."""
     model = Decoder()
     for block in model.blocks:
         for layer in (block.attention.q, block.feed_forward.down, block.attention_norm):
@@ -83,7 +83,7 @@ def nested():
 
 
 def tied(removed="embed.weight"):
-    """One name of a tied weight is not saved."""
+    """A hook removes one name of a tied weight."""
     model = Decoder(tied=True)
     kept = {"embed.weight": "head.weight", "head.weight": "embed.weight"}[removed]
     hook(
@@ -95,7 +95,7 @@ def tied(removed="embed.weight"):
 
 
 def tied_and_renamed():
-    """Both names of a tied weight are others."""
+    """Hooks rename both names of a tied weight."""
     model = Decoder(tied=True)
     for layer in (model.embed, model.head):
         hook(layer, partial(rename, old="weight", new="table"), partial(rename, old="table", new="weight"))
@@ -127,10 +127,10 @@ def fused():
 
 
 def made():
-    """Values are others under the names that they have: transposed, cast, cloned, and of the model's own memory."""
+    """Values change under the same names: transposed, cast, cloned, or views of the model's memory."""
     model = Decoder()
     for block in model.blocks:
-        transpose = partial(replace, lambda each: each.t(), "weight")  # square: nothing but its strides are others
+        transpose = partial(replace, lambda each: each.t(), "weight")  # square: only its strides change
         hook(block.attention.o, transpose, transpose)
         hook(
             block.feed_forward.up,
@@ -148,7 +148,7 @@ def half(value):
 
 
 def swapped():
-    """Two layers have each other's names, and a key that the model does not have is added and removed."""
+    """Two layers swap names, and a key that the model does not have is added on save and removed on load."""
     model = Decoder()
 
     def swap(state, prefix):
@@ -166,7 +166,7 @@ def swapped():
 
 
 def deleted():
-    """A frozen block is not saved."""
+    """A hook removes a frozen block."""
     model = Decoder()
     model.blocks[0].requires_grad_(False)
 
@@ -179,7 +179,7 @@ def deleted():
 
 
 class ScaleNorm(torch.nn.RMSNorm):
-    """A norm that was saved less one by its first version, as Gemma's is."""
+    """A norm whose first version saved its weight minus one, as Gemma's does."""
 
     _version = 2
 
@@ -194,7 +194,7 @@ class ScaleNorm(torch.nn.RMSNorm):
 
 
 def versioned():
-    """A state dict without the versions of modules is converted from an older version when it is loaded."""
+    """A load of a state dict without module versions converts it from an older version."""
     model = Decoder()
     for block in model.blocks:
         block.attention_norm = ScaleNorm(block.attention.q.in_features)
@@ -211,7 +211,7 @@ MODELS = {
     "swapped": swapped,
     "deleted": deleted,
     "versioned": versioned,
-    "first name removed": tied,  # the last one: `make test` runs it
+    "first name removed": tied,  # the last case, which `make test` runs
 }
 
 
@@ -221,7 +221,7 @@ def build(kind, seed=0):
     with torch.no_grad():
         model.seen.add_(seed)
     model.recipe = f"of seed {seed}"
-    if kind == "deleted":  # what is not saved is what it was made with
+    if kind == "deleted":  # unsaved weights keep their initial values
         torch.manual_seed(100)
         with torch.no_grad():
             for param in model.blocks[0].parameters():
@@ -230,7 +230,7 @@ def build(kind, seed=0):
 
 
 def on_meta(kind, make=build):
-    """A decoder on meta, except for what no state dict has."""
+    """A decoder on meta, except for values that no state dict has."""
     source = make(kind)
     with torch.device("meta"):
         model = make(kind)
@@ -241,7 +241,7 @@ def on_meta(kind, make=build):
 
 
 def once(model):
-    """The state dict of an unsharded model, tied weights under their first name alone, without what is no tensor."""
+    """The tensors in the state dict of an unsharded model, tied weights only under their first name."""
     state = {name: each for name, each in model.state_dict(keep_vars=True).items() if torch.is_tensor(each)}
     firsts = {}
     return {name: each.detach() for name, each in state.items() if firsts.setdefault(id(each), name) == name}

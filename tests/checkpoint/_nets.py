@@ -1,4 +1,4 @@
-"""A model with one of each kind of tensor that state dicts have, and ways to shard it."""
+"""A model with every type of tensor that state dicts have, and functions to shard it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from _engines import ENGINES
 
 
 class Net(Transformer):
-    """A decoder with tied embeddings of an uneven size, a parameter of one element, a frozen norm, buffers and more."""
+    """A decoder with tied embeddings of uneven size, a one-element parameter, a frozen norm, buffers and more."""
 
     def __init__(self) -> None:
         super().__init__(tied=True)
@@ -38,7 +38,7 @@ def build(seed: int = 0) -> Net:
 
 
 def shard(model: Net, engine: str = "ours", **options) -> Net:
-    """Each block a group, the rest in the root's, and `apart` in none."""
+    """Each block is a group, the root's group has the rest, and `apart` is in no group."""
     for block in model.blocks:
         ENGINES[engine](block, **options)
     return ENGINES[engine](model, ignored_params={model.apart}, **options)
@@ -62,7 +62,7 @@ def full(value):
 
 
 def assert_equal(state, expected):
-    """The same names in the same order, and the same bits."""
+    """Check for the same names in the same order with bitwise identical values."""
     assert list(state) == list(expected)
     for name, value in expected.items():
         assert_same(state[name], value, name)

@@ -1,4 +1,4 @@
-"""Saves in the background: of the call's moment, committed as a whole, bounded in memory, and no failure is lost."""
+"""Background saves have the state of the call, commit atomically, need bounded memory, and report every failure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from composable_shard.checkpoint import _async, _store
 from composable_shard.checkpoint._pending import background
 
 
-def test_what_a_save_shows_users_is_how_far_it_is_and_what_came_of_it():
+def test_a_pending_save_shows_its_progress_and_result():
     shown = {name for name in dir(checkpoint.PendingSave) if not name.startswith("_")}
     assert shown == {"done", "progress", "result", "step"}
 
@@ -36,13 +36,13 @@ def names(directory):
 
 @pytest.mark.matrix
 @distributed(world=2)
-def test_it_saves_the_moment_of_the_call_while_training_goes_on(rank, world, tmp_path):
+def test_it_saves_the_state_at_the_call_while_training_continues(rank, world, tmp_path):
     state = run(0)
     torch.manual_seed(100 + rank)
     train(state, rank, 2)
     writer = background().writer
     writer.start()
-    os.kill(writer.pid, signal.SIGSTOP)  # nothing is written before training has gone on
+    os.kill(writer.pid, signal.SIGSTOP)  # nothing is written before training has continued
     seen = []
     state["data"]["epoch"] = 5
     pending = checkpoint.async_save(tmp_path, state, step=2, progress=lambda *each: seen.append(each))
@@ -50,7 +50,7 @@ def test_it_saves_the_moment_of_the_call_while_training_goes_on(rank, world, tmp
     state["data"]["epoch"] = 6
     losses = train(state, rank, 3)
     assert not pending.done()
-    with pytest.raises(TimeoutError, match=r"the save of step 2 goes on: 0 of [\d,]+ bytes are written"):
+    with pytest.raises(TimeoutError, match=r"the save of step 2 is still running: 0 of [\d,]+ bytes are written"):
         pending.result(timeout=0)
     assert checkpoint.latest(tmp_path) is None
     os.kill(writer.pid, signal.SIGCONT)
@@ -68,14 +68,14 @@ def test_it_saves_the_moment_of_the_call_while_training_goes_on(rank, world, tmp
     assert train(other, rank, 3) == losses
     assert_equal(other, content(state))
 
-    # The next ones go the same way, out of the same memory; what is not kept goes.
+    # The next saves use the same process and memory, and delete old checkpoints.
     capacity = writer.capacity
     assert capacity == size
     for step in (5, 6, 7):
         checkpoint.async_save(tmp_path, state, step=step, keep=2)
     assert background().writer is writer
     assert writer.capacity == capacity
-    checkpoint.save(tmp_path, {"epoch": 1}, step=8, keep=2)  # waits
+    checkpoint.save(tmp_path, {"epoch": 1}, step=8, keep=2)  # waits for the background save
     assert names(tmp_path) == ["LATEST", "step-00000007", "step-00000008"]
     checkpoint.load(tmp_path, other, step=7)
     assert_equal(other, content(state))
@@ -83,7 +83,7 @@ def test_it_saves_the_moment_of_the_call_while_training_goes_on(rank, world, tmp
 
 
 @distributed(world=2)
-def test_it_leaves_nothing_in_the_store(rank, world, tmp_path):
+def test_it_leaves_no_keys_in_the_store(rank, world, tmp_path):
     store = shared_store()
     kept = []
     with pytest.MonkeyPatch.context() as patch:
@@ -93,7 +93,7 @@ def test_it_leaves_nothing_in_the_store(rank, world, tmp_path):
             for thread in threading.enumerate():
                 if thread.name.startswith("checkpoint-"):
                     thread.join(30)
-            dist.barrier()  # rank 0 cleans up once all have read
+            dist.barrier()  # rank 0 deletes the keys when all ranks have read them
             kept.append(store.num_keys())
             dist.barrier()
     assert kept[0] == kept[1]
@@ -103,10 +103,10 @@ def test_it_leaves_nothing_in_the_store(rank, world, tmp_path):
 
 
 @distributed(world=2)
-def test_a_failed_writer_fails_the_save_on_all_ranks_once(rank, world, tmp_path):
+def test_a_failed_writer_fails_the_save_once_on_all_ranks(rank, world, tmp_path):
     state = {"t": torch.arange(1 << 16, dtype=torch.float32)}
     first = checkpoint.async_save(tmp_path, state, step=1).result(60)
-    state["u"] = state["t"].clone()  # each rank writes one of them
+    state["u"] = state["t"].clone()  # each rank writes one of the tensors
     writer = background().writer
 
     def attempt(step, break_it):
@@ -118,35 +118,35 @@ def test_a_failed_writer_fails_the_save_on_all_ranks_once(rank, world, tmp_path)
         os.kill(writer.pid, signal.SIGCONT)
         return pending
 
-    def fill():  # as a full disk does: some of the file is written
+    def fill():  # like a full disk: only a part of the file is written
         resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (1 << 17, 1 << 17))
 
     def kill():
         os.kill(writer.pid, signal.SIGKILL)
 
     full = r"rank 1: OSError: \[Errno 27\] File too large: .*/\.step-00000002.*/rank-00001\.safetensors"
-    killed = r"rank 1: the process that was to write .*/rank-00001\.safetensors has been killed by SIGKILL"
+    killed = r"rank 1: the writer process of .*/rank-00001\.safetensors has been killed by SIGKILL"
 
     pending = attempt(2, fill)
     for _ in range(2):
         with pytest.raises(cs.CheckpointError, match=full):
             pending.result(60)
-    dist.barrier()  # rank 0 has removed it when it has its result
+    dist.barrier()  # rank 0 deletes the files before its result is available
     assert names(tmp_path) == ["LATEST", first.name], "nothing remains of it"
-    checkpoint.wait()  # it has been told
+    checkpoint.wait()  # the error was already raised
     if rank == 1:
-        writer.close()  # the limit is the process's
+        writer.close()  # the file size limit belongs to this process
 
     attempt(3, kill)
-    with pytest.raises(cs.CheckpointError, match=rf"save of step 3, which went on in the background.*{killed}"):
+    with pytest.raises(cs.CheckpointError, match=rf"background save of step 3 failed, .*{killed}"):
         checkpoint.save(tmp_path, state, step=4)
     assert names(tmp_path) == ["LATEST", first.name]
 
     pending = attempt(5, kill)
-    if rank == 0:  # told to one rank alone: the next save is then refused on all
+    if rank == 0:  # raised on one rank only: the next save then fails on all ranks
         with pytest.raises(cs.CheckpointError, match=killed):
             checkpoint.wait()
-    with pytest.raises(cs.CheckpointError, match=rf"rank 1: the save of step 5.*{killed}"):
+    with pytest.raises(cs.CheckpointError, match=rf"rank 1: the background save of step 5.*{killed}"):
         checkpoint.async_save(tmp_path, state, step=6)
     assert checkpoint.async_save(tmp_path, state, step=7).result(60).name == "step-00000007"
     checkpoint.verify(tmp_path)
@@ -154,7 +154,7 @@ def test_a_failed_writer_fails_the_save_on_all_ranks_once(rank, world, tmp_path)
 
 
 @distributed(world=2)
-def test_what_is_wrong_with_the_call_is_raised_by_it_and_leaves_nothing(rank, world, tmp_path):
+def test_invalid_calls_raise_immediately_and_leave_no_files(rank, world, tmp_path):
     checkpoint.async_save(tmp_path, {"t": torch.ones(3)}, step=1).result(60)
     for state, options, error, said in (
         ({"t": torch.ones(3)}, {"step": 1}, cs.ShardConfigValueError, "rank 0: step: .* has a checkpoint of step 1"),
@@ -169,7 +169,7 @@ def test_what_is_wrong_with_the_call_is_raised_by_it_and_leaves_nothing(rank, wo
 
 
 @simulated(world=2)
-def test_in_a_simulated_world_it_is_done_when_it_returns(rank, world, tmp_path):
+def test_in_a_simulated_world_the_save_is_done_when_the_call_returns(rank, world, tmp_path):
     pending = checkpoint.async_save(tmp_path, {"here": checkpoint.PerRank(rank)}, step=1)
     assert pending.done()
     given = checkpoint.PerRank(None)
@@ -178,16 +178,16 @@ def test_in_a_simulated_world_it_is_done_when_it_returns(rank, world, tmp_path):
 
 
 @distributed(world=2)
-def test_a_rank_that_goes_silent_is_named_and_nothing_is_committed(rank, world, tmp_path):
+def test_a_rank_without_heartbeat_is_named_and_nothing_is_committed(rank, world, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_store, "LOST_AFTER_S", 2.0)
         patch.setattr(_store, "_READ_S", 0.1)
-        if rank == 1:  # its process is there, but does and says nothing, as one that was stopped
+        if rank == 1:  # its process exists, but sends no heartbeat, like a stopped process
             patch.setattr(_store.StoreRanks, "start", lambda self: None)
             patch.setattr(_async, "_run", lambda *_: None)
         pending = checkpoint.async_save(tmp_path, {"t": torch.ones(3)}, step=1)
         if rank == 0:
-            with pytest.raises(cs.CheckpointError, match="rank 1 was not heard of for 2 s"):
+            with pytest.raises(cs.CheckpointError, match="rank 1 sent no heartbeat for 2 s"):
                 pending.result(60)
             assert names(tmp_path) == []
         background().pending = None
@@ -222,7 +222,7 @@ except CheckpointError as error:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dead", [0, 1])
-def test_when_a_rank_is_killed_the_others_raise_and_the_old_checkpoint_is_whole(tmp_path, dead):
+def test_when_a_rank_is_killed_the_others_raise_and_the_old_checkpoint_is_intact(tmp_path, dead):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -233,7 +233,7 @@ def test_when_a_rank_is_killed_the_others_raise_and_the_old_checkpoint_is_whole(
     said = [rank.communicate(timeout=120)[0].decode() for rank in ranks]
     assert ranks[dead].returncode == -signal.SIGKILL
     assert ranks[1 - dead].returncode == 0
-    reason = r"cannot be reached from rank 1" if dead == 0 else r"rank 1 was not heard of for 3 s"
+    reason = r"cannot be reached from rank 1" if dead == 0 else r"rank 1 sent no heartbeat for 3 s"
     assert re.search(reason, said[1 - dead]), said
     assert checkpoint.verify(tmp_path).step == 1
 
@@ -254,14 +254,14 @@ print(writer.pid)
 
 
 @pytest.mark.parametrize("kill", [False, pytest.param(True, marks=pytest.mark.matrix)])
-def test_a_process_that_ends_waits_for_its_save_and_prints_its_failure(tmp_path, kill):
+def test_an_exiting_process_waits_for_its_save_and_prints_its_failure(tmp_path, kill):
     number = signal.SIGKILL if kill else signal.SIGCONT
     command = [sys.executable, "-c", ENDS, str(tmp_path), str(int(number))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    with pytest.raises(ProcessLookupError):  # the writer ends, too
+    with pytest.raises(ProcessLookupError):  # the writer process ends, too
         os.kill(int(done.stdout), 0)
     if kill:
-        assert "save of step 4" in done.stderr
+        assert "the background save of step 4 failed" in done.stderr
         assert "killed by SIGKILL" in done.stderr
         assert names(tmp_path) == []
         return

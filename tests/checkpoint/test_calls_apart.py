@@ -1,4 +1,4 @@
-"""Exports and imports that two ranks call with different arguments: an error on both, at once, and nothing written."""
+"""Different arguments on two ranks of an export or import raise on both ranks immediately, and nothing is written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def trained(rank):
 
 
 def differing(option, *values):
-    """Two ranks give an option different values."""
+    """Pass different values of an option on two ranks."""
     return lambda rank: {option: values[rank]}
 
 
@@ -62,7 +62,7 @@ EXPORTS = {
 
 @pytest.mark.parametrize("case", EXPORTS)
 @distributed(world=2, limit_s=LIMIT_S)
-def test_exports_of_safetensors_with_different_arguments(rank, world, case, tmp_path):
+def test_safetensors_exports_with_different_arguments_raise_on_both_ranks(rank, world, case, tmp_path):
     model, _ = trained(rank)
     options, message = EXPORTS[case]
     both_raise((cs.CheckpointMismatchError, cs.ShardConfigError), message, lambda: checkpoint.export_safetensors(
@@ -73,7 +73,7 @@ def test_exports_of_safetensors_with_different_arguments(rank, world, case, tmp_
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_exports_and_imports_of_different_paths(rank, world, tmp_path):
+def test_exports_and_imports_of_different_paths_raise_on_both_ranks(rank, world, tmp_path):
     model, optimizer = trained(rank)
     state = {"model": model, "optimizer": optimizer}
     own = tmp_path / str(rank)
@@ -84,7 +84,7 @@ def test_exports_and_imports_of_different_paths(rank, world, tmp_path):
         "import_dcp": lambda path: checkpoint.import_dcp(path, state),
     }
     for name, call in calls.items():
-        if name.startswith("export"):  # imports may read copies of their own
+        if name.startswith("export"):  # each rank may import from its own copy
             message = rf"path: rank 0 calls {name} with '.*/0' and rank 1"
             both_raise(cs.CheckpointMismatchError, message, functools.partial(call, own))
         both_raise(cs.CheckpointError, "rank 1: TypeError: .*NoneType", lambda: call(None if rank else own))  # noqa: B023
@@ -93,7 +93,7 @@ def test_exports_and_imports_of_different_paths(rank, world, tmp_path):
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_imports_with_different_arguments(rank, world, tmp_path):
+def test_imports_with_different_arguments_raise_on_both_ranks(rank, world, tmp_path):
     model, optimizer = trained(rank)
     weights = checkpoint.export_safetensors(tmp_path / "weights", model)
     both_raise(cs.CheckpointMismatchError, "cast: rank 0 calls import_safetensors with False", lambda: (
@@ -109,11 +109,11 @@ def test_imports_with_different_arguments(rank, world, tmp_path):
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_exports_to_dcp_of_different_states(rank, world, tmp_path):
-    """A checkpoint without one rank's part of an optimizer would be written, and could never be loaded."""
+def test_dcp_exports_of_different_states_raise_on_both_ranks(rank, world, tmp_path):
+    """Otherwise the checkpoint would lack one rank's part of an optimizer and could not be loaded."""
     model, optimizer = trained(rank)
     state = {"model": model} if rank else {"model": model, "optimizer": optimizer}
-    message = "state: rank 0 exports 'optimizer', of which rank 1 has a part, and rank 1 does not"
+    message = "state: rank 0 exports 'optimizer', but rank 1, which holds a part of it, does not"
     both_raise(cs.CheckpointMismatchError, message, (
         lambda: checkpoint.export_dcp(tmp_path / "out", state)))  # fmt: skip
     dist.barrier()
@@ -121,7 +121,7 @@ def test_exports_to_dcp_of_different_states(rank, world, tmp_path):
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_ranks_import_from_copies_of_their_own_and_export_to_one_place_by_two_names(rank, world, tmp_path, monkeypatch):
+def test_ranks_may_import_different_copies_and_export_to_one_directory_by_two_names(rank, world, tmp_path, monkeypatch):
     model, optimizer = trained(rank)
     state = {"model": model, "optimizer": optimizer}
     monkeypatch.chdir(tmp_path)
@@ -144,7 +144,7 @@ def test_ranks_import_from_copies_of_their_own_and_export_to_one_place_by_two_na
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_stages_are_exported_to_dcp_each_by_its_own_name(rank, world, tmp_path):
+def test_pipeline_stages_are_exported_to_dcp_under_separate_names(rank, world, tmp_path):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline", "shard"))["shard"]
     stage = nn.Linear(3, 3)
     cs.fully_shard(stage, mesh=mesh)
@@ -157,8 +157,8 @@ def test_stages_are_exported_to_dcp_each_by_its_own_name(rank, world, tmp_path):
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_entries_of_one_rank_alone_go_through_dcp(rank, world, tmp_path):
-    """As those who use DCP save what a data loader knows."""
+def test_dcp_keeps_entries_of_one_rank_only(rank, world, tmp_path):
+    """DCP users save the state of data loaders in this way."""
     model, _ = trained(rank)
     path = checkpoint.export_dcp(tmp_path / "out", {"model": model, f"loader_{rank}": rank + 10})
     loaded = {"model": model, f"loader_{rank}": 0}

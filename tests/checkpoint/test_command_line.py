@@ -1,4 +1,4 @@
-"""`python -m composable_shard checkpoint`: what it prints, its exit codes, and that what it writes loads to the bit."""
+"""Output and exit codes of `python -m composable_shard checkpoint`. Its checkpoints load bit for bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JOB = "checkpoint.test_command_line"
 
 
 def command(capsys, *arguments):
-    """Exit code and what was printed, as JSON where it was asked for."""
+    """Run a command. Returns its exit code and its output, parsed if it is JSON."""
     code = command_line.main(["checkpoint", *map(str, arguments)])
     out, err = capsys.readouterr()
     return code, json.loads(out) if "--json" in arguments else out + err
@@ -54,7 +54,7 @@ def resume_job(rank, world, tmp_path, saved):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run's directory that two ranks have saved into."""
+    """The checkpoint directory of a run with two ranks."""
     path = tmp_path_factory.mktemp("saved")
     POOL.run(f"{JOB}:save_job", 2, {"tmp_path": path})
     return path
@@ -62,7 +62,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def damaged(saved, tmp_path):
-    """A copy of it with a bit flipped."""
+    """A copy of it with one flipped bit."""
     source, copy = saved / "step-00000002", tmp_path / "damaged" / "step-00000002"
     copy.mkdir(parents=True)
     for path in source.iterdir():
@@ -74,8 +74,8 @@ def damaged(saved, tmp_path):
     return copy.parent
 
 
-def test_one_file_and_the_files_of_two_ranks_again(saved, tmp_path, capsys, monkeypatch):
-    """Cut into small slices, all of it comes back byte by byte, and ranks go on as they would have."""
+def test_consolidate_and_reshard_keep_all_bytes(saved, tmp_path, capsys, monkeypatch):
+    """Tensors are read in small slices. Two ranks resume from the result as from the original."""
     monkeypatch.setattr(_convert, "_AT_ONCE", 1 << 9)
     assert command(capsys, "consolidate", saved, tmp_path / "one")[0] == 0
     assert [p.name for p in (tmp_path / "one/step-00000002").glob("*.safetensors")] == ["rank-00000.safetensors"]
@@ -89,11 +89,11 @@ def test_one_file_and_the_files_of_two_ranks_again(saved, tmp_path, capsys, monk
     one, two = (read_manifest((p / "step-00000002/manifest.json").read_bytes(), "") for p in (saved, tmp_path / "two"))
     assert (one.tensors, one.files, one.values, one.per_rank) == (two.tensors, two.files, two.values, two.per_rank)
     assert one.identity != two.identity
-    assert command(capsys, "reshard", saved, tmp_path / "five", "--ranks", 5)[0] == 0  # some of them hold nothing
+    assert command(capsys, "reshard", saved, tmp_path / "five", "--ranks", 5)[0] == 0  # some files have no tensors
     POOL.run(f"{JOB}:resume_job", 2, {"tmp_path": tmp_path / "five", "saved": saved})
 
 
-def test_no_more_than_a_part_is_in_memory(tmp_path, capsys, monkeypatch):
+def test_a_conversion_holds_only_a_part_in_memory(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(_convert, "_AT_ONCE", 1 << 12)
     made = []
     monkeypatch.setattr(_convert, "bytes_of", lambda tensor: made.append(tensor) or _bytes_of(tensor))
@@ -110,7 +110,7 @@ def test_no_more_than_a_part_is_in_memory(tmp_path, capsys, monkeypatch):
 _bytes_of = _convert.bytes_of
 
 
-def test_a_conversion_that_is_cut_off_leaves_nothing(saved, damaged, tmp_path, capsys, monkeypatch):
+def test_an_interrupted_conversion_leaves_no_files(saved, damaged, tmp_path, capsys, monkeypatch):
     (tmp_path / "out").mkdir()
     assert command(capsys, "consolidate", damaged, tmp_path / "out")[0] == 1
     assert list((tmp_path / "out").iterdir()) == []
@@ -134,15 +134,15 @@ def test_a_directory_with_a_later_checkpoint_is_refused(saved, tmp_path, capsys)
     checkpoint.save(tmp_path, {"x": 1}, step=3)
     code, text = command(capsys, "consolidate", saved, tmp_path)
     assert code == 2
-    assert "has a checkpoint of step 3 already, and LATEST would go back to step 2" in text
+    assert "already has a checkpoint of step 3, so LATEST would move back to step 2" in text
     assert command(capsys, "consolidate", saved, saved)[0] == 2
     assert checkpoint.latest(saved) == 2
 
 
-def test_verify_says_whole_damaged_or_wrong_by_its_exit_code(saved, damaged, tmp_path, capsys):
+def test_the_exit_code_of_verify_tells_intact_damaged_and_wrong_usage_apart(saved, damaged, tmp_path, capsys):
     code, text = command(capsys, "verify", saved)
     assert code == 0
-    assert "step-00000002 is whole: step 2, 2 files of " in text
+    assert "step-00000002 is intact: step 2, 2 files of " in text
     code, answer = command(capsys, "verify", saved / "step-00000002", "--json")
     assert (code, answer["step"], answer["files"]) == (0, 2, 2)
     code, text = command(capsys, "verify", damaged)
@@ -152,14 +152,14 @@ def test_verify_says_whole_damaged_or_wrong_by_its_exit_code(saved, damaged, tmp
     assert (code, answer["error"]) == (1, "CheckpointCorruptError")
     assert command(capsys, "verify", saved, "--step", 7) == (
         1,
-        f"python -m composable_shard checkpoint verify: {saved} holds no checkpoint of step 7; committed steps: 2\n",
+        f"python -m composable_shard checkpoint verify: {saved} has no checkpoint of step 7; committed steps: 2\n",
     )
     assert command(capsys, "verify", tmp_path / "none")[0] == 2
     with pytest.raises(SystemExit, match="2"):
         command(capsys, "verify")
 
 
-def test_info_lists_what_is_there(saved, capsys):
+def test_info_lists_the_content(saved, capsys):
     code, text = command(capsys, "info", saved)
     assert code == 0
     assert f"{saved}/step-00000002: step 2, saved by 2 ranks, 2 files of " in text
@@ -188,7 +188,7 @@ def test_info_lists_what_is_there(saved, capsys):
     assert sorted(key for each in entries.values() for key in each["tensors"]) == sorted(sizes)
 
 
-def test_names_in_a_checkpoint_do_not_steer_the_terminal(tmp_path, capsys):
+def test_names_in_a_checkpoint_cannot_control_the_terminal(tmp_path, capsys):
     checkpoint.save(tmp_path, {"a\x1b[2J": torch.zeros(1), "b": "\x1b]0;x\x07"}, step=0)
     code, text = command(capsys, "info", tmp_path)
     assert code == 0
@@ -206,7 +206,7 @@ def test_prune_keeps_the_newest(tmp_path, capsys):
     assert checkpoint.latest(tmp_path) == 3
 
 
-def test_exported_weights_are_read_by_safetensors(saved, tmp_path, capsys):
+def test_safetensors_reads_exported_weights(saved, tmp_path, capsys):
     expected = {
         name.removeprefix("model."): tensor
         for name, tensor in torch.load(saved / "full-0.pt").items()
@@ -218,7 +218,7 @@ def test_exported_weights_are_read_by_safetensors(saved, tmp_path, capsys):
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
     other = Transformer(tied=True)
     other.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-    load_model(other, tmp_path / "plain/model.safetensors")  # strict: it takes the tie from the metadata
+    load_model(other, tmp_path / "plain/model.safetensors")  # strict: it reads the tied names from the metadata
     assert torch.equal(other.head.weight, expected["embed.weight"])
 
     options = ("--dtype", "bfloat16", "--max-shard-size", "4KB", "--json")
@@ -236,26 +236,26 @@ def test_exported_weights_are_read_by_safetensors(saved, tmp_path, capsys):
     assert "exists" in text
     code, text = command(capsys, "export", saved, tmp_path / "other", "--name", "ema")
     assert code == 2
-    assert "no module of the checkpoint is called 'ema'; it has model" in text
+    assert "the checkpoint has no module called 'ema'; its modules: model" in text
 
 
-def test_what_an_export_needs(tmp_path, capsys):
+def test_exports_reject_unsupported_dtypes_and_arguments(tmp_path, capsys):
     net = nn.Linear(2, 2)
     net.register_buffer("phase", torch.zeros(2, dtype=torch.complex128))
     checkpoint.save(tmp_path / "run", {"net": net, "empty": torch.zeros(0)}, step=0)
     code, text = command(capsys, "export", tmp_path / "run", tmp_path / "out")
     assert code == 2
-    assert "net.phase has dtype complex128, which safetensors has no name for" in text
+    assert "net.phase has dtype complex128, which safetensors does not support" in text
     with pytest.raises(cs.ShardConfigValueError, match="ranks: 0 is not a number of ranks"):
         _convert.reshard(tmp_path / "run", tmp_path / "out", ranks=0)
-    assert command(capsys, "consolidate", tmp_path / "run", tmp_path / "out")[0] == 0  # empty tensors have no piece
+    assert command(capsys, "consolidate", tmp_path / "run", tmp_path / "out")[0] == 0  # empty tensors have no pieces
     with pytest.raises(SystemExit, match="2"):
         command(capsys, "export", tmp_path, tmp_path, "--max-shard-size", "many")
 
 
 @pytest.mark.matrix
-def test_a_bar_is_shown_on_a_terminal(saved):
-    """As a user starts it."""
+def test_a_terminal_shows_a_progress_bar(saved):
+    """Runs the command in a separate process."""
     own, other = pty.openpty()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
     arguments = [sys.executable, "-m", "composable_shard", "checkpoint", "verify", str(saved), "--json"]
@@ -269,7 +269,7 @@ def test_a_bar_is_shown_on_a_terminal(saved):
     assert "━" in shown
 
 
-def test_the_docs_read_a_checkpoint_with_numpy(saved):
+def test_the_program_in_the_docs_reads_a_checkpoint_with_numpy(saved):
     page = (ROOT / "docs" / "checkpoints.md").read_text()
     (program,) = [each for each in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "def read(" in each]
     names = {}

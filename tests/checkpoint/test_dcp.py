@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint: those of others are read, and others read ours"""
+"""Import and export of torch.distributed.checkpoint (DCP) checkpoints."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ JOB = "checkpoint.test_dcp"
 
 
 def run(seed, engine="ours", tied=True):
-    """A model and its optimizer, of several groups."""
+    """A model and its optimizer with several groups."""
     torch.manual_seed(seed)
     model = Transformer(tied=tied)
     if engine == "fsdp1":
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # FSDP1 announces its end
+            warnings.simplefilter("ignore")  # FSDP1 is deprecated
             model = FullyShardedDataParallel(
                 model, auto_wrap_policy=ModuleWrapPolicy({TransformerBlock}), use_orig_params=True, device_id="cpu"
             )
@@ -85,7 +85,7 @@ def dicts(model, optimizer, flat=False):
 
 @pytest.mark.parametrize(("engine", "flat"), [("fsdp2", False), ("fsdp2", True), ("fsdp1", False)])
 @distributed(world=2)
-def test_checkpoints_of_fsdp_are_read_and_training_goes_on(rank, world, engine, flat, tmp_path):
+def test_fsdp_checkpoints_load_and_training_resumes(rank, world, engine, flat, tmp_path):
     model, optimizer = run(0, engine)
     train(model, optimizer, rank, 2)
     with warnings.catch_warnings():
@@ -103,7 +103,7 @@ def test_checkpoints_of_fsdp_are_read_and_training_goes_on(rank, world, engine, 
         (0.01, (0.8, 0.9), 0.1),
         (0.01, (0.8, 0.9), 0.0),
     ]
-    # the same once more by torch's own reader, into FSDP2
+    # the same again with torch's own reader, into FSDP2
     theirs = run(2, "fsdp2")
     train(*theirs, rank, 1)
     loaded = dicts(*theirs, flat)
@@ -116,7 +116,7 @@ def test_checkpoints_of_fsdp_are_read_and_training_goes_on(rank, world, engine, 
 
 
 @distributed(world=2)
-def test_fsdp2_reads_what_is_exported(rank, world, tmp_path):
+def test_fsdp2_reads_exported_checkpoints(rank, world, tmp_path):
     model, optimizer = run(0)
     train(model, optimizer, rank, 2)
     path = checkpoint.export_dcp(tmp_path / "out", {"model": model, "optimizer": optimizer, "epoch": 4})
@@ -131,7 +131,7 @@ def test_fsdp2_reads_what_is_exported(rank, world, tmp_path):
     assert train(*theirs, rank, 2) == train(model, optimizer, rank, 2)
     with pytest.raises(cs.ShardConfigValueError, match="out exists"):
         checkpoint.export_dcp(path, {"model": model})
-    with pytest.raises(cs.ShardConfigValueError, match="optimizer steps on parameters of no module"):
+    with pytest.raises(cs.ShardConfigValueError, match="optimizer updates parameters of no module"):
         checkpoint.export_dcp(tmp_path / "alone", {"optimizer": optimizer})
     with pytest.raises(cs.CheckpointError, match=r"bad could not be written: rank \d: .*[Pp]ickle"):
         checkpoint.export_dcp(tmp_path / "bad", {"model": model, "x": lambda: None})
@@ -152,7 +152,7 @@ def large_job(rank, world, tmp_path, save):
     return read, {name: full(each) for name, each in model.state_dict().items()}
 
 
-def test_other_ranks_read_the_bytes_of_their_shards(tmp_path):
+def test_each_rank_reads_only_the_bytes_of_its_shards(tmp_path):
     saved = POOL.run(f"{JOB}:large_job", 1, {"tmp_path": tmp_path, "save": True})[0]
     for read, there in POOL.run(f"{JOB}:large_job", 2, {"tmp_path": tmp_path, "save": False}):
         assert read == 4 * 256 * 1024 * 4 // 2
@@ -160,7 +160,7 @@ def test_other_ranks_read_the_bytes_of_their_shards(tmp_path):
 
 
 class Trap:
-    """A pickle of it makes a file when it is loaded."""
+    """Its pickle creates a file when it is loaded."""
 
     def __init__(self, path):
         self.path = path
@@ -170,12 +170,12 @@ class Trap:
 
 
 @distributed(world=1)
-def test_nothing_in_a_checkpoint_is_executed(rank, world, tmp_path):
+def test_no_code_in_a_checkpoint_is_executed(rank, world, tmp_path):
     trap = tmp_path / "trapped"
     saved, target = tmp_path / "saved", {"t": torch.zeros(4), "v": 0}
     dcp.save({"t": torch.ones(4), "v": Trap(trap)}, checkpoint_id=saved)
     assert not trap.exists()
-    with pytest.raises(cs.CheckpointUnsafeError, match="the value v asks for more than plain data and was not loaded"):
+    with pytest.raises(cs.CheckpointUnsafeError, match="the value v is more than plain data and was not loaded"):
         checkpoint.import_dcp(saved, target)
     (saved / ".metadata").write_bytes(pickle.dumps(Trap(trap)))
     with pytest.raises(cs.CheckpointUnsafeError, match=r"\.metadata asks for posix.mkdir"):
@@ -190,7 +190,7 @@ def test_nothing_in_a_checkpoint_is_executed(rank, world, tmp_path):
 
 
 def edited(directory, edit):
-    """`.metadata` with a change."""
+    """Change `.metadata`."""
     path = directory / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     edit(metadata)
@@ -224,18 +224,18 @@ def _dtype(metadata):
 
 
 EDITS = {
-    "outside": (_elsewhere("../saved/__0_0.distcp"), cs.CheckpointUnsafeError, "names a file '../saved"),
-    "absolute": (_elsewhere("/etc/passwd"), cs.CheckpointUnsafeError, "names a file '/etc/passwd'"),
+    "outside": (_elsewhere("../saved/__0_0.distcp"), cs.CheckpointUnsafeError, "names the file '../saved"),
+    "absolute": (_elsewhere("/etc/passwd"), cs.CheckpointUnsafeError, "names the file '/etc/passwd'"),
     "missing": (_elsewhere("__7_0.distcp"), cs.CheckpointCorruptError, "__7_0.distcp is missing"),
-    "offset": (_move, cs.CheckpointCorruptError, r"has .* bytes, and 1,09"),
-    "overlap": (_overlap, cs.CheckpointCorruptError, "t: its pieces do not fill it, or lie on top"),
-    "gap": (_larger, cs.CheckpointCorruptError, "t: its pieces do not fill it"),
-    "dtype": (_dtype, cs.CheckpointCorruptError, "holds another tensor than t of dtype torch.int32"),
+    "offset": (_move, cs.CheckpointCorruptError, r"has .* bytes, but at least 1,09"),
+    "overlap": (_overlap, cs.CheckpointCorruptError, "t: its pieces do not cover it, or overlap"),
+    "gap": (_larger, cs.CheckpointCorruptError, "t: its pieces do not cover it"),
+    "dtype": (_dtype, cs.CheckpointCorruptError, "has another tensor than t of dtype torch.int32"),
 }
 
 
 @distributed(world=1)
-def test_what_contradicts_itself_is_refused_and_nothing_changes(rank, world, tmp_path):
+def test_inconsistent_checkpoints_are_refused_and_nothing_changes(rank, world, tmp_path):
     good, saved = tmp_path / "good", tmp_path / "saved"
     dcp.save({"t": torch.arange(1000.0), "v": 3}, checkpoint_id=good)
     target = {"t": torch.zeros(1000), "v": 0}

@@ -1,4 +1,4 @@
-"""Checkpoints that are spoilt, from disks that are full, by ranks that disagree or die: an error, or what was there"""
+"""Damaged checkpoints, full disks, and ranks that disagree or die: an error, or the earlier checkpoint is intact."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ UNSAFE, INCOMPLETE = cs.CheckpointUnsafeError, cs.CheckpointIncompleteError
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Two checkpoints that two ranks have saved, of steps 2 and 3."""
+    """Two checkpoints of two ranks, at steps 2 and 3."""
     directory = tmp_path_factory.mktemp("saved")
 
     def save():
@@ -49,7 +49,7 @@ def saved(tmp_path_factory):
 
 
 def tried(directory, state, **options):
-    """Load what must not be loaded; gives the error, and sees that the state is what it was."""
+    """Load an invalid checkpoint. Returns the error, and checks that the state is unchanged."""
     before, caught = content(state), None
     try:
         checkpoint.load(directory, state, **options)
@@ -62,7 +62,7 @@ def tried(directory, state, **options):
 
 
 def see_refused(saved, tmp_path, cases):
-    """Spoil a copy for each case; what two ranks that load it raise, and `verify`, is as the case says."""
+    """Damage a copy for each case, and check the errors of a load on two ranks and of `verify`."""
     for number, (spoil, _, _) in enumerate(cases.values()):
         spoil(copy_of(saved, tmp_path, str(number)))
 
@@ -76,7 +76,7 @@ def see_refused(saved, tmp_path, cases):
     for (number, (case, (_, kind, text))), (raised, message) in zip(enumerate(cases.items()), by_rank[0], strict=True):
         if raised is not kind or not re.search(text, message, re.DOTALL):
             wrong.append(f"{case}: {raised and raised.__name__}: {message[:300]}")
-        if kind is not MISMATCH:  # needs no state to be seen
+        if kind is not MISMATCH:  # `verify` finds it without a state
             raised, message = verified(tmp_path / str(number))
             if raised is not kind or not re.search(text, message, re.DOTALL):
                 wrong.append(f"{case}, by verify: {raised and raised.__name__}: {message[:300]}")
@@ -89,10 +89,10 @@ def verified(directory):
         checkpoint.verify(directory)
     except Exception as error:
         return type(error), str(error)
-    return None, "it is whole"
+    return None, "it is intact"
 
 
-# ------------------------------------------------------------------------------------------- spoilt directories
+# ------------------------------------------------------------------------------------------ damaged directories
 
 
 def flip(path, at):
@@ -114,7 +114,7 @@ def become(path, make):
 
 
 def linked(path):
-    """Move something away, and leave a link to it."""
+    """Move a path, and replace it by a link."""
     outside = path.with_name(f"{path.name}-elsewhere")
     path.rename(outside)
     path.symlink_to(outside)
@@ -126,7 +126,7 @@ def sized(path, size, name="manifest.json"):
 
 
 def tensor(change):
-    """Change what a manifest says of one tensor."""
+    """Change the entry of one tensor in the manifest."""
     return lambda root: rewrite(root / STEP, lambda manifest: change(manifest["tensors"][KEY]))
 
 
@@ -186,10 +186,10 @@ AT_2 = STEP.replace("3", "2")
 FILES = {  # files of tensors
     "a bit": (lambda root: flip(root / STEP / FILE, -3), CORRUPT, f"{FILE} is damaged in bytes"),
     "a bit of a header": (lambda root: flip(root / STEP / FILE, 30), CORRUPT, f"{FILE} is damaged in bytes"),
-    "the last byte is gone": (
+    "the last byte is missing": (
         lambda root: truncate(root / STEP / FILE, (root / STEP / FILE).stat().st_size - 1),
         CORRUPT,
-        f"{FILE} has .* bytes, and .* were written",
+        f"{FILE} has .* bytes, but .* were written",
     ),
     "an empty file": (lambda root: truncate(root / STEP / FILE, 0), CORRUPT, f"{FILE} has 0 bytes"),
     "a file that grew": (lambda root: truncate(root / STEP / FILE, 1 << 40), CORRUPT, f"{FILE} has 1,099,5"),
@@ -202,8 +202,8 @@ FILES = {  # files of tensors
     "a file of another step": (lambda root: shutil.copy(root / AT_2 / FILE, root / STEP / FILE), CORRUPT, FILE),
     "a pickle for a file": (lambda root: bomb(root / STEP / FILE), CORRUPT, FILE),
     "a link for a file": (lambda root: linked(root / STEP / FILE), UNSAFE, f"{FILE} is a symbolic link"),
-    "a pipe for a file": (lambda root: become(root / STEP / FILE, os.mkfifo), UNSAFE, f"{FILE} is not an ordinary"),
-    "a directory for a file": (lambda root: become(root / STEP / FILE, os.mkdir), UNSAFE, f"{FILE} is not an ordinary"),
+    "a pipe for a file": (lambda root: become(root / STEP / FILE, os.mkfifo), UNSAFE, f"{FILE} is not a regular"),
+    "a directory for a file": (lambda root: become(root / STEP / FILE, os.mkdir), UNSAFE, f"{FILE} is not a regular"),
 }
 BYTES = {  # the manifest as bytes
     "no manifest": (lambda root: (root / STEP / "manifest.json").unlink(), CORRUPT, "LATEST names step-00000003"),
@@ -235,20 +235,20 @@ BYTES = {  # the manifest as bytes
     "deeply nested values": (manifest(deep), MISMATCH, "epoch: is nested too deeply"),
     "a list for a manifest": (lambda root: seal(root / STEP, b"[1]"), CORRUPT, "manifest.json"),
 }
-STATEMENTS = {  # what the manifest says of itself
+STATEMENTS = {  # top-level entries of the manifest
     "another format": (manifest(lambda c: c.update(format="dcp")), CORRUPT, "manifest.json is not the manifest"),
-    "another version": (manifest(lambda c: c.update(version=2)), CORRUPT, "manifest.json has version 2"),
+    "another version": (manifest(lambda c: c.update(version=2)), CORRUPT, "manifest.json has format version 2"),
     "no algorithm": (manifest(lambda c: c["checksums"].update(algorithm="none")), CORRUPT, "checksums: 'none'"),
     "blocks of no bytes": (manifest(lambda c: c["checksums"].update(block=0)), CORRUPT, "checksums: "),
     "no tensors": (manifest(lambda c: c.pop("tensors")), CORRUPT, "tensors"),
     "another step": (manifest(lambda c: c.update(step=4)), CORRUPT, "manifest.json.* step 4"),
-    "a step that is none": (manifest(lambda c: c.update(step=True)), CORRUPT, "True is not a count"),
+    "a step that is not a number": (manifest(lambda c: c.update(step=True)), CORRUPT, "True is not a count"),
     "no ranks": (manifest(lambda c: c.update(ranks=0)), CORRUPT, "ranks"),
-    "values by rank of three": (manifest(lambda c: c["per_rank"]["mine"].append(1)), CORRUPT, "mine has values of 3"),
-    "values by rank as a string": (manifest(lambda c: c["per_rank"].update(mine="ab")), CORRUPT, "mine"),
-    "aliases of nothing": (manifest(lambda c: c["aliases"].update(a="b")), CORRUPT, "a is said to be b"),
-    "aliases in a circle": (manifest(lambda c: c["aliases"].update(a="b", b="a")), CORRUPT, "a is said to be b"),
-    "an alias of itself": (manifest(lambda c: c["aliases"].update({KEY: KEY})), CORRUPT, f"{KEY} is said to be"),
+    "values of three ranks": (manifest(lambda c: c["per_rank"]["mine"].append(1)), CORRUPT, "mine has values of 3"),
+    "per-rank values as a string": (manifest(lambda c: c["per_rank"].update(mine="ab")), CORRUPT, "mine"),
+    "an alias of a missing tensor": (manifest(lambda c: c["aliases"].update(a="b")), CORRUPT, "a is an alias of b"),
+    "aliases in a circle": (manifest(lambda c: c["aliases"].update(a="b", b="a")), CORRUPT, "a is an alias of b"),
+    "an alias of itself": (manifest(lambda c: c["aliases"].update({KEY: KEY})), CORRUPT, f"{KEY} is an alias of"),
     "aliases as pairs": (manifest(lambda c: c.update(aliases=[["a", KEY]])), CORRUPT, "aliases"),
 }
 NAMES = {  # names of files
@@ -270,7 +270,7 @@ NAMES = {  # names of files
 }
 DIGESTS = {  # digests
     "too few digests": (manifest(lambda c: c["files"][FILE].update(blocks="AAAA")), CORRUPT, FILE),
-    "digests that are none": (manifest(lambda c: c["files"][FILE].update(blocks="§")), CORRUPT, FILE),
+    "invalid digests": (manifest(lambda c: c["files"][FILE].update(blocks="§")), CORRUPT, FILE),
     "another checksum of a file": (manifest(lambda c: c["files"][FILE].update(checksum="0" * 16)), CORRUPT, FILE),
     "a file of a negative size": (manifest(lambda c: c["files"][FILE].update(size=-1)), CORRUPT, FILE),
     "a file of a huge size": (manifest(lambda c: c["files"][FILE].update(size=HUGE - 1)), CORRUPT, FILE),
@@ -283,19 +283,19 @@ PIECES = {  # tensors and their pieces
     "a shape of floats": (entry("shape", [8.0, 8]), CORRUPT, f"{KEY}.*8.0"),
     "a shape as a string": (entry("shape", ""), CORRUPT, KEY),
     "a thousand dimensions": (entry("shape", [1] * 1000), CORRUPT, f"{KEY}.*1000 dimensions"),
-    "a gap": (tensor(lambda saved: saved["pieces"].pop()), CORRUPT, f"{KEY}: its pieces do not fill it"),
-    "an overlap": (piece(3, [4, 0]), CORRUPT, f"{KEY}: its pieces do not fill it"),
-    "a piece beyond": (piece(3, [5, 0]), CORRUPT, f"{KEY} of shape .* has a piece beyond"),
+    "a gap": (tensor(lambda saved: saved["pieces"].pop()), CORRUPT, f"{KEY}: its pieces do not cover it"),
+    "an overlap": (piece(3, [4, 0]), CORRUPT, f"{KEY}: its pieces do not cover it"),
+    "a piece outside of its tensor": (piece(3, [5, 0]), CORRUPT, f"{KEY} of shape .* has a piece outside"),
     "an offset beyond the file": (
         tensor(lambda saved: saved["pieces"][0].__setitem__(slice(1, 3), [HUGE - 256, HUGE - 128])),
         CORRUPT,
-        f"{KEY}: a piece in bytes",
+        f"{KEY}: rank-.* has no bytes",
     ),
     "an offset beyond 64 bits": (piece(1, 2**64), CORRUPT, KEY),
     "a negative offset": (piece(1, -128), CORRUPT, KEY),
-    "an end before the begin": (piece(2, 0), CORRUPT, KEY),
+    "an end before its begin": (piece(2, 0), CORRUPT, KEY),
     "bytes of another tensor": (manifest(point_to_the_bytes_of_another), CORRUPT, "share bytes of rank-0000"),
-    "a shape that does not fit": (
+    "a wrong shape": (
         manifest(
             lambda c: (
                 c["tensors"]["mean"].update(shape=[5, 1])
@@ -303,11 +303,11 @@ PIECES = {  # tensors and their pieces
             )
         ),
         MISMATCH,
-        r"mean: has shape \(5,\) here, and \(5, 1\) in the checkpoint",
+        r"mean: has shape \(5,\) here, but \(5, 1\) in the checkpoint",
     ),
 }
 VALUES = {  # values
-    "a value of an unknown kind": (
+    "a value of an unknown type": (
         manifest(lambda c: c["values"].update(epoch={"$": "pickle", "value": "gASV"})),
         MISMATCH,
         "epoch.*'pickle'",
@@ -324,7 +324,7 @@ VALUES = {  # values
         MISMATCH,
         "epoch.*numpy",
     ),
-    "a device that is none": (
+    "an invalid device": (
         manifest(lambda c: c["values"].update(epoch={"$": "device", "value": "evil"})),
         MISMATCH,
         "epoch.*device",
@@ -334,7 +334,7 @@ VALUES = {  # values
         MISMATCH,
         "epoch.*float",
     ),
-    "a tensor that is not there": (
+    "a missing tensor": (
         manifest(lambda c: c["values"]["counter"]["value"].update(trace={"$": "tensor", "key": "none"})),
         MISMATCH,
         "counter.*none.*no such tensor",
@@ -346,11 +346,11 @@ VALUES = {  # values
     ),
     "a module that is a list": (manifest(lambda c: c["values"].update(model=[])), MISMATCH, "model: is a module here"),
     "a module without its names": (manifest(lambda c: c["values"]["model"].pop("tensors")), MISMATCH, "model"),
-    "a module whose names are none": (manifest(lambda c: c["values"]["model"].update(tensors=5)), MISMATCH, "model"),
+    "a module with invalid names": (manifest(lambda c: c["values"]["model"].update(tensors=5)), MISMATCH, "model"),
     "an optimizer without groups": (
         manifest(lambda c: c["values"]["optimizer"].update(groups=[])),
         MISMATCH,
-        "optimizer: has 1 groups",
+        "optimizer: has 1 parameter groups here, but 0",
     ),
     "an optimizer whose groups are numbers": (
         manifest(lambda c: c["values"]["optimizer"].update(groups=[1])),
@@ -377,25 +377,25 @@ DIRECTORY = {  # the directory
     "LATEST empty": (lambda root: (root / "LATEST").write_text(""), CORRUPT, "LATEST"),
     "LATEST of zeros": (lambda root: (root / "LATEST").write_bytes(b"\0" * 13), CORRUPT, "LATEST"),
     "LATEST large": (lambda root: truncate(root / "LATEST", 1 << 41), UNSAFE, "LATEST"),
-    "LATEST of what is gone": (lambda root: shutil.rmtree(root / STEP), CORRUPT, f"LATEST names {STEP}.*{AT_2}"),
+    "LATEST of a deleted one": (lambda root: shutil.rmtree(root / STEP), CORRUPT, f"LATEST names {STEP}.*{AT_2}"),
     "LATEST a link": (lambda root: linked(root / "LATEST"), UNSAFE, "LATEST"),
     "LATEST a pipe": (lambda root: become(root / "LATEST", os.mkfifo), UNSAFE, "LATEST"),
     "LATEST a directory": (lambda root: become(root / "LATEST", os.mkdir), UNSAFE, "LATEST"),
     "a link for a checkpoint": (lambda root: linked(root / STEP), UNSAFE, f"{STEP} is a symbolic link"),
-    "nothing": (shutil.rmtree, INCOMPLETE, "holds no checkpoint"),
-    "a file for the directory": (lambda root: become(root, os.mknod), INCOMPLETE, "holds no checkpoint"),
+    "nothing": (shutil.rmtree, INCOMPLETE, "has no checkpoint"),
+    "a file for the directory": (lambda root: become(root, os.mknod), INCOMPLETE, "has no checkpoint"),
 }  # fmt: skip
 
 
-def test_spoilt_files_and_directories_are_refused(saved, tmp_path):
+def test_damaged_files_and_directories_are_refused(saved, tmp_path):
     see_refused(saved, tmp_path, FILES | BYTES | DIRECTORY)
 
 
-def test_manifests_with_a_right_checksum_that_say_what_is_wrong_are_refused(saved, tmp_path):
+def test_wrong_manifests_with_a_valid_checksum_are_refused(saved, tmp_path):
     see_refused(saved, tmp_path, STATEMENTS | NAMES | DIGESTS | PIECES | VALUES)
 
 
-# ----------------------------------------------------------------------------------- what does not fit, and users
+# ------------------------------------------------------------------------- mismatches, and errors of user objects
 
 
 def another(**options):
@@ -428,19 +428,19 @@ UNFIT = {
         another(width=6),
         {},
         MISMATCH,
-        r"0\.weight: has shape \(8, 6\) here, and \(8, 8\) in",
+        r"0\.weight: has shape \(8, 6\) here, but \(8, 8\) in",
     ),
     "a module of another dtype": (
         lambda state: state["model"][2].to(torch.float64),
         {},
         MISMATCH,
-        "2.weight: has dtype float64 here, and float32 in the checkpoint; cast=True converts it",
+        "2.weight: has dtype float64 here, but float32 in the checkpoint; cast=True converts it",
     ),
     "a tensor of another dtype": (
         lambda state: state.update(mean=state["mean"].long()),
         {"cast": True},
         MISMATCH,
-        "mean: has dtype int64 here, and float32",
+        "mean: has dtype int64 here, but float32",
     ),
     "a tensor of another shape": (
         lambda state: state.update(mean=torch.zeros(6)),
@@ -458,14 +458,14 @@ UNFIT = {
         another(bias=False),
         {},
         MISMATCH,
-        "model.2.bias: is in the checkpoint, and nothing here is called so",
+        "model.2.bias: is in the checkpoint, but not in the state",
     ),
     "an entry too many": (lambda state: state.update(more=1), {}, MISMATCH, "more: the checkpoint has no such entry"),
-    "an entry of another kind": (
+    "an entry of another type": (
         lambda state: state.update(epoch=state["counter"]),
         {},
         MISMATCH,
-        "epoch: is an object with a state dict here, and a value in",
+        "epoch: is an object with a state dict here, but a value in",
     ),
     "a generator for a number": (
         lambda state: state.update(epoch=torch.Generator()),
@@ -473,27 +473,27 @@ UNFIT = {
         MISMATCH,
         "epoch: is a generator here",
     ),
-    "another optimizer": (other_optimizer, {}, MISMATCH, r"optimizer.param_groups.0.momentum: .*another kind of opt"),
-    "other groups": (fewer_groups, {}, MISMATCH, "optimizer: has 2 groups of parameters here, and 1 in"),
-    "values by rank that are none": (
+    "another optimizer": (other_optimizer, {}, MISMATCH, r"optimizer.param_groups.0.momentum: .*another type of opt"),
+    "other groups": (fewer_groups, {}, MISMATCH, "optimizer: has 2 parameter groups here, but 1 in"),
+    "values that are not per rank": (
         lambda state: state.update(epoch=checkpoint.PerRank(1)),
         {},
         MISMATCH,
-        "epoch: the checkpoint has no values by rank",
+        "epoch: the checkpoint has no per-rank values",
     ),
     "no such step": (lambda state: None, {"step": 7}, INCOMPLETE, "no checkpoint of step 7; committed steps: 2, 3"),
-    "a load that one rank refuses": (fails_on(1), {}, cs.CheckpointError, "rank 1: counter: its load_state_dict has"),
+    "a load that one rank refuses": (fails_on(1), {}, cs.CheckpointError, "rank 1: .*its load_state_dict raised"),
     "a load that rank 0 refuses": (fails_on(0), {}, cs.CheckpointError, "rank 0: .*ValueError: the counter is stuck"),
     "a state that one rank refuses": (
         raises,
         {},
         cs.CheckpointError,
-        "rank 1: counter: its state_dict has raised Key",
+        "rank 1: counter: its state_dict raised Key",
     ),
 }
 
 
-def test_what_does_not_fit_is_named_on_all_ranks_and_changes_nothing(saved):
+def test_mismatches_are_named_on_all_ranks_and_change_nothing(saved):
     def load():
         results = []
         for change, options, _, _ in UNFIT.values():
@@ -510,7 +510,7 @@ def test_what_does_not_fit_is_named_on_all_ranks_and_changes_nothing(saved):
 
 
 @simulated(world=2)
-def test_ranks_that_disagree_are_told_so(rank, world, tmp_path):
+def test_different_arguments_or_states_raise_on_all_ranks(rank, world, tmp_path):
     def save(kind, text, **changes):
         arguments = {"directory": tmp_path, "state": {"x": 1, "t": torch.ones(2)}, "step": 5} | changes
         with pytest.raises(kind, match=text):
@@ -536,7 +536,7 @@ def test_ranks_that_disagree_are_told_so(rank, world, tmp_path):
     save(MISMATCH, r"t is .*shape \(1,\).* on rank 0 and .*shape \(2,\).* on rank 1", state={"t": torch.ones(1 + rank)})
     loop = {}
     loop["x"] = loop
-    save(cs.ShardConfigValueError, "nested too deeply, or holds itself", state=loop)
+    save(cs.ShardConfigValueError, "nested too deeply, or contains itself", state=loop)
 
     checkpoint.save(tmp_path, {"x": 1}, step=5)
     (tmp_path / "other").mkdir(exist_ok=True)
@@ -560,13 +560,13 @@ def test_ranks_that_disagree_are_told_so(rank, world, tmp_path):
 def test_a_checkpoint_that_could_not_be_loaded_is_not_committed(rank, world, tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if rank == 0:
-        model[1].weight = model[0].weight  # tied on one rank alone
-    with pytest.raises(cs.CheckpointError, match=r"could not be loaded again.*model.1.weight is said to be model.0"):
+        model[1].weight = model[0].weight  # tied on one rank only
+    with pytest.raises(cs.CheckpointError, match=r"could not be loaded again.*model.1.weight is an alias of model.0"):
         checkpoint.save(tmp_path, {"model": model}, step=0)
     assert [*tmp_path.iterdir()] == []
 
 
-def test_generators_in_the_state_of_others_are_loaded_as_generators(tmp_path):
+def test_generators_in_user_state_dicts_are_loaded_as_generators(tmp_path):
     class Sampler:
         def __init__(self, seed):
             self.generator = torch.Generator().manual_seed(seed)
@@ -599,24 +599,24 @@ def test_generators_in_the_state_of_others_are_loaded_as_generators(tmp_path):
         assert torch.equal(one.get_state(), two.get_state())
 
 
-def test_checksums_of_a_package_that_is_not_installed_are_named(saved, tmp_path, monkeypatch):
+def test_a_missing_checksum_package_is_named(saved, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "xxhash", None)
     directory = copy_of(saved, tmp_path, "run")
     rewrite(directory / STEP, lambda manifest: manifest["checksums"].update(algorithm="xxh3"))
     for read in (checkpoint.verify, lambda directory: checkpoint.load(directory, {"epoch": 0})):
-        with pytest.raises(cs.CheckpointError, match=r"manifest.json has checksums of the package xxhash.*pip install"):
+        with pytest.raises(cs.CheckpointError, match=r"manifest.json has checksums that need .*pip install xxhash"):
             read(directory)
 
 
-def test_a_save_that_was_not_committed_is_no_checkpoint(saved, tmp_path):
+def test_an_uncommitted_save_is_not_a_checkpoint(saved, tmp_path):
     partial = copy_of(saved, tmp_path, "run") / ".step-00000003.tmp-3f"
     (tmp_path / "run" / STEP).rename(partial)
     for read in (checkpoint.verify, lambda directory: checkpoint.load(directory, {"epoch": 0})):
-        with pytest.raises(INCOMPLETE, match="is of a save that goes on, or was cut off"):
+        with pytest.raises(INCOMPLETE, match="its save is running or was interrupted"):
             read(partial)
 
 
-# ------------------------------------------------------------------------------------------------ disks that fail
+# ---------------------------------------------------------------------------------------------------- disk errors
 
 
 def observing(monkeypatch, observe):
@@ -624,8 +624,8 @@ def observing(monkeypatch, observe):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_full_disk_at_any_operation_leaves_what_was_there(tmp_path, monkeypatch, failing):
-    """At each operation of a save in turn, on one rank, until none fails."""
+def test_a_full_disk_at_any_operation_keeps_earlier_checkpoints(tmp_path, monkeypatch, failing):
+    """Fail each operation of a save in turn on one rank, until a save has no more operations."""
 
     def save(fail_at):
         done = [0]
@@ -661,7 +661,7 @@ def test_a_full_disk_at_any_operation_leaves_what_was_there(tmp_path, monkeypatc
         assert raised is cs.CheckpointError
         assert re.fullmatch(rf"rank {failing}: OSError: \[Errno 28\] No space left on device: '{tmp_path}.*'", message)
         names = sorted(each.name for each in tmp_path.rglob("*"))
-        if checkpoint.latest(tmp_path) == 7:  # the last fsync: it is committed, but perhaps not on the disk
+        if checkpoint.latest(tmp_path) == 7:  # the last fsync: committed, but possibly not on disk
             assert message.endswith(f"{tmp_path}'")
             shutil.rmtree(tmp_path / "step-00000007")
             (tmp_path / "LATEST").write_text("step-00000006")
@@ -674,7 +674,7 @@ def test_a_full_disk_at_any_operation_leaves_what_was_there(tmp_path, monkeypatc
     assert state == {"n": fail_at}
 
 
-def test_a_file_that_may_not_grow_is_an_error_that_names_it(tmp_path):
+def test_a_file_size_limit_raises_an_error_that_names_the_file(tmp_path):
     def save():
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
         with pytest.raises(cs.CheckpointError, match=rf"{FILE}") as caught:
@@ -686,8 +686,8 @@ def test_a_file_that_may_not_grow_is_an_error_that_names_it(tmp_path):
 
 
 @pytest.mark.matrix
-def test_an_error_of_reading_on_one_rank_is_everyones(saved, monkeypatch):
-    """At each reading of a load in turn; the last ones fill tensors, and only they leave a part of them changed."""
+def test_a_read_error_on_one_rank_is_raised_on_all_ranks(saved, monkeypatch):
+    """Fail each read of a load in turn. Only the last reads fill tensors, so only they can leave changes."""
 
     def load(fail_at):
         done = [0]
@@ -722,25 +722,25 @@ def test_an_error_of_reading_on_one_rank_is_everyones(saved, monkeypatch):
         assert results[0][0] == results[1][0]
         assert re.search(r"rank-0000\d.safetensors.*Input/output error|Input/output error.*rank-0000", results[0][0])
         changed = results[0][1] | results[1][1]
-        assert bool(changed) <= ("are filled in part: load again" in results[0][0]), changed
+        assert bool(changed) <= ("only partly filled: load again" in results[0][0]), changed
         untouched += not changed
         assert all(name.startswith(("model.", "optimizer.", "mean")) for name in changed), changed
         fail_at += 9 if changed else 1
     assert untouched >= 4
 
 
-# -------------------------------------------------------------------------------------------- killed while saving
+# -------------------------------------------------------------------------------------------- kills during a save
 
 
 def begin_child(work):
-    """Run something in a child of this process, whose exit code is 0 if it returns."""
+    """Start `work` in a child process. Its exit code is 0 if `work` returns."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks where threads run: the child uses none of them
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forks with threads; the child uses none of them
         child = os.fork()
     if child:
         return child
     try:
-        torch.set_num_threads(1)  # OpenMP's threads are not in the child
+        torch.set_num_threads(1)  # OpenMP's threads do not exist in the child
         work()
         os._exit(0)
     except BaseException:
@@ -750,7 +750,7 @@ def begin_child(work):
 
 
 def in_child(work):
-    """The same; waits for its end, and gives the exit code, or less than 0 for a signal."""
+    """Run `work` in a child process, and return its exit code, which is negative for a signal."""
     return ended(begin_child(work))
 
 
@@ -767,7 +767,7 @@ def ended(child, limit_s=60):
 
 
 def die_at(number):
-    """Have this process killed at an operation of the file layer."""
+    """Kill this process at the given file operation."""
     done = [0]
 
     def observe(operation, path):
@@ -784,7 +784,7 @@ def values(step, rank=0):
 
 
 def see_whole(directory, steps):
-    """The latest is one of these steps, and is all of that step's."""
+    """Check that the latest checkpoint is one of these steps and is intact."""
     step = checkpoint.latest(directory)
     assert step in steps
     assert checkpoint.verify(directory).step == step
@@ -795,7 +795,7 @@ def see_whole(directory, steps):
     return step
 
 
-SAVES = {  # what is asked of the save that is killed, and the steps that may be the latest then
+SAVES = {  # arguments of the killed save, and the steps that may be the latest afterwards
     "another step": ({"step": 2}, {1, 2}),
     "the same step": ({"step": 1, "overwrite": True}, {1}),
     "one that prunes": ({"step": 2, "keep": 1}, {1, 2}),
@@ -804,7 +804,7 @@ SAVES = {  # what is asked of the save that is killed, and the steps that may be
 
 
 def killed_save(directory, how, number):
-    """Save over step 1, killed at an operation; whether it was, and no mix of the two saves is there then."""
+    """Kill a save after step 1 at an operation, and check the latest checkpoint. Returns whether it was killed."""
     options, steps = SAVES[how]
     directory.mkdir()
     if how != "the first":
@@ -830,20 +830,20 @@ def killed_save(directory, how, number):
 
 @pytest.mark.parametrize("how", SAVES)
 @pytest.mark.matrix
-def test_killed_at_every_operation_the_old_or_the_new_one_is_whole(tmp_path, how):
+def test_after_a_kill_at_any_operation_the_old_or_the_new_checkpoint_is_intact(tmp_path, how):
     number = 1
     while killed_save(tmp_path / str(number), how, number):
         number += 1
     assert number > 15
 
 
-def test_killed_at_some_operations_the_old_or_the_new_one_is_whole(tmp_path):
+def test_after_a_kill_at_some_operations_the_old_or_the_new_checkpoint_is_intact(tmp_path):
     for number in (3, 9, 12, 13, 15, 17):
         assert killed_save(tmp_path / str(number), "one that prunes", number)
 
 
 def two_killed(directory, victim, number):
-    """Two processes save, and one of them is killed; gives how both have ended."""
+    """Save in two processes and kill one of them. Returns the exit codes of both."""
 
     def rank(index):
         store = dist.FileStore(str(directory / "store"), 2)
@@ -855,7 +855,7 @@ def two_killed(directory, victim, number):
         try:
             checkpoint.save(directory / "run", values(2, index), step=2, keep=1)
         except cs.CheckpointError as error:
-            os._exit(7 if f"rank {index} of 2 does not reach the others" in str(error) else 98)
+            os._exit(7 if f"rank {index} of 2 cannot reach the other ranks" in str(error) else 98)
 
     directory.mkdir()
     children = [begin_child(partial(rank, index)) for index in range(2)]
@@ -874,14 +874,14 @@ def see_two_killed(directory, victim, numbers):
     return None
 
 
-def test_a_rank_that_is_killed_leaves_the_old_or_the_new_one_to_all(tmp_path):
+def test_after_a_rank_is_killed_all_ranks_see_the_old_or_the_new_checkpoint(tmp_path):
     assert see_two_killed(tmp_path, 1, (2,)) is None
     assert see_two_killed(tmp_path, 0, (9,)) is None
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("victim", [0, 1])
-def test_either_rank_is_killed_at_every_operation(tmp_path, victim):
+def test_either_rank_may_be_killed_at_any_operation(tmp_path, victim):
     assert see_two_killed(tmp_path, victim, range(1, 40)) > (17 if victim == 0 else 3)
 
 
@@ -889,21 +889,21 @@ def test_either_rank_is_killed_at_every_operation(tmp_path, victim):
 
 
 class Disk:
-    """What of a directory is certain to be on the disk: contents of files, and names in directories, once synced.
+    """The guaranteed on-disk state of a directory: content of files and names in directories after their fsync.
 
-    `observe` is told of an operation before it is done; so what was told of the time before is done by then.
+    `observe` is called before each operation, so the previous operation is complete at each call.
     """
 
     def __init__(self, root):
         self.root = root
-        self.data = {}  # by inode, what is on disk of a file
-        self.names = {}  # by inode of a directory, the inodes of the names in it that are on disk
-        self.views = []  # before each operation: its name, what is on disk at least, and what may be there
+        self.data = {}  # by inode: content of a file that is on disk
+        self.names = {}  # by inode of a directory: its names on disk, with their inodes
+        self.views = []  # for each operation: its name, and a tree that may be on disk before it
         self.synced = None
         self.learn(root)
 
     def learn(self, path):
-        """All below a path is on disk."""
+        """Record everything below a path as on disk."""
         self.names[path.stat().st_ino] = self.listed(path)
         for each in path.iterdir():
             if each.is_dir():
@@ -928,7 +928,7 @@ class Disk:
             self.views.append((f"{operation} {path.name}", self.tree(self.root.stat().st_ino, names)))
 
     def tree(self, inode, names):
-        """What is there after a failure in which these names, and no data that was not synced, are on disk."""
+        """The tree after a power failure, if these names but only synced data are on disk."""
         return {
             name: self.tree(each, names) if is_directory else self.data.get(each, b"")
             for name, (each, is_directory) in names.get(inode, {}).items()
@@ -944,7 +944,7 @@ def laid_out(path, tree):
             laid_out(path / name, each)
 
 
-def test_after_a_power_failure_at_any_operation_the_old_or_the_new_one_is_whole(tmp_path, monkeypatch):
+def test_after_a_power_failure_at_any_operation_the_old_or_the_new_checkpoint_is_intact(tmp_path, monkeypatch):
     root = tmp_path / "run"
     checkpoint.save(root, values(1), step=1)
     disk = Disk(root)
@@ -971,7 +971,7 @@ def test_after_a_power_failure_at_any_operation_the_old_or_the_new_one_is_whole(
 
 
 @simulated(world=2)
-def test_all_is_on_disk_before_it_has_its_name(rank, world, tmp_path):
+def test_all_files_are_on_disk_before_the_directory_gets_its_name(rank, world, tmp_path):
     done = []
     if rank == 0:
         files.observe = lambda operation, path: done.append(f"{operation} {path.name}")
@@ -996,7 +996,7 @@ def test_all_is_on_disk_before_it_has_its_name(rank, world, tmp_path):
         "fsync run",
     ]
     first = done[: done.index("rename LATEST") + 2]
-    at = 1  # the files of two ranks come in any order
+    at = 1  # the files of two ranks are synced in any order
     places = [next(i for i, each in enumerate(first) if each.startswith(name)) for name in order[:2]]
     at = max(places)
     for name in order[2:]:

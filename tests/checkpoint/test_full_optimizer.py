@@ -1,4 +1,4 @@
-"""Full optimizer states by name: as torch has them, and bit-equal when loaded, also into one that never stepped."""
+"""Full optimizer states have torch's format, and load bit for bit, even into an optimizer that never stepped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FULL = StateDictOptions(full_state_dict=True)
 
 
 def adamw(model, **options):
-    """Two groups; the frozen norm is in none."""
+    """Two param groups, without the frozen norm."""
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": params[:3], "lr": 0.03}, {"params": params[3:], "weight_decay": 0.2}]
     return torch.optim.AdamW(groups, lr=0.01, **options)
@@ -43,7 +43,7 @@ def trained(engine="ours", rank=0, seed=0, optimizer=adamw, **options):
 
 
 def groups(state):
-    """The groups of a state; torch makes lists of tuples."""
+    """The param groups of a state, with lists instead of tuples, as torch makes them."""
     return [{k: list(v) if isinstance(v, tuple) else v for k, v in group.items()} for group in state["param_groups"]]
 
 
@@ -58,7 +58,7 @@ def assert_same_state(state, expected):
 
 @pytest.mark.parametrize("engine", ["ours", "fsdp2"])
 @distributed(world=2)
-def test_it_equals_what_torch_gathers_and_each_loads_the_others(rank, world, engine):
+def test_the_state_equals_torchs_and_each_library_loads_the_others(rank, world, engine):
     model, optimizer = trained(engine, rank)
     expected = get_optimizer_state_dict(model, optimizer, options=FULL)
     with pytest.MonkeyPatch.context() as patch:
@@ -92,7 +92,7 @@ def test_it_equals_what_torch_gathers_and_each_loads_the_others(rank, world, eng
 
 @pytest.mark.parametrize("broadcast", [False, True])
 @distributed(world=2)
-def test_state_of_any_dtype_is_bit_equal_in_an_optimizer_that_never_stepped(rank, world, broadcast):
+def test_state_of_any_dtype_is_bitwise_identical_in_an_optimizer_that_never_stepped(rank, world, broadcast):
     model, optimizer = trained(rank=rank)
     for param, values in optimizer.state.items():
         values["exp_avg"] = values["exp_avg"].bfloat16()
@@ -124,11 +124,11 @@ def test_state_of_any_dtype_is_bit_equal_in_an_optimizer_that_never_stepped(rank
     assert its.param_groups[0]["lr"] is not state["param_groups"][0]["lr"]
     assert its.param_groups[1]["weight_decay"] == 0.2
     theirs["rows"].add_(1)
-    assert state["state"]["scale"]["rows"].tolist() == [0, 1, 2], "what was given is not shared"
+    assert state["state"]["scale"]["rows"].tolist() == [0, 1, 2], "the argument's memory is not shared"
 
 
 @distributed(world=2)
-def test_an_optimizer_without_state_and_a_load_that_clears_one(rank, world):
+def test_state_of_an_optimizer_without_state_clears_the_state(rank, world):
     model = shard(build())
     fresh = adamw(model)
     state = cs.full_optimizer_state_dict(model, fresh, rank0_only=False)
@@ -156,13 +156,13 @@ def test_state_of_no_parameter_is_kept_under_its_name(rank, world, broadcast):
     cs.load_full_optimizer_state_dict(model, optimizer, state)
     assert "global" in optimizer.state
     optimizer.state["global"]["sums"] = model.embed.weight.detach()
-    with pytest.raises(cs.CheckpointError, match="state 'global' of the optimizer: holds DTensors"):
+    with pytest.raises(cs.CheckpointError, match="state 'global' of the optimizer: has DTensors"):
         cs.full_optimizer_state_dict(model, optimizer)
 
 
 @pytest.mark.parametrize("broadcast", [False, True])
 @distributed(world=2)
-def test_nothing_is_written_if_anything_is_wrong_and_all_ranks_say_what(rank, world, broadcast):
+def test_a_failed_check_changes_nothing_and_all_ranks_raise_the_reason(rank, world, broadcast):
     model, optimizer = trained(rank=rank)
     before = cs.full_optimizer_state_dict(model, optimizer, rank0_only=False)
 
@@ -185,12 +185,12 @@ def test_nothing_is_written_if_anything_is_wrong_and_all_ranks_say_what(rank, wo
     load(dict.clear, "has no 'state' and 'param_groups'")
     assert_same_state(cs.full_optimizer_state_dict(model, optimizer, rank0_only=False), before)
     foreign = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])
-    with pytest.raises(cs.CheckpointError, match=r"parameter 0 of group 0, \(3,\), is none of the model's"):
+    with pytest.raises(cs.CheckpointError, match=r"parameter 0 of group 0, \(3,\), is not in the model"):
         cs.full_optimizer_state_dict(model, foreign)
 
 
 @distributed(world=2)
-def test_it_is_taken_while_parameters_are_unsharded(rank, world):
+def test_the_state_can_be_gathered_while_parameters_are_unsharded(rank, world):
     model, optimizer = trained(rank=rank, reshard_after_forward=False)
     expected = cs.full_optimizer_state_dict(model, optimizer, rank0_only=False)
     model(batch(rank, 0))
@@ -199,7 +199,7 @@ def test_it_is_taken_while_parameters_are_unsharded(rank, world):
 
 @pytest.mark.matrix
 @distributed(world=4)
-def test_factored_state_over_replicas_and_tensor_parallel_state(rank, world):
+def test_factored_state_works_with_replicas_and_tensor_parallelism(rank, world):
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     mesh = named_mesh((2, 2), ("dp", "tp"))
@@ -228,7 +228,7 @@ def test_factored_state_over_replicas_and_tensor_parallel_state(rank, world):
 
 @pytest.mark.parametrize("offload", [False, True])
 @distributed(world=2)
-def test_torchs_functions_give_of_our_models_what_they_give_of_fsdp2s(rank, world, offload):
+def test_torchs_state_dict_functions_return_the_same_as_for_fsdp2(rank, world, offload):
     taken = {}
     whole = StateDictOptions(full_state_dict=True, cpu_offload=offload)
     sharded = StateDictOptions(cpu_offload=offload)
@@ -242,7 +242,7 @@ def test_torchs_functions_give_of_our_models_what_they_give_of_fsdp2s(rank, worl
         ]
         other = shard(build(1), engine)
         its = adamw(other)
-        set_model_state_dict(other, dict(got[0][0]) if rank == 0 else {}, options=sent)  # it changes what it is given
+        set_model_state_dict(other, dict(got[0][0]) if rank == 0 else {}, options=sent)  # it changes its argument
         given = copy.deepcopy(got[0][1]) if rank == 0 else {}
         if not offload:
             set_optimizer_state_dict(other, its, given, options=sent)
@@ -251,7 +251,7 @@ def test_torchs_functions_give_of_our_models_what_they_give_of_fsdp2s(rank, worl
     for (model, optimizer), (theirs, its) in zip(taken["ours"], taken["fsdp2"], strict=True):
         assert list(model) == list(theirs)
         assert [type(v) for v in model.values()] == [type(v) for v in theirs.values()]
-        for name in sorted({*model} - {"_extra_state"}):  # equal but for the rounding of reductions
+        for name in sorted({*model} - {"_extra_state"}):  # equal except for the rounding of reductions
             torch.testing.assert_close(full(model[name]), full(theirs[name]))
         assert optimizer.keys() == its.keys()
         for name in sorted(its.get("state", ())):

@@ -1,4 +1,4 @@
-"""Full parameters in a module for a while, and the same sharded ones behind."""
+"""A module has full parameters inside the context, and the same sharded ones afterwards."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def names_of(model):
 @pytest.mark.parametrize("engine", ["ours", "fsdp2"])
 @pytest.mark.parametrize("options", [{}, {"offload_to_cpu": True, "writeback": False}])
 @distributed(world=2)
-def test_within_they_are_plain_and_full_and_behind_the_same_shards_are_back(rank, world, engine, options):
+def test_parameters_are_plain_and_full_inside_and_the_same_shards_return_afterwards(rank, world, engine, options):
     plain = build()
     model = shard(build(), engine, reshard_after_forward=False)
     model(batch(rank, 0))
-    model.state_dict()  # torch's FSDP2 reshards
+    model.state_dict()  # torch's FSDP2 reshards here
     sharded = names_of(model)
     with cs.full_parameters(model, **options):
         shown = names_of(model)
@@ -47,13 +47,13 @@ def test_within_they_are_plain_and_full_and_behind_the_same_shards_are_back(rank
     expected = plain if options.get("writeback", True) else build()
     if expected is not plain:
         with torch.no_grad():
-            expected.apart.add_(1)  # it is not sharded, so that it was changed itself
+            expected.apart.add_(1)  # it is not sharded, so the change is always kept
     assert_equal(cs.full_state_dict(model, rank0_only=False), expected.state_dict())
     torch.testing.assert_close(model(batch(0, 1)), expected(batch(0, 1)))
 
 
 @distributed(world=2)
-def test_training_goes_on_with_what_was_written_and_the_same_optimizer(rank, world):
+def test_training_continues_with_written_values_and_the_same_optimizer(rank, world):
     models = [shard(build(), reshard_after_forward=False) for _ in range(2)]
     for model, by_context in zip(models, [True, False], strict=True):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -107,7 +107,7 @@ def test_an_error_in_the_body_restores_and_writes_nothing(rank, world):
 
 
 @distributed(world=2)
-def test_of_rank_0_alone_and_of_a_part(rank, world):
+def test_rank0_only_and_a_part_of_the_model(rank, world):
     plain, model = build(), shard(build())
     with cs.full_parameters(model, rank0_only=True, writeback=False):
         kinds = {type(param) for param in model.parameters()}
@@ -115,22 +115,22 @@ def test_of_rank_0_alone_and_of_a_part(rank, world):
     with cs.full_parameters(model, recurse=False):
         assert type(model.embed.weight) is nn.Parameter
         assert isinstance(model.blocks[0].attention.q.weight, DTensor)
-    with cs.full_parameters(model.blocks[1].attention):  # its group is that of the block
+    with cs.full_parameters(model.blocks[1].attention):  # its parameters are in the block's group
         assert_same(model.blocks[1].attention.q.weight.detach(), plain.blocks[1].attention.q.weight.detach(), "q")
         assert isinstance(model.blocks[1].feed_forward.up.weight, DTensor)
     with cs.full_parameters(plain), torch.no_grad():
         plain.scale.zero_()
-    assert plain.scale.item() == 0, "a module that is not sharded is as it is"
+    assert plain.scale.item() == 0, "an unsharded module is not changed"
 
 
 @distributed(world=2)
-def test_what_is_refused(rank, world):
+def test_invalid_uses_are_refused(rank, world):
     model = shard(build())
     with pytest.raises(cs.ShardConfigValueError, match="rank0_only: cannot be combined with writeback=True"):
         cs.full_parameters(model, rank0_only=True).__enter__()
 
     def enter(*_):
-        with pytest.raises(cs.ShardConfigStateError, match=r"Net is within a forward or backward"):
+        with pytest.raises(cs.ShardConfigStateError, match=r"Net is in its forward or backward"):
             cs.full_parameters(model).__enter__()
         calls.append(1)
 
@@ -142,7 +142,7 @@ def test_what_is_refused(rank, world):
     loss.backward()
     assert len(calls) == 2
     with cs.full_parameters(model):
-        with pytest.raises(cs.ShardConfigStateError, match=r"q\.weight is shown in full already"):
+        with pytest.raises(cs.ShardConfigStateError, match=r"q\.weight is already a full parameter"):
             cs.full_parameters(model.blocks[0].attention).__enter__()
         with pytest.raises(cs.ShardConfigStateError, match="was replaced by a Parameter after sharding"):
             model(batch(rank, 0))
@@ -155,7 +155,7 @@ def test_what_is_refused(rank, world):
 
 @pytest.mark.matrix
 @distributed(world=4)
-def test_over_replicas_with_a_recurrent_module(rank, world):
+def test_it_works_over_replicas_with_a_recurrent_module(rank, world):
     torch.manual_seed(0)
     plain = nn.LSTM(4, 6)
     model = cs.fully_shard(copy.deepcopy(plain), mesh=mesh_of(2, 2))

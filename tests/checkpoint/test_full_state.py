@@ -1,4 +1,4 @@
-"""Full state dicts: gathered, streamed and loaded, at any time, in bounded memory, for all that can be sharded."""
+"""Full state dicts are gathered, streamed and loaded at any time, in bounded memory, for all shardings."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from checkpoint._nets import Net, assert_equal, assert_same, batch, build, shard
 from composable_shard import CheckpointMismatchError, MixedPrecisionPolicy, testing
 from composable_shard.checkpoint._full import tensors, transfer
 
-SIZES = [None, 256]  # bytes to move at a time: all of these small models together, or few tensors
+SIZES = [None, 256]  # bytes to move at a time: a whole small model, or few tensors
 
 
 @contextlib.contextmanager
 def moving(nbytes):
-    """Let so many bytes travel together."""
+    """Set the number of bytes that are communicated together."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensors, "CPU_LIMIT", nbytes or transfer.CPU_LIMIT)
         yield
@@ -37,10 +37,10 @@ def moving(nbytes):
 # ---- gathering
 
 
-def test_a_whole_model_in_a_group_without_a_backend_for_cpus():
+def test_an_unsharded_model_in_a_group_without_a_cpu_backend():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("cuda:fake", store=FakeStore(), rank=0, world_size=2)  # as with NCCL alone
+    dist.init_process_group("cuda:fake", store=FakeStore(), rank=0, world_size=2)  # as with NCCL only
     try:
         model = build()
         assert_equal(cs.full_state_dict(model), model.state_dict())
@@ -52,7 +52,7 @@ def test_a_whole_model_in_a_group_without_a_backend_for_cpus():
 @pytest.mark.parametrize("engine", ["ours", "fsdp2"])
 @pytest.mark.parametrize("limit", SIZES)
 @distributed(world=2)
-def test_rank_0_gets_what_the_unsharded_model_has_and_others_get_nothing(rank, world, engine, limit):
+def test_rank_0_gets_the_unsharded_state_and_others_get_nothing(rank, world, engine, limit):
     expected = build().state_dict()
     model = shard(build(), engine)
     with moving(limit):
@@ -70,12 +70,12 @@ def test_rank_0_gets_what_the_unsharded_model_has_and_others_get_nothing(rank, w
         file.tell() < sum(v.nbytes for v in {id(v): v for v in state.values() if torch.is_tensor(v)}.values()) + 16384
     )
     own = {p.data_ptr() for p in [*model.parameters(), *model.buffers()] if not isinstance(p, DTensor)}
-    assert not own & {v.data_ptr() for v in state.values() if torch.is_tensor(v)}, "tensors have memory of their own"
+    assert not own & {v.data_ptr() for v in state.values() if torch.is_tensor(v)}, "tensors have their own memory"
 
 
 @pytest.mark.parametrize("how", ["unshard", "forward", "backward"])
 @distributed(world=2)
-def test_it_can_be_taken_while_parameters_are_unsharded_and_changes_no_training(rank, world, how):
+def test_gathering_while_parameters_are_unsharded_does_not_change_training(rank, world, how):
     models = [shard(build(), reshard_after_forward=False) for _ in range(2)]
     states = []
     for model, taken in zip(models, [True, False], strict=True):
@@ -105,7 +105,7 @@ def test_it_can_be_taken_while_parameters_are_unsharded_and_changes_no_training(
 
 
 @distributed(world=2)
-def test_a_dtype_is_for_numbers_with_a_floating_point_and_the_stored_one_is_the_default(rank, world):
+def test_dtype_casts_only_floating_point_tensors_and_defaults_to_the_stored_one(rank, world):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = shard(build(), mp_policy=policy)
     model(batch(rank, 0))
@@ -119,7 +119,7 @@ def test_a_dtype_is_for_numbers_with_a_floating_point_and_the_stored_one_is_the_
 
 @pytest.mark.matrix
 @distributed(world=4)
-def test_over_replicas_and_with_tensor_parallelism(rank, world):
+def test_it_works_over_replicas_and_with_tensor_parallelism(rank, world):
     torch.manual_seed(0)
     plain = Stack(dim=6, hidden=8)
     replicas, parallel = copy.deepcopy(plain), copy.deepcopy(plain)
@@ -147,7 +147,7 @@ def test_over_replicas_and_with_tensor_parallelism(rank, world):
 
 @pytest.mark.matrix
 @distributed(world=4)
-def test_a_model_on_some_ranks_has_its_first_rank_for_rank_0(rank, world):
+def test_the_first_rank_of_a_model_on_some_ranks_acts_as_rank_0(rank, world):
     halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "dp"))
     torch.manual_seed(halves.get_local_rank("stage"))
     plain = Stack()
@@ -160,7 +160,7 @@ def test_a_model_on_some_ranks_has_its_first_rank_for_rank_0(rank, world):
     assert_equal(cs.full_state_dict(model, rank0_only=False), changed)
 
 
-def test_without_a_process_group_and_in_a_simulated_world():
+def test_it_works_without_a_process_group_and_in_a_simulated_world():
     plain = build()
     assert_equal(cs.full_state_dict(plain), plain.state_dict())
     other = build(1)
@@ -184,7 +184,7 @@ def test_without_a_process_group_and_in_a_simulated_world():
 
 @pytest.mark.parametrize("limit", SIZES)
 @distributed(world=2)
-def test_streamed_tensors_come_in_order_on_every_rank_and_can_be_kept(rank, world, limit):
+def test_tensors_are_streamed_in_order_on_every_rank_and_can_be_kept(rank, world, limit):
     plain = build()
     model = shard(build())
     with moving(limit):
@@ -221,13 +221,13 @@ def test_a_full_state_dict_is_loaded_in_place(rank, world, engine, broadcast):
 
 @pytest.mark.parametrize("broadcast", [False, True])
 @distributed(world=2)
-def test_a_model_on_meta_is_materialised_by_assigning(rank, world, broadcast):
+def test_assign_materializes_a_model_on_meta(rank, world, broadcast):
     source = build(1)
     with torch.device("meta"):
         model = Net()
         emptied = Net()
     for made in (model, emptied):
-        made.cos, made.sin = source.cos, source.sin  # not in state dicts
+        made.cos, made.sin = source.cos, source.sin  # they are not in state dicts
         shard(made)
     state = source.state_dict()
     given = state if rank == 0 or not broadcast else {}
@@ -251,7 +251,7 @@ def test_a_model_on_meta_is_materialised_by_assigning(rank, world, broadcast):
 
 
 @distributed(world=2)
-def test_assigned_tensors_keep_their_dtypes_and_loaded_ones_those_of_the_model(rank, world):
+def test_assigned_tensors_keep_their_dtypes_and_copied_ones_get_the_models(rank, world):
     half = {
         n: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v for n, v in build(1).state_dict().items()
     }
@@ -267,7 +267,7 @@ def test_assigned_tensors_keep_their_dtypes_and_loaded_ones_those_of_the_model(r
 
 @pytest.mark.parametrize("how", ["unshard", "forward"])
 @distributed(world=2)
-def test_the_next_forward_has_the_loaded_weights_also_if_unsharded_ones_were_kept(rank, world, how):
+def test_the_next_forward_uses_loaded_weights_even_if_unsharded_ones_were_kept(rank, world, how):
     source = build(1)
     model = shard(build(2), reshard_after_forward=False)
     loss = model(batch(rank, 0)).square().mean()
@@ -284,7 +284,7 @@ def test_the_next_forward_has_the_loaded_weights_also_if_unsharded_ones_were_kep
 
 @pytest.mark.parametrize("broadcast", [False, True])
 @distributed(world=2)
-def test_nothing_is_written_if_anything_is_wrong_and_all_ranks_say_what(rank, world, broadcast):
+def test_a_failed_check_changes_nothing_and_all_ranks_raise_the_reason(rank, world, broadcast):
     model = shard(build())
     before = cs.full_state_dict(model, rank0_only=False)
     state = dict(build(1).state_dict())
@@ -294,12 +294,10 @@ def test_nothing_is_written_if_anything_is_wrong_and_all_ranks_say_what(rank, wo
     wrong["count"] = torch.tensor(1.5)
     bad_rank = 0 if broadcast else 1
     given = wrong if rank == bad_rank else state
-    said = rf"(?s)on rank {bad_rank}: nothing was changed.*count: is of torch\.float32, which cannot be cast"
-    said += (
-        r".*norm\.weight: has shape \(3,\), and the model's has \(16,\).*missing: blocks\.1\.feed_forward\.up\.weight"
-    )
+    said = rf"(?s)on rank {bad_rank}: nothing was changed.*count: has dtype torch\.float32, which cannot be cast"
+    said += r".*norm\.weight: has shape \(3,\), but \(16,\) in the model.*missing: blocks\.1\.feed_forward\.up\.weight"
     said += r".*unexpected: stranger"
-    if broadcast:  # both ranks check the same; the first one is named
+    if broadcast:  # both ranks check the same state; the message names the first
         said = said.replace(f"rank {bad_rank}", r"rank \d")
     with pytest.raises(CheckpointMismatchError, match=said):
         cs.load_full_state_dict(model, given, broadcast_from_rank0=broadcast)
@@ -335,7 +333,7 @@ def test_models_that_differ_between_ranks_are_refused(rank, world):
 
 
 @distributed(world=2)
-def test_hooks_that_change_names_or_values_and_wrappers(rank, world):
+def test_hooks_may_change_names_or_values_in_wrapped_modules(rank, world):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     class Halves(nn.Linear):
@@ -373,7 +371,7 @@ def test_hooks_that_change_names_or_values_and_wrappers(rank, world):
 
 
 @distributed(world=2)
-def test_frozen_parameters_of_any_dtype_and_of_no_elements_and_other_dims(rank, world):
+def test_frozen_parameters_of_any_dtype_empty_parameters_and_other_dims(rank, world):
     def make(seed):
         torch.manual_seed(seed)
         model = nn.Linear(3, 4)
@@ -415,7 +413,7 @@ def bytes_of(tensor):
 
 
 def allocated(call):
-    """Most bytes that torch's CPU allocator has given out while a call ran, beyond those before; and its result."""
+    """Peak bytes of torch's CPU allocator during a call, in addition to those before it, and the call's result."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watched:
         result = call()
     events, waiting = [], [*watched.profiler.kineto_results.experimental_event_tree()]
@@ -433,7 +431,7 @@ def allocated(call):
 
 @pytest.mark.parametrize("broadcast", [False, True])
 @distributed(world=2)
-def test_memory_is_that_of_the_largest_group_and_of_the_full_copy_on_rank_0_alone(rank, world, broadcast):
+def test_peak_memory_is_the_largest_group_and_the_full_copy_on_rank_0_only(rank, world, broadcast):
     torch.manual_seed(0)
     model = Stack(blocks=6, dim=64, hidden=511)
     total = sum(p.nbytes for p in model.parameters())
@@ -442,7 +440,7 @@ def test_memory_is_that_of_the_largest_group_and_of_the_full_copy_on_rank_0_alon
     slack = 16384
     most, state = allocated(lambda: cs.full_state_dict(model))
     assert most <= group + (total if rank == 0 else 0) + slack
-    assert most >= (total if rank == 0 else group // 3)  # it measures
+    assert most >= (total if rank == 0 else group // 3)  # check that the measurement works
     most, _ = allocated(lambda: [value.sum() for _, value in cs.iter_full_state(model)])
     assert group <= most <= 2 * group + slack
     with torch.device("meta"):
@@ -455,14 +453,14 @@ def test_memory_is_that_of_the_largest_group_and_of_the_full_copy_on_rank_0_alon
         [given] = given
     load = lambda: cs.load_full_state_dict(empty, given, broadcast_from_rank0=broadcast, assign=True)  # noqa: E731
     most, _ = allocated(load)
-    assert most <= total // 2 + 2 * group + slack, "its shards, and a group on its way"
+    assert most <= total // 2 + 2 * group + slack, "its shards, and a group in transfer"
     most, _ = allocated(lambda: cs.load_full_state_dict(empty, given, broadcast_from_rank0=broadcast))
     assert most <= (2 * group if broadcast else 0) + slack
     assert_equal(cs.full_state_dict(empty), state)
 
 
 @distributed(world=2)
-def test_small_tensors_travel_together(rank, world):
+def test_small_tensors_are_communicated_together(rank, world):
     model = cs.fully_shard(nn.Sequential(*(nn.Linear(5, 3) for _ in range(50))))
     real, calls = transfer._exchange, []
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Hugging Face's layout: what is written is what `safetensors` reads, and what it writes fills sharded models"""
+"""Hugging Face's layout: `safetensors` reads exported models, and its files fill sharded models."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def read_parts(path):
 
 @pytest.mark.parametrize("engine", ["ours", "fsdp2"])
 @distributed(world=2)
-def test_what_is_exported_is_what_safetensors_reads(rank, world, engine, tmp_path):
+def test_safetensors_reads_exported_models(rank, world, engine, tmp_path):
     model = transformer(shard=ENGINES[engine])
     expected = whole(model)
-    del expected["head.weight"]  # tied, so written once
+    del expected["head.weight"]  # it is tied, so it is written once
     config = {"config.json": '{"a": 1}'}
     path = checkpoint.export_safetensors(tmp_path / "one", model, metadata={"by": "a test"}, extra_files=config)
     assert sorted(each.name for each in path.iterdir()) == ["config.json", "model.safetensors"]
@@ -81,7 +81,7 @@ def test_what_is_exported_is_what_safetensors_reads(rank, world, engine, tmp_pat
     halved = {name: each.bfloat16() if each.is_floating_point() else each for name, each in expected.items()}
     assert_equal(read_parts(path), halved)
     sizes = [each.stat().st_size for each in path.glob("*.safetensors")]
-    assert max(sizes) < 4000 + 2000  # no tensor is larger, and headers come on top
+    assert max(sizes) < 4000 + 2000  # no tensor is larger; headers are added
 
     path = checkpoint.export_safetensors(
         tmp_path / "norms", model, rename=lambda name: f"x.{name}" if "norm" in name else None
@@ -92,9 +92,9 @@ def test_what_is_exported_is_what_safetensors_reads(rank, world, engine, tmp_pat
 
 @pytest.mark.parametrize("meta", [False, True], ids=["filled", "meta"])
 @distributed(world=(1, 2))
-def test_a_sharded_model_is_filled_from_files_of_safetensors(rank, world, meta, tmp_path):
+def test_a_sharded_model_is_filled_from_safetensors_files(rank, world, meta, tmp_path):
     plain = transformer(seed=5, shard=None)
-    expected = {name: each for name, each in plain.state_dict().items() if name != "embed.weight"}  # the other name
+    expected = {name: each for name, each in plain.state_dict().items() if name != "embed.weight"}  # tied
     first = {name: each for name, each in expected.items() if "blocks.0" in name}
     rest = {name: each.double() for name, each in expected.items() if name not in first and each.is_floating_point()}
     rest["seen"] = expected["seen"]
@@ -109,9 +109,9 @@ def test_a_sharded_model_is_filled_from_files_of_safetensors(rank, world, meta, 
             model = transformer(seed=1)
     else:
         model = transformer(seed=1)
-        model.train()(token_batch(rank, 0)[0])  # also while weights are kept unsharded
+        model.train()(token_batch(rank, 0)[0])  # even while weights are kept unsharded
     with pytest.raises(
-        cs.CheckpointMismatchError, match=r"\n  norm.weight: has dtype float32 here, and float64 .*cast"
+        cs.CheckpointMismatchError, match=r"\n  norm.weight: has dtype float32 here, but float64 .*cast"
     ):
         checkpoint.import_safetensors(tmp_path, model)
     imported = checkpoint.import_safetensors(tmp_path, model, cast=True)
@@ -129,7 +129,7 @@ def barrier():
 
 
 @distributed(world=2)
-def test_a_rank_reads_its_part_of_the_files_alone(rank, world, tmp_path):
+def test_each_rank_reads_only_its_part_of_the_files(rank, world, tmp_path):
     weights = {f"{i}.weight": torch.randn(1024, 256) for i in range(4)}
     if rank == 0:
         save_file(weights, tmp_path / "model.safetensors")
@@ -143,22 +143,22 @@ def test_a_rank_reads_its_part_of_the_files_alone(rank, world, tmp_path):
     imported = checkpoint.import_safetensors(tmp_path, model)
     files.observe = kept
     assert imported.bytes_read == 4 * 1024 * 256 * 4 // 2
-    assert read.count(("open", "model.safetensors")) == (2 if rank == 0 else 1)  # one rank reads the header
+    assert read.count(("open", "model.safetensors")) == (2 if rank == 0 else 1)  # only one rank reads the header
     assert_equal(whole(model), weights)
 
 
 @distributed(world=2)
-def test_files_that_do_not_fit_leave_the_model_as_it_is_on_every_rank(rank, world, tmp_path):
+def test_mismatched_files_leave_the_model_unchanged_on_every_rank(rank, world, tmp_path):
     model = transformer()
     before = whole(model)
     good = {name: each.clone() for name, each in before.items()}
     good["embed.weight"] = good.pop("head.weight")
     wrong = {
         "missing": ({n: t for n, t in good.items() if n != "norm.weight"}, "norm.weight: is not in the files"),
-        "extra": ({**good, "y": torch.zeros(2)}, "y: is in the files, and nothing here is called so"),
-        "shape": ({**good, "norm.weight": torch.zeros(3)}, r"norm.weight: has shape \(16,\) here, and \(3,\)"),
-        "dtype": ({**good, "seen": torch.zeros(3)}, "seen: has dtype int64 here, and float32"),
-        "ties": ({**good, "head.weight": good["embed.weight"] + 1}, "head.weight: is one with embed.weight here"),
+        "extra": ({**good, "y": torch.zeros(2)}, "y: is in the files, but not in the model"),
+        "shape": ({**good, "norm.weight": torch.zeros(3)}, r"norm.weight: has shape \(16,\) here, but \(3,\)"),
+        "dtype": ({**good, "seen": torch.zeros(3)}, "seen: has dtype int64 here, but float32"),
+        "ties": ({**good, "head.weight": good["embed.weight"] + 1}, "head.weight: is tied to embed.weight here"),
     }
     for title, (tensors, message) in wrong.items():
         tensors = {name: each + 1 if name.startswith("blocks") else each for name, each in tensors.items()}
@@ -175,7 +175,7 @@ def test_files_that_do_not_fit_leave_the_model_as_it_is_on_every_rank(rank, worl
     )
     assert (imported.missing, imported.unexpected) == ((), ())
     assert torch.equal(whole(model)["blocks.0.attention.q.weight"], before["blocks.0.attention.q.weight"] + 1)
-    if rank == 0:  # tied weights that stand in the file twice, and are equal
+    if rank == 0:  # a file with both names of a tied weight, with equal values
         save_file({**good, "head.weight": good["embed.weight"].clone()}, tmp_path / "twice.safetensors")
     barrier()
     checkpoint.import_safetensors(tmp_path / "twice.safetensors", model)
@@ -199,13 +199,13 @@ DAMAGED = {
     "hole": (header({"a": entry(8, 16, shape=(2,))}), "a begins at byte"),
     "negative": (header({"a": entry(-16, 0)}), "-16 is not a count"),
     "huge": (header({"a": entry(0, 1 << 80)}), "is not a count"),
-    "bytes": (header({"a": entry(0, 16, shape=(3,))}), "in 16 bytes"),
+    "bytes": (header({"a": entry(0, 16, shape=(3,))}), "cannot have 16 bytes"),
     "boolean": (header({"a": entry(0, 16, shape=(True, 4))}), "True is not a count"),
-    "twice": (header(b'{"a":%s,"a":%s}' % ((json.dumps(entry(0, 16)).encode(),) * 2)), "stands in it twice"),
-    "deep": (header(b"[" * 100_000), "cannot be understood"),
-    "list": (header([1]), "cannot be understood"),
-    "dtype": (header({"a": entry(0, 16, dtype="F31")}), "'F31'; known are F64"),
-    "no json": (header(b"\xff{"), "cannot be understood"),
+    "twice": (header(b'{"a":%s,"a":%s}' % ((json.dumps(entry(0, 16)).encode(),) * 2)), "it has a name twice"),
+    "deep": (header(b"[" * 100_000), "cannot be parsed"),
+    "list": (header([1]), "cannot be parsed"),
+    "dtype": (header({"a": entry(0, 16, dtype="F31")}), "'F31'; supported dtypes: F64"),
+    "no json": (header(b"\xff{"), "cannot be parsed"),
 }
 
 
@@ -221,7 +221,7 @@ def test_damaged_and_malicious_headers_are_refused(tmp_path, title):
     assert torch.equal(model["a"], torch.ones(4))
 
 
-def test_indices_and_links_that_lead_elsewhere_are_refused(tmp_path):
+def test_indices_and_links_to_other_directories_are_refused(tmp_path):
     model = nn.ParameterDict({"a": nn.Parameter(torch.ones(4)), "b": nn.Parameter(torch.ones(2))})
     outside = tmp_path / "outside.safetensors"
     save_file({"a": torch.zeros(4), "b": torch.zeros(2)}, outside)
@@ -230,34 +230,34 @@ def test_indices_and_links_that_lead_elsewhere_are_refused(tmp_path):
     index = inside / "model.safetensors.index.json"
     for name in ("../outside.safetensors", str(outside), "x/../../outside.safetensors", ".safetensors", "a\n.bin"):
         index.write_text(json.dumps({"weight_map": {"a": name, "b": name}}))
-        with pytest.raises(cs.CheckpointUnsafeError, match=r"names a file .* which is not of its directory"):
+        with pytest.raises(cs.CheckpointUnsafeError, match=r"names the file .* which is not in its directory"):
             checkpoint.import_safetensors(inside, model)
     (inside / "part.safetensors").symlink_to(outside)
     index.write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}))
-    with pytest.raises(cs.CheckpointUnsafeError, match=r"part.safetensors is a link to .*Hugging Face's cache alone"):
+    with pytest.raises(cs.CheckpointUnsafeError, match=r"part.safetensors is a link to .*Hugging Face's cache are"):
         checkpoint.import_safetensors(inside, model)
     (inside / "part.safetensors").unlink()
     with pytest.raises(cs.CheckpointCorruptError, match=r"part.safetensors is missing"):
         checkpoint.import_safetensors(inside, model)
     save_file({"a": torch.zeros(4), "b": torch.zeros(2)}, inside / "part.safetensors")
-    with pytest.raises(cs.CheckpointCorruptError, match="holds b, and the index does not"):
+    with pytest.raises(cs.CheckpointCorruptError, match="has b, but the index does not"):
         checkpoint.import_safetensors(inside, model)
     index.write_text(json.dumps({"weight_map": dict.fromkeys("abc", "part.safetensors")}))
-    with pytest.raises(cs.CheckpointCorruptError, match="its index names c, and the files have no such tensor"):
+    with pytest.raises(cs.CheckpointCorruptError, match="its index names c, but the files have no such tensor"):
         checkpoint.import_safetensors(inside, model)
     for damaged in ("[", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}'):
         index.write_text(damaged)
-        with pytest.raises(cs.CheckpointCorruptError, match="is no index of safetensors"):
+        with pytest.raises(cs.CheckpointCorruptError, match="is not a safetensors index"):
             checkpoint.import_safetensors(inside, model)
     index.unlink()
     (inside / "part.safetensors").rename(inside / "model-00001-of-00002.safetensors")
-    with pytest.raises(cs.CheckpointIncompleteError, match="parts of a model are there, and no index"):
+    with pytest.raises(cs.CheckpointIncompleteError, match="it has parts of a model, but no index"):
         checkpoint.import_safetensors(inside, model)
     with pytest.raises(cs.CheckpointIncompleteError, match="does not exist"):
         checkpoint.import_safetensors(tmp_path / "none", model)
     assert all(torch.equal(each, torch.ones_like(each)) for each in model.values())
 
-    cache = tmp_path / "models--x--y"  # as Hugging Face's cache keeps files, and links to them
+    cache = tmp_path / "models--x--y"  # the layout of Hugging Face's cache: files and links to them
     (cache / "blobs").mkdir(parents=True)
     (cache / "snapshots" / "0a1b").mkdir(parents=True)
     outside.rename(cache / "blobs" / "f00")
@@ -267,7 +267,7 @@ def test_indices_and_links_that_lead_elsewhere_are_refused(tmp_path):
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer with an adapter, its parameters named as peft names them."""
+    """A linear layer with an adapter whose parameters have peft's names."""
 
     def __init__(self, size, rank=2):
         super().__init__(size, size)
@@ -277,7 +277,7 @@ class LoRALinear(nn.Linear):
 
 
 @distributed(world=2)
-def test_adapters_alone(rank, world, tmp_path):
+def test_adapters_are_exported_and_imported_without_the_base_model(rank, world, tmp_path):
     torch.manual_seed(3)
     model = nn.Sequential(LoRALinear(8), LoRALinear(8))
     for layer in model:
@@ -307,7 +307,7 @@ def test_adapters_alone(rank, world, tmp_path):
 
 
 @distributed(world=2)
-def test_an_export_is_whole_or_not_there(rank, world, tmp_path):
+def test_an_export_is_complete_or_does_not_exist(rank, world, tmp_path):
     model = transformer()
 
     def full_disk(operation, path):
@@ -323,7 +323,7 @@ def test_an_export_is_whole_or_not_there(rank, world, tmp_path):
     barrier()
     assert list(tmp_path.iterdir()) == []
     checkpoint.export_safetensors(tmp_path / "out", model, max_shard_size=4000)
-    with pytest.raises(cs.ShardConfigValueError, match="out exists; give a new one"):
+    with pytest.raises(cs.ShardConfigValueError, match="out exists; pass a path"):
         checkpoint.export_safetensors(tmp_path / "out", model)
     with torch.device("meta"):
         unfilled = transformer(seed=1)

@@ -1,4 +1,4 @@
-"""The versions of modules in state dicts, by which modules convert states of older versions as they load them."""
+"""Module versions in state dicts, which modules use to convert states of older versions on load."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def on_meta():
 
 
 def states():
-    """A state of this version, one of the first version, and one without metadata, which is taken as the latter."""
+    """A state of this version, one of the first version, and one without metadata, which counts as the first."""
     now = build("versioned", 1).state_dict()
     first = copy.deepcopy(now)
     first._metadata = copy.deepcopy(now._metadata)
@@ -66,7 +66,7 @@ def test_full_states_have_the_metadata_of_the_unsharded_model(rank, world, tmp_p
 
 @pytest.mark.parametrize("kind", ["now", "first", "without"])
 @distributed(world=2)
-def test_a_full_state_is_converted_as_by_the_unsharded_model(rank, world, kind):
+def test_a_full_state_is_converted_like_in_the_unsharded_model(rank, world, kind):
     state = states()[kind]
     plain = build("versioned", 2)
     plain.load_state_dict(state)
@@ -87,13 +87,13 @@ def test_a_full_state_is_converted_as_by_the_unsharded_model(rank, world, kind):
             model = on_meta()
             cs.load_full_state_dict(model, given, **options)
             assert_equal(cs.full_state_dict(model, rank0_only=False), expected)
-        assert getattr(state, "_metadata", None) == metadata  # torch's own load leaves a mark in it
+        assert getattr(state, "_metadata", None) == metadata  # torch's own load adds a key to it
 
 
 @distributed(world=2)
-def test_metadata_of_a_load_that_assigned_do_not_make_the_next_one_assign(rank, world):
+def test_metadata_of_an_assigning_load_does_not_make_the_next_load_assign(rank, world):
     state = build("versioned", 1).state_dict()
-    build("versioned", 2).load_state_dict(state, assign=True)  # marks the metadata
+    build("versioned", 2).load_state_dict(state, assign=True)  # adds a key to the metadata
     model = cs.fully_shard(build("versioned", 2))
     weight = model.head.weight
     cs.load_full_state_dict(model, state)
@@ -102,7 +102,7 @@ def test_metadata_of_a_load_that_assigned_do_not_make_the_next_one_assign(rank, 
 
 
 @distributed(world=2)
-def test_a_hook_finds_metadata_of_modules_that_are_gone(rank, world):
+def test_hooks_see_metadata_of_modules_that_no_longer_exist(rank, world):
     torch.manual_seed(1)
     former = versioned()
     former.adapter = torch.nn.Identity()

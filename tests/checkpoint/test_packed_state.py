@@ -1,4 +1,4 @@
-"""Packed parameters saved, loaded, exported and changed: bit by bit, with what belongs to them."""
+"""Packed parameters are saved, loaded, exported and changed bit for bit, with their attributes."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def test_a_checkpoint_keeps_the_bits_of_packed_weights_and_their_scales(rank, wo
 
 
 @distributed(world=2)
-def test_a_load_says_what_of_a_packed_weight_it_cannot_put_in_place(rank, world, folder):
+def test_a_load_names_attributes_of_packed_weights_that_it_cannot_restore(rank, world, folder):
     model = made()
     model.blocks[0].first.base.weight.scales.offset = 0.5
     checkpoint.save(folder, {"model": model}, step=1)
-    with pytest.raises(CheckpointError, match=r"blocks\.0\.first\.base\.weight\.offset: the module was given"):
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.first\.base\.weight\.offset: the module did not load"):
         checkpoint.load(folder, {"model": made()})
 
 
 @pytest.mark.parametrize(("storage", "choose"), [*((storage, None) for storage in FLOATS), (torch.bfloat16, ragged)])
 @simulated(world=2)
-def test_a_cast_of_the_full_state_leaves_packed_weights_and_scales_out(rank, world, storage, choose):
+def test_a_cast_of_the_full_state_skips_packed_weights_and_scales(rank, world, storage, choose):
     model, plain = made(storage, choose=choose), made(storage, sharded=False).state_dict()
     full = cs.full_state_dict(model, rank0_only=False, dtype=torch.float16)
     streamed = dict(cs.iter_full_state(model, dtype=torch.float16))
@@ -90,7 +90,7 @@ def test_an_export_in_another_dtype_keeps_the_bits_of_packed_weights(rank, world
 
 @pytest.mark.parametrize("choose", [None, ragged])
 @simulated(world=2)
-def test_full_parameters_are_of_their_class_and_can_be_quantized_anew(rank, world, choose):
+def test_full_parameters_have_their_class_and_can_be_quantized_again(rank, world, choose):
     model, plain = made(torch.uint8, choose=choose), made(torch.uint8, sharded=False)
 
     def merge(weight):

@@ -1,4 +1,4 @@
-"""How gradients are rounded goes into checkpoints: a run goes on bit by bit, and at another number of ranks."""
+"""Checkpoints store the rounding state of gradients. A run resumes bit for bit, or on another number of ranks."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def ragged(param):
 
 
 @pytest.mark.parametrize(("feedback", "choose"), [(False, None), (True, None), (True, ragged)])
-def test_a_run_goes_on_bit_by_bit(feedback, choose, tmp_path):
+def test_a_run_resumes_bit_for_bit(feedback, choose, tmp_path):
     @simulated(world=2)
     def run(rank, world):
         first = Run(rank, feedback, choose)
@@ -60,7 +60,7 @@ def test_a_run_goes_on_bit_by_bit(feedback, choose, tmp_path):
 
 
 @pytest.mark.parametrize("choose", [None, ragged])
-def test_at_another_number_of_ranks_the_sum_of_what_is_left_stays(choose, tmp_path):
+def test_another_number_of_ranks_gets_the_mean_of_residuals(choose, tmp_path):
     def saved(here):
         run = Run(here.rank, True, choose)
         run.train(range(2))

@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved comes back to the bit, at any number of ranks, and training goes on as it would have"""
+"""Checkpoints load bit for bit on any number of ranks, and training resumes as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from composable_shard.checkpoint._pruning import open_manifest
 
 
 def run(seed, engine="ours", mesh=None, **options):
-    """A model with tied embeddings, dropout and a batch norm, its optimizer and schedule, as a state."""
+    """A state with a model (tied embeddings, dropout, batch norm), its optimizer and a schedule."""
     torch.manual_seed(seed)
     model = Transformer(tied=True, dropout=0.1, **options)
     model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
@@ -55,7 +55,7 @@ def run(seed, engine="ours", mesh=None, **options):
 
 
 def train(state, rank, steps):
-    """Train; gives the losses, to which dropout and the order of the data contribute."""
+    """Train and return the losses, which depend on dropout and the order of the data."""
     losses = []
     for _ in range(steps):
         at = int(torch.randint(100, (), generator=state["data"]["order"]))
@@ -92,9 +92,9 @@ def assert_equal(state, expected):
 
 @pytest.mark.parametrize("engine", ["ours", "fsdp2"])
 @distributed(world=2)
-def test_training_goes_on_to_the_bit(rank, world, engine, tmp_path):
+def test_training_resumes_bit_for_bit(rank, world, engine, tmp_path):
     state = run(0, engine)
-    torch.manual_seed(100 + rank)  # dropout differs by rank
+    torch.manual_seed(100 + rank)  # dropout differs between ranks
     random.seed(rank)
     np.random.seed(rank)
     train(state, rank, 3)
@@ -105,7 +105,7 @@ def test_training_goes_on_to_the_bit(rank, world, engine, tmp_path):
     after = content(state)
 
     other = run(1, engine)
-    train(other, rank, 1 if engine == "ours" else 0)  # into an optimizer that has stepped, and one that has not
+    train(other, rank, 1 if engine == "ours" else 0)  # load with and without optimizer state
     loaded = checkpoint.load(tmp_path, other)
     assert (loaded.step, loaded.path, loaded.missing, loaded.unexpected) == (3, path, (), ())
     assert other["data"]["epoch"] == 5
@@ -119,7 +119,7 @@ def test_training_goes_on_to_the_bit(rank, world, engine, tmp_path):
 
 
 @distributed(world=1)
-def test_a_kept_unsharded_weight_is_not_used_after_a_load(rank, world, tmp_path):
+def test_a_load_discards_kept_unsharded_weights(rank, world, tmp_path):
     model = cs.fully_shard(nn.Linear(4, 3), reshard_after_forward=False)
     x = torch.randn(2, 4)
     before = model(x).detach()
@@ -148,7 +148,7 @@ def load_job(rank, world, tmp_path, how):
     assert_equal(state, torch.load(tmp_path / "full-0.pt"))
     again = tmp_path / f"{how}-{world}"
     data_rank = rank // 2 if how == "tp" else rank
-    torch.manual_seed(data_rank)  # ranks of a tensor-parallel group must draw alike; new ones have other generators
+    torch.manual_seed(data_rank)  # tensor-parallel ranks must draw the same; new ranks have other seeds
     train(state, data_rank, 1)
     checkpoint.save(again, state, step=3)
     torch.save(content(state), again / f"full-{rank}.pt")
@@ -184,7 +184,7 @@ JOB = "checkpoint.test_save_and_load"
 
 
 @pytest.mark.parametrize(("how", "world"), [("fsdp", 1), ("fsdp", 3), ("hsdp", 4), ("tp", 4)])
-def test_loads_on_other_ranks_and_meshes_and_back(tmp_path, how, world):
+def test_checkpoints_load_on_other_ranks_and_meshes_and_back(tmp_path, how, world):
     POOL.run(f"{JOB}:save_job", 2, {"tmp_path": tmp_path})
     POOL.run(f"{JOB}:load_job", world, {"tmp_path": tmp_path, "how": how})
     again = tmp_path / f"{how}-{world}"
@@ -204,13 +204,13 @@ def large_job(rank, world, tmp_path, save):
     return read
 
 
-def test_a_rank_reads_the_bytes_that_it_needs(tmp_path):
+def test_each_rank_reads_only_the_bytes_that_it_needs(tmp_path):
     POOL.run(f"{JOB}:large_job", 2, {"tmp_path": tmp_path, "save": True})
     whole = 4 << 22
     for world in (2, 4):
         need = whole // world
         for read in POOL.run(f"{JOB}:large_job", world, {"tmp_path": tmp_path, "save": False}):
-            # filled with what it needs, and checked by blocks: at most one more at each end of a range
+            # needed bytes, and at most one more block at each end of a range for verification
             assert 2 * need <= read <= 2 * need + 4 * 2 * BLOCK
 
 
@@ -236,7 +236,7 @@ VALUES = {
 }
 
 
-def test_plain_values_come_back_as_they_were(tmp_path):
+def test_plain_values_are_restored_exactly(tmp_path):
     tensors = [torch.tensor(0.5), torch.randn(3).to(torch.float8_e4m3fn), torch.randn(2).to(torch.complex128)]
     tensors += [torch.zeros(0, 3), torch.tensor([True]), torch.randn(4, 3).T, torch.randn(2, dtype=torch.bfloat16)]
     checkpoint.save(tmp_path, {"values": VALUES, "history": tensors}, step=1)
@@ -248,10 +248,10 @@ def test_plain_values_come_back_as_they_were(tmp_path):
         assert torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8))
 
 
-def test_kinds_that_are_subclasses_of_others(tmp_path):
-    pair = collections.namedtuple("pair", "one two")  # its class would have to be found by name
+def test_subclasses_of_plain_types_are_saved_or_refused(tmp_path):
+    pair = collections.namedtuple("pair", "one two")  # to load it, its class would have to be imported
     for refused in (pair(1, 2), type("mine", (tuple,), {})((1,)), collections.defaultdict(list)):
-        with pytest.raises(cs.ShardConfigTypeError, match=r"value is a .*checkpoints hold no pickled objects"):
+        with pytest.raises(cs.ShardConfigTypeError, match=r"value is a .*checkpoints store no pickled objects"):
             checkpoint.save(tmp_path, {"value": refused}, step=1)
     checkpoint.save(tmp_path, {"value": [np.bytes_(b"ab"), collections.OrderedDict(b=1, a=2)]}, step=1)
     state = {"value": None}
@@ -259,7 +259,7 @@ def test_kinds_that_are_subclasses_of_others(tmp_path):
     assert state["value"] == [b"ab", {"b": 1, "a": 2}]
 
 
-def test_two_modules_of_one_path_are_refused(tmp_path):
+def test_two_modules_with_the_same_path_are_refused(tmp_path):
     checkpoint.save(tmp_path, {"a.b": torch.nn.Linear(2, 2)}, step=1)
     state = {"a": {"b": torch.nn.Linear(2, 2)}, "a.b": torch.nn.Linear(2, 2)}
     for use in (lambda: checkpoint.load(tmp_path, state), lambda: checkpoint.save(tmp_path, state, step=2)):
@@ -268,10 +268,10 @@ def test_two_modules_of_one_path_are_refused(tmp_path):
 
 
 @distributed(world=2)
-def test_values_that_differ_by_rank_are_kept_by_rank_or_refused(rank, world, tmp_path):
+def test_values_that_differ_between_ranks_need_per_rank(rank, world, tmp_path):
     for differs in (rank, torch.tensor([rank]), torch.Generator().manual_seed(rank), [torch.tensor(rank), 1]):
         with pytest.raises(
-            cs.CheckpointMismatchError, match=r"here[.0]* .*on rank 0 and .*on rank 1; make it equal, .*or wrap"
+            cs.CheckpointMismatchError, match=r"here[.0]* .*on rank 0 and .*on rank 1; make it equal .*or wrap"
         ):
             checkpoint.save(tmp_path, {"here": differs}, step=0)
     checkpoint.save(tmp_path, {"here": checkpoint.PerRank({"rank": rank, "t": torch.tensor([rank])})}, step=0)
@@ -281,7 +281,7 @@ def test_values_that_differ_by_rank_are_kept_by_rank_or_refused(rank, world, tmp
 
 
 def per_rank_job(rank, world, tmp_path):
-    with pytest.raises(cs.CheckpointMismatchError, match=r"here: has values of 2 ranks, and there are 3 now"):
+    with pytest.raises(cs.CheckpointMismatchError, match=r"here: has values of 2 ranks, but there are 3 now"):
         checkpoint.load(tmp_path, {"here": checkpoint.PerRank(None)})
     given = checkpoint.PerRank(None, resize=lambda saved, rank, world: (sum(saved), rank, world))
     generators = checkpoint.RandomState()
@@ -301,13 +301,13 @@ def save_per_rank_job(rank, world, tmp_path):
     checkpoint.save(tmp_path, state, step=0)
 
 
-def test_values_by_rank_are_fitted_to_another_number_of_ranks(tmp_path):
+def test_per_rank_values_are_resized_for_another_number_of_ranks(tmp_path):
     POOL.run(f"{JOB}:save_per_rank_job", 2, {"tmp_path": tmp_path})
     POOL.run(f"{JOB}:per_rank_job", 3, {"tmp_path": tmp_path})
 
 
 @distributed(world=2)
-def test_a_model_on_meta_is_materialised_by_its_checkpoint(rank, world, tmp_path):
+def test_a_checkpoint_materializes_a_model_on_meta(rank, world, tmp_path):
     state = run(0)
     checkpoint.save(tmp_path, {"model": state["model"]}, step=0)
     with torch.device("meta"):
@@ -321,14 +321,14 @@ def test_a_model_on_meta_is_materialised_by_its_checkpoint(rank, world, tmp_path
         assert torch.equal(one.full_tensor(), two.full_tensor()), name
     assert model.head.weight is model.embed.weight
     model.eval()
-    model.cos, model.sin = state["model"].cos, state["model"].sin  # no checkpoint has them, they are not persistent
+    model.cos, model.sin = state["model"].cos, state["model"].sin  # they are not persistent, so no checkpoint has them
     batch = token_batch(rank, 0)[0]
     assert torch.equal(model(batch), state["model"].eval()(batch))
     assert model.seen.device.type == "cpu"
 
 
 @distributed(world=1)
-def test_wrappers_of_others_do_not_change_names(rank, world, tmp_path):
+def test_wrappers_do_not_change_names(rank, world, tmp_path):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     compiled = torch.compile(model, backend="eager")
     checkpoint.save(tmp_path, {"model": compiled}, step=0)
@@ -340,7 +340,7 @@ def test_wrappers_of_others_do_not_change_names(rank, world, tmp_path):
 
 
 @distributed(world=1)
-def test_state_of_optimizers_keeps_its_dtype(rank, world, tmp_path):
+def test_optimizer_state_keeps_its_dtype(rank, world, tmp_path):
     model = cs.fully_shard(nn.Linear(4, 3).bfloat16())
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, 4).bfloat16()).sum().backward()
@@ -355,7 +355,7 @@ def test_state_of_optimizers_keeps_its_dtype(rank, world, tmp_path):
         assert torch.equal(one["exp_avg"].full_tensor(), two["exp_avg"].full_tensor())
 
 
-def test_the_latest_is_loaded_others_by_step_and_old_ones_are_pruned(tmp_path):
+def test_the_latest_is_the_default_and_old_checkpoints_are_pruned(tmp_path):
     value = {"x": 0}
     assert checkpoint.latest(tmp_path / "none") is None
     for step in (1, 2, 3, 10):
@@ -366,10 +366,10 @@ def test_the_latest_is_loaded_others_by_step_and_old_ones_are_pruned(tmp_path):
     assert value == {"x": 2}
     assert checkpoint.load(tmp_path / "step-00000003", value).step == 3
     assert value == {"x": 3}
-    with pytest.raises(cs.ShardConfigValueError, match="has a checkpoint of step 3 already"):
+    with pytest.raises(cs.ShardConfigValueError, match="already has a checkpoint of step 3"):
         checkpoint.save(tmp_path, value, step=3)
     value["x"] = 33
-    checkpoint.save(tmp_path, value, step=3, overwrite=True)  # the run has gone back: what follows is abandoned
+    checkpoint.save(tmp_path, value, step=3, overwrite=True)  # resumed earlier: 10 is obsolete
     assert checkpoint.latest(tmp_path) == 3
     value["x"] = 11
     checkpoint.save(tmp_path, value, step=10)
@@ -384,7 +384,7 @@ def test_the_latest_is_loaded_others_by_step_and_old_ones_are_pruned(tmp_path):
 
 
 @pytest.mark.parametrize("algorithm", ["xxh3", "crc32", "sha256"])
-def test_every_checksum_finds_a_changed_bit(tmp_path, algorithm):
+def test_every_checksum_detects_a_changed_bit(tmp_path, algorithm):
     tensor = torch.arange(2**19, dtype=torch.float32)  # two blocks and a header
     path = checkpoint.save(tmp_path, {"t": tensor}, step=0, checksum=algorithm)
     assert checkpoint.verify(tmp_path).files == 1
@@ -403,7 +403,7 @@ def test_every_checksum_finds_a_changed_bit(tmp_path, algorithm):
 
 
 def stages(rank, world, same):
-    """A stage a rank; `same` gives the two one name."""
+    """One pipeline stage per rank. With `same`, both have the same name."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     torch.manual_seed(rank)
     stage = cs.fully_shard(nn.Linear(4, 4), mesh=mesh["dp"])
@@ -411,12 +411,12 @@ def stages(rank, world, same):
 
 
 @distributed(world=2)
-def test_stages_of_a_pipeline_need_names_of_their_own(rank, world, tmp_path):
-    with pytest.raises(cs.CheckpointMismatchError, match=r"stage\.\w+ is a piece .* give it a name of its own"):
+def test_pipeline_stages_need_different_names(rank, world, tmp_path):
+    with pytest.raises(cs.CheckpointMismatchError, match=r"stage\.\w+ is a piece .* use different names"):
         checkpoint.save(tmp_path, stages(rank, world, same=True), step=0)
     plain = nn.Linear(2, 2)
     nn.init.constant_(plain.weight, rank)
-    with pytest.raises(cs.CheckpointMismatchError, match=r"stage\.weight is a tensor .* give it a name of its own"):
+    with pytest.raises(cs.CheckpointMismatchError, match=r"stage\.weight is a tensor .* use different names"):
         checkpoint.save(tmp_path, {"stage": plain}, step=0)
     assert checkpoint.latest(tmp_path) is None
     state = {**stages(rank, world, same=False), "shared": torch.arange(3.0)}
@@ -441,7 +441,7 @@ def test_stages_of_a_pipeline_need_names_of_their_own(rank, world, tmp_path):
     ids=["dtype", "subclass", "array"],
 )
 @pytest.mark.parametrize("save", [checkpoint.save, lambda *args, **kw: checkpoint.async_save(*args, **kw).result()])
-def test_what_could_not_be_loaded_is_not_saved(tmp_path, monkeypatch, value, what, save):
+def test_values_that_could_not_be_loaded_are_not_saved(tmp_path, monkeypatch, value, what, save):
     checkpoint.save(tmp_path, {"x": 1}, step=0)
     monkeypatch.setattr("composable_shard.checkpoint._format.commits.MOST_BYTES", 1000)
     with pytest.raises((cs.ShardConfigValueError, cs.CheckpointError), match=what):
@@ -449,7 +449,7 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path, monkeypatch, value, wha
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000000"]
 
 
-def test_an_error_after_the_commit_says_that_it_is_committed(tmp_path, monkeypatch):
+def test_an_error_after_the_commit_reports_the_commit(tmp_path, monkeypatch):
     checkpoint.save(tmp_path, {"x": 1}, step=0)
 
     def refuse(operation, path):
@@ -457,12 +457,12 @@ def test_an_error_after_the_commit_says_that_it_is_committed(tmp_path, monkeypat
             raise PermissionError(13, "not permitted", str(path))
 
     monkeypatch.setattr("composable_shard.checkpoint._io.files.observe", refuse)
-    with pytest.raises(cs.CheckpointError, match="step 1 is committed, but old checkpoints were not removed"):
+    with pytest.raises(cs.CheckpointError, match="step 1 is committed, but old checkpoints were not deleted"):
         checkpoint.save(tmp_path, {"x": 2}, step=1, keep=1)
     assert checkpoint.latest(tmp_path) == 1
 
 
-def test_a_slice_of_columns_reads_little_more_than_it_needs(tmp_path):
+def test_a_slice_of_columns_reads_few_extra_bytes(tmp_path):
     wide = torch.arange(4 * 2**19, dtype=torch.float32).view(4, 2**19)  # rows of 2 MiB
     checkpoint.save(tmp_path, {"wide": wide}, step=0)
     found, manifest = open_manifest(tmp_path)
@@ -476,7 +476,7 @@ def test_a_slice_of_columns_reads_little_more_than_it_needs(tmp_path):
     assert reader.bytes_checked <= 4 * 2 * BLOCK
 
 
-def test_tensors_that_can_begin_at_multiples_of_64_bytes(tmp_path):
+def test_tensors_begin_at_multiples_of_64_bytes_if_possible(tmp_path):
     state = {f"{kind}.{i}": torch.ones(shape) for i in range(4) for kind, shape in (("step", ()), ("moment", (3, 16)))}
     checkpoint.save(tmp_path, {**state, "double": torch.ones(3, dtype=torch.float64)}, step=0)
     _, manifest = open_manifest(tmp_path)
@@ -487,7 +487,7 @@ def test_tensors_that_can_begin_at_multiples_of_64_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_garbage_is_collected_after_a_load_as_before_it(tmp_path, enabled):
+def test_a_load_restores_the_garbage_collection_setting(tmp_path, enabled):
     checkpoint.save(tmp_path, {"x": 1}, step=0)
     (gc.enable if enabled else gc.disable)()
     try:

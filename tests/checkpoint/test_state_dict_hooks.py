@@ -1,4 +1,4 @@
-"""Full states, checkpoints and exports of models whose state dicts are changed by hooks: nothing is left out."""
+"""Full states, checkpoints and exports of models with state dict hooks are complete."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sharded(kind, seed=0, engine="ours", **options):
 
 
 def sharded_on_meta(kind):
-    """On meta, except for what no state dict has."""
+    """A sharded model on meta, except for values that no state dict has."""
     model = on_meta(kind)
     for block in model.blocks:
         cs.fully_shard(block)
@@ -39,7 +39,7 @@ def sharded_on_meta(kind):
 
 
 def assert_trains_as(model, plain, rank, world):
-    """One more step, and an evaluation afterwards."""
+    """Check one more training step and an evaluation."""
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
     next_token_loss(model, *token_batch(rank, 5)).backward()
     (sum(next_token_loss(plain, *token_batch(r, 5)) for r in range(world)) / world).backward()
@@ -52,7 +52,7 @@ def assert_trains_as(model, plain, rank, world):
 
 @pytest.mark.matrix
 @distributed(world=2)
-def test_compiled_modules_are_known_by_their_own_names(rank, world, tmp_path):
+def test_compiled_modules_keep_their_names(rank, world, tmp_path):
     def blocks(model):
         model.blocks[0].feed_forward = checkpoint_wrapper(model.blocks[0].feed_forward)
         for index, block in enumerate(model.blocks):
@@ -70,7 +70,7 @@ def test_compiled_modules_are_known_by_their_own_names(rank, world, tmp_path):
         assert_equal(state, plain.state_dict())
         assert_equal(dict(cs.iter_full_state(model)), each_once)
         checkpoint.save(tmp_path / "own", {"model": model}, step=index)
-        with warnings.catch_warnings():  # Dynamo looks at `.grad` of whatever a module has
+        with warnings.catch_warnings():  # Dynamo reads `.grad` of all attributes of a module
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             cs.load_full_state_dict(other, state)
             assert_trains_as(other, build("renamed", 1), rank, world)
@@ -79,13 +79,13 @@ def test_compiled_modules_are_known_by_their_own_names(rank, world, tmp_path):
 
 
 def weights(name):
-    """Of an export, which cannot hold what is no tensor."""
+    """A `rename` for exports, which cannot store values that are not tensors."""
     return None if name.endswith("_extra_state") else name
 
 
 @pytest.mark.parametrize("kind", MODELS)
 @distributed(world=2)
-def test_full_states_are_those_of_the_unsharded_model(rank, world, kind):
+def test_full_states_equal_those_of_the_unsharded_model(rank, world, kind):
     plain = build(kind)
     expected, each_once = plain.state_dict(), once(plain)
     for engine in ENGINES:
@@ -99,7 +99,7 @@ def test_full_states_are_those_of_the_unsharded_model(rank, world, kind):
             own = {name: full(each) for name, each in model.state_dict().items()}
             assert_equal(own, expected)
             with torch.no_grad():
-                model(*token_batch(rank, 0))  # weights are kept unsharded
+                model(*token_batch(rank, 0))  # keeps weights unsharded
         state = cs.full_state_dict(torch.compile(model, backend="eager"), rank0_only=False, dtype=torch.bfloat16)
         assert list(state) == list(expected)
         assert {each.dtype for each in state.values() if torch.is_tensor(each)} <= {torch.bfloat16, torch.int64}
@@ -119,7 +119,7 @@ def test_full_states_are_those_of_the_unsharded_model(rank, world, kind):
 
 @pytest.mark.parametrize("kind", MODELS)
 @distributed(world=2)
-def test_full_states_are_loaded_through_the_hooks(rank, world, kind):
+def test_full_states_load_through_hooks(rank, world, kind):
     state = build(kind, 1).state_dict()
     for options in ({}, {"broadcast_from_rank0": True}, {"assign": True}, {"assign": True, "meta": True}):
         model = sharded_on_meta(kind) if options.pop("meta", False) else sharded(kind, 2, reshard_after_forward=False)
@@ -138,7 +138,7 @@ def test_full_states_are_loaded_through_the_hooks(rank, world, kind):
 
 @pytest.mark.parametrize("kind", MODELS)
 @distributed(world=2)
-def test_checkpoints_and_exports_have_all_of_it(rank, world, kind, tmp_path):
+def test_checkpoints_and_exports_are_complete(rank, world, kind, tmp_path):
     plain, model = build(kind, 1), sharded(kind, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     state, each_once = plain.state_dict(), once(plain)
@@ -169,15 +169,15 @@ def test_checkpoints_and_exports_have_all_of_it(rank, world, kind, tmp_path):
             assert_trains_as(other, build(kind, 1), rank, world)
 
 
-# ---- what cannot be done
+# ---- errors
 
 
 class FaultError(Exception):
-    """Of a hook."""
+    """Raised by a hook."""
 
 
 @distributed(world=2)
-def test_an_error_of_one_rank_is_raised_on_all(rank, world, tmp_path):
+def test_an_error_on_one_rank_is_raised_on_all_ranks(rank, world, tmp_path):
     def fail(state, prefix):
         if rank == 1 and model.fails:
             raise FaultError("no such recipe")
@@ -211,7 +211,7 @@ def test_an_error_of_one_rank_is_raised_on_all(rank, world, tmp_path):
 
 
 @distributed(world=2)
-def test_ranks_whose_hooks_differ_are_told_so(rank, world):
+def test_different_hooks_on_ranks_raise_an_error(rank, world):
     model = sharded("renamed")
     hook(model, lambda state, prefix: state.pop("norm.weight") if rank == 1 else None, None)
     for call in (cs.full_state_dict, lambda model: list(cs.iter_full_state(model))):
@@ -221,7 +221,7 @@ def test_ranks_whose_hooks_differ_are_told_so(rank, world):
 
 @pytest.mark.parametrize("wraps", [False, True])
 @distributed(world=2)
-def test_values_that_no_hook_takes_back_are_named(rank, world, wraps, tmp_path):
+def test_values_that_no_hook_loads_are_named(rank, world, wraps, tmp_path):
     def one(seed):
         torch.manual_seed(seed)
         model = Transformer()
@@ -245,21 +245,21 @@ def test_values_that_no_hook_takes_back_are_named(rank, world, wraps, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         cs.load_full_state_dict(model, state)
     keys = cs.load_full_state_dict(one(1), state, strict=False)
-    assert keys.unexpected_keys == [f"blocks.{i}.attention.q.half" for i in range(2)]  # `same` is loaded as that of k
+    assert keys.unexpected_keys == [f"blocks.{i}.attention.q.half" for i in range(2)]  # `same` has the value of k
     checkpoint.save(tmp_path, {"model": one(0)}, step=0)
     with pytest.raises(CheckpointError, match=r"blocks\.0\.attention\.q\.half"):
         checkpoint.load(tmp_path, {"model": one(1)})
 
 
 @distributed(world=2)
-def test_weights_in_containers_and_names_that_are_one_are_refused(rank, world):
+def test_weights_in_containers_and_duplicate_names_are_refused(rank, world):
     def nest(state, prefix):
         state["block"] = {"norm": state.pop("norm.weight")}
 
     model = sharded("tied and renamed")
     hook(model, nest, None)
     for call in (cs.full_state_dict, cs.iter_full_state):
-        with pytest.raises(CheckpointError, match="block is a dict that holds sharded tensors"):
+        with pytest.raises(CheckpointError, match="block is a dict that contains sharded tensors"):
             call(model)
     model = sharded("renamed")
     hook(model, lambda state, prefix: state.update({"_orig_mod.norm.weight": 2 * state["norm.weight"]}), None)
@@ -268,7 +268,7 @@ def test_weights_in_containers_and_names_that_are_one_are_refused(rank, world):
 
 
 @distributed(world=2)
-def test_buffers_that_differ_by_rank_may_be_renamed(rank, world, tmp_path):
+def test_buffers_that_differ_between_ranks_may_be_renamed(rank, world, tmp_path):
     model = sharded("renamed")
     model.seen.fill_(rank)
     checkpoint.save(tmp_path, {"model": model}, step=0)
@@ -279,8 +279,8 @@ def test_buffers_that_differ_by_rank_may_be_renamed(rank, world, tmp_path):
 
 
 @distributed(world=2)
-def test_a_state_dict_on_one_rank_after_a_forward_keeps_no_rank_from_the_full_state(rank, world):
-    """The root's unsharded parameters are installed after a forward, and a state dict installs the sharded ones."""
+def test_a_state_dict_on_one_rank_after_a_forward_does_not_block_the_full_state(rank, world):
+    """After a forward, the root's unsharded parameters are installed. A state dict installs the sharded ones."""
     torch.manual_seed(0)
     plain = Transformer()
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Checkpoints of an optimizer's state that is on disk: in the background, too, it is never in memory as a whole."""
+"""Checkpoints of optimizer state on disk never hold all of it in memory, not even background saves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from composable_shard._memory.disk import BLOCK
 from composable_shard.checkpoint._io import files
 from composable_shard.checkpoint._pending import background
 
-LEAST = 5 * BLOCK  # holds the state of any parameter of these decoders
+LEAST = 5 * BLOCK  # enough for the state of any parameter of these decoders
 
 
 def made(folder, rank, steps=2):
@@ -32,12 +32,12 @@ def made(folder, rank, steps=2):
 
 
 @distributed(world=2)
-def test_a_save_in_the_background_is_that_of_the_call_though_its_files_change_at_once(rank, world, tmp_path):
+def test_a_background_save_has_the_state_of_the_call_although_its_files_change_immediately(rank, world, tmp_path):
     state = made(tmp_path, rank)
     seen, writer = [], background().writer.pid  # an earlier save of this process may have started one
     pending = checkpoint.async_save(tmp_path / "saved", state, step=2, progress=lambda *each: seen.append(each))
-    assert seen[-1][0] == seen[-1][1] == pending.progress[1], "it is written before the call returns"
-    assert background().writer.pid == writer, "and by no other process"
+    assert seen[-1][0] == seen[-1][1] == pending.progress[1], "the file is written before the call returns"
+    assert background().writer.pid == writer, "no other process writes it"
     expected = content(state)
     train(state["model"], state["optimizer"], range(2, 4), rank)
     path = pending.result(60)
@@ -51,13 +51,13 @@ def test_a_save_in_the_background_is_that_of_the_call_though_its_files_change_at
 
 @pytest.mark.parametrize("interrupted", [0, more(1)])
 @distributed(world=2)
-def test_ctrl_c_while_the_call_writes_leaves_no_folder_and_the_latest_as_it_was(rank, world, tmp_path, interrupted):
+def test_ctrl_c_during_the_call_leaves_no_folder_and_does_not_change_latest(rank, world, tmp_path, interrupted):
     state = made(tmp_path, rank)
     first = checkpoint.async_save(tmp_path / "saved", state, step=2).result(60)
 
     def interrupt(written, total):
         [partial] = (tmp_path / "saved").glob(".step-*")
-        while len(names(partial)) < world:  # the other rank writes, too
+        while len(names(partial)) < world:  # wait until the other rank writes, too
             time.sleep(0.01)
         raise KeyboardInterrupt
 
@@ -67,14 +67,14 @@ def test_ctrl_c_while_the_call_writes_leaves_no_folder_and_the_latest_as_it_was(
     else:
         with pytest.raises(cs.CheckpointError, match=f"rank {interrupted}: KeyboardInterrupt"):
             checkpoint.async_save(tmp_path / "saved", state, step=3).result(60)
-    dist.barrier()  # rank 0 has removed it by now
+    dist.barrier()  # rank 0 has deleted the files
     assert names(tmp_path / "saved") == ["LATEST", first.name]
     assert checkpoint.latest(tmp_path / "saved") == 2
     assert checkpoint.async_save(tmp_path / "saved", state, step=4).result(60).name == "step-00000004"
 
 
 @distributed(world=2)
-def test_a_disk_that_is_full_in_the_call_fails_the_save_on_all_ranks(rank, world, tmp_path, monkeypatch):
+def test_a_full_disk_during_the_call_fails_the_save_on_all_ranks(rank, world, tmp_path, monkeypatch):
     state = made(tmp_path, rank)
     first = checkpoint.async_save(tmp_path / "saved", state, step=2).result(60)
 
@@ -87,12 +87,12 @@ def test_a_disk_that_is_full_in_the_call_fails_the_save_on_all_ranks(rank, world
     with pytest.raises(cs.CheckpointError, match=r"rank 1: OSError: \[Errno 28\] No space left .*rank-00001"):
         pending.result(60)
     monkeypatch.setattr(files, "observe", None)
-    dist.barrier()  # rank 0 has removed it when it has its result
+    dist.barrier()  # rank 0 deletes the files before its result is available
     assert names(tmp_path / "saved") == ["LATEST", first.name]
     assert checkpoint.async_save(tmp_path / "saved", state, step=4).result(60).name == "step-00000004"
 
 
-# Saves a state that is larger than its memory, and prints how much more is resident meanwhile.
+# Saves a state that is larger than the memory for it, and prints the additional resident memory.
 MEASURED = """
     import re, sys, threading, torch, composable_shard as cs
     from composable_shard import checkpoint
@@ -137,7 +137,7 @@ MEASURED = """
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
-def test_a_save_in_the_background_takes_no_memory_for_state_on_disk(tmp_path, on_disk):
+def test_a_background_save_needs_no_memory_for_state_on_disk(tmp_path, on_disk):
     command = [sys.executable, "-c", textwrap.dedent(MEASURED), str(tmp_path), str((16 << 20) * on_disk)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What states are made of: optimizers' own state dicts, wrapped and unready models, names, and devices"""
+"""Content of states: state dicts of optimizers, wrapped models and models on meta, names, and devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from composable_shard import checkpoint, testing
 from composable_shard.checkpoint._format.boxes import boxes_of
 
 needs_accelerator = pytest.mark.skipif(
-    not torch.accelerator.is_available(), reason="no accelerator: all that is loaded is on the CPU"
+    not torch.accelerator.is_available(), reason="no accelerator: all loaded tensors are on the CPU"
 )
 
 
@@ -32,7 +32,7 @@ def step(model, optimizer):
 
 
 def assert_same(one, two):
-    """Nested states are equal to the bit, tensors by dtype and value."""
+    """Check that nested states are bitwise identical."""
     assert type(one) is type(two)
     if isinstance(one, torch.Tensor):
         assert one.dtype == two.dtype
@@ -49,14 +49,14 @@ def assert_same(one, two):
         assert one == two
 
 
-def test_the_boxes_of_a_tensor_are_those_of_the_rank_that_asks():
+def test_the_boxes_of_a_tensor_depend_on_the_rank():
     tensors = []
     for rank in (0, 1):
         with testing.fake(2, rank):
             mesh = init_device_mesh("cpu", (2,))
             tensors.append(DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)], run_check=False))
             assert boxes_of("t", tensors[rank])[0].offsets == (2 * rank, 0)
-    for rank in (0, 1):  # after the groups are gone, too
+    for rank in (0, 1):  # also after the process groups are destroyed
         assert boxes_of("t", tensors[rank])[0].offsets == (2 * rank, 0)
 
 
@@ -81,7 +81,7 @@ def test_plain_state_of_a_sharded_parameter_is_refused(rank, world, tmp_path):
     with pytest.raises(cs.ShardConfigValueError, match=r"'momentum_buffer' of weight: is a plain .* make it a DTensor"):
         cs.full_optimizer_state_dict(model, optimizer)
     own["momentum_buffer"] = momentum
-    own["factor"] = torch.tensor(2.0)  # one number is not sharded
+    own["factor"] = torch.tensor(2.0)  # a 0-dim tensor is not sharded
     checkpoint.save(tmp_path, state, step=1)
 
 
@@ -100,7 +100,7 @@ def test_plain_state_of_one_rank_stays_plain(rank, world, tmp_path):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Steps another optimizer, and is saved as that one."""
+    """Steps another optimizer, and has the state dict of that optimizer."""
 
     def __init__(self, inner):
         super().__init__(inner.param_groups, inner.defaults)
@@ -118,13 +118,13 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class WithSlowWeights(Lookahead):
-    """Its state dict is not torch's."""
+    """Has another state dict format than torch's optimizers."""
 
     def state_dict(self):
         return {**self.inner.state_dict(), "slow": 1}
 
 
-def test_an_optimizer_around_another_is_saved_as_its_state_dict_says(tmp_path):
+def test_an_optimizer_wrapper_is_saved_by_its_state_dict(tmp_path):
     model = nn.Linear(4, 2).bfloat16()
     optimizer = Lookahead(sgd(model))
     model(torch.ones(2, 4).bfloat16()).sum().backward()
@@ -136,7 +136,7 @@ def test_an_optimizer_around_another_is_saved_as_its_state_dict_says(tmp_path):
     fresh = Lookahead(sgd(model))
     checkpoint.load(tmp_path, {"model": model, "optimizer": fresh})
     assert_same(fresh.inner.state_dict(), saved)
-    with pytest.raises(cs.ShardConfigValueError, match=r"optimizer: the state_dict of WithSlowWeights does not give"):
+    with pytest.raises(cs.ShardConfigValueError, match=r"optimizer: the state_dict of WithSlowWeights does not have"):
         checkpoint.save(tmp_path, {"model": model, "optimizer": WithSlowWeights(sgd(model))}, step=1)
 
 
@@ -160,11 +160,11 @@ def test_state_of_no_parameter_and_hooks_of_state_dicts_are_kept(tmp_path):
     assert fresh.state["scale"] == 2
     assert_same(fresh.state_dict(), torchs.state_dict())
     optimizer.state[7] = {"count": 1}
-    with pytest.raises(cs.ShardConfigValueError, match=r"optimizer: its state has the key 7, which is no parameter's"):
+    with pytest.raises(cs.ShardConfigValueError, match=r"optimizer: its state has the key 7, which is neither"):
         checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer}, step=1)
 
 
-def test_learning_rates_that_were_one_tensor_get_their_own_values(tmp_path):
+def test_learning_rates_that_shared_a_tensor_get_separate_values(tmp_path):
     model = nn.Linear(4, 2)
 
     def make(*rates):
@@ -182,7 +182,7 @@ def test_learning_rates_that_were_one_tensor_get_their_own_values(tmp_path):
 
 
 @distributed(world=1)
-def test_an_optimizer_of_meta_parameters_is_refused(rank, world, tmp_path):
+def test_an_optimizer_with_meta_parameters_is_refused(rank, world, tmp_path):
     model = cs.fully_shard(nn.Linear(4, 2))
     optimizer = sgd(model)
     step(model, optimizer)
@@ -190,7 +190,7 @@ def test_an_optimizer_of_meta_parameters_is_refused(rank, world, tmp_path):
     for shard in (cs.fully_shard, lambda module: module):
         with torch.device("meta"):
             other = shard(nn.Linear(4, 2))
-        with pytest.raises(cs.CheckpointMismatchError, match=r"optimizer: steps on parameters on the meta device"):
+        with pytest.raises(cs.CheckpointMismatchError, match=r"optimizer: has parameters on the meta device"):
             checkpoint.load(tmp_path, {"model": other, "optimizer": sgd(other)})
         assert other.weight.is_meta
         checkpoint.load(tmp_path, {"model": other})
@@ -201,7 +201,7 @@ def test_an_optimizer_of_meta_parameters_is_refused(rank, world, tmp_path):
     assert torch.equal(other.weight, model.weight.full_tensor())
 
 
-def test_two_tensors_of_one_key_are_refused_by_rank_too(tmp_path):
+def test_two_tensors_with_one_key_are_refused_in_per_rank_values_too(tmp_path):
     one, two = torch.zeros(2), torch.ones(2)
     for value in ({"a.b": one, "a": {"b": two}}, {1: one, "1": two}):
         with pytest.raises(cs.ShardConfigValueError, match=r"two tensors have the key each@0\."):
@@ -242,7 +242,7 @@ def test_compiled_and_replicated_models_keep_their_names(rank, world, tmp_path):
 
 @needs_accelerator
 @distributed(world=1)
-def test_what_is_loaded_is_on_its_device(rank, world, tmp_path):
+def test_loaded_tensors_are_on_their_devices(rank, world, tmp_path):
     device = torch.accelerator.current_accelerator().type
     mesh = init_device_mesh(device, (1,))
 

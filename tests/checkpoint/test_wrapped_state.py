@@ -1,4 +1,4 @@
-"""States of modules inside wrappers, of which hooks hide weights: each weight is loaded by the key that it has."""
+"""States of wrapped modules whose hooks hide weights. Each weight is loaded by its own key."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def assert_runs_as(model, plain, tied):
 @pytest.mark.parametrize("wrap", WRAPPERS)
 @pytest.mark.parametrize("kind", HIDING)
 @distributed(world=2)
-def test_full_states_are_loaded_into_wrapped_modules_that_hide_weights(rank, world, kind, wrap):
+def test_full_states_load_into_wrapped_modules_with_hidden_weights(rank, world, kind, wrap):
     plain = nn.Sequential(build(kind, 1))
     for engine in ENGINES:
         state = cs.full_state_dict(wrapped(build(kind, 1), wrap, engine), rank0_only=False)
@@ -79,7 +79,7 @@ def test_full_states_are_loaded_into_wrapped_modules_that_hide_weights(rank, wor
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
 @distributed(world=2)
-def test_a_full_state_of_the_model_without_hooks_fills_weights_that_hooks_hide(rank, world, wrap):
+def test_a_full_state_of_the_model_without_hooks_fills_hidden_weights(rank, world, wrap):
     torch.manual_seed(1)
     plain = nn.Sequential(Decoder())
     for options in ({}, {"broadcast_from_rank0": True}, {"assign": True}):
@@ -91,7 +91,7 @@ def test_a_full_state_of_the_model_without_hooks_fills_weights_that_hooks_hide(r
 @pytest.mark.parametrize("wrap", WRAPPERS)
 @pytest.mark.parametrize("kind", HIDING)
 @distributed(world=2)
-def test_checkpoints_are_loaded_into_wrapped_modules_that_hide_weights(rank, world, kind, wrap, tmp_path):
+def test_checkpoints_load_into_wrapped_modules_with_hidden_weights(rank, world, kind, wrap, tmp_path):
     plain = nn.Sequential(build(kind, 1))
     checkpoint.save(tmp_path, {"model": wrapped(build(kind, 1), wrap)}, step=0)
     unsharded = nn.Sequential(WRAPPERS[wrap](_hooked.on_meta(kind, build)))
@@ -101,7 +101,7 @@ def test_checkpoints_are_loaded_into_wrapped_modules_that_hide_weights(rank, wor
 
 
 @distributed(world=2)
-def test_a_key_that_a_load_hook_makes_and_no_module_takes_is_named(rank, world):
+def test_a_key_from_a_load_hook_that_no_module_loads_is_named(rank, world):
     state = cs.full_state_dict(wrapped(build("deleted", 1), "checkpoint"), rank0_only=False)
 
     def rename(module, state, prefix, *args):

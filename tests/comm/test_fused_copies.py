@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Counted(TorchDispatchMode):
-    """Records the names of the operators that run, except views."""
+    """Records the names of the operators that copy, concatenate or fill."""
 
     def __init__(self):
         super().__init__()

@@ -22,7 +22,7 @@ WORLD = 4
 
 
 class Counts(TorchDispatchMode):
-    """Counts operators that write to tensors or return results that they have computed, but no allocations and views."""
+    """Counts operators that compute or write tensors; views and allocations do not count."""
 
     def __init__(self):
         super().__init__()

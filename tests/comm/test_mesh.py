@@ -142,9 +142,7 @@ def test_devices_without_an_index_are_named_by_their_type(device_type):
 
 
 @pytest.mark.parametrize(("available", "expected"), [(True, "cuda"), (False, "cpu")])
-def test_the_default_is_an_accelerator_only_if_the_machine_has_one(
-    monkeypatch, available, expected
-):
+def test_the_default_is_an_accelerator_only_if_the_machine_has_one(monkeypatch, available, expected):
     monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     assert default_device_type() == expected

@@ -10,7 +10,7 @@ from composable_shard._comm.rounding import dequantise, noise_like, quantise, ro
 from composable_shard._policies import Wire
 
 FORMS = ("fp8", "int8")
-STEPS = {"fp8": 2.0**-4, "int8": 0.5 / 127}  # the largest error, relative to the number in fp8, to the block's largest number in int8
+STEPS = {"fp8": 2.0**-4, "int8": 0.5 / 127}  # the largest error, relative to the number (fp8) or block (int8)
 
 
 def through(blocks, form, noise=None, dtype=torch.float32):

@@ -1,12 +1,12 @@
-"""One behaviour as a test of both implementations, in each way that people run such tests.
+"""Test one behaviour with both implementations, in each way in which users run such tests.
 
     @contract()
-    def test_parameters_are_cut_along_dim_0(t): ...
+    def test_parameters_are_sharded_along_dim_0(t): ...
 
-makes six tests of it: with torch's `fully_shard` and with ours, each on ranks that are threads (torch's threaded
-process group), on ranks that are processes (gloo), and as one rank of torch's fake group. The body has the same
-asserts in all of them. In a fake group no value is right, so `t.same` compares what a tensor is, and not what is in it;
-a body that needs values is run in the ways of `REAL` alone.
+makes six tests: with torch's `fully_shard` and with ours, each on ranks that are threads (torch's threaded process
+group), on ranks that are processes (gloo), and as one rank of torch's fake process group. The asserts are the same in
+all of them. In a fake process group no values are correct, so `t.same` compares the shapes and dtypes of tensors, and
+not their values. A body that needs values runs only in the ways of `REAL`.
 
 `make test` runs torch's implementation in one of these ways, and `make matrix` in all.
 """
@@ -44,7 +44,7 @@ SEED = 42
 
 
 class Rank:
-    """What a body is given: one rank, and the implementation to test."""
+    """The argument of a test body: one rank, and the implementation to test."""
 
     def __init__(self, engine: str, way: str, rank: int, world: int) -> None:
         self.engine, self.way, self.rank, self.world = engine, way, rank, world
@@ -52,12 +52,12 @@ class Rank:
         self.real = way != "fake"
 
     def mesh(self, *shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-        """A mesh of the world: by default all ranks in one axis; of two, the first replicates."""
+        """A mesh of the world: by default, all ranks on one axis. With two axes, the first one replicates."""
         shape = shape or (self.world,)
         return named_mesh(shape, names or (("shard",) if len(shape) == 1 else ("replicate", "shard")))
 
     def build(self, make: Callable[[], M]) -> M:
-        """A model with the same parameters on every rank: threads share torch's generator, so values are set anew."""
+        """A model with the same parameters on every rank. Threads share torch's generator, so values are set here."""
         model = make()
         generator = torch.Generator().manual_seed(SEED)
         with torch.no_grad():
@@ -67,7 +67,7 @@ class Rank:
         return model
 
     def shard(self, model: M, mesh: DeviceMesh | None = None, **options: Any) -> M:
-        """Each child a group of its own, and the root; by default over all ranks."""
+        """Shard each child as a separate group, then the root; by default over all ranks."""
         mesh = mesh or self.mesh()
         for child in model.children():
             self.fully_shard(child, mesh=mesh, **options)
@@ -75,17 +75,17 @@ class Rank:
         return model
 
     def pair(self, make: Callable[[], M]) -> tuple[M, M]:
-        """Two copies of such a model: one to stay as it is, and one to shard."""
+        """Two copies of such a model: one to stay plain, and one to shard."""
         plain = self.build(make)
         return plain, copy.deepcopy(plain)
 
     def randn(self, *shape: int, step: int = 0, same: bool = False) -> torch.Tensor:
-        """Numbers that differ by rank and step; or by step alone."""
+        """Random numbers that differ by rank and step, or only by step."""
         generator = torch.Generator().manual_seed(1000 * (step + 1) + (0 if same else self.rank + 1))
         return torch.randn(shape, generator=generator)
 
     def same(self, actual: Any, expected: Any, **tolerance: Any) -> None:
-        """Both are equal; in a fake group, of one shape and dtype."""
+        """Check that both are equal; in a fake process group, that shape and dtype are equal."""
         if isinstance(actual, DTensor):
             actual, expected = own_part(actual, whole(expected))
         expected = whole(expected)
@@ -95,14 +95,14 @@ class Rank:
             assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
 
     def average_grads(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        """What the gradients of a plain copy of the model must become."""
+        """Average the gradients of a plain copy of the model, as expected values."""
         for param in model.parameters():
             if param.grad is not None:
                 dist.all_reduce(param.grad, group=group)
                 param.grad.div_(dist.get_world_size(group))
 
     def parity(self, plain: nn.Module, sharded: nn.Module, prefixes_to_ignore: tuple[str, ...] = ()) -> None:
-        """Torch's own check that each rank holds its part of the plain model's parameters and gradients."""
+        """Torch's own check that each rank has its part of the plain model's parameters and gradients."""
         if self.real:
             common_fsdp().check_sharded_parity(asserts(), plain, sharded, prefixes_to_ignore)
         else:
@@ -120,7 +120,7 @@ class Rank:
         steps: int = 2,
         loss: Callable[[Any], torch.Tensor] = lambda out: out.sum(),
     ) -> None:
-        """Some steps of both; losses, gradients and parameters must agree in each."""
+        """Train both models; losses, gradients and parameters must agree in each step."""
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, sharded)]
         for step in range(steps):
             losses = []
@@ -138,7 +138,7 @@ class Rank:
         self.same_params(sharded, plain)
 
     def same_params(self, sharded: nn.Module, plain: nn.Module) -> None:
-        """Gradients and parameters agree, by name."""
+        """Check that gradients and parameters agree, by name."""
         shards = dict(sharded.named_parameters())
         for name, param in plain.named_parameters():
             shard = shards[name]
@@ -154,7 +154,7 @@ def layers(count: int = 3, dim: int = 8) -> nn.Sequential:
 
 
 def own_part(value: DTensor, of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What this rank holds of a tensor, and the same part of another; all of both where parts are not in one piece."""
+    """This rank's part of a tensor and the same part of another; the full tensors if parts are not contiguous."""
     if any(p.is_partial() or isinstance(p, _StridedShard) for p in value.placements) or value.shape != of.shape:
         return whole(value), of
     return value.to_local(), cut(of, (value.device_mesh, value.placements))
@@ -172,7 +172,7 @@ def _without(name: str, prefixes: tuple[str, ...]) -> str:
 
 @functools.cache
 def common_fsdp() -> Any:
-    """Torch's helpers, which its tests and those of its users share."""
+    """Torch's helpers, which its own tests and users' tests share."""
     from torch.testing._internal import common_fsdp as module
 
     return module
@@ -180,7 +180,7 @@ def common_fsdp() -> Any:
 
 @functools.cache
 def asserts() -> Any:
-    """What torch's helpers call a test case."""
+    """An object with the methods of a test case that torch's helpers call."""
     from torch.testing._internal.common_utils import TestCase
 
     return TestCase()
@@ -189,12 +189,12 @@ def asserts() -> Any:
 def contract(
     world: int = 2, ways: tuple[str, ...] = WAYS, transport: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a body into tests of both implementations in each of these ways.
+    """Turn a body into tests of both implementations in each of these ways.
 
     Args:
         world: number of ranks.
         ways: some of `WAYS`.
-        transport: how ours communicates; "torch" where the body patches or counts torch's collectives.
+        transport: transport of our implementation; "torch" if the body patches or counts torch's collectives.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -218,7 +218,7 @@ def contract(
 
 
 def _cases(ways: tuple[str, ...]) -> list[Any]:
-    """Torch's implementation in one way, which shows that the asserts are right; in the others with `make matrix`."""
+    """The marks of a way: torch's implementation, which validates the asserts, runs in one way, else in the matrix."""
     first = "processes" if "processes" in ways else ways[0]
     return [("torch", way) if way == first else more("torch", way) for way in ways] + [("ours", way) for way in ways]
 

@@ -1,4 +1,4 @@
-"""Gradient accumulation, with and without reduction of each microbatch, and microbatches of pipelines."""
+"""Gradient accumulation, with and without a reduction in each microbatch, and microbatches of pipelines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def layers(count=3, dim=8):
 
 @contract()
 @pytest.mark.parametrize(("recurse", "reshard"), [(True, True), (False, False)])
-def test_gradients_are_reduced_with_the_last_microbatch_alone(t, recurse, reshard):
+def test_gradients_are_reduced_in_the_last_microbatch_only(t, recurse, reshard):
     plain, model = t.pair(layers)
     t.shard(model, reshard_after_forward=reshard)
     for step in range(2):
@@ -35,7 +35,7 @@ def test_gradients_are_reduced_with_the_last_microbatch_alone(t, recurse, reshar
 
 
 @contract()
-def test_gradients_that_are_reduced_each_time_add_up(t):
+def test_gradients_reduced_in_each_microbatch_add_up(t):
     plain, model = t.pair(layers)
     t.shard(model)
     for micro in range(3):
@@ -46,7 +46,7 @@ def test_gradients_that_are_reduced_each_time_add_up(t):
 
 
 @contract()
-def test_some_modules_reduce_each_time_and_others_with_the_last(t):
+def test_some_modules_reduce_in_each_microbatch_and_others_in_the_last(t):
     plain, model = t.pair(layers)
     t.shard(model)
     for micro in range(3):
@@ -58,7 +58,7 @@ def test_some_modules_reduce_each_time_and_others_with_the_last(t):
 
 
 @contract()
-def test_gradients_are_none_until_they_are_reduced_with_all_of_them_kept_aside(t):
+def test_gradients_are_none_until_they_are_reduced(t):
     model = t.build(layers)
     t.shard(model)
     model.set_requires_gradient_sync(False)
@@ -67,7 +67,7 @@ def test_gradients_are_none_until_they_are_reduced_with_all_of_them_kept_aside(t
 
 
 @contract()
-def test_parameters_may_stay_gathered_between_microbatches(t):
+def test_parameters_may_stay_unsharded_between_microbatches(t):
     plain, model = t.pair(layers)
     t.shard(model)
     for micro in range(3):
@@ -81,7 +81,7 @@ def test_parameters_may_stay_gathered_between_microbatches(t):
 
 @contract(world=4)
 @pytest.mark.parametrize("scatter", [True, False])
-def test_replicas_reduce_among_themselves_with_the_last_microbatch_alone(t, scatter):
+def test_replicas_all_reduce_in_the_last_microbatch_only(t, scatter):
     plain, model = t.pair(layers)
     t.shard(model, mesh=t.mesh(2, 2))
     for step in range(2):
@@ -100,7 +100,7 @@ def test_replicas_reduce_among_themselves_with_the_last_microbatch_alone(t, scat
 
 
 @contract()
-def test_forwards_of_all_microbatches_come_before_their_backwards(t):
+def test_all_forwards_before_all_backwards(t):
     plain, model = t.pair(Transformer)
     for block in model.blocks:
         t.fully_shard(block, mesh=t.mesh(), reshard_after_forward=False)
@@ -123,7 +123,7 @@ def test_forwards_of_all_microbatches_come_before_their_backwards(t):
 
 
 @contract()
-def test_one_forward_one_backward_in_turns_as_pipelines_do(t):
+def test_alternating_forwards_and_backwards_like_pipelines(t):
     plain, model = t.pair(layers)
     t.shard(model, reshard_after_forward=False)
     for each in (plain, model):
@@ -181,7 +181,7 @@ def test_a_head_that_runs_in_chunks_of_the_loss(t):
 
 
 @contract()
-def test_gradients_that_were_set_to_zero_add_up_as_those_that_were_set_to_none(t):
+def test_zeroed_gradients_accumulate_like_none(t):
     plain, model = t.pair(layers)
     t.shard(model)
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Activation checkpointing of each kind, inside and around sharded modules."""
+"""Activation checkpointing of each type, inside and around sharded modules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PREFIX = "_checkpoint_wrapped_module."
 
 
 class Checkpointed(Transformer):
-    """The model calls its blocks inside of `torch.utils.checkpoint`."""
+    """A model that calls its blocks inside of `torch.utils.checkpoint`."""
 
     reentrant = False
 
@@ -89,7 +89,7 @@ def test_blocks_are_checkpointed_and_then_sharded(t, kind):
 
 @contract()
 @pytest.mark.parametrize("reshard", [True, False])
-def test_a_block_whose_parts_are_sharded_too(t, reshard):
+def test_a_block_with_sharded_submodules(t, reshard):
     plain, model = t.pair(Transformer)
     composable(model)
     for block in model.blocks:

@@ -16,8 +16,8 @@ def layers(dim=8):
 
 @contract(ways=REAL, world=4)
 @pytest.mark.parametrize(("norm", "shape"), [(2, (4,)), (2, (2, 2)), (1, (4,)), (float("inf"), (2, 2))])
-def test_the_norm_is_that_of_the_whole_gradients(t, norm, shape):
-    # uneven but nowhere empty: torch knows no greatest element of nothing
+def test_the_norm_is_the_norm_of_the_full_gradients(t, norm, shape):
+    # uneven, but empty on no rank: torch cannot compute the maximum of an empty tensor
     plain, model = t.pair(lambda: nn.Sequential(nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 4)))
     t.shard(model, t.mesh(*shape))
     for step in range(2):
@@ -35,7 +35,7 @@ def test_the_norm_is_that_of_the_whole_gradients(t, norm, shape):
 
 
 @contract()
-def test_a_small_norm_changes_nothing_and_a_mixed_order_of_calls_is_right(t):
+def test_a_large_max_norm_changes_nothing_and_separate_calls_clip_alike(t):
     plain, model = t.pair(layers)
     t.shard(model, t.mesh())
     for each in (plain, model):
@@ -50,7 +50,7 @@ def test_a_small_norm_changes_nothing_and_a_mixed_order_of_calls_is_right(t):
 
 
 @contract(ways=REAL)
-def test_gradients_that_are_not_finite_are_noticed_if_asked(t):
+def test_error_if_nonfinite_detects_infinite_gradients(t):
     model = t.shard(t.build(layers), t.mesh())
     (model(t.randn(4, 8)) * (float("inf") if t.rank == 0 else 1.0)).sum().backward()
     with pytest.raises(RuntimeError, match="non-finite"):

@@ -1,4 +1,4 @@
-"""What is communicated: factors, sums, and communication of the user's own."""
+"""Collectives: their number, division factors, sums, and custom communication."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def counts(body):
 
 @contract(ways=("processes", "fake"), transport="torch")
 @pytest.mark.parametrize("reshard", [True, False])
-def test_tools_of_torch_count_a_gather_and_a_reduction_for_each_group(t, reshard):
+def test_torchs_tools_count_a_gather_and_a_reduction_per_group(t, reshard):
     model = t.shard(t.build(layers), reshard_after_forward=reshard)
     out = []
     found = counts(lambda: out.append(model(t.randn(2, 8)).sum()))
@@ -39,7 +39,7 @@ def test_tools_of_torch_count_a_gather_and_a_reduction_for_each_group(t, reshard
 
 
 @contract(world=4, ways=("processes", "fake"), transport="torch")
-def test_tools_of_torch_count_an_all_reduce_for_each_group_with_replicas(t):
+def test_torchs_tools_count_an_all_reduce_per_group_with_replicas(t):
     model = t.shard(t.build(layers), mesh=t.mesh(2, 2))
     found = counts(lambda: model(t.randn(2, 8)).sum().backward())
     assert found == {c10d._allgather_base_: 4, c10d._reduce_scatter_base_: 2, c10d.allreduce_: 2}
@@ -64,7 +64,7 @@ def test_parameters_that_stay_after_backward_are_not_gathered_again(t):
 
 
 @contract(ways=("processes", "fake"), transport="torch")
-def test_reshard_by_hand_after_forward_has_backward_gather_again(t):
+def test_backward_gathers_again_after_an_explicit_reshard(t):
     model = t.shard(t.build(layers), reshard_after_forward=False)
     out = []
     assert counts(lambda: out.append(model(t.randn(2, 8)).sum())) == {c10d._allgather_base_: 2}
@@ -108,7 +108,7 @@ def test_gradients_may_be_divided_by_another_factor(t, shape):
 
 @contract(world=4, ways=REAL)
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
-def test_collectives_may_only_add(t, shape):
+def test_reductions_may_use_sums_only(t, shape):
     plain, model = t.pair(layers)
     t.shard(model, mesh=t.mesh(*shape))
     for module in (model, *model):
@@ -117,7 +117,7 @@ def test_collectives_may_only_add(t, shape):
 
 
 class Gathers:
-    """An all-gather that counts, in memory of its own."""
+    """An all-gather that counts its calls and allocates its own memory."""
 
     def __init__(self):
         self.allocated, self.called = 0, 0
@@ -133,7 +133,7 @@ class Gathers:
 
 
 class Scatters(Gathers):
-    """A reduce-scatter that counts."""
+    """A reduce-scatter that counts its calls."""
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         self.called += 1
@@ -142,7 +142,7 @@ class Scatters(Gathers):
 
 
 @contract()
-def test_gathers_and_reductions_of_the_users_own(t):
+def test_custom_gathers_and_reductions(t):
     plain, model = t.pair(layers)
     t.shard(model)
     gathers, scatters = Gathers(), Scatters()
@@ -157,7 +157,7 @@ def test_gathers_and_reductions_of_the_users_own(t):
 
 
 @contract()
-def test_a_hook_behind_the_reduction_changes_the_gradient(t):
+def test_the_all_reduce_hook_changes_the_gradient(t):
     plain, model = t.pair(layers)
     t.shard(model)
     for layer in model:
@@ -170,7 +170,7 @@ def test_a_hook_behind_the_reduction_changes_the_gradient(t):
 
 
 @contract()
-def test_reductions_may_have_a_group_of_their_own(t):
+def test_reductions_can_use_a_separate_process_group(t):
     plain, model = t.pair(layers)
     t.shard(model)
     if not hasattr(model, "set_separate_reduce_scatter_group"):
@@ -180,7 +180,7 @@ def test_reductions_may_have_a_group_of_their_own(t):
 
 
 @contract()
-def test_the_number_of_reductions_in_flight_is_checked(t):
+def test_a_wrong_number_of_reductions_in_flight_is_refused(t):
     plain, model = t.pair(layers)
     t.shard(model)
     if not hasattr(model, "set_reduce_scatter_max_input_buffers"):

@@ -1,4 +1,4 @@
-"""Parameters without gradients, beside and between those that have some."""
+"""Frozen parameters next to and between trained ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contract._ways import contract, layers
 
 @contract()
 @pytest.mark.parametrize("reshard", [True, False])
-def test_some_parameters_of_each_group(t, reshard):
+def test_some_parameters_of_each_group_are_frozen(t, reshard):
     plain, model = t.pair(layers)
     for each in (plain, model):
         for layer in each:
@@ -24,7 +24,7 @@ def test_some_parameters_of_each_group(t, reshard):
 
 @contract()
 @pytest.mark.parametrize("frozen", [(0,), (1,), (1, 2)])
-def test_all_parameters_of_some_groups(t, frozen):
+def test_all_parameters_of_some_groups_are_frozen(t, frozen):
     plain, model = t.pair(layers)
     for each in (plain, model):
         for place in frozen:
@@ -35,7 +35,7 @@ def test_all_parameters_of_some_groups(t, frozen):
 
 
 @contract()
-def test_they_may_change_their_minds_between_steps(t):
+def test_requires_grad_may_change_between_steps(t):
     plain, model = t.pair(layers)
     t.shard(model)
     for step in range(3):
@@ -100,7 +100,7 @@ def test_low_rank_adapters_on_a_frozen_transformer(t):
 
 
 @contract()
-def test_a_model_that_is_frozen_altogether_gives_gradients_of_its_input(t):
+def test_a_fully_frozen_model_computes_gradients_of_its_input(t):
     plain, model = t.pair(lambda: layers().requires_grad_(False))
     t.shard(model)
     grads = []

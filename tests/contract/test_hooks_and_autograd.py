@@ -1,4 +1,4 @@
-"""Hooks of users on modules, parameters and gradients; graphs of unusual shape."""
+"""Users' hooks on modules, parameters and gradients; unusual autograd graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contract._ways import REAL, common_fsdp, contract, layers
 
 
 @contract()
-def test_hooks_behind_the_accumulation_of_a_gradient_see_the_reduced_one(t):
+def test_post_accumulate_hooks_see_the_reduced_gradient(t):
     plain, model = t.pair(layers)
     t.shard(model)
     seen = {}
@@ -30,7 +30,7 @@ def test_hooks_behind_the_accumulation_of_a_gradient_see_the_reduced_one(t):
 
 
 @contract()
-def test_an_optimizer_may_step_in_these_hooks(t):
+def test_an_optimizer_may_step_in_post_accumulate_hooks(t):
     plain, model = t.pair(layers)
     t.shard(model)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
@@ -57,7 +57,7 @@ def test_an_optimizer_may_step_in_these_hooks(t):
 
 
 @contract()
-def test_hooks_of_modules_see_whole_parameters_and_run_once(t):
+def test_module_hooks_see_unsharded_parameters_and_run_once(t):
     model = t.build(layers)
     calls = []
     for place, layer in enumerate(model):
@@ -71,14 +71,14 @@ def test_hooks_of_modules_see_whole_parameters_and_run_once(t):
 
 
 @contract()
-def test_full_backward_hooks_of_modules_run_once_each_from_the_last_to_the_first(t):
+def test_full_backward_hooks_run_once_each_in_reverse_order(t):
     model = t.build(layers)
     t.shard(model)
     calls = []
     for place, layer in enumerate(model):
         layer.register_full_backward_hook(lambda m, gi, go, i=place: calls.append((i, go[0].shape)))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's warns of the view that such a hook makes of an output
+        warnings.simplefilter("ignore")  # FSDP2 warns about the view of an output that such a hook makes
         model(t.randn(2, 8)).sum().backward()
     assert calls == [(i, (2, 8)) for i in (2, 1, 0)]
 
@@ -94,7 +94,7 @@ def test_a_forward_hook_may_change_inputs_and_outputs(t):
 
 
 @contract()
-def test_an_output_that_is_not_used_does_not_keep_others_from_training(t):
+def test_an_unused_output_does_not_prevent_training(t):
     plain, model = t.pair(lambda: nn.ModuleList(common_fsdp().DoubleLinear(8) for _ in range(2)))
     for layer in model:
         t.fully_shard(layer, mesh=t.mesh())
@@ -108,7 +108,7 @@ def test_an_output_that_is_not_used_does_not_keep_others_from_training(t):
 
 
 @contract()
-def test_a_module_whose_output_is_not_used_at_all(t):
+def test_a_module_whose_output_is_unused(t):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -160,7 +160,7 @@ def test_activations_in_dataclasses_dicts_and_none(t):
 
 
 @contract()
-def test_backward_through_a_part_of_the_graph_and_then_the_rest(t):
+def test_backward_through_one_part_of_the_graph_and_then_the_rest(t):
     plain, model = t.pair(layers)
     t.shard(model)
     for each in (plain, model):
@@ -172,7 +172,7 @@ def test_backward_through_a_part_of_the_graph_and_then_the_rest(t):
 
 
 @contract()
-def test_losses_of_two_forwards_that_are_added(t):
+def test_the_sum_of_the_losses_of_two_forwards(t):
     plain, model = t.pair(layers)
     t.shard(model)
     for each in (plain, model):
@@ -206,7 +206,7 @@ def test_a_gradient_scaler_trains_and_skips_a_step_that_overflows_on_one_rank(t)
 
 
 @contract()
-def test_after_an_exception_in_forward_and_a_reset_training_goes_on(t):
+def test_training_continues_after_an_exception_in_forward_and_a_reset(t):
     plain, model = t.pair(layers)
     t.shard(model)
 
@@ -240,7 +240,7 @@ def test_tensor_hooks_on_outputs_and_inputs(t):
 
 
 @contract()
-def test_ranks_may_use_different_parameters_if_those_without_a_gradient_are_reduced_as_zeros(t):
+def test_ranks_may_use_different_parameters_if_unused_ones_get_zeros(t):
     class Chooses(nn.Module):
         def __init__(self):
             super().__init__()
@@ -264,7 +264,7 @@ def test_ranks_may_use_different_parameters_if_those_without_a_gradient_are_redu
 
 
 @contract()
-def test_after_an_exception_in_backward_and_a_reset_training_goes_on(t):
+def test_training_continues_after_an_exception_in_backward_and_a_reset(t):
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -302,7 +302,7 @@ def test_recurrent_layers(t):
 
 
 @contract()
-def test_attention_of_torch(t):
+def test_torchs_transformer_encoder_layer(t):
     make = lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)  # noqa: E731
     plain, model = t.pair(make)
     t.fully_shard(model, mesh=t.mesh())

@@ -1,4 +1,4 @@
-"""Models that are made without memory, and shards that live on the CPU."""
+"""Models on the meta device, and shards that are offloaded to the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def layers(dim=8):
 
 @contract(world=4)
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
-def test_a_model_on_meta_is_sharded_given_memory_and_initialised(t, shape):
+def test_a_meta_model_is_sharded_materialised_and_initialised(t, shape):
     with torch.device("meta"):
         model = layers()
     t.shard(model, mesh=t.mesh(*shape))
@@ -43,7 +43,7 @@ def test_a_model_on_meta_is_sharded_given_memory_and_initialised(t, shape):
 
 
 @contract()
-def test_parameters_reset_themselves_after_sharding(t):
+def test_reset_parameters_works_after_sharding(t):
     with torch.device("meta"):
         model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
     t.shard(model)
@@ -54,7 +54,7 @@ def test_parameters_reset_themselves_after_sharding(t):
 
 
 @contract()
-def test_parameters_that_are_still_on_meta_at_the_first_forward_are_named(t):
+def test_parameters_still_on_meta_at_the_first_forward_are_listed(t):
     with torch.device("meta"):
         model = layers()
     t.shard(model)
@@ -63,7 +63,7 @@ def test_parameters_that_are_still_on_meta_at_the_first_forward_are_named(t):
 
 
 @contract()
-def test_buffers_get_memory_with_the_parameters(t):
+def test_buffers_are_materialised_with_the_parameters(t):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     t.shard(model)
@@ -73,7 +73,7 @@ def test_buffers_get_memory_with_the_parameters(t):
 
 
 @contract()
-def test_offloaded_shards_train_as_others(t):
+def test_offloaded_shards_train(t):
     plain, model = t.pair(layers)
     t.shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     t.train(plain, model, lambda step: t.randn(2, 8, step=step))
@@ -93,7 +93,7 @@ def test_offloaded_shards_with_accumulation(t):
 
 
 @contract(ways=REAL)
-def test_rank_0_has_the_values_and_sends_them_to_ranks_that_have_a_model_on_meta(t):
+def test_rank_0_broadcasts_values_to_ranks_with_a_meta_model(t):
     plain = t.build(layers)
     with torch.device("meta"):
         model = layers()

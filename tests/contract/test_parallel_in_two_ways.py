@@ -27,7 +27,7 @@ class MLP(nn.Module):
         self.up, self.down = nn.Linear(dim, 2 * dim, bias=False), nn.Linear(2 * dim, dim, bias=False)
 
     def forward(self, x):
-        return self.down(self.up(x).relu()).tanh()  # not the view that parallel layers give
+        return self.down(self.up(x).relu()).tanh()  # not the view that tensor-parallel layers return
 
 
 def mlps():
@@ -42,13 +42,13 @@ def parallel(t, model, mesh, **options):
 
 
 def batch(t, mesh, step=0):
-    """Numbers that differ along the data axis alone."""
+    """Random numbers that differ only along the data-parallel axis."""
     generator = torch.Generator().manual_seed(100 * step + mesh.get_local_rank("dp"))
     return torch.randn(3, 8, generator=generator)
 
 
 @contract(world=4)
-def test_placements_of_both_kinds_are_combined(t):
+def test_placements_of_tensor_and_data_parallelism_are_combined(t):
     mesh = t.mesh(2, 2, names=NAMES)
     model = parallel(t, mlps(), mesh)
     up, down = model[0].up.weight, model[0].down.weight
@@ -64,7 +64,7 @@ def test_placements_of_both_kinds_are_combined(t):
 
 @contract(world=4)
 @pytest.mark.parametrize(("reshard", "offload"), [(True, False), (False, True)])
-def test_it_trains_as_the_plain_model(t, reshard, offload):
+def test_a_tensor_parallel_model_trains_like_the_plain_model(t, reshard, offload):
     mesh = t.mesh(2, 2, names=NAMES)
     plain, model = t.pair(mlps)
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
@@ -82,7 +82,7 @@ def test_it_trains_as_the_plain_model(t, reshard, offload):
 
 
 @contract(world=4, ways=REAL)
-def test_its_gradients_are_clipped_by_the_norm_of_the_whole(t):
+def test_gradients_are_clipped_by_the_norm_over_both_axes(t):
     mesh = t.mesh(2, 2, names=NAMES)
     plain, model = t.pair(mlps)
     parallel(t, model, mesh)
@@ -95,7 +95,7 @@ def test_its_gradients_are_clipped_by_the_norm_of_the_whole(t):
 
 
 @contract(world=4)
-def test_weights_are_parallel_tensors_in_forward(t):
+def test_weights_are_tensor_parallel_dtensors_in_forward(t):
     mesh = t.mesh(2, 2, names=NAMES)
     seen = []
     model = t.build(mlps)
@@ -109,7 +109,7 @@ def test_weights_are_parallel_tensors_in_forward(t):
 
 
 @contract(world=4, ways=PROCESSES)
-def test_its_whole_state_dict_is_gathered_and_loaded(t):
+def test_the_full_state_dict_is_gathered_and_loaded(t):
     mesh = t.mesh(2, 2, names=NAMES)
     plain, model = t.pair(mlps)
     parallel(t, model, mesh)
@@ -134,7 +134,7 @@ def test_low_precision(t):
 
 
 @contract(world=4)
-def test_a_model_of_which_only_a_part_is_parallel(t):
+def test_a_model_that_is_only_partly_tensor_parallel(t):
     mesh = t.mesh(2, 2, names=NAMES)
     plain, model = t.pair(lambda: nn.Sequential(MLP(), nn.LayerNorm(8), MLP()))
     for place in (0, 2):
@@ -150,7 +150,7 @@ def test_a_model_of_which_only_a_part_is_parallel(t):
 
 
 @contract(world=4)
-def test_replicated_parallel_parameters_are_cut_too(t):
+def test_replicated_tensor_parallel_parameters_are_sharded(t):
     mesh = t.mesh(2, 2, names=NAMES)
     model = parallelize_module(nn.Linear(8, 8), mesh["tp"], RowwiseParallel())
     t.fully_shard(model, mesh=mesh["dp"])
@@ -159,7 +159,7 @@ def test_replicated_parallel_parameters_are_cut_too(t):
 
 
 @contract(world=4)
-def test_both_kinds_may_cut_different_dims(t):
+def test_the_two_axes_may_shard_different_dims(t):
     mesh = t.mesh(2, 2, names=NAMES)
     plain, model = t.pair(mlps)
 
@@ -181,7 +181,7 @@ def test_both_kinds_may_cut_different_dims(t):
     ("shape", "sequence", "checkpointing"),
     [((1, 2, 2), False, False), ((2, 1, 2), True, False), ((1, 2, 2), True, True)],
 )
-def test_torchs_stack_of_layers_on_a_mesh_of_three_axes(t, shape, sequence, checkpointing):
+def test_torchs_mlp_stack_on_a_mesh_of_three_axes(t, shape, sequence, checkpointing):
     helpers = common_fsdp()
     mesh = t.mesh(*shape, names=("replicate", "shard", "tp"))
     dim = 8
@@ -192,7 +192,7 @@ def test_torchs_stack_of_layers_on_a_mesh_of_three_axes(t, shape, sequence, chec
     generator = torch.Generator().manual_seed(t.rank // 2)
     optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (plain, model)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's warns of views, which parallel layers return
+        warnings.simplefilter("ignore")  # FSDP2 warns about views, which tensor-parallel layers return
         for _ in range(2):
             x = torch.randn(2, 4, dim, generator=generator)
             losses = []
@@ -210,7 +210,7 @@ def test_torchs_stack_of_layers_on_a_mesh_of_three_axes(t, shape, sequence, chec
 
 @contract(world=4)
 @pytest.mark.parametrize("replicas", [False, True])
-def test_parameters_on_the_whole_mesh_are_sharded_over_the_axes_that_are_named(t, replicas):
+def test_parameters_on_the_full_mesh_are_sharded_over_the_named_axes(t, replicas):
     names = ("dp", "tp") if not replicas else ("rep", "dp")
     mesh = t.mesh(2, 2, names=names)
     plain, model = t.pair(lambda: nn.Linear(8, 8, bias=False))
@@ -230,7 +230,7 @@ def test_parameters_on_the_whole_mesh_are_sharded_over_the_axes_that_are_named(t
 
 
 @contract(world=4)
-def test_parameters_of_one_call_may_be_cut_on_meshes_of_their_own(t):
+def test_parameters_of_one_call_may_be_sharded_over_different_meshes(t):
     mesh = t.mesh(2, 2, names=("replicate", "shard"))
     plain, model = t.pair(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
     experts = set(model[2].parameters())

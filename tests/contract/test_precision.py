@@ -1,4 +1,4 @@
-"""Mixed precision: what is gathered, reduced, cast, and in which dtype gradients come back."""
+"""Mixed precision: the dtypes of gathered parameters, reductions, inputs, outputs and gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Records(nn.Module):
 
 @contract()
 @pytest.mark.parametrize("reshard", [True, False])
-def test_parameters_are_gathered_in_the_dtype_of_compute_and_gradients_are_those_of_parameters(t, reshard):
+def test_parameters_are_gathered_in_param_dtype_and_gradients_have_the_stored_dtype(t, reshard):
     plain, model = t.pair(mlps)
     low = copy.deepcopy(plain).to(BF16)
     t.shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16), reshard_after_forward=reshard)
@@ -59,7 +59,7 @@ def test_parameters_are_gathered_in_the_dtype_of_compute_and_gradients_are_those
 
 
 @contract(ways=REAL)
-def test_a_wider_dtype_of_reduction_adds_the_gradients_in_it(t):
+def test_a_wider_reduce_dtype_adds_gradients_in_that_dtype(t):
     plain, model = t.pair(mlps)
     low = copy.deepcopy(plain).to(BF16)
     t.shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
@@ -73,7 +73,7 @@ def test_a_wider_dtype_of_reduction_adds_the_gradients_in_it(t):
 
 
 @contract(ways=REAL)
-def test_a_narrower_dtype_of_reduction_rounds_the_gradients_first(t):
+def test_a_narrower_reduce_dtype_rounds_gradients_first(t):
     plain, model = t.pair(mlps)
     t.shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
     x = t.randn(2, 8)
@@ -87,7 +87,7 @@ def test_a_narrower_dtype_of_reduction_rounds_the_gradients_first(t):
 
 
 @contract(ways=REAL)
-def test_microbatches_add_up_in_the_dtype_of_reduction(t):
+def test_microbatches_accumulate_in_the_reduce_dtype(t):
     plain, model = t.pair(mlps)
     low = copy.deepcopy(plain).to(BF16)
     t.shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
@@ -106,7 +106,7 @@ def test_microbatches_add_up_in_the_dtype_of_reduction(t):
 
 
 @contract(transport="torch")
-def test_the_collectives_carry_the_dtypes_of_the_policy(t):
+def test_collectives_use_the_dtypes_of_the_policy(t):
     model = t.shard(t.build(mlps), mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
     seen = []
     helpers = common_fsdp()
@@ -117,11 +117,11 @@ def test_the_collectives_carry_the_dtypes_of_the_policy(t):
     with helpers.patch_reduce_scatter(note):
         model(t.randn(2, 8)).sum().backward()
     assert set(seen) <= {torch.float32}
-    assert len(seen) >= 3 or t.way == "threads"  # which patch one and the same function
+    assert len(seen) >= 3 or t.way == "threads"  # threads patch the same function
 
 
 @contract()
-def test_outputs_are_cast_if_the_policy_says_so(t):
+def test_outputs_are_cast_to_output_dtype(t):
     policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=torch.float32)
     model = t.shard(t.build(mlps), mp_policy=policy)
     out = model(t.randn(2, 8))
@@ -131,7 +131,7 @@ def test_outputs_are_cast_if_the_policy_says_so(t):
 
 
 @contract()
-def test_inputs_are_cast_also_in_structures_but_integers_are_not(t):
+def test_floating_point_inputs_are_cast_in_nested_structures(t):
     seen = {}
 
     class Model(nn.Module):
@@ -150,7 +150,7 @@ def test_inputs_are_cast_also_in_structures_but_integers_are_not(t):
 
 
 @contract()
-def test_inputs_of_a_dataclass_are_cast(t):
+def test_inputs_in_a_dataclass_are_cast(t):
     seen = {}
 
     @dataclasses.dataclass
@@ -178,7 +178,7 @@ def test_inputs_of_a_dataclass_are_cast(t):
 
 
 @contract()
-def test_inputs_are_not_cast_if_the_policy_says_so(t):
+def test_inputs_are_not_cast_without_cast_forward_inputs(t):
     seen = {}
     model = nn.Sequential(Records(seen, "first"))
     policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
@@ -241,7 +241,7 @@ def test_buffers_are_not_cast(t):
 
 
 @contract()
-def test_parameters_in_half_precision_train_so(t):
+def test_parameters_stored_in_half_precision_train(t):
     plain, model = t.pair(lambda: mlps().to(BF16))
     t.shard(model, mp_policy=MixedPrecisionPolicy())
     x = t.randn(2, 8).to(BF16)

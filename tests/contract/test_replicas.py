@@ -1,4 +1,4 @@
-"""Meshes of replicas, and hooks behind their reduction."""
+"""Meshes with replicas, and hooks after the reduction."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_gradients_are_averaged_over_all_ranks(t, shape, reshard):
 
 
 @contract(world=4)
-def test_a_transformer_of_which_parts_are_replicated(t):
+def test_a_transformer_that_is_partly_replicated(t):
     plain, model = t.pair(Transformer)
     for block in model.blocks:
         t.fully_shard(block, mesh=t.mesh(2, 2))
@@ -36,7 +36,7 @@ def test_a_transformer_of_which_parts_are_replicated(t):
 
 
 @contract(world=4, ways=REAL)
-def test_rank_0_sends_its_replica_to_the_others(t):
+def test_rank_0_broadcasts_its_replica(t):
     model = t.build(layers)
     mesh = t.mesh(2, 2)
     if mesh.get_local_rank(0):
@@ -52,7 +52,7 @@ def test_rank_0_sends_its_replica_to_the_others(t):
 
 
 @contract(world=4, ways=REAL)
-def test_a_hook_of_the_users_own_may_reduce_over_replicas(t):
+def test_a_custom_hook_may_reduce_over_replicas(t):
     plain, model = t.pair(layers)
     mesh = t.mesh(2, 2)
     t.shard(model, mesh["shard"])
@@ -77,7 +77,7 @@ def test_a_hook_of_the_users_own_may_reduce_over_replicas(t):
 
 
 @contract(world=4)
-def test_reshard_to_two_ranks_on_a_mesh_of_replicas_of_two_is_reshard(t):
+def test_reshard_to_the_full_shard_axis_is_reshard(t):
     plain, model = t.pair(layers)
     t.shard(model, t.mesh(2, 2), reshard_after_forward=2)
     t.train(plain, model, lambda step: t.randn(2, 8, step=step))

@@ -1,4 +1,4 @@
-"""State dicts: always of sharded tensors, without communication; saved, loaded, whole and in parts."""
+"""State dicts of sharded tensors, without communication; saving and loading, full and sharded."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_values_are_the_sharded_parameters_and_alias_them(t):
 
 
 @contract()
-def test_they_are_sharded_also_while_parameters_are_gathered(t):
+def test_values_are_sharded_while_parameters_are_unsharded(t):
     plain, model = t.pair(layers)
     shard(t, model, reshard_after_forward=False)
     out = model(t.randn(3, 8))
@@ -92,7 +92,7 @@ def test_a_state_dict_of_shards_is_assigned(t):
 
 
 @contract(ways=REAL)
-def test_a_whole_state_dict_is_cut_and_assigned(t):
+def test_a_full_state_dict_is_split_and_assigned(t):
     plain = t.build(layers)
     with torch.device("meta"):
         model = shard(t, layers())
@@ -109,7 +109,7 @@ def test_a_whole_state_dict_is_cut_and_assigned(t):
 
 @contract(ways=REAL)
 @pytest.mark.parametrize("offload", [True, False])
-def test_the_whole_state_dict_is_gathered_and_loaded_by_torchs_functions(t, offload):
+def test_torchs_functions_gather_and_load_a_full_state_dict(t, offload):
     plain, model = t.pair(layers)
     shard(t, model)
     options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
@@ -125,7 +125,7 @@ def test_the_whole_state_dict_is_gathered_and_loaded_by_torchs_functions(t, offl
 
 
 @contract(ways=PROCESSES)
-def test_the_whole_state_dict_of_rank_0_reaches_all_ranks(t):
+def test_the_full_state_dict_of_rank_0_is_broadcast(t):
     plain = t.build(layers)
     with torch.device("meta"):
         model = shard(t, layers())
@@ -136,7 +136,7 @@ def test_the_whole_state_dict_of_rank_0_reaches_all_ranks(t):
 
 
 @contract(ways=REAL)
-def test_optimizer_state_is_gathered_and_loaded_by_torchs_functions(t):
+def test_torchs_functions_gather_and_load_optimizer_state(t):
     model = shard(t, t.build(layers))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     model(t.randn(3, 8)).sum().backward()
@@ -203,7 +203,7 @@ def test_torch_save_and_load_of_a_sharded_state_dict(t):
 
 
 @contract(world=4)
-def test_on_a_mesh_of_replicas(t):
+def test_state_dicts_on_a_mesh_with_replicas(t):
     plain, model = t.pair(layers)
     shard(t, model, mesh=t.mesh(2, 2))
     state = {n: v.clone() for n, v in model.state_dict().items()}
@@ -216,7 +216,7 @@ def test_on_a_mesh_of_replicas(t):
 
 
 @contract()
-def test_a_state_dict_that_was_taken_before_training_shows_the_trained_values(t):
+def test_an_earlier_state_dict_contains_the_trained_values(t):
     model = shard(t, layers())
     state = model.state_dict()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -242,7 +242,7 @@ def test_the_state_dict_of_a_submodule_and_strict_loading(t):
 
 
 @contract()
-def test_moving_to_memory_of_its_own_keeps_values(t):
+def test_a_state_dict_keeps_its_values_when_the_model_moves(t):
     plain, model = t.pair(layers)
     shard(t, model)
     moved = copy.copy(model.state_dict())

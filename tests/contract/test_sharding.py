@@ -1,4 +1,4 @@
-"""What `fully_shard` makes of a module: its parameters, its class, and what is refused."""
+"""The result of `fully_shard`: the module's parameters and class, and the arguments that it refuses."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def mlp(dim=8, hidden=12, **options):
 
 
 def raised(kind, words):
-    """An error of that kind with these words in it."""
+    """Check that the body raises an error of that type with these words in its message."""
     return pytest.raises(kind, match=words)
 
 
 @contract(world=4)
-def test_each_rank_holds_its_chunk_of_dim_0_also_of_uneven_and_of_fewer_rows_than_ranks(t):
+def test_each_rank_has_its_chunk_of_dim_0_even_if_rows_are_uneven_or_few(t):
     plain, model = t.pair(lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1), nn.Linear(1, 9)))
     t.fully_shard(model, mesh=t.mesh())
     for param, whole in zip(model.parameters(), plain.parameters(), strict=True):
@@ -42,7 +42,7 @@ def test_each_rank_holds_its_chunk_of_dim_0_also_of_uneven_and_of_fewer_rows_tha
 
 
 @contract(world=4)
-def test_on_a_mesh_of_two_axes_parameters_are_replicated_over_the_first_and_cut_over_the_second(t):
+def test_a_2d_mesh_replicates_over_the_first_axis_and_shards_over_the_second(t):
     model = t.fully_shard(mlp(), mesh=t.mesh(2, 2))
     for param in model.parameters():
         assert param.placements == (Replicate(), Shard(0))
@@ -51,7 +51,7 @@ def test_on_a_mesh_of_two_axes_parameters_are_replicated_over_the_first_and_cut_
 
 
 @contract()
-def test_only_parameters_that_no_inner_call_has_taken_belong_to_the_outer_one(t):
+def test_the_outer_call_shards_only_parameters_that_no_inner_call_has_sharded(t):
     model = mlp()
     t.fully_shard(model[0], mesh=t.mesh())
     inner = list(model[0].parameters())
@@ -62,7 +62,7 @@ def test_only_parameters_that_no_inner_call_has_taken_belong_to_the_outer_one(t)
 
 
 @contract()
-def test_names_requires_grad_and_attributes_of_the_class_stay(t):
+def test_names_requires_grad_and_class_attributes_are_kept(t):
     model = mlp()
     model[0].bias.requires_grad_(False)
     names = [name for name, _ in model.named_parameters()]
@@ -81,7 +81,7 @@ def test_buffers_are_not_sharded(t):
 
 
 @contract()
-def test_the_class_is_a_subclass_of_fsdp_module_and_of_its_own_with_both_in_its_name(t):
+def test_the_class_is_a_subclass_of_fsdp_module_and_of_the_original_class(t):
     model = nn.Sequential(Transformer(layers=1), nn.Identity())
     kind = type(model[0])
     assert t.fully_shard(model[0], mesh=t.mesh()) is model[0]
@@ -134,7 +134,7 @@ def test_containers_without_a_forward_are_refused(t):
 
 
 @contract()
-def test_a_container_with_a_forward_of_its_own_is_sharded(t):
+def test_a_container_with_a_forward_is_sharded(t):
     class Chain(nn.ModuleList):
         def forward(self, x):
             for layer in self:
@@ -147,7 +147,7 @@ def test_a_container_with_a_forward_of_its_own_is_sharded(t):
 
 
 @contract()
-def test_a_second_call_on_one_module_is_refused(t):
+def test_a_second_call_on_the_same_module_is_refused(t):
     model = t.fully_shard(nn.Linear(4, 4), mesh=t.mesh())
     with raised(AssertionError, "can only be applied to a module once"):
         t.fully_shard(model, mesh=t.mesh())
@@ -177,7 +177,7 @@ def test_reshard_after_forward_must_be_a_bool_or_a_factor_of_the_number_of_ranks
 
 
 @contract()
-def test_a_placement_function_chooses_the_dim_that_is_cut(t):
+def test_a_placement_function_chooses_the_dim_to_shard(t):
     plain = t.build(lambda: nn.Linear(6, 4))
     model = copy.deepcopy(plain)
     t.fully_shard(model, mesh=t.mesh(), shard_placement_fn=lambda p: Shard(p.ndim - 1) if p.ndim > 1 else None)
@@ -195,19 +195,19 @@ def test_a_negative_dim_counts_from_the_last(t):
 
 
 @contract()
-def test_a_placement_that_cuts_another_dim_than_0_must_divide_it(t):
+def test_sharding_a_dim_other_than_0_must_divide_it(t):
     with raised(NotImplementedError, "uneven sharding"):
         t.fully_shard(nn.Linear(5, 4), mesh=t.mesh(), shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None)
 
 
 @contract()
-def test_a_placement_function_that_gives_something_else_is_refused(t):
+def test_a_placement_function_that_returns_something_else_is_refused(t):
     with raised((ValueError, AssertionError), "[Ss]hard"):
         t.fully_shard(nn.Linear(4, 4), mesh=t.mesh(), shard_placement_fn=lambda p: Replicate())
 
 
 @contract()
-def test_ignored_parameters_stay_plain_and_get_gradients_of_their_rank(t):
+def test_ignored_parameters_stay_plain_and_get_local_gradients(t):
     plain, model = t.pair(mlp)
     ignored = set(model[2].parameters())
     t.fully_shard(model, mesh=t.mesh(), ignored_params=ignored)
@@ -254,7 +254,7 @@ def test_a_mesh_of_two_axes_may_come_from_process_groups(t):
 
 
 @contract()
-def test_the_root_is_whose_forward_runs_first_and_inner_modules_may_not_have_run_before_it(t):
+def test_inner_modules_may_not_run_before_the_root(t):
     model = mlp()
     t.fully_shard(model[0], mesh=t.mesh())
     t.fully_shard(model, mesh=t.mesh())
@@ -272,7 +272,7 @@ def test_a_list_of_modules_cannot_be_the_root(t):
 
 
 @contract()
-def test_the_state_of_a_module_is_found_and_of_a_plain_one_there_is_none(t):
+def test_only_sharded_modules_have_a_state(t):
     model = mlp()
     t.fully_shard(model[0], mesh=t.mesh())
     assert fully_shard.state(model[0]) is not None
@@ -281,7 +281,7 @@ def test_the_state_of_a_module_is_found_and_of_a_plain_one_there_is_none(t):
 
 
 @contract()
-def test_shards_are_memory_of_their_own(t):
+def test_shards_have_separate_memory(t):
     model = t.fully_shard(mlp(), mesh=t.mesh())
     x = t.randn(2, 8)
     before = {name: p.to_local().untyped_storage().data_ptr() for name, p in model.named_parameters()}
@@ -290,7 +290,7 @@ def test_shards_are_memory_of_their_own(t):
 
 
 @contract()
-def test_local_tensors_that_are_replaced_before_the_first_forward_are_used(t):
+def test_local_tensors_replaced_before_the_first_forward_are_used(t):
     model = t.fully_shard(mlp(), mesh=t.mesh())
     for param in model.parameters():
         param._local_tensor = torch.full_like(param._local_tensor, 0.5)
@@ -299,7 +299,7 @@ def test_local_tensors_that_are_replaced_before_the_first_forward_are_used(t):
 
 
 @contract()
-def test_a_transformer_is_sharded_with_each_name_where_it_was(t):
+def test_a_sharded_transformer_keeps_all_names(t):
     plain, model = t.pair(lambda: Transformer(tied=True))
     for block in model.blocks:
         t.fully_shard(block, mesh=t.mesh())
@@ -312,7 +312,7 @@ def test_a_transformer_is_sharded_with_each_name_where_it_was(t):
 
 
 @contract()
-def test_a_parameter_that_is_a_dtensor_on_that_mesh_already_is_refused(t):
+def test_a_parameter_that_is_already_a_dtensor_on_the_mesh_is_refused(t):
     model = nn.Linear(4, 4)
     model.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), t.mesh(), [Shard(0)]))
     with pytest.raises((ValueError, AssertionError, NotImplementedError, RuntimeError)):

@@ -1,4 +1,4 @@
-"""Training gives the numbers of a plain model whose gradients are averaged over the ranks."""
+"""Training is equal to training of a plain model whose gradients are averaged over the ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def shard_blocks(t, model, mesh=None, **options):
 
 
 def train_tokens(t, plain, model, steps=2):
-    """Steps of next-token prediction on both."""
+    """Train both models on next-token prediction."""
 
     class Loss(nn.Module):
         def __init__(self, inner):
@@ -69,7 +69,7 @@ def test_one_group_of_uneven_shapes(t):
 
 @contract(world=4)
 @pytest.mark.parametrize("reshard", [True, False, 2, None])
-def test_many_groups_however_long_their_parameters_stay(t, reshard):
+def test_many_groups_with_any_reshard_setting(t, reshard):
     plain, model = t.pair(mlps)
     shard_children(t, model, reshard_after_forward=reshard)
     t.train(plain, model, lambda step: t.randn(2, 8, step=step))
@@ -100,7 +100,7 @@ def test_tied_weights_of_two_groups_are_refused(t):
 
 
 @contract(ways=REAL)
-def test_with_the_largest_dim_cut(t):
+def test_with_the_largest_dim_sharded(t):
     plain, model = t.pair(Transformer)
     shard_blocks(t, model, shard_placement_fn=lambda p: Shard(max(range(p.ndim), key=p.shape.__getitem__)))
     train_tokens(t, plain, model)
@@ -109,7 +109,7 @@ def test_with_the_largest_dim_cut(t):
 
 
 @contract()
-def test_registered_parameters_are_plain_while_they_are_gathered_and_sharded_else(t):
+def test_registered_parameters_are_plain_only_while_unsharded(t):
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     seen = {}
     for place, (layer, reshard) in enumerate(zip(model, (True, False, None), strict=True)):
@@ -129,7 +129,7 @@ def test_registered_parameters_are_plain_while_they_are_gathered_and_sharded_els
 
 
 @contract(world=4)
-def test_registered_parameters_after_forward_lie_on_the_smaller_mesh_of_reshard_after_forward(t):
+def test_registered_parameters_after_forward_are_sharded_over_the_smaller_mesh(t):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     t.fully_shard(model[0], mesh=t.mesh(), reshard_after_forward=2)
     t.fully_shard(model, mesh=t.mesh())
@@ -143,7 +143,7 @@ def test_registered_parameters_after_forward_lie_on_the_smaller_mesh_of_reshard_
 
 
 @contract()
-def test_the_root_keeps_its_parameters_after_forward_if_nothing_is_said(t):
+def test_the_root_keeps_its_parameters_after_forward_by_default(t):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     t.fully_shard(model[0], mesh=t.mesh())
     t.fully_shard(model, mesh=t.mesh())
@@ -155,7 +155,7 @@ def test_the_root_keeps_its_parameters_after_forward_if_nothing_is_said(t):
 
 
 @contract()
-def test_set_reshard_after_forward_changes_it_at_run_time(t):
+def test_set_reshard_after_forward_takes_effect_at_run_time(t):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     shard_children(t, model)
     for reshard, recurse in ((False, True), (True, True), (False, False)):
@@ -169,7 +169,7 @@ def test_set_reshard_after_forward_changes_it_at_run_time(t):
 
 
 @contract()
-def test_a_part_of_the_model_runs_and_is_trained_alone(t):
+def test_a_part_of_the_model_trains_separately(t):
     plain, model = t.pair(lambda: mlps(2))
     shard_children(t, model)
     for step in range(2):
@@ -237,7 +237,7 @@ def test_forwards_without_backward_and_under_no_grad_between_steps(t):
 
 
 @contract()
-def test_a_registered_forward_method_gathers_as_forward_does(t):
+def test_a_registered_forward_method_gathers_like_forward(t):
     class Vision(nn.Module):
         def __init__(self):
             super().__init__()
@@ -265,7 +265,7 @@ def test_a_registered_forward_method_gathers_as_forward_does(t):
     t.fully_shard(model, mesh=t.mesh())
     register_fsdp_forward_method(model.vision, "encode")
     t.train(plain, model, lambda step: t.randn(2, 6, step=step))
-    register_fsdp_forward_method(plain, "encode")  # nothing, for it is not sharded
+    register_fsdp_forward_method(plain, "encode")  # a no-op, because the module is not sharded
     with pytest.raises(ValueError, match="does not have a method"):
         register_fsdp_forward_method(model, "nothing")
 
@@ -290,7 +290,7 @@ def test_modules_without_parameters_and_modules_that_do_not_run(t):
 
 @contract()
 @pytest.mark.parametrize("second", [True, False])
-def test_outputs_of_which_backward_starts_at_one_alone(t, second):
+def test_backward_from_only_one_of_several_outputs(t, second):
     make = lambda: nn.Sequential(common_fsdp().DoubleLinear(4), common_fsdp().DoubleLinear(4, second))  # noqa: E731
     plain, model = t.pair(lambda: nn.ModuleList(make()))
     for layer in model:
@@ -393,7 +393,7 @@ OPTIMIZERS = {
 
 @contract(ways=PROCESSES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimizers_keep_sharded_state(t, optimizer):
+def test_optimizer_state_is_sharded(t, optimizer):
     plain, model = t.pair(lambda: mlps(1))
     shard_children(t, model)
     make = functools.partial(getattr(torch.optim, optimizer), lr=1e-2, **OPTIMIZERS[optimizer])
@@ -439,7 +439,7 @@ def test_a_function_in_forward_reads_the_parameters_of_its_module(t):
 
 
 @contract()
-def test_a_copy_that_was_made_before_sharding_is_not_changed(t):
+def test_a_copy_from_before_sharding_is_not_changed(t):
     model = mlps(1)
     other = copy.deepcopy(model)
     shard_children(t, model)
@@ -448,7 +448,7 @@ def test_a_copy_that_was_made_before_sharding_is_not_changed(t):
 
 
 @contract(ways=PROCESSES)
-def test_data_parallel_parts_beside_a_sharded_one(t):
+def test_data_parallel_modules_next_to_a_sharded_one(t):
     from torch.nn.parallel import DistributedDataParallel
 
     plain, model = t.pair(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
@@ -504,7 +504,7 @@ def test_compiled_blocks(t, reshard):
         t.fully_shard(block, mesh=t.mesh(), reshard_after_forward=reshard)
     t.fully_shard(model, mesh=t.mesh(), reshard_after_forward=reshard)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Dynamo asks for the gradients of torch's unsharded parameters
+        warnings.simplefilter("ignore")  # Dynamo reads `.grad` of torch's unsharded parameters
         train_tokens(t, plain, model)
 
 

@@ -1,4 +1,4 @@
-"""Gathers by hand, ahead of time, and when they are given up."""
+"""Explicit and early gathers, and resharding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ layers = functools.partial(_ways.layers, 4)
 
 @contract()
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_unshard_shows_whole_parameters_and_reshard_the_sharded_ones(t, asynchronous):
+def test_unshard_installs_unsharded_parameters_and_reshard_the_sharded_ones(t, asynchronous):
     plain, model = t.pair(layers)
     t.shard(model)
     handle = model[0].unshard(async_op=asynchronous)
@@ -36,7 +36,7 @@ def test_unshard_shows_whole_parameters_and_reshard_the_sharded_ones(t, asynchro
 
 
 @contract()
-def test_unshard_of_a_module_alone_before_there_is_a_root(t):
+def test_a_module_can_be_unsharded_before_there_is_a_root(t):
     plain, model = t.pair(lambda: nn.Linear(8, 8))
     t.fully_shard(model, mesh=t.mesh())
     model.unshard()
@@ -46,7 +46,7 @@ def test_unshard_of_a_module_alone_before_there_is_a_root(t):
 
 
 @contract()
-def test_gathers_that_are_started_ahead_are_waited_for_by_forward(t):
+def test_forward_waits_for_gathers_that_were_started_early(t):
     class Reduces(nn.Module):
         def __init__(self, last):
             super().__init__()
@@ -107,7 +107,7 @@ def test_each_group_is_gathered_in_forward_and_again_in_backward_by_one_collecti
         out = model(t.randn(2, 8, step=1)).sum()
         forward = len(seen)
         out.backward()
-    if t.way != "threads":  # which patch one and the same function
+    if t.way != "threads":  # threads patch the same function
         assert forward == 4
         assert len(seen) == 8
 
@@ -148,7 +148,7 @@ def test_unshard_with_async_op_for_all_gathers(t):
 
 
 @contract()
-def test_weights_that_are_changed_between_steps_are_gathered_anew(t):
+def test_weights_changed_between_steps_are_gathered_again(t):
     plain, model = t.pair(layers)
     t.shard(model)
     x = t.randn(2, 8)
@@ -162,7 +162,7 @@ def test_weights_that_are_changed_between_steps_are_gathered_anew(t):
 
 
 @contract()
-def test_a_gathered_model_reads_its_weights_outside_of_forward(t):
+def test_an_unsharded_model_can_read_its_weights_outside_of_forward(t):
     plain, model = t.pair(layers)
     t.shard(model)
     for module in model.modules():
@@ -179,7 +179,7 @@ def test_a_gathered_model_reads_its_weights_outside_of_forward(t):
 
 
 @contract()
-def test_the_next_gathers_may_wait_for_an_event_behind_the_optimizer(t):
+def test_the_next_gathers_may_wait_for_an_event_after_the_optimizer_step(t):
     plain, model = t.pair(layers)
     t.shard(model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]

@@ -1,4 +1,4 @@
-"""Gradient accumulation, with reductions on and off, and microbatches that are given up."""
+"""Gradient accumulation, with and without reductions, and discarded microbatches."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sync_on_then_off_then_on(run):
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("train", [sync_off_then_on, sync_always, sync_on_then_off_then_on])
 @distributed(world=2)
-def test_accumulation_is_exact_whichever_microbatch_reduces(rank, world, train, reshard):
+def test_accumulation_is_exact_for_any_reducing_microbatch(rank, world, train, reshard):
     shard = functools.partial(shard_blocks, reshard_after_forward=reshard)
     check_parity(Case(model=Stack, shard=shard, train=train), rank, world)
 
@@ -80,7 +80,7 @@ def test_parameters_kept_unsharded_between_microbatches_are_exact(rank, world):
 
 
 def accumulate(model, step):
-    """Three micro-batches; the last one reduces and reshards. Returns how many gathers each has issued."""
+    """Run three microbatches; the last one reduces and reshards. Returns how many gathers each has issued."""
     gathers = []
     for at in range(3):
         if isinstance(model, FSDPModule):
@@ -107,13 +107,13 @@ def shard_decoder(model, engine, compiled=False, **options):
 
 @pytest.mark.parametrize("compiled", [False, more(True)])
 @distributed(world=2)
-def test_weights_that_are_kept_over_microbatches_are_gathered_once_in_a_step_as_by_fsdp2(rank, world, compiled):
+def test_weights_kept_over_microbatches_are_gathered_once_per_step_as_in_fsdp2(rank, world, compiled):
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo in FSDP2
     models = models_of(Transformer, shard_decoder, compiled=compiled, reshard_after_forward=False)
     optimizers = optimizers_of(models)
     for step in range(3):
         gathers = {name: accumulate(model, step) for name, model in models.items()}
-        if step:  # in the first one the ranks also agree on a plan
+        if step:  # in the first step the ranks also agree on a plan
             assert gathers["ours"] == gathers["fsdp2"] == [3, 0, 0]
         assert_alike(models)
         for optimizer in optimizers.values():
@@ -127,8 +127,8 @@ def test_weights_that_are_kept_over_microbatches_are_gathered_once_in_a_step_as_
 
 @pytest.mark.parametrize("before", ["forward", "micro-batch", "kept micro-batch"])
 @distributed(world=2)
-def test_weights_that_were_kept_are_not_read_after_a_swap_by_foreach_functions(rank, world, before):
-    """The weights were kept by a forward that no backward followed, or by a backward; then averages are evaluated."""
+def test_kept_weights_are_not_read_after_foreach_functions_swapped_the_shards(rank, world, before):
+    """The weights were kept by a forward without a backward, or by a backward; then averages are evaluated."""
     models = models_of(Transformer, shard_decoder, fsdp2=False, reshard_after_forward=False)
     (tokens,) = token_batch(0, 0)
     outputs = {}
@@ -145,7 +145,7 @@ def test_weights_that_were_kept_are_not_read_after_a_swap_by_foreach_functions(r
             model.set_requires_gradient_sync(before == "micro-batch")
             model.set_reshard_after_backward(before == "micro-batch")
         with torch.no_grad():
-            torch._foreach_mul_(params, 0.5)  # raises no version of a DTensor
+            torch._foreach_mul_(params, 0.5)  # does not increase the version of a DTensor
             averaged = model(tokens)
             torch._foreach_mul_(params, 2)
         outputs[name] = averaged, model(tokens)
@@ -171,7 +171,7 @@ def test_zero_grad_clears_an_abandoned_microbatch_without_sync(rank, world, set_
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @distributed(world=2)
-def test_zero_grad_between_microbatches_without_sync_keeps_only_the_later_ones(rank, world, set_to_none):
+def test_zero_grad_between_microbatches_without_sync_keeps_only_later_gradients(rank, world, set_to_none):
     def train(run):
         run.set_sync(False)
         run.backward(run.loss(5))
@@ -201,7 +201,7 @@ def test_zero_grad_clears_reduced_and_unreduced_gradients_together(rank, world, 
 
 
 @distributed(world=2)
-def test_an_existing_gradient_is_added_to_and_kept(rank, world):
+def test_an_existing_gradient_tensor_is_kept_and_accumulated_into(rank, world):
     model = Stack()
     shard_blocks(model, fully_shard)
     x = vectors(rank, 0)
@@ -216,7 +216,7 @@ def test_an_existing_gradient_is_added_to_and_kept(rank, world):
 
 
 @distributed(world=2)
-def test_a_gradient_that_the_user_holds_is_not_overwritten_by_the_next_step(rank, world):
+def test_the_next_step_does_not_overwrite_a_gradient_that_the_user_holds(rank, world):
     model = Stack()
     shard_blocks(model, fully_shard)
     held = {}
@@ -230,8 +230,8 @@ def test_a_gradient_that_the_user_holds_is_not_overwritten_by_the_next_step(rank
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @distributed(world=2)
-def test_zero_grad_between_forward_and_backward_clears_where_torchs_fsdp2_adds_up(rank, world, set_to_none):
-    """The root, and all that stays unsharded until backward, shows other parameters then."""
+def test_zero_grad_between_forward_and_backward_clears_gradients_that_fsdp2_keeps(rank, world, set_to_none):
+    """The root, and all groups that stay unsharded until backward, show other parameters then."""
     models = both(reshard_after_forward=False)
     for model in models.values():
         backward(model, rank, 0)
@@ -245,8 +245,8 @@ def test_zero_grad_between_forward_and_backward_clears_where_torchs_fsdp2_adds_u
 
 
 @simulated(world=2)
-def test_first_gradients_are_set_a_few_groups_later_and_what_comes_on_top_is_added_at_once_and_freed(rank, world):
-    """Its memory goes with it, also where the first parameter of a group is frozen."""
+def test_first_gradients_are_set_in_batches_and_later_ones_are_added_immediately_and_freed(rank, world):
+    """The new gradient's memory is freed as well, even if the first parameter of a group is frozen."""
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(8)])
     for layer in model:
         layer.weight.requires_grad_(False)
@@ -259,7 +259,7 @@ def test_first_gradients_are_set_a_few_groups_later_and_what_comes_on_top_is_add
         inputs.register_hook(lambda _, of=grads: seen.append([b.grad if b.grad is None else b.grad + 0 for b in of]))
         model(inputs).sum().backward()
     there = [[gradient is not None for gradient in gradients] for gradients in seen]
-    assert there[0] == [False] * 4 + [True] * 4  # of the six that are reduced
+    assert there[0] == [False] * 4 + [True] * 4  # of six reduced groups
     assert all(all(gradients) for gradients in there[1:])
     assert seen[1][7].to_local().tolist() == [4.0, 4.0]
     assert torch.equal(seen[2][2].to_local(), model[2].bias.grad.to_local())
@@ -267,10 +267,10 @@ def test_first_gradients_are_set_a_few_groups_later_and_what_comes_on_top_is_add
 
 @pytest.mark.parametrize("kept", ["unsharded", "pieces"])
 @simulated(world=4)
-def test_a_gradient_that_is_kept_survives_the_freezing_of_its_parameter(rank, world, kept):
+def test_a_kept_gradient_survives_freezing_its_parameter(rank, world, kept):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     grads = {}
-    engines = ENGINES if kept == "unsharded" else ["ours"]  # FSDP2 adds a piece of one size to one of another
+    engines = ENGINES if kept == "unsharded" else ["ours"]  # FSDP2 adds tensors of different sizes
     for name in ("plain", *engines):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))

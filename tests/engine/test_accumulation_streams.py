@@ -1,4 +1,4 @@
-"""Gradients that are given up between micro-batches, on an accelerator: versions of `.grad` tell, and no value."""
+"""Gradients discarded between microbatches, on an accelerator: detected by versions of `.grad`, never by values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from composable_shard import testing
 
 
 def trained(clock, give_up):
-    """Gradients after two steps of three micro-batches, of which `give_up` drops some."""
+    """Gradients after two steps of three microbatches each; `give_up` discards some of the gradients."""
     with testing.fabric(2, latency_s=1e-5, bandwidth_Bps=1e9, clock=clock):
         torch.manual_seed(0)
         model = Transformer(layers=2)
@@ -43,13 +43,13 @@ def some_to_zero(model):
 
 
 def twice_as_much(model):
-    """Of what is there; what is accumulated elsewhere is not scaled along."""
+    """Double `.grad`; gradients accumulated elsewhere are not scaled."""
     for param in model.parameters():
         param.grad.mul_(2)
 
 
 @pytest.mark.parametrize("give_up", [nothing, to_none, to_zero, some_to_zero, twice_as_much])
-def test_what_is_given_up_between_micro_batches_is_the_same_with_streams(give_up):
+def test_discarded_gradients_between_microbatches_are_the_same_with_streams(give_up):
     found, expected = trained("streams", give_up), trained("virtual", give_up)
     kept = trained("virtual", nothing)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -58,7 +58,7 @@ def test_what_is_given_up_between_micro_batches_is_the_same_with_streams(give_up
     assert any(same) == (give_up in (nothing, some_to_zero))
 
 
-def test_what_leaves_no_trace_stops_the_program():
+def test_an_undetectable_change_of_gradients_is_an_error():
     def fused(model):
         torch.optim.AdamW(model.parameters(), foreach=True).zero_grad(set_to_none=False)
 

@@ -1,6 +1,6 @@
-"""What autograd allows beyond loss.backward(): each case is exact, and so is the normal step after it.
+"""Autograd features beyond loss.backward(): each case is exact, and so is the normal step after it.
 
-FSDP2 raises, or is silently wrong, in most of these; they are compared with the unsharded model.
+In most of these cases FSDP2 raises or is silently wrong, so they are compared with the unsharded model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GROUPINGS = {"blocks": shard_blocks, "root": shard_root, "nested": shard_nested}
 
 
 def odd_then_normal(odd, run):
-    """The odd step at steps 0 and 2; it is followed by a normal one each time."""
+    """Run the odd step at steps 0 and 2, each followed by a normal step."""
     return odd(run) if run.step % 2 == 0 else plain_step(run)
 
 
@@ -35,7 +35,7 @@ def check(rank, world, odd, model=Stack, grouping="blocks", reshard=None, **opti
 
 
 class AuxBlock(Block):
-    """Keeps an auxiliary loss, made of its own weights and activations, as an attribute."""
+    """Stores an auxiliary loss, computed from its own weights and activations, as an attribute."""
 
     def forward(self, x):
         hidden = torch.tanh(self.up(self.norm(x)))
@@ -55,7 +55,7 @@ class AuxStack(Stack):
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("grouping", ["blocks", "nested"])
 @distributed(world=(1, 2))
-def test_an_auxiliary_loss_kept_on_modules_is_exact(rank, world, grouping, reshard):
+def test_an_auxiliary_loss_stored_on_modules_is_exact(rank, world, grouping, reshard):
     def odd(run):
         loss = run.loss() + run.model.aux()
         run.backward(loss)
@@ -78,7 +78,7 @@ def test_a_backward_of_the_auxiliary_loss_only_is_exact(rank, world, grouping, r
 
 
 @distributed(world=2)
-def test_the_auxiliary_loss_of_one_block_alone_is_exact(rank, world):
+def test_the_auxiliary_loss_of_only_one_block_is_exact(rank, world):
     def odd(run):
         run.loss()
         loss = run.model.blocks[1].aux
@@ -119,7 +119,7 @@ def test_a_gradient_penalty_with_create_graph_is_exact(rank, world, grouping, re
 @pytest.mark.parametrize("backward_too", [False, True])
 @pytest.mark.parametrize("grouping", ["blocks", "root", "nested"])
 @distributed(world=(1, 2))
-def test_autograd_grad_on_inputs_is_exact_and_leaves_parameters_alone(rank, world, grouping, backward_too):
+def test_autograd_grad_on_inputs_is_exact_and_sets_no_parameter_gradients(rank, world, grouping, backward_too):
     def odd(run):
         (x,) = run.batch()
         x.requires_grad_()
@@ -141,7 +141,7 @@ NAMES = ("inp.weight", "blocks.0.up.weight", "blocks.1.norm.bias", "blocks.2.dow
 @pytest.mark.parametrize("names", [NAMES, NAMES[2:3]], ids=["some", "one"])
 @pytest.mark.parametrize("reshard", [None, True, False])
 @distributed(world=(1, 2))
-def test_autograd_grad_on_parameters_gives_the_reduced_sharded_gradient(rank, world, reshard, names):
+def test_autograd_grad_on_parameters_returns_the_reduced_sharded_gradient(rank, world, reshard, names):
     def odd(run):
         run.param_grads(run.loss(1), names)
         assert all(p.grad is None for p in run.params.values()), "autograd.grad left gradients behind"
@@ -151,7 +151,7 @@ def test_autograd_grad_on_parameters_gives_the_reduced_sharded_gradient(rank, wo
 
 
 @distributed(world=2)
-def test_autograd_grad_on_all_parameters_gives_the_reduced_sharded_gradients(rank, world):
+def test_autograd_grad_on_all_parameters_returns_the_reduced_sharded_gradients(rank, world):
     def odd(run):
         run.param_grads(run.loss(1), list(run.params))
         return plain_step(run)
@@ -161,7 +161,7 @@ def test_autograd_grad_on_all_parameters_gives_the_reduced_sharded_gradients(ran
 
 @pytest.mark.parametrize("reshard", [None, True, False])
 @distributed(world=(1, 2))
-def test_backward_with_chosen_inputs_fills_only_their_gradients(rank, world, reshard):
+def test_backward_with_inputs_sets_only_their_gradients(rank, world, reshard):
     def odd(run):
         loss = run.loss()
         run.backward(loss, inputs=NAMES)
@@ -187,7 +187,7 @@ def test_two_backwards_through_a_retained_graph_add_up(rank, world, grouping, re
 
 
 class EscapingStack(Stack):
-    """Keeps every intermediate, among them views of weights, for losses of the caller's own making."""
+    """Keeps every intermediate, including views of weights, for losses that the caller computes."""
 
     def forward(self, x):
         self.kept = [x := self.inp(x)]
@@ -198,7 +198,7 @@ class EscapingStack(Stack):
 
 @pytest.mark.parametrize("reshard", [None, True, False])
 @distributed(world=2)
-def test_losses_of_escaped_intermediates_are_exact(rank, world, reshard):
+def test_losses_of_intermediates_kept_by_the_caller_are_exact(rank, world, reshard):
     def odd(run):
         run.loss()
         loss = sum(h.square().mean() for h in run.model.kept[:-1])
@@ -233,7 +233,7 @@ def test_an_in_place_edit_of_a_saved_activation_still_raises(rank, world):
 
 
 class Mark:
-    """Hung on a node of the graph, because nodes take no weak reference themselves."""
+    """Attached to a node of the graph, because nodes do not support weak references."""
 
 
 def watch_node(tensor):
@@ -242,7 +242,7 @@ def watch_node(tensor):
 
 
 class Watched(Stack):
-    """Leaves weak references to what a forward computes."""
+    """Keeps weak references to the results of a forward."""
 
     def forward(self, x):
         self.refs = []
@@ -255,7 +255,7 @@ class Watched(Stack):
 
 @pytest.mark.parametrize("reshard", [None, True, False])
 @distributed(world=(1, 2))
-def test_a_forward_without_backward_frees_its_activations_at_once(rank, world, reshard):
+def test_a_forward_without_backward_frees_its_activations_immediately(rank, world, reshard):
     model = Watched()
     shard_blocks(model, fully_shard, reshard_after_forward=reshard)
     gc.collect()
@@ -273,7 +273,7 @@ def test_a_forward_without_backward_frees_its_activations_at_once(rank, world, r
 
 
 @distributed(world=2)
-def test_gradients_are_sharded_tensors_and_hooks_fire_once_with_them(rank, world):
+def test_hooks_are_called_once_with_sharded_gradients(rank, world):
     model = Stack()
     shard_blocks(model, fully_shard)
     seen = {}

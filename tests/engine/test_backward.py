@@ -1,4 +1,4 @@
-"""What is known of a backward pass: turns, passes within passes, and what is left at the end."""
+"""The state of a backward pass: turns, nested passes, and what remains at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ steadily = settings(deadline=None, derandomize=True)
 
 
 class Group:
-    """Stands for a ParamGroup."""
+    """Replaces a ParamGroup."""
 
     places = ()
 
@@ -34,7 +34,7 @@ class Group:
 
 
 class Node:
-    """Stands for an autograd node."""
+    """Replaces an autograd node."""
 
     def __init__(self, will_run=True):
         self.will_run = will_run
@@ -52,7 +52,7 @@ def make_uses(count, made_in=-1, runs=lambda number: True):
 
 @pytest.fixture(autouse=True)
 def _engine(monkeypatch):
-    """A stand-in for the autograd engine: which nodes run, and the callbacks at the ends of passes."""
+    """Replace the autograd engine: which nodes run, and the callbacks at the ends of passes."""
     monkeypatch.setattr(backward, "node_will_run", lambda node: node.will_run)
     monkeypatch.setattr(backward, "queue_backward_callback", CALLBACKS.append)
     yield
@@ -72,7 +72,7 @@ def make_pass(uses, number=1):
 
 @steadily
 @given(st.integers(0, 7).flatmap(lambda n: st.permutations(range(n))))
-def test_gradients_are_handed_over_in_reverse_creation_whatever_the_order_of_firing(firing):
+def test_gradients_are_handed_over_in_reverse_creation_order_for_any_firing_order(firing):
     uses = make_uses(len(firing))
     now, _token = make_pass(uses)
     issued = []
@@ -82,12 +82,12 @@ def test_gradients_are_handed_over_in_reverse_creation_whatever_the_order_of_fir
         issued += [use.number for use, _ in out]
         fired = set(firing[: place + 1])
         ready = [n for n in reversed(range(len(uses))) if all(m in fired for m in range(n, len(uses)))]
-        assert issued == ready, "it is issued exactly when all before it have fired"
+        assert issued == ready, "a use is issued exactly when all before it have fired"
     assert issued == list(reversed(range(len(uses))))
     assert now.left_over() == []
 
 
-def test_an_early_use_waits_for_those_before_it():
+def test_a_use_that_fires_early_waits_for_those_before_it():
     uses = make_uses(3)
     now, _token = make_pass(uses)
     assert now.in_turn(uses[0], ["first"]) == []
@@ -95,25 +95,25 @@ def test_an_early_use_waits_for_those_before_it():
     assert now.in_turn(uses[2], ["third"]) == [(uses[2], ["third"]), (uses[1], ["second"]), (uses[0], ["first"])]
 
 
-def test_uses_whose_nodes_do_not_run_are_not_waited_for():
+def test_no_use_waits_for_one_whose_node_does_not_run():
     uses = make_uses(3, runs=lambda number: number != 2)
     now, _token = make_pass(uses)
     assert [now.will_fire(use) for use in uses] == [True, True, False]
     assert now.in_turn(uses[1], []) == [(uses[1], [])]
 
 
-def test_a_use_whose_node_does_not_run_is_expected_if_its_group_is_reduced_nevertheless_and_holds_nobody_up():
+def test_a_use_with_reduce_unused_is_expected_without_its_node_and_blocks_no_other_use():
     uses = make_uses(6, runs=lambda number: number in (0, 2, 3))
     for use in uses[1:]:
         use.group.options = Options(reduce_unused=True)
-    uses[0].last = 4  # the forward around the next four
-    uses[5].forward = 1  # of another forward of the root
+    uses[0].last = 4  # encloses the next four
+    uses[5].forward = 1  # of another root forward
     now, _token = make_pass(uses)
     assert [now.will_fire(use) for use in uses] == [True, False, True, True, False, False]
-    assert now.next_group() is uses[0].group  # it is around the others
+    assert now.next_group() is uses[0].group  # it encloses the others
     now.entered.add(uses[0])
     assert now.next_group() is uses[4].group  # other ranks may gather it
-    assert now.in_turn(uses[3], []) == [(uses[3], [])]  # its reduction comes at the end of backward, in one order
+    assert now.in_turn(uses[3], []) == [(uses[3], [])]  # it is reduced at the end of backward, in the same order
     assert now.in_turn(uses[4], ["none"]) == [(uses[4], ["none"])]
     assert now.in_turn(uses[0], []) == []
     assert now.in_turn(uses[2], []) == [(uses[2], []), (uses[0], [])]
@@ -124,7 +124,7 @@ def names(passed):
     return [(use.number, begins) for use, begins, _ in passed]
 
 
-def test_what_no_gradient_reaches_is_passed_where_other_ranks_reach_it():
+def test_a_use_that_gets_no_gradient_is_skipped_where_other_ranks_reach_it():
     uses = make_uses(6, runs=lambda number: number in (0, 2, 5))
     for use in uses[1:5]:
         use.group.options = Options(reduce_unused=use is not uses[3])
@@ -132,23 +132,23 @@ def test_what_no_gradient_reaches_is_passed_where_other_ranks_reach_it():
     assert names(now.reach(uses[5])) == []
     passed = now.reach(uses[2])
     assert next(passed) == (uses[4], True, None)
-    assert now.next_group() is uses[2].group, "what others gather ahead with that use: no rank asks for the fourth"
+    assert now.next_group() is uses[2].group, "the prefetch of ranks that reach that use: none expects the fourth"
     assert next(passed) == (uses[4], False, uses[2].group)
     assert list(passed) == []
-    assert names(now.reach(uses[1])) == [], "a gradient reaches its outputs, though not its weights"
+    assert names(now.reach(uses[1])) == [], "its outputs get a gradient, but its weights do not"
     assert names(now.reach(None)) == []
     again, _other = make_pass(uses)
     assert names(again.reach(None)) == [(4, True), (4, False), (1, True), (1, False)]
 
 
-def test_what_is_passed_ends_where_what_is_inside_of_it_has_ended_and_before_what_is_around_it_ends():
+def test_a_skipped_use_ends_after_its_enclosed_uses_and_before_its_enclosing_use():
     uses = make_uses(6, runs=lambda number: number in (0, 3, 4))
     for use in (uses[1], uses[2], uses[5]):
         use.group.options = Options(reduce_unused=True)
     uses[0].last, uses[1].last, uses[4].last = 3, 2, 5
     now, _token = make_pass(uses)
     assert names(now.reach(uses[4])) == []
-    assert names(now.leave(uses[4])) == [(5, True), (5, False)], "before the group around it ends and is reduced"
+    assert names(now.leave(uses[4])) == [(5, True), (5, False)], "before the enclosing group ends and is reduced"
     now.entered.add(uses[0])
     assert names(now.reach(uses[0])) == []
     assert names(now.reach(uses[3])) == []
@@ -157,7 +157,7 @@ def test_what_is_passed_ends_where_what_is_inside_of_it_has_ended_and_before_wha
     assert [following for *_, following in passed] == [None] * 4
 
 
-def test_what_is_around_a_use_comes_before_it_though_it_is_reached_later():
+def test_an_enclosing_use_comes_first_even_if_it_is_reached_later():
     uses = make_uses(4)
     uses[0].last = uses[1].last = 2
     now, _token = make_pass(uses)
@@ -185,14 +185,14 @@ def test_lost_uses_are_forgotten_with_the_last_graph_of_their_forward():
     assert list(known) == [uses[1]]
 
 
-def test_a_use_that_the_pass_does_not_know_is_handed_over_at_once():
+def test_a_use_unknown_to_the_pass_is_handed_over_immediately():
     uses, (recomputed,) = make_uses(2), make_uses(1, made_in=1)
     now, _token = make_pass(uses)
     assert now.in_turn(recomputed, ["its"]) == [(recomputed, ["its"])]
     assert not now.will_fire(recomputed)
 
 
-def test_a_use_whose_graph_is_gone_is_not_waited_for():
+def test_no_use_waits_for_one_whose_graph_was_freed():
     uses = make_uses(2)
     uses[1].node = lambda: None
     now, _token = make_pass(uses)
@@ -201,7 +201,7 @@ def test_a_use_whose_graph_is_gone_is_not_waited_for():
 
 @steadily
 @given(st.integers(1, 7).flatmap(lambda n: st.permutations(range(n))), st.integers(0, 7))
-def test_what_waited_in_vain_is_left_over_in_order(firing, count):
+def test_uses_that_never_got_their_turn_are_left_over_in_order(firing, count):
     uses = make_uses(len(firing))
     now, _token = make_pass(uses)
     fired = firing[:count]
@@ -227,7 +227,7 @@ def test_the_next_group_is_the_last_use_that_backward_has_not_entered():
     assert now.next_group() is None
 
 
-def test_what_an_earlier_pass_has_entered_is_expected_again():
+def test_uses_entered_by_an_earlier_pass_are_expected_again():
     uses = make_uses(1)
     earlier, _token = make_pass(uses, number=1)
     earlier.entered.add(uses[0])
@@ -235,16 +235,16 @@ def test_what_an_earlier_pass_has_entered_is_expected_again():
     assert now.next_group() is uses[0].group
 
 
-# ---- passes within passes
+# ---- nested passes
 
 
 def end_of(depth):
-    """The innermost passes end, down to a depth: the engine calls, then drops, their callbacks."""
+    """End the innermost passes, down to a depth: the engine calls, then drops, their callbacks."""
     while len(CALLBACKS) > depth:
         CALLBACKS.pop()()
 
 
-def test_passes_within_passes_are_counted_from_the_outermost():
+def test_nested_passes_are_counted_from_the_outermost():
     now, _token = make_pass([])
     assert now.note(1) == 0
     assert now.note(5) == 1
@@ -254,25 +254,25 @@ def test_passes_within_passes_are_counted_from_the_outermost():
     assert len(CALLBACKS) == 2, "a pass is noted once"
 
 
-def test_a_pass_that_has_ended_counts_no_more():
+def test_a_pass_that_has_ended_is_not_counted():
     now, _token = make_pass([])
     now.note(5)
     end_of(0)
     assert now.note(6) == 1
 
 
-def test_a_pass_that_has_failed_counts_no_more():
+def test_a_pass_that_has_failed_is_not_counted():
     now, _token = make_pass([])
     now.note(5)
     CALLBACKS.pop()  # a failed pass drops its callbacks uncalled
     assert now.note(6) == 1
 
 
-def test_the_gradients_of_a_use_are_complete_in_the_pass_right_inside_the_one_of_its_forward():
+def test_the_gradients_of_a_use_are_complete_in_a_pass_nested_directly_in_that_of_its_forward():
     (plain,), (recomputed,) = make_uses(1), make_uses(1, made_in=1)
     now, _token = make_pass([plain])
     assert now.completes(plain, 1)
-    assert not now.completes(plain, 5), "a checkpoint inside of the module: more may follow"
+    assert not now.completes(plain, 5), "a checkpoint inside the module: more gradients may follow"
     assert now.completes(recomputed, 5)
     assert not now.completes(recomputed, 6)
     end_of(0)
@@ -280,7 +280,7 @@ def test_the_gradients_of_a_use_are_complete_in_the_pass_right_inside_the_one_of
     assert now.completes(plain, 1)
 
 
-def test_a_pass_lives_as_long_as_its_token():
+def test_a_pass_is_alive_as_long_as_its_token():
     now, token = make_pass([])
     assert now.alive
     del token
@@ -290,7 +290,7 @@ def test_a_pass_lives_as_long_as_its_token():
 # ---- partial gradients
 
 
-def test_partial_gradients_of_a_use_add_up_and_leave_nothing_behind():
+def test_partial_gradients_of_a_use_are_summed_and_then_released():
     import torch
 
     (use,) = make_uses(1)

@@ -1,4 +1,4 @@
-"""Backward in another thread than forward, as autograd has it on an accelerator."""
+"""Backward in a different thread than forward, as autograd does on an accelerator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMIT_S = 60
 
 
 def in_thread(call):
-    """Call it in a thread of its own, which has none of this one's state; raise its error here."""
+    """Run `call` in a new thread, without this thread's state; raise its error in this thread."""
     errors = []
 
     def run():
@@ -36,7 +36,7 @@ def checkpointed(module, use_reentrant):
     forward = module.forward
 
     def around(*inputs):
-        if not torch.is_grad_enabled():  # where the reentrant kind warns
+        if not torch.is_grad_enabled():  # the reentrant variant would warn
             return forward(*inputs)
         return checkpoint(forward, *inputs, use_reentrant=use_reentrant)
 
@@ -44,7 +44,7 @@ def checkpointed(module, use_reentrant):
 
 
 class AroundRoot(torch.nn.Module):
-    """The decoder in one checkpoint."""
+    """The decoder in a single checkpoint."""
 
     def __init__(self, model):
         super().__init__()
@@ -73,13 +73,13 @@ def train(rank, world, way):
 
 
 @distributed(world=2)
-def test_gradients_and_parameters_are_those_of_the_decoder_that_is_not_sharded(rank, world):
+def test_gradients_and_parameters_equal_those_of_the_unsharded_decoder(rank, world):
     for way in ("plain", "checkpoints", "reentrant checkpoints", "root in a checkpoint", "sync off"):
         train(rank, world, way)
 
 
 def losses(rank, call):
-    """Of an optimizer that steps each parameter as soon as its gradient is there, in the backward that `call` calls."""
+    """Losses with an optimizer that steps each parameter in the backward that `call` runs, once its gradient is set."""
 
     def step_now(parameter):
         parameter.to_local().data.sub_(parameter.grad.to_local(), alpha=0.1)
@@ -97,7 +97,7 @@ def losses(rank, call):
 
 
 @distributed(world=2)
-def test_an_optimizer_in_backward_steps_as_in_one_thread(rank, world):
+def test_an_optimizer_in_backward_gives_the_same_losses_as_in_one_thread(rank, world):
     in_one = losses(rank, lambda backward: backward())
     assert losses(rank, in_thread) == in_one
     assert in_one[-1] != in_one[0]

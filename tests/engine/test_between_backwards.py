@@ -1,6 +1,6 @@
-"""What users do between two backwards of a step: no gradient is lost, none is counted that was given up.
+"""User actions between two backwards of a step: no gradient is lost, and no discarded gradient is counted.
 
-First elements of gradients are 0 here: it is in them that a mark stands while gradients are accumulated elsewhere.
+First elements of gradients are 0 here, because the mark for gradients accumulated elsewhere is stored in them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ REPLICAS = {"replicate": 2, "shard": 2}
 
 
 def inputs(rank, at):
-    """Three rows; the first element of a gradient is 0 with each."""
+    """Three rows for which the first element of each gradient is 0."""
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * at + rank))
     x[:, 0] = 0
     return x
 
 
 class Chain(nn.Sequential):
-    """Projections, each a group; all are used alike."""
+    """Projections, each a group, all used in the same way."""
 
     def __init__(self, layers):
         torch.manual_seed(0)
@@ -50,7 +50,7 @@ def backward(model, rank, at):
 
 
 def means(world, layers, batches):
-    """Gradients of the unsharded model, of the mean over ranks of the sum over these batches."""
+    """Gradients of the unsharded model for the mean over ranks of the sum over these batches."""
     model = Chain(layers)
     for rank in range(world.size):
         for at in batches:
@@ -68,7 +68,7 @@ def on_ranks(run, mesh=None, size=2):
 
 
 @pytest.mark.parametrize("layers", [1, 4])
-def test_pieces_of_a_backward_that_is_not_the_last_are_part_of_the_next_all_reduce(layers):
+def test_pieces_of_a_backward_without_all_reduce_are_part_of_the_next_all_reduce(layers):
     def run(world):
         model = sharded(world, layers)
         model.set_reduce_scatter_max_input_buffers(8)
@@ -85,7 +85,7 @@ def test_pieces_of_a_backward_that_is_not_the_last_are_part_of_the_next_all_redu
 
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("layers", [1, 4])
-def test_a_gradient_that_is_added_does_not_erase_the_mark_of_another(layers, last):
+def test_an_added_gradient_does_not_erase_the_mark_of_another(layers, last):
     def run(world):
         model = sharded(world, layers)
         model.set_is_last_backward(last)
@@ -100,7 +100,7 @@ def test_a_gradient_that_is_added_does_not_erase_the_mark_of_another(layers, las
     on_ranks(run)
 
 
-def test_autograd_grad_returns_its_own_gradients_alone_and_leaves_accumulated_ones():
+def test_autograd_grad_returns_only_its_own_gradients_and_keeps_accumulated_ones():
     def run(world):
         model = sharded(world)
         params = list(model.parameters())
@@ -117,7 +117,7 @@ def test_autograd_grad_returns_its_own_gradients_alone_and_leaves_accumulated_on
     on_ranks(run, REPLICAS)
 
 
-def test_a_parameter_frozen_behind_autograd_grad_keeps_what_was_accumulated():
+def test_a_parameter_frozen_after_autograd_grad_keeps_its_accumulated_gradient():
     def run(world):
         model = sharded(world, 2)
         params = list(model.parameters())
@@ -133,7 +133,7 @@ def test_a_parameter_frozen_behind_autograd_grad_keeps_what_was_accumulated():
     on_ranks(run)
 
 
-def test_what_no_rank_has_used_has_no_gradient_where_pieces_wait_for_their_all_reduce():
+def test_an_unused_parameter_has_no_gradient_while_pieces_wait_for_their_all_reduce():
     class Partly(nn.Module):
         def __init__(self):
             super().__init__()
@@ -154,7 +154,7 @@ def test_what_no_rank_has_used_has_no_gradient_where_pieces_wait_for_their_all_r
 
 
 @pytest.mark.parametrize("mesh", [None, REPLICAS])
-def test_zero_grad_behind_a_backward_that_is_not_the_last_clears_all_of_it(mesh):
+def test_zero_grad_after_a_backward_that_is_not_the_last_clears_all_gradients(mesh):
     def run(world):
         model = sharded(world, 4)
         model.set_is_last_backward(False)
@@ -167,7 +167,7 @@ def test_zero_grad_behind_a_backward_that_is_not_the_last_clears_all_of_it(mesh)
     on_ranks(run, mesh)
 
 
-def test_a_norm_behind_a_backward_that_is_not_the_last_is_that_of_all_gradients():
+def test_the_norm_after_a_backward_that_is_not_the_last_covers_all_gradients():
     def run(world):
         model = sharded(world, 4)
         model.set_is_last_backward(False)
@@ -179,7 +179,7 @@ def test_a_norm_behind_a_backward_that_is_not_the_last_is_that_of_all_gradients(
     on_ranks(run)
 
 
-def test_a_backward_that_fails_does_not_take_the_gradients_of_the_one_before():
+def test_a_failed_backward_keeps_the_gradients_of_the_previous_one():
     def run(world):
         model = sharded(world, 4)
         model.set_is_last_backward(False)
@@ -213,7 +213,7 @@ def decayed(param):
 
 
 @pytest.mark.parametrize(("change", "adds"), [(replaced, 0), (scaled, 0), (decayed, 0.5)])
-def test_what_users_do_to_a_gradient_does_not_count_as_zero_grad(change, adds):
+def test_a_users_change_of_a_gradient_is_not_taken_for_zero_grad(change, adds):
     def run(world):
         model = sharded(world)
         model.set_requires_gradient_sync(False)
@@ -227,7 +227,7 @@ def test_what_users_do_to_a_gradient_does_not_count_as_zero_grad(change, adds):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_parameter_of_which_some_ranks_have_nothing_is_cleared_alone(size):
+def test_zero_grad_of_one_parameter_that_is_empty_on_some_ranks_clears_only_that_one(size):
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -251,7 +251,7 @@ def test_a_parameter_of_which_some_ranks_have_nothing_is_cleared_alone(size):
 
 
 class TwoDtypes(nn.Module):
-    """Its gradients are reduced in two buckets."""
+    """A module whose gradients are reduced in two buckets."""
 
     def __init__(self):
         super().__init__()
@@ -263,8 +263,8 @@ class TwoDtypes(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["start", "finish"])
-def test_an_error_in_one_bucket_of_a_group_leaves_no_memory_of_another_leased(where, monkeypatch):
-    """The error is that of the bucket; the next backward is exact."""
+def test_an_error_in_one_bucket_leaves_no_memory_of_another_bucket_leased(where, monkeypatch):
+    """The error is the one raised for the bucket, and the next backward is exact."""
     real, failing = getattr({"start": ReduceBucket, "finish": Job}[where], where), []
 
     def start(bucket, *args):
@@ -302,8 +302,8 @@ def test_an_error_in_one_bucket_of_a_group_leaves_no_memory_of_another_leased(wh
     on_ranks(run, size=1)
 
 
-def test_hooks_that_communicate_have_one_order_on_ranks_whose_arenas_differ():
-    """One rank keeps outputs, and with them weights, so that its arena is another one."""
+def test_hooks_that_communicate_run_in_the_same_order_on_ranks_with_different_arenas():
+    """One rank keeps outputs, and with them weights, so its arena differs."""
 
     class Tied(nn.Module):
         def __init__(self):
@@ -337,7 +337,7 @@ def test_hooks_that_communicate_have_one_order_on_ranks_whose_arenas_differ():
 
 
 @pytest.mark.parametrize("setting", ["set_requires_gradient_sync", "set_requires_all_reduce"])
-def test_a_deep_copy_between_micro_batches_is_an_error_as_it_would_lack_their_gradients(setting):
+def test_a_deep_copy_between_microbatches_is_an_error_because_it_would_lack_gradients(setting):
     def run(world):
         model = sharded(world)
         backward(model, world.rank, 0)

@@ -1,4 +1,4 @@
-"""An eager step cannot be part of a CUDA graph: it says so, and the next step is exact."""
+"""An eager step in a CUDA graph is an error, and the next step is exact."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from composable_shard._engine import engine
 
 
 @distributed(world=2)
-def test_a_forward_while_a_graph_is_captured_is_refused_and_the_next_step_is_exact(rank, world):
+def test_a_forward_during_cuda_graph_capture_is_an_error_and_the_next_step_is_exact(rank, world):
     run = Training(rank, world)
     run.step()
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Edges of the eager runtime where a sharded model was once silently wrong, or left in a broken state."""
+"""Edge cases in which a sharded model was once silently wrong, or left in a broken state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from composable_shard import fully_shard
 
 
 class Branches(nn.Module):
-    """Two Linears in one group, of which a call uses the one or the other, or both."""
+    """Two Linears in one group; a call uses either of them, or both."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +33,7 @@ def twins(make=Stack):
 
 
 @distributed(world=2)
-def test_a_parameter_that_one_rank_uses_gets_its_gradient_on_all_ranks(rank, world):
+def test_a_parameter_used_by_one_rank_gets_its_gradient_on_all_ranks(rank, world):
     model, plain = twins(Branches)
     fully_shard(model)
     x = torch.ones(2, 4)
@@ -44,7 +44,7 @@ def test_a_parameter_that_one_rank_uses_gets_its_gradient_on_all_ranks(rank, wor
 
 
 @distributed(world=2)
-def test_a_parameter_that_no_rank_uses_keeps_no_gradient(rank, world):
+def test_a_parameter_that_no_rank_uses_has_no_gradient(rank, world):
     model = Branches()
     fully_shard(model)
     model(torch.ones(2, 4), "a").backward()
@@ -53,7 +53,7 @@ def test_a_parameter_that_no_rank_uses_keeps_no_gradient(rank, world):
 
 
 @distributed(world=2)
-def test_kept_gradients_are_reduced_though_the_last_microbatch_does_not_use_the_group(rank, world):
+def test_accumulated_gradients_are_reduced_even_if_the_last_microbatch_does_not_use_the_group(rank, world):
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -79,7 +79,7 @@ def test_kept_gradients_are_reduced_though_the_last_microbatch_does_not_use_the_
 
 @pytest.mark.parametrize("kind", ["post-accumulate", "tensor"])
 @distributed(world=(1, 2))
-def test_hooks_of_a_parameter_are_called_once_a_backward_with_the_sum_of_all_uses(rank, world, kind):
+def test_parameter_hooks_are_called_once_per_backward_with_the_sum_of_all_uses(rank, world, kind):
     model, plain = twins(lambda: nn.Linear(4, 4, bias=False))
     fully_shard(model)
     seen = []
@@ -96,7 +96,7 @@ def test_hooks_of_a_parameter_are_called_once_a_backward_with_the_sum_of_all_use
 
 
 @distributed(world=(1, 2))
-def test_an_update_in_place_between_forwards_is_seen_whatever_form_it_has(rank, world):
+def test_an_in_place_update_between_forwards_is_detected(rank, world):
     updates = [
         lambda p: p.mul_(0.5),
         lambda p: p.to_local().mul_(0.5),
@@ -105,7 +105,7 @@ def test_an_update_in_place_between_forwards_is_seen_whatever_form_it_has(rank, 
     for update in updates:
         model, plain = twins()
         composable_shard.shard_by_class(model, {type(model.blocks[0])}, strategy="zero2")
-        model(*vectors(rank, 0))  # leaves weights behind that a backward might want
+        model(*vectors(rank, 0))  # leaves weights unsharded for a possible backward
         with torch.no_grad():
             for p, q in zip(list(shards_of(model)), plain.parameters(), strict=True):
                 update(p)
@@ -120,7 +120,7 @@ def shards_of(model):
 
 
 @distributed(world=(1, 2))
-def test_an_output_that_is_a_weight_keeps_its_value_without_gradients(rank, world):
+def test_a_weight_returned_as_output_keeps_its_value_without_gradients(rank, world):
     class Gives(nn.Module):
         def __init__(self):
             super().__init__()
@@ -139,7 +139,7 @@ def test_an_output_that_is_a_weight_keeps_its_value_without_gradients(rank, worl
 
 
 @distributed(world=(1, 2))
-def test_a_module_that_was_unsharded_before_the_first_forward_is_no_root(rank, world):
+def test_unshard_before_the_first_forward_does_not_make_a_module_the_root(rank, world):
     model, plain = twins()
     composable_shard.shard_by_class(model, {type(model.blocks[0])})
     model.blocks[0].unshard()
@@ -157,7 +157,7 @@ def test_a_late_wait_for_an_unshard_does_not_gather_again(rank, world):
 
 
 @distributed(world=(1, 2))
-def test_a_parameter_that_was_replaced_by_a_plain_one_is_an_error_each_time(rank, world):
+def test_replacing_a_sharded_parameter_with_a_plain_one_is_an_error_each_time(rank, world):
     model, plain = twins()
     fully_shard(model)
     model(*vectors(rank, 0))
@@ -193,7 +193,7 @@ def test_running_out_of_memory_in_a_gather_leaves_the_model_usable(rank, world):
 
 
 @distributed(world=(1, 2))
-def test_the_record_of_an_iteration_is_there_while_its_loss_is_still_held(rank, world):
+def test_the_record_of_an_iteration_is_available_while_its_loss_is_alive(rank, world):
     model = Stack()
     composable_shard.shard_by_class(model, {type(model.blocks[0])})
     lengths = []
@@ -243,7 +243,7 @@ def _call(x: torch.Tensor) -> torch.Tensor:
 
 
 @distributed(world=2)
-def test_the_first_forward_may_run_in_a_custom_operator_and_steps_follow(rank, world):
+def test_training_works_after_a_first_forward_in_a_custom_operator(rank, world):
     torch.manual_seed(0)
     plain, model = Stack(), Stack()
     model.load_state_dict(plain.state_dict())
@@ -268,7 +268,7 @@ def test_a_module_without_parameters_may_run_before_its_root(rank, world):
 
 
 @distributed(world=2)
-def test_a_module_whose_call_has_failed_before_its_forward_may_run_in_its_root(rank, world):
+def test_a_module_whose_call_failed_before_forward_may_run_in_its_root(rank, world):
     def refuse(module, args):
         raise ValueError("refused")
 

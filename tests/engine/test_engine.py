@@ -1,4 +1,4 @@
-"""The engine: what it issues, in which order, and what it gathers ahead."""
+"""The engine: its actions, their order, and its prefetches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from _stepping import (
 )
 from composable_shard import last_record, make_plan
 
-# ---- what is issued, in which order
+# ---- actions and their order
 
 
 def four_blocks(rank, world, reshard=None):
@@ -40,8 +40,8 @@ def text_of(job, world=2, **kwargs):
     return texts[0]
 
 
-def test_gathers_are_one_ahead_both_ways_and_reductions_fly_while_the_next_blocks_run_backward():
-    """REDUCE of a block stands before WAIT of the next two; REDUCED stands late, at the third or at the end."""
+def test_gathers_are_one_ahead_in_both_directions_and_reductions_overlap_with_the_next_blocks():
+    """REDUCE of a block precedes WAIT of the next two; REDUCED comes late, at the third block or at the end."""
     assert_expected_inline(
         text_of(four_blocks),
         """\
@@ -94,7 +94,7 @@ def frozen_block(rank, world):
     return str(last_record(model))
 
 
-def test_a_frozen_group_is_gathered_for_backward_and_given_up_when_its_last_saved_weight_is_freed():
+def test_a_frozen_group_is_gathered_for_backward_and_resharded_when_its_last_saved_weight_is_freed():
     assert_expected_inline(
         text_of(frozen_block),
         """\
@@ -129,7 +129,7 @@ REDUCED (root)""",
 
 
 @distributed(world=2)
-def test_a_frozen_group_is_gathered_ahead_in_backward_as_planned(rank, world):
+def test_a_frozen_group_is_prefetched_in_backward_as_planned(rank, world):
     model = Stack(3)
     model.blocks[1].requires_grad_(False)
     shard_blocks(model, fully_shard)
@@ -152,7 +152,7 @@ def used_twice(rank, world):
     return str(last_record(model))
 
 
-def test_a_group_that_is_used_twice_is_reduced_once_per_use():
+def test_a_group_used_twice_is_reduced_once_per_use():
     assert_expected_inline(
         text_of(used_twice),
         """\
@@ -189,7 +189,7 @@ REDUCED (root)""",
 
 
 @distributed(world=(1, 2))
-def test_weights_that_backward_needs_again_at_once_are_kept(rank, world):
+def test_weights_that_the_next_backward_needs_are_kept(rank, world):
     class Again(Stack):
         def forward(self, x):
             return self.head(self.blocks[0](self.blocks[0](self.inp(x))))
@@ -205,7 +205,7 @@ def test_weights_that_backward_needs_again_at_once_are_kept(rank, world):
 
 
 class Permuted:
-    """Completes the uses of blocks in another order than autograd does, as several devices might."""
+    """Completes the uses of blocks in another order than autograd, as several devices might."""
 
     def __init__(self, engine, order):
         self.engine, self.order, self.held = engine, order, []
@@ -224,7 +224,7 @@ class Permuted:
 
 @pytest.mark.parametrize("orders", [[(0, 1, 2), (2, 1, 0)], [(1, 2, 0), (2, 0, 1)], [(2, 1, 0), (0, 2, 1)]])
 @distributed(world=2)
-def test_a_reduction_that_is_ready_early_waits_its_turn_so_that_ranks_issue_in_one_order(rank, world, orders):
+def test_an_early_reduction_waits_its_turn_so_that_all_ranks_issue_in_the_same_order(rank, world, orders):
     model, plain = twins()
     train_step(model)
     train_step(plain)
@@ -252,7 +252,7 @@ def test_at_most_two_reductions_are_in_flight(world_):
 
 
 class Noting(Block):
-    """Writes down when its node was made, and what its parameters look like in forward."""
+    """Records when its node was made, and what its parameters look like in forward."""
 
     def forward(self, x):
         self.noted = (x.grad_fn._sequence_nr(), self.up.weight.grad_fn._sequence_nr())
@@ -273,17 +273,17 @@ class NotingStack(Stack):
 
 
 @distributed(world=(1, 2))
-def test_nodes_are_made_when_a_forward_begins_and_not_when_its_gather_is_issued(rank, world):
+def test_nodes_are_created_when_a_forward_begins_and_not_when_its_gather_is_issued(rank, world):
     model, _ = twins(NotingStack)
     for step in range(2):
         train_step(model, step)
         for block in model.blocks:
             of_input, of_node = block.noted
-            assert of_node > of_input, "backward would run the node before later operations of the block before"
+            assert of_node > of_input, "otherwise backward runs the node before later operations of the previous block"
 
 
 @distributed(world=(1, 2))
-def test_unsharded_weights_look_like_the_parameters_that_they_stand_for(rank, world):
+def test_unsharded_weights_look_like_their_sharded_parameters(rank, world):
     torch.manual_seed(3)
     model = NotingStack()
     for block in model.blocks:
@@ -315,7 +315,7 @@ def test_an_embedding_with_integer_input_reduces_like_any_layer(rank, world):
 
 
 class Skipping(Stack):
-    """Runs those of its blocks that it is told to."""
+    """Runs only the blocks that it is configured to run."""
 
     def __init__(self):
         super().__init__()
@@ -330,7 +330,7 @@ class Skipping(Stack):
 
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(world=(1, 2))
-def test_a_gather_ahead_for_a_group_that_is_then_not_used_is_dropped_at_the_end_of_forward(rank, world, reshard):
+def test_a_prefetched_group_that_is_not_used_is_resharded_at_the_end_of_forward(rank, world, reshard):
     model, plain = twins(Skipping, reshard_after_forward=reshard)
     train_step(model)
     train_step(plain)
@@ -341,17 +341,17 @@ def test_a_gather_ahead_for_a_group_that_is_then_not_used_is_dropped_at_the_end_
     train_step(plain, 1)
     del loss
     record = last_record(model)
-    assert str(record).splitlines().count("UNSHARD blocks.2") == 1, "it was gathered ahead"
+    assert str(record).splitlines().count("UNSHARD blocks.2") == 1, "it was prefetched"
     assert str(record).splitlines().count("RESHARD blocks.2") == 1
     assert_same_gradients(model, plain)
     assert_at_rest(model)
-    for step in range(2, 4):  # all ranks know at the end of the first that all have seen the new order
+    for step in range(2, 4):  # at the end of the first one, all ranks know that all have seen the new order
         train_step(model, step)
     assert "UNSHARD blocks.2" not in str(last_record(model)), "the order was learned"
 
 
 @distributed(world=(1, 2))
-def test_a_forward_without_gradients_gathers_one_ahead_and_leaves_nothing_unsharded(rank, world):
+def test_a_no_grad_forward_prefetches_one_group_ahead_and_leaves_no_group_unsharded(rank, world):
     model, plain = twins(reshard_after_forward=False)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -364,7 +364,7 @@ def test_a_forward_without_gradients_gathers_one_ahead_and_leaves_nothing_unshar
 
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(world=2)
-def test_what_a_user_has_unsharded_is_not_gathered_a_second_time_by_the_next_forward(rank, world, reshard):
+def test_the_next_forward_does_not_gather_again_after_a_user_unshard(rank, world, reshard):
     model, _ = twins(reshard_after_forward=reshard)
     train_step(model)
     for async_op in (True, False):

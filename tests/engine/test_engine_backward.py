@@ -1,4 +1,4 @@
-"""The engine: what backward runs through (recomputations, outputs, several graphs), and what it leaves."""
+"""The engine: the parts of a backward (recomputations, outputs, several graphs), and the state after it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StackOfThem(Stack):
 
 @pytest.mark.parametrize("model_type", [Checkpointed, StackOfThem])
 @distributed(world=(1, 2))
-def test_a_recomputation_is_no_second_use(rank, world, model_type):
+def test_a_recomputation_is_not_a_second_use(rank, world, model_type):
     model, plain = twins(model_type)
     for step in range(2):
         train_step(model, step)
@@ -67,7 +67,7 @@ def test_a_recomputation_is_no_second_use(rank, world, model_type):
 
 
 class Giving(nn.Module):
-    """Gives its weight away, whole and in part."""
+    """Returns its weight, as a whole and in part."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ class Giving(nn.Module):
 
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(world=(1, 2))
-def test_an_output_that_lies_among_weights_is_copied_differentiably(rank, world, reshard):
+def test_an_output_that_is_a_view_of_weights_is_copied_differentiably(rank, world, reshard):
     torch.manual_seed(3)
     plain = Giving()
     model = copy.deepcopy(plain)
@@ -97,7 +97,7 @@ def test_an_output_that_lies_among_weights_is_copied_differentiably(rank, world,
 
 
 @distributed(world=2)
-def test_an_output_that_lies_among_weights_is_copied_without_gradients_too(rank, world):
+def test_an_output_that_is_a_view_of_weights_is_copied_without_gradients_too(rank, world):
     model = Giving()
     want = model.lin.weight.detach().clone()
     fully_shard(model)
@@ -112,7 +112,7 @@ def test_an_output_that_lies_among_weights_is_copied_without_gradients_too(rank,
 
 
 @distributed(world=(1, 2))
-def test_weights_that_are_kept_after_backward_are_gathered_once_for_all_microbatches(rank, world):
+def test_weights_kept_after_backward_are_gathered_once_for_all_microbatches(rank, world):
     model, plain = twins(reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     with counted_gathers() as gathers:
@@ -128,8 +128,8 @@ def test_weights_that_are_kept_after_backward_are_gathered_once_for_all_microbat
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 @distributed(world=2)
-def test_after_backward_the_parameters_of_a_model_are_those_that_have_gradients(rank, world, strategy):
-    """Else `clip_grad_norm_(model.parameters(), ...)` clips nothing and says nothing."""
+def test_model_parameters_after_backward_have_the_gradients(rank, world, strategy):
+    """Otherwise `clip_grad_norm_(model.parameters(), ...)` silently clips nothing."""
     model, plain = twins(lambda: Stack(2), shard=lambda m, _: shard_by_class(m, {Block}, strategy=strategy))
     norms = []
     for m in (model, plain):
@@ -150,7 +150,7 @@ def test_the_end_of_a_graph_without_a_backward_ends_its_use(rank, world):
 
 @pytest.mark.parametrize("shard", [shard_blocks, shard_nested])
 @distributed(world=(1, 2))
-def test_every_backward_leaves_all_at_rest_whichever_part_of_the_graph_it_runs(rank, world, shard):
+def test_a_backward_through_any_part_of_the_graph_ends_with_all_groups_at_rest(rank, world, shard):
     model, _ = twins(shard=shard, reshard_after_forward=False)
     kept = []
     model.blocks[1].register_forward_hook(lambda module, args, out: kept.append(out))
@@ -167,8 +167,8 @@ def test_every_backward_leaves_all_at_rest_whichever_part_of_the_graph_it_runs(r
 
 
 @distributed(world=2)
-def test_the_engine_watches_no_optimizer_of_others(rank, world):
-    """A step of an optimizer without sharded parameters costs nothing and changes nothing."""
+def test_the_engine_ignores_optimizers_of_other_parameters(rank, world):
+    """A step of an optimizer without sharded parameters has no cost and no effect."""
     model, plain = twins(reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     train_step(model)

@@ -1,4 +1,4 @@
-"""The engine: nothing stale or half done is left behind, and leaves may be used outside of a forward."""
+"""The engine: no stale or partial state remains after failures, and leaves may be used outside forward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Boom(torch.autograd.Function):
 
 
 class Fused(Stack):
-    """Fails in the backward between the blocks 1 and 2, if armed: one reduction has been issued then."""
+    """If armed, fails in the backward between blocks 1 and 2, when one reduction has been issued."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class Fused(Stack):
 
 @pytest.mark.parametrize("reshard", [None, True, False])
 @distributed(world=(1, 2))
-def test_the_forward_after_a_failed_backward_gives_up_what_that_left_behind(rank, world, reshard):
+def test_the_forward_after_a_failed_backward_discards_its_leftovers(rank, world, reshard):
     model, plain = twins(Fused, reshard_after_forward=reshard)
     train_step(model)
     train_step(plain)
@@ -59,7 +59,7 @@ def test_the_forward_after_a_failed_backward_gives_up_what_that_left_behind(rank
     with torch.no_grad():
         model(*vectors(0, 1))
     assert_at_rest(model)
-    assert_same_gradients(model, plain)  # nothing of the failed pass was added
+    assert_same_gradients(model, plain)  # gradients of the failed pass were not added
     train_step(model, 2)
     train_step(plain, 2)
     assert_same_gradients(model, plain)
@@ -89,7 +89,7 @@ def test_no_unsharded_copy_outlives_an_optimizer_step(rank, world):
 
 
 @distributed(world=2)
-def test_an_optimizer_step_concerns_only_the_models_and_groups_whose_parameters_it_has(rank, world):
+def test_an_optimizer_step_affects_only_groups_whose_parameters_it_has(rank, world):
     models = [twins(reshard_after_forward=False)[0] for _ in range(2)]
     optimizer = torch.optim.SGD(models[0].blocks[1].parameters(), lr=0.1)
     for model in models:
@@ -146,7 +146,7 @@ def assert_same_shards(shards, plain):
 
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(world=2)
-def test_backward_after_an_optimizer_step_raises_as_it_does_in_plain_torch(rank, world, reshard):
+def test_backward_after_an_optimizer_step_raises_as_in_plain_torch(rank, world, reshard):
     for model in reversed(twins(reshard_after_forward=reshard)):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         train_step(model)
@@ -157,7 +157,7 @@ def test_backward_after_an_optimizer_step_raises_as_it_does_in_plain_torch(rank,
 
 
 @distributed(world=2)
-def test_an_optimizer_over_unsharded_copies_is_an_error_at_its_first_step(rank, world):
+def test_an_optimizer_of_unsharded_copies_is_an_error_at_its_first_step(rank, world):
     model, _ = twins(reshard_after_forward=False)
     loss_of(model, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -167,7 +167,7 @@ def test_an_optimizer_over_unsharded_copies_is_an_error_at_its_first_step(rank, 
         optimizer.step()
 
 
-# ---- leaves that are used outside of a forward
+# ---- leaves that are used outside forward
 
 
 def head_penalty(model):
@@ -221,7 +221,7 @@ def test_a_backward_of_the_penalty_alone_and_then_of_the_loss_is_exact(rank, wor
 
 
 @distributed(world=(1, 2))
-def test_a_penalty_without_gradient_sync_is_kept_and_reduced_later(rank, world):
+def test_a_penalty_without_gradient_sync_is_accumulated_and_reduced_later(rank, world):
     model, plain = twins(reshard_after_forward=False)
     for micro in range(2):
         model.set_requires_gradient_sync(micro == 1)
@@ -232,10 +232,10 @@ def test_a_penalty_without_gradient_sync_is_kept_and_reduced_later(rank, world):
 
 
 @distributed(world=(1, 2))
-def test_a_stale_raw_read_of_such_a_weight_raises_once_its_slot_was_given_away(rank, world):
+def test_a_stale_read_of_such_a_weight_raises_after_its_slot_was_reused(rank, world):
     model, _ = twins()
     loss = loss_of(model)
-    penalty = head_penalty(model)  # outside of forward autograd saves the weight itself
+    penalty = head_penalty(model)  # outside forward, autograd saves the weight itself
     loss.backward()
     assert_at_rest(model)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
@@ -254,7 +254,7 @@ class _Failing(torch.autograd.Function):
 
 
 @distributed(world=2)
-def test_an_interrupt_while_a_failed_step_is_cleared_up_leaves_the_next_step_exact(rank, world):
+def test_an_interrupt_during_cleanup_after_a_failure_leaves_the_next_step_exact(rank, world):
     model, plain = twins(Stack)
     model.set_reduce_scatter_max_input_buffers(4)
     train_step(model)

@@ -1,4 +1,4 @@
-"""What the history notes of forwards within forwards, without an engine."""
+"""The history's record of nested forwards, without an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def groups(*fqns):
     return [SimpleNamespace(fqn=fqn, is_root=not fqn, running=0) for fqn in fqns]
 
 
-def test_a_group_runs_in_the_one_that_began_last_and_has_not_ended():
+def test_a_group_runs_inside_the_last_group_that_began_and_has_not_ended():
     root, outer, inner, other = groups("", "outer", "outer.inner", "other")
     history = History()
     for group in (root, outer, inner):
@@ -25,15 +25,15 @@ def test_a_group_runs_in_the_one_that_began_last_and_has_not_ended():
     inner.running = outer.running = 0
     begin(history, other)
     assert history.order == ["", "outer", "outer.inner", "other"]
-    assert history.around == [("outer.inner", "outer")], "the root encloses all, which need not be said"
+    assert history.around == [("outer.inner", "outer")], "the root encloses all groups and is omitted"
 
 
-def test_forwards_whose_end_was_never_reported_enclose_nothing_later():
+def test_forwards_whose_end_was_never_reported_do_not_enclose_later_ones():
     outer, inner, other = groups("outer", "outer.inner", "other")
     history = History()
     for group in (outer, inner):
         begin(history, group)
-    outer.running = inner.running = 0  # an interrupt has ended both
+    outer.running = inner.running = 0  # an interrupt ended both
     for group in (inner, outer, other):
         begin(history, group)
         if group is inner:
@@ -41,7 +41,7 @@ def test_forwards_whose_end_was_never_reported_enclose_nothing_later():
     assert history.around == [("outer.inner", "outer"), ("other", "outer")]
 
 
-def test_the_record_since_a_mark_has_what_was_done_after_it_alone():
+def test_the_record_since_a_mark_has_only_later_actions():
     first, second = groups("first", "second")
     history = History()
     begin(history, first)

@@ -1,4 +1,4 @@
-"""What one rank alone keeps alive, or asks, changes no collective: iterations follow from calls."""
+"""Iterations follow from calls: state that only one rank keeps, or queries, changes no collective."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from _pool import distributed
 from _stepping import assert_same_gradients, counted_gathers, engine_of, train_step, twins
 from composable_shard._engine.backward import Iterations
 
-LIMIT_S = 60.0  # a hang, where ranks disagree
+LIMIT_S = 60.0  # limits a hang if ranks disagree
 
 
 def freeze_blocks(model):
@@ -29,7 +29,7 @@ def agreed(world, what):
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("frozen", [False, True])
 @distributed(world=2, limit_s=LIMIT_S)
-def test_an_output_that_one_rank_alone_keeps_changes_no_gather(rank, world, reshard, frozen):
+def test_an_output_kept_by_only_one_rank_changes_no_gather(rank, world, reshard, frozen):
     model, plain = twins(reshard_after_forward=reshard)
     for each in (model, plain):
         if frozen:
@@ -37,7 +37,7 @@ def test_an_output_that_one_rank_alone_keeps_changes_no_gather(rank, world, resh
     kept = []
     with counted_gathers() as gathers:
         for step in range(4):
-            for _ in range(2):  # forwards with gradients and without a backward, as where a metric is logged
+            for _ in range(2):  # forwards in grad mode without a backward, for example to log a metric
                 output = model(*vectors(rank, step))
                 if rank == 0:
                     kept.append(output)
@@ -50,7 +50,7 @@ def test_an_output_that_one_rank_alone_keeps_changes_no_gather(rank, world, resh
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_auto_measures_the_same_steps_whatever_one_rank_keeps_or_asks(rank, world):
+def test_auto_measures_the_same_steps_even_if_one_rank_keeps_outputs_or_asks_for_records(rank, world):
     model, _ = twins(reshard_after_forward=True)
     model.set_prefetch_policy(cs.PrefetchPolicy.auto())
     kept = []
@@ -78,10 +78,10 @@ def test_weights_stay_between_the_forwards_of_a_pipeline(rank, world):
             losses = [model(*vectors(rank, micro)).sum() for micro in range(3)]
             for loss in losses:
                 loss.backward()
-    assert gathers.count("") == 3, "once for the forwards, and once for each backward behind the first"
+    assert gathers.count("") == 3, "once for the forwards, and once for each backward after the first"
 
 
-def test_a_backward_ends_the_wait_of_its_forward_and_of_all_before_it():
+def test_a_backward_ends_the_wait_of_its_forward_and_of_all_earlier_ones():
     found = Iterations()
     waits = []
     for backward in (0, 0, 2, 0, 4):
@@ -90,14 +90,14 @@ def test_a_backward_ends_the_wait_of_its_forward_and_of_all_before_it():
         found.reach(backward)
     assert waits == [False, True, True, True, True]
     found.reach(found.forward)
-    assert not found.begin(), "nothing waits, and no parameter wants gradients"
+    assert not found.begin(), "no forward waits, and no parameter requires gradients"
     assert not found.begin()
     found.await_backward(found.forward)
     found.end()
-    assert not found.begin(), "a step of an optimizer, or a failure"
+    assert not found.begin(), "after an optimizer step, or a failure"
 
 
-def test_forwards_whose_backward_never_comes_do_not_make_one_iteration_for_ever():
+def test_forwards_without_backward_do_not_form_an_endless_iteration():
     found = Iterations()
     waits = []
     for _ in range(600):
@@ -107,9 +107,9 @@ def test_forwards_whose_backward_never_comes_do_not_make_one_iteration_for_ever(
 
 
 @distributed(world=1)
-def test_the_record_that_a_user_asks_for_does_not_end_the_iteration(rank, world):
+def test_reading_the_record_does_not_end_the_iteration(rank, world):
     model, _ = twins(reshard_after_forward=True)
-    model.set_manual_backward_finalization(True)  # so that reductions are in flight when the record is asked for
+    model.set_manual_backward_finalization(True)  # so that reductions are in flight when the record is read
     train_step(model)
     first = cs.last_record(model)
     engine_of(model).before_optimizer_step({id(param) for param in model.parameters()})

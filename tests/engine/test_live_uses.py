@@ -1,4 +1,4 @@
-"""The uses whose graphs live may end, in a thread of autograd, while another thread goes through them."""
+"""Uses with a live graph may end in an autograd thread while another thread iterates over them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def group():
     return Group(settings=settings, trains=True, places=(), buckets=[SimpleNamespace(saved=0)])
 
 
-def test_a_use_that_ends_while_all_are_gone_through_does_not_disturb():
+def test_a_use_may_end_while_another_thread_iterates_over_all_uses():
     uses = Uses()
     made = [uses.begin(group(), -1, 1, under_hooks=False) for _ in range(3)]
     seen = []

@@ -1,4 +1,4 @@
-"""The log of the engine's actions, by name of group."""
+"""The log of the engine's actions, with the names of groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def small():
 
 
 class Lines(logging.Handler):
-    """The messages that a logger was given."""
+    """Collects the messages of a logger."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class Lines(logging.Handler):
 
 
 @simulated(world=1)
-def test_actions_are_logged_as_they_are_recorded_while_the_level_is_debug_and_not_after(rank, world):
+def test_actions_are_logged_in_the_form_of_records_only_while_the_level_is_debug(rank, world):
     model, logger, heard = small(), logging.getLogger("composable_shard.engine"), Lines()
     logger.addHandler(heard)
     try:

@@ -18,7 +18,7 @@ MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
 def evaluate_then_step(mode, run):
-    """Two evaluations (also before the very first training step), a step."""
+    """Run two evaluations (also before the very first training step), then a step."""
     with MODES[mode]():
         for micro in (6, 7):
             run.record(f"evaluation {micro}", run.model(*run.batch(micro)))
@@ -46,7 +46,7 @@ def test_evaluations_before_and_between_training_steps_are_exact(rank, world, mo
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("mode", MODES)
 @distributed(world=(1, 2))
-def test_an_evaluation_between_backward_and_the_optimizer_leaves_no_stale_weights(rank, world, mode, reshard):
+def test_an_evaluation_between_backward_and_optimizer_step_leaves_no_stale_weights(rank, world, mode, reshard):
     shard = functools.partial(shard_blocks, reshard_after_forward=reshard)
     train = functools.partial(step_then_evaluate, mode)
     why = "FSDP2 keeps the unsharded weights of an evaluation through the optimizer step"

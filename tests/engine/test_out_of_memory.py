@@ -1,4 +1,4 @@
-"""When memory runs out, the error says who holds what, and what would help."""
+"""Out-of-memory errors have a note that lists memory by category and ways to use less."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from composable_shard._engine import out_of_memory
 from composable_shard._engine.out_of_memory import is_out_of_memory
 from composable_shard._memory.device import DeviceMemory
 
-MEMORY = "allocate memory"  # in what torch's allocator for the CPU says
+MEMORY = "allocate memory"  # part of the message of torch's CPU allocator
 
 
 def petabyte():
@@ -24,7 +24,7 @@ def petabyte():
 
 
 class Greedy(nn.Module):
-    """Wants a petabyte, in forward or in backward, once it is told to."""
+    """Allocates a petabyte in forward or in backward once `wants` is set."""
 
     wants = ""
 
@@ -45,7 +45,7 @@ class _Greedy(torch.autograd.Function):
 
 
 def greedy(**options):
-    """A sharded model that has trained a step, with its optimizer; the module that can be told; what is fed to it."""
+    """A sharded model that has trained one step, its optimizer, the `Greedy` module, and the inputs."""
     torch.manual_seed(3)
     model = Stack(2, dim=256, hidden=512)
     told = Greedy()
@@ -65,7 +65,7 @@ def notes_of(call):
 
 
 @simulated(world=2)
-def test_a_forward_of_a_sharded_model_says_who_holds_what(rank, world):
+def test_the_error_of_a_forward_lists_memory_by_category(rank, world):
     model, _, told = greedy()
     told.wants = "forward"
     (note,) = notes_of(lambda: train_step(model))
@@ -88,7 +88,7 @@ ways to use less memory, with the most that each can save:
 
 
 @simulated(world=2)
-def test_the_figures_are_those_of_the_tensors(rank, world):
+def test_the_listed_bytes_equal_those_of_the_tensors(rank, world):
     model, optimizer, told = greedy()
     told.wants = "forward"
     (note,) = notes_of(lambda: train_step(model))
@@ -98,11 +98,11 @@ def test_the_figures_are_those_of_the_tensors(rank, world):
     assert f"parameters (sharded): {nbytes / 2**20:.2f} MiB" in note
     assert f"gradients: {nbytes / 2**20:.2f} MiB" in note
     assert f"optimizer state: {state / 2**20:.2f} MiB" in note
-    assert f"{cs.stats(model)['pool/peak_bytes'] / 2**20:.2f} MiB at most so far" in note
+    assert f"peak use {cs.stats(model)['pool/peak_bytes'] / 2**20:.2f} MiB" in note
 
 
 @simulated(world=2)
-def test_a_backward_says_so_where_the_step_is_wrapped_and_only_there(rank, world):
+def test_the_error_of_a_backward_has_the_note_only_if_the_step_is_wrapped(rank, world):
     model, optimizer, told = greedy()
     told.wants = "backward"
     assert notes_of(lambda: train_step(model)) == []
@@ -125,11 +125,11 @@ def test_an_error_is_explained_once(rank, world):
 
 
 @simulated(world=2)
-def test_a_gather_without_memory_says_so_in_backward_too(rank, world):
+def test_a_gather_that_runs_out_of_memory_in_backward_has_the_note(rank, world):
     model, _ = twins(reshard_after_forward=True)
     train_step(model)
     loss = model(*vectors(0, 1)).square().mean()
-    engine_of(model).pool.forget()  # so that backward has to allocate
+    engine_of(model).pool.forget()  # so that backward must allocate
     assert_backward_explains(loss)
 
 
@@ -144,7 +144,7 @@ def assert_backward_explains(loss):
 
 
 @simulated(world=2)
-def test_an_optimizer_without_memory_for_its_state_says_so_where_the_step_is_wrapped(rank, world):
+def test_an_optimizer_that_runs_out_of_memory_has_the_note_if_the_step_is_wrapped(rank, world):
     model, _, _ = greedy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: petabyte())
@@ -182,7 +182,7 @@ def advice_of(note):
 
 
 @simulated(world=2)
-def test_weights_that_stay_after_forward_and_gradients_that_wait_can_be_given_up(rank, world):
+def test_advice_covers_weights_kept_after_forward_and_unreduced_gradients(rank, world):
     model, _, told = greedy(reshard_after_forward=False)
     model.set_requires_gradient_sync(False)
     train_step(model)
@@ -206,7 +206,7 @@ def test_weights_that_stay_after_forward_and_gradients_that_wait_can_be_given_up
 
 
 @simulated(world=2)
-def test_a_model_of_one_group_can_be_cut_into_several(rank, world):
+def test_advice_for_a_model_with_one_group_is_to_shard_each_block(rank, world):
     model = cs.fully_shard(nn.Sequential(nn.Linear(64, 64), told := Greedy()), mesh=mesh_of(2))
     model(torch.ones(2, 64)).sum().backward()
     told.wants = "forward"
@@ -214,7 +214,7 @@ def test_a_model_of_one_group_can_be_cut_into_several(rank, world):
     assert "fully_shard on each block as well" in note
 
 
-def test_what_an_accelerator_counts_beyond_is_activations_and_leads_the_advice(monkeypatch):
+def test_other_memory_of_an_accelerator_counts_as_activations_and_comes_first_in_the_advice(monkeypatch):
     gib = 1 << 30
     counted = out_of_memory._Allocator(allocated=30 * gib, peak=40 * gib, reserved=32 * gib)
     monkeypatch.setattr(out_of_memory, "_allocator_of", lambda device: counted)
@@ -244,11 +244,11 @@ def test_what_an_accelerator_counts_beyond_is_activations_and_leads_the_advice(m
         (ValueError("out of memory"), False),
     ],
 )
-def test_errors_of_allocators_are_known_by_their_type_or_their_words(error, expected):
+def test_out_of_memory_errors_are_recognized_by_type_or_message(error, expected):
     assert is_out_of_memory(error) is expected
 
 
-def test_what_cannot_be_counted_does_not_hide_the_error(monkeypatch):
+def test_a_failure_to_count_memory_does_not_hide_the_error(monkeypatch):
     monkeypatch.setattr(out_of_memory, "_Held", None)
 
     @simulated(world=2)

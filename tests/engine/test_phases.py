@@ -1,4 +1,4 @@
-"""Forwards of other kinds between the training steps: each follows its own schedule, and disturbs no other's."""
+"""Forwards of other phases between training steps: each follows its own schedule and affects no other."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gathers_of(engine, since):
     return [fqn for kind, fqn in zip(done[::3], done[1::3], strict=True) if kind is Kind.UNSHARD]
 
 
-def test_an_evaluation_between_forward_and_backward_leaves_the_recomputation_its_schedule():
+def test_an_evaluation_between_forward_and_backward_keeps_the_recomputations_schedule():
     def body(here):
         torch.manual_seed(0)
         model = Turning()
@@ -64,11 +64,11 @@ def test_an_evaluation_between_forward_and_backward_leaves_the_recomputation_its
             loss.backward()
         return gathers_of(engine, before)
 
-    # Evaluation gives all weights up. They are gathered once, for the recomputation keeps them for its backward.
+    # Evaluation reshards all groups. They are gathered once, because the recomputation keeps them for its backward.
     assert testing.spmd(2)(body) == [[f"layers.{at}" for at in range(4)]] * 2
 
 
-def test_views_that_one_rank_keeps_change_no_decision_under_a_budget():
+def test_views_kept_by_one_rank_change_no_decision_under_a_budget():
     size = 256 * 256 * 4
 
     def body(here):
@@ -107,7 +107,7 @@ def test_views_that_one_rank_keeps_change_no_decision_under_a_budget():
     assert first == second
 
 
-def test_a_module_that_only_evaluation_uses_needs_no_room_for_a_reduction():
+def test_a_module_used_only_in_evaluation_needs_no_memory_for_a_reduction():
     low = cs.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     class Evaluated(nn.Module):
@@ -137,7 +137,7 @@ def test_a_module_that_only_evaluation_uses_needs_no_room_for_a_reduction():
     assert testing.spmd(2)(body) == [True, True]
 
 
-def test_fake_weights_that_were_put_in_the_place_of_others_run():
+def test_fake_weights_assigned_over_others_run():
     with testing.fake(2) as world, FakeTensorMode():
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         for layer in model:

@@ -1,4 +1,4 @@
-"""Policies of prefetch and memory: the engine does what the plan says, within its budget, and with the same bits."""
+"""Prefetch and pool policies: the engine follows the plan, within its budget, with bitwise identical results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ POLICIES = {
 
 
 class Uneven(nn.Module):
-    """Blocks of different sizes, two of which are checkpointed."""
+    """Blocks of different sizes; two of them are checkpointed."""
 
     def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def made(build, shard, prefetch=None, pool=None, **options):
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("build", [Stack, Uneven])
 @distributed(world=2)
-def test_a_step_is_the_planned_one_within_its_budget_and_with_the_same_bits(rank, world, build, name):
+def test_a_step_follows_the_plan_within_its_budget_and_is_bitwise_identical(rank, world, build, name):
     prefetch, budget = POLICIES[name]
     plain = made(build, shard_blocks)
     pool = None if budget is None else cs.PoolPolicy(budget=budget_of(budget, plain))
@@ -119,7 +119,7 @@ def test_a_budget_holds_with_recomputation_accumulation_and_validation(rank, wor
 
 
 @distributed(world=2)
-def test_a_budget_that_is_too_small_is_an_error_before_anything_runs(rank, world):
+def test_a_budget_that_is_too_small_is_an_error_before_any_action(rank, world):
     model = made(Uneven, shard_blocks, pool=cs.PoolPolicy(budget=4096))
     least = budget_of("least", made(Uneven, shard_blocks))
     for _ in range(2):
@@ -131,12 +131,12 @@ def test_a_budget_that_is_too_small_is_an_error_before_anything_runs(rank, world
     with pytest.raises(cs.PoolBudgetError):
         model.set_pool_policy(cs.PoolPolicy(budget=least - 1))
     train(model, rank, 2)
-    assert cs.make_plan(model).pool.budget == least, "what was asked for in vain changes nothing"
+    assert cs.make_plan(model).pool.budget == least, "a refused change has no effect"
     assert engine_of(model).pool.peak_bytes <= least
 
 
 @distributed(world=2)
-def test_a_change_of_settings_makes_the_plan_anew(rank, world):
+def test_a_change_of_settings_makes_a_new_plan(rank, world):
     model = made(Stack, shard_blocks, P.depth(2), reshard_after_forward=True)
     train(model, rank, 2)
     model.blocks[0].set_reshard_after_forward(False)
@@ -157,7 +157,7 @@ def costs(plan, **seconds):
 
 
 @distributed(world=2)
-def test_a_plan_can_be_made_elsewhere_and_followed(rank, world):
+def test_a_plan_made_in_another_process_can_be_followed(rank, world):
     model = made(Uneven, shard_blocks)
     plan = cs.make_plan(model)
     budget = sum(group.unsharded_bytes for group in plan.groups)
@@ -174,7 +174,7 @@ def test_a_plan_can_be_made_elsewhere_and_followed(rank, world):
 
 
 @distributed(world=2)
-def test_what_was_measured_is_the_same_on_all_ranks(rank, world):
+def test_measured_times_are_the_same_on_all_ranks(rank, world):
     model = made(Stack, shard_nested, P.auto())
     train(model, rank, 5)
     plan = cs.make_plan(model)
@@ -186,7 +186,7 @@ def test_what_was_measured_is_the_same_on_all_ranks(rank, world):
 
 
 class Either(nn.Module):
-    """Ranks build it differently."""
+    """A model that ranks build differently."""
 
     def __init__(self, width: int, blocks: int) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ DIFFERENT = {
 
 
 @distributed(world=2)
-def test_ranks_with_different_plans_are_told_so_before_anything_moves(rank, world):
+def test_different_plans_are_an_error_on_all_ranks_before_any_communication(rank, world):
     words = []
     for build, options in DIFFERENT.values():
         model = build(rank)
@@ -220,7 +220,7 @@ def test_ranks_with_different_plans_are_told_so_before_anything_moves(rank, worl
         assert cs.last_record(model) is None
     found = [None] * world
     torch.distributed.all_gather_object(found, words)
-    assert found[0] == found[1], "the same words on all ranks"
+    assert found[0] == found[1], "the message is the same on all ranks"
     if rank == 0:
         assert_expected_inline(
             "\n".join(words).replace("; ", ";\n    "),
@@ -235,7 +235,7 @@ ranks 0 and 1 have different plans: group (root): dtype float32 -> float32 as bf
 
 
 @distributed(world=1)
-def test_policies_are_for_the_root_and_of_their_types(rank, world):
+def test_policies_are_checked_for_type_and_accepted_by_the_root_only(rank, world):
     model = made(Stack, shard_blocks)
     with pytest.raises(cs.ShardConfigTypeError, match="policy: expected a PrefetchPolicy, got int"):
         model.set_prefetch_policy(2)
@@ -248,5 +248,5 @@ def test_policies_are_for_the_root_and_of_their_types(rank, world):
         model(*vectors(0, 0))
     other = made(Stack, shard_blocks)
     other(*vectors(0, 0))
-    with pytest.raises(cs.ShardConfigStateError, match="are the root's"):
+    with pytest.raises(cs.ShardConfigStateError, match="are for the root"):
         other.blocks[0].set_pool_policy(cs.PoolPolicy(budget=1 << 20))

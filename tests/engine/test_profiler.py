@@ -1,4 +1,4 @@
-"""Ranges for torch's profiler: those of FSDP2 while one runs, and none without."""
+"""Ranges for torch's profiler: those of FSDP2 while it is active, and none otherwise."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def models_of(**options):
 
 
 def ranges_of(model, rank, steps=1, first=0):
-    """The names of ranges, in order of their beginnings."""
+    """The names of ranges, in the order in which they begin."""
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         for step in range(first, first + steps):
             next_token_loss(model, *token_batch(rank, step)).backward()
@@ -40,8 +40,8 @@ def ranges_of(model, rank, steps=1, first=0):
     return [event.name for event in sorted(found, key=lambda event: event.time_range.start)]
 
 
-# Waiting for reductions is of the group that is waited for here, and in FSDP2 of the one that waits.
-# And FSDP2 has a range for a look ahead that finds nothing to gather.
+# A wait for a reduction belongs to the reduced group here, and to the waiting group in FSDP2.
+# In addition, FSDP2 has a range for each prefetch that finds nothing to gather.
 OTHERS = ("FSDP::post_backward_rs_wait", "FSDP::backward_prefetch")
 
 
@@ -51,7 +51,7 @@ def names_of(ranges):
 
 @pytest.mark.parametrize("options", [{}, {"mp_policy": MIXED}, {"reshard_after_forward": False}], ids=str)
 @distributed(world=2)
-def test_all_ranges_of_fsdp2_are_there_while_a_profiler_runs(rank, world, options):
+def test_a_profiler_sees_all_ranges_of_fsdp2(rank, world, options):
     models = models_of(**options)
     first = {name: ranges_of(model, rank) for name, model in models.items()}
     assert names_of(first["fsdp2"]) <= names_of(first["ours"])
@@ -73,7 +73,7 @@ def test_all_ranges_of_fsdp2_are_there_while_a_profiler_runs(rank, world, option
 
 
 @distributed(world=2)
-def test_groups_of_a_module_on_several_meshes_are_told_apart_as_in_fsdp2(rank, world):
+def test_ranges_distinguish_groups_of_a_module_on_several_meshes_as_in_fsdp2(rank, world):
     mesh, other = mesh_of(2), named_mesh((2, 1), ("outer", "inner"))["inner"]
 
     def place(param):
@@ -95,7 +95,7 @@ def test_groups_of_a_module_on_several_meshes_are_told_apart_as_in_fsdp2(rank, w
 
 
 @distributed(world=2)
-def test_a_profiler_that_begins_or_ends_within_a_step_sees_what_runs_with_it(rank, world):
+def test_a_profiler_active_for_a_part_of_a_step_sees_the_ranges_of_that_part(rank, world):
     model = models_of()["ours"]
     loss = next_token_loss(model, *token_batch(rank, 0))
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:

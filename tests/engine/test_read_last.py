@@ -1,4 +1,4 @@
-"""What the host reads from an accelerator, to know which gradients there are, it reads when backward is over."""
+"""The host reads from an accelerator which gradients exist only after backward is over."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from _blocks import Transformer, next_token_loss, token_batch
 from composable_shard import testing
 from composable_shard.testing import _clocks
 
-EVENTS = []  # in order: blocks whose backward has ended, and waits of the host for an event of the device
+EVENTS = []  # in order: blocks whose backward has ended, and host waits for a device event
 WAIT = "host waits"
 
 
@@ -23,7 +23,7 @@ def waits(monkeypatch):
 
 
 def with_idle_experts():
-    """A decoder, each block of which has an expert that no token goes to."""
+    """A decoder in which each block has an expert that gets no tokens."""
     torch.manual_seed(0)
     model = Transformer(layers=3)
     for block in model.blocks:
@@ -36,7 +36,7 @@ def backward(model, step):
 
 
 def trained(clock, kept=False, hooked=False, fails=False):
-    """Gradients of some steps on a fabric, by name; and what was logged in each step. One step may fail."""
+    """Train some steps on a fabric; returns gradients by name and the log of each step. One step may fail."""
     seen, gradients, logs = [], [], []
     with testing.fabric(2, latency_s=1e-5, bandwidth_Bps=1e9, clock=clock):
         model = with_idle_experts()
@@ -74,8 +74,8 @@ def check_same(ours, expected):
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.usefixtures("waits")
-def test_the_host_waits_for_marks_of_missing_gradients_only_behind_the_last_block(kept, hooked):
-    """A hook behind the gradient of a parameter sees it at once, and so has the host wait."""
+def test_the_host_waits_for_marks_of_missing_gradients_only_after_the_last_block(kept, hooked):
+    """A hook on the gradient of a parameter sees it immediately and therefore makes the host wait."""
     gradients, logs, seen = trained("streams", kept, hooked)
     expected, _, seen_there = trained("virtual", kept, hooked)
     check_same(gradients, expected)
@@ -89,7 +89,7 @@ def test_the_host_waits_for_marks_of_missing_gradients_only_behind_the_last_bloc
 
 
 @pytest.mark.usefixtures("waits")
-def test_what_a_failed_backward_has_not_read_is_given_up():
+def test_marks_that_a_failed_backward_has_not_read_are_discarded():
     gradients, logs, _ = trained("streams", fails=True)
     expected, _, _ = trained("virtual", fails=True)
     check_same(gradients, expected)

@@ -19,7 +19,7 @@ GROUPINGS = {"blocks": shard_blocks, "root": shard_root, "nested": shard_nested,
 
 
 class BoomError(Exception):
-    """What the tests raise."""
+    """The error that the tests raise."""
 
 
 class _Tripwire(torch.autograd.Function):
@@ -36,7 +36,7 @@ class _Tripwire(torch.autograd.Function):
 
 
 class Fuse(nn.Module):
-    """Passes its input on, or raises where it is armed to."""
+    """Returns its input, or raises if it is armed."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ class Fuse(nn.Module):
 
 
 class Fused(Stack):
-    """A stack with a fuse inside one block and one between blocks."""
+    """A stack with one fuse inside a block and one between blocks."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ class Fused(Stack):
 
 
 def blow_then_step(place, phase, clear, run):
-    """Steps 1 and 2 begin with a failure; gradients that it left are cleared, as a user would."""
+    """Steps 1 and 2 begin with a failure; its gradients are cleared as a user would."""
     if run.step in (1, 2):
         run.model.fuse(place).armed = phase
         with pytest.raises(BoomError):
@@ -104,7 +104,7 @@ def test_an_exception_in_forward_needs_no_zero_grad(rank, world):
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @distributed(world=2)
-def test_an_exception_in_a_microbatch_without_sync_is_cleared_too(rank, world, phase):
+def test_the_step_after_an_exception_in_a_microbatch_without_sync_is_exact(rank, world, phase):
     def train(run):
         run.set_sync(False)
         run.backward(run.loss(3))
@@ -121,7 +121,7 @@ def test_an_exception_in_a_microbatch_without_sync_is_cleared_too(rank, world, p
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @distributed(world=2)
-def test_an_exception_in_an_evaluation_is_recovered_too(rank, world, mode):
+def test_the_step_after_an_exception_in_an_evaluation_is_exact(rank, world, mode):
     def train(run):
         run.model.between.armed = "forward"
         with mode(), pytest.raises(BoomError):
@@ -147,7 +147,7 @@ def test_a_state_dict_right_after_an_exception_is_sharded(rank, world, phase):
 
 
 @distributed(world=2)
-def test_the_exception_of_the_user_comes_through_unchanged(rank, world):
+def test_the_users_exception_is_raised_unchanged(rank, world):
     model = Fused()
     shard_blocks(model, fully_shard)
     for phase in ("forward", "backward"):
@@ -171,7 +171,7 @@ class Refuses(torch.autograd.Function):
 
 
 @simulated(world=2)
-def test_an_optimizer_applies_nothing_of_a_backward_that_failed_and_was_cleared(rank, world):
+def test_an_optimizer_step_does_not_use_gradients_of_a_failed_backward_after_zero_grad(rank, world):
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(8)])
     for layer in model:
         fully_shard(layer)

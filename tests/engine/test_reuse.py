@@ -57,7 +57,7 @@ def test_two_forwards_before_backward_are_exact_at_other_world_sizes(rank, world
 
 
 class Twice(nn.Module):
-    """Runs its blocks twice over, each a group that is used twice in one forward."""
+    """Runs its blocks twice; each is a group that is used twice in one forward."""
 
     def __init__(self):
         super().__init__()
@@ -88,7 +88,7 @@ def test_two_forwards_of_a_model_that_uses_modules_twice_are_exact(rank, world, 
 
 
 @distributed(world=2)
-def test_uses_kept_with_sync_off_are_added_up_before_the_reduction(rank, world):
+def test_gradients_of_several_uses_without_sync_are_summed_before_the_reduction(rank, world):
     def train(run):
         run.set_sync(False)
         run.backward(run.loss(0))
@@ -151,7 +151,7 @@ RUNS_TWICE = {
 @pytest.mark.parametrize("case", RUNS_TWICE)
 @pytest.mark.parametrize("tight", [True, False])
 @simulated(world=2)
-def test_a_budget_bounds_modules_that_run_twice(rank, world, case, tight):
+def test_a_budget_holds_for_modules_that_run_twice(rank, world, case, tight):
     model, plain = twins(functools.partial(InOrder, RUNS_TWICE[case]))
     for each in (model, plain):
         loss_of(each).backward()
@@ -167,14 +167,14 @@ def test_a_budget_bounds_modules_that_run_twice(rank, world, case, tight):
         done = [str(action) for action in record.actions]
         assert done.count("REDUCE blocks.0") == 2
         if case == "in a row":
-            assert done.count("UNSHARD blocks.0") == (4 if tight else 3), "weights stay where there is room"
+            assert done.count("UNSHARD blocks.0") == (4 if tight else 3), "weights stay if there is enough memory"
     for name, param in plain.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
 
 
 @pytest.mark.parametrize("sync", [True, False])
 @simulated(world=2)
-def test_gradients_that_are_asked_for_keep_to_a_budget_too(rank, world, sync):
+def test_autograd_grad_stays_within_a_budget(rank, world, sync):
     model, plain = twins(functools.partial(InOrder, (0, 0, 1, 1)))
     loss_of(model).backward()
     with pytest.raises(cs.PoolBudgetError) as caught:
@@ -197,12 +197,12 @@ def footprint():
 
 @pytest.mark.parametrize("grad", [True, more(False)])
 @distributed(world=(1, more(2)))
-def test_a_thousand_forwards_without_backward_grow_nothing(rank, world, grad):
+def test_a_thousand_forwards_without_backward_do_not_increase_memory(rank, world, grad):
     model = Stack(blocks=2)
     shard_blocks(model, fully_shard)
     x = vectors(rank, 0)
     with torch.set_grad_enabled(grad):
-        for _ in range(300):  # the record holds up to 256 of them, for a backward may come
+        for _ in range(300):  # the record holds up to 256 of them, because a backward may follow
             model(*x)
         objects, blocks = footprint()
         for _ in range(4 * 256):

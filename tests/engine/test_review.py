@@ -1,4 +1,4 @@
-"""What leaves the plan is counted, explained and planned anew; ranks follow one plan, whichever of them has left it."""
+"""Deviations from the plan are counted, explained and lead to a new plan; all ranks always follow the same plan."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from composable_shard._plan.plan import replan
 from composable_shard.testing import Busy, fabric
 
 P = cs.PrefetchPolicy
-LIMIT_S = 60.0  # a hang, where ranks disagree
+LIMIT_S = 60.0  # limits a hang if ranks disagree
 
 
 class Chosen(nn.Module):
-    """Blocks of one size, which each forward takes in the order that it is told."""
+    """Blocks of one size, which each forward runs in the given order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def everywhere(world, what):
 
 @pytest.mark.parametrize("prefetch", [None, P.depth(2)])
 @distributed(world=2, limit_s=LIMIT_S)
-def test_an_order_that_all_ranks_have_seen_is_planned_when_all_know_of_it(rank, world, prefetch):
+def test_an_order_that_all_ranks_have_seen_is_planned_once_all_have_voted(rank, world, prefetch):
     model = made(prefetch)
     step(model, rank)
     plans = []
@@ -90,11 +90,11 @@ def test_an_order_that_all_ranks_have_seen_is_planned_when_all_know_of_it(rank, 
     assert cs.drift(model, all_steps=True)[0] == "forward 2, order: blocks.3: ran as forward 2, but blocks.0 is planned"
 
 
-# Where weights stay after forward, a block more that runs again is another order, and no other collective.
+# If weights stay unsharded after forward, running one more block again changes the order, but no collective.
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_a_rank_that_alone_goes_another_way_is_warned_and_changes_no_plan(rank, world):
+def test_a_single_rank_that_deviates_gets_a_warning_and_changes_no_plan(rank, world):
     model = made(P.depth(2), reshard_after_forward=False)
     step(model, rank)
     before = cs.make_plan(model).digest
@@ -115,7 +115,7 @@ def test_a_rank_that_alone_goes_another_way_is_warned_and_changes_no_plan(rank, 
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_ranks_whose_first_forwards_differ_are_told_so_before_there_are_gradients(rank, world):
+def test_first_forwards_that_differ_are_an_error_before_any_gradient(rank, world):
     model = made(reshard_after_forward=False)
     with pytest.raises(cs.RankMismatchError) as caught:
         step(model, rank, 0, 1, 2, 3, rank)
@@ -126,7 +126,7 @@ def test_ranks_whose_first_forwards_differ_are_told_so_before_there_are_gradient
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_ranks_that_all_leave_the_plan_for_different_orders_are_told_so(rank, world):
+def test_ranks_that_deviate_in_different_ways_get_an_error(rank, world):
     model = made(reshard_after_forward=False)
     step(model, rank)
     model(*vectors(rank, 0), (0, 1, 2, 3, rank))
@@ -139,7 +139,7 @@ def test_ranks_that_all_leave_the_plan_for_different_orders_are_told_so(rank, wo
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_ranks_may_use_different_modules_where_all_gradients_are_reduced(rank, world):
+def test_ranks_may_use_different_modules_with_reduce_unused(rank, world):
     model = made(reshard_after_forward=False)
     model.set_reduce_scatter_unused_params(True)
     for _ in range(3):
@@ -153,8 +153,8 @@ def test_ranks_may_use_different_modules_where_all_gradients_are_reduced(rank, w
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("mine", [((0, 1, 2, 3), (0, 1, 2, 2)), ((0, 1, 2, 3), (0, 2, 1, 3)), ((0, 1), (0, 2))])
 @distributed(world=2, limit_s=LIMIT_S)
-def test_ranks_that_gather_modules_of_one_size_for_one_another_are_told_so(rank, world, told, mine):
-    """Else each would read weights of another module; `told`, as a warning once advised, or not."""
+def test_gathering_different_modules_of_equal_size_is_an_error(rank, world, told, mine):
+    """Otherwise each rank would read weights of another module. `told` follows the advice of an earlier warning."""
     model = made(P.depth(0))
     model.set_reduce_scatter_unused_params(told)
     for at in range(3):
@@ -162,7 +162,7 @@ def test_ranks_that_gather_modules_of_one_size_for_one_another_are_told_so(rank,
     error = None
     for _ in range(2):
         try:
-            with torch.no_grad():  # a backward would not end on all
+            with torch.no_grad():  # a backward would not end on all ranks
                 model(*vectors(rank, 0), mine[rank])
         except cs.RankMismatchError as found:
             error = str(found)
@@ -172,11 +172,11 @@ def test_ranks_that_gather_modules_of_one_size_for_one_another_are_told_so(rank,
         == ["ranks 0 and 1 do different things"] * world
     )
     assert "Neither was done" in error
-    assert "or unshard() on all of them what only some will run" in error
+    assert "call unshard() for it on all of them" in error
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_ranks_whose_first_forwards_gather_differently_are_told_so_where_unused_gradients_are_reduced(rank, world):
+def test_first_forwards_that_gather_differently_are_an_error_with_reduce_unused(rank, world):
     model = made(P.depth(0))
     model.set_reduce_scatter_unused_params(True)
     with pytest.raises(cs.RankMismatchError, match=r"rank 0 is about to gather blocks.2 .* rank 1 to gather blocks.3"):
@@ -184,7 +184,7 @@ def test_ranks_whose_first_forwards_gather_differently_are_told_so_where_unused_
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_modules_that_all_ranks_have_unsharded_may_run_on_some_of_them(rank, world):
+def test_modules_unsharded_on_all_ranks_may_run_on_only_some_ranks(rank, world):
     model = made(reshard_after_forward=False)
     model.set_reduce_scatter_unused_params(True)
     for at in range(4):
@@ -196,7 +196,7 @@ def test_modules_that_all_ranks_have_unsharded_may_run_on_some_of_them(rank, wor
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_layers_that_all_ranks_leave_out_together_are_no_mismatch(rank, world):
+def test_layers_skipped_by_all_ranks_are_no_mismatch(rank, world):
     model = made()
     for at, taken in enumerate([(0, 1, 2, 3), (0, 2), (1, 3), (0, 1, 2, 3), (3,), (2, 1)]):
         step(model, rank, *taken, at=at)
@@ -204,7 +204,7 @@ def test_layers_that_all_ranks_leave_out_together_are_no_mismatch(rank, world):
 
 @pytest.mark.parametrize("how", ["emptied", "converted"])
 @distributed(world=2, limit_s=LIMIT_S)
-def test_what_changes_no_plan_may_be_done_on_one_rank_alone(rank, world, how):
+def test_actions_that_change_no_plan_may_run_on_one_rank_only(rank, world, how):
     model = made(P.depth(2))
     for at in range(5):
         step(model, rank, at=at)
@@ -214,7 +214,7 @@ def test_what_changes_no_plan_may_be_done_on_one_rank_alone(rank, world, how):
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_a_steady_step_asks_no_rank_and_no_store(rank, world):
+def test_a_steady_step_contacts_no_rank_and_no_store(rank, world):
     model = made(P.depth(2))
     for at in range(3):
         step(model, rank, at=at)
@@ -226,18 +226,18 @@ def test_a_steady_step_asks_no_rank_and_no_store(rank, world):
 
 
 @simulated(world=2)
-def test_orders_that_change_all_the_time_are_counted(rank, world):
+def test_orders_that_change_in_every_step_are_counted(rank, world):
     model = made()
     for at in range(6):
         step(model, rank, *((0, 1, 2, 3), (3, 2, 1, 0))[at % 2])
     assert cs.stats(model)["plan/order_drifts"] == 5
 
 
-# ---- what users change
+# ---- changes by users
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_a_policy_that_one_rank_alone_was_given_is_an_error_on_all_ranks_before_forward(rank, world):
+def test_a_policy_set_on_only_one_rank_is_an_error_on_all_ranks_before_forward(rank, world):
     model = made()
     step(model, rank)
     if rank:
@@ -247,7 +247,7 @@ def test_a_policy_that_one_rank_alone_was_given_is_an_error_on_all_ranks_before_
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_policies_that_differ_are_an_error_on_all_ranks_with_the_difference(rank, world):
+def test_different_policies_are_an_error_on_all_ranks_that_shows_the_difference(rank, world):
     model = made()
     step(model, rank)
     model.set_prefetch_policy(P.depth(2 + rank))
@@ -257,7 +257,7 @@ def test_policies_that_differ_are_an_error_on_all_ranks_with_the_difference(rank
 
 @pytest.mark.parametrize("how", ["order", "setting"])
 @distributed(world=1)
-def test_a_given_plan_that_is_lost_is_said_once_with_the_reason(rank, world, how):
+def test_a_given_plan_that_is_no_longer_followed_is_reported_once_with_the_reason(rank, world, how):
     model = made()
     model.set_plan(cs.make_plan(model).with_policies(P.depth(3)))
     step(model, rank)
@@ -301,7 +301,7 @@ def test_more_bytes_than_planned_are_counted_and_explained(rank, world):
 
 
 @simulated(world=2)
-def test_a_model_that_was_converted_gets_a_plan_of_its_new_bytes(rank, world):
+def test_a_converted_model_gets_a_plan_with_its_new_bytes(rank, world):
     model = made()
     step(model, rank)
     model.to(torch.bfloat16)
@@ -316,7 +316,7 @@ def test_a_model_that_was_converted_gets_a_plan_of_its_new_bytes(rank, world):
 # ---- time
 
 
-def test_ranks_of_a_simulated_world_take_the_slowest_ones_times(monkeypatch):
+def test_ranks_of_a_simulated_world_use_the_times_of_the_slowest_rank(monkeypatch):
     seconds = measuring._seconds
 
     def of_this_rank(plan, record):
@@ -337,7 +337,7 @@ def test_ranks_of_a_simulated_world_take_the_slowest_ones_times(monkeypatch):
     assert costs == [{"0": 2e-3, "1": 2e-3, "2": 2e-3}] * 2
 
 
-def test_times_are_measured_again_and_what_has_drifted_is_planned_anew(monkeypatch):
+def test_times_are_measured_again_and_drifted_times_lead_to_a_new_plan(monkeypatch):
     monkeypatch.setattr(measuring, "CHECK_AFTER", 3)
     with fabric(4, latency_s=12e-6, bandwidth_Bps=64e6, clock="virtual"):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), Busy(40e-6)) for _ in range(3)))
@@ -353,7 +353,7 @@ def test_times_are_measured_again_and_what_has_drifted_is_planned_anew(monkeypat
 
         plan = run(4)
         assert plan.costs is not None
-        assert run(6).costs is plan.costs, "measured again, and as before"
+        assert run(6).costs is plan.costs, "measured again, with the same times"
         assert cs.stats(model)["plan/time_drifts"] == 0
         model[1][1] = Busy(400e-6)
         other = run(14)
@@ -365,14 +365,14 @@ def test_times_are_measured_again_and_what_has_drifted_is_planned_anew(monkeypat
         for _ in range(30):
             run(1)
             seen.append(engine_of(model)._do.watch is not None)
-        assert sum(seen) <= 4, "more and more rarely"
+        assert sum(seen) <= 4, "measured less and less often"
 
 
 # ---- phases
 
 
 @simulated(world=2)
-def test_each_phase_has_an_order_of_its_own(rank, world):
+def test_each_phase_has_its_own_order(rank, world):
     model = made(P.depth(1))
     for _ in range(2):
         step(model, rank)
@@ -414,7 +414,7 @@ def test_each_phase_has_an_order_of_its_own(rank, world):
     assert cs.ShardPlan.from_json(plan.to_json()) == plan
 
 
-def test_a_phase_is_named_by_what_may_change_its_order():
+def test_a_phase_name_contains_everything_that_may_change_its_order():
     assert_expected_inline(
         "\n".join(phase_of(*each) for each in itertools.product((True, False), repeat=3)),
         """\
@@ -429,7 +429,7 @@ no_grad""",
     )
 
 
-def test_orders_of_phases_are_part_of_what_ranks_agree_on_and_of_the_differences():
+def test_orders_of_phases_are_part_of_the_plan_that_ranks_agree_on_and_of_its_diff():
     plan = block_plan()
     same, other = plan.noting("no_grad", plan.order), plan.noting("no_grad", plan.order[::-1])
     assert same.digest == plan.digest != other.digest

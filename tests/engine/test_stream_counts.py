@@ -1,4 +1,4 @@
-"""On an accelerator: operators, events and waits that a group adds to a step, counted on streams that stand in."""
+"""On an accelerator: the operators, events and waits that a group adds to a step, counted on simulated streams."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strid
 
 
 class Counts(TorchDispatchMode):
-    """Counts the operators that a device would run: those that write, or make what they have not allocated alone."""
+    """Counts the operators that a device would run: all except views and allocations."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class Counts(TorchDispatchMode):
 
 
 class CountingClock(StreamClock):
-    """Counts what is asked of streams and events."""
+    """Counts the calls to streams and events."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ class CountedEvent(Event):
 
 
 def counted(engine, layers, policy, microbatches):
-    """What one steady step runs: operators, and uses of events. Without an engine, of the model alone."""
+    """Operators and event calls of one steady step; without an engine, those of the model alone."""
     torch.manual_seed(0)
     clock = CountingClock()
     with contextlib.ExitStack() as stack:
@@ -107,7 +107,7 @@ def counted(engine, layers, policy, microbatches):
 
 
 def added(engine, policy, microbatches):
-    """By group and step: operators that are not the model's, and uses of events. Two models differ by two groups."""
+    """By group and step: operators beyond the model's, and event calls. Computed from two models of different depth."""
     (large, clock), (small, less) = (counted(engine, layers, policy, microbatches) for layers in (5, 3))
     (plain, _), (fewer, _) = (counted(None, layers, policy, microbatches) for layers in (5, 3))
     blocks = {name: (large[name] - small[name] - plain[name] + fewer[name]) / 2 for name in {*large, *plain}}
@@ -123,20 +123,20 @@ def line(name, engine, policy, microbatches=1):
 
 @pytest.fixture
 def averaging(monkeypatch):
-    """The collectives of the fake group give means, as those of NCCL do."""
+    """Make the collectives of the fake process group return means, as those of NCCL do."""
     made = collectives.Packed.__init__
     monkeypatch.setattr(collectives.Packed, "__init__", functools.partialmethod(made, averages=True))
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # else the threads of small operators wait for each other where cores are few
+    torch.set_num_threads(1)  # with few cores, the threads of small operators would wait for each other
     yield
     torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("averaging")
 def test_a_group_adds_few_operators_and_events_to_a_step():
-    """At most three operators, six records and nine waits where weights are gathered to where they are used (direct).
+    """With direct gathers, a group adds at most three operators, six records and nine waits.
 
-    With bfloat16, two more operators cast what a block is given, in FSDP2 too.
+    With bfloat16, two more operators cast the inputs of a block, in FSDP2 as well.
     """
     lines = []
     for precision, policy in PRECISIONS.items():
@@ -145,7 +145,7 @@ def test_a_group_adds_few_operators_and_events_to_a_step():
                 lines.append(line(f"ours {precision} {transport}", ENGINES["ours"], policy))
         operators, _ = added(ENGINES["fsdp2"], policy, 1)
         lines.append(f"fsdp2 {precision}: {sum(operators.values()):g} operators")
-    if torch.__version__ >= "2.15":  # FSDP2 casts gradients as it packs them
+    if torch.__version__ >= "2.15":  # FSDP2 casts gradients when it packs them
         assert lines.pop() == "fsdp2 bfloat16: 7 operators"
         lines.append("fsdp2 bfloat16: 9 operators")
     assert_expected_inline(
@@ -161,8 +161,8 @@ fsdp2 bfloat16: 9 operators""",
 
 
 @pytest.mark.usefixtures("averaging")
-def test_micro_batches_without_sync_add_up_by_one_operator_a_group():
-    """The model alone adds up by one for each of nine parameters, in the second and the third micro-batch."""
+def test_microbatches_without_sync_add_one_operator_per_group():
+    """The model alone uses one for each of nine parameters, in the second and the third microbatch."""
     with forced("direct"):
         lines = [line(name, ENGINES["ours"], policy, 3) for name, policy in PRECISIONS.items()]
     assert_expected_inline(

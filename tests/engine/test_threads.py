@@ -1,4 +1,4 @@
-"""Threads: ranks that are threads of one process, and several threads at one model."""
+"""Threads: ranks that are threads of one process, and several threads that use one model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def by_threads(world, body):
         multi_threaded_pg._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
     for error in failed:
-        if not isinstance(error, SystemExit):  # of the others, when one has failed
+        if not isinstance(error, SystemExit):  # raised in the other threads when one has failed
             raise error
 
 
@@ -65,7 +65,7 @@ KINDS = {
 
 
 def trained(model, shard, rank, options, prefetch):
-    """Losses and gradients of four steps of two micro-batches each."""
+    """Losses and gradients of four steps of two microbatches each."""
     for block in model.blocks if shard else ():
         shard(block, **options)
     if shard:
@@ -100,7 +100,7 @@ def whole(tensor):
 
 @pytest.mark.parametrize("prefetch", [pytest.param(False, id=""), more(True, id="prefetch")])
 @pytest.mark.parametrize("kind", [more("hsdp"), *(kind for kind in KINDS if kind != "hsdp")])
-def test_ranks_that_are_threads_of_torchs_threaded_group_train_as_under_fsdp2(kind, prefetch):
+def test_ranks_as_threads_of_torchs_threaded_group_train_as_under_fsdp2(kind, prefetch):
     world, options, shape = KINDS[kind]
     torch.manual_seed(0)
     base = Transformer(tied=kind == "plain")
@@ -120,7 +120,7 @@ def test_ranks_that_are_threads_of_torchs_threaded_group_train_as_under_fsdp2(ki
 
 
 def check_unsharded(base, world, ours):
-    """The first loss is that of the unsharded model, and the first gradients are those of all ranks' mean loss."""
+    """Check that the first loss and gradients are those of the unsharded model for all ranks' mean loss."""
     model = copy.deepcopy(base)
     losses = [next_token_loss(model, *token_batch(rank, micro)) for rank in range(world) for micro in range(2)]
     torch.testing.assert_close(ours[0], losses[0].detach())
@@ -129,7 +129,7 @@ def check_unsharded(base, world, ours):
         torch.testing.assert_close(gradient, param.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_threads_with_two_models_and_optimizers_each_do_not_hear_of_one_another():
+def test_threads_with_two_models_and_optimizers_each_do_not_affect_each_other():
     torch.manual_seed(0)
     base = Transformer(layers=1)
 
@@ -152,7 +152,7 @@ def test_threads_with_two_models_and_optimizers_each_do_not_hear_of_one_another(
     by_threads(2, body)
 
 
-def test_ranks_by_threads_whose_plans_differ_are_told():
+def test_different_plans_of_ranks_as_threads_are_an_error():
     def body(rank, world):
         model = cs.fully_shard(nn.Linear(4, 4), reshard_after_forward=bool(rank))
         with pytest.raises(cs.RankMismatchError, match="have different plans"):
@@ -162,7 +162,7 @@ def test_ranks_by_threads_whose_plans_differ_are_told():
 
 
 class Wrapped(ProcessLocalGroup):
-    """A process group of somebody else's, which does what FSDP2 asks for and nothing more."""
+    """A third-party process group that implements only what FSDP2 uses."""
 
     def broadcast(self, *args):
         raise NotImplementedError
@@ -170,7 +170,7 @@ class Wrapped(ProcessLocalGroup):
     all_gather_single_coalesced = allgather_into_tensor_coalesced = send = recv = alltoall = broadcast
 
 
-def test_a_process_group_that_knows_only_what_fsdp2_asks_for_will_do():
+def test_a_process_group_with_only_the_methods_that_fsdp2_uses_works():
     torch.manual_seed(0)
     base = Transformer(layers=1)
     with pytest.MonkeyPatch.context() as patch:
@@ -187,7 +187,7 @@ def test_a_process_group_that_knows_only_what_fsdp2_asks_for_will_do():
         by_threads(2, body)
 
 
-# ---- several threads at one model
+# ---- several threads that use one model
 
 
 class Gate(nn.Module):
@@ -208,7 +208,7 @@ class Gate(nn.Module):
 
 @pytest.mark.parametrize("ran", [False, True], ids=["first forward", "later"])
 @distributed(world=1)
-def test_of_threads_that_enter_a_model_at_the_same_moment_all_but_one_are_told(rank, world, ran):
+def test_all_but_one_of_the_threads_that_enter_a_model_together_get_an_error(rank, world, ran):
     from composable_shard._engine import backward as _backward
     from composable_shard._module import module as _module
 
@@ -222,7 +222,7 @@ def test_of_threads_that_enter_a_model_at_the_same_moment_all_but_one_are_told(r
     where = (_backward.Iterations, "claim") if ran else (_module, "build_engine")
     kept = getattr(*where)
 
-    def all_meet_here(*args, **kwargs):  # each has looked, and none has begun
+    def all_meet_here(*args, **kwargs):  # each thread has checked, and none has begun
         result = kept(*args, **kwargs) if ran else None
         with contextlib.suppress(threading.BrokenBarrierError):
             start.wait(0.5)
@@ -246,15 +246,15 @@ def test_of_threads_that_enter_a_model_at_the_same_moment_all_but_one_are_told(r
     finally:
         setattr(*where, kept)
     assert (len(done), len(told)) == (1, count - 1), told
-    assert all("let one thread at a time run a model" in text for text in told)
+    assert all("run a model in one thread at a time" in text for text in told)
     assert model.most == 1
     done[0].sum().backward()
     assert model.lin.weight.grad is not None
-    model(torch.ones(2, 4)).sum().backward()  # and all is released
+    model(torch.ones(2, 4)).sum().backward()  # all claims were released
 
 
 @distributed(world=1)
-def test_forward_backward_and_the_next_step_may_each_have_a_thread_of_their_own(rank, world):
+def test_forward_backward_and_the_next_step_may_each_run_in_a_separate_thread(rank, world):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model = copy.deepcopy(plain)

@@ -1,4 +1,4 @@
-"""Transforms of `torch.func`, and operators that take functions, in the forward of sharded modules and around it."""
+"""Transforms of `torch.func`, and operators that take functions, inside and around the forward of sharded modules."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def linearize(layer, x):
 
 
 def assigned(layer, x):
-    """Attributes of another module are the parameters that forward sees, while it runs."""
+    """The attributes of another module, assigned in forward, are the parameters that forward sees."""
     again = nn.Linear(6, 10, bias=False, device="meta")
     again.weight = layer.mlp.up.weight
     return layer.body(x) + again(x).sum(1, keepdim=True)
@@ -107,7 +107,7 @@ class Layer(nn.Module):
 
 
 def sides(layers=3):
-    """The same model unsharded, under FSDP2 and under ours."""
+    """The same model unsharded, under FSDP2 and under this library."""
     torch.manual_seed(3)
     plain = nn.Sequential(*(Layer() for _ in range(layers)), nn.Linear(6, 2))
     for param in plain.parameters():
@@ -125,7 +125,7 @@ def full(tensor):
 
 
 def step(model, number, call=None):
-    """Forward, backward and the optimizer's step; returns what came of it."""
+    """Run forward, backward and the optimizer step; returns the results."""
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number)).requires_grad_()
     out = model(x) if call is None else call(model, x)
     out.square().mean().backward()
@@ -137,8 +137,8 @@ def step(model, number, call=None):
 
 def check(found, number, call=None):
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it
-    warnings.filterwarnings("ignore", message="`torch.jit")  # torch's own, where it loads
-    warnings.filterwarnings("ignore", message="Attempted to insert a get_attr Node")  # torch's, in func.linearize
+    warnings.filterwarnings("ignore", message="`torch.jit")  # raised by torch's own imports
+    warnings.filterwarnings("ignore", message="Attempted to insert a get_attr Node")  # raised in func.linearize
     expected, *others = [step(model, number, call) for model in found.values()]
     assert all(g is None or g.isfinite().all() for g in expected)
     for other in others:
@@ -147,7 +147,7 @@ def check(found, number, call=None):
 
 @pytest.mark.parametrize("name", [name if name in ("jvp", "assigned") else more(name) for name in WAYS])
 @distributed(world=2)
-def test_a_forward_may_transform_itself_and_ordinary_steps_follow(rank, world, name):
+def test_training_continues_after_a_forward_with_transforms(rank, world, name):
     torch._dynamo.reset()
     found = sides(layers=2)
     for number in range(5):
@@ -173,11 +173,11 @@ def without_hooks(model, x):
         return model(x)
 
 
-FSDP2_FAILS = torch.__version__ < "2.13"  # within transforms, before: it frees storage that they have wrapped
+FSDP2_FAILS = torch.__version__ < "2.13"  # within transforms: it frees storage that they have wrapped
 
 
 @distributed(world=2)
-def test_what_a_transform_around_a_sharded_model_gives_is_right_whatever_runs_before_it_is_used(rank, world):
+def test_a_transform_around_a_sharded_model_is_correct_even_if_other_code_runs_before_its_use(rank, world):
     found = sides()
     if FSDP2_FAILS:
         del found["fsdp2"]
@@ -200,16 +200,16 @@ def test_what_a_transform_around_a_sharded_model_gives_is_right_whatever_runs_be
 )
 @pytest.mark.parametrize("warm", [0, more(2)])
 @distributed(world=2)
-def test_a_transform_around_a_sharded_model_leaves_nothing_of_itself_behind(rank, world, name, warm):
+def test_a_transform_around_a_sharded_model_leaves_no_state_behind(rank, world, name, warm):
     found = sides()
     if name in ("grad", "vjp", "jacrev", "hessian") or (FSDP2_FAILS and name != "no hooks allowed"):
-        del found["fsdp2"]  # the loss is of a gradient, and FSDP2 has given the weights up that this backward reads
+        del found["fsdp2"]  # the loss depends on a gradient, and FSDP2 has resharded weights that this backward reads
     for number in range(6):
         check(found, number, AROUND[name] if warm <= number < warm + 2 else None)
 
 
 @distributed(world=2)
-def test_weights_that_a_transform_has_saved_are_not_read_after_they_changed(rank, world):
+def test_weights_saved_by_a_transform_are_not_read_after_they_changed(rank, world):
     model = sides()["ours"]
     for number in range(3):
         for layer in model[:-1]:
@@ -250,7 +250,7 @@ torch.testing.assert_close(slope(torch.ones(3)), torch.ones(3).cos())
 @pytest.mark.matrix
 @pytest.mark.parametrize("compiled", [pytest.param(True, id="compiled before"), more(False, id="not compiled before")])
 @pytest.mark.parametrize("sharded", [pytest.param(True, id="a model is sharded"), more(False, id="only imported")])
-def test_functions_that_use_transforms_compile_as_without_this_library(compiled, sharded):
+def test_functions_with_transforms_compile_as_without_this_library(compiled, sharded):
     source = FOREIGN.format(compiled=compiled, sharded=sharded)
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

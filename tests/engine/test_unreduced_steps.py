@@ -1,4 +1,4 @@
-"""Optimizer steps with gradients that wait for their reduction are refused; those that have none of them pass."""
+"""Optimizer steps are refused if their parameters have unreduced gradients, and allowed otherwise."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def values(model):
 
 
 @distributed(world=2)
-def test_a_step_without_gradient_sync_is_refused_with_the_group_and_the_remedies(rank, world):
-    """FSDP2 passes over it: nothing is stepped."""
+def test_a_step_without_gradient_sync_is_an_error_that_names_the_group_and_the_fix(rank, world):
+    """FSDP2 ignores this case and steps nothing."""
     model = made()
     theirs = shard(Transformer(), ENGINES["fsdp2"])
     optimizers = [sgd(each.parameters()) for each in (model, theirs)]
@@ -57,7 +57,7 @@ def test_a_step_without_gradient_sync_is_refused_with_the_group_and_the_remedies
     optimizers[1].step()
     for each, values_before in zip((model, theirs), before, strict=True):
         assert all(map(torch.equal, values(each), values_before))
-    # The refused step has changed nothing: the microbatch that is run as told makes it a step of both.
+    # The refused step changed nothing: a further microbatch that follows the message makes a step of both.
     twin = made()
     for each in (model, twin):
         each.set_requires_gradient_sync(True)
@@ -73,14 +73,14 @@ def test_a_step_without_gradient_sync_is_refused_with_the_group_and_the_remedies
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("via", ["model", "optimizer"])
 @distributed(world=2)
-def test_a_microbatch_that_was_given_up_does_not_stop_a_step(rank, world, via, set_to_none):
+def test_a_discarded_microbatch_does_not_prevent_a_step(rank, world, via, set_to_none):
     model, twin = made(), made()
     optimizers = [sgd(each.parameters()) for each in (model, twin)]
     model.set_requires_gradient_sync(False)
     backward(model, rank, 5)
     (model if via == "model" else optimizers[0]).zero_grad(set_to_none=set_to_none)
     if via == "model":
-        optimizers[0].step()  # of nothing
+        optimizers[0].step()  # without gradients
     model.set_requires_gradient_sync(True)
     for each, optimizer in zip((model, twin), optimizers, strict=True):
         backward(each, rank)
@@ -89,7 +89,7 @@ def test_a_microbatch_that_was_given_up_does_not_stop_a_step(rank, world, via, s
 
 
 @distributed(world=2)
-def test_only_the_optimizer_that_holds_what_waits_is_refused(rank, world):
+def test_only_an_optimizer_with_unreduced_gradients_is_refused(rank, world):
     model = made()
     first, second = sgd(model.blocks[0].parameters()), sgd(model.blocks[1].parameters())
     other = sgd([torch.nn.Parameter(torch.ones(2))])
@@ -106,7 +106,7 @@ def test_only_the_optimizer_that_holds_what_waits_is_refused(rank, world):
 
 
 @distributed(world=4)
-def test_replicas_that_have_not_reduced_together_are_refused(rank, world):
+def test_a_step_before_the_all_reduce_over_replicas_is_refused(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, twin = made(mesh=mesh), made(mesh=mesh)
     optimizers = [sgd(each.parameters()) for each in (model, twin)]
@@ -126,7 +126,7 @@ def test_replicas_that_have_not_reduced_together_are_refused(rank, world):
 
 @pytest.mark.parametrize("named", [False, True])
 @simulated(world=2)
-def test_of_a_step_with_a_closure_the_gradients_of_the_closure_count(rank, world, named):
+def test_a_step_with_a_closure_is_checked_for_the_gradients_of_the_closure(rank, world, named):
     model = made()
     optimizer = sgd(model.parameters())
 
@@ -151,7 +151,7 @@ def test_of_a_step_with_a_closure_the_gradients_of_the_closure_count(rank, world
 
 
 @simulated(world=2)
-def test_a_refused_step_leaves_a_forward_that_waits_for_its_backward_alone(rank, world):
+def test_a_refused_step_does_not_affect_a_forward_that_waits_for_its_backward(rank, world):
     model = made(reshard_after_forward=False)
     twin = copy.deepcopy(model)
     optimizer = sgd(model.parameters())
@@ -169,8 +169,8 @@ def test_a_refused_step_leaves_a_forward_that_waits_for_its_backward_alone(rank,
 
 
 @distributed(world=2)
-def test_a_parameter_of_which_a_rank_has_no_piece_is_refused_where_it_can_be_told(rank, world):
-    model = torch.nn.Linear(1, 1)  # rank 1 has nothing of it
+def test_a_step_of_a_parameter_with_an_empty_shard_is_refused_where_it_can_be_detected(rank, world):
+    model = torch.nn.Linear(1, 1)  # rank 1 has an empty shard
     fully_shard(model)
     optimizer = sgd(model.parameters())
     model.set_requires_gradient_sync(False)

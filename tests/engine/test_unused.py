@@ -1,4 +1,4 @@
-"""Modules that the loss of one rank does not reach: gathers and reductions have one order on all ranks even so."""
+"""Modules that get no gradient on one rank: gathers and reductions still have the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MARKED = {
 
 
 def leave_out(model, marked, seed):
-    """Cut some branches whose groups are all marked, others on each rank."""
+    """Skip some branches with only marked groups; the branches differ between ranks."""
     rng = random.Random(seed)
     for nest in model.all_nests:
         free = [all(map(marked, nest.inner[at].nests)) for at in nest.calls]
@@ -30,7 +30,7 @@ def leave_out(model, marked, seed):
 
 
 def train(world, seed, marks, policy, more_bytes):
-    """What a rank issues in some steps, each with other branches left out on each rank."""
+    """The actions of a rank in some steps, each with other skipped branches on each rank."""
     torch.manual_seed(seed)
     plain = Nests(random.Random(seed), whole=True)
     for nest in plain.all_nests:
@@ -68,7 +68,7 @@ def train(world, seed, marks, policy, more_bytes):
 
 
 @pytest.mark.parametrize("seed", [*range(6), *(more(seed) for seed in range(6, 56))])
-def test_what_a_loss_leaves_out_is_gathered_and_reduced_where_other_ranks_do(seed):
+def test_modules_without_a_gradient_are_gathered_and_reduced_where_other_ranks_do(seed):
     rng = random.Random(seed)
     marks, policy, more_bytes = rng.choice([*MARKED]), rng.choice(POLICIES), rng.choice([None, None, 0, 300])
     one, other = testing.spmd(2)(train, seed, marks, policy, more_bytes)

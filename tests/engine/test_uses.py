@@ -1,4 +1,4 @@
-"""Groups that run inside of others, and groups that run several times in a step: what the plan says is what happens."""
+"""Nested groups, and groups that run several times in a step: actions are those of the plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ P = cs.PrefetchPolicy
 
 
 class Lent(nn.Module):
-    """A block that runs a module which it does not hold."""
+    """A block that runs a module which belongs to another module."""
 
     def __init__(self, inner):
         super().__init__()
@@ -42,7 +42,7 @@ class Lent(nn.Module):
 
 
 class Shared(nn.Module):
-    """One module that runs by itself, inside of each block, and once more at the end if asked to."""
+    """One module that runs alone, inside each block, and once more at the end if requested."""
 
     def __init__(self, ends=False):
         super().__init__()
@@ -63,9 +63,9 @@ def shard_shared(model, engine, **options):
 
 
 def shard_deep(model, engine, **options):
-    """Four levels: a Linear in a list that is no module of its own, its block, all blocks, the model."""
+    """Four levels: a Linear in a list that is not a module, its block, all blocks, the model."""
     for block in model.blocks:
-        engine([block.norm, block.down], **options)  # what runs between the two runs inside of the list
+        engine([block.norm, block.down], **options)  # modules between these two run inside the list's group
         engine(block.up, **options)
         engine(block, **options)
     engine(model, **options)
@@ -90,7 +90,7 @@ def least_budget(model):
 
 
 def check_budgets(model, plain):
-    """Steps without a budget and with some are exact and as planned; returns the least one."""
+    """Check that steps without and with budgets are exact and as planned; returns the smallest budget."""
     least = least_budget(model)
     for budget in (None, least, least + 300, least + 2000):
         if budget is not None:
@@ -113,7 +113,7 @@ def test_a_step_is_as_planned_within_any_budget_and_exact(rank, world, name, pol
     model, plain = twins(*MODELS[name], reshard_after_forward=True)
     if POLICIES[policy] is not None:
         model.set_prefetch_policy(POLICIES[policy])
-    for _ in range(4):  # what runs inside of what is learned; `auto` measures
+    for _ in range(4):  # nesting is learned, and `auto` measures
         train_step(model)
     model.zero_grad()
     least = check_budgets(model, plain)
@@ -123,7 +123,7 @@ def test_a_step_is_as_planned_within_any_budget_and_exact(rank, world, name, pol
 
 @pytest.mark.parametrize("seed", [*range(5), *(more(seed) for seed in range(5, 60))])
 @simulated(world=2)
-def test_a_step_of_any_nest_is_as_planned_within_any_budget_and_exact(rank, world, seed):
+def test_a_step_with_any_nesting_is_as_planned_within_any_budget_and_exact(rank, world, seed):
     rng = random.Random(seed)
     model, plain = twins(functools.partial(Nests, rng), shard_nests)
     if (policy := rng.choice(NEST_POLICIES)) is not None:
@@ -134,7 +134,7 @@ def test_a_step_of_any_nest_is_as_planned_within_any_budget_and_exact(rank, worl
 
 
 @simulated(world=2)
-def test_a_use_that_is_taken_to_be_inside_of_another_costs_no_more_than_planned(rank, world):
+def test_a_use_wrongly_assumed_to_be_nested_costs_no_more_than_planned(rank, world):
     model, plain = twins(functools.partial(Shared, ends=True), shard_shared, reshard_after_forward=True)
     train_step(model)
     for budget in (least_budget(model), 1 << 20):
@@ -148,7 +148,7 @@ def test_a_use_that_is_taken_to_be_inside_of_another_costs_no_more_than_planned(
 
 
 @simulated(world=2)
-def test_the_least_budget_counts_the_groups_around_a_group_and_names_them(rank, world):
+def test_the_least_budget_includes_and_names_enclosing_groups(rank, world):
     model, _ = twins(Stack, shard_nested, reshard_after_forward=True)
     train_step(model)
     message = r"the weights of the root and of blocks\.\d stay gathered at the same time"
@@ -160,7 +160,7 @@ def test_the_least_budget_counts_the_groups_around_a_group_and_names_them(rank, 
 
 
 class Early(Stack):
-    """Hands on what its first block has given."""
+    """Stores the output of its first block."""
 
     def forward(self, x):
         x = self.inp(x)
@@ -171,7 +171,7 @@ class Early(Stack):
 
 
 @simulated(world=2)
-def test_a_loss_of_early_modules_gathers_none_of_the_later_ones(rank, world):
+def test_the_backward_of_early_modules_gathers_none_of_the_later_ones(rank, world):
     model, _ = twins(functools.partial(Early, 6), shard_blocks)
     model.set_prefetch_policy(P.depth(2))
     for _ in range(2):
@@ -183,7 +183,7 @@ def test_a_loss_of_early_modules_gathers_none_of_the_later_ones(rank, world):
 
 
 @simulated(world=2)
-def test_groups_that_are_kept_and_used_again_are_gathered_for_all_but_their_last_use(rank, world):
+def test_kept_groups_that_are_used_again_are_gathered_for_all_but_their_last_use(rank, world):
     model, _ = twins(functools.partial(InOrder, (0, 1, 0, 2), blocks=3), shard_blocks, reshard_after_forward=False)
     for _ in range(2):
         train_step(model)
@@ -191,11 +191,11 @@ def test_groups_that_are_kept_and_used_again_are_gathered_for_all_but_their_last
     assert cs.make_plan(model).schedule is None
 
 
-# ---- what runs inside of what
+# ---- nesting
 
 
 @simulated(world=2)
-def test_what_is_inside_is_declared_by_modules_and_learned_from_forwards(rank, world):
+def test_nesting_is_declared_by_modules_and_learned_from_forwards(rank, world):
     model, _ = twins(Shared, shard_shared)
     assert cs.make_plan(model).around == ()
     train_step(model)
@@ -212,14 +212,14 @@ def test_what_is_inside_is_declared_by_modules_and_learned_from_forwards(rank, w
 
 
 class Alone(Stack):
-    """Runs a part of a block by itself in one kind of forward."""
+    """Runs a part of a block alone in one phase of forward."""
 
     def forward(self, x):
         return self.blocks[0].up(self.inp(x)) if not torch.is_grad_enabled() else super().forward(x)
 
 
 @simulated(world=2)
-def test_a_part_that_runs_by_itself_in_validation_changes_no_training_step(rank, world):
+def test_a_part_that_runs_alone_in_validation_changes_no_training_step(rank, world):
     model, plain = twins(Alone, shard_nested)
     for _ in range(3):
         for each in (model, plain):
@@ -234,7 +234,7 @@ def test_a_part_that_runs_by_itself_in_validation_changes_no_training_step(rank,
 
 
 class Otherwise(Shared):
-    """Runs the shared module inside of its blocks in validation alone."""
+    """Runs the shared module inside its blocks only in validation."""
 
     def forward(self, x):
         x = self.shared(self.inp(x))
@@ -245,7 +245,7 @@ class Otherwise(Shared):
 
 
 @simulated(world=2)
-def test_what_runs_inside_of_something_in_validation_alone_changes_no_plan_of_training(rank, world):
+def test_nesting_that_occurs_only_in_validation_does_not_change_the_training_plan(rank, world):
     model, plain = twins(Otherwise, shard_shared)
     train_step(model)
     trained = cs.make_plan(model)
@@ -262,7 +262,7 @@ def test_what_runs_inside_of_something_in_validation_alone_changes_no_plan_of_tr
 
 
 @simulated(world=2)
-def test_a_plan_that_is_given_brings_what_runs_inside_of_what(rank, world):
+def test_a_given_plan_includes_the_nesting(rank, world):
     model, other = (twins(Shared, shard_shared)[0] for _ in range(2))
     model.set_prefetch_policy(P.depth(2))
     for _ in range(2):
@@ -283,7 +283,7 @@ def nested_plan():
     return replan(plan, Record((), (), ("", "blocks.0", "blocks.1", "blocks.2", "blocks.0"), around=around))
 
 
-def test_a_plan_with_uses_inside_of_others_is_data():
+def test_a_plan_with_nested_uses_can_be_serialized():
     plan = nested_plan()
     again = ShardPlan.from_json(plan.to_json())
     assert again == plan
@@ -296,7 +296,7 @@ def test_a_plan_with_uses_inside_of_others_is_data():
         ShardPlan.from_json(plan.to_json().replace('"blocks.1",\n    "blocks.0"', '"blocks.9",\n    "blocks.0"'))
 
 
-def test_a_plan_names_what_each_use_gathers():
+def test_a_plan_lists_the_gathers_of_each_use():
     plan = nested_plan().with_policies(P.depth(2))
     lines = [line.strip() for line in str(plan).splitlines() if "gathers" in line]
     assert_expected_inline(
@@ -311,7 +311,7 @@ BACKWARD blocks.0 (2) gathers blocks.2""",
     )
 
 
-def test_costs_are_those_of_a_step_whatever_the_number_of_uses():
+def test_costs_are_per_step_for_any_number_of_uses():
     plan = nested_plan()
     costs = cs.Costs.of(
         latency=0.0,
@@ -323,4 +323,4 @@ def test_costs_are_those_of_a_step_whatever_the_number_of_uses():
     assert {group.fqn: group.compute for group in predicted.groups} == dict.fromkeys(dict.fromkeys(plan.order), 3.0)
     assert predicted.seconds - predicted.exposed == pytest.approx(3.0 * len(plan.groups))
     once = replace(plan.with_policies(costs=costs), phases=(Phase("no_grad", ("", "blocks.0")),)).in_phase("no_grad")
-    assert plan.with_policies(costs=costs).times()["blocks.0"] == once.times()["blocks.0"], "of a use, in any order"
+    assert plan.with_policies(costs=costs).times()["blocks.0"] == once.times()["blocks.0"], "per use, in any order"

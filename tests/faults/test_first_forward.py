@@ -1,4 +1,4 @@
-"""A rank fails, ends or sleeps before its first forward: the others get an error that names it, in time."""
+"""If a rank fails, ends or hangs before its first forward, the others get an error in time that names it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ WAITS = r"; rank \d waits for it in its first forward\. Training cannot continue
 
 
 def ranks(what, who, world, axes=(), **variables):
-    """Run it on all ranks; returns how those have ended that were not to fail: what each said, and its exit code."""
+    """Run `what` on all ranks; returns the output and exit code of the ranks that were not meant to fail."""
     processes = start_ranks(RANKS, world, what, json.dumps(who), json.dumps(axes), **variables)
     ended = []
-    for rank in sorted(range(world), key=lambda rank: rank in who):  # stopped ones last
+    for rank in sorted(range(world), key=lambda rank: rank in who):  # stopped ranks last
         if rank in who and what == "be_stopped":
             processes[rank].send_signal(signal.SIGKILL)
         output, errors = finish(processes[rank], LIMIT_S)
@@ -45,7 +45,7 @@ CASES = {
     ("what", "compiled"),
     [("fail", False), more("end", False), more("end_at_once", False), more("fail", True), more("be_killed", False)],
 )
-def test_a_rank_that_ends_before_its_first_forward_is_named_at_once(what, compiled):
+def test_a_rank_that_ends_before_its_first_forward_is_named_immediately(what, compiled):
     [(said, code)] = ranks(what, [1], 2, **({"COMPILED": 1} if compiled else {}))
     assert (said["error"], code) == ("PeerLostError", 1), said
     assert re.search(CASES[what] + WAITS, said["text"])
@@ -54,7 +54,7 @@ def test_a_rank_that_ends_before_its_first_forward_is_named_at_once(what, compil
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("what", ["fail", "be_killed"])
-def test_all_ranks_of_a_mesh_of_replicas_name_the_rank_that_is_lost(what):
+def test_all_ranks_of_a_mesh_with_replicas_name_the_lost_rank(what):
     ended = ranks(what, [1], 4, (2, 2))
     assert [(said["error"], code) for said, code in ended] == [("PeerLostError", 1)] * 3, ended
     assert all(re.search(CASES[what] + WAITS, said["text"]) for said, _ in ended)
@@ -62,7 +62,7 @@ def test_all_ranks_of_a_mesh_of_replicas_name_the_rank_that_is_lost(what):
 
 
 @pytest.mark.matrix
-def test_ranks_that_do_not_begin_within_the_limit_are_all_named_on_all_ranks():
+def test_all_ranks_that_do_not_begin_within_the_limit_are_named_on_all_ranks():
     ended = ranks("sleep", [1, 2], 3)
     assert [(said["error"], code) for said, code in ended] == [("PeerLostError", 1)] * 3, ended
     words = f"ranks 1, 2 have not begun a first forward within {LIMIT_OF_COLLECTIVES_S:.0f} s, while rank 0 waits in"
@@ -71,7 +71,7 @@ def test_ranks_that_do_not_begin_within_the_limit_are_all_named_on_all_ranks():
 
 
 @pytest.mark.matrix
-def test_a_rank_that_is_stopped_before_its_first_forward_is_lost_after_the_time_that_was_set():
+def test_a_rank_stopped_before_its_first_forward_is_lost_after_the_configured_time():
     [(said, code)] = ranks("be_stopped", [1], 2, COMPOSABLE_SHARD_PEER_TIMEOUT=3)
     assert (said["error"], code) == ("PeerLostError", 1), said
     assert re.search(r"rank 1 has sent no heartbeat for \d s" + WAITS, said["text"])

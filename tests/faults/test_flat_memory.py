@@ -1,4 +1,4 @@
-"""Failures that all ranks have alike, again and again, and a long training after them, leave memory flat."""
+"""Repeated failures on all ranks, and a long training after them, do not increase memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAILURES, STEPS = 600, 1000
 
 
 class Taken:
-    """What this process holds, in numbers."""
+    """Counts of the memory and objects that this process holds."""
 
     def __init__(self):
         gc.collect()
@@ -48,7 +48,7 @@ def fail_often(run, times):
 @pytest.mark.matrix
 @pytest.mark.timeout(LIMIT_S + 60)
 @distributed(world=2, limit_s=LIMIT_S)
-def test_failures_on_all_ranks_and_a_thousand_steps_leave_memory_flat(rank, world):
+def test_failures_on_all_ranks_and_a_thousand_steps_do_not_increase_memory(rank, world):
     run = Training(rank, world)
     for _ in range(50):
         run.step()

@@ -1,4 +1,4 @@
-"""Ranks that cannot go on together write what they did into a folder, if they are asked to, and log it."""
+"""Ranks that cannot continue together write their ledgers into a folder, if one is configured, and log the fault."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOON_S = 10.0
 
 
 class Heard(logging.Handler):
-    """What the loggers of the library were given: level and text."""
+    """Collects level and text of the messages of the library's loggers."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Heard(logging.Handler):
 
 @contextmanager
 def watched(folder=None):
-    """The folder is asked for in this rank, and its loggers are heard."""
+    """Configure the folder in this rank, and collect the messages of its loggers."""
     heard = Heard()
     logger = logging.getLogger("composable_shard")
     with pytest.MonkeyPatch.context() as patch:
@@ -77,14 +77,14 @@ def soon(holds):
 
 
 def read(folder, world, wanted):
-    """What all ranks wrote, once it is as wanted: a watcher writes beside the rank that raises."""
+    """The files of all ranks, once they are as wanted: a watcher may still write while the rank raises."""
     soon(lambda: len([*folder.glob("rank*.json")]) == world and wanted(explain_ledgers(folder)))
     dist.barrier()
     return explain_ledgers(folder)
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_ranks_that_part_write_what_they_did_and_a_later_fault_replaces_it(rank, world, tmp_path):
+def test_ranks_that_differ_write_their_ledgers_and_a_later_fault_replaces_them(rank, world, tmp_path):
     folder = tmp_path / "faults" / "of this run"
     with watched(folder) as heard:
         run = trained(rank, world)
@@ -102,7 +102,7 @@ def test_ranks_that_part_write_what_they_did_and_a_later_fault_replaces_it(rank,
         assert f"(action {story.alike} of these ranks" in fault.text
         (_, first), (_, second) = story.last
         assert f"rank 0 is about to {first.note}, and rank 1 to {second.note} (action" in fault.text
-        assert (first.mark, second.mark) == ("", "not agreed")  # one went on as in the steps before, the other asked
+        assert (first.mark, second.mark) == ("", "not agreed")  # one rank continued as before, the other asked
         assert heard.of("ERROR") == [f"rank {rank}: {fault.kind}: {fault.text}"]
 
         again = trained(rank, world)
@@ -120,18 +120,18 @@ def test_ranks_that_part_write_what_they_did_and_a_later_fault_replaces_it(rank,
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_nothing_is_written_or_said_of_a_folder_unless_one_is_asked_for(rank, world, tmp_path):
+def test_no_file_is_written_and_no_folder_is_mentioned_unless_one_is_configured(rank, world, tmp_path):
     with watched(), pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         run = trained(rank, world)
-        with pytest.raises(cs.RankMismatchError, match=r"what only some will run$"):
+        with pytest.raises(cs.RankMismatchError, match=r"call unshard\(\) for it on all of them$"):
             gather_alone(run)
         dist.barrier()
         assert [*tmp_path.iterdir()] == []
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_a_folder_that_cannot_be_written_is_a_warning_and_the_error_is_the_fault(rank, world, tmp_path):
+def test_a_folder_that_cannot_be_written_is_a_warning_and_the_fault_is_still_raised(rank, world, tmp_path):
     with watched(tmp_path / "file" / "faults") as heard:
         (tmp_path / "file").touch()
         run = trained(rank, world)
@@ -157,7 +157,7 @@ def test_a_question_that_waits_for_other_ranks_is_logged_after_a_second(rank, wo
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_the_end_of_a_ledger_has_places_of_notes_that_were_asked_and_what_was_taken_back(rank, world):
+def test_the_tail_of_a_ledger_contains_asked_places_and_taken_back_notes(rank, world):
     run = trained(rank, world)
     [ledger] = [each for each in WATCHER.ledgers() if each.plans]
     every = ledger.tail(1 << 20)
@@ -172,7 +172,7 @@ def test_the_end_of_a_ledger_has_places_of_notes_that_were_asked_and_what_was_ta
 
 
 @pytest.mark.parametrize("what", [more("fail"), more("kill"), more("leave")])
-def test_a_rank_that_is_gone_wrote_its_ledgers_only_if_it_had_time(what, tmp_path, monkeypatch):
+def test_a_lost_rank_wrote_its_ledgers_only_if_it_had_time(what, tmp_path, monkeypatch):
     monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
     (said, _, errors), _ = ranks(what, 1)
     assert said["error"] == "PeerLostError", errors

@@ -1,4 +1,4 @@
-"""A process that was forked from one that trains: its first collective is an error, and its parent trains on."""
+"""The first collective of a process forked from a training process is an error, and the parent keeps training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHILD_S = 10.0
 
 
 def in_a_fork(body):
-    """What `body` has raised in a process that was forked from this one, as text; it has 10 seconds."""
+    """The error, as text, that `body` raises in a process forked from this one; it has 10 seconds."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -52,7 +52,7 @@ def in_a_fork(body):
 
 @pytest.mark.parametrize("trains", [False, True])
 @distributed(world=2, limit_s=LIMIT_S)
-def test_the_first_forward_of_a_forked_process_is_an_error_and_its_parent_trains_on(rank, world, trains):
+def test_the_first_forward_of_a_forked_process_is_an_error_and_its_parent_keeps_training(rank, world, trains):
     torch.set_num_threads(1)
     run = Training(rank, world)
     if trains:
@@ -77,7 +77,7 @@ class ByTorch:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
     def step(self):
-        """Both models take a step; their losses are equal."""
+        """Both models take a step, and their losses are equal."""
         tokens = token_batch(self.run.rank, self.run.at)
         losses = [next_token_loss(model, *tokens) for model in (self.model, self.run.model)]
         torch.testing.assert_close(*losses)
@@ -118,7 +118,7 @@ def fork_directly():
 
 @pytest.mark.parametrize("compiled", [False, more(True)])
 @distributed(world=2, limit_s=LIMIT_S)
-def test_ranks_that_met_in_a_file_train_on_while_they_fork(rank, world, compiled):
+def test_ranks_with_a_file_store_keep_training_while_they_fork(rank, world, compiled):
     torch.set_num_threads(1)
     run = Training(rank, world)
     if compiled:
@@ -132,7 +132,7 @@ def test_ranks_that_met_in_a_file_train_on_while_they_fork(rank, world, compiled
     for way in (*ways, *(fork_directly() for _ in range(5))):
         for _ in way:
             by_torch.step()
-        run.optimizer.param_groups[0]["lr"] *= 0.9  # new settings are asked of all ranks, by the store
+        run.optimizer.param_groups[0]["lr"] *= 0.9  # new settings are compared with all ranks through the store
         run.sides[1][1].param_groups[0]["lr"] *= 0.9
         by_torch.optimizer.param_groups[0]["lr"] *= 0.9
     assert Path(shared_store().path).exists()
@@ -141,7 +141,7 @@ def test_ranks_that_met_in_a_file_train_on_while_they_fork(rank, world, compiled
 
 
 def wait_until_the_watcher_asks(store_call_s=5.0):
-    """Until the watcher is in a call of the store, which does not return."""
+    """Wait until the watcher is in a call of the store that does not return."""
     end = time.monotonic() + store_call_s
     at = None
     while time.monotonic() < end:
@@ -154,7 +154,7 @@ def wait_until_the_watcher_asks(store_call_s=5.0):
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_a_fork_while_the_watcher_asks_a_file_store_ends(rank, world):
+def test_a_fork_during_a_watcher_call_to_a_file_store_ends(rank, world):
     torch.set_num_threads(1)
     run = Training(rank, world)
     run.step()

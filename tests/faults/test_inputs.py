@@ -1,5 +1,6 @@
-"""Bad inputs, before anything trains: what cannot be sharded as asked is an error of a kind of `ShardConfigError` that
-names the parameter, the module or the setting, with one text on all ranks; ranks that were refused something can go on.
+"""Bad inputs before training raise a subclass of `ShardConfigError` that names the parameter, module or setting.
+
+The message is the same on all ranks, and ranks can continue afterwards.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def step_an_optimizer_of_before(model):
 
 
 def build_an_optimizer_of_unsharded_weights(model):
-    sharded(model)(*token_batch(0, 0))  # the root's own stay until backward
+    sharded(model)(*token_batch(0, 0))  # the root's own group stays unsharded until backward
     torch.optim.AdamW(model.parameters()).step()
 
 
@@ -102,7 +103,7 @@ CASES = {
     shard_a_scalar: (ValueError, r"attention\.scale"),
     shard_what_is_not_contiguous: (NotImplementedError, r"feed_forward\.gate\.weight"),
     shard_a_block_twice: (ValueError, "already"),
-    shard_the_parent_first: (ValueError, r"\(there as blocks\.0\.attention_norm\.weight\); call fully_shard on inner"),
+    shard_the_parent_first: (ValueError, r"\(as blocks\.0\.attention_norm\.weight\); call fully_shard on inner"),
     tie_across_groups: (ValueError, r"attention\.q\.weight.* group, attention\.q\.weight; .*sharded by one call"),
     shard_the_list_of_blocks: (ValueError, "ModuleList"),
     leave_blocks_on_meta: (RuntimeError, r"blocks\.1\.attention\.q\.weight"),
@@ -115,7 +116,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 @distributed(world=2, limit_s=LIMIT_S)
-def test_what_cannot_be_sharded_or_trained_is_named_alike_on_all_ranks(rank, world, case):
+def test_errors_for_bad_inputs_are_the_same_on_all_ranks(rank, world, case):
     kind, words = CASES[case]
     torch.manual_seed(0)
     with pytest.raises(kind, match=words) as caught:
@@ -152,7 +153,7 @@ SETTINGS = {
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_settings_that_cannot_be_meant_are_named_and_change_nothing(rank, world):
+def test_invalid_settings_are_named_and_change_nothing(rank, world):
     run = Training(rank, world, layers=1)
     run.backward()
     plan, gradients = cs.make_plan(run.model).to_json(), [param.grad.to_local() for param in run.model.parameters()]
@@ -174,17 +175,17 @@ def test_settings_that_cannot_be_meant_are_named_and_change_nothing(rank, world)
         lambda: cs.PoolPolicy(reshard_after=True),
     ],
 )
-def test_an_option_that_nobody_knows_is_pythons_error_with_its_name(call):
+def test_an_unknown_option_raises_pythons_error_with_its_name(call):
     with pytest.raises(TypeError, match="unexpected keyword argument 'reshard_after'"):
         call()
 
 
 @pytest.mark.matrix
-def test_what_this_library_opens_by_itself_listens_on_this_machine_alone():
+def test_sockets_opened_by_this_library_listen_on_this_machine_only():
     before, meanwhile = listening(), []
     of_ranks = on_ranks("_measuring_ranks:listen", 2, timeout=60, progress=lambda *_: meanwhile.append(listening()))
     addresses = {address for rank in of_ranks for address in rank} | {*meanwhile[0]} - {*before}
-    assert len(addresses) >= 3, "a store, and a connection of each rank"
+    assert len(addresses) >= 3, "a store, and one connection per rank"
     assert {address.split(":")[0] for address in addresses} <= LOOPBACK
 
 
@@ -193,7 +194,7 @@ def with_a_wider_block(rank):
 
 
 def shard_something_else(rank):
-    """Ranks number their models by calls of `fully_shard`: so all of them make as many."""
+    """Ranks number their models by calls of `fully_shard`, so all of them make the same number of calls."""
     if rank:
         cs.fully_shard(nn.Linear(2, 2))
 
@@ -228,7 +229,7 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("make", DIFFERENCES, ids=lambda make: make.__name__)
 @distributed(world=2, limit_s=LIMIT_S)
-def test_models_that_differ_by_rank_are_told_apart_before_anything_moves(rank, world, make):
+def test_models_that_differ_between_ranks_are_an_error_before_any_communication(rank, world, make):
     model = make(rank)
     with pytest.raises(cs.RankMismatchError, match="ranks 0 and 1 have different plans: ") as caught:
         model(*token_batch(rank, 0))

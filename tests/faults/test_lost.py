@@ -1,4 +1,4 @@
-"""A rank fails alone, ends, is killed or does not come: all that are left get an error that says so, in time."""
+"""If one rank fails, ends, is killed or does not come, all remaining ranks get an error in time that describes it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ LIMIT_OF_COLLECTIVES_S = 8.0  # in _fault_ranks
 
 
 def ranks(what, who, world=2, **variables):
-    """Run it on all ranks; returns how each one has ended: what it said, and its exit code.
+    """Run `what` on all ranks; returns the output and exit code of each rank.
 
     Args:
         what, who: a function of `_fault_ranks`, and the rank that calls it.
         world: number of ranks.
-        variables: of their environment.
+        variables: environment variables of the ranks.
     """
     processes = start_ranks(RANKS, world, what, who, **variables)
     ended = []
-    for rank in sorted(range(world), key=lambda rank: rank == who):  # a stopped one last
+    for rank in sorted(range(world), key=lambda rank: rank == who):  # a stopped rank last
         if rank == who and what == "stop":
             processes[rank].send_signal(signal.SIGKILL)
         output, errors = finish(processes[rank], LIMIT_S)
@@ -67,14 +67,14 @@ CASES = {
         "kill_where_others_ask",
     ],
 )
-def test_ranks_that_are_left_say_which_one_is_lost(what):
+def test_remaining_ranks_name_the_lost_rank(what):
     kind, words = CASES[what]
     (said, code, errors), (of_lost, _, errors_of_lost) = ranks(what, 1)
     assert said.get("error") == kind, errors
     assert re.search(words, said["text"])
     assert "rank 0 waits for it in action" in said["text"] or kind == "RankMismatchError"
     assert said["after"] < (SOON_S if kind == "PeerLostError" else 10.0)
-    assert code == 1  # an ordinary end
+    assert code == 1  # a normal exit with an error
     assert "interpreter shutdown" not in errors + errors_of_lost
     if what == "be_late":
         assert of_lost["text"] == said["text"]
@@ -88,7 +88,7 @@ def test_the_rank_that_hosts_the_store_is_killed():
 
 
 @pytest.mark.matrix
-def test_of_three_ranks_the_two_that_are_left_say_the_same():
+def test_the_two_remaining_ranks_of_three_raise_the_same_error():
     first, second, _ = ranks("kill", 2, world=3)
     assert first[0]["text"] == second[0]["text"]
     assert "rank 2 has sent no heartbeat" in first[0]["text"]
@@ -96,7 +96,7 @@ def test_of_three_ranks_the_two_that_are_left_say_the_same():
 
 
 @pytest.mark.matrix
-def test_news_after_a_rank_that_was_killed_while_it_wrote_some_are_heard():
+def test_messages_after_one_that_a_killed_rank_did_not_finish_are_read():
     (said, _, errors), _ = ranks("draw_a_number", 1)
     assert said.get("error") == "PeerLostError", errors
     assert re.search(CASES["fail"][1], said["text"])
@@ -113,21 +113,21 @@ def test_ctrl_c_while_a_rank_waits_ends_all_ranks():
 
 
 @pytest.mark.matrix
-def test_a_rank_that_is_stopped_is_lost_after_the_time_that_was_set():
+def test_a_stopped_rank_is_lost_after_the_configured_time():
     (said, code, errors), _ = ranks("stop", 1, COMPOSABLE_SHARD_PEER_TIMEOUT=3)
     assert (said.get("error"), code) == ("PeerLostError", 1), errors
     assert "rank 1 has sent no heartbeat for" in said["text"]
-    assert re.search(r"the last that is known of it is action \d+ \((gather|reduce|step) ", said["text"])
+    assert re.search(r"its last known action is \d+ \((gather|reduce|step) ", said["text"])
     assert 2.0 < said["after"] < LIMIT_OF_COLLECTIVES_S
 
 
-def test_a_time_that_is_none_is_refused(monkeypatch):
+def test_an_invalid_time_is_refused(monkeypatch):
     monkeypatch.setenv(watch.SILENCE, "soon")
     with pytest.raises(ShardConfigValueError, match="COMPOSABLE_SHARD_PEER_TIMEOUT=soon: expected the number of"):
         watch._silence_s()
 
 
-ALONE = {  # what one rank does alone while the other one trains, and what it is told at the limit of its collectives
+ALONE = {  # actions of one rank while the other one trains, and the error that it gets at the limit of its collectives
     "gather_alone": "Timed out waiting",
     "save_by_torch_alone": "Timed out waiting",
 }
@@ -135,9 +135,9 @@ ALONE = {  # what one rank does alone while the other one trains, and what it is
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("what", ALONE)
-def test_what_one_rank_waits_for_alone_ends_on_all_ranks_at_the_limit(what):
+def test_a_wait_of_only_one_rank_ends_on_all_ranks_at_the_limit(what):
     (said, code, errors), (of_alone, code_of_alone, _) = ranks(what, 1)
-    assert said.get("error") in ("PeerLostError", "RankMismatchError"), errors  # both limits are over at once
+    assert said.get("error") in ("PeerLostError", "RankMismatchError"), errors  # both limits end at the same time
     left = rf"rank 1 failed after action \d+ \(\w+: .*{ALONE[what]}.*rank 0 waits for it in action"
     assert re.search(rf"{left}|not all ranks reached action \d+, gather the root.*: rank 1 only reached", said["text"])
     assert re.search(ALONE[what], of_alone["text"])

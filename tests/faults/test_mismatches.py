@@ -1,4 +1,4 @@
-"""One rank does something else than the others: an error on all, before it is done, and nothing wrong is written."""
+"""If one rank acts differently from the others, all ranks get an error before the action, and write nothing wrong."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def skip_a_step(run):
     if not run.rank:
         run.optimizer.zero_grad()  # as after a step that found no finite gradients
     else:
-        run.optimizer.param_groups[0]["lr"] = 0.0  # so that weights stay as they are
+        run.optimizer.param_groups[0]["lr"] = 0.0  # so that weights do not change
         run.optimizer.step()
         run.optimizer.zero_grad()
     run.forward()
@@ -243,7 +243,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 @distributed(world=2, limit_s=LIMIT_S)
-def test_what_one_rank_does_alone_is_an_error_on_all(rank, world, case):
+def test_an_action_of_only_one_rank_is_an_error_on_all_ranks(rank, world, case):
     run = Training(rank, world)
     for _ in range(2):
         run.step()
@@ -254,7 +254,7 @@ def test_what_one_rank_does_alone_is_an_error_on_all(rank, world, case):
     assert len({*everywhere(world, str(caught.value))}) == 1
     assert "forward" in str(caught.value)
     assert all(map(torch.equal, shards, before))
-    again = Training(rank, world)  # the ranks may start anew
+    again = Training(rank, world)  # the ranks may start again
     for _ in range(2):
         again.step()
     again.check()
@@ -262,7 +262,7 @@ def test_what_one_rank_does_alone_is_an_error_on_all(rank, world, case):
 
 @pytest.mark.parametrize("world", [2, more(3)])
 @distributed(world=None, limit_s=LIMIT_S)
-def test_what_all_ranks_do_alike_is_no_error_and_once_known_asks_nobody(rank, world):
+def test_actions_of_all_ranks_are_no_error_and_repeated_ones_ask_no_rank(rank, world):
     run = Training(rank, world)
 
     def turn(at):
@@ -283,7 +283,7 @@ def test_what_all_ranks_do_alike_is_no_error_and_once_known_asks_nobody(rank, wo
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_a_rank_that_compiles_alone_is_an_error_on_all_and_ranks_that_all_do_are_exact(rank, world):
+def test_compiling_on_only_one_rank_is_an_error_and_on_all_ranks_is_exact(rank, world):
     run = Training(rank, world, layers=2)
     run.step()
     run.model.compile(backend="aot_eager", fullgraph=True)

@@ -1,4 +1,4 @@
-"""Process groups whose store is written in Python and lacks methods that the fault watcher would use."""
+"""Process groups whose store is implemented in Python and lacks methods that the fault watcher would use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from composable_shard._torch.distributed import another_client, delete_key, pref
 
 
 class PythonStore(dist.Store):
-    """The methods that torch itself needs."""
+    """A store with only the methods that torch itself needs."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ def store():
     dist.destroy_process_group()
 
 
-def test_a_store_without_clone_is_used_itself_and_keeps_keys_that_it_cannot_delete():
+def test_a_store_without_clone_is_used_directly_and_keeps_keys_that_it_cannot_delete():
     made = PythonStore()
     store = prefixed("a", made)
     assert another_client(store) is store
@@ -66,7 +66,7 @@ def test_other_errors_of_a_store_are_raised():
         delete_key(prefixed("a", made), "key")
 
 
-def test_the_watcher_looks_while_another_thread_waits_for_a_key(store):
+def test_the_watcher_keeps_running_while_another_thread_waits_for_a_key(store):
     ledger = Ledger(dist.group.WORLD, torch.device("cpu"), lambda fault: None)
     ear = _Ear(ledger, 0.0)
     waiting = threading.Thread(target=lambda: ledger.store.get("late"), daemon=True)

@@ -1,4 +1,4 @@
-"""`check_replicas` finds what ranks must have alike and have not; `broadcast_state` makes it equal."""
+"""`check_replicas` finds values that must be equal on ranks and differ; `broadcast_state` makes them equal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def differ(words, model, *others, **options):
 
 
 @distributed(world=2)
-def test_before_sharding_ranks_that_were_initialised_differently_are_told(rank, world):
+def test_ranks_initialized_differently_before_sharding_are_reported(rank, world):
     torch.manual_seed(rank)
     model = Normed()
     differ("ranks 0 and 1 differ in: parameter up.weight, parameter up.bias, parameter down.weight", model)
@@ -41,7 +41,7 @@ def test_before_sharding_ranks_that_were_initialised_differently_are_told(rank, 
 
 
 @distributed(world=2)
-def test_buffers_that_ranks_have_changed_apart_are_named_and_mended(rank, world):
+def test_buffers_that_differ_between_ranks_are_named_and_fixed(rank, world):
     torch.manual_seed(0)
     model = cs.fully_shard(Normed())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -54,7 +54,7 @@ def test_buffers_that_ranks_have_changed_apart_are_named_and_mended(rank, world)
 
 
 @distributed(world=2)
-def test_optimizers_with_other_settings_or_steps_are_named(rank, world):
+def test_different_optimizer_settings_or_steps_are_named(rank, world):
     run = Training(rank, world)
     run.step()
     cs.check_replicas(run.model, run.optimizer)
@@ -71,7 +71,7 @@ def test_optimizers_with_other_settings_or_steps_are_named(rank, world):
 
 
 @distributed(world=4)
-def test_one_number_in_a_shard_of_one_replica_is_found_on_all_ranks(rank, world):
+def test_one_different_number_in_a_shard_of_one_replica_is_an_error_on_all_ranks(rank, world):
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = cs.fully_shard(nn.Linear(5, 3), mesh=mesh)
@@ -79,7 +79,7 @@ def test_one_number_in_a_shard_of_one_replica_is_found_on_all_ranks(rank, world)
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
     cs.check_replicas(model, optimizer)
-    if rank == 3:  # which holds a row
+    if rank == 3:  # this rank holds a row
         model.weight._local_tensor.data.view(-1)[1] += 1e-6
     differ("ranks 1 and 3 differ in: parameter weight", model, optimizer)
     cs.broadcast_state(model, optimizer)
@@ -90,6 +90,6 @@ def test_one_number_in_a_shard_of_one_replica_is_found_on_all_ranks(rank, world)
 
 
 @distributed(world=1)
-def test_alone_there_is_nothing_to_compare(rank, world):
+def test_a_single_rank_has_nothing_to_compare(rank, world):
     cs.check_replicas(Normed())
     cs.broadcast_state(cs.fully_shard(Normed()))

@@ -1,6 +1,6 @@
-"""Many modules, and modules deep inside of each other: they are built and train, in time that grows with their number.
+"""Many modules, and deeply nested ones: they are built and train, in time proportional to their number.
 
-The models are compared with the same ones that are not sharded, which see the data of all ranks.
+The models are compared with the same unsharded models, which get the data of all ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def nested(count):
 
 
 def shard_each_layer(model):
-    """The innermost ones first."""
+    """Shard each layer, the innermost ones first."""
     for layer in reversed([module for module in model.modules() if isinstance(module, Layer) and module is not model]):
         cs.fully_shard(layer)
     return cs.fully_shard(model)
@@ -56,7 +56,7 @@ def batch(rank, step):
 
 
 def seconds_to_train(make, count, world, steps=3):
-    """Build, shard and train a model beside one that is not sharded.
+    """Build, shard and train a model next to an unsharded one.
 
     Returns:
         seconds for sharding, for the first step and for each later one.
@@ -84,7 +84,7 @@ def seconds_to_train(make, count, world, steps=3):
 
 
 def compare(sharded, plain):
-    """This rank's pieces with the same rows."""
+    """Compare this rank's shards with the same rows of the unsharded model."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for mine, whole in zip(sharded, plain, strict=True):
         torch.testing.assert_close(mine.to_local(), whole.chunk(world)[rank])

@@ -1,6 +1,6 @@
-"""What goes wrong within a step on all ranks alike, or is unusual in it: an error that says so, or the exact result.
+"""Errors and unusual code within a step, the same on all ranks: a clear error, or the exact result.
 
-Each test ends with gradients, two more steps and evaluations that are those of a decoder that is not sharded.
+Each test ends with gradients, two more steps and evaluations that equal those of an unsharded decoder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def trained(rank, world, steps=2):
 
 
 def hooked(module, hook):
-    """A hook behind the forward of a module that runs once."""
+    """Register a forward hook on a module that runs once."""
 
     def once(*arguments):
         handle.remove()
@@ -51,7 +51,7 @@ def assert_at_rest(run):
     assert run.model.state_dict().keys() == run.plain.state_dict().keys()
 
 
-# ---- errors on all ranks alike
+# ---- the same errors on all ranks
 
 
 def fail(*_):
@@ -138,13 +138,13 @@ ERRORS = {
     take_a_wrong_batch: (IndexError, "out of range"),
     step_without_sync: (cs.ShardConfigStateError, "still wait for their reduction; first run the last microbatch"),
     edit_a_saved_weight: (cs.StaleStateError, r"blocks\.1\.attention\.q\.weight: edited in place while unsharded"),
-    enter_from_two_threads: (cs.ShardConfigStateError, "let one thread at a time run a model"),
+    enter_from_two_threads: (cs.ShardConfigStateError, "run a model in one thread at a time"),
 }
 
 
 @pytest.mark.parametrize("case", ERRORS, ids=lambda case: case.__name__)
 @distributed(world=2, limit_s=LIMIT_S)
-def test_after_an_error_on_all_ranks_weights_are_sharded_and_training_goes_on_exactly(rank, world, case):
+def test_weights_are_sharded_after_an_error_on_all_ranks_and_further_training_is_exact(rank, world, case):
     run = trained(rank, world)
     kind, words = ERRORS[case]
     shards = [param.to_local() for param in run.model.parameters()]
@@ -192,7 +192,7 @@ def test_weights_that_change_between_their_use_and_backward_are_an_error(rank, w
     run.goes_on_exactly()
 
 
-# ---- what is unusual, and exact
+# ---- unusual, but exact
 
 
 def abandon_a_micro_batch_without_sync(run):
@@ -254,7 +254,7 @@ def edit(module, args, out):
 
 
 class Output:
-    """What neither torch nor this library looks into."""
+    """An output type that neither torch nor this library inspects."""
 
     def __init__(self, x):
         self.x = x
@@ -272,7 +272,7 @@ def convert(run):
 
 
 def use_a_parameter_on_one_rank_alone(run):
-    """The norm belongs to the root's group, of which the ranks use all else."""
+    """The norm belongs to the root's group; all ranks use the other parameters of that group."""
 
     def skip(module, args, out):
         return args[0]
@@ -304,7 +304,7 @@ UNUSUAL = [
 
 @pytest.mark.parametrize("case", UNUSUAL, ids=lambda case: case.__name__)
 @distributed(world=2, limit_s=LIMIT_S)
-def test_what_all_ranks_do_is_exact_though_it_is_unusual(rank, world, case):
+def test_unusual_steps_of_all_ranks_are_exact(rank, world, case):
     run = trained(rank, world)
     case(run)
     run.goes_on_exactly()
@@ -312,7 +312,7 @@ def test_what_all_ranks_do_is_exact_though_it_is_unusual(rank, world, case):
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @distributed(world=2, limit_s=LIMIT_S)
-def test_a_model_that_is_dropped_after_an_error_on_all_ranks_leaves_no_memory(rank, world, phase):
+def test_a_model_deleted_after_an_error_on_all_ranks_leaves_no_memory(rank, world, phase):
     run = trained(rank, world)
     engine = weakref.ref(engine_of(run.model))
 

@@ -1,4 +1,4 @@
-"""Learning rates, gradients and replicas that ranks have apart: an error before anybody gathers again."""
+"""Learning rates, gradients and replicas that differ between ranks: an error before any rank gathers again."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 @distributed(world=2, limit_s=LIMIT_S)
-def test_what_one_rank_steps_with_alone_is_an_error_on_all(rank, world, case):
+def test_a_step_with_values_of_only_one_rank_is_an_error_on_all_ranks(rank, world, case):
     run = Training(rank, world)
     run.step()
     run.step()
@@ -63,7 +63,7 @@ def test_what_one_rank_steps_with_alone_is_an_error_on_all(rank, world, case):
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
-def test_a_schedule_that_changes_the_rate_at_each_step_soon_asks_only_now_and_then(rank, world):
+def test_a_schedule_that_changes_the_rate_in_each_step_soon_asks_only_occasionally(rank, world):
     run = Training(rank, world)
     asked = []
     for at in range(160):
@@ -71,7 +71,7 @@ def test_a_schedule_that_changes_the_rate_at_each_step_soon_asks_only_now_and_th
             optimizer.param_groups[0]["lr"] = 1e-4 / (1 + at)
         if at % 20 == 0:
             run.step()
-        else:  # the same for the ledger, at less cost
+        else:  # the same for the ledger, at lower cost
             run.optimizer.step()
             run.forward()
         asked.append(sum(len(ledger._asked) for ledger in WATCHER.ledgers()))
@@ -87,7 +87,7 @@ def test_a_schedule_that_changes_the_rate_at_each_step_soon_asks_only_now_and_th
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_optimizers_that_step_in_the_backward_have_a_credit_each(rank, world):
+def test_optimizers_that_step_in_backward_have_separate_credits(rank, world):
     run = Training(rank, world)
     own = {param: torch.optim.SGD([param], lr=0.01) for param in run.model.parameters()}
     for param, optimizer in own.items():
@@ -116,7 +116,7 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize("debug", [False, more(True)])
 @distributed(world=2, limit_s=LIMIT_S)
-def test_the_rolling_check_finds_a_buffer_that_one_rank_has_changed_and_leaves_statistics_alone(rank, world, debug):
+def test_the_rolling_check_finds_a_buffer_changed_by_one_rank_and_skips_statistics(rank, world, debug):
     with pytest.MonkeyPatch.context() as patch:
         if not debug:
             patch.setenv(replicas.PERIOD, "2")
@@ -161,7 +161,7 @@ def test_the_rolling_check_finds_a_shard_that_differs_between_replicas(rank, wor
 
 
 @distributed(world=1)
-def test_a_period_that_is_no_number_is_refused(rank, world):
+def test_a_period_that_is_not_a_number_is_refused(rank, world):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(replicas.PERIOD, "often")
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""Code that another process has compiled: which models and ranks it fits, and that they start warm with it."""
+"""Compiled code saved by another process: which models and ranks it fits, and that they start warm with it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LIMIT_S = 500
 
 @contextlib.contextmanager
 def empty_caches():
-    """Compile caches of this process's own, and counters at zero."""
+    """Give this process its own compile caches, and set counters to zero."""
     with fresh_cache():
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
@@ -58,17 +58,17 @@ def with_other_modules():
 
 
 OTHERS = {
-    "plan, from there to here: group (root): shape of 1.weight": lambda: model_of((8, 8), (8, 4)),
-    "plan, from there to here: group 1: added": lambda: model_of((8, 8), (8, 8), (8, 6)),
-    "plan, from there to here: group 0: reshard after forward": lambda: model_of(gathers_again=False),
+    "plan, from the file to this model: group (root): shape of 1.weight": lambda: model_of((8, 8), (8, 4)),
+    "plan, from the file to this model: group 1: added": lambda: model_of((8, 8), (8, 8), (8, 6)),
+    "plan, from the file to this model: group 0: reshard after forward": lambda: model_of(gathers_again=False),
     "schedule: policies": two_ahead,
-    "modules: (2): Tanh() here, ) there": with_other_modules,
-    "plan, from there to here: group (root): dtype float32 -> float32 as float64": in_double,
+    "modules: (2): Tanh() here, ) in the file": with_other_modules,
+    "plan, from the file to this model: group (root): dtype float32 -> float32 as float64": in_double,
 }
 
 
 def steps_warm(rank, world, path):
-    """On gloo, with what another process has compiled for a world of which it was the only rank."""
+    """Train on gloo with code that was compiled by another process, the only rank of a simulated world."""
     eager, model = model_of(), model_of()
     with empty_caches():
         cs.load_cache_artifacts(model, path)
@@ -91,17 +91,17 @@ def steps_warm(rank, world, path):
 
 
 @pytest.mark.matrix
-def test_all_ranks_start_warm_with_what_one_process_has_compiled_alone(tmp_path):
+def test_all_ranks_start_warm_with_code_compiled_by_one_process(tmp_path):
     path = tmp_path / "compiled"
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "caches"), "OMP_NUM_THREADS": "1"}
-    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # so many processes that import torch, too
+    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # each compile thread is a process that imports torch
     done = subprocess.run(
         [sys.executable, SCRIPT, path], env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found.pop("bytes") == found.pop("size") == path.stat().st_size
-    assert found == {"hits": 0, "misses": 3, "bypassed": 0}  # an entry of AOTAutograd's, and a graph each way
+    assert found == {"hits": 0, "misses": 3, "bypassed": 0}  # an AOTAutograd entry, and a graph in each direction
     for counts, refusals in POOL.run("test_artifacts:steps_warm", 2, {"path": str(path)}, LIMIT_S):
         assert counts == {"hits": 1, "misses": 0, "bypassed": 0}
         for expected, differences in zip(OTHERS, refusals, strict=True):
@@ -109,23 +109,23 @@ def test_all_ranks_start_warm_with_what_one_process_has_compiled_alone(tmp_path)
             assert differences[0].startswith(expected), (expected, differences)
 
 
-def test_ranks_with_uneven_pieces_need_files_of_their_own():
+def test_ranks_with_uneven_shards_need_separate_files():
     about = []
     for rank in (0, 1, 0):
         with testing.fake(2, rank):
             about.append(_about(model_of((8, 8), (8, 7))))
     assert list(_differences(about[0], about[2])) == []
     (difference,) = _differences(about[1], about[0])
-    assert difference.startswith("pieces of 1.weight, 1.bias: those of rank 1 here have other shapes")
-    another = {"composable_shard": "another", "plan": "{}"}  # whose keys, and perhaps plans, are others anyway
+    assert difference.startswith("pieces of 1.weight, 1.bias: on rank 1 (this rank) they have other shapes")
+    another = {"composable_shard": "another", "plan": "{}"}  # its keys differ, and its plans may
     (difference,) = _differences(about[1], about[0] | another)
     assert difference.startswith("composable_shard: ")
 
 
 @simulated(world=2)
-def test_a_file_that_is_none_or_not_complete_is_refused(rank, world):
+def test_an_invalid_or_incomplete_file_is_refused(rank, world):
     model = model_of()
-    with pytest.raises(cs.ShardConfigValueError, match=r"is no file of save_cache_artifacts"):
+    with pytest.raises(cs.ShardConfigValueError, match=r"was not written by save_cache_artifacts"):
         cs.load_cache_artifacts(model, SCRIPT)
     with pytest.raises(cs.ShardConfigValueError, match="holds no sharded module"):
         _about(torch.nn.Linear(2, 2))
@@ -135,5 +135,5 @@ def test_a_file_that_is_none_or_not_complete_is_refused(rank, world):
     ("sizes", "world", "expected"),
     [([8, 4], 2, [0, 0]), ([7], 2, [0, 1]), ([9], 4, [0, 0, 0, 3]), ([9, 4], 4, [0, 0, 0, 3]), ([1], 3, [0, 1, 1])],
 )
-def test_ranks_whose_pieces_have_the_same_shapes_share_compiled_code(sizes, world, expected):
+def test_ranks_with_equal_shard_shapes_share_compiled_code(sizes, world, expected):
     assert [first_alike(sizes, world, rank) for rank in range(world)] == expected

@@ -1,8 +1,8 @@
-"""Blocks that people train, compiled under every kind of activation checkpoint, beside all that they must agree with.
+"""Realistic blocks compiled under every type of activation checkpoint, compared with several references.
 
-Attention with rotary embeddings and grouped heads, norms, dropout, a feed-forward layer and experts. Ranks are fed
-alike, so that the mean of their gradients is that of the unsharded model. With ``aot_eager`` everything has the bits of
-our eager runtime and of the unsharded model; torch's FSDP2 and Inductor come close.
+The blocks have attention with rotary embeddings and grouped heads, norms, dropout, a feed-forward layer and experts.
+All ranks get the same inputs, so the mean of their gradients is that of the unsharded model. With ``aot_eager``,
+results are bitwise identical to the eager runtime and to the unsharded model; torch's FSDP2 and Inductor are close.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PRODUCTS = [aten.mm.default, aten.bmm.default, aten._scaled_dot_product_flash_at
 
 
 class Routed(nn.Module):
-    """Experts for the rows of (batch, length, dim)."""
+    """Experts for the rows of a (batch, length, dim) input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def make():
     return model
 
 
-# ---- kinds of checkpoints
+# ---- types of checkpoints
 
 
 def save_some(ctx, op, *args, **kwargs):
@@ -94,7 +94,7 @@ def nothing(model):
     pass
 
 
-BEFORE = {  # what is done to the model before it is sharded
+BEFORE = {  # changes of the model before it is sharded
     "none": nothing,
     "wrapper": wrap,
     "wrapper, listed": functools.partial(wrap, context_fn=LISTED),
@@ -131,7 +131,7 @@ def seeded(model, step, length):
 
 
 def agree(rank, kind, mp=None, lengths=(8, 8, 8), exact=("plain", "eager"), close=1e-4, **compile_options):
-    """Train all sides, take one step more, and evaluate; returns the graphs of the compiled side."""
+    """Train all implementations, take one step more, and evaluate; returns the graphs of the compiled one."""
     ours = sharded(kind, cs.fully_shard, mp)
     models = {
         "plain": make(),
@@ -184,13 +184,13 @@ ONE_EACH_WAY = [("forward", 3), ("backward", 2)]  # the root's own group stays u
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", [*BEFORE, *AFTER])
 @distributed(world=2, limit_s=2 * LIMIT_S)
-def test_blocks_under_every_kind_of_checkpoint_have_the_bits_of_the_unsharded_model(rank, world, kind):
+def test_blocks_under_every_type_of_checkpoint_are_bitwise_identical_to_the_unsharded_model(rank, world, kind):
     assert agree(rank, kind, backend="aot_eager") == ONE_EACH_WAY
 
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
-def test_torchs_composable_checkpoint_is_in_no_whole_graph_sharded_or_not(rank, world):
+def test_torchs_composable_checkpoint_breaks_the_graph_of_sharded_and_unsharded_models(rank, world):
     for shards in (False, True):
         model = Transformer()
         compose(model)
@@ -206,14 +206,14 @@ HALF = cs.MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["wrapper, listed", "wrapper around"])
 @distributed(world=2, limit_s=2 * LIMIT_S)
-def test_mixed_precision_comes_close_and_has_the_dtype_of_outputs_of_eager(rank, world, kind):
-    graphs = agree(rank, kind, mp=HALF, exact=(), close=0.1, backend="aot_eager")  # AOT sums in float32
+def test_mixed_precision_is_close_to_eager_and_has_its_output_dtype(rank, world, kind):
+    graphs = agree(rank, kind, mp=HALF, exact=(), close=0.1, backend="aot_eager")  # AOTAutograd sums in float32
     assert graphs == ONE_EACH_WAY
 
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=2 * LIMIT_S)
-def test_lengths_may_change_in_one_dynamic_graph(rank, world):
+def test_sequence_lengths_may_change_in_one_dynamic_graph(rank, world):
     assert agree(rank, "wrapper", lengths=(8, 6, 5), backend="aot_eager", dynamic=True) == ONE_EACH_WAY
 
 
@@ -221,7 +221,7 @@ def test_lengths_may_change_in_one_dynamic_graph(rank, world):
 @pytest.mark.parametrize("options", [{}, {"mode": "max-autotune-no-cudagraphs"}], ids=["default", "max-autotune"])
 @distributed(world=2, limit_s=2 * LIMIT_S)
 def test_inductor_in_each_mode(rank, world, options):
-    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # torch's own, where it tries kernels
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # raised in torch's autotuning
     with (
         torch._functorch.config.patch(enable_autograd_cache=False),
         torch._inductor.config.patch(fx_graph_cache=False, fallback_random=True),

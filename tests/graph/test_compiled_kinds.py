@@ -1,4 +1,4 @@
-"""The matrix of the compiled path, continued: kinds of modules that compilers find hard."""
+"""The matrix of the compiled path, continued: types of modules that are hard to compile."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def sequences(rank, step):
 
 @pytest.mark.parametrize("kind", [nn.LSTM, more(nn.GRU), more(nn.RNN)])
 @distributed(world=2)
-def test_recurrent_modules_are_part_of_the_graph_if_dynamo_may_see_them(rank, world, kind):
-    """A graph computes them otherwise than eager does, step by step: so the unsharded model is compiled, too."""
+def test_recurrent_modules_are_part_of_the_graph_if_dynamo_allows_them(rank, world, kind):
+    """A graph computes them step by step, unlike eager. So the unsharded reference is compiled, too."""
     torch.manual_seed(3)
     plain = Recurrent(kind)
     model = copy.deepcopy(plain)
     shard_children(model, fully_shard, reshard_after_forward=True)
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(allow_rnn=True), watch_graphs() as found:  # else Dynamo compiles none at all
+    with torch._dynamo.config.patch(allow_rnn=True), watch_graphs() as found:  # by default Dynamo skips them
         runs = [torch.compile(plain, backend="aot_eager", fullgraph=True), cs.compile(model, backend="aot_eager")]
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
         for step in range(3):
@@ -59,7 +59,7 @@ def test_recurrent_modules_are_part_of_the_graph_if_dynamo_may_see_them(rank, wo
                 optimizer.step()
                 optimizer.zero_grad()
         assert [report.sequence.replace("m", "") for report in found] == ["GwGwGw", "GwGRwwGRwwRw"]
-        eager = model(sequences(0, 9))  # afterwards, with lists of its own again
+        eager = model(sequences(0, 9))  # afterwards, with its flat weights restored
     torch.testing.assert_close(eager, plain(sequences(0, 9)))
     assert all(isinstance(weight, DTensor) for weight in model.rnn._flat_weights)
 
@@ -68,7 +68,7 @@ def test_recurrent_modules_are_part_of_the_graph_if_dynamo_may_see_them(rank, wo
 
 
 class Mixture(nn.Module):
-    """Experts as one stacked weight; the router's choice is a matter of data, and not of the way through the code."""
+    """Experts as one stacked weight; the router's choice depends on data and changes no control flow."""
 
     def __init__(self, experts=4):
         super().__init__()
@@ -92,7 +92,7 @@ def mixture(rank, world):
     return three_steps(rank, nn.Sequential(Mixture(), Mixture()), shard_children, batches)
 
 
-def test_experts_that_data_chooses_are_in_one_graph():
+def test_data_dependent_experts_are_in_one_graph():
     assert_expected_inline(
         graphs_of(mixture),
         """\

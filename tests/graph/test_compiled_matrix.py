@@ -1,8 +1,8 @@
-"""The compiled path, case by case: the graphs of each, and three steps with the bits of the eager runtime.
+"""The compiled path, case by case: the graphs, and three steps that are bitwise identical to the eager runtime.
 
-A graph is one line. Letters stand for what it does, in order: G all-gather, w wait, m matrix product, R reduce-scatter,
-A all-reduce, X all-to-all, k keep gradients. Behind a forward stands what it saves for backward, in bytes, without
-what it got as inputs. ``EXPECTTEST_ACCEPT=1`` rewrites the lines.
+A graph is one line. Its letters are, in order: G all-gather, w wait, m matrix product, R reduce-scatter, A all-reduce,
+X all-to-all, k keep gradients. A forward is followed by the bytes that it saves for backward, without its inputs.
+``EXPECTTEST_ACCEPT=1`` rewrites the lines.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ backward GmmwGmmmmRwmmmmwRmwRw
 
 
 @pytest.mark.matrix
-def test_a_root_that_reshards_is_gathered_again_too():
+def test_a_root_that_reshards_is_gathered_again():
     assert_expected_inline(
         graphs_of(plain, reshard_after_forward=True),
         """\
@@ -72,7 +72,7 @@ backward mmmmmmmmmmm
 
 
 @pytest.mark.matrix
-def test_four_ranks_on_gloo_add_in_the_order_of_the_ranks():
+def test_four_ranks_on_gloo_sum_in_rank_order():
     assert_expected_inline(
         graphs_of(plain, world=4),
         """\
@@ -87,7 +87,7 @@ def hybrid(rank, world):
 
 
 @pytest.mark.matrix
-def test_replicas_of_shards_reduce_scatter_and_then_all_reduce():
+def test_hybrid_sharding_reduce_scatters_and_then_all_reduces():
     assert_expected_inline(
         graphs_of(hybrid, world=4),
         """\
@@ -102,7 +102,7 @@ def replicated(rank, world):
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.matrix)])
-def test_replicas_alone_gather_nothing(world):
+def test_replicas_without_sharding_gather_nothing(world):
     text = graphs_of(replicated, world=world)
     if world == 2:
         assert_expected_inline(
@@ -132,7 +132,7 @@ backward GmmwmmmmRmwRw
 
 
 class Tiny(nn.Module):
-    """Parameters of which the last ranks hold nothing."""
+    """Parameters with empty shards on the last ranks."""
 
     def __init__(self):
         super().__init__()
@@ -152,7 +152,7 @@ def empty(rank, world):
     return three_steps(rank, Tiny(), shard_blocks, one_column)
 
 
-def test_ranks_that_hold_nothing_take_part():
+def test_ranks_with_empty_shards_take_part():
     assert_expected_inline(
         graphs_of(empty, world=2),
         """\
@@ -169,7 +169,7 @@ def cut_along_columns(rank, world):
     return three_steps(rank, even(1), shard_blocks, vectors, shard_placement_fn=placement)
 
 
-def test_parameters_cut_along_another_dim():
+def test_parameters_sharded_along_another_dim():
     assert_expected_inline(
         graphs_of(cut_along_columns),
         """\
@@ -225,7 +225,7 @@ def checkpointed(rank, world, where, kind, **options):
 
 
 @pytest.mark.matrix
-def test_a_checkpoint_inside_of_the_sharded_block():
+def test_a_checkpoint_inside_the_sharded_block():
     assert_expected_inline(
         graphs_of(checkpointed, where="inside", kind="plain"),
         """\
@@ -246,7 +246,7 @@ backward GmwGmmmmmmmRwmmmmmwRmwRw
 
 
 @pytest.mark.matrix
-def test_a_selective_checkpoint_inside_of_the_sharded_block():
+def test_a_selective_checkpoint_inside_the_sharded_block():
     assert_expected_inline(
         graphs_of(checkpointed, where="inside", kind="selective"),
         """\
@@ -267,7 +267,7 @@ backward GmmwGmmmmRwmmmmwRmwRw
 
 
 @pytest.mark.matrix
-def test_a_checkpoint_inside_of_a_block_that_stays_unsharded():
+def test_a_checkpoint_inside_a_block_that_stays_unsharded():
     assert_expected_inline(
         graphs_of(checkpointed, where="inside", kind="plain", reshard_after_forward=False),
         """\
@@ -288,11 +288,11 @@ backward mmmmmmmmRmmmmmwRmwRw
     )
 
 
-# ---- what checkpoints recompute with the same random numbers
+# ---- checkpoints recompute with the same random numbers
 
 
 class Decoder(Transformer):
-    """Attention, norms, rotary embeddings and dropout, each block computed again in backward."""
+    """Attention, norms, rotary embeddings and dropout; each block is recomputed in backward."""
 
     def __init__(self, where="around", **kinds):
         super().__init__(dropout=0.2)
@@ -329,7 +329,7 @@ def decoder(rank, world, where, kind):
     ("where", "kind"),
     [more("around", "plain"), more("inside", "plain"), more("around", "selective"), more("around", "reentrant")],
 )
-def test_checkpointed_attention_with_dropout_has_the_masks_of_forward_in_backward(where, kind):
+def test_checkpointed_attention_with_dropout_recomputes_the_same_masks(where, kind):
     graphs = graphs_of(decoder, where=where, kind=kind).splitlines()
     assert [graph.split()[0] for graph in graphs] == ["forward", "backward"]
     assert [graph.split()[1].count("G") for graph in graphs] == [3, 2]  # the root's own group stays unsharded
@@ -345,8 +345,8 @@ def test_checkpointed_attention_with_dropout_has_the_masks_of_forward_in_backwar
         more("composable_shard", "shard, torch.compile"),
     ],
 )
-@distributed(world=2, limit_s=240)  # without Inductor's cache on disk its compiler has a lot to do
-def test_checkpointed_attention_with_dropout_compiles_as_the_unsharded_model_does(rank, world, order, backend):
+@distributed(world=2, limit_s=240)  # Inductor compiles for long without its cache on disk
+def test_checkpointed_attention_with_dropout_compiles_like_the_unsharded_model(rank, world, order, backend):
     torch._dynamo.reset()
     quiet(lambda: importlib.import_module("torch._inductor.compile_fx"))
     torch.manual_seed(3)

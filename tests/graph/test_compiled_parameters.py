@@ -1,4 +1,4 @@
-"""The matrix of the compiled path, continued: precision, which parameters and where, and what a model keeps."""
+"""The matrix of the compiled path, continued: precision, selections of parameters, and module state."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def two_dtypes(rank, world):
     return three_steps(rank, TwoDtypes(), shard_it, vectors, reshard_after_forward=True)
 
 
-def test_a_group_of_two_dtypes_has_a_collective_for_each():
+def test_a_group_of_two_dtypes_has_one_collective_per_dtype():
     assert_expected_inline(
         graphs_of(two_dtypes),
         """\
@@ -63,11 +63,11 @@ backward GwmmmRw
     )
 
 
-# ---- which parameters, and where
+# ---- selections of parameters
 
 
 def freeze_most(model):
-    """As with adapters: a whole group frozen, and one in which a bias alone trains."""
+    """Freeze parameters as with adapters: one group completely, and one except a bias."""
     model.blocks[0].requires_grad_(False)
     model.blocks[1].requires_grad_(False)
     model.blocks[1].up.bias.requires_grad_(True)
@@ -136,7 +136,7 @@ backward GmmwGmmwmmRwRmwRw
 
 
 class PartlyUsed(nn.Module):
-    """One parameter is used on rank 0 alone, another nowhere."""
+    """One parameter is used on rank 0 only, and another one on no rank."""
 
     def __init__(self, rank):
         super().__init__()
@@ -156,7 +156,7 @@ def partly_used(rank, world):
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_parameters_that_some_ranks_do_not_use(world):
-    """Graphs differ among ranks, but not in their collectives."""
+    """Graphs differ between ranks, but their collectives do not."""
     texts = POOL.run("test_compiled_parameters:partly_used", world, limit_s=LIMIT_S)
     assert_expected_inline(
         texts[0].replace("X", "R"),
@@ -203,7 +203,7 @@ def few_ranks(rank, world):
 
 
 @pytest.mark.matrix
-def test_weights_that_eager_keeps_among_few_ranks_are_gathered_among_all():
+def test_weights_that_eager_reshards_among_few_ranks_are_gathered_among_all():
     assert_expected_inline(
         graphs_of(few_ranks, world=4),
         """\
@@ -228,7 +228,7 @@ backward GmmwmmmmRmwRw
     )
 
 
-# ---- what a model keeps
+# ---- module state
 
 
 class Normed(nn.Module):
@@ -246,7 +246,7 @@ def normed(rank, world):
     return three_steps(rank, Normed(), shard_blocks, vectors)
 
 
-def test_buffers_change_as_in_eager():
+def test_buffers_are_updated_as_in_eager():
     assert_expected_inline(
         graphs_of(normed),
         """\
@@ -257,7 +257,7 @@ backward GwGmmRwmwRw
 
 
 class Auxiliary(nn.Module):
-    """A block that keeps a loss of its own, which the caller adds."""
+    """A block that stores its own auxiliary loss, which the caller adds."""
 
     def __init__(self):
         super().__init__()
@@ -289,7 +289,7 @@ def auxiliary(rank, world):
 
 
 @pytest.mark.matrix
-def test_an_auxiliary_loss_that_a_module_keeps():
+def test_an_auxiliary_loss_stored_on_a_module():
     assert_expected_inline(
         graphs_of(auxiliary),
         """\

@@ -1,7 +1,7 @@
-"""Lists, plans and budgets place the communication of compiled graphs, and change no bit.
+"""Prefetch lists, plans and budgets place the communication of compiled graphs without changing results.
 
-The bits are those of the same model under plain `torch.compile`, which leaves communication where it is needed.
-``EXPECTTEST_ACCEPT=1`` rewrites the sequences.
+Results are bitwise identical to the same model under plain `torch.compile`, which issues communication where it is
+needed. ``EXPECTTEST_ACCEPT=1`` rewrites the sequences.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from composable_shard._engine import measuring
 from composable_shard.report import watch_graphs
 
 P = cs.PrefetchPolicy
-TIGHT = 5888  # bytes: enough for the root and two blocks, and for no reduction besides
+TIGHT = 5888  # bytes: enough for the root and two blocks, without a reduction
 
 
 class Chain(nn.Module):
-    """An input layer, the root's own, and blocks of two products each, checkpointed or not."""
+    """An input layer in the root's own group, and blocks of two products each, checkpointed or not."""
 
     def __init__(self, checkpoints: bool) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def made(checkpoints=False):
 
 
 def two_steps(run, model, rank):
-    """Losses, gradients and parameters, on this rank."""
+    """Losses, gradients and parameters on this rank."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
     for step in range(2):
@@ -72,7 +72,7 @@ def without_placement(rank, checkpoints=False):
 
 
 class Outer(nn.Module):
-    """A module that is not sharded, around one that is."""
+    """An unsharded module around a sharded one."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Outer(nn.Module):
 
 
 def placed(model, rank, expected):
-    """The graphs of `cs.compile` as text, of a module around the model; what they compute must be as expected."""
+    """The graphs of `cs.compile` for a module around the model, as text; checks that results are as expected."""
     with watch_graphs() as graphs:
         found = two_steps(cs.compile(Outer(model), backend="aot_eager"), model, rank)
     assert len(found) == len(expected)
@@ -108,7 +108,7 @@ def with_given_plan(model, rank):
 
 
 def seconds(plan, record):
-    """Only behind the root's forward and backward there is time to gather in."""
+    """Only compute after the root's forward and backward hides gathers."""
     found = {(part, fqn): 1e-3 for part in ("forward", "backward") for fqn in plan.order}
     found |= {("forward", ""): 9e-3, ("backward", ""): 9e-3}
     return found | {(part, fqn): 3e-3 for part in ("gather", "reduce") for fqn in plan.order}
@@ -116,7 +116,7 @@ def seconds(plan, record):
 
 def with_measured_plan(model, rank):
     model.set_prefetch_policy(P.auto())
-    model.set_pool_policy(cs.PoolPolicy(budget=13000))  # some weights stay for backward, not all
+    model.set_pool_policy(cs.PoolPolicy(budget=13000))  # some weights stay for backward, but not all
     with mock.patch.object(measuring, "_seconds", seconds):
         for step in range(5):
             model(*vectors(rank, step)).sum().backward()

@@ -1,7 +1,7 @@
-"""A compiled graph follows the whole schedule of a plan: what it keeps, its reductions in flight, its budget.
+"""A compiled graph follows the whole schedule of a plan: kept weights, reductions in flight, and the budget.
 
-On the fabric, in one process. Numbers are those of the eager engine under the same plan, to the bit. Sequences:
-`EXPECTTEST_ACCEPT=1` rewrites them.
+The tests run on the fabric, in one process. Results are bitwise identical to the eager engine with the same plan.
+`EXPECTTEST_ACCEPT=1` rewrites the sequences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from _stepping import pool_of
 from composable_shard import testing
 from composable_shard.report import watch_graphs
 
-with warnings.catch_warnings():  # imports of its own warn
+with warnings.catch_warnings():  # raised by the module's own imports
     warnings.simplefilter("ignore")
     import torch._dynamo.testing
 
@@ -34,14 +34,14 @@ WEIGHTS = 4 * 2 * WIDTH * WIDTH  # bytes of a block
 
 
 class Block(nn.Sequential):
-    """Two products, in a forward that is not torch's own: torch 2.11 compiles none of those by itself."""
+    """Two products in a user-defined forward: torch 2.11 does not compile torch's own modules on their own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)
 
 
 class Chain(nn.Module):
-    """A norm, which is the root's own, and blocks of two products each, checkpointed or not."""
+    """A norm in the root's own group, and blocks of two products each, checkpointed or not."""
 
     def __init__(self, checkpoints: bool) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def sharded(checkpoints=False):
     for block in model.blocks:
         cs.fully_shard(block, mesh=mesh)
     cs.fully_shard(model, mesh=mesh)
-    model.set_reduce_scatter_max_input_buffers(2)  # else a CPU waits for reductions before it gathers
+    model.set_reduce_scatter_max_input_buffers(2)  # otherwise CPUs wait for reductions before they gather
     return model
 
 
@@ -92,7 +92,7 @@ def steps(run, model, count=2):
 
 
 def plan_of(model, **schedule):
-    """One group ahead, but for these parts of the schedule."""
+    """A plan that prefetches one group ahead, with these changes of its schedule."""
     plan = cs.make_plan(model)
     edges = dataclasses.replace(plan.edges(), **schedule)
     away = {fqn for fqn in plan.order if fqn not in edges.kept}
@@ -104,13 +104,13 @@ KEPT = ("", "blocks.1", "blocks.3")
 SCHEDULES = {
     "two blocks kept": {"kept": KEPT},
     "all kept": {"kept": ("", *(f"blocks.{i}" for i in range(BLOCKS)))},
-    "three, but for one group's": {"max_reductions": 3, "in_flight": (("blocks.1", 1),)},
+    "three, one for blocks.1": {"max_reductions": 3, "in_flight": (("blocks.1", 1),)},
     "both": {"kept": KEPT, "max_reductions": 1, "reduces_first": True},
 }
 
 
 def graphs_under(schedules, checkpoints):
-    """What is compiled under each schedule, as text; numbers must be those of eager under the same."""
+    """The graphs compiled under each schedule, as text; results must equal those of eager steps with the same one."""
     found = []
     for name, schedule in schedules.items():
         with network(), watch_graphs() as graphs:
@@ -128,7 +128,7 @@ def graphs_under(schedules, checkpoints):
 
 
 @pytest.mark.matrix
-def test_graphs_keep_what_a_plan_keeps_and_have_its_reductions_in_flight():
+def test_graphs_keep_the_weights_of_the_plan_and_its_number_of_reductions_in_flight():
     assert_expected_inline(
         graphs_under(SCHEDULES, checkpoints=False),
         """\
@@ -138,7 +138,7 @@ backward GmmmmRmwmmmRGmmmmwRmwmmmwRwRww
 all kept
 forward GwGwGmmwGmmwGmmwmm, saves 36120 bytes
 backward mmmmRmmmmRmmmmwRmmmmwRwRww
-three, but for one group's
+three, one for blocks.1
 forward GwGwGmmwGmmwGmmwmm, saves 3352 bytes
 backward GGmwmmmRGmwmmmRGmwmmmwwRmwmmmRRwww
 both
@@ -149,7 +149,7 @@ backward GmmmmRmwmmmwRmmwGmmRmwmmmwRwRw
 
 
 @pytest.mark.matrix
-def test_checkpointed_blocks_too():
+def test_graphs_of_checkpointed_blocks_follow_the_plan():
     chosen = {name: SCHEDULES[name] for name in ("two blocks kept", "both")}
     assert_expected_inline(
         graphs_under(chosen, checkpoints=True),
@@ -178,7 +178,7 @@ def timed(model, budget, seconds):
 
 
 @pytest.mark.parametrize(("blocks", "stay"), [(2.25, 2), pytest.param(4, 3, marks=pytest.mark.matrix)])
-def test_a_graph_holds_no_more_than_the_budget_with_what_it_keeps(blocks, stay):
+def test_a_graph_stays_within_the_budget_including_kept_weights(blocks, stay):
     budget = int(blocks * WEIGHTS)
     most, kept = [], []
     for name, seconds in COSTS.items():
@@ -196,15 +196,15 @@ def test_a_graph_holds_no_more_than_the_budget_with_what_it_keeps(blocks, stay):
             assert kept[-1] == len(plan.edges().kept) - 1, name
             del loss
     assert budget - 1.5 * WEIGHTS < max(most) <= budget, most
-    assert max(kept) == stay, "what there is memory for is kept"
+    assert max(kept) == stay, "weights that fit in memory are kept"
 
 
-def test_a_plan_that_changes_is_traced_once_and_one_that_was_seen_not_again():
+def test_a_changed_plan_is_traced_once_and_an_earlier_plan_is_not_traced_again():
     with network():
         model = sharded()
         run = cs.compile(model, backend="aot_eager")
         counts = []
-        for schedule in ("two blocks kept", "three, but for one group's", "two blocks kept"):
+        for schedule in ("two blocks kept", "three, one for blocks.1", "two blocks kept"):
             model.set_plan(plan_of(model, **SCHEDULES[schedule]))
             with watch_graphs() as graphs:
                 steps(run, model, 3)
@@ -212,7 +212,7 @@ def test_a_plan_that_changes_is_traced_once_and_one_that_was_seen_not_again():
     assert counts == [2, 2, 0]
 
 
-def test_blocks_compiled_by_their_method_share_their_code_whatever_the_plan_keeps():
+def test_blocks_compiled_by_their_method_share_code_for_any_plan():
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     with network():
         model = sharded()

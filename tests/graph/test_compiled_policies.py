@@ -1,4 +1,4 @@
-"""The policies of a model place the communication of its compiled graphs, and change no bit."""
+"""The policies of a model place the communication of its compiled graphs, without changing results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def loss_of(model, rank, step):
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
-def test_gathers_of_a_graph_are_launched_as_far_ahead_as_the_policy_says(rank, world):
+def test_gathers_of_a_graph_are_launched_as_far_ahead_as_in_the_policy(rank, world):
     texts = []
     for name, (prefetch, pool) in POLICIES.items():
         sides = Sides(*make_twins(Stack(3, dim=8, hidden=16), shard_blocks))
@@ -56,7 +56,7 @@ backward GmmwmmmmRwGwmmmmRwGwmmmmRmRww
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
-def test_another_policy_is_another_graph(rank, world):
+def test_another_policy_leads_to_another_graph(rank, world):
     sides = Sides(*make_twins(Stack(2, dim=8, hidden=16), shard_blocks))
     found = []
     for prefetch in (P.depth(1), P.depth(2), P.depth(1)):

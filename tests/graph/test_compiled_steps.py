@@ -1,4 +1,4 @@
-"""What happens to a compiled model over many steps: accumulation, modes, changing sizes, eager steps in between."""
+"""Compiled models over many steps: accumulation, modes, changing sizes, and eager steps in between."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def no_more_graphs():
 
 
 def accumulate(rank, world):
-    """Two steps of three micro-batches, of which the last one reduces."""
+    """Two steps of three microbatches; the last microbatch reduces."""
     sides = Sides(*twins(blocks=1))
     with watch_graphs() as found:
         for step in range(3):
@@ -49,7 +49,7 @@ def accumulate(rank, world):
 
 
 def refused(rank, world):
-    """Before torch 2.13, micro-batches without sync are for the eager model."""
+    """Before torch 2.13, microbatches without sync must run with the eager model."""
     sides = Sides(*twins(blocks=1))
     for each in (sides.eager, sides.model):
         each.set_requires_gradient_sync(False)
@@ -83,7 +83,7 @@ backward GmmwmmmmRmwRw
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
-def test_micro_batches_may_be_eager_and_compiled_in_any_order(rank, world):
+def test_microbatches_may_be_eager_and_compiled_in_any_order(rank, world):
     if not GRAPHS_GIVE_NONE:
         refused(rank, world)
         return
@@ -102,7 +102,7 @@ def test_micro_batches_may_be_eager_and_compiled_in_any_order(rank, world):
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
-def test_zero_grad_drops_gradients_that_a_compiled_backward_has_kept(rank, world):
+def test_zero_grad_clears_gradients_accumulated_by_a_compiled_backward(rank, world):
     if not GRAPHS_GIVE_NONE:
         refused(rank, world)
         return
@@ -119,7 +119,7 @@ def test_zero_grad_drops_gradients_that_a_compiled_backward_has_kept(rank, world
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_gradients_of_synced_micro_batches_add_up(rank, world):
+def test_gradients_of_microbatches_with_sync_are_summed(rank, world):
     sides = Sides(*twins(blocks=1))
     for micro in range(3):
         for each in sides.both:
@@ -218,7 +218,7 @@ def test_a_pending_eager_forward_survives_a_compiled_step(rank, world):
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
-def test_weights_that_a_user_unsharded_are_no_hindrance(rank, world):
+def test_weights_unsharded_by_a_user_do_not_affect_compiled_steps(rank, world):
     sides = Sides(*twins(blocks=1))
     sides.model.blocks[0].unshard()
     for each in sides.both:
@@ -241,7 +241,7 @@ def test_a_step_between_forward_and_backward_is_an_error(rank, world):
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
-def test_settings_of_the_reduction_hold_in_the_graph(rank, world):
+def test_settings_of_the_reduction_apply_in_the_graph(rank, world):
     for set_it in (
         lambda m: m.set_gradient_divide_factor(3.0),
         lambda m: m.set_force_sum_reduction_for_comms(True),
@@ -256,7 +256,7 @@ def test_settings_of_the_reduction_hold_in_the_graph(rank, world):
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
-def test_a_list_of_which_one_module_is_left_out(rank, world):
+def test_a_list_in_which_one_module_is_not_used(rank, world):
     class Partial(Stack):
         def forward(self, x):
             return self.head(self.blocks[0](self.inp(x)))
@@ -268,7 +268,7 @@ def test_a_list_of_which_one_module_is_left_out(rank, world):
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_parameters_on_meta_are_named_when_the_model_is_compiled_first(rank, world):
+def test_the_error_for_parameters_on_meta_names_them_if_the_model_is_compiled_first(rank, world):
     with torch.device("meta"):
         model = Stack(1)
     shard_blocks(model, fully_shard)
@@ -276,13 +276,13 @@ def test_parameters_on_meta_are_named_when_the_model_is_compiled_first(rank, wor
         cs.compile(model, backend="aot_eager")(torch.randn(2, 4))
 
 
-def test_a_thing_that_is_no_module_cannot_be_compiled():
+def test_compiling_something_other_than_a_module_is_an_error():
     with pytest.raises(cs.ShardConfigTypeError, match=r"expected an nn\.Module, got int"):
         cs.compile(3)
 
 
 @distributed(world=2)
-def test_hooks_of_parameters_are_called_in_eager_and_compiled_steps_alike(rank, world):
+def test_parameter_hooks_are_called_alike_in_eager_and_compiled_steps(rank, world):
     eager, model = twins()
     of_eager, of_model = calls = [], []
     for each, found in zip((eager, model), calls, strict=True):
@@ -304,7 +304,7 @@ def test_hooks_of_parameters_are_called_in_eager_and_compiled_steps_alike(rank, 
 
 @pytest.mark.matrix
 @distributed(world=2)
-def test_hooks_are_not_called_in_compiled_micro_batches_without_sync(rank, world):
+def test_hooks_are_not_called_in_compiled_microbatches_without_sync(rank, world):
     eager, model = twins()
     calls = []
     for param in model.parameters():

@@ -1,4 +1,4 @@
-"""Ways to compile a sharded model: Inductor, block by block, with graph breaks; and models that are not sharded."""
+"""Ways to compile a sharded model: Inductor, block by block, with graph breaks. Unsharded models are not affected."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_steps(eager, model, rank, steps=3, run=None):
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_blocks_compiled_by_their_method_after_sharding_share_their_code(rank, world):
+def test_blocks_compiled_by_their_method_after_sharding_share_code(rank, world):
     eager, model = make_twins(even(3), shard_blocks)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     for block in model.blocks:
@@ -61,7 +61,7 @@ def test_blocks_compiled_by_their_method_after_sharding_share_their_code(rank, w
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_blocks_compiled_by_their_method_before_sharding_share_their_code(rank, world):
+def test_blocks_compiled_by_their_method_before_sharding_share_code(rank, world):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     eager, model = make_twins(even(3), lambda m, fs: None)
     for block in model.blocks:
@@ -80,7 +80,7 @@ def test_blocks_wrapped_by_torch_compile_after_sharding_gather_in_their_own_grap
     for place, block in enumerate(blocks):
         model.blocks[place] = torch.compile(block, backend=counter, fullgraph=True)
 
-    with warnings.catch_warnings():  # Dynamo looks for a `.grad` of activations
+    with warnings.catch_warnings():  # Dynamo reads `.grad` of activations
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
         for step in range(2):
             for each in (eager, model):
@@ -92,7 +92,7 @@ def test_blocks_wrapped_by_torch_compile_after_sharding_gather_in_their_own_grap
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_a_root_compiled_by_its_method_is_one_graph_inside_of_the_engines_own_gather(rank, world):
+def test_a_root_compiled_by_its_method_is_one_graph_within_the_engines_gather(rank, world):
     eager, model = make_twins(even(), shard_blocks)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     model.compile(backend=counter, fullgraph=True)
@@ -105,7 +105,7 @@ def test_a_part_of_a_sharded_block_may_be_compiled(rank, world):
     eager, model = make_twins(even(), shard_blocks)
     for block in model.blocks:
         block.up.forward = torch.compile(block.up.forward, backend="aot_eager")
-    with warnings.catch_warnings():  # Dynamo looks for a `.grad` of weights that are no leaves
+    with warnings.catch_warnings():  # Dynamo reads `.grad` of weights that are not leaves
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
         check_steps(eager, model, rank)
 
@@ -122,7 +122,7 @@ class Breaking(Stack):
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_a_graph_break_inside_is_an_error_that_names_the_frame(rank, world):
+def test_a_graph_break_inside_a_sharded_module_is_an_error_that_names_the_frame(rank, world):
     _, model = make_twins(Breaking(2, dim=8, hidden=16), shard_blocks)
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"test_compiled_ways\.py.*in forward"):
@@ -130,7 +130,7 @@ def test_a_graph_break_inside_is_an_error_that_names_the_frame(rank, world):
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_without_fullgraph_a_broken_graph_gives_the_same_bits_and_a_warning(rank, world):
+def test_a_graph_break_without_fullgraph_is_bitwise_identical_and_warns(rank, world):
     eager, model = make_twins(Breaking(2, dim=8, hidden=16), shard_blocks)
     run = torch.compile(model, backend="aot_eager")
     with warnings.catch_warnings(record=True) as said:
@@ -142,7 +142,7 @@ def test_without_fullgraph_a_broken_graph_gives_the_same_bits_and_a_warning(rank
 
 
 def functions_of(package):
-    """All functions of a package's modules and classes, and those that decorators have wrapped in them."""
+    """All functions of a package's modules and classes, and the functions that decorators wrap."""
     for name, module in [*sys.modules.items()]:
         if name.partition(".")[0] == package:
             owners = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == name]
@@ -154,11 +154,11 @@ def functions_of(package):
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_where_a_graph_is_given_up_none_of_the_runtime_is_compiled(rank, world):
+def test_no_runtime_code_is_compiled_when_a_trace_is_abandoned(rank, world):
     replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = Stack(2, dim=8, hidden=16)
     shard_blocks(model, fully_shard, mesh=replicas)
-    model.set_requires_all_reduce(False)  # the trace is refused, and torch runs the engine instead
+    model.set_requires_all_reduce(False)  # makes the trace fail, so torch runs the engine instead
     torch._dynamo.reset()
     run = torch.compile(model, backend="aot_eager")
     with warnings.catch_warnings():
@@ -187,7 +187,7 @@ def test_blocks_wrapped_by_torch_compile_before_sharding_are_exact(rank, world, 
     for each in (eager, model):
         shard(each, fully_shard)
     torch._dynamo.reset()
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # Dynamo looks for that of weights
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # Dynamo reads that of weights
     for step in range(3):
         for each in (eager, model):
             loss_of(each, rank, step).backward()
@@ -226,7 +226,7 @@ def methods(rank, world):
     return text_of(found)
 
 
-def test_a_registered_forward_method_is_one_graph_too():
+def test_a_registered_forward_method_is_one_graph():
     assert_expected_inline(
         graphs_of(methods),
         """\
@@ -241,7 +241,7 @@ class InRegion(nn.Linear):
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_regions_are_refused_for_the_reason_that_torch_gives(rank, world):
+def test_regions_are_refused_with_torchs_reason(rank, world):
     model = nn.Sequential(InRegion(4, 4), InRegion(4, 4))
     for layer in model:
         fully_shard(layer, reshard_after_forward=True)
@@ -249,7 +249,7 @@ def test_regions_are_refused_for_the_reason_that_torch_gives(rank, world):
     with pytest.raises(cs.ShardConfigValueError, match=r"regions: .*'Freevar has no source'") as caught:
         cs.compile(model, regions=True)
     assert isinstance(caught.value, NotImplementedError)
-    if GRAPHS_GIVE_NONE:  # torch 2.11 was not looked at
+    if GRAPHS_GIVE_NONE:  # torch 2.11 is not tested
         with pytest.raises(AssertionError, match="Freevar has no source"):
             cs.compile(model, backend="aot_eager")(torch.ones(2, 4))
     torch._dynamo.reset()
@@ -258,7 +258,7 @@ def test_regions_are_refused_for_the_reason_that_torch_gives(rank, world):
 # ---- the guard
 
 
-def test_the_guard_says_which_weights_a_forward_keeps():
+def test_the_guard_reports_weights_that_a_forward_keeps():
     from composable_shard._graph.graphs import Gather, GraphReport, faults, repeated_gathers
 
     forward = GraphReport("forward", "GwGw", (Gather("blocks.0", True, 512), Gather("blocks.1", True, 0)), 512)
@@ -271,7 +271,7 @@ def test_the_guard_says_which_weights_a_forward_keeps():
     ]
 
 
-def test_models_that_are_not_sharded_compile_as_ever():
+def test_unsharded_models_compile_as_usual():
     from torch._inductor import config
 
     before = config.post_grad_custom_post_pass
@@ -284,7 +284,7 @@ def test_models_that_are_not_sharded_compile_as_ever():
 
 
 @distributed(world=2)
-def test_a_copy_of_a_module_compiled_in_place_runs_its_own_weights(rank, world):
+def test_a_copy_of_a_module_compiled_in_place_uses_its_own_weights(rank, world):
     model = Stack()
     shard_blocks(model, fully_shard)
     model.blocks[0].compile(backend="aot_eager")

@@ -1,6 +1,6 @@
-"""Compiled steps use the memory that eager steps use, copy no more than these do, and give all of it back.
+"""Compiled steps use the same memory as eager steps, make no more copies, and free all of their memory.
 
-Whatever becomes of a graph: it may fail midway, never run backward, run it twice, or outlive its model.
+A graph may also fail midway, never run backward, run it twice, or outlive its model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def loss_of(model, rank, step):
 
 
 def leased(model):
-    """Bytes that the pool has leased, of which nothing is in use between two steps."""
+    """Bytes that the pool has leased, none of which are in use between two steps."""
     gc.collect()
     pool_of(model).reclaim()
     return pool_of(model).live_bytes
@@ -46,7 +46,7 @@ def leased(model):
 
 @contextlib.contextmanager
 def poisoned():
-    """Memory that is given up is filled with NaN, so that whoever reads it too late or too early gives no number."""
+    """Fill freed memory with NaN, so that reads before a gather or after a free produce NaN."""
     before = cs.set_debug(True)
     try:
         yield
@@ -54,11 +54,11 @@ def poisoned():
         cs.set_debug(before)
 
 
-# ---- what a step takes
+# ---- memory and copies of a step
 
 
 def peak_of(model, step):
-    """Bytes that are leased at once while `step` runs."""
+    """Peak of leased bytes while `step` runs."""
     pool = pool_of(model)
     pool.reclaim()
     pool.peak_bytes = pool.live_bytes
@@ -77,7 +77,7 @@ def copies_of(step):
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_a_compiled_step_takes_the_slots_and_makes_the_copies_of_an_eager_one(rank, world):
+def test_a_compiled_step_leases_the_same_slots_and_makes_the_same_copies_as_an_eager_one(rank, world):
     sides = Sides(*make_twins(Transformer(), shard_blocks))
     plain = Transformer()
     models = {
@@ -113,7 +113,7 @@ def as_it_is(module, inputs):
 
 
 def with_the_rest_last(module, inputs):
-    """A compiler that runs last what no result depends on, as Inductor does where that seems to save memory."""
+    """A compiler that runs operators without dependent results last, as Inductor does if that seems to save memory."""
     *_, end = module.graph.nodes
     touches = [node for node in module.graph.nodes if "touch" in str(node.target)]
     assert len(touches) >= 6
@@ -125,7 +125,7 @@ def with_the_rest_last(module, inputs):
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
-def test_a_slot_is_free_with_the_last_use_of_its_weights_wherever_a_compiler_puts_the_rest(rank, world):
+def test_a_slot_is_freed_at_the_last_use_of_its_weights_for_any_order_of_other_operators(rank, world):
     peaks = []
     for compiler in (as_it_is, with_the_rest_last):
         torch._dynamo.reset()
@@ -142,8 +142,8 @@ def test_a_slot_is_free_with_the_last_use_of_its_weights_wherever_a_compiler_put
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
-def test_inductor_puts_nothing_that_it_saves_into_gathered_memory(rank, world):
-    """Activations have the size of weights here, whose memory Inductor likes to use again."""
+def test_inductor_stores_no_saved_tensor_in_gathered_memory(rank, world):
+    """Activations have the same size as weights here, so Inductor would reuse the memory of weights."""
     sides = Sides(*make_twins(Stack(3, dim=8, hidden=8), shard_blocks, reshard_after_forward=True), backend="inductor")
     held = []
     for step in range(4):
@@ -158,12 +158,12 @@ def test_inductor_puts_nothing_that_it_saves_into_gathered_memory(rank, world):
     assert held == [0] * 4
 
 
-# ---- whatever becomes of a graph
+# ---- graphs that fail, run twice or never
 
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
-def test_a_forward_that_fails_midway_gives_back_what_it_has_gathered_ahead(rank, world):
+def test_a_forward_that_fails_midway_frees_its_prefetched_weights(rank, world):
     sides = Sides(*make_twins(Transformer(), shard_blocks))
 
     def loss_of(each, step):
@@ -178,9 +178,9 @@ def test_a_forward_that_fails_midway_gives_back_what_it_has_gathered_ahead(rank,
                 each(tokens + 1000)
         gc.collect()
         live = pool_of(sides.model).live_bytes
-        assert live > 0  # of the block after the embedding
+        assert live > 0  # bytes of the block after the embedding
         assert leased(sides.model) == 0
-        for each in sides.both:  # neither does an error elsewhere
+        for each in sides.both:  # an error elsewhere leaks no memory either
             with contextlib.suppress(ZeroDivisionError):
                 loss_of(each, 0) / (1 // 0)
         assert leased(sides.model) == 0
@@ -191,7 +191,7 @@ def test_a_forward_that_fails_midway_gives_back_what_it_has_gathered_ahead(rank,
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
-def test_graphs_run_twice_or_never_in_other_threads_and_under_another_default_device(rank, world):
+def test_graphs_may_run_twice_or_never_or_in_other_threads_or_under_another_default_device(rank, world):
     sides = Sides(*make_twins(Stack(1, dim=8, hidden=16), shard_blocks))
 
     def again():
@@ -223,7 +223,7 @@ def test_graphs_run_twice_or_never_in_other_threads_and_under_another_default_de
             with torch.device("meta"):
                 each(x).square().mean().backward()
 
-    with poisoned(), torch._functorch.config.patch(donated_buffer=False):  # which torch wants for a second backward
+    with poisoned(), torch._functorch.config.patch(donated_buffer=False):  # required by torch for a second backward
         for way in (again, never, elsewhere, on_meta):
             way()
             same_gradients(sides.eager, sides.model, way.__name__)
@@ -233,9 +233,9 @@ def test_graphs_run_twice_or_never_in_other_threads_and_under_another_default_de
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
-def test_a_backward_runs_when_its_model_is_gone_and_then_the_memory_goes_too(rank, world):
+def test_a_backward_runs_after_its_model_was_deleted_and_then_frees_all_memory(rank, world):
     sides = Sides(*make_twins(Stack(2, dim=8, hidden=16), shard_blocks, reshard_after_forward=True))
-    sides.model.cycle = [sides.model]  # which the garbage collector has to find
+    sides.model.cycle = [sides.model]  # a cycle that the garbage collector must find
     sides.train(lambda each, step: loss_of(each, rank, step), 2)
     pool, shard = weakref.ref(pool_of(sides.model)), weakref.ref(local(sides.model.head.weight))
     inputs = [vectors(rank, 3)[0].requires_grad_() for _ in range(2)]
@@ -253,7 +253,7 @@ def test_a_backward_runs_when_its_model_is_gone_and_then_the_memory_goes_too(ran
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
-def test_a_compiled_model_is_converted_emptied_and_loaded(rank, world):
+def test_a_compiled_model_may_be_converted_emptied_and_loaded(rank, world):
     sides = Sides(*make_twins(Stack(1, dim=8, hidden=16), shard_blocks))
 
     def train(dtype):
@@ -288,14 +288,14 @@ class Mixed(nn.Module):
 
 
 def failing(job):
-    """Let the wait for a job fail, as if a peer had gone."""
+    """Make the wait for a job fail, as if a peer had been lost."""
     job._handle.wait()
     job._handle = Lost("as told")
     return job
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_a_collective_that_fails_leaves_nothing_leased(rank, world):
+def test_a_failed_collective_leaves_no_memory_leased(rank, world):
     model = Mixed()
     fully_shard(model)
     model(*vectors(rank, 0)).sum().backward()

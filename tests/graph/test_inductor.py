@@ -1,6 +1,6 @@
-"""The compiled path under Inductor: one graph each way, and the bits of the unsharded model under Inductor.
+"""The compiled path under Inductor: one graph each way, and results as of the unsharded model under Inductor.
 
-All ranks are fed alike, so that the mean of their gradients is the gradient of the unsharded model.
+All ranks get the same inputs, so the mean of their gradients is the gradient of the unsharded model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def with_frozen_weights():
 
 @dataclass
 class Case:
-    """One model, how it is sharded, and how many gathers each of its graphs has."""
+    """A model, how it is sharded, and the number of gathers in each of its graphs."""
 
     make: Any
     gathers: tuple[int, int]
@@ -69,7 +69,7 @@ CASES = {
 
 @contextlib.contextmanager
 def no_caches():
-    """What comes from a cache is not read by the guard again."""
+    """Disable caches, because the guard does not read cached graphs again."""
     with torch._functorch.config.patch(enable_autograd_cache=False), torch._inductor.config.patch(fx_graph_cache=False):
         yield
 
@@ -85,7 +85,7 @@ def shard(model, **options):
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "one block" else pytest.mark.matrix) for n in CASES])
 @distributed(world=2, limit_s=2 * LIMIT_S)
-def test_gradients_are_those_of_the_unsharded_model_under_inductor(rank, world, name):
+def test_gradients_equal_those_of_the_unsharded_model_under_inductor(rank, world, name):
     case = CASES[name]
     gradients = []
     for sharded in (True, False) if rank == 0 else (True,):  # the unsharded model is the same on all ranks
@@ -127,7 +127,7 @@ MATRIX = {
 }
 
 
-IN_BFLOAT16 = ("mixed_precision", "two_dtypes")  # of which Inductor leaves out roundings between fused operators
+IN_BFLOAT16 = ("mixed_precision", "two_dtypes")  # Inductor omits roundings between fused operators
 
 
 def in_both_ways(rank, world, module, body, kwargs):
@@ -139,7 +139,7 @@ def in_both_ways(rank, world, module, body, kwargs):
 
 
 def collectives(text):
-    """Of each graph, its direction and how many collectives of each kind it has."""
+    """The direction of each graph, and its number of collectives of each type."""
     graphs = [line.split(",")[0].split() for line in text.splitlines()]
     return [(direction, *(sequence.count(kind) for kind in "GRAX")) for direction, sequence in graphs]
 
@@ -148,7 +148,7 @@ def collectives(text):
 @pytest.mark.parametrize(
     ("module", "body", "world", "kwargs"), [(m, *case) for m, cases in MATRIX.items() for case in cases]
 )
-def test_every_case_has_the_collectives_and_the_numbers_that_it_has_without_inductor(module, body, world, kwargs):
+def test_every_case_has_the_same_collectives_and_results_as_without_inductor(module, body, world, kwargs):
     given = {"module": module, "body": body, "kwargs": kwargs}
     for plain, inductor in POOL.run("test_inductor:in_both_ways", world, given, 2 * LIMIT_S):
         assert collectives(inductor) == collectives(plain)
@@ -160,7 +160,7 @@ def by_name(model):
 
 @pytest.mark.matrix  # the placement itself is tested without Inductor, in test_compiled_placement
 @distributed(world=2)
-def test_the_backend_that_is_found_by_its_name_follows_lists_too(rank, world):
+def test_the_backend_found_by_name_follows_prefetch_lists(rank, world):
     models = [with_frozen_weights() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     for model in models:
@@ -170,7 +170,7 @@ def test_the_backend_that_is_found_by_its_name_follows_lists_too(rank, world):
     texts = []
     for model, make in zip(models, (by_name, cs.compile), strict=True):
         torch._dynamo.reset()
-        with watch_graphs() as found, under_inductor(0.0):  # with no cache
+        with watch_graphs() as found, under_inductor(0.0):  # without a cache
             make(model)(*vectors(rank, 0)).square().mean().backward()
         texts.append(text_of(found))
     assert texts[0] == texts[1]

@@ -1,4 +1,4 @@
-"""Where launches and waits of a graph are moved, and where they must stay."""
+"""Where launches and waits of a graph are moved to, and which ones must stay."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ cs, c10d, aten = torch.ops.composable_shard, torch.ops._c10d_functional, torch.o
 
 
 class Builder:
-    """A graph of groups in the order in which AOTAutograd has it."""
+    """Builds a graph of groups in the order in which AOTAutograd issues nodes."""
 
     def __init__(self, backward=False):
         self.graph = fx.Graph()
         self.x = self.graph.placeholder("tangents" if backward else "x")
         self.ends = []
-        self.module = ""  # whose nodes are made
+        self.module = ""  # the module of new nodes
 
     def shard(self, name):
         return self.graph.placeholder(name)
@@ -53,7 +53,7 @@ class Builder:
         return waited
 
     def tell_sizes(self):
-        """Weights and gradients have 64 bytes each."""
+        """Give weights and gradients a size of 64 bytes each."""
         for node in self.graph.nodes:
             if node.target is cs.wait_weights.default:
                 node.meta["val"] = [torch.empty(16, device="meta")]
@@ -64,9 +64,9 @@ class Builder:
         before = {node.name: [each.name for each in node.all_input_nodes] for node in self.graph.nodes}
         self.graph.output([self.x, *self.ends])
         place(self.graph, *schedule)
-        self.graph.lint()  # every node comes after what it needs
+        self.graph.lint()  # every node follows its inputs
         after = {n.name: [each.name for each in n.all_input_nodes] for n in self.graph.nodes if n.op != "output"}
-        assert before == after, "nodes are moved, and not changed"
+        assert before == after, "nodes are moved, but not changed"
         return sequence(self.graph)
 
 
@@ -87,7 +87,7 @@ def test_the_first_gather_is_launched_before_compute_that_does_not_need_it():
     assert_expected_inline(made.placed(), """Gmwm""")
 
 
-def test_views_of_inputs_move_along():
+def test_views_of_inputs_move_with_their_gather():
     made = Builder()
     shards = [made.shard(f"shard{i}") for i in range(2)]
     for shard in shards:
@@ -95,7 +95,7 @@ def test_views_of_inputs_move_along():
     assert_expected_inline(made.placed(), """GwGmwm""")
 
 
-def test_a_gather_of_what_is_computed_stays():
+def test_a_gather_of_computed_tensors_is_not_moved():
     made = Builder()
     shard = made.shard("shard")
     made.multiply(made.gather(shard))
@@ -103,7 +103,7 @@ def test_a_gather_of_what_is_computed_stays():
     assert_expected_inline(made.placed(), """GwmmGwm""")
 
 
-def test_reductions_are_waited_for_behind_the_launch_of_the_next_one():
+def test_a_reduction_is_waited_for_after_the_launch_of_the_next_one():
     made = Builder()
     for _ in range(3):
         made.multiply(made.x)
@@ -112,14 +112,14 @@ def test_reductions_are_waited_for_behind_the_launch_of_the_next_one():
     assert_expected_inline(made.placed(), """mRmRwmRww""")
 
 
-def test_a_reduction_whose_result_is_computed_with_is_waited_for_at_once():
+def test_a_reduction_whose_result_is_used_in_compute_is_waited_for_immediately():
     made = Builder()
     made.x = made.reduce(made.multiply(made.x))
     made.reduce(made.multiply(made.x))
     assert_expected_inline(made.placed(), """mRwmRw""")
 
 
-def test_both_at_once():
+def test_gathers_and_reductions_are_moved_in_the_same_graph():
     made = Builder()
     shards = [made.shard(f"shard{i}") for i in range(3)]
     for shard in shards:
@@ -128,7 +128,7 @@ def test_both_at_once():
     assert_expected_inline(made.placed(), """GwGmRwGmRwwmRww""")
 
 
-def test_gathers_that_are_not_of_a_groups_shards_stay():
+def test_gathers_of_other_tensors_than_shards_are_not_moved():
     made = Builder()
     shard = made.shard("shard")
     for _ in range(2):
@@ -137,17 +137,17 @@ def test_gathers_that_are_not_of_a_groups_shards_stay():
     assert_expected_inline(made.placed(), """GwmGwm""")
 
 
-def test_a_graph_without_communication_is_left_alone():
+def test_a_graph_without_communication_is_not_changed():
     made = Builder()
     made.multiply(made.x)
     assert made.placed() == "m"
     made = Builder()
     made.multiply(made.x)
-    assert made.placed(GraphSchedule({"a": ("b",)})) == "m", "though there are lists"
+    assert made.placed(GraphSchedule({"a": ("b",)})) == "m", "even with prefetch lists"
 
 
 def chain(budget=None, **lists):
-    """A forward of modules a to e, each with its gather and its product, placed by a schedule with these lists."""
+    """A forward of modules a to e, each with a gather and a product, placed by a schedule with these lists."""
     made = Builder()
     shards = {module: made.shard(f"shard_{module}") for module in "abcde"}
     for made.module, shard in shards.items():
@@ -155,11 +155,11 @@ def chain(budget=None, **lists):
     gathers = [node for node in made.graph.nodes if node.target is c10d.all_gather_into_tensor.default]
     made.tell_sizes()
     placed = made.placed(GraphSchedule(lists, budget=budget))
-    assert [node for node in made.graph.nodes if node in gathers] == gathers, "collectives keep their order"
+    assert [node for node in made.graph.nodes if node in gathers] == gathers, "collectives stay in order"
     return placed
 
 
-def test_gathers_are_launched_where_the_lists_of_a_schedule_say():
+def test_gathers_are_launched_as_listed_in_the_schedule():
     schedules = {
         "on demand": dict.fromkeys("abcde", ""),
         "one ahead": {"a": "b", "b": "c", "c": "d", "d": "e"},
@@ -180,7 +180,7 @@ the first one that begins gathers: GwGGmwmwGGmwmwm""",
     )
 
 
-def test_modules_that_no_list_names_and_those_that_only_later_modules_gather_are_launched_one_ahead():
+def test_modules_without_a_usable_list_entry_are_gathered_one_ahead():
     schedules = {
         "c is unknown": {"a": "b", "b": "", "d": "e"},
         "another order": {"e": "d", "d": "c", "c": "b", "b": "a"},
@@ -215,12 +215,12 @@ def flying(number, **others):
     return dict.fromkeys("cba", number) | others
 
 
-def test_a_plan_says_how_many_reductions_are_in_flight_and_whether_gathers_wait_for_them():
+def test_a_plan_sets_the_reductions_in_flight_and_whether_gathers_wait_for_them():
     schedules = {
         "three": GraphSchedule({}, AHEAD, flying(3)),
         "two": GraphSchedule({}, AHEAD, flying(2)),
         "one": GraphSchedule({}, AHEAD, flying(1)),
-        "two, but for b": GraphSchedule({}, AHEAD, flying(2, b=1)),
+        "two, one for b": GraphSchedule({}, AHEAD, flying(2, b=1)),
         "before gathers": GraphSchedule({}, AHEAD, flying(2), "cba"),
         "before those of b": GraphSchedule({}, AHEAD, flying(3), "b"),
     }
@@ -230,13 +230,13 @@ def test_a_plan_says_how_many_reductions_are_in_flight_and_whether_gathers_wait_
 three: GwGmmmmRwGmmmmRwmmmmRwww
 two: GwGmmmmRwGmmmmRwmmmmwRww
 one: GwGmmmmRwGmmmmwRwmmmmwRw
-two, but for b: GwGmmmmRwGmmmmwRwmmmmRww
+two, one for b: GwGmmmmRwGmmmmwRwmmmmRww
 before gathers: GwGmmmmRwmmwGmmRwmmmmRww
 before those of b: GwGmmmmRwmmwGmmRwmmmmRww""",
     )
 
 
-def test_a_module_whose_weights_are_kept_begins_with_what_it_computes():
+def test_a_module_with_kept_weights_begins_with_its_first_compute():
     cases = {
         "c": ("c", {**AHEAD, "(root)": (), "c": ("b",)}),
         "b": ("b", {**AHEAD, "c": (), "b": ("a",)}),
@@ -251,7 +251,7 @@ b, and the root gathers all: GGwmmmmRmmmmRwmmmmwRww""",
     )
 
 
-def test_a_gather_ahead_that_would_exceed_the_budget_is_launched_where_it_is_needed():
+def test_a_prefetch_that_would_exceed_the_budget_is_launched_where_it_is_needed():
     lists = {"(root)": "ab", "a": "c", "b": "d", "c": "e"}
     assert_expected_inline(
         "\n".join(f"{b}: {chain(budget=b, **lists)}" for b in (64, 128, 192)),

@@ -1,6 +1,6 @@
-"""When a sharded model is compiled again: never more often than the unsharded one, and the guard that failed is named.
+"""Recompilations: never more of them than for the unsharded model, and the failed guard is named.
 
-On the fabric, where one process compiles for all ranks; on real ranks where numbers count.
+On the fabric, one process compiles for all ranks. Where results matter, the tests use real ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from _stepping import assert_same_gradients, twins
 from composable_shard import testing
 from composable_shard.report import FailedGuard, watch_graphs
 
-with warnings.catch_warnings():  # imports of its own warn
+with warnings.catch_warnings():  # raised by the module's own imports
     warnings.simplefilter("ignore")
     import torch._dynamo
 
@@ -48,7 +48,7 @@ def sharded(model: nn.Module, *parts: nn.Module) -> nn.Module:
 
 
 def freeze(model: nn.Module, part: str) -> None:
-    """Freeze the parameters that have this in their name, and no others."""
+    """Freeze the parameters with `part` in their name, and no others."""
     for name, param in model.named_parameters():
         param.requires_grad_(not part or part not in name)
 
@@ -70,7 +70,7 @@ class Attending(nn.Module):
 
 
 class Calls:
-    """Calls of a compiled model, and how many graphs each of them has made."""
+    """Calls of a compiled model, with the number of graphs that each call has made."""
 
     def __init__(self, model: nn.Module, dynamic: bool | None) -> None:
         torch._dynamo.reset()
@@ -100,11 +100,11 @@ class Calls:
             self.run(torch.ones(batch, length, DIM))
 
 
-SIZES = [(2, 7), (3, 9), (5, 6), (4, 11)]  # shards have a dim of 2, too
+SIZES = [(2, 7), (3, 9), (5, 6), (4, 11)]  # shards also have a dim of size 2
 
 
 def call_all(calls: Calls, modes: dict[str, Callable[[], contextlib.AbstractContextManager[None]]]) -> dict[str, int]:
-    """Every kind of call, twice with other sizes; returns the numbers of graphs."""
+    """Make every type of call twice, with different sizes; returns the numbers of graphs."""
     for time in range(2):
         calls.do(f"step {time}", calls.step, *SIZES[time])
     for time in range(2):
@@ -151,7 +151,7 @@ class Scaled(nn.Module):
 
 
 def failures(shards: bool) -> dict[str, list[FailedGuard]]:
-    """The guards that fail in calls of another kind."""
+    """The guards that fail in calls of another type."""
     model = Scaled()
     if shards:
         sharded(model, model.lin)
@@ -161,7 +161,7 @@ def failures(shards: bool) -> dict[str, list[FailedGuard]]:
     def call(what: str, rows: int) -> None:
         with watch_graphs() as seen:
             run(torch.ones(rows, 8)).sum().backward()
-        assert bool(seen) == bool(not found or seen.failed_guards), "a graph, and a reason unless it is the first"
+        assert bool(seen) == bool(not found or seen.failed_guards), "each graph but the first has a failed guard"
         found[what] = list(seen.failed_guards)
 
     call("first", 2)
@@ -179,10 +179,10 @@ def test_watch_graphs_names_the_guard_that_failed():
         found = failures(True)
     assert found["first"] == found["the same"] == []
     (of_batch,) = found["another batch"]
-    (of_constant, _) = found["another constant"]  # for each of the two codes, the newest one first
+    (of_constant, _) = found["another constant"]  # for each of the two code objects, the newest one first
     assert of_batch.guard == "0/0: tensor 'args[0]' size mismatch at index 0. expected 2, actual 3"
     assert "self.scale == 1.0 " in of_constant.guard
-    assert "compiled again, for a guard failed: 0/1: self.scale == 1.0" in str(of_constant)
+    assert "compiled again because a guard failed: 0/1: self.scale == 1.0" in str(of_constant)
     for what, guards in found.items():
         of_plain = [each.guard.replace("tensor 'x'", "tensor 'args[0]'") for each in plain[what]]
         assert [each.guard for each in guards] == of_plain

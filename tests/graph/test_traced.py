@@ -1,4 +1,4 @@
-"""`torch.compile` of a sharded model: one whole graph each way, one collective a group, and the bits of eager."""
+"""`torch.compile` of a sharded model: one graph each way, one collective per group, bitwise identical to eager."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 
 
 class Graphs:
-    """A backend that runs graphs as they are, and counts what is in them."""
+    """A backend that runs graphs unchanged and counts their operators."""
 
     def __init__(self):
         from torch._dynamo.backends.common import aot_autograd
@@ -78,7 +78,7 @@ def check_step_parity(eager, model, run, rank, steps=3):
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=120)
-def test_a_sharded_stack_is_one_forward_and_one_backward_graph_with_the_bits_of_eager(rank, world):
+def test_a_sharded_stack_is_one_forward_and_one_backward_graph_and_bitwise_identical_to_eager(rank, world):
     eager, model = make(reshard_after_forward=True)
     graphs = Graphs()
     check_step_parity(eager, model, compiled(model, graphs), rank)
@@ -90,7 +90,7 @@ def test_a_sharded_stack_is_one_forward_and_one_backward_graph_with_the_bits_of_
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=120)
-def test_the_root_is_by_default_not_gathered_again_in_the_backward_graph(rank, world):
+def test_the_root_is_not_gathered_again_in_the_backward_graph_by_default(rank, world):
     eager, model = make(blocks=2)
     with torch.no_grad():  # the first eager forward finds the root
         model(*vectors(rank, 0))
@@ -115,7 +115,7 @@ def test_groups_that_stay_unsharded_are_not_gathered_again_in_the_backward_graph
 
 
 @distributed(world=1, limit_s=120)
-def test_at_world_1_the_graphs_hold_no_collective(rank, world):
+def test_graphs_at_world_size_1_have_no_collectives(rank, world):
     eager, model = make(blocks=2)
     graphs = Graphs()
     check_step_parity(eager, model, compiled(model, graphs), rank)
@@ -131,7 +131,7 @@ def test_the_plain_aot_eager_backend_compiles_a_single_group_too(rank, world):
 
 @pytest.mark.matrix
 @distributed(world=4, limit_s=120)
-def test_on_a_mesh_of_replicas_gradients_are_reduced_twice_in_the_graph(rank, world):
+def test_gradients_on_a_mesh_with_replicas_are_reduced_twice_in_the_graph(rank, world):
     eager, model = make(blocks=1, mesh=mesh_of(2, 2), reshard_after_forward=True)
     graphs = Graphs()
     run = compiled(model, graphs)
@@ -182,7 +182,7 @@ def test_eager_and_compiled_calls_of_one_model_agree(rank, world):
         assert torch.equal(run(*vectors(rank, 0)), want)
 
 
-def test_the_operator_is_known_to_torch_by_its_schema():
+def test_the_operator_has_a_schema_in_torch():
     import composable_shard  # noqa: F401
 
     schema = torch.ops.composable_shard.unshard.default._schema
@@ -205,7 +205,7 @@ class Mixed(nn.Module):
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=120)
-def test_a_group_of_two_dtypes_is_one_operator_for_both(rank, world):
+def test_a_group_of_two_dtypes_is_one_operator(rank, world):
     torch.manual_seed(3)
     eager = Mixed()
     model = copy.deepcopy(eager)

@@ -1,4 +1,4 @@
-"""A compiled forward that edits its weights in place is an error as in eager steps: the graph would lose the edit."""
+"""A compiled forward that edits its weights in place is an error, as in eager steps: the graph would lose the edit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EDITS = {
 
 
 class EditingBlock(TransformerBlock):
-    """A decoder's block, the scale of whose first norm the forward changes."""
+    """A decoder block whose forward changes the scale of its first norm."""
 
     edit = None
 
@@ -57,20 +57,20 @@ def test_a_compiled_forward_that_edits_its_weights_is_an_error(rank, world):
 def check_refused(model, edit, rank):
     model.blocks[1].edit = edit
     torch._dynamo.reset()
-    with pytest.raises(Exception, match=LOST):  # which kind is for Dynamo to say
+    with pytest.raises(Exception, match=LOST):  # Dynamo determines the type
         next_token_loss(torch.compile(model, backend="eager", fullgraph=True), *token_batch(rank, 0))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("checkpoints", [False, True])
 @distributed(world=2, limit_s=240)
-def test_edits_are_errors_where_the_graph_breaks_too_and_without_them_training_is_exact(rank, world, checkpoints):
+def test_edits_are_errors_after_graph_breaks_and_training_without_edits_is_exact(rank, world, checkpoints):
     model, twin = sharded_decoder(checkpoints)
     for edit in EDITS.values():
         check_refused(model, edit, rank)
     torch._dynamo.reset()
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the graph breaks, and torch looks for `.grad` of unsharded weights
+        warnings.simplefilter("ignore")  # the graph breaks, and torch reads `.grad` of unsharded weights
         with pytest.raises(StaleStateError, match=LOST):
             next_token_loss(torch.compile(model, backend="eager"), *token_batch(rank, 0))
     model.blocks[1].edit = None

@@ -1,4 +1,4 @@
-"""The whole step in one compiled function, forward to clipping; and compiled autograd around eager steps."""
+"""A whole training step in one compiled function, from forward to clipping; and compiled autograd with eager steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLIPS = {"torch": torch.nn.utils.clip_grad_norm_, "ours": cs.clip_grad_norm_}
 
 
 def step(model: nn.Module, clip: str, *batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forward, loss, backward and clipping, as `torch.compile` takes them: the loss is returned detached."""
+    """Forward, loss, backward and clipping in a form that `torch.compile` supports: the loss is returned detached."""
     loss = model(*batch).square().mean()
     loss.backward()
     norm = CLIPS[clip](model.parameters(), 0.1)
@@ -45,7 +45,7 @@ def close(model: nn.Module, plain: nn.Module) -> None:
 
 
 def train(rank: int, world: int, clip: str, uneven: bool = False, **options: Any) -> str:
-    """Three steps of which the second accumulates, evaluations between, an eager step, and one that is refused."""
+    """Three steps with accumulation in the second, evaluations between, an eager step, and one that is refused."""
     torch._dynamo.reset()
     torch.manual_seed(3)
     plain = Stack(2, dim=6, hidden=10) if uneven else Stack(2, dim=8, hidden=16)
@@ -68,7 +68,7 @@ def train(rank: int, world: int, clip: str, uneven: bool = False, **options: Any
             assert not losses[2].requires_grad
             same_gradients(eager, model, f"in step {number}")
             close(model, plain)
-            if number != 1:  # else the next step adds to these gradients
+            if number != 1:  # step 1 keeps its gradients, so that step 2 adds to them
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -88,10 +88,10 @@ def train(rank: int, world: int, clip: str, uneven: bool = False, **options: Any
 
 
 def refused(rank, world, flag=True):
-    """Torch refuses, and an eager step of the same model is right afterwards."""
+    """torch refuses the step, and an eager step of the same model is correct afterwards."""
     torch._dynamo.reset()
     model, plain = twins()
-    refusals = (torch._dynamo.exc.TorchDynamoException, AssertionError)  # torch 2.11 asserts
+    refusals = (torch._dynamo.exc.TorchDynamoException, AssertionError)  # torch 2.11 raises AssertionError
     with pytest.raises(refusals), torch._dynamo.config.patch(trace_autograd_ops=flag):
         torch.compile(step, fullgraph=True, backend="aot_eager")(model, "ours", *vectors(0, 0))
     for each in (model, plain):
@@ -109,7 +109,7 @@ def refused(rank, world, flag=True):
     ],
 )
 def test_a_whole_step_is_one_graph_that_gathers_again_and_reduces(clip, world, options):
-    """One graph without `.grad`, and one that adds to it; A is the all-reduce of the norm."""
+    """One graph is for `.grad` None, and one adds to `.grad`; A is the all-reduce of the norm."""
     if not GRAPHS_GIVE_NONE:  # torch 2.11 traces no backward to parameters that are DTensors
         POOL.run("test_whole_step:refused", world, limit_s=LIMIT_S)
         return
@@ -126,7 +126,7 @@ inference GwGmwGmmwGmmmmmmmmmwGRmmmmwRmRwwwAw
 
 
 @distributed(world=2, limit_s=LIMIT_S)
-def test_without_the_flag_of_torch_a_whole_step_is_its_own_error(rank, world):
+def test_a_whole_step_without_torchs_flag_raises_torchs_error(rank, world):
     refused(rank, world, flag=False)
 
 
@@ -137,8 +137,8 @@ def token_step(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def in_order(rank: int, world: int) -> str:
-    """Steps and an evaluation of a decoder under Inductor, which gets the graphs that aot_eager gets."""
-    warnings.simplefilter("ignore")  # torch uses of its own what it says not to use
+    """Steps and an evaluation of a decoder under Inductor, with the same graphs as under aot_eager."""
+    warnings.simplefilter("ignore")  # torch itself uses deprecated functions
     texts = []
     for backend in (cs._compile.aot_eager(), "composable_shard"):
         torch._dynamo.reset()
@@ -174,7 +174,7 @@ inference GwGwGmmmmmmmwGmmmmmmmwmmmmmmmm
 
 
 class UsedByTheFirst(nn.Module):
-    """A layer, and a scale that is used on rank 0 alone."""
+    """A layer, and a scale that is used on rank 0 only."""
 
     def __init__(self, uses: bool) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def backward_too(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
-def test_a_parameter_that_only_other_ranks_have_used_is_an_error_in_a_whole_step(rank, world):
+def test_a_parameter_used_only_by_other_ranks_is_an_error_in_a_whole_step(rank, world):
     if not GRAPHS_GIVE_NONE:  # torch 2.11 traces no backward to parameters that are DTensors
         refused(rank, world)
         return
@@ -222,9 +222,9 @@ def compiled_autograd() -> Any:
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
-def test_compiled_autograd_over_an_eager_forward_is_an_error_and_over_a_compiled_one_works(rank, world):
+def test_compiled_autograd_fails_with_an_eager_forward_and_works_with_a_compiled_one(rank, world):
     torch._dynamo.reset()
-    warnings.simplefilter("ignore")  # torch reads `.grad` of tensors that are no leaves
+    warnings.simplefilter("ignore")  # torch reads `.grad` of tensors that are not leaves
     model, plain = twins()
     loss_of(plain).backward()
     loss = loss_of(model)
@@ -246,7 +246,7 @@ def test_compiled_autograd_over_an_eager_forward_is_an_error_and_over_a_compiled
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
-def test_compiled_autograd_goes_through_frozen_sharded_modules(rank, world):
+def test_compiled_autograd_works_through_frozen_sharded_modules(rank, world):
     torch._dynamo.reset()
     warnings.simplefilter("ignore")
     model, plain = (each.requires_grad_(False) for each in twins())

@@ -1,7 +1,7 @@
 """Attributes that users set on parameters: unsharded parameters have them, except those for fused accumulation.
 
-Layers of Megatron and TransformerEngine add the gradient of a weight to `weight.main_grad` and give autograd none. What
-they add is this rank's alone. Torch's FSDP2 carries no attributes, so there they give autograd the gradient.
+Layers of Megatron and TransformerEngine add the gradient of a weight to `weight.main_grad` and return none to autograd.
+That gradient is only this rank's. Torch's FSDP2 copies no attributes, so there the layers return it to autograd.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Fused(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """Attention, and a feed-forward layer of fused weights."""
+    """Attention, and a feed-forward layer with fused gradient accumulation."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 def give(model, how):
-    """What the layers of such libraries look for, on each fused weight."""
+    """Set the attributes that the layers of these libraries use on each fused weight."""
     for block in model:
         for weight in (block.up, block.down):
             buffer = torch.zeros(weight.shape)
@@ -113,7 +113,7 @@ def steps(plain, sharded, rank, world, first=0, runs=None):
 
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(world=2)
-def test_fused_layers_give_their_gradients_to_be_reduced(rank, world, reshard):
+def test_gradients_of_fused_layers_are_reduced(rank, world, reshard):
     for how in WAYS:
         plain, ours, theirs = models()
         give(ours, how)  # before sharding
@@ -124,9 +124,9 @@ def test_fused_layers_give_their_gradients_to_be_reduced(rank, world, reshard):
         steps(plain, (ours, theirs), rank, world)
         give(ours, how)  # between steps
         give(theirs, how)
-        # Not resharded, FSDP2 computes with the tensors that the attributes were set on, and loses the gradients.
+        # Without resharding, FSDP2 computes with the tensors on which the attributes were set, and loses the gradients.
         steps(plain, (ours, theirs) if reshard else (ours,), rank, world, 2)
-        assert not reshard or hasattr(ours[0].up, how), "it stays where it was set"
+        assert not reshard or hasattr(ours[0].up, how), "the attribute stays on the sharded parameter"
         for block in ours:
             block.unshard()
         give(ours, how)  # on unsharded parameters
@@ -139,7 +139,7 @@ def test_fused_layers_give_their_gradients_to_be_reduced(rank, world, reshard):
 
 @pytest.mark.matrix
 @distributed(world=2)
-def test_fused_layers_in_compiled_code(rank, world):
+def test_fused_layers_train_exactly_in_compiled_code(rank, world):
     plain, ours, whole_model = models()
     shard(ours, fully_shard)
     shard(whole_model, fully_shard)
@@ -149,11 +149,11 @@ def test_fused_layers_in_compiled_code(rank, world):
     for block in ours:
         block.compile(backend="aot_eager")
     runs = ours, cs.compile(whole_model, backend="aot_eager")
-    quiet(lambda: steps(plain, (ours, whole_model), rank, world, runs=runs))  # Dynamo makes a Function, and torch warns
+    quiet(lambda: steps(plain, (ours, whole_model), rank, world, runs=runs))  # Dynamo makes torch warn
 
 
 @simulated(world=2)
-def test_other_attributes_are_carried(rank, world):
+def test_other_attributes_are_copied_to_unsharded_parameters(rank, world):
     _, model, _ = models(1)
     give(model, "zero_out_wgrad")
     model[0].up._custom = {"lr": 2}

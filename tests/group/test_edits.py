@@ -1,4 +1,4 @@
-"""Unsharded weights that are edited in place, and views of them that users keep: right, or an error, and never else."""
+"""Unsharded parameters that are edited in place, and views of them that users keep: exact, or an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODIFIED = r"modified by an in-?place operation"
 
 
 class Edits(nn.Module):
-    """Two projections with one weight, which `edit` may change before, between and after."""
+    """Two projections with one weight, which `edit` may change before, between or after them."""
 
     edit_at = -1
 
@@ -54,7 +54,7 @@ class ForEach(Edits):
 
 
 class AuxiliaryLoss(Edits):
-    """Of which backward reaches what was left on the module, and not the output."""
+    """Backward starts at an auxiliary loss on the module and does not pass the output."""
 
     def forward(self, x):
         self.left = torch.tanh(self.other(x) @ self.weight).sum()
@@ -77,7 +77,7 @@ def loss_of(model, step=0):
 
 
 def go_on_exactly(models):
-    """After errors: two steps, without edits."""
+    """Train for two steps without edits, after errors."""
     optimizers = optimizers_of(models)
     for step in range(2):
         for model in models.values():
@@ -92,8 +92,8 @@ def go_on_exactly(models):
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("reshard", [True, False])
 @simulated(world=2)
-def test_a_forward_that_edits_its_weights_is_an_error_as_resharding_would_lose_the_edit(rank, world, kind, at, reshard):
-    """Without sharding the edit stays, and backward raises an error if the weight was saved before."""
+def test_a_forward_that_edits_its_parameters_is_an_error(rank, world, kind, at, reshard):
+    """Without sharding the edit stays, and backward raises an error if the parameter was saved before it."""
     models = models_of(lambda: stack(kind), shard_all, fsdp2=False, reshard=reshard)
     ours = models["ours"]
     names = "weight, other.weight" if kind is ForEach else "weight"
@@ -111,7 +111,7 @@ def _of_block_1(names):
 
 
 @simulated(world=2)
-def test_an_edit_is_an_error_where_backward_does_not_pass_the_output(rank, world):
+def test_an_edit_is_an_error_if_backward_does_not_pass_the_output(rank, world):
     models = models_of(lambda: stack(AuxiliaryLoss), shard_all, fsdp2=False, reshard=True)
     with pytest.raises(StaleStateError, match=r"0\.weight: edited in place"):
         loss_of(models["ours"])
@@ -119,13 +119,13 @@ def test_an_edit_is_an_error_where_backward_does_not_pass_the_output(rank, world
 
 @pytest.mark.parametrize("how", ["weight", "view", "frozen"])
 @simulated(world=2)
-def test_an_edit_of_kept_weights_between_forward_and_backward_is_an_error(rank, world, how):
+def test_an_edit_of_unsharded_parameters_between_forward_and_backward_is_an_error(rank, world, how):
     models = models_of(lambda: stack(Edits), shard_all, reshard=False)
     for model in models.values():
         if how == "frozen":
             for param in model[1].parameters():
                 param.requires_grad_(False)
-        for step in range(3):  # errors leave no trace
+        for step in range(3):  # an error has no effect on later steps
             loss = loss_of(model, step)
             if step != 1:
                 loss.backward()
@@ -141,7 +141,7 @@ def test_an_edit_of_kept_weights_between_forward_and_backward_is_an_error(rank, 
 
 @pytest.mark.parametrize("then", ["forward", "reshard", "step"])
 @simulated(world=2)
-def test_an_edit_by_hand_of_unsharded_weights_is_an_error_before_it_is_lost(rank, world, then):
+def test_a_manual_edit_of_unsharded_parameters_is_an_error_before_it_is_lost(rank, world, then):
     models = models_of(lambda: stack(Edits), shard_all, fsdp2=False, reshard=True)
     go_on_exactly(models)
     ours = models["ours"]
@@ -157,7 +157,7 @@ def test_an_edit_by_hand_of_unsharded_weights_is_an_error_before_it_is_lost(rank
 
 
 @simulated(world=2)
-def test_an_edit_between_forward_and_backward_of_a_weight_that_backward_does_not_read_is_an_error(rank, world):
+def test_an_edit_of_a_parameter_that_backward_does_not_read_is_an_error(rank, world):
     models = models_of(lambda: stack(Edits), shard_all, fsdp2=False, reshard=False)
     ours = models["ours"]
     loss = loss_of(ours)
@@ -212,8 +212,8 @@ EITHER = [edit_after_the_forward, edit_between_two_backwards]
     [*((edit, False) for edit in KEPT), *((edit, each) for edit in EITHER for each in (True, False))],
 )
 @simulated(world=2)
-def test_backward_does_not_say_when_weights_that_were_unsharded_by_hand_were_edited(rank, world, edit, reshard):
-    """It finds an edit and cannot tell its time, so its words hold for an edit before the forward, too."""
+def test_the_error_for_an_edit_after_unshard_lists_all_times_when_it_may_have_happened(rank, world, edit, reshard):
+    """Backward detects an edit but not its time, so the message includes edits before the forward, too."""
     models = models_of(lambda: stack(Edits), shard_all, fsdp2=False, reshard=reshard)
     go_on_exactly(models)
     ours = models["ours"]
@@ -223,7 +223,7 @@ def test_backward_does_not_say_when_weights_that_were_unsharded_by_hand_were_edi
     message = str(caught.value)
     assert message.startswith("parameter 1.weight: its unsharded copy was modified by an in-place operation after it ")
     assert "in a forward, after one, or before one by code that called unshard()" in message
-    with contextlib.suppress(StaleStateError):  # the edit is lost: where backward has not resharded, as we do here
+    with contextlib.suppress(StaleStateError):  # the edit is lost here, unless backward has resharded already
         ours[1].reshard()
     for model in models.values():
         model.zero_grad()
@@ -231,17 +231,17 @@ def test_backward_does_not_say_when_weights_that_were_unsharded_by_hand_were_edi
 
 
 @simulated(world=2)
-def test_a_write_by_hand_to_sharded_parameters_before_backward_is_named_among_the_causes(rank, world):
+def test_the_error_lists_a_manual_write_to_sharded_parameters_as_a_cause(rank, world):
     models = models_of(lambda: stack(Edits), shard_all, fsdp2=False, reshard=True)
     ours = models["ours"]
     loss = loss_of(ours)
-    double(ours[1].weight)  # sharded: the forward of its block is over
+    double(ours[1].weight)  # sharded, because the forward of its block has ended
     with pytest.raises(StaleStateError, match=r"1\.weight.*an optimizer, a load or a write to the sharded parameters"):
         loss.backward()
 
 
 class Caches(nn.Module):
-    """Keeps a view of its weight from the first forward on."""
+    """Keeps a view of its weight in the first forward."""
 
     def __init__(self, view):
         super().__init__()
@@ -262,7 +262,7 @@ VIEWS = {
 
 
 def overwrite(model):
-    """Whatever the pool would give to others."""
+    """Overwrite all memory that the pool would lease to others."""
     pool = pool_of(model)
     others = [pool.lease(size) for size, free in list(pool._free.items()) for _ in list(free)]
     others += [pool.lease_for(request) for request in list(pool._known) if request not in pool._live]
@@ -275,7 +275,7 @@ def overwrite(model):
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @simulated(world=2)
-def test_a_view_of_a_weight_that_is_cached_without_gradients_is_never_of_other_memory(rank, world, mode, view):
+def test_a_view_cached_without_gradients_never_shows_other_data(rank, world, mode, view):
     torch.manual_seed(3)
     model = nn.Sequential(*[Caches(VIEWS[view]) for _ in range(4)])
     want = [VIEWS[view](block.weight.detach().clone()) for block in model]
@@ -289,12 +289,12 @@ def test_a_view_of_a_weight_that_is_cached_without_gradients_is_never_of_other_m
             block.kept = []
         model(noise(3, 6))
         model(noise(3, 6))
-    assert pool_of(model).live_bytes == 0, "memory is reserved for nobody"
+    assert pool_of(model).live_bytes == 0, "no memory stays reserved without views"
     model(noise(3, 6)).sum().backward()
 
 
 @simulated(world=2)
-def test_a_view_of_a_weight_that_was_unsharded_by_hand_is_never_of_other_memory(rank, world):
+def test_a_view_taken_after_unshard_never_shows_other_data(rank, world):
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)])
     want = model[0].weight.detach().clone().t()
     shard_all(model, fully_shard, True)
@@ -314,7 +314,7 @@ def test_a_view_of_a_weight_that_was_unsharded_by_hand_is_never_of_other_memory(
 
 
 @simulated(world=2)
-def test_outputs_that_are_views_of_weights_reserve_no_memory(rank, world):
+def test_outputs_that_are_views_of_parameters_reserve_no_memory(rank, world):
     class Gives(nn.Module):
         def __init__(self):
             super().__init__()
@@ -337,7 +337,7 @@ def test_outputs_that_are_views_of_weights_reserve_no_memory(rank, world):
 
 @pytest.mark.parametrize("reshard", [True, False])
 @simulated(world=2)
-def test_training_evaluation_and_training_again_find_no_edit_where_there_is_none(rank, world, reshard):
+def test_alternating_training_and_evaluation_raises_no_edit_error(rank, world, reshard):
     models = models_of(lambda: Transformer(dropout=0.1), shard_blocks, reshard=reshard)
     optimizers = optimizers_of(models)
     for step in range(4):
@@ -348,7 +348,7 @@ def test_training_evaluation_and_training_again_find_no_edit_where_there_is_none
             next_token_loss(model, *token_batch(0, step)).backward()
             with torch.no_grad():
                 next_token_loss(model, *token_batch(0, step))
-            for module in model.modules() if name != "plain" else ():  # FSDP2 keeps what an evaluation has gathered
+            for module in model.modules() if name != "plain" else ():  # FSDP2 does not reshard after evaluations
                 if hasattr(module, "reshard"):
                     module.reshard()
         assert_alike(models)

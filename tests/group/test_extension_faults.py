@@ -1,4 +1,4 @@
-"""Tensor subclasses that say themselves what is gathered: what must not be freed, and what goes wrong on the way."""
+"""Tensor subclasses that define their own all-gather: memory that must not be freed, and failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from composable_shard._group.phases import GATHERING
 
 
 class Coded(Wrapping):
-    """Gathered as whole numbers of a unit that each shard keeps for itself, and that outlives what is gathered."""
+    """Gathered as multiples of a unit. The unit belongs to the shard and outlives the unsharded parameter."""
 
     class Whole(torch.Tensor):
         @staticmethod
@@ -58,7 +58,7 @@ class Coded(Wrapping):
 
 
 @distributed(world=2)
-def test_what_the_unsharded_tensor_shares_with_others_is_never_freed(rank, world):
+def test_tensors_that_the_unsharded_parameter_shares_with_the_shard_are_not_freed(rank, world):
     models = {side: shard(make(Coded), engine) for side, engine in ENGINES.items()}
     train(models, rank)
     assert torch.equal(Coded.UNIT, torch.tensor(2.0**-10))
@@ -66,7 +66,7 @@ def test_what_the_unsharded_tensor_shares_with_others_is_never_freed(rank, world
 
 
 @distributed(world=2)
-def test_a_weight_that_is_returned_keeps_its_value(rank, world):
+def test_a_returned_parameter_keeps_its_value(rank, world):
     model = shard(make(Halved), fully_shard, reshard_after_forward=True)
     want = make(Halved).blocks[0].weight.inner.to(torch.bfloat16).float()
     model.blocks[0].forward = lambda x: (x, model.blocks[0].weight)
@@ -77,7 +77,7 @@ def test_a_weight_that_is_returned_keeps_its_value(rank, world):
 
 
 @distributed(world=2)
-def test_a_raw_read_of_a_weight_that_has_changed_since_is_an_error(rank, world):
+def test_a_direct_read_of_a_parameter_that_has_changed_is_an_error(rank, world):
     model = shard(make(Halved), fully_shard)
     first = model.blocks[0]
     first.unshard()
@@ -91,7 +91,7 @@ def test_a_raw_read_of_a_weight_that_has_changed_since_is_an_error(rank, world):
 
 
 class Changing(Halved):
-    """Sends other dtypes at each gather."""
+    """Sends another dtype in each gather."""
 
     number = 0
 
@@ -101,7 +101,7 @@ class Changing(Halved):
 
 
 @distributed(world=2)
-def test_a_weight_that_was_made_anew_between_forward_and_backward_is_named(rank, world):
+def test_a_parameter_that_was_made_again_between_forward_and_backward_is_an_error(rank, world):
     model = fully_shard(nn.Linear(8, 8))
     model = nn.Linear(8, 8)
     model.weight = nn.Parameter(Changing(model.weight.detach()))
@@ -129,7 +129,7 @@ class Failing(Halved):
 @pytest.mark.parametrize("where", ["before", "after"])
 @pytest.mark.parametrize("keeps", [True, False])
 @distributed(world=2)
-def test_a_failure_on_the_way_leaves_nothing_behind(rank, world, where, keeps):
+def test_a_failure_in_an_all_gather_extension_leaves_no_memory_and_no_state(rank, world, where, keeps):
     model, twin = (shard(make(Failing), fully_shard) for _ in range(2))
     model.set_reshard_after_backward(not keeps)
     step(model, rank)
@@ -150,7 +150,7 @@ def test_a_failure_on_the_way_leaves_nothing_behind(rank, world, where, keeps):
 
 
 class Uncut(Wrapping):
-    """Cannot be cut."""
+    """Cannot be sharded."""
 
     fsdp_pre_all_gather, fsdp_post_all_gather = Halved.fsdp_pre_all_gather, Halved.fsdp_post_all_gather
 
@@ -162,7 +162,7 @@ class Uncut(Wrapping):
 
 
 @distributed(world=2)
-def test_a_tensor_that_cannot_be_cut_leaves_the_module_as_it_was(rank, world):
+def test_a_tensor_that_cannot_be_sharded_leaves_the_module_unchanged(rank, world):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     before = list(model.parameters())
     model[1].weight = nn.Parameter(Uncut(model[1].weight.detach()))
@@ -175,7 +175,7 @@ def test_a_tensor_that_cannot_be_cut_leaves_the_module_as_it_was(rank, world):
 
 
 @distributed(world=2)
-def test_methods_on_a_shard_are_not_copied_silently(rank, world):
+def test_copying_a_shard_with_its_own_methods_is_an_error(rank, world):
     model = shard(make(lambda weight: weight), fully_shard)
     local = model.blocks[0].weight._local_tensor
     local.fsdp_pre_all_gather = lambda mesh: ((local,), None)
@@ -185,7 +185,7 @@ def test_methods_on_a_shard_are_not_copied_silently(rank, world):
 
 
 @distributed(world=4)
-def test_all_ranks_gather_again_where_few_would_keep_weights(rank, world):
+def test_extended_parameters_are_gathered_among_all_ranks_instead_of_a_few(rank, world):
     models = [shard(make(InTwo), fully_shard, reshard_after_forward=reshard) for reshard in (2, True)]
     for model in models:
         step(model, rank)
@@ -195,7 +195,7 @@ def test_all_ranks_gather_again_where_few_would_keep_weights(rank, world):
 
 @pytest.mark.parametrize("kind", [Halved, InTwo])
 @distributed(world=2)
-def test_a_model_dies_with_its_last_reference(rank, world, kind):
+def test_a_model_is_freed_with_its_last_reference(rank, world, kind):
     model = shard(make(kind), fully_shard)
     model(batch(rank, 0)).square().mean().backward()
     modules = {name: weakref.ref(module) for name, module in model.named_modules()}
@@ -210,7 +210,7 @@ def test_a_model_dies_with_its_last_reference(rank, world, kind):
 
 @pytest.mark.parametrize("kind", [Halved, InTwo])
 @distributed(world=2)
-def test_memory_that_an_interrupted_gather_may_still_write_stays(rank, world, kind):
+def test_memory_that_an_interrupted_gather_may_still_write_is_not_freed(rank, world, kind):
     models = {side: shard(make(kind), engine) for side, engine in ENGINES.items()}
     train(models, rank, steps=1)
     models["ours"].blocks[0].unshard(async_op=True)
@@ -225,5 +225,5 @@ def test_memory_that_an_interrupted_gather_may_still_write_stays(rank, world, ki
         group.finish_gather()
     assert [storage.nbytes() for storage in arriving] == sizes
     for job in jobs:
-        job.finish()  # so that ranks stay in step
+        job.finish()  # so that both ranks finish the same collectives
     train(models, rank)

@@ -1,4 +1,4 @@
-"""Tensor subclasses that say themselves what is gathered, under ours and under torch's FSDP2."""
+"""Tensor subclasses that define their own all-gather, under this library and under torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEEP_CLASS = {
 
 
 class Wrapping(torch.Tensor):
-    """A tensor around another, which most operations unwrap."""
+    """A tensor that wraps another one, which most operations unwrap."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -52,7 +52,7 @@ class Wrapping(torch.Tensor):
 
 
 class Halved(Wrapping):
-    """Gathered in bfloat16, and used in float32."""
+    """Gathered in bfloat16 and used in float32."""
 
     def fsdp_pre_all_gather(self, mesh):
         assert mesh.ndim == 1
@@ -70,7 +70,7 @@ class Halved(Wrapping):
 
 
 class InTwo(Wrapping):
-    """Signs and magnitudes, gathered apart; what arrives is used as it lies there."""
+    """Signs and magnitudes that are gathered separately and used directly in the outputs' memory."""
 
     class Whole(torch.Tensor):
         @staticmethod
@@ -173,7 +173,7 @@ def train(models, rank, steps=3, compare=True):
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("kind", [Halved, InTwo])
 @distributed(world=2)
-def test_training_gives_the_bits_of_torchs_fsdp2(rank, world, kind, reshard):
+def test_training_is_bitwise_identical_to_fsdp2(rank, world, kind, reshard):
     models = {side: shard(make(kind), engine, reshard_after_forward=reshard) for side, engine in ENGINES.items()}
     assert isinstance(models["ours"].blocks[0].weight.to_local(), kind)
     train(models, rank)
@@ -181,14 +181,14 @@ def test_training_gives_the_bits_of_torchs_fsdp2(rank, world, kind, reshard):
 
 
 @distributed(world=2)
-def test_uneven_shards_send_padded_ones(rank, world):
+def test_uneven_shards_are_sent_padded(rank, world):
     models = {side: shard(make(InTwo, sizes=(7, 5)), engine) for side, engine in ENGINES.items()}
     train(models, rank)
     assert_at_rest(models["ours"])
 
 
 @distributed(world=2)
-def test_frozen_ones_are_given_up_in_backward_as_soon_as_they_are_passed(rank, world):
+def test_frozen_parameters_are_resharded_in_backward_right_after_their_use(rank, world):
     models = {side: shard(make(InTwo, frozen=True), engine) for side, engine in ENGINES.items()}
     train(models, rank)
     assert_at_rest(models["ours"])
@@ -211,7 +211,7 @@ def step(model, rank, number=0):
 
 
 @distributed(world=2)
-def test_memory_comes_and_goes_and_the_unsharded_tensor_stays_the_same(rank, world):
+def test_memory_is_freed_and_allocated_again_while_the_unsharded_tensor_stays(rank, world):
     model = shard(make(Halved), fully_shard, reshard_after_forward=True)
     step(model, rank)
     member = members_of(model)[0]
@@ -222,7 +222,7 @@ def test_memory_comes_and_goes_and_the_unsharded_tensor_stays_the_same(rank, wor
     first = model.blocks[0]
     first.unshard()
     assert whole.untyped_storage().nbytes() == 8 * 8 * 4
-    assert [t.untyped_storage().nbytes() for t in member.outputs] == [0], "it was only copied from"
+    assert [t.untyped_storage().nbytes() for t in member.outputs] == [0], "the outputs are freed after the copy"
     assert engine_of(model).pool.live_bytes >= 8 * 8 * 4
     assert torch.equal(first.weight, make(Halved).blocks[0].weight.inner.to(torch.bfloat16).float())
     first.reshard()
@@ -234,8 +234,8 @@ def test_memory_comes_and_goes_and_the_unsharded_tensor_stays_the_same(rank, wor
 
 
 @distributed(world=2)
-def test_methods_may_be_put_on_the_shards_themselves(rank, world):
-    """As those do who have no class of their own."""
+def test_all_gather_methods_may_be_set_on_the_shards(rank, world):
+    """Users without a subclass do so."""
     models = {side: shard(make(lambda weight: weight), engine) for side, engine in ENGINES.items()}
     calls = []
     for side, model in models.items():
@@ -258,14 +258,14 @@ def test_methods_may_be_put_on_the_shards_themselves(rank, world):
 
 
 @distributed(world=4)
-def test_on_replicas_the_mesh_is_that_of_the_shards(rank, world):
+def test_an_extension_gets_the_shard_mesh_on_a_mesh_with_replicas(rank, world):
     models = {side: shard(make(Halved), engine, mesh=mesh_of(2, 2)) for side, engine in ENGINES.items()}
     train(models, rank)
     assert models["ours"].blocks[0].weight.placements == (Replicate(), Shard(0))
 
 
 @distributed(world=1)
-def test_one_rank_alone_sends_nothing_and_is_exact_where_torchs_fsdp2_fails(rank, world):
+def test_a_single_rank_is_exact_where_fsdp2_fails(rank, world):
     plain, model, theirs = make(lambda weight: weight), shard(make(InTwo), fully_shard), shard(make(InTwo), fsdp2)
     for number in range(2):
         step(plain, rank, number)
@@ -277,7 +277,7 @@ def test_one_rank_alone_sends_nothing_and_is_exact_where_torchs_fsdp2_fails(rank
 
 
 @distributed(world=2)
-def test_the_dtype_of_compute_is_handed_on(rank, world):
+def test_the_compute_dtype_is_passed_on(rank, world):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     models = {side: shard(make(Halved), engine, mp_policy=policy) for side, engine in ENGINES.items()}
     train(models, rank)
@@ -286,7 +286,7 @@ def test_the_dtype_of_compute_is_handed_on(rank, world):
 
 
 @distributed(world=2)
-def test_in_one_group_with_plain_parameters_accumulated_and_checkpointed(rank, world):
+def test_a_group_shared_with_plain_parameters_supports_accumulation_and_checkpoints(rank, world):
     models = {side: make(InTwo) for side in ENGINES}
     for side, engine in ENGINES.items():
         engine(models[side])
@@ -302,7 +302,7 @@ def test_in_one_group_with_plain_parameters_accumulated_and_checkpointed(rank, w
 
 
 @distributed(world=2)
-def test_state_dicts_copies_and_forwards_without_gradients(rank, world):
+def test_state_dicts_copies_and_no_grad_forwards_are_exact(rank, world):
     model, other = (shard(make(Halved), fully_shard) for _ in range(2))
     step(model, rank)
     with torch.no_grad():
@@ -334,7 +334,7 @@ def test_a_step_between_forward_and_backward_is_an_error(rank, world):
 
 
 @distributed(world=2)
-def test_an_exception_leaves_nothing_unsharded(rank, world):
+def test_an_exception_leaves_no_parameter_unsharded(rank, world):
     model = shard(make(InTwo), fully_shard)
     step(model, rank)
 
@@ -369,26 +369,26 @@ class Unpadded(Halved):
 
 
 @distributed(world=2)
-def test_mistakes_are_named(rank, world):
+def test_mistakes_are_errors(rank, world):
     for kind, words in ((OnlyBefore, "has fsdp_pre_all_gather but not fsdp_post"), (OfThree, "must take .mesh. or")):
         model = make(kind)
         with pytest.raises(TypeError, match=f"parameter weight: .*{words}"):
             shard(model, fully_shard)
         assert not any(isinstance(p, DTensor) for p in model.parameters())
     model = shard(make(Unpadded, sizes=(7, 5)), fully_shard)
-    if rank == 1:  # the one whose shard is the smaller
+    if rank == 1:  # the rank with the smaller shard
         with pytest.raises(ValueError, match=r"parameter weight: .*padded sharded size, of 4 rows"):
             model.blocks[0].unshard()
         end = time.monotonic() + 30
         while not any(ledger.fault for ledger in WATCHER.ledgers()) and time.monotonic() < end:
-            time.sleep(0.05)  # until it hears that the others cannot go on
+            time.sleep(0.05)  # until this rank learns that the other one has stopped
     else:
         with pytest.raises(cs.PeerLostError, match=r"rank 1 failed after action .*parameter weight: .*padded"):
             model.blocks[0].unshard()
 
 
 @distributed(world=2)
-def test_a_compiled_block_works_and_one_graph_says_what_it_cannot(rank, world):
+def test_compiled_blocks_are_exact_and_a_whole_graph_is_an_error(rank, world):
     eager, model = (shard(make(Halved), fully_shard) for _ in range(2))
     torch._dynamo.reset()
     for block in model.blocks:

@@ -1,4 +1,4 @@
-"""`reshard_after_forward=n`: between forward and backward, weights stay cut among a few neighbouring ranks."""
+"""`reshard_after_forward=n`: between forward and backward, parameters stay sharded among a few adjacent ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_training_is_exact(rank, world, name, optimizer):
 
 
 @distributed(world=4)
-def test_lists_mixed_precision_and_replicas_are_exact(rank, world):
+def test_module_lists_and_mixed_precision_are_exact(rank, world):
     check_parity(Case(model=Stack, shard=functools.partial(shard_lists, reshard_after_forward=2)), rank, world)
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, _ = twins(reshard_after_forward=2, mp_policy=bf16)
@@ -57,13 +57,13 @@ def test_lists_mixed_precision_and_replicas_are_exact(rank, world):
 
 
 @distributed(world=4)
-def test_a_mesh_of_replicas_takes_the_ranks_of_its_shard_axis(rank, world):
+def test_a_mesh_with_replicas_uses_the_ranks_of_its_shard_axis(rank, world):
     shard = functools.partial(shard_blocks, mesh=mesh_of(1, 4), reshard_after_forward=2)
     check_parity(Case(model=Stack, shard=shard, mesh=(1, 4)), rank, world)
 
 
 @distributed(world=4)
-def test_another_dim_than_0_works_here_and_fails_with_torchs_fsdp2(rank, world):
+def test_sharding_along_another_dim_is_exact_and_fails_with_fsdp2(rank, world):
     options = {"reshard_after_forward": 2, "shard_placement_fn": lambda p: Shard(p.ndim - 1)}
     torch.manual_seed(3)
     plain, model, theirs = EVEN(), EVEN(), EVEN()
@@ -78,7 +78,7 @@ def test_another_dim_than_0_works_here_and_fails_with_torchs_fsdp2(rank, world):
 
 
 @distributed(world=4)
-def test_between_forward_and_backward_modules_show_dtensors_of_the_small_mesh(rank, world):
+def test_between_forward_and_backward_modules_have_dtensors_on_the_small_mesh(rank, world):
     model, plain = twins(EVEN, few)
     loss = loss_of(model)
     block = model.blocks[0]
@@ -100,26 +100,26 @@ def test_between_forward_and_backward_modules_show_dtensors_of_the_small_mesh(ra
 
 
 @distributed(world=4)
-def test_the_record_of_a_step_is_what_the_plan_predicts(rank, world):
+def test_the_record_of_a_step_matches_the_plan(rank, world):
     model, _ = twins(Stack, few)
     train_step(model)
     train_step(model)
     plan, record = make_plan(model), last_record(model)
     assert record.actions == plan.actions()
     assert record.live_bytes == plan.live_bytes()
-    assert engine_of(model).pool.peak_bytes == plan.peak_bytes, "while pieces are cut from weights, both are there"
+    assert engine_of(model).pool.peak_bytes == plan.peak_bytes, "pieces and unsharded parameters exist at the same time"
     assert kinds(record, "SHRINK") == ["blocks.0", "blocks.1", "blocks.2", ""]
     assert "after forward, among 2" in str(plan)
 
 
 @distributed(world=4)
-def test_without_gradients_after_a_step_and_with_a_new_setting_nothing_stays(rank, world):
+def test_no_piece_stays_after_no_grad_forwards_steps_or_changed_settings(rank, world):
     model, plain = twins(Stack, few)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
     with torch.no_grad():
         assert torch.equal(model(*vectors(0, 0)), plain(*vectors(0, 0)))
     assert_at_rest(model)
-    abandoned = loss_of(model)  # a forward whose backward never comes
+    abandoned = loss_of(model)  # a forward without a backward
     train_step(model)
     train_step(plain)
     del abandoned
@@ -152,14 +152,14 @@ def test_one_rank_and_all_ranks_mean_false_and_true(rank, world):
 
 @pytest.mark.parametrize(("value", "kind"), [(3, ValueError), (0, ValueError), (-2, ValueError), ("2", TypeError)])
 @distributed(world=2)
-def test_numbers_that_do_not_divide_are_refused(rank, world, value, kind):
+def test_a_number_of_ranks_that_does_not_divide_the_world_size_is_an_error(rank, world, value, kind):
     with pytest.raises(kind, match="reshard_after_forward"):
         fully_shard(Stack(), reshard_after_forward=value)
 
 
 @distributed(world=4)
 def test_ranks_may_belong_to_different_numbers_of_process_groups(rank, world):
-    if rank < 2 and torch.__version__ < "2.15":  # from then on torch itself finds no group of all ranks after that
+    if rank < 2 and torch.__version__ < "2.15":  # later versions find no group of all ranks after this call
         dist.new_group([0, 1], use_local_synchronization=True)
     check_parity(Case(model=Stack, shard=functools.partial(few, mesh=init_device_mesh("cpu", (4,)))), rank, world)
 
@@ -171,8 +171,8 @@ def train_in(world, **options):
     return weakref.ref(dist.group.WORLD)
 
 
-def test_meshes_among_few_ranks_keep_no_world():
+def test_small_meshes_do_not_keep_the_world_alive():
     among_few = testing.spmd(4)(train_in, reshard_after_forward=2)
-    among_all = testing.spmd(4)(train_in)  # torch 2.11 itself keeps those
+    among_all = testing.spmd(4)(train_in)  # torch 2.11 itself keeps worlds alive
     gc.collect()
     assert [world() is None for world in among_few] == [world() is None for world in among_all]

@@ -1,4 +1,4 @@
-"""Frozen parameters: no gradient, no gradient work, and free to thaw."""
+"""Frozen parameters get no gradient, cause no gradient work, and may be unfrozen."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_frozen_parameters_work_in_any_grouping(rank, world, shard):
 
 
 @distributed(world=2)
-def test_an_input_gradient_flows_through_a_wholly_frozen_model(rank, world):
+def test_an_input_gradient_flows_through_a_fully_frozen_model(rank, world):
     def train(run):
         (x,) = run.batch()
         x.requires_grad_()
@@ -63,7 +63,7 @@ def test_an_input_gradient_flows_through_a_wholly_frozen_model(rank, world):
 
 
 @distributed(world=(1, 2))
-def test_freezing_and_thawing_between_steps_is_exact(rank, world):
+def test_freezing_and_unfreezing_between_steps_is_exact(rank, world):
     def train(run):
         for name, param in run.params.items():
             if name.startswith("blocks.1"):
@@ -75,13 +75,13 @@ def test_freezing_and_thawing_between_steps_is_exact(rank, world):
     check_parity(Case(model=Stack, train=train), rank, world)
 
 
-GATHERED = {"unshard": None, "root": None, "kept": False, "few": 2}  # how weights are kept: `reshard_after_forward`
-LOST = "torch's FSDP2 forgets what was frozen or thawed on unsharded parameters"
+GATHERED = {"unshard": None, "root": None, "kept": False, "few": 2}  # values of `reshard_after_forward`
+LOST = "torch's FSDP2 loses changes of requires_grad on unsharded parameters"
 
 
 @pytest.mark.parametrize("gathered", GATHERED)
 @distributed(world=4)
-def test_freezing_and_thawing_while_weights_are_gathered_is_exact(rank, world, gathered):
+def test_freezing_and_unfreezing_unsharded_parameters_is_exact(rank, world, gathered):
     def shard(model, fully_shard):
         for block in model.blocks:
             fully_shard(block, reshard_after_forward=GATHERED[gathered])
@@ -103,7 +103,7 @@ def test_freezing_and_thawing_while_weights_are_gathered_is_exact(rank, world, g
 
 
 @distributed(world=2)
-def test_what_is_frozen_or_thawed_between_forward_and_backward_stays_so(rank, world):
+def test_freezing_and_unfreezing_between_forward_and_backward_is_kept(rank, world):
     def train(run):
         loss = run.loss()
         for name, param in run.model.named_parameters():
@@ -115,7 +115,7 @@ def test_what_is_frozen_or_thawed_between_forward_and_backward_stays_so(rank, wo
 
 
 class Probe(torch.autograd.Function):
-    """x * w, noting which gradients backward is asked for."""
+    """x * w; records which gradients backward must compute."""
 
     asked: ClassVar[list] = []
 

@@ -1,4 +1,4 @@
-"""A group's two phase tables: what they list happens through public methods, and nothing else happens."""
+"""A group's two phase tables: methods make all listed transitions and no others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from composable_shard._group.phases import GRAD_TRANSITIONS, PARAM_TRANSITIONS, 
 
 
 def make_group(world, frozen=()):
-    """The group of a Linear; at world 4, two ranks keep it between forward and backward."""
+    """Make the group of a Linear; at world size 4, two ranks keep it between forward and backward."""
     module = nn.Linear(4, 3)
     for name in frozen:
         module.get_parameter(name).requires_grad_(False)
@@ -30,7 +30,7 @@ def make_group(world, frozen=()):
     fully_shard(model)
     with torch.no_grad():
         model(torch.ones(1, 4))
-    # the module is returned too, because nothing below it keeps the parameters' entries alive
+    # the module is returned too, because only it keeps the parameters' entries alive
     return module, module._shard_state.bound.group
 
 
@@ -44,7 +44,7 @@ PARAM_STEPS = {
     "reshard": lambda group: group.reshard(),
     "shrink": lambda group: group.shrink(),
 }
-TO_REACH = {  # what takes a fresh group to a phase
+TO_REACH = {  # steps that take a new group to a phase
     ParamPhase.SHARDED: [],
     ParamPhase.GATHERING: ["start_gather"],
     ParamPhase.UNSHARDED: ["start_gather", "finish_gather"],
@@ -67,7 +67,7 @@ def group_in(phase, world):
 
 
 def finish(group):
-    """Leave nothing in flight behind."""
+    """Finish gathers in flight and reshard."""
     if group.phase is ParamPhase.GATHERING:
         group.finish_gather()
     if group.phase is not ParamPhase.SHARDED:
@@ -80,7 +80,7 @@ def finish(group):
 @pytest.mark.parametrize("step", PARAM_STEPS)
 @pytest.mark.parametrize("phase", list(ParamPhase))
 @distributed(world=4)
-def test_a_method_moves_the_parameters_as_the_table_says_or_raises(rank, world, phase, step):
+def test_a_method_follows_the_transition_table_or_raises(rank, world, phase, step):
     _module, group = group_in(phase, world)
     new = LEADS_TO[step]
     if new in PARAM_TRANSITIONS[phase]:
@@ -108,7 +108,7 @@ def test_a_method_moves_the_parameters_as_the_table_says_or_raises(rank, world, 
     ],
 )
 @distributed(world=4)
-def test_a_refused_transition_has_done_nothing(rank, world, phase, step):
+def test_a_refused_transition_changes_nothing(rank, world, phase, step):
     _module, group = group_in(phase, world)
     before = group.places, repr(group._runtime.pool)
     with pytest.raises(PhaseError):
@@ -118,7 +118,7 @@ def test_a_refused_transition_has_done_nothing(rank, world, phase, step):
 
 
 @distributed(world=4)
-def test_every_listed_transition_of_parameters_is_taken_by_a_method(rank, world):
+def test_methods_make_every_listed_transition_of_parameters(rank, world):
     taken = set()
     _module, group = make_group(world)
     unshard, again = ["start_gather", "finish_gather"], ["shrink", "start_gather", "finish_gather"]
@@ -135,7 +135,7 @@ def test_the_tables_have_a_row_for_every_phase():
 
 
 @distributed(world=1)
-def test_the_root_is_named_as_such_in_an_error(rank, world):
+def test_an_error_names_the_root(rank, world):
     model = Stack(1)
     shard_blocks(model, fully_shard)
     with torch.no_grad():
@@ -149,7 +149,7 @@ def test_the_root_is_named_as_such_in_an_error(rank, world):
 
 @contextlib.contextmanager
 def watched_grads():
-    """Every transition of gradients that happens, as pairs of phases."""
+    """Record all transitions of gradients, as pairs of phases."""
     taken, real = set(), GroupGradients._set_phase
 
     def watch(gradients, new):
@@ -165,13 +165,13 @@ def watched_grads():
 
 
 @distributed(world=(1, 2))
-def test_every_listed_transition_of_gradients_is_taken_by_a_method(rank, world):
+def test_methods_make_every_listed_transition_of_gradients(rank, world):
     _module, group = make_group(world)
     with watched_grads() as taken:
-        group.gradients.accumulate(gradients(group))  # none -> kept
-        group.gradients.accumulate(gradients(group))  # kept -> kept
-        first = group.gradients.start_reduce(group.gradients.take(gradients(group)))  # kept -> reducing
-        group.gradients.accumulate(gradients(group))  # reducing -> kept
+        group.gradients.accumulate(gradients(group))  # none -> accumulated
+        group.gradients.accumulate(gradients(group))  # accumulated -> accumulated
+        first = group.gradients.start_reduce(group.gradients.take(gradients(group)))  # accumulated -> reducing
+        group.gradients.accumulate(gradients(group))  # reducing -> accumulated
         group.gradients.finish_reduce(first)
         again = group.gradients.start_reduce(group.gradients.take(gradients(group)))
         group.gradients.finish_reduce(again)  # reducing -> none
@@ -179,14 +179,14 @@ def test_every_listed_transition_of_gradients_is_taken_by_a_method(rank, world):
         for reduction in reductions:
             group.gradients.finish_reduce(reduction)
         group.gradients.accumulate(gradients(group))
-        group.gradients.forget()  # kept -> none
+        group.gradients.forget()  # accumulated -> none
     assert taken == {(old, new) for old, news in GRAD_TRANSITIONS.items() for new in news}
     assert group.gradients.phase is GradPhase.NONE
 
 
 @distributed(world=1)
-def test_kept_gradients_can_be_taken_while_an_earlier_reduction_is_still_to_finish(rank, world):
-    """As when a third reduction of a backward must wait for the first, and is of the same group."""
+def test_accumulated_gradients_can_be_taken_while_an_earlier_reduction_is_in_flight(rank, world):
+    """This happens if a third reduction in a backward waits for the first, and both are of the same group."""
     _module, group = make_group(world)
     first = group.gradients.start_reduce(gradients(group))
     group.gradients.accumulate(gradients(group))
@@ -209,7 +209,7 @@ def test_an_unlisted_transition_of_gradients_raises(rank, world, old, new):
 
 
 @distributed(world=(1, 2))
-def test_a_reduction_gives_this_ranks_pieces_of_the_mean_and_sets_no_grad(rank, world):
+def test_a_reduction_returns_this_ranks_pieces_of_the_mean_and_sets_no_grad(rank, world):
     _module, group = make_group(world)
     own = [torch.full(p.shape, float(rank + 1)) for p in group.params]
     pieces = group.gradients.finish_reduce(group.gradients.start_reduce(own)).pieces()
@@ -220,7 +220,7 @@ def test_a_reduction_gives_this_ranks_pieces_of_the_mean_and_sets_no_grad(rank, 
 
 
 @distributed(world=2)
-def test_a_gradient_that_is_missing_on_one_rank_counts_as_zeros_and_has_a_piece_everywhere(rank, world):
+def test_a_gradient_that_is_missing_on_one_rank_counts_as_zeros(rank, world):
     _module, group = make_group(world)
     own = [torch.full(group.params[0].shape, 2.0), None if rank == 0 else torch.full(group.params[1].shape, 2.0)]
     pieces = group.gradients.finish_reduce(group.gradients.start_reduce(own)).pieces()
@@ -250,11 +250,11 @@ def test_frozen_members_are_gathered_and_not_reduced(rank, world):
     group.reshard()
 
 
-# ---- kept gradients
+# ---- accumulated gradients
 
 
 @distributed(world=(1, 2))
-def test_the_first_kept_gradient_is_not_written_to_because_others_may_hold_it(rank, world):
+def test_the_first_accumulated_gradient_is_not_written_to(rank, world):
     _module, group = make_group(world)
     first = gradients(group)
     group.gradients.accumulate(first)
@@ -268,7 +268,7 @@ def test_the_first_kept_gradient_is_not_written_to_because_others_may_hold_it(ra
 
 @pytest.mark.parametrize("how", ["none", "zero", "foreach zero", "replaced"])
 @distributed(world=(1, 2))
-def test_kept_gradients_are_void_once_grad_was_cleared_in_any_way(rank, world, how):
+def test_accumulated_gradients_are_dropped_when_grad_is_cleared(rank, world, how):
     module, group = make_group(world)
     group.gradients.accumulate(gradients(group))
     for param in module.parameters():
@@ -286,7 +286,7 @@ def test_kept_gradients_are_void_once_grad_was_cleared_in_any_way(rank, world, h
 
 
 @distributed(world=(1, 2))
-def test_kept_gradients_survive_what_does_not_clear_grad(rank, world):
+def test_accumulated_gradients_survive_other_changes_of_grad(rank, world):
     module, group = make_group(world)
     for param in module.parameters():
         param.grad = torch.zeros_like(param)
@@ -301,7 +301,7 @@ def test_kept_gradients_survive_what_does_not_clear_grad(rank, world):
 
 
 @distributed(world=(1, 2))
-def test_unsharded_weights_are_whole_and_leaves_want_gradients_as_their_shards_do(rank, world):
+def test_unsharded_parameters_are_full_and_leaves_have_the_requires_grad_of_their_shards(rank, world):
     torch.manual_seed(5)
     module = nn.Linear(4, 3)
     plain = {n: p.detach().clone() for n, p in module.named_parameters()}
@@ -319,7 +319,7 @@ def test_unsharded_weights_are_whole_and_leaves_want_gradients_as_their_shards_d
 
 
 @distributed(world=(1, 2))
-def test_a_change_of_a_shard_makes_unsharded_weights_stale_until_they_are_gathered_again(rank, world):
+def test_a_changed_shard_makes_unsharded_parameters_stale_until_the_next_gather(rank, world):
     module = nn.Linear(4, 3)
     fully_shard(module, reshard_after_forward=False)
     shard = module.weight
@@ -335,13 +335,13 @@ def test_a_change_of_a_shard_makes_unsharded_weights_stale_until_they_are_gather
 
 
 @distributed(world=2)
-def test_a_group_tells_its_name_and_phase_in_words(rank, world):
+def test_the_repr_of_a_group_has_its_name_and_phase(rank, world):
     _module, group = make_group(world)
     assert repr(group) == "ParamGroup(1, 2 parameters, sharded)"
 
 
 @distributed(world=2)
-def test_gradients_that_were_packed_are_not_held_until_their_reduction_is_done(rank, world):
+def test_packed_gradients_are_freed_before_their_reduction_is_done(rank, world):
     _, group = make_group(world)
     given = gradients(group)
     seen = [weakref.ref(gradient) for gradient in given]

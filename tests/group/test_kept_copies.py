@@ -1,4 +1,4 @@
-"""Unsharded parameters that code keeps after a forward, in a cache or on a ``ctx``: they show later weights."""
+"""Unsharded parameters that user code keeps after a forward, in a cache or on a ``ctx``, show later values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZE, HIDDEN = 8, 16
 
 
 class Caching(nn.Module):
-    """A feed-forward layer that computes with the weights of its first forward."""
+    """A feed-forward layer that computes with the weights that it cached in its first forward."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class Caching(nn.Module):
         self.weights, self.caches = None, True
 
     def take(self):
-        """The cached weights; in a list, as a module registers a parameter that is assigned to it."""
+        """Return the cached weights. They are in a list, because a module would register an assigned parameter."""
         if self.weights is not None:
             return self.weights
         weights = [self.mlp.gate.weight, self.mlp.up.weight, self.mlp.down.weight, self.norm.bias]
@@ -46,7 +46,7 @@ class Caching(nn.Module):
 
 
 class Gated(torch.autograd.Function):
-    """A linear layer that keeps its weight as fused kernels do: as an attribute of ``ctx``."""
+    """A linear layer that keeps its weight as an attribute of ``ctx``, like fused kernels."""
 
     @staticmethod
     def forward(ctx, x, weight, how):
@@ -91,7 +91,7 @@ FROZEN = {"nothing": freeze_nothing, "weights": freeze_weights, "blocks": freeze
 
 
 def sides(make, freeze="nothing", blocks=3, **options):
-    """The plain model, ours and FSDP2's: blocks between two linear layers that train."""
+    """Make the plain model, ours and FSDP2's: blocks between two linear layers that train."""
     torch.manual_seed(5)
     plain = nn.Sequential(nn.Linear(SIZE, SIZE), *[make() for _ in range(blocks)], nn.Linear(SIZE, 3))
     FROZEN[freeze](plain[1:-1])
@@ -105,7 +105,7 @@ def sides(make, freeze="nothing", blocks=3, **options):
 
 
 def trained(model, steps=3, evaluates=False, before=lambda step: None):
-    """Losses and gradients of some steps, with the optimizer between them, and the loss of an evaluation."""
+    """Train for some steps, and return their losses and gradients and the loss of an evaluation."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     found = []
     for step in range(steps):
@@ -143,7 +143,7 @@ def test_a_module_may_cache_its_weights_in_its_first_forward(rank, world, reshar
 
 @pytest.mark.parametrize("when", [0, 1, 2])
 @distributed(world=2)
-def test_weights_that_were_unsharded_by_hand_may_be_used_later(rank, world, when):
+def test_weights_kept_from_an_unshard_call_may_be_used_later(rank, world, when):
     models = sides(Caching)
 
     def take(model, step):
@@ -163,7 +163,7 @@ def test_weights_that_were_unsharded_by_hand_may_be_used_later(rank, world, when
 
 
 class Views(nn.Module):
-    """Caches what `kept` gives of its weight, and computes with the first of it."""
+    """Caches the tensors that `kept` returns for its weight, and computes with the first one."""
 
     def __init__(self, kept):
         super().__init__()
@@ -186,13 +186,13 @@ VIEWS = {
 @pytest.mark.parametrize("kept", VIEWS)
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(world=2)
-def test_views_may_be_cached_with_and_without_their_weight_in_an_evaluation(rank, world, reshard, kept):
+def test_an_evaluation_may_cache_views_with_or_without_their_weight(rank, world, reshard, kept):
     models = sides(lambda: Views(VIEWS[kept]), blocks=4, reshard_after_forward=reshard)
     assert_all_equal({name: trained(model, evaluates=True) for name, model in models.items()})
 
 
 @distributed(world=2)
-def test_cached_weights_of_a_block_that_is_thawed_later_train(rank, world):
+def test_cached_weights_of_a_block_that_is_unfrozen_later_train(rank, world):
     models = sides(Caching, "blocks")
 
     def thaw(model, step):
@@ -208,7 +208,7 @@ def test_cached_weights_of_a_block_that_is_thawed_later_train(rank, world):
 
 
 @simulated(world=2)
-def test_a_cached_copy_that_cannot_be_thawed_is_an_error_that_names_the_parameter(rank, world):
+def test_a_cached_copy_that_cannot_be_unfrozen_is_an_error(rank, world):
     model = sides(Caching, "weights")["ours"]
     trained(model, steps=1)
     model[1].mlp.up.weight.requires_grad_(True)
@@ -222,7 +222,7 @@ def test_a_cached_copy_that_cannot_be_thawed_is_an_error_that_names_the_paramete
 
 
 class Noted(nn.Module):
-    """Computes with the weight that a backward hook of the module has seen."""
+    """Computes with the weight that a backward hook of the module has kept."""
 
     def __init__(self):
         super().__init__()
@@ -236,14 +236,14 @@ class Noted(nn.Module):
 
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(world=2)
-def test_a_weight_that_was_kept_in_backward_shows_later_ones(rank, world, reshard):
+def test_a_weight_kept_in_backward_shows_later_values(rank, world, reshard):
     models = sides(Noted, reshard_after_forward=reshard)
     assert_all_equal({name: trained(model) for name, model in models.items()})
 
 
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2)], ids=["four replicas", "two of two"])
 @distributed(world=4)
-def test_weights_may_be_cached_in_several_dtypes_and_replicas(rank, world, shape):
+def test_weights_of_several_dtypes_may_be_cached_on_replicas(rank, world, shape):
     class Mixed(Caching):
         def forward(self, x):
             return super().forward(x) * self.scale.float()
@@ -254,12 +254,12 @@ def test_weights_may_be_cached_in_several_dtypes_and_replicas(rank, world, shape
         return block
 
     models = sides(make, mesh=mesh_of(*shape))
-    del models["fsdp2"]  # which refuses several dtypes
+    del models["fsdp2"]  # FSDP2 refuses several dtypes
     assert_all_equal({name: trained(model) for name, model in models.items()})
 
 
 @simulated(world=2)
-def test_a_packed_weight_that_was_unsharded_before_the_first_forward_may_be_kept(rank, world):
+def test_a_packed_weight_may_be_kept_from_an_unshard_before_the_first_forward(rank, world):
     class Packed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -284,7 +284,7 @@ def test_a_packed_weight_that_was_unsharded_before_the_first_forward_may_be_kept
 @pytest.mark.parametrize("freeze", FROZEN)
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(world=2)
-def test_a_function_may_keep_a_weight_as_it_is_for_backward(rank, world, reshard, freeze, how):
+def test_an_autograd_function_may_keep_a_weight_on_its_context(rank, world, reshard, freeze, how):
     models = sides(lambda: Fused(how), freeze, reshard_after_forward=reshard)
     assert_all_equal({name: trained(model) for name, model in models.items()})
     assert_at_rest(models["ours"])
@@ -298,7 +298,7 @@ def test_compiled_blocks_may_cache_their_weights(rank, world, freeze):
         for block in model[1:-1]:
             block.compile(backend="aot_eager")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo's look
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # by Dynamo
         assert_all_equal({name: trained(model) for name, model in models.items()})
 
 
@@ -312,7 +312,7 @@ class Parallel(Caching):
 
 
 @distributed(world=4)
-def test_cached_weights_under_tensor_parallelism_show_later_ones(rank, world):
+def test_cached_weights_under_tensor_parallelism_show_later_values(rank, world):
     mesh = named_mesh((2, 2), ("dp", "tp"))
     torch.manual_seed(5)
     plain = nn.Sequential(nn.Linear(SIZE, SIZE), *[Caching() for _ in range(2)], nn.Linear(SIZE, 3))
@@ -357,7 +357,7 @@ def test_kept_weights_are_nan_while_nothing_is_gathered(rank, world, trains):
 
 
 @simulated(world=2)
-def test_kept_weights_keep_no_memory_and_may_be_let_go(rank, world):
+def test_kept_weights_use_no_memory_and_may_be_released(rank, world):
     model = sides(Caching)["ours"]
     trained(model)
     assert engine_of(model).pool.live_bytes == 0

@@ -1,4 +1,4 @@
-"""Selective checkpoints, and others who keep views of weights past the saved-tensor hooks."""
+"""Selective checkpoints and other code that keeps views of parameters outside the saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Checkpointed(nn.Module):
 
 
 def checkpointed(function, x):
-    """With a policy that saves all, views of weights among them."""
+    """Checkpoint with a policy that saves all tensors, including views of parameters."""
     contexts = partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE)
     return checkpoint(function, x, use_reentrant=False, context_fn=contexts)
 
@@ -75,7 +75,7 @@ KEEPERS = {
 
 @pytest.mark.parametrize("kind", KEEPERS)
 @distributed(world=2)
-def test_views_of_weights_that_are_kept_past_the_hooks_stay_true(rank, world, kind):
+def test_views_kept_outside_the_saved_tensor_hooks_stay_valid(rank, world, kind):
     def shard_all(model, engine):
         for block in getattr(model, "blocks", model):
             engine(block, reshard_after_forward=True)
@@ -86,7 +86,7 @@ def test_views_of_weights_that_are_kept_past_the_hooks_stay_true(rank, world, ki
     for step in range(3):
         for name, model in models.items():
             loss = model(noise(3, 6, seed=step)).square().mean()
-            if name == "ours":  # whatever the pool would give to others is overwritten
+            if name == "ours":  # overwrite all memory that the pool would lease to others
                 others = [pool_of(model).lease(size) for size, free in pool_of(model)._free.items() for _ in free]
                 for slot in others:
                     slot.typed(torch.uint8, written=True).fill_(255)
@@ -99,7 +99,7 @@ def test_views_of_weights_that_are_kept_past_the_hooks_stay_true(rank, world, ki
             optimizer.step()
             optimizer.zero_grad()
     del loss, model
-    for _ in range(100):  # a thread of gloo has a copy of this thread's state, with the checkpoint, for a millisecond
+    for _ in range(100):  # a gloo thread keeps a copy of this thread's state, with the checkpoint, for a millisecond
         with torch.no_grad():
             models["ours"](noise(3, 6))
         live = torch.tensor([pool_of(models["ours"]).live_bytes])
@@ -107,4 +107,4 @@ def test_views_of_weights_that_are_kept_past_the_hooks_stay_true(rank, world, ki
         if live.item() == 0:
             break
         time.sleep(0.02)
-    assert live.item() == 0, "memory is still reserved when the graph is gone"
+    assert live.item() == 0, "memory is still reserved after the graph was freed"

@@ -1,6 +1,6 @@
-"""Mixed precision: equal bits to FSDP2, and the dtype that each part sees.
+"""Mixed precision: bitwise identical to FSDP2, and the dtypes in which modules compute.
 
-FSDP2 is the other side here: the unsharded model has no such policy.
+The reference is FSDP2, because the unsharded model has no such policy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ POLICIES = {
 
 
 def shard_with(policy, model, engine, **options):
-    """Every group with the policy, its output dtype at the root alone: blocks pass on what the next one computes in."""
+    """Shard every group with the policy, but use its output dtype only at the root: blocks return the compute dtype."""
     inner = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
     for block in model.blocks:
         engine(block, mp_policy=inner, **options)
@@ -44,7 +44,7 @@ def shard_with(policy, model, engine, **options):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(world=(1, 2))
-def test_mixed_precision_gives_the_bits_of_fsdp2(rank, world, policy, reshard):
+def test_mixed_precision_is_bitwise_identical_to_fsdp2(rank, world, policy, reshard):
     policy = MixedPrecisionPolicy(**POLICIES[policy])
     shard = functools.partial(shard_with, policy, reshard_after_forward=reshard)
     check_parity(Case(model=Stack, shard=shard, reference=False, optimizer="adamw"), rank, world)
@@ -76,7 +76,7 @@ def test_integer_inputs_are_not_cast(rank, world):
 
 
 class Spy(nn.Module):
-    """Notes the dtypes that its forward sees."""
+    """Records the dtypes in its forward."""
 
     def __init__(self):
         super().__init__()
@@ -114,7 +114,7 @@ def test_forward_sees_cast_arguments_and_parameters_but_not_cast_buffers(rank, w
 
 
 @distributed(world=2)
-def test_inputs_keep_their_dtype_when_asked(rank, world):
+def test_inputs_keep_their_dtype_without_cast_forward_inputs(rank, world):
     model, _ = run_spy(param_dtype=BF16, cast_forward_inputs=False)
     assert model.seen["x"] == FP32
     assert model.seen["nested"] == FP32
@@ -128,12 +128,12 @@ def test_outputs_are_cast_to_the_output_dtype_except_integers(rank, world):
     assert out["count"].dtype == torch.int64
 
 
-# ---- parameters that are excepted
+# ---- parameters excluded from the policy
 
 
 @dataclasses.dataclass(frozen=True)
 class Overriding(MixedPrecisionPolicy):
-    """What torch 2.15 has added to its policy."""
+    """The field that torch 2.15 has added to its policy."""
 
     param_dtype_override_fn: Any = None
 
@@ -183,7 +183,7 @@ def test_single_parameters_keep_their_dtype(rank, world):
 
 
 @distributed(world=1)
-def test_a_third_dtype_is_refused_by_name(rank, world):
+def test_a_third_dtype_is_an_error(rank, world):
     kind = MixedPrecisionPolicy if HAS_OVERRIDES else Overriding
     policy = kind(param_dtype=BF16, param_dtype_override_fn=lambda param: torch.float16)
     with pytest.raises(ValueError, match=r"override_fn: returned torch.float16 for parameter weight; expected"):
@@ -191,7 +191,7 @@ def test_a_third_dtype_is_refused_by_name(rank, world):
 
 
 @distributed(world=1)
-def test_gradients_of_another_dtype_are_refused_by_name(rank, world):
+def test_a_grad_dtype_other_than_the_parameters_is_an_error(rank, world):
     model = Scaled()
     model.scale.grad_dtype = BF16
     with pytest.raises(ValueError, match=r"parameter scale: has grad_dtype torch.bfloat16, which is not supported"):

@@ -1,4 +1,4 @@
-"""Shards that are kept on the CPU."""
+"""Shards that are stored on the CPU."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from _parity import Case, check_parity
 from _pool import distributed
 from composable_shard import CPUOffloadPolicy, OffloadPolicy
 
-needs_accelerator = pytest.mark.skipif(
-    not torch.accelerator.is_available(), reason="no accelerator: there is nothing to offload from"
-)
+needs_accelerator = pytest.mark.skipif(not torch.accelerator.is_available(), reason="offloading needs an accelerator")
 
 
 @pytest.mark.parametrize("policy", [OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)], ids=["none", "cpu"])
@@ -27,7 +25,7 @@ def test_without_an_accelerator_offloading_changes_nothing(rank, world, policy):
 
 
 @distributed(world=2)
-def test_pinning_without_an_accelerator_works_here_and_fails_with_torchs_fsdp2(rank, world):
+def test_pinning_without_an_accelerator_is_exact_and_fails_with_fsdp2(rank, world):
     model = Stack()
     shard_blocks(model, fully_shard, offload_policy=CPUOffloadPolicy())
     model(*vectors(rank, 0)).sum().backward()
@@ -37,7 +35,7 @@ def test_pinning_without_an_accelerator_works_here_and_fails_with_torchs_fsdp2(r
 
 
 @distributed(world=1)
-def test_other_policies_are_refused_by_name(rank, world):
+def test_another_type_of_policy_is_an_error(rank, world):
     with pytest.raises(TypeError, match="offload_policy: expected an OffloadPolicy, got bool"):
         fully_shard(nn.Linear(2, 2), offload_policy=True)
 

@@ -35,14 +35,14 @@ def test_autocast_is_exact(rank, world, shard):
 
 
 @distributed(world=2)
-def test_a_step_with_an_overflow_on_one_rank_is_skipped_on_all(rank, world):
+def test_a_step_with_an_overflow_on_one_rank_is_skipped_on_all_ranks(rank, world):
     models = models_of(partial(stack, 4, 2))
     scalers = {name: torch.amp.GradScaler("cpu", init_scale=8.0) for name in models}
     optimizers = optimizers_of(models)
     for step in range(3):
         for name, model in models.items():
             loss = model(noise(3, 4, seed=step)).square().mean()
-            if step == 1:  # both know of it in the plain model
+            if step == 1:  # the plain model gets the overflow of both ranks
                 loss = loss * (torch.inf if rank == 1 or name == "plain" else 1.0)
             scalers[name].scale(loss).backward()
             scalers[name].unscale_(optimizers[name])
@@ -58,7 +58,7 @@ def test_a_step_with_an_overflow_on_one_rank_is_skipped_on_all(rank, world):
 
 @pytest.mark.parametrize("shard", [shard_children, shard_whole])
 @distributed(world=2)
-def test_an_optimizer_in_backward_steps_each_parameter_when_its_gradient_is_there(rank, world, shard):
+def test_an_optimizer_in_backward_steps_each_parameter_when_its_gradient_is_reduced(rank, world, shard):
     models = models_of(partial(stack, 4, 2), shard)
     steps = dict.fromkeys(models, 0)
 
@@ -83,7 +83,7 @@ def test_an_optimizer_in_backward_steps_each_parameter_when_its_gradient_is_ther
 
 
 @distributed(world=2)
-def test_a_hook_finds_the_gradients_of_all_that_was_reduced_before_and_may_step_an_optimizer_over_them(rank, world):
+def test_a_hook_sees_all_gradients_reduced_before_and_may_step_their_optimizer(rank, world):
     models = models_of(partial(stack, 4, 2))
     found = {}
 
@@ -105,11 +105,11 @@ def test_a_hook_finds_the_gradients_of_all_that_was_reduced_before_and_may_step_
             model(noise(3, 4, seed=step)).square().mean().backward()
         assert_alike(models)
         assert set(map(all, found.values())) == {True}
-        assert models["ours"][2].weight.grad is None  # nor does one come after that
+        assert models["ours"][2].weight.grad is None  # and no gradient is added later
 
 
 @distributed(world=2)
-def test_a_step_within_backward_applies_what_was_clipped_a_line_before(rank, world):
+def test_a_clip_and_step_within_backward_uses_the_clipped_gradients(rank, world):
     models = models_of(lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)]))
     for model in models.values():
         late = [param for layer in model[6:] for param in layer.parameters()]
@@ -128,7 +128,7 @@ def test_a_step_within_backward_applies_what_was_clipped_a_line_before(rank, wor
 
 @distributed(world=2)
 def test_tensor_hooks_change_the_reduced_gradient(rank, world):
-    models = models_of(partial(stack, 4, 2), fsdp2=False)  # FSDP2 calls them with nothing
+    models = models_of(partial(stack, 4, 2), fsdp2=False)  # FSDP2 does not call them
     for model in models.values():
         for param in model.parameters():
             param.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
@@ -204,7 +204,7 @@ def test_parameters_on_several_meshes_are_clipped_and_stepped_together(rank, wor
 
 @pytest.mark.parametrize("kind", ["adamw fused", "sgd foreach", "adamw foreach"])
 @distributed(world=2)
-def test_parameters_on_several_meshes_are_stepped_by_the_functions_that_the_user_has_chosen(rank, world, kind):
+def test_parameters_on_several_meshes_are_stepped_by_the_chosen_foreach_or_fused_functions(rank, world, kind):
     def shard(model, engine):
         engine(model[0], mesh=mesh_of(1, 2))
         engine(model[2], mesh=mesh_of(2))
@@ -223,7 +223,7 @@ def test_parameters_on_several_meshes_are_stepped_by_the_functions_that_the_user
     assert [ours.get(name) for name in ("foreach", "fused")] == [theirs.get(name) for name in ("foreach", "fused")]
 
 
-# ---- hooks of groups that a backward reduces without having run them
+# ---- hooks of groups that a backward reduces without running them
 
 
 class TwoParts(nn.Module):
@@ -235,9 +235,9 @@ class TwoParts(nn.Module):
         return self.a(x) + self.b(x) if both else self.a(x)
 
 
-@pytest.mark.parametrize("ends", ["by the last micro-batch", "by hand"])
+@pytest.mark.parametrize("ends", ["by the last microbatch", "manually"])
 @distributed(world=2)
-def test_hooks_see_gradients_that_were_kept_from_earlier_micro_batches(rank, world, ends):
+def test_hooks_see_gradients_accumulated_in_earlier_microbatches(rank, world, ends):
     models = models_of(TwoParts)
     calls = {name: [] for name in models}
     for name, model in models.items():
@@ -254,7 +254,7 @@ def test_hooks_see_gradients_that_were_kept_from_earlier_micro_batches(rank, wor
             if name == "plain":
                 continue
             model.set_requires_gradient_sync(True)
-            if ends == "by hand" and name == "ours":
+            if ends == "manually" and name == "ours":
                 model.finalize_backward()
             else:
                 model(noise(3, 4), both=False).square().mean().backward()
@@ -270,8 +270,8 @@ def operators_in(graph):
 
 @pytest.mark.parametrize("kind", ["sgd", *map(more, [kind for kind in COMPILED if kind != "sgd"])])
 @distributed(world=2)
-def test_a_compiled_step_is_the_step_and_gives_the_weights_up_without_a_graph_break_of_ours(rank, world, kind):
-    """The engines are told by an operator, in a graph of its own before the break that torch makes in every step."""
+def test_a_compiled_step_is_exact_and_reshards_without_an_additional_graph_break(rank, world, kind):
+    """An operator notifies the engines, in a separate graph before the break that torch makes in every step."""
     models = models_of(lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), reshard_after_forward=False)
     warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")  # Dynamo's own import
     breaks, graphs = {}, {}
@@ -301,7 +301,7 @@ def test_a_compiled_step_is_the_step_and_gives_the_weights_up_without_a_graph_br
 
 
 @distributed(world=2)
-def test_what_an_eager_step_refuses_a_compiled_one_refuses(rank, world):
+def test_a_compiled_step_raises_the_errors_of_an_eager_step(rank, world):
     warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")
     torch._dynamo.reset()
     model = stack(4, 2)

@@ -1,4 +1,4 @@
-"""Packed parameters: frozen bytes with scales beside them, under adapters that train."""
+"""Packed parameters: frozen bytes with separate scales, under adapters that train."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def of(storage):
 
 
 def sides(make, options=None, cut=shard):
-    """The unsharded model, and ours."""
+    """Make the unsharded model and ours."""
     return models_of(make, cut, fsdp2=False, **(options or {}))
 
 
@@ -43,7 +43,7 @@ def packed_of(model):
 
 
 def assert_bits(models):
-    """The packed weights are the unsharded model's bit by bit, and so is each that a forward has seen."""
+    """Check that packed weights, also as seen in forwards, are bitwise identical to the unsharded model's."""
     plain = packed_of(models["plain"])
     for name, layer in packed_of(models["ours"]).items():
         assert torch.equal(bits(layer.weight.full_tensor()), bits(plain[name].weight)), name
@@ -52,7 +52,7 @@ def assert_bits(models):
 
 
 def ignore_of_dynamo():
-    """What Dynamo does with every autograd function."""
+    """Ignore a warning that Dynamo causes with every autograd function."""
     warnings.filterwarnings("ignore", message=".*autograd.function.Function'> should not be instantiated")
 
 
@@ -61,7 +61,7 @@ def mean_square(model, step):
 
 
 def mean_of_ranks(gradient):
-    """The mean of equal gradients, which is rounded where their number is no power of two."""
+    """Return the mean of equal gradients, which is rounded if the world size is not a power of two."""
     world = dist.get_world_size()
     return sum([gradient] * world) / world
 
@@ -89,7 +89,7 @@ def train(models, steps=3, loss_of=mean_square, optimizers=None):
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 @pytest.mark.parametrize("transport", [None, more("torch"), "packed"])
 @distributed(world=(2, more(3)))
-def test_adapters_over_packed_weights_train_as_the_unsharded_model(rank, world, storage, transport):
+def test_adapters_over_packed_weights_train_like_the_unsharded_model(rank, world, storage, transport):
     with pytest.MonkeyPatch.context() as patch:
         if transport:
             patch.setenv("COMPOSABLE_SHARD_TRANSPORT", transport)
@@ -100,20 +100,20 @@ def test_adapters_over_packed_weights_train_as_the_unsharded_model(rank, world, 
 
 @pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"reshard_after_forward": 2}, {}], ids=str)
 @distributed(world=4)
-def test_packed_weights_stay_what_they_are_however_they_are_resharded(rank, world, options):
+def test_packed_weights_are_bitwise_unchanged_with_every_way_of_resharding(rank, world, options):
     train(sides(partial(Quantized, partial(Packed4Linear, storage=torch.bfloat16), wide=22), options))
     train(sides(partial(Quantized, Packed8Linear, wide=21), options))  # uneven
 
 
 @distributed(world=4)
-def test_packed_weights_on_a_mesh_of_replicas(rank, world):
+def test_packed_weights_are_exact_on_a_mesh_with_replicas(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for make in (of(torch.float32), partial(Quantized, Packed8Linear)):
         train(sides(make, {"mesh": mesh}))
 
 
 @simulated(world=4)
-def test_packed_weights_are_cut_at_multiples_of_rows(rank, world):
+def test_packed_weights_are_sharded_at_multiples_of_rows(rank, world):
     placed = {"shard_placement_fn": lambda param: cs.Ragged(5)}
     for make in (of(torch.bfloat16), partial(Quantized, Packed8Linear)):
         models = sides(make, placed)
@@ -124,7 +124,7 @@ def test_packed_weights_are_cut_at_multiples_of_rows(rank, world):
 
 
 def in_bfloat16(model, step):
-    """The unsharded model as mixed precision has it: all but packed weights in bfloat16."""
+    """Return the loss of the unsharded model in mixed precision: all except packed weights are in bfloat16."""
     packed = {id(layer.weight) for layer in packed_of(model).values()}
     cast = {n: p.to(torch.bfloat16) for n, p in model.named_parameters() if id(p) not in packed}
     return functional_call(model, cast, (batch(step).to(torch.bfloat16),)).square().mean()
@@ -132,7 +132,7 @@ def in_bfloat16(model, step):
 
 @pytest.mark.parametrize("make", [of(torch.float32), of(torch.float16), partial(Quantized, Packed8Linear)])
 @distributed(world=2)
-def test_mixed_precision_leaves_packed_weights_out(rank, world, make):
+def test_mixed_precision_does_not_cast_packed_weights(rank, world, make):
     models = sides(make, {"mp_policy": BF16})
 
     def loss_of(model, step):
@@ -143,7 +143,7 @@ def test_mixed_precision_leaves_packed_weights_out(rank, world, make):
 
 @pytest.mark.parametrize("kind", KINDS)
 @simulated(world=2)
-def test_no_memory_of_packed_weights_stays_between_forward_and_backward(rank, world, kind):
+def test_packed_weights_are_freed_between_forward_and_backward(rank, world, kind):
     model = sides(partial(Quantized, KINDS[kind]))["ours"]
     for step in range(3):
         loss = model(batch(step)).square().mean()
@@ -162,7 +162,7 @@ def test_no_memory_of_packed_weights_stays_between_forward_and_backward(rank, wo
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reads", ["checkpoint", "reentrant", "twice", "on demand", "alone"])
 @distributed(world=2)
-def test_backward_gathers_packed_weights_that_layers_have_kept(rank, world, kind, reads):
+def test_backward_gathers_packed_weights_that_layers_keep(rank, world, kind, reads):
     class Checkpointed(Quantized):
         def forward(self, x):
             x = x.clone().requires_grad_()
@@ -193,7 +193,7 @@ def test_evaluation_between_steps_changes_nothing(rank, world, kind):
     optimizers = optimizers_of(models)
     for _ in range(2):
         train(models, 1, optimizers=optimizers)
-        plain = copy.deepcopy(models["plain"])  # the unsharded layer keeps what it has repacked
+        plain = copy.deepcopy(models["plain"])  # the unsharded layer keeps its repacked weight
         with torch.no_grad():
             outputs = [side.eval()(batch(7)) for side in (plain, models["ours"])]
         assert torch.equal(*outputs)
@@ -207,7 +207,7 @@ def test_evaluation_between_steps_changes_nothing(rank, world, kind):
 @pytest.mark.parametrize("storage", [torch.bfloat16, more(torch.float32), more(torch.uint8)], ids=str)
 @pytest.mark.parametrize("backend", ["aot_eager", more("inductor")])
 @distributed(world=2, limit_s=200)
-def test_packed_weights_in_one_full_graph(rank, world, storage, backend):
+def test_packed_weights_are_exact_in_one_full_graph(rank, world, storage, backend):
     models = sides(of(storage))
     torch._dynamo.reset()
     ignore_of_dynamo()
@@ -226,13 +226,13 @@ def test_packed_weights_in_one_full_graph(rank, world, storage, backend):
             optimizers[name].zero_grad()
     assert_bits(models)
     for name, param in models["plain"].named_parameters():
-        if param.requires_grad:  # as numbers, packed bits may be NaN, which is no equal of itself
+        if param.requires_grad:  # read as numbers, packed bits may be NaN, which is not equal to itself
             assert torch.equal(models["ours"].get_parameter(name).full_tensor(), param), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world=2)
-def test_packed_weights_in_blocks_that_are_compiled_alone(rank, world, kind):
+def test_packed_weights_are_exact_in_separately_compiled_blocks(rank, world, kind):
     models = sides(partial(Quantized, KINDS[kind]))
     torch._dynamo.reset()
     ignore_of_dynamo()
@@ -243,7 +243,7 @@ def test_packed_weights_in_blocks_that_are_compiled_alone(rank, world, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @simulated(world=2)
-def test_packed_weights_are_not_rounded_where_others_travel_in_fewer_bits(rank, world, kind):
+def test_packed_weights_are_not_rounded_when_others_are_sent_in_fewer_bits(rank, world, kind):
     models = sides(partial(Quantized, KINDS[kind]))
     ours = models["ours"]
     ours.set_comm_policy(cs.CommPolicy(gather="int8"))
@@ -257,7 +257,7 @@ def test_packed_weights_are_not_rounded_where_others_travel_in_fewer_bits(rank, 
 
 @pytest.mark.parametrize("change", ["dtype", "assign", "copy"])
 @simulated(world=2)
-def test_what_a_packed_parameter_carries_follows_it(rank, world, change):
+def test_the_attributes_of_a_packed_parameter_survive_conversion_loading_and_copying(rank, world, change):
     models = sides(of(torch.uint8))
     ours = models["ours"]
     before = ours.blocks[0].first.base.weight.scales
@@ -278,7 +278,7 @@ def test_what_a_packed_parameter_carries_follows_it(rank, world, change):
 
 
 @simulated(world=2)
-def test_a_plan_shows_packed_parameters_and_counts_their_gathers_apart(rank, world):
+def test_a_plan_shows_packed_parameters_and_their_separate_gathers(rank, world):
     policy = replace(BF16, reduce_dtype=torch.bfloat16)
     plan = cs.make_plan(sides(of(torch.bfloat16), {"mp_policy": policy})["ours"])
     group = next(group for group in plan.groups if group.fqn == "blocks.0")
@@ -289,7 +289,7 @@ def test_a_plan_shows_packed_parameters_and_counts_their_gathers_apart(rank, wor
 
 @pytest.mark.parametrize("options", [{}, {"shard_placement_fn": lambda param: cs.Ragged(5)}])
 @simulated(world=2)
-def test_an_engine_gathers_what_the_plan_says_of_packed_parameters(rank, world, options):
+def test_gathered_bytes_of_packed_parameters_match_the_plan(rank, world, options):
     model = sides(of(torch.bfloat16), options)["ours"]
     model(batch(0)).sum().backward()
     engine = engine_of(model)
@@ -298,7 +298,7 @@ def test_an_engine_gathers_what_the_plan_says_of_packed_parameters(rank, world, 
 
 
 @simulated(world=2)
-def test_packed_weights_beside_others_in_fewer_bits_stay_what_they_are(rank, world):
+def test_packed_weights_are_bitwise_unchanged_next_to_others_in_fewer_bits(rank, world):
     model = sides(of(torch.bfloat16), {"shard_placement_fn": lambda param: cs.Ragged(5)})["ours"]
     model.set_comm_policy(cs.CommPolicy("fp8", "int8", block=8))
     model(batch(0)).sum().backward()
@@ -312,7 +312,7 @@ def test_packed_weights_beside_others_in_fewer_bits_stay_what_they_are(rank, wor
 
 
 class CastsBias(nn.Linear):
-    """Puts its bias in the dtype of the input, in place, as some layers do."""
+    """Converts the data of its bias to the dtype of the input, as some layers do."""
 
     def forward(self, x):
         self.bias.data = self.bias.data.to(x.dtype)
@@ -320,7 +320,7 @@ class CastsBias(nn.Linear):
 
 
 @simulated(world=2)
-def test_data_that_an_evaluation_puts_on_a_parameter_is_gone_with_the_next_gather(rank, world):
+def test_data_that_an_evaluation_sets_on_a_parameter_is_reset_by_the_next_gather(rank, world):
     torch.manual_seed(0)
     model = cs.fully_shard(nn.Sequential(CastsBias(4, 4)))
     for _ in range(4):
@@ -331,7 +331,7 @@ def test_data_that_an_evaluation_puts_on_a_parameter_is_gone_with_the_next_gathe
 
 
 class Uncut(torch.Tensor):
-    """A frozen weight made of two parts, which nobody can slice."""
+    """A frozen weight made of two parts that cannot be sliced."""
 
     @staticmethod
     def __new__(cls, data, scales):
@@ -354,14 +354,14 @@ class Uncut(torch.Tensor):
 
 
 @simulated(world=2)
-def test_a_tensor_of_parts_that_cannot_be_cut_is_refused_by_name(rank, world):
+def test_a_tensor_subclass_that_cannot_be_sharded_is_an_error(rank, world):
     model = nn.Linear(4, 4, bias=False)
     model.weight = nn.Parameter(Uncut(torch.ones(4, 4), torch.ones(4)), requires_grad=False)
-    with pytest.raises(cs.ShardConfigError, match=r"parameter weight: a Uncut of shape \(4, 4\) cannot be cut"):
+    with pytest.raises(cs.ShardConfigError, match=r"parameter weight: a Uncut of shape \(4, 4\) cannot be split"):
         cs.fully_shard(model)
 
 
-def test_layers_of_this_file_do_train():
+def test_the_layers_of_this_file_get_gradients():
     block = Block(Packed8Linear, 8, 8, trains=True)
     block(torch.randn(2, 8)).sum().backward()
     assert block.first.down.weight.grad is not None

@@ -1,4 +1,4 @@
-"""Parameters cut along another dim than 0."""
+"""Parameters that are sharded along a dim other than 0."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from _pool import distributed, more
 
 
 def widest(param):
-    """The largest dim, counted from the end where that is shorter."""
+    """Shard along the largest dim; a dim other than 0 is counted from the end."""
     dim = max(range(param.ndim), key=lambda d: param.shape[d])
     return Shard(dim - param.ndim) if dim else None
 
@@ -41,7 +41,7 @@ def test_other_dims_train_exactly(rank, world, fn, optimizer):
 
 
 @distributed(world=4)
-def test_other_dims_on_a_mesh_of_replicas_train_exactly(rank, world):
+def test_other_dims_train_exactly_on_a_mesh_with_replicas(rank, world):
     def shard(model, engine):
         shard_blocks(model, engine, mesh=mesh_of(2, 2), shard_placement_fn=second)
 
@@ -60,7 +60,7 @@ class Conv(nn.Module):
 
 def shard_conv(model, engine, **options):
     engine(model.conv, shard_placement_fn=lambda p: Shard(1) if p.ndim == 4 else None)
-    engine(model.only, shard_placement_fn=lambda p: Shard(1))  # one parameter alone must still be copied apart
+    engine(model.only, shard_placement_fn=lambda p: Shard(1))  # a single parameter must still be copied separately
     engine(model)
 
 
@@ -70,7 +70,7 @@ def test_a_dim_in_the_middle_and_a_group_of_one_parameter_train_exactly(rank, wo
 
 
 @distributed(world=2)
-def test_pieces_state_dict_and_plan_say_which_dim(rank, world):
+def test_pieces_and_state_dict_are_sharded_along_the_chosen_dim(rank, world):
     model = EVEN()
     full = {name: p.detach().clone() for name, p in model.named_parameters()}
     shard_blocks(model, fully_shard, shard_placement_fn=second)
@@ -91,13 +91,13 @@ def test_pieces_state_dict_and_plan_say_which_dim(rank, world):
     [
         (1, TypeError, "Invalid shard_placement_fn result: 1 for parameter weight; expected None, Shard"),
         (Replicate(), TypeError, "Invalid shard_placement_fn result: Replicate"),
-        (Shard(2), ValueError, r"gave S\(2\) for parameter weight. Shard dim 2 is invalid for 2D tensor: .*\[4, 3\]"),
-        (Shard(-3), ValueError, r"gave S\(-3\) for parameter weight. Shard dim -1 is invalid for 2D tensor"),
+        (Shard(2), ValueError, r"returned S\(2\) for parameter weight. Shard dim 2 is invalid for 2D tensor: .*\[4, 3"),
+        (Shard(-3), ValueError, r"returned S\(-3\) for parameter weight. Shard dim -1 is invalid for 2D tensor"),
         (Shard(1), ValueError, r"parameter weight: .* uneven sharding on dim 1: .*\[4, 3\]\) \(world size: 2"),
     ],
 )
 @distributed(world=2)
-def test_placements_that_cannot_be_are_refused_by_name(rank, world, placement, kind, words):
+def test_invalid_placements_are_errors(rank, world, placement, kind, words):
     with pytest.raises(kind, match=words):
         fully_shard(nn.Linear(3, 4), shard_placement_fn=lambda param: placement)
     with pytest.raises(TypeError, match="shard_placement_fn: expected a function, got str"):
@@ -105,7 +105,7 @@ def test_placements_that_cannot_be_are_refused_by_name(rank, world, placement, k
 
 
 @distributed(world=2)
-def test_a_parameter_that_was_replaced_by_one_cut_otherwise_is_refused_by_name(rank, world):
+def test_a_parameter_replaced_by_one_with_another_placement_is_an_error(rank, world):
     model = fully_shard(nn.Linear(4, 4))
     twin = fully_shard(nn.Linear(4, 4), shard_placement_fn=second)
     model.weight = twin.weight

@@ -1,4 +1,4 @@
-"""Shards whose cuts are multiples of some rows: they train as others do, and are whole tensors to those that ask."""
+"""Shards whose boundaries are multiples of some rows: they train like others and can be gathered to full tensors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train(model, optimizer, rank, steps, first=0, clip=None):
 
 
 def train_alone(plain, optimizer, world, steps, clip=None):
-    """The same in one process, with the mean of the ranks' losses."""
+    """Train in one process, with the mean of the ranks' losses."""
     for step in range(steps):
         for rank in range(world):
             (next_token_loss(plain, *token_batch(rank, step)) / world).backward()
@@ -75,7 +75,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", ["adamw", *map(more, ("fused", "sgd", "adagrad", "rmsprop")), "foreach"])
 @distributed(world=(2, more(4)))
-def test_training_is_that_of_one_process(rank, world, kind):
+def test_training_matches_one_process(rank, world, kind):
     plain, model = pair()
     train(model, KINDS[kind](model.parameters()), rank, 3, clip=0.5)
     train_alone(plain, KINDS[kind](plain.parameters()), world, 3, clip=0.5)
@@ -84,7 +84,7 @@ def test_training_is_that_of_one_process(rank, world, kind):
 
 
 @simulated(world=3)
-def test_cuts_are_multiples_of_the_rows(rank, world):
+def test_shard_boundaries_are_multiples_of_the_rows(rank, world):
     layer = nn.Linear(3, 17, bias=False)
     layer.empty = nn.Parameter(torch.empty(0, 3))
     cs.fully_shard(layer, shard_placement_fn=lambda p: cs.Ragged(4))
@@ -95,7 +95,7 @@ def test_cuts_are_multiples_of_the_rows(rank, world):
 
 
 @simulated(world=4)
-def test_with_replicas_and_few_ranks(rank, world):
+def test_training_is_exact_with_replicas_and_few_ranks(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     plain, model = pair(mesh=mesh)
     assert model.head.weight.placements == (Replicate(), cs.Ragged(5))
@@ -112,7 +112,7 @@ def test_with_replicas_and_few_ranks(rank, world):
     more({"offload_policy": cs.CPUOffloadPolicy(pin_memory=False)}),
 ])  # fmt: skip
 @simulated(world=2)
-def test_with_policies_it_is_as_with_even_cuts(rank, world, policy):
+def test_policies_give_the_results_of_even_shards(rank, world, policy):
     _, model = pair(**policy)
     _, other = pair(choose=None, **policy)
     for net in (model, other):
@@ -125,7 +125,7 @@ def test_with_policies_it_is_as_with_even_cuts(rank, world, policy):
 
 
 @simulated(world=2)
-def test_a_plan_says_what_is_moved_and_is_read_again(rank, world):
+def test_a_plan_has_the_rows_and_survives_json(rank, world):
     _, model = pair()
     plan = cs.make_plan(model)
     assert cs.ShardPlan.from_json(plan.to_json()) == plan
@@ -135,7 +135,7 @@ def test_a_plan_says_what_is_moved_and_is_read_again(rank, world):
 
 
 @distributed(world=2)
-def test_state_dicts_are_cut_alike_and_take_whole_tensors(rank, world, tmp_path):
+def test_state_dicts_are_ragged_and_load_full_tensors(rank, world, tmp_path):
     plain, model = pair()
     optimizer = KINDS["adamw"](model.parameters())
     train(model, optimizer, rank, 1)
@@ -180,12 +180,12 @@ def saves_and_loads(rank, world, path):
 
 
 @distributed(world=2)
-def test_checkpoints_are_read_into_other_cuts(rank, world, tmp_path):
+def test_checkpoints_are_loaded_into_other_placements(rank, world, tmp_path):
     saves_and_loads(rank, world, tmp_path)
 
 
 @distributed(world=2)
-def test_torchs_checkpoints_have_its_chunks(rank, world, tmp_path):
+def test_dcp_checkpoints_support_ragged_shards(rank, world, tmp_path):
     import torch.distributed.checkpoint as dcp
 
     _, model = pair()
@@ -200,7 +200,7 @@ def test_torchs_checkpoints_have_its_chunks(rank, world, tmp_path):
 
 
 @distributed(world=2)
-def test_owners_take_matrices_out_of_it(rank, world):
+def test_owned_optimizers_support_ragged_matrices(rank, world):
     plain, model = pair()
     kinds = [torch.optim.SGD, torch.optim.SGD]
     owned = cs.optim.owned(kinds[0], [(n, p) for n, p in model.named_parameters() if p.ndim == 2], lr=0.1, momentum=0.9)
@@ -213,7 +213,7 @@ def test_owners_take_matrices_out_of_it(rank, world):
 
 @pytest.mark.parametrize("whole_model", [True, more(False)])
 @distributed(world=2)
-def test_compiled_steps_are_eager_ones(rank, world, whole_model):
+def test_compiled_steps_match_eager_steps(rank, world, whole_model):
     if not DISPATCHES:
         _, model = pair()
         with pytest.raises(Exception, match=r"parameter embed\.weight is placed by Ragged, .*from torch 2\.13 on"):
@@ -239,7 +239,7 @@ def test_compiled_steps_are_eager_ones(rank, world, whole_model):
 
 
 @simulated(world=2)
-def test_copies_and_pickles_of_the_placement_keep_it(rank, world):
+def test_copies_and_pickles_keep_the_placement(rank, world):
     _, model = pair()
     twin = copy.deepcopy(model)
     assert_alike(model, twin, rtol=0, atol=0)
@@ -273,14 +273,14 @@ def mixed(weight):
     (lambda weight: weight.to_local(grad_placements=[Shard(0)]), "to_local"),
 ])  # fmt: skip
 @simulated(world=2)
-def test_what_it_cannot_do_is_an_error_with_the_parameters_name(rank, world, use, what):
+def test_unsupported_operations_are_errors_with_the_parameters_name(rank, world, use, what):
     _, model = pair()
     with torch.no_grad(), pytest.raises(ShardConfigValueError, match=rf"parameter head\.weight: .*{what}.*Ragged\(5\)"):
         use(model.head.weight)
 
 
 @simulated(world=2)
-def test_what_it_can_do_it_does_as_other_dtensors(rank, world):
+def test_supported_operations_match_other_dtensors(rank, world):
     _, model = pair()
     _, other = pair(choose=None)
     one, two = model.head.weight.detach(), other.head.weight.detach()
@@ -289,7 +289,7 @@ def test_what_it_can_do_it_does_as_other_dtensors(rank, world):
     assert one.redistribute(placements=[Replicate()]).to_local().equal(two.full_tensor())
 
 
-def test_rows_that_cannot_be_are_refused():
+def test_invalid_numbers_of_rows_are_errors():
     with pytest.raises(ShardConfigTypeError, match=r"rows: expected an int, got 2\.0"):
         cs.Ragged(2.0)
     with pytest.raises(ShardConfigValueError, match="rows: expected at least 1, got 0"):
@@ -297,9 +297,9 @@ def test_rows_that_cannot_be_are_refused():
 
 
 @simulated(world=4)
-def test_parameters_of_tensor_parallelism_are_refused(rank, world):
+def test_ragged_tensor_parallel_parameters_are_errors(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     layer = nn.Linear(8, 8, bias=False)
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh["tp"], [Shard(0)]))
-    with pytest.raises(ShardConfigValueError, match=r"gave Ragged\(2\) for parameter weight, which is a DTensor"):
+    with pytest.raises(ShardConfigValueError, match=r"returned Ragged\(2\) for parameter weight, which is already a"):
         cs.fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=lambda p: cs.Ragged(2))

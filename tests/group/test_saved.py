@@ -1,4 +1,4 @@
-"""Saved weights are handles: what autograd keeps, and what it gets back."""
+"""Autograd saves handles of parameters and gets the parameters back in backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from composable_shard._group.saved_tensors import Handle, _Flattened, _Hooks
 
 @contextlib.contextmanager
 def watched():
-    """Everything that is packed, as (the tensor's shape, what was made of it); and what each `unpack` gave."""
+    """Record each `pack`, as (the tensor's shape, the packed object), and each `unpack`, as (packed object, tensor)."""
     packed, unpacked = [], []
     real_pack, real_unpack = _Hooks.pack, _Hooks.unpack
 
@@ -46,13 +46,13 @@ def is_handle(found):
 
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(world=(1, 2))
-def test_a_saved_weight_is_a_handle_and_an_activation_is_itself(rank, world, reshard):
+def test_parameters_are_saved_as_handles_and_activations_as_tensors(rank, world, reshard):
     model, plain = twins(OneLinear, shard_whole, reshard_after_forward=reshard)
     x = vectors(0, 0)[0].requires_grad_()
     with watched() as (packed, _):
         out = model(x)
     handles = [found for _, found in packed if is_handle(found)]
-    assert [tuple(handle.place.shape) for handle in handles] == [(4, 3)], "the weight, transposed, and no bias"
+    assert [tuple(handle.place.shape) for handle in handles] == [(4, 3)], "only the transposed weight, not the bias"
     assert handles[0].place.stride == (1, 4)
     assert handles[0].place.offset == 0
     activations = {shape for shape, found in packed if not is_handle(found)}
@@ -63,7 +63,7 @@ def test_a_saved_weight_is_a_handle_and_an_activation_is_itself(rank, world, res
 
 
 @distributed(world=(1, 2))
-def test_a_graph_holds_no_memory_of_a_group_that_has_resharded(rank, world):
+def test_a_graph_holds_no_memory_of_a_resharded_group(rank, world):
     model, _ = twins(reshard_after_forward=True)
     with watched() as (packed, _):
         loss = model(*vectors(0, 0)).sum()
@@ -76,7 +76,7 @@ def test_a_graph_holds_no_memory_of_a_group_that_has_resharded(rank, world):
 
 
 class Viewing(nn.Module):
-    """Saves its weights in all sorts of views."""
+    """Saves many views of its weights."""
 
     def __init__(self):
         super().__init__()
@@ -102,7 +102,7 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(world=(1, 2))
-def test_views_and_transposes_of_weights_are_restored_as_they_were(rank, world, reshard):
+def test_views_and_transposes_of_parameters_are_restored(rank, world, reshard):
     model, plain = twins(Wide, shard_whole, reshard_after_forward=reshard)
     with watched() as (packed, unpacked):
         for m in (model, plain):
@@ -141,12 +141,12 @@ def test_conjugates_and_views_in_another_dtype_are_exact(rank, world):
 
 
 @distributed(world=2)
-def test_complex_weights_are_moved(rank, world):
+def test_complex_parameters_are_communicated(rank, world):
     check_complex()
 
 
 class Parent(nn.Module):
-    """Uses a weight of its sharded child too, in the child's forward's absence."""
+    """Also uses a parameter of its sharded child after the child's forward."""
 
     def __init__(self):
         super().__init__()
@@ -164,7 +164,7 @@ def shard_child(model, fully_shard, **options):
 
 
 @distributed(world=(1, 2))
-def test_a_childs_weight_that_its_parent_saves_is_a_handle_too(rank, world):
+def test_a_childs_parameter_that_its_parent_saves_is_a_handle_too(rank, world):
     model, plain = twins(Parent, shard_child)
     with watched() as (packed, _):
         for m in (model, plain):
@@ -174,7 +174,7 @@ def test_a_childs_weight_that_its_parent_saves_is_a_handle_too(rank, world):
     assert_same_gradients(model, plain)
 
 
-# ---- slots move and are used by others
+# ---- slots that move or are reused
 
 
 def poison(model):
@@ -187,7 +187,7 @@ def poison(model):
 @pytest.mark.parametrize("shard", [shard_blocks, shard_whole])
 @pytest.mark.parametrize("reshard", [None, True])
 @distributed(world=(1, 2))
-def test_backward_is_exact_although_free_slots_were_overwritten_after_forward(rank, world, shard, reshard):
+def test_backward_is_exact_after_free_slots_were_overwritten(rank, world, shard, reshard):
     model, plain = twins(shard=shard, reshard_after_forward=reshard)
     for step in range(3):
         loss = model(*vectors(0, step)).square().sum()
@@ -199,7 +199,7 @@ def test_backward_is_exact_although_free_slots_were_overwritten_after_forward(ra
 
 
 @distributed(world=(1, 2))
-def test_backward_is_exact_although_the_weights_come_back_in_other_slots(rank, world):
+def test_backward_is_exact_if_parameters_are_gathered_into_other_slots(rank, world):
     model, plain = twins(reshard_after_forward=True)
     for step in range(3):
         loss = model(*vectors(0, step)).square().sum()
@@ -215,7 +215,7 @@ def test_backward_is_exact_although_the_weights_come_back_in_other_slots(rank, w
 
 
 @distributed(world=(1, 2))
-def test_with_create_graph_autograd_gets_a_copy_of_a_weight_and_else_the_weight_itself(rank, world):
+def test_autograd_gets_a_copy_of_a_parameter_only_with_create_graph(rank, world):
     model, plain = twins(OneLinear, shard_whole)
     for create_graph in (True, False):
         x = vectors(0, 0)[0].requires_grad_()

@@ -1,4 +1,4 @@
-"""Saved tensors beside others: what the hooks of users see, and edits in place."""
+"""Saved tensors together with users' own saved-tensor hooks, and edits in place."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from composable_shard import CommPolicy, SavedTensorModifiedError
 from composable_shard._group.saved_tensors import _Hooks
 from composable_shard._torch.core import active_saved_tensors_hooks
 
-# ---- the hooks of others
+# ---- hooks of users
 
 
 class Counting:
-    """A user's hooks."""
+    """A user's hooks, which record their calls."""
 
     def __init__(self):
         self.packed, self.unpacked = [], 0
@@ -40,7 +40,7 @@ class Counting:
 
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(world=(1, 2))
-def test_hooks_of_users_see_activations_and_no_weights(rank, world, reshard):
+def test_users_hooks_see_activations_and_no_parameters(rank, world, reshard):
     model, plain = twins(reshard_after_forward=reshard)
     seen = []
     for m in (model, plain):
@@ -61,7 +61,7 @@ def test_hooks_of_users_see_activations_and_no_weights(rank, world, reshard):
 
 
 @distributed(world=(1, 2))
-def test_offloading_of_activations_works_around_a_sharded_model(rank, world):
+def test_activation_offloading_works_around_a_sharded_model(rank, world):
     model, plain = twins()
     for step in range(2):
         for m in (model, plain):
@@ -72,7 +72,7 @@ def test_offloading_of_activations_works_around_a_sharded_model(rank, world):
 
 
 class HookedInside(Stack):
-    """Sets hooks of its own within a sharded forward: then these see weights, as in plain torch."""
+    """Sets its own hooks within a sharded forward. These see parameters, as in plain torch."""
 
     def forward(self, x):
         x = self.inp(x)
@@ -83,7 +83,7 @@ class HookedInside(Stack):
 
 
 @distributed(world=(1, 2))
-def test_hooks_that_are_set_between_sharded_modules_are_called_by_the_inner_ones(rank, world):
+def test_hooks_set_between_sharded_modules_are_called(rank, world):
     model, plain = twins(HookedInside)
     for step in range(2):
         for m in (model, plain):
@@ -92,7 +92,7 @@ def test_hooks_that_are_set_between_sharded_modules_are_called_by_the_inner_ones
 
 
 @distributed(world=(1, 2))
-def test_hooks_are_gone_after_a_forward_also_after_a_failed_one(rank, world):
+def test_hooks_are_removed_after_a_forward_even_if_it_fails(rank, world):
     model, _ = twins()
     assert active_saved_tensors_hooks() is None
     model(*vectors(0, 0))
@@ -115,7 +115,7 @@ def test_without_gradients_no_hooks_are_set(rank, world):
 
 
 @distributed(world=1)
-def test_modules_within_a_model_share_its_hooks(rank, world):
+def test_modules_of_a_model_share_its_hooks(rank, world):
     model, _ = twins()
     seen = []
     for module in (model.inp, model.blocks[0].up, model.blocks[2].up, model.head):
@@ -141,7 +141,7 @@ class Edited(nn.Module):
 
 
 @distributed(world=(1, 2))
-def test_an_activation_that_was_edited_in_place_raises_with_its_shape_and_versions(rank, world):
+def test_an_activation_edited_in_place_is_an_error_with_its_shape_and_versions(rank, world):
     model, _ = twins(Edited, shard_whole)
     for _ in range(2):
         loss = model(*vectors(0, 0)).sum()
@@ -155,7 +155,7 @@ def test_an_activation_that_was_edited_in_place_raises_with_its_shape_and_versio
 
 @pytest.mark.parametrize("policy", [None, CommPolicy("int8", "int8", block=8)])
 @distributed(world=2)
-def test_a_weight_that_was_edited_before_backward_is_named(rank, world, policy):
+def test_the_error_names_a_parameter_that_was_edited_before_backward(rank, world, policy):
     model, _ = twins(OneLinear, shard_whole, reshard_after_forward=False)
     if policy is not None:
         model.set_comm_policy(policy)
@@ -179,7 +179,7 @@ def test_an_edit_in_place_that_autograd_allows_is_exact(rank, world):
 
 
 @distributed(world=(1, 2))
-def test_an_input_that_is_edited_after_forward_raises_as_in_plain_torch(rank, world):
+def test_an_input_edited_after_forward_raises_as_in_plain_torch(rank, world):
     for m in twins(OneLinear, shard_whole):
         x = vectors(0, 0)[0]
         loss = m(x).sum()

@@ -1,4 +1,4 @@
-"""One call whose parameters lie on several meshes: those of experts, say, on fewer ranks than the rest."""
+"""One call whose parameters are on several meshes, for example experts on fewer ranks than the rest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIDES = ("ours", "fsdp2") if TORCH_HAS_RESULTS else ("ours",)
 
 
 class Mixture(nn.Module):
-    """A router and two experts; which of them a rank uses depends on its data."""
+    """A router and two experts; a rank's data determine which of them it uses."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ def make():
 
 
 def experts_on(model, info):
-    """A placement function that puts the experts on another mesh."""
+    """Return a placement function that shards the experts on another mesh."""
     experts = {id(p) for module in model.modules() if isinstance(module, Mixture) for p in module.experts.parameters()}
     return lambda p: ShardPlacementResult(None, info) if id(p) in experts else None
 
@@ -63,12 +63,12 @@ def meshes():
 
 
 def pair_info(experts):
-    """Experts of two neighbouring ranks."""
+    """Describe experts that are sharded over two adjacent ranks."""
     return FSDPMeshInfo(experts["ep"], shard_mesh_dim=0)
 
 
 def replica_info(experts):
-    """Experts of all ranks, sharded over two."""
+    """Describe experts that are sharded over two ranks and replicated."""
     return HSDPMeshInfo(experts, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
@@ -77,9 +77,9 @@ def batch(rank, step):
 
 
 def mean_gradients(plain, rank, step, pairs):
-    """Those of the unsharded models of all ranks, averaged over the ranks that share each parameter.
+    """Average the gradients of all ranks' unsharded models over the ranks that share each parameter.
 
-    With `pairs`, two and two ranks share their experts, which differ from those of the other two.
+    With `pairs`, each pair of ranks shares its experts, which differ from those of the other pair.
     """
     plain.zero_grad()
     plain(batch(rank, step)).square().mean().backward()
@@ -124,7 +124,7 @@ def test_training_is_exact(rank, world, pairs, reshard):
 
 
 @distributed(world=4)
-def test_each_mesh_has_a_group_with_a_name_of_its_own(rank, world):
+def test_each_mesh_has_its_own_group_and_name(rank, world):
     dense, experts = meshes()
     model = shard(make(), fully_shard, dense, replica_info(experts))
     plan = make_plan(model)
@@ -174,7 +174,7 @@ def test_methods_reach_all_groups_of_a_module(rank, world):
 
 
 @distributed(world=4)
-def test_state_dicts_copies_clipping_and_recovery(rank, world):
+def test_state_dicts_copies_and_clipping_are_exact_after_an_error(rank, world):
     dense, experts = meshes()
     info = replica_info(experts)
     model, other = (shard(make(), fully_shard, dense, info) for _ in range(2))
@@ -186,7 +186,7 @@ def test_state_dicts_copies_clipping_and_recovery(rank, world):
     state = model.state_dict()
     assert all(isinstance(value, DTensor) for value in state.values())
     other.load_state_dict(state)
-    other.load_state_dict(make().state_dict())  # full ones, too
+    other.load_state_dict(make().state_dict())  # full state dicts are loaded, too
     made = copy.deepcopy(other)
 
     def fail(*args):
@@ -243,7 +243,7 @@ def test_one_full_graph_equals_eager(rank, world):
 
 
 @distributed(world=4)
-def test_mistakes_are_named(rank, world):
+def test_mistakes_are_errors(rank, world):
     dense, experts = meshes()
     odd = HSDPMeshInfo(experts, shard_mesh_dim=0, replicate_mesh_dim=1)
     with pytest.raises(ValueError, match="mesh_info: FSDPMeshInfo of a 1D mesh, or HSDPMeshInfo of a 2D mesh"):
@@ -251,7 +251,7 @@ def test_mistakes_are_named(rank, world):
     with pytest.raises(TypeError, match="mesh_info: expected FSDPMeshInfo or HSDPMeshInfo, got DeviceMesh"):
         fully_shard(make(), mesh=dense, shard_placement_fn=lambda p: ShardPlacementResult(None, dense))
     info = pair_info(experts)
-    with pytest.raises(ValueError, match=r"gave S.*3\) for parameter weight"):
+    with pytest.raises(ValueError, match=r"returned S.*3\) for parameter weight"):
         fully_shard(nn.Linear(4, 4), mesh=dense, shard_placement_fn=lambda p: ShardPlacementResult(Shard(3), info))
     model = make()[0]
     with pytest.raises(ValueError, match="a factor of 2, not 4"):
@@ -259,7 +259,7 @@ def test_mistakes_are_named(rank, world):
     assert not any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def test_groups_of_one_module_are_one_module_of_a_graph_with_the_edges_of_both_and_the_stricter_limit():
+def test_groups_of_one_module_share_its_edges_and_the_stricter_limit_in_a_graph():
     def body(here):
         mesh, experts = meshes()
         model = shard(make(), cs.fully_shard, mesh, pair_info(experts))

@@ -1,4 +1,4 @@
-"""Weights that are tensor subclasses of several parts: what is gathered last is what is used, copied and saved."""
+"""Parameters that are tensor subclasses with several parts: uses, copies and saves have the latest values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BY_PARTS = (aten.detach.default, aten.clone.default, aten.slice.Tensor, aten._to
 
 
 class Parts(torch.Tensor):
-    """A tensor made of others, its `names`; operations that are not about memory work on its value."""
+    """A tensor made of the tensors `names`. Operations use its value, except those about memory."""
 
     names: tuple[str, ...] = ()
 
@@ -61,7 +61,7 @@ class Parts(torch.Tensor):
         if func is aten.split.Tensor:
             pieces = [func(part, *args[1:], **kwargs) for part in self.parts()]
             return [self.like(parts) for parts in zip(*pieces, strict=True)]
-        if func in (aten.view.default, aten.as_strided.default):  # as torch's FSDP2 asks, of padded ones
+        if func in (aten.view.default, aten.as_strided.default):  # torch's FSDP2 calls these on padded tensors
             return self.like([part[: args[1][0]] if part.ndim and args[1][0] > 0 else part for part in self.parts()])
         if func is aten.new_zeros.default:
             return self.like([part.new_zeros((args[1][0], *part.shape[1:])) for part in self.parts()])
@@ -80,7 +80,7 @@ def padded(part, rows):
 
 
 class Quantized(Parts):
-    """Eight bits and a scale for each row; stays what it is when gathered."""
+    """Eight bits and a scale for each row; it keeps its class when gathered."""
 
     names = "codes", "scale"
 
@@ -108,7 +108,7 @@ class Quantized(Parts):
 
 
 class Master(Parts):
-    """In full, and gathered otherwise."""
+    """Stored in full precision and gathered in another form."""
 
     names = ("inner",)
 
@@ -119,7 +119,7 @@ class Master(Parts):
         return self.inner
 
     def scaled(self, mesh):
-        """What is sent, and a power of two: the least bound of all ranks' elements."""
+        """Return the scaled tensor to send, and the scale: the least power of two that bounds all ranks' elements."""
         most = self.inner.abs().max() if self.inner.numel() else torch.zeros(())
         dist.all_reduce(most, dist.ReduceOp.MAX, mesh.get_group())
         scale = 2.0 ** most.log2().ceil()
@@ -131,7 +131,7 @@ def local(out):
 
 
 class Scaled(Master):
-    """Gathered as another class, whose scale comes with each gather in a new tensor."""
+    """Gathered as another class, whose scale is a new tensor in each gather."""
 
     class Whole(Parts):
         names = "inner", "scale"
@@ -157,7 +157,7 @@ class Scaled(Master):
 
 
 class Counted(Master):
-    """The same with a Python number, which is among its settings."""
+    """The same with a Python number as scale, which is one of its settings."""
 
     class Whole(Parts):
         names = ("inner",)
@@ -183,7 +183,7 @@ class Counted(Master):
 
 
 class Renewed(Counted):
-    """Gathered into one tensor and used from another, which is a new one each time."""
+    """Gathered into one tensor and computed into another one, which is new in each gather."""
 
     class Whole(Parts):
         names = ("inner",)
@@ -263,7 +263,7 @@ def assert_same_losses(losses):
 
 
 def train(models, between=None, micro=1, **calls):
-    """Steps of all models, all ranks fed alike; `between` gives a figure of a model after each."""
+    """Train all models with equal data on all ranks; compare `between(model)` after each step."""
     optimizers = sgd(models)
     for step in range(3):
         losses = {}
@@ -293,14 +293,14 @@ def evaluated(model):
 @pytest.mark.parametrize(("reshard", "hidden"), [(True, 24), (False, 25)])
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world=2)
-def test_each_step_trains_and_evaluates_the_weights_of_the_step_before(rank, world, kind, reshard, hidden):
-    refused = kind is Quantized and hidden % 2  # FSDP2 wants all that is sent padded to the shape of the weight
+def test_each_step_uses_the_parameters_of_the_step_before(rank, world, kind, reshard, hidden):
+    refused = kind is Quantized and hidden % 2  # FSDP2 requires every input padded to the shape of the weight
     train(models_of(kind, reshard, fsdp2=not refused, hidden=hidden), evaluated)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world=2)
-def test_inference_mode_and_unsharding_by_hand_show_the_weights_of_the_last_step(rank, world, kind):
+def test_inference_mode_and_unshard_show_the_parameters_of_the_last_step(rank, world, kind):
     def between(model):
         with torch.inference_mode():
             loss = next_token_loss(model, *token_batch(0, 77))
@@ -319,14 +319,14 @@ def test_inference_mode_and_unsharding_by_hand_show_the_weights_of_the_last_step
 
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world=2)
-def test_accumulation_without_resharding_in_between_is_exact(rank, world, kind):
+def test_accumulation_without_resharding_between_microbatches_is_exact(rank, world, kind):
     flags = {"set_requires_gradient_sync": (False, True), "set_reshard_after_backward": (False, True)}
     train(models_of(kind), evaluated, micro=2, **flags)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world=2)
-def test_a_checkpoint_within_a_block_recomputes_from_what_backward_has_gathered(rank, world, kind):
+def test_a_checkpoint_within_a_block_recomputes_from_parameters_gathered_in_backward(rank, world, kind):
     models = models_of(kind)
     for model in models.values():
         for block in model.blocks:
@@ -336,7 +336,7 @@ def test_a_checkpoint_within_a_block_recomputes_from_what_backward_has_gathered(
 
 
 @distributed(world=2)
-def test_what_users_wrote_goes_along_and_what_is_the_classs_own_does_not(rank, world):
+def test_attributes_that_users_set_are_copied_but_those_of_the_class_are_not(rank, world):
     for kind in KINDS:
         model = made(kind)
         linear = model.blocks[0].attention.q
@@ -345,9 +345,10 @@ def test_what_users_wrote_goes_along_and_what_is_the_classs_own_does_not(rank, w
         shard(model, fully_shard)
         weight = linear.weight
         assert weight.decay == 0.25
-        assert not [v for v in weight.__dict__.values() if isinstance(v, torch.Tensor)], "the unsharded values"
+        assert not [v for v in weight.__dict__.values() if isinstance(v, torch.Tensor)], "an attribute is unsharded"
         assert weight.__dict__.keys().isdisjoint({"codes", "scale", "note", "inner", "dense"})
-        weight.scale = weight.decay = "a word of the user's"  # which is not in the place of an inner tensor
+        # Unsharded parameters get both attributes, except that `scale` must not replace an inner tensor.
+        weight.scale = weight.decay = "a user's value"
         seen = []
 
         def note(module, args, seen=seen):
@@ -360,14 +361,14 @@ def test_what_users_wrote_goes_along_and_what_is_the_classs_own_does_not(rank, w
         model.blocks[0].unshard()
         for shown in (*seen, linear.weight):
             assert isinstance(shown, nn.Parameter)
-            assert shown.decay == "a word of the user's"
+            assert shown.decay == "a user's value"
             assert not isinstance(getattr(shown, "scale", None), str) or "scale" not in kind.__dict__
         model.blocks[0].reshard()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world=2)
-def test_copies_and_state_dicts_are_of_the_weights_as_they_are_now(rank, world, kind):
+def test_copies_and_state_dicts_have_the_current_parameters(rank, world, kind):
     models = models_of(kind, fsdp2=False, hidden=25)
     train(models)
     ours = models["ours"]
@@ -389,7 +390,7 @@ def test_copies_and_state_dicts_are_of_the_weights_as_they_are_now(rank, world, 
 
 
 @distributed(world=2)
-def test_a_saved_parameter_holds_this_ranks_part_alone(rank, world):
+def test_a_saved_parameter_holds_only_this_ranks_shard(rank, world):
     model = shard(made(Quantized), fully_shard)
     weight = model.blocks[0].feed_forward.down.weight
     assert pytree.tree_all_only(torch.Tensor, lambda t: t.numel() <= weight.numel() // 2, weight.__dict__)
@@ -399,6 +400,6 @@ def test_a_saved_parameter_holds_this_ranks_part_alone(rank, world):
 
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world=2)
-def test_frozen_ones_beside_trained_ones_are_exact(rank, world, kind):
-    """As adapters have them."""
+def test_frozen_parameters_next_to_trained_ones_are_exact(rank, world, kind):
+    """Adapters have such models."""
     train(models_of(kind, frozen=True), evaluated)

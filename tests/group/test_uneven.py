@@ -32,7 +32,7 @@ def test_uneven_and_empty_shards_train_exactly(rank, world, dim, hidden, out, op
 
 
 @distributed(world=4)
-def test_a_rank_may_hold_nothing_at_all(rank, world):
+def test_a_rank_may_have_only_empty_shards(rank, world):
     model = functools.partial(Stack, dim=1, hidden=2, out=1, blocks=2)
     shots = check_parity(Case(model=model, shard=shard_root), rank, world)
     if rank == 3:
@@ -41,7 +41,7 @@ def test_a_rank_may_hold_nothing_at_all(rank, world):
 
 
 @distributed(world=2)
-def test_uneven_shards_accumulate_and_keep_unsharded_exactly(rank, world):
+def test_uneven_shards_accumulate_exactly_without_resharding(rank, world):
     def train(run):
         run.set_sync(False)
         run.backward(run.loss(0))
@@ -66,7 +66,7 @@ class WithEmpty(nn.Module):
 
 
 @distributed(world=(1, 2))
-def test_a_parameter_without_elements_trains_along(rank, world):
+def test_a_model_with_an_empty_parameter_trains_exactly(rank, world):
     case = Case(model=WithEmpty, shard=shard_root, fsdp2=False, why="FSDP2 raises on empty parameters")
     check_parity(case, rank, world)
 

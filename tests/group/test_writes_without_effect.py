@@ -1,4 +1,4 @@
-"""Writes to unsharded weights: those that change no value train as without sharding, all others are errors."""
+"""Writes to unsharded parameters: those that change no value train exactly, all others are errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DIM, LENGTH = 16, 6
 
 
 class Adapted(nn.Module):
-    """Adds a low-rank update to a frozen weight for the time of one forward, as PEFT's `target_parameters` does."""
+    """Adds a low-rank update to a frozen weight during one forward, like PEFT's `target_parameters`."""
 
     def __init__(self, base, name):
         super().__init__()
@@ -150,7 +150,7 @@ def train_and_evaluate(models, at_rest=True):
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(world=2)
-def test_a_parametrization_for_the_time_of_a_forward_is_exact(rank, world, reshard, checkpointed, frozen):
+def test_a_parametrization_during_a_forward_is_exact(rank, world, reshard, checkpointed, frozen):
     """With `frozen`, the second block has no parameter that trains; gradients go through it."""
     models = models_of(adapted, shard_blocks, reshard_after_forward=reshard)
     for model in models.values():
@@ -170,15 +170,15 @@ def shard_compiled(model, engine):
 
 @pytest.mark.matrix
 @distributed(world=2)
-def test_a_parametrization_for_the_time_of_a_compiled_forward_is_exact(rank, world):
+def test_a_parametrization_during_a_compiled_forward_is_exact(rank, world):
     """Dynamo breaks the graph there."""
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo in FSDP2
     train_and_evaluate(models_of(adapted, shard_compiled))
 
 
 @distributed(world=2)
-def test_a_parametrization_that_comes_after_forwards_without_it_is_exact(rank, world):
-    """As where a reference model is the same one without its adapters."""
+def test_a_parametrization_after_forwards_without_it_is_exact(rank, world):
+    """This happens if the model without its adapters is the reference model."""
     models = models_of(adapted, shard_blocks)
     for on in (False, True, False, True):
         for model in models.values():
@@ -194,7 +194,7 @@ def test_a_parametrization_that_comes_after_forwards_without_it_is_exact(rank, w
 
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(world=2)
-def test_a_parametrization_of_weights_in_bfloat16_is_as_in_fsdp2(rank, world, reshard):
+def test_a_parametrization_of_bfloat16_parameters_matches_fsdp2(rank, world, reshard):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     models = models_of(adapted, shard_blocks, mp_policy=policy, reshard_after_forward=reshard)
     del models["plain"]
@@ -268,8 +268,8 @@ EDITS = {
 @pytest.mark.parametrize("harmless_first", [False, True])
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(world=2)
-def test_an_edit_is_an_error_on_all_ranks_whosever_rows_it_changes(rank, world, reshard, harmless_first):
-    """Also where earlier writes had no effect, and in evaluations."""
+def test_an_edit_of_any_ranks_rows_is_an_error_on_all_ranks(rank, world, reshard, harmless_first):
+    """This includes edits after writes without effect, and edits in evaluations."""
     models = models_of(writing(None), shard_blocks, fsdp2=False, reshard_after_forward=reshard)
     model, plain = models["ours"], models["plain"]
     for edit in EDITS.values():
@@ -288,11 +288,11 @@ def test_an_edit_is_an_error_on_all_ranks_whosever_rows_it_changes(rank, world, 
 
 @pytest.mark.parametrize("trains", [True, False])
 @distributed(world=2)
-def test_a_frozen_or_trained_weight_that_was_changed_while_it_was_used_is_an_error(rank, world, trains):
-    """Its values are the same again, but backward would read other ones than forward has computed with."""
+def test_a_parameter_changed_and_restored_during_its_use_is_an_error(rank, world, trains):
+    """The values are the original ones again, but the forward has computed with others."""
     ours = models_of(writing(None), shard_blocks, fsdp2=False)["ours"]
     ours[1].requires_grad_(trains)
-    for at in (1, 0):  # backward comes to the second block first
+    for at in (1, 0):  # backward reaches the second block first
         for _ in range(2):
             with pytest.raises(
                 (StaleStateError, SavedTensorModifiedError), match=rf"{at}\.projection\.inner\.weight: "
@@ -317,7 +317,7 @@ class WritesAndFails(Writes):
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("grad", [True, False])
 @distributed(world=2)
-def test_the_weights_that_a_failed_forward_has_changed_are_not_read_again(rank, world, grad, pinned):
+def test_parameters_changed_by_a_failed_forward_are_gathered_again(rank, world, grad, pinned):
     models = models_of(lambda: nn.Sequential(*[Block(WritesAndFails(None)) for _ in range(2)]), shard_blocks,
                        fsdp2=False, reshard_after_forward=False)  # fmt: skip
     ours = models["ours"]
@@ -334,8 +334,8 @@ def test_the_weights_that_a_failed_forward_has_changed_are_not_read_again(rank, 
 
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(world=2)
-def test_a_write_without_effect_is_exact_where_unsharded_weights_have_memory_of_their_own(rank, world, reshard):
-    """Autograd saves them then, and compares versions itself."""
+def test_a_write_without_effect_is_exact_with_kept_unsharded_storage(rank, world, reshard):
+    """Autograd then saves the parameters themselves and compares versions."""
 
     def shard(model, engine):
         shard_blocks(model, engine, reshard_after_forward=reshard)
@@ -346,8 +346,8 @@ def test_a_write_without_effect_is_exact_where_unsharded_weights_have_memory_of_
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("mine", [True, False])
-def test_an_edit_on_one_rank_is_an_error_there(mine, first):
-    """It changes rows of that rank or of the other one, and is the first write to that weight or a later one."""
+def test_an_edit_on_only_one_rank_is_an_error(mine, first):
+    """The edit changes rows of this rank or of the other one, as the first or a later write to the parameter."""
     rows = rows_of(0 if mine else 1)
 
     def train(model, write):
@@ -366,7 +366,7 @@ def test_an_edit_on_one_rank_is_an_error_there(mine, first):
 
 
 @distributed(world=2)
-def test_a_write_without_effect_between_unshard_and_reshard_is_no_edit(rank, world):
+def test_a_write_without_effect_between_unshard_and_reshard_is_not_an_edit(rank, world):
     models = models_of(lambda: Block(nn.Linear(DIM, DIM)), lambda model, engine: engine(model), fsdp2=False)
     ours = models["ours"]
     for write in HARMLESS.values():
@@ -383,8 +383,8 @@ def test_a_write_without_effect_between_unshard_and_reshard_is_no_edit(rank, wor
 
 
 @distributed(world=2)
-def test_a_write_costs_another_gather_only_if_it_is_the_first_one_and_comes_after_other_forwards(rank, world):
-    usual = 4  # of two blocks, in forward and backward
+def test_only_a_late_first_write_needs_another_gather(rank, world):
+    usual = 4  # gathers of two blocks, in forward and backward
     for late in (False, True):
         ours = models_of(adapted, shard_blocks, fsdp2=False)["ours"]
         counts = []
@@ -398,7 +398,7 @@ def test_a_write_costs_another_gather_only_if_it_is_the_first_one_and_comes_afte
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.uint8])
 @pytest.mark.parametrize("shape", [(), (3,), (5, 4), (2, 3, 7), (0, 4), (4, 0)])
-def test_the_sums_of_a_weight_tell_any_change_of_one_number_and_any_exchange_of_rows(dtype, shape):
+def test_bit_sums_detect_a_change_of_one_number_and_an_exchange_of_rows(dtype, shape):
     memory = torch.zeros(3 + torch.Size(shape).numel(), dtype=dtype)
     for offset in (0, 1, 2, 3):  # in memory
         weight = memory[offset : offset + torch.Size(shape).numel()].view(shape)

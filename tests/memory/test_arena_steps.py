@@ -1,4 +1,4 @@
-"""The arena under real models: after the first steps nothing is allocated, whatever kinds of steps alternate."""
+"""The arena with real models: no allocations after the first steps, even if different types of steps alternate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from composable_shard._plan.arena import pack
 
 
 class Mixed(nn.Module):
-    """Blocks of two widths and dtypes; each forward takes the blocks that it is told to."""
+    """Blocks of several widths and two dtypes. Each forward runs the blocks in `taken`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Mixed(nn.Module):
 
 
 def scatter(sizes, meets, names):
-    """Places that care for no name: those of backward are not those of forward, in reverse."""
+    """`pack` in reverse order and without names, so that backward gets other slots than forward."""
     turned = [[len(sizes) - 1 - other for other in each] for each in meets[::-1]]
     return pack(sizes[::-1], turned, list(range(len(sizes))))[::-1]
 
@@ -85,7 +85,7 @@ def other_batch(model, step):
 
 
 def routed(model, step):
-    """Other blocks each time, as of experts; alike on all ranks."""
+    """Run different blocks each time, like experts. All ranks run the same blocks."""
     train(model, step, taken=tuple(at for at in range(5) if (step >> at) % 2 == 0))
 
 
@@ -103,7 +103,7 @@ KINDS = [train, validate, accumulate, twice, recomputed, other_batch, routed, fa
 @pytest.mark.matrix
 @pytest.mark.parametrize("reshard", [None, False])
 @distributed(world=2)
-def test_no_step_of_any_kind_allocates_once_all_were_seen(rank, world, reshard):
+def test_steps_do_not_allocate_after_each_type_of_step_has_run(rank, world, reshard):
     torch.manual_seed(0)
     model = Mixed()
     shard_blocks(model, fully_shard, reshard_after_forward=reshard)
@@ -123,7 +123,7 @@ def test_no_step_of_any_kind_allocates_once_all_were_seen(rank, world, reshard):
 
 
 @distributed(world=2)
-def test_blocks_of_different_sizes_and_dtypes_share_memory_up_to_the_bound(rank, world):
+def test_blocks_of_different_sizes_and_dtypes_share_memory(rank, world):
     torch.manual_seed(0)
     model = Mixed()
     shard_blocks(model, fully_shard, reshard_after_forward=True)
@@ -142,7 +142,7 @@ def test_blocks_of_different_sizes_and_dtypes_share_memory_up_to_the_bound(rank,
 
 
 @distributed(world=2)
-def test_gradients_are_the_same_where_backward_gathers_elsewhere_than_forward(rank, world):
+def test_gradients_are_identical_if_backward_gathers_into_other_slots(rank, world):
     models = []
     for scattered in (False, True):
         torch.manual_seed(0)
@@ -163,7 +163,7 @@ def test_gradients_are_the_same_where_backward_gathers_elsewhere_than_forward(ra
 
 
 @distributed(world=2)
-def test_memory_of_the_arena_goes_back_on_request_and_comes_again(rank, world):
+def test_empty_pool_frees_the_arena_and_later_steps_allocate_it_again(rank, world):
     torch.manual_seed(0)
     model = Mixed()
     shard_blocks(model, fully_shard)
@@ -179,11 +179,11 @@ def test_memory_of_the_arena_goes_back_on_request_and_comes_again(rank, world):
 
 @pytest.mark.parametrize("how", ["emptied", "converted"])
 @distributed(world=2)
-def test_training_goes_on_exactly_where_memory_went_back_while_a_group_was_unsharded(rank, world, how):
+def test_training_stays_exact_after_memory_is_freed_while_a_group_is_unsharded(rank, world, how):
     plain, model = (nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)]) for _ in range(2))
     model.load_state_dict(plain.state_dict())
     for each in (plain, model):
-        each[1:5].requires_grad_(False)  # nothing but handles brings their weights back
+        each[1:5].requires_grad_(False)  # only handles gather their weights again
     for block in model:
         fully_shard(block)
     fully_shard(model)
@@ -206,7 +206,7 @@ def test_training_goes_on_exactly_where_memory_went_back_while_a_group_was_unsha
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=240)
-def test_a_thousand_steps_do_not_grow(rank, world):
+def test_a_thousand_steps_do_not_leak_memory(rank, world):
     torch.manual_seed(0)
     model = Mixed()
     shard_blocks(model, fully_shard)

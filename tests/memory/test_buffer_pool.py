@@ -1,4 +1,4 @@
-"""Slots are leased, given back, and used again by whoever needs that many bytes next."""
+"""The pool leases slots, reuses released slots and arranges them in an arena."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from composable_shard._memory.pool import BufferPool
 
 
 class Owner:
-    """Stands for a bucket."""
+    """Stand-in for a bucket."""
 
 
 class MarkingLane(Lane):
@@ -40,7 +40,7 @@ def make_pool(lane=None):
     return BufferPool(torch.device("cpu"), lane or Lane())
 
 
-def test_views_of_a_slot_that_refills_show_what_is_put_there_next_and_hold_no_memory_meanwhile():
+def test_views_of_a_refilled_slot_show_new_content_and_hold_no_memory_in_between():
     pool = make_pool()
     requests = pool.requests("packed", 1000, refills=True)
     slot = pool.lease_for(requests[0])
@@ -62,7 +62,7 @@ def test_views_of_a_slot_that_refills_show_what_is_put_there_next_and_hold_no_me
     assert pool.lease_for(requests[0]) is slot
 
 
-def test_a_pool_tells_in_words_what_is_leased():
+def test_the_repr_of_a_pool_shows_leased_slots_and_bytes():
     pool = make_pool()
     seen = [repr(pool)]
     slots = [pool.lease(nbytes) for nbytes in (1, 512, 513)]
@@ -87,13 +87,13 @@ BufferPool(2 slots leased, 1024 of 1024 bytes)""",
     )
 
 
-def test_sizes_are_rounded_up_to_slots_and_nothing_still_takes_one():
+def test_sizes_are_rounded_up_to_slots_and_zero_bytes_take_one_slot():
     pool = make_pool()
     assert [pool.lease(n).nbytes for n in (0, 1, 512, 513, 4096)] == [512, 512, 512, 1024, 4096]
     assert pool.live_bytes == pool.peak_bytes == pool.held_bytes == 512 * 5 + 4096
 
 
-def test_a_released_slot_is_the_next_one_of_its_size_and_of_no_other():
+def test_a_released_slot_is_reused_only_for_its_size():
     pool = make_pool()
     small, large = pool.lease(512), pool.lease(1024)
     pool.release(small)
@@ -102,7 +102,7 @@ def test_a_released_slot_is_the_next_one_of_its_size_and_of_no_other():
     assert pool.allocations == 3
 
 
-def test_the_last_slot_released_is_the_first_one_leased():
+def test_the_last_released_slot_is_leased_first():
     pool = make_pool()
     slots = [pool.lease(512) for _ in range(3)]
     for slot in slots:
@@ -110,7 +110,7 @@ def test_the_last_slot_released_is_the_first_one_leased():
     assert [pool.lease(512) for _ in range(3)] == slots[::-1]
 
 
-def test_peak_bytes_are_the_most_that_were_leased_at_once():
+def test_peak_bytes_are_the_maximum_of_live_bytes():
     pool = make_pool()
     first = pool.lease(1024)
     pool.release(first)
@@ -118,7 +118,7 @@ def test_peak_bytes_are_the_most_that_were_leased_at_once():
     assert (pool.live_bytes, pool.peak_bytes, pool.held_bytes) == (512, 1024, 1536)
 
 
-def test_a_slot_is_one_piece_of_memory_seen_in_any_dtype():
+def test_views_of_a_slot_in_different_dtypes_share_its_memory():
     slot = make_pool().lease(512)
     as_float, as_half = slot.typed(torch.float32), slot.typed(torch.float16)
     assert as_float is slot.typed(torch.float32)
@@ -126,7 +126,7 @@ def test_a_slot_is_one_piece_of_memory_seen_in_any_dtype():
     assert (as_float.numel(), as_half.numel(), slot.end - slot.begin) == (128, 256, 512)
 
 
-def test_slots_made_under_inference_mode_can_be_trained_with():
+def test_slots_created_in_inference_mode_can_be_used_for_training():
     pool = make_pool()
     with torch.inference_mode():
         slot = pool.lease(512)
@@ -135,18 +135,18 @@ def test_slots_made_under_inference_mode_can_be_trained_with():
     assert not view.is_inference()
 
 
-def test_the_next_writer_of_a_slot_gets_the_event_behind_its_last_use():
+def test_the_next_writer_of_a_slot_gets_the_event_after_its_last_use():
     lane = MarkingLane()
     pool = make_pool(lane)
     slot = pool.lease(512)
-    assert slot.free_after == (1,), "fresh memory may still be read by what the stream was given before"
+    assert slot.free_after == (1,), "earlier work on the stream may still read new memory"
     event = object()
     pool.release(slot, event)
     assert pool.lease(512).free_after == (event,)
 
 
 class Waited:
-    """An event that knows whether somebody waits for it."""
+    """An event that records whether it has been waited for."""
 
     waited = False
 
@@ -156,8 +156,8 @@ class Waited:
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("owns", [False, True])
-def test_memory_of_queued_work_stays_until_it_is_waited_for_or_leased_anew(owns, again):
-    """For whoever frees it would wait for that work."""
+def test_memory_of_queued_work_is_kept_until_the_wait_or_the_next_lease(owns, again):
+    """Freeing the memory earlier would have to wait for that work."""
     pool, event = make_pool(), Waited()
     pool.keep_idle(False)
     pool.own(owns)
@@ -170,7 +170,7 @@ def test_memory_of_queued_work_stays_until_it_is_waited_for_or_leased_anew(owns,
         assert slot.free_after == (event,)
     pool.give_back([slot])
     assert (pool.held_bytes, event.waited) == ((4096, False) if again else (0, True))
-    pool.give_back([slot])  # once is enough
+    pool.give_back([slot])  # a second call has no effect
     if not again:
         assert pool.lease_for(request) is slot
     assert (pool.live_bytes, pool.held_bytes, slot.has_memory) == (4096, 4096, True)
@@ -178,7 +178,7 @@ def test_memory_of_queued_work_stays_until_it_is_waited_for_or_leased_anew(owns,
     assert (pool.live_bytes, pool.held_bytes) == (0, 0)
 
 
-def test_a_lease_that_is_given_up_was_free_only_behind_earlier_work():
+def test_give_up_waits_for_earlier_work_on_the_slot():
     pool, event = make_pool(), Waited()
     pool.release(pool.lease(512), event)
     slot = pool.lease(512)
@@ -187,7 +187,7 @@ def test_a_lease_that_is_given_up_was_free_only_behind_earlier_work():
     assert (event.waited, pool.live_bytes) == (True, 0)
 
 
-def test_no_arena_is_made_while_queued_work_has_a_slot():
+def test_no_arena_is_made_while_queued_work_uses_a_slot():
     pool = make_pool()
     slot = pool.lease(512)
     pool.release(slot, None, queued=True)
@@ -199,7 +199,7 @@ def test_no_arena_is_made_while_queued_work_has_a_slot():
 # ---- find
 
 
-def test_find_knows_the_first_and_the_last_byte_of_a_slot_that_holds_weights():
+def test_find_returns_a_slot_for_its_first_and_last_byte():
     pool, owner = make_pool(), Owner()
     slot = pool.lease(1024, "weights", owner)
     assert pool.addresses.find(slot.begin) is slot
@@ -209,7 +209,7 @@ def test_find_knows_the_first_and_the_last_byte_of_a_slot_that_holds_weights():
     assert slot.owner() is owner
 
 
-def test_find_sees_neither_free_slots_nor_those_of_communication():
+def test_find_ignores_free_slots_and_communication_buffers():
     pool, owner = make_pool(), Owner()
     assert pool.addresses.find(12345) is None
     slot, landing = pool.lease(512, "weights", owner), pool.lease(512)
@@ -218,7 +218,7 @@ def test_find_sees_neither_free_slots_nor_those_of_communication():
     assert pool.addresses.find(slot.begin) is None
 
 
-def test_a_pool_keeps_no_owner_alive():
+def test_a_pool_does_not_keep_owners_alive():
     pool = make_pool()
     owner = Owner()
     slot = pool.lease(512, "weights", owner)
@@ -228,7 +228,7 @@ def test_a_pool_keeps_no_owner_alive():
 
 @settings(deadline=None, derandomize=True, max_examples=30)
 @given(st.lists(st.tuples(st.integers(1, 2048), st.booleans()), max_size=12))
-def test_find_gives_for_every_address_the_slot_that_holds_it(sizes):
+def test_find_returns_the_slot_that_contains_an_address(sizes):
     pool, owner = make_pool(), Owner()
     slots = [pool.lease(nbytes, "weights", owner if owned else None) for nbytes, owned in sizes]
     for slot, (_, owned) in zip(slots, sizes, strict=True):
@@ -239,7 +239,7 @@ def test_find_gives_for_every_address_the_slot_that_holds_it(sizes):
 # ---- empty
 
 
-def test_empty_gives_free_slots_back_and_keeps_the_leased_ones():
+def test_empty_frees_free_slots_and_keeps_leased_slots():
     pool, owner = make_pool(), Owner()
     kept, freed = pool.lease(512, "kept", owner), pool.lease(1024, "freed", owner)
     pool.release(freed)
@@ -286,7 +286,7 @@ def leased(pool, *leases):
     return slots
 
 
-def test_an_arena_holds_what_is_never_live_at_once_in_the_same_memory():
+def test_an_arena_overlaps_requests_that_are_never_live_together():
     pool = make_pool()
     leased(pool, ("a", 4096), ("b", 512))
     leased(pool, ("b", 512), ("c", 4096))
@@ -300,7 +300,7 @@ def test_an_arena_holds_what_is_never_live_at_once_in_the_same_memory():
     assert repr(pool) == "BufferPool(0 slots leased, 0 of 4608 bytes, arena 4608 bytes, 1.00 of the bound)"
 
 
-def test_slots_of_different_sizes_overlap_in_an_arena_and_are_found_by_what_is_leased():
+def test_find_returns_the_leased_one_of_overlapping_slots_of_different_sizes():
     pool, owner = make_pool(), Owner()
     leased(pool, ("large", 4096))
     leased(pool, ("one", 512), ("two", 1024))
@@ -322,7 +322,7 @@ def test_slots_of_different_sizes_overlap_in_an_arena_and_are_found_by_what_is_l
     assert bool((twos == 2).all())
 
 
-def test_a_view_of_a_slot_within_an_arena_lies_where_the_slot_does():
+def test_views_of_slots_in_an_arena_start_at_the_slot():
     pool = make_pool()
     leased(pool, ("a", 1024), ("b", 2048))
     pool.make_arena()
@@ -332,7 +332,7 @@ def test_a_view_of_a_slot_within_an_arena_lies_where_the_slot_does():
         assert view.data_ptr() == slot.begin + 12
 
 
-def test_what_the_arena_has_no_free_place_for_is_counted_and_has_a_place_in_the_next_one():
+def test_fallbacks_are_counted_and_get_a_slot_in_the_next_arena():
     pool = make_pool()
     leased(pool, ("a", 1024))
     leased(pool, ("b", 2048))
@@ -350,11 +350,11 @@ def test_what_the_arena_has_no_free_place_for_is_counted_and_has_a_place_in_the_
     assert pool.fallbacks == {"b": 1, "new": 1}
 
 
-def test_what_was_forgotten_while_others_were_leased_has_no_place_in_the_old_arena():
+def test_a_forgotten_request_has_no_slot_in_the_old_arena():
     pool = make_pool()
     leased(pool, ("a", 1024), ("b", 2048))
     pool.make_arena()
-    asked = pool.request("a", 1024)  # as a bucket that lives on
+    asked = pool.request("a", 1024)  # like a bucket that is still alive
     held = pool.lease(2048, "b")
     pool.forget()
     pool.release(held)
@@ -368,7 +368,7 @@ def test_what_was_forgotten_while_others_were_leased_has_no_place_in_the_old_are
     assert (pool.live_bytes, pool.lease(1024) is slot) == (0, True)
 
 
-def test_several_leases_of_one_name_have_places_of_their_own():
+def test_simultaneous_leases_of_one_name_have_separate_slots():
     pool = make_pool()
     leased(pool, ("a", 512), ("a", 512))
     pool.make_arena()
@@ -376,7 +376,7 @@ def test_several_leases_of_one_name_have_places_of_their_own():
     assert (pool.arena_bytes, pool.fallbacks, one is two) == (1024, {}, False)
 
 
-def test_the_next_writer_of_a_place_waits_for_all_who_had_a_part_of_it():
+def test_the_next_writer_of_a_slot_waits_for_all_overlapping_slots():
     pool = make_pool(MarkingLane())
     leased(pool, ("large", 4096))
     leased(pool, ("one", 512), ("two", 1024))
@@ -386,7 +386,7 @@ def test_the_next_writer_of_a_place_waits_for_all_who_had_a_part_of_it():
     assert {"after one", "after two"} <= {*pool.lease(4096, "large").free_after}
 
 
-def test_an_emptied_pool_has_no_arena_until_it_has_learned_again():
+def test_an_emptied_pool_has_no_arena_until_the_next_make_arena():
     pool = make_pool()
     leased(pool, ("a", 512), ("b", 512))
     pool.make_arena()
@@ -406,7 +406,7 @@ LEASES = st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=60)
 
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(st.lists(st.integers(1, 8), min_size=8, max_size=8), LEASES, LEASES)
-def test_slots_that_are_leased_at_once_never_overlap(sizes, learned, then):
+def test_slots_that_are_leased_together_never_overlap(sizes, learned, then):
     pool, live = make_pool(), {}
     for round_of in (learned, then):
         for name, opens in round_of:
@@ -424,8 +424,8 @@ def test_slots_that_are_leased_at_once_never_overlap(sizes, learned, then):
             assert pool.arena_bytes >= pool.peak_bytes or round_of is then
 
 
-def test_each_arena_has_a_mem_pool_of_its_own(monkeypatch):
-    """So the segments of what came before it go back to CUDA."""
+def test_each_arena_has_its_own_mem_pool(monkeypatch):
+    """The segments of the previous arena are then returned to CUDA."""
     made = []
 
     class MemPool:
@@ -443,8 +443,8 @@ def test_each_arena_has_a_mem_pool_of_its_own(monkeypatch):
     assert [pool() is None for pool in made] == [True, True]
 
 
-def test_a_new_arena_does_not_stand_beside_the_old_one():
-    """Slots and views refer to each other: memory does not wait until the cycles are found."""
+def test_the_old_arena_is_freed_before_a_new_one_is_made():
+    """Slots and views form reference cycles. Their memory must not wait for the cyclic garbage collector."""
     pool = make_pool()
     requests = [pool.request(f"request {number}", 512 << number) for number in range(3)]
     held = [pool.lease_for(request) for request in requests]

@@ -1,4 +1,4 @@
-"""A long run of the demo takes no more memory at its end than near its beginning."""
+"""A long run of the demo does not increase its memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ LIMIT_S = 1500.0
 
 
 def resident_mib() -> float:
-    """Of this process, less what is free in glibc's heap.
+    """Resident memory of this process in MiB, without free memory in glibc's heap.
 
-    Where validation's large activations lie in it is chance: without this, ranks grow by 1 to 12 MiB in a thousand
-    steps, ours as those of torch's FSDP2, in jumps at validations.
+    The location of validation's large activations in the heap is random. If free memory counted, ranks would grow by 1
+    to 12 MiB in a thousand steps, in jumps at validations. Torch's FSDP2 shows the same growth.
     """
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -33,7 +33,7 @@ def resident_mib() -> float:
 @pytest.mark.timeout(LIMIT_S + 60)
 @distributed(world=2, limit_s=LIMIT_S)
 def test_a_thousand_steps_of_the_demo_grow_resident_memory_by_less_than_five_mib(rank, world):
-    """The demo's loop with its smallest model; it validates four times, and warm-up does so once besides."""
+    """Run the demo's loop with its smallest model. It validates four times, and once more during warm-up."""
     tutorial = importlib.import_module("01_train_gpt")
     device, options = torch.device("cpu"), tutorial.Options(size="tiny", steps=WARM_UP + STEPS)
     options = tutorial.choose_precision(options, device)

@@ -1,7 +1,6 @@
-"""What is kept in the memory of the host: which policies there are, and steps that copy there and back.
+"""Offload to host memory: its policies, and steps that copy to the host and back.
 
-Without an accelerator there is nowhere to copy from; the steps are tested between two places in the CPU's memory, with
-lanes that are simulated.
+Without an accelerator, the steps are tested with copies within CPU memory and with simulated lanes.
 """
 
 from __future__ import annotations
@@ -20,28 +19,26 @@ from composable_shard._memory.offload import take_over
 from composable_shard._memory.state_on_host import StateOnHost
 from composable_shard._policies import keeps_shards_on_host
 
-needs_accelerator = pytest.mark.skipif(
-    not torch.accelerator.is_available(), reason="no accelerator: there is nothing to offload from"
-)
+needs_accelerator = pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator to offload from")
 OPTIMIZER_ALONE = cs.HostOffloadPolicy(parameters=False, gradients=False)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"parameters": False}, "a gradient lies where its parameter lies"),
-        ({"gradients": False}, "a gradient lies where its parameter lies"),
-        ({"optimizer": False}, "an optimizer steps where its parameters lie"),
+        ({"parameters": False}, "a gradient must be on the device of its parameter"),
+        ({"gradients": False}, "a gradient must be on the device of its parameter"),
+        ({"optimizer": False}, "an optimizer steps on the device of its parameters"),
     ],
 )
-def test_choices_that_torch_has_no_place_for_are_refused(arguments, message):
+def test_combinations_that_torch_does_not_support_raise(arguments, message):
     with pytest.raises(cs.ShardConfigValueError, match=message):
         cs.HostOffloadPolicy(**arguments)
     with pytest.raises(cs.ShardConfigTypeError, match="expected True or False"):
         cs.HostOffloadPolicy(**dict.fromkeys(arguments, 1))
 
 
-def test_policies_say_whether_shards_are_on_the_host(tmp_path):
+def test_keeps_shards_on_host_for_each_policy(tmp_path):
     on_host = [cs.CPUOffloadPolicy(), cs.HostOffloadPolicy(), cs.DiskOffloadPolicy(tmp_path, 1)]
     assert all(map(keeps_shards_on_host, on_host))
     none = cs.HostOffloadPolicy(parameters=False, gradients=False, optimizer=False)
@@ -50,7 +47,7 @@ def test_policies_say_whether_shards_are_on_the_host(tmp_path):
 
 @pytest.mark.parametrize("policy", [cs.HostOffloadPolicy(), OPTIMIZER_ALONE], ids=["all", "optimizer"])
 @distributed(world=2)
-def test_without_an_accelerator_they_change_nothing(rank, world, policy):
+def test_host_policies_change_nothing_without_an_accelerator(rank, world, policy):
     sides = []
     for each in (None, policy):
         model = decoder(each)
@@ -63,7 +60,7 @@ def test_without_an_accelerator_they_change_nothing(rank, world, policy):
 
 
 class Simulated(Lane):
-    """A lane as a stream: all of the work is queued at once, and what was queued is written down."""
+    """A lane that behaves like a stream: it queues all work immediately and records it."""
 
     streams = True
     log: list[str] = []  # noqa: RUF012 - emptied by the test that reads it
@@ -87,7 +84,7 @@ class Simulated(Lane):
     ],
 )
 @simulated(world=2)
-def test_steps_on_the_host_are_those_of_the_fused_optimizer(rank, world, make, options):
+def test_steps_on_the_host_match_the_fused_optimizer(rank, world, make, options):
     sides = []
     for offload in (False, True):
         model = decoder()
@@ -108,7 +105,7 @@ def test_steps_on_the_host_are_those_of_the_fused_optimizer(rank, world, make, o
     assert_same(*sides)
 
 
-def test_copies_of_the_next_part_are_queued_before_a_part_is_stepped(monkeypatch):
+def test_copies_of_later_parts_are_queued_before_a_part_is_stepped(monkeypatch):
     monkeypatch.setattr("composable_shard._memory.state_on_host._PART", 6000)
     sides = []
     for offload in (False, True):

@@ -1,4 +1,4 @@
-"""Memory of the pool that nothing is in goes back to the allocator: least is held where the loss is made."""
+"""The pool frees unused memory, so that it holds the least while the loss is computed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def held(model):
 
 
 @simulated(world=2)
-def test_where_the_loss_is_made_only_what_stays_leased_is_held(rank, world):
+def test_during_the_loss_the_pool_holds_only_leased_memory(rank, world):
     model = sharded(decoder())
     inside = []
     model.norm.register_forward_pre_hook(lambda *_: inside.append(held(model)))
@@ -66,8 +66,8 @@ def test_where_the_loss_is_made_only_what_stays_leased_is_held(rank, world):
         loss = loss_of(model, step)
         pool = pool_of(model)
         at_loss = pool.held_bytes
-        assert at_loss == pool.live_bytes > 0, "the root's weights stay for backward"
-        assert inside.pop() == at_loss, "also where the loss is made within the root's forward"
+        assert at_loss == pool.live_bytes > 0, "the root's weights stay unsharded for backward"
+        assert inside.pop() == at_loss, "also if the root's forward computes the loss"
         loss.backward()
         assert pool.held_bytes == 0
         model.zero_grad()
@@ -80,7 +80,7 @@ def test_where_the_loss_is_made_only_what_stays_leased_is_held(rank, world):
 
 
 @simulated(world=2)
-def test_what_is_held_is_never_much_more_than_what_is_live_also_in_the_first_step(rank, world):
+def test_held_bytes_stay_close_to_live_bytes_from_the_first_step_on(rank, world):
     model = sharded(decoder())
     most, lease_for = [], BufferPool.lease_for
 
@@ -96,13 +96,13 @@ def test_what_is_held_is_never_much_more_than_what_is_live_also_in_the_first_ste
             peaks.append(max(most))
             most.clear()
     peak = pool_of(model).peak_bytes
-    assert peaks[0] == peak, "each request has memory of its own until the pool has seen a step"
+    assert peaks[0] == peak, "in the first step each request has its own memory"
     assert max(peaks[1:]) <= 1.5 * peak
     assert peaks[2] == peaks[3]
 
 
 @simulated(world=2)
-def test_a_steady_step_makes_nothing_anew(rank, world):
+def test_a_steady_step_makes_no_new_allocations(rank, world):
     model = sharded(decoder())
     allocations = []
     for step in range(6):
@@ -114,7 +114,7 @@ def test_a_steady_step_makes_nothing_anew(rank, world):
 
 @pytest.fixture
 def moving():
-    """Memory that comes again lies elsewhere, as another has taken its place."""
+    """Memory that is allocated again has another address, because something else occupies the old one."""
     fill, taken = DeviceMemory.fill, []
 
     def elsewhere(self, storage, nbytes):
@@ -128,7 +128,7 @@ def moving():
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("reshard", [True, more(False)])
 @simulated(world=2)
-def test_steps_are_exact_where_memory_comes_and_goes(rank, world, moving, checkpointed, reshard):
+def test_steps_are_exact_while_memory_is_freed_and_allocated_again(rank, world, moving, checkpointed, reshard):
     plain = decoder(checkpointed)
     models = {"plain": plain, "ours": sharded(plain, reshard_after_forward=reshard)}
     optimizers = optimizers_of(models)
@@ -136,7 +136,7 @@ def test_steps_are_exact_where_memory_comes_and_goes(rank, world, moving, checkp
         for name, model in models.items():
             if step == 2 and name == "ours":
                 model.set_requires_gradient_sync(False)
-            if step in (2, 4):  # a micro-batch without, and one with a reduction
+            if step in (2, 4):  # one microbatch without and one with a reduction
                 loss_of(model, 10 + step).backward()
             if name == "ours":
                 model.set_requires_gradient_sync(True)
@@ -159,7 +159,7 @@ def test_steps_are_exact_where_memory_comes_and_goes(rank, world, moving, checkp
 
 
 @simulated(world=2)
-def test_a_view_of_a_weight_that_is_kept_keeps_its_memory(rank, world, moving):
+def test_a_view_of_a_weight_keeps_its_memory(rank, world, moving):
     plain = decoder()
     model = sharded(plain)
     kept = []
@@ -187,7 +187,7 @@ def test_compiled_blocks_in_an_eager_root_are_exact(rank, world, moving):
     for block in models["ours"].blocks:
         block.compile(backend="aot_eager")
     for model in models.values():
-        model.eval()  # dropout draws other numbers in a graph
+        model.eval()  # dropout draws different random numbers in a graph
     optimizers = optimizers_of(models)
     for step in range(4):
         for model in models.values():
@@ -199,7 +199,7 @@ def test_compiled_blocks_in_an_eager_root_are_exact(rank, world, moving):
 
 
 @distributed(world=2)
-def test_a_model_that_fails_and_one_that_changes_its_policy_go_on_exactly(rank, world):
+def test_training_stays_exact_after_a_failure_and_a_policy_change(rank, world):
     plain = decoder()
     models = {"plain": plain, "ours": sharded(plain)}
     ours = models["ours"]

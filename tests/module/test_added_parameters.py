@@ -1,4 +1,4 @@
-"""Parameters that come, move or go after sharding: adapters, replaced layers, merged ones. PEFT does all of these."""
+"""Parameters that are added, moved or deleted after sharding, as PEFT does: adapters, replaced and merged layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADDED = "were added after fully_shard"
 
 
 class Lora(nn.Module):
-    """A low-rank adapter around a linear layer, in modules of its own, as PEFT's."""
+    """A low-rank adapter around a linear layer, in separate modules, like PEFT's."""
 
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Lora(nn.Module):
         return self.base_layer(x) + self.lora_b["default"](self.lora_a["default"](x))
 
     def merge(self):
-        """Add the adapter to the weight, whatever that is now, and give the layer."""
+        """Add the adapter to the weight, sharded or not, and return the layer."""
         delta = self.lora_b["default"].weight @ self.lora_a["default"].weight
         self.base_layer.weight.data += delta
         return self.base_layer
@@ -68,13 +68,13 @@ def made(lora=False, **sizes):
 
 
 def three(lora=False, **sizes):
-    """The unsharded model, and those of both engines."""
+    """The unsharded model, and the models of both engines."""
     plain = made(lora, **sizes)
     return {"plain": plain} | {name: shard(copy.deepcopy(plain), engine) for name, engine in ENGINES.items()}
 
 
 def train(models, steps=2, average=lambda name, param: False):
-    """Each rank has data of its own; for the unsharded model the gradients of all ranks are averaged here."""
+    """Train each rank on different data. The gradients of the unsharded model are averaged over the ranks here."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for name, model in models.items():
         params = [param for param in model.parameters() if param.requires_grad]
@@ -103,7 +103,7 @@ def assert_same(models):
 
 @pytest.mark.parametrize("after", [0, 1])
 @distributed(world=2)
-def test_an_adapter_is_merged_into_the_sharded_weight_and_the_model_trains_on(rank, world, after):
+def test_training_continues_after_an_adapter_is_merged_into_the_sharded_weight(rank, world, after):
     models = three(lora=True)
     train(models, after)
     for model in models.values():
@@ -116,7 +116,7 @@ def test_an_adapter_is_merged_into_the_sharded_weight_and_the_model_trains_on(ra
 
 @pytest.mark.parametrize("after", [0, 1])
 @distributed(world=2)
-def test_an_adapter_is_merged_into_the_unsharded_weight_for_one_forward_as_under_fsdp2(rank, world, after):
+def test_merging_an_adapter_into_the_unsharded_weight_lasts_one_forward_like_fsdp2(rank, world, after):
     models = three(lora=True)
     train(models, after)
     before = {name: whole(value).clone() for name, value in models["ours"].state_dict().items()}
@@ -129,7 +129,7 @@ def test_an_adapter_is_merged_into_the_unsharded_weight_for_one_forward_as_under
         with torch.no_grad():
             outputs[name] = model(*token_batch(rank, 3))
             if name != "plain":
-                assert not torch.allclose(model(*token_batch(rank, 3)), outputs[name]), "what was merged is lost"
+                assert not torch.allclose(model(*token_batch(rank, 3)), outputs[name]), "merged weights are kept"
                 model.reshard()
         model.requires_grad_(True)
     torch.testing.assert_close(outputs["ours"], outputs["plain"])
@@ -146,8 +146,8 @@ def test_an_adapter_is_merged_into_the_unsharded_weight_for_one_forward_as_under
 
 @pytest.mark.parametrize("unsharded", [False, True])
 @distributed(world=2)
-def test_a_parameter_that_was_put_into_another_module_is_found_there(rank, world, unsharded):
-    """FSDP2 goes on looking for it where it was."""
+def test_a_parameter_may_move_to_another_module(rank, world, unsharded):
+    """FSDP2 still looks for the parameter in its old module."""
     models = three()
     train(models, 1)
     for name, model in models.items():
@@ -161,7 +161,7 @@ def test_a_parameter_that_was_put_into_another_module_is_found_there(rank, world
         new.weight = gate.weight
         del gate.weight
     theirs = {"fsdp2": models.pop("fsdp2")}
-    if not unsharded:  # else its unsharded copy is used from now on, and never trains
+    if not unsharded:  # else FSDP2 uses the unsharded copy from now on, and never trains it
         with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
             train(theirs, 1)
     model = models["ours"]
@@ -185,8 +185,8 @@ def apart(model, engine):
 @pytest.mark.parametrize("sharded", [shard, apart], ids=["one group", "two groups"])
 @pytest.mark.parametrize("before", [0, 1])
 @distributed(world=2)
-def test_weights_that_are_tied_after_sharding_get_the_gradients_of_both(rank, world, sharded, before):
-    """FSDP2 goes on with two weights once it has run, and before that trains those of uneven length otherwise."""
+def test_weights_tied_after_sharding_get_the_sum_of_both_gradients(rank, world, sharded, before):
+    """FSDP2 keeps two weights once it has run, and before that it trains weights of uneven length differently."""
     models = {"plain": made(), "ours": sharded(made(), fully_shard)}
     train(models, before)
     models["ours"].reshard()
@@ -218,7 +218,7 @@ def test_an_adapter_may_be_deleted(rank, world):
 
 
 class Rootless(nn.Module):
-    """A root whose children have all parameters."""
+    """A root without own parameters."""
 
     def __init__(self):
         super().__init__()
@@ -246,7 +246,7 @@ def add_deep(model):
 def add_deep_in_new(model):
     model.holder["inner"].append(nn.Sequential())
     if model._shard_state.bound is not None:
-        model(torch.ones(2, 4))  # which has seen the empty one
+        model(torch.ones(2, 4))  # a forward with the new, still empty module
     model.holder["inner"][1].append(nn.Linear(4, 4))
 
 
@@ -275,7 +275,7 @@ WAYS = [
 @pytest.mark.parametrize("own", [False, True], ids=["root without parameters", "root with some"])
 @pytest.mark.parametrize("run_before", [False, True])
 @simulated(world=2)
-def test_what_nobody_shards_is_refused_wherever_it_is_added(rank, world, run_before, own):
+def test_an_added_parameter_is_refused_wherever_it_is_added(rank, world, run_before, own):
     for way in WAYS:
         model = Rootless()
         if own:
@@ -300,7 +300,7 @@ def test_what_nobody_shards_is_refused_wherever_it_is_added(rank, world, run_bef
 
 @pytest.mark.parametrize("after", [0, 1])
 @distributed(world=2)
-def test_late_adapters_evaluate_and_are_refused_where_they_begin_to_train(rank, world, after):
+def test_late_adapters_evaluate_but_are_refused_when_they_train(rank, world, after):
     models = three()
     train(models, after)
     for model in models.values():
@@ -316,7 +316,7 @@ def test_late_adapters_evaluate_and_are_refused_where_they_begin_to_train(rank, 
         torch.testing.assert_close(outputs["ours"], outputs["plain"])
         torch.testing.assert_close(outputs["ours"], outputs["fsdp2"])
 
-    assert_alike()  # all is frozen
+    assert_alike()  # all parameters are frozen
     adapters = [
         part for block in models["ours"].blocks for part in (block.attention.q.lora_a, block.attention.v.lora_b)
     ]
@@ -330,7 +330,7 @@ def test_late_adapters_evaluate_and_are_refused_where_they_begin_to_train(rank, 
             match=rf"parameters blocks.0.attention.q.lora_a.default.weight, .*v\.lora_b.*{ADDED}",
         ) as caught:
             models["ours"](*token_batch(rank, 3))
-        assert "lora_b.default.weight, blocks.0.attention.v.lora_a" not in str(caught.value), "that one is frozen"
+        assert "lora_b.default.weight, blocks.0.attention.v.lora_a" not in str(caught.value), "lora_a of v is frozen"
     for adapter in adapters:
         adapter.requires_grad_(False)
     assert_alike()
@@ -338,13 +338,13 @@ def test_late_adapters_evaluate_and_are_refused_where_they_begin_to_train(rank, 
 
 @pytest.mark.parametrize("after", [0, 1])
 @distributed(world=2)
-def test_late_adapters_train_whose_gradients_hooks_average(rank, world, after):
+def test_late_adapters_train_if_hooks_average_their_gradients(rank, world, after):
     models = three()
     train(models, after)
     handles = []
     for name, model in models.items():
         add_lora(model)
-        if name != "plain":  # its gradients are averaged by `train`
+        if name != "plain":  # `train` averages the gradients of the plain model
             handles += [
                 param.register_post_accumulate_grad_hook(lambda it: dist.all_reduce(it.grad, op=dist.ReduceOp.AVG))
                 for param in model.parameters()
@@ -360,7 +360,7 @@ def test_late_adapters_train_whose_gradients_hooks_average(rank, world, after):
 
 @pytest.mark.parametrize("after", [0, 1])
 @distributed(world=2)
-def test_late_adapters_that_are_sharded_themselves_train(rank, world, after):
+def test_late_adapters_train_if_they_are_sharded(rank, world, after):
     models = three()
     train(models, after)
     for name, model in models.items():
@@ -378,7 +378,7 @@ def test_late_adapters_that_are_sharded_themselves_train(rank, world, after):
 
 @pytest.mark.parametrize("after", [0, 1])
 @distributed(world=2)
-def test_late_adapters_that_somebody_else_averages_train_with_their_frozen_base(rank, world, after):
+def test_late_adapters_train_if_the_user_averages_their_gradients(rank, world, after):
     models = three()
     train(models, after)
     for model in models.values():
@@ -400,7 +400,7 @@ def test_late_adapters_that_somebody_else_averages_train_with_their_frozen_base(
 
 
 @distributed(world=2)
-def test_parameters_that_are_allowed_train_on_each_rank_alone_as_under_fsdp2(rank, world):
+def test_allowed_parameters_train_on_each_rank_separately_like_fsdp2(rank, world):
     models = three()
     del models["plain"]
     for model in models.values():
@@ -419,7 +419,7 @@ def test_parameters_that_are_allowed_train_on_each_rank_alone_as_under_fsdp2(ran
 
 
 @simulated(world=2)
-def test_what_is_allowed_holds_below_and_for_one_module_alone_if_so_asked(rank, world):
+def test_allow_unmanaged_parameters_applies_below_unless_recurse_is_false(rank, world):
     model = shard(made(), fully_shard)
     next_token_loss(model, *token_batch(0, 0)).backward()
     model.allow_unmanaged_parameters(recurse=False)
@@ -440,7 +440,7 @@ def test_what_is_allowed_holds_below_and_for_one_module_alone_if_so_asked(rank, 
 
 @pytest.mark.matrix
 @distributed(world=2)
-def test_merging_and_late_adapters_hold_in_a_compiled_model(rank, world):
+def test_adapters_can_be_merged_in_a_compiled_model(rank, world):
     models = three(lora=True, layers=1)
     del models["fsdp2"]
     compiled = models | {"ours": torch.compile(models["ours"], backend="aot_eager")}

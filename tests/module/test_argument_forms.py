@@ -1,4 +1,4 @@
-"""Arguments in the forms that users and libraries pass them, which mean here what they mean to torch's FSDP2."""
+"""Arguments in all forms that users and libraries pass. They have the same meaning as with torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def transformer():
 
 
 def trained(engine, rank, shard, change=None, loss_of=next_token_loss):
-    """A model after two steps, with an evaluation and its gradients."""
+    """A model after two steps with the gradients of the last one, and the loss of an evaluation."""
     model = transformer()
     shard(model, ENGINES[engine])
     if change is not None:
@@ -40,7 +40,7 @@ def trained(engine, rank, shard, change=None, loss_of=next_token_loss):
     with torch.no_grad():
         loss = loss_of(model, *token_batch(rank, 2))
     for module in (model, *model.blocks):
-        module.reshard()  # FSDP2 leaves what it keeps after a forward in the modules
+        module.reshard()  # FSDP2 leaves parameters that stay unsharded after a forward in the modules
     return model, loss
 
 
@@ -72,7 +72,7 @@ OURS_ALONE = {
 
 
 def calls(forms):
-    """As many sets of arguments as it takes to pass every form once."""
+    """Sets of arguments in which every form occurs at least once."""
     return [
         {name: values[index % len(values)] for name, values in forms.items()}
         for index in range(max(map(len, forms.values())))
@@ -80,7 +80,7 @@ def calls(forms):
 
 
 @distributed(world=2)
-def test_arguments_in_every_form_train_as_under_fsdp2(rank, world):
+def test_every_form_of_an_argument_trains_like_fsdp2(rank, world):
     theirs, _ = trained("fsdp2", rank, shard_with())
     for forms in (FORMS, OURS_ALONE):
         for options in calls(forms):
@@ -103,7 +103,7 @@ IGNORED = {
 
 
 @distributed(world=2)
-def test_ignored_parameters_may_be_in_any_container(rank, world):
+def test_ignored_parameters_may_be_in_any_iterable(rank, world):
     def shard(model, engine, kind=set):
         norms = [param for name, param in model.named_parameters() if "norm" in name]
         for block in model.blocks:
@@ -156,7 +156,7 @@ def test_modules_may_be_in_any_container_with_an_order(rank, world, kind):
 
 
 @distributed(world=2)
-def test_none_and_buffers_among_ignored_parameters_are_left_out(rank, world):
+def test_none_and_buffers_among_ignored_parameters_are_skipped(rank, world):
     def shard(model, engine):
         model.register_buffer("scale", torch.ones(2))
         norms = {param for name, param in model.named_parameters() if "norm" in name}
@@ -172,18 +172,18 @@ def test_none_and_buffers_among_ignored_parameters_are_left_out(rank, world):
 
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype"])
 @distributed(world=2)
-def test_python_float_is_float64_as_under_fsdp2(rank, world, name):
+def test_python_float_means_float64_like_fsdp2(rank, world, name):
     ours = check_alike(rank, shard_with(mp_policy=MixedPrecisionPolicy(**{"param_dtype": float, name: float})))
     assert getattr(ours._own_state().declaration.settings.current.mp_policy, name) is torch.float64
 
 
 def test_a_set_of_several_modules_is_refused():
-    with cs.testing.fake(2), pytest.raises(ValueError, match="a set has no order"):
+    with cs.testing.fake(2), pytest.raises(ValueError, match="a set does not have the same order"):
         fully_shard({nn.Linear(4, 4), nn.Linear(4, 4)})
 
 
 @simulated(world=1)
-def test_offloading_as_fsdp1_asks_for_it_is_not_left_out(rank, world):
+def test_fsdp1s_cpu_offload_offloads(rank, world):
     assert as_offload(CPUOffload(offload_params=True)) == CPUOffloadPolicy()
     assert as_offload(CPUOffloadPolicy(pin_memory=np.False_)).pin_memory is False
     model = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffload(offload_params=True))
@@ -215,7 +215,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "value", "kind", "words"), WRONG)
-def test_what_would_be_misunderstood_in_silence_is_an_error(name, value, kind, words):
+def test_ambiguous_arguments_are_errors(name, value, kind, words):
     with cs.testing.fake(2), pytest.raises(kind, match=words) as caught:
         fully_shard(nn.Linear(4, 4), **{name: value})
     assert isinstance(caught.value, cs.ShardConfigError)
@@ -236,7 +236,7 @@ def settings(model):
 
 
 @simulated(world=2)
-def test_setters_take_truth_values_as_fsdp2_does(rank, world):
+def test_setters_accept_the_same_truth_values_as_fsdp2(rank, world):
     ours, theirs = transformer(), transformer()
     shard_blocks(ours, ENGINES["ours"])
     shard_blocks(theirs, ENGINES["fsdp2"])
@@ -260,7 +260,7 @@ def test_setters_take_truth_values_as_fsdp2_does(rank, world):
 
 
 @distributed(world=2)
-def test_accumulation_with_numbers_for_truth_values_trains_as_under_fsdp2(rank, world):
+def test_accumulation_with_numbers_as_bools_trains_like_fsdp2(rank, world):
     def accumulated(model, *batch):
         for micro in range(2):
             last = micro % 2  # a number, not a bool
@@ -278,7 +278,7 @@ def test_accumulation_with_numbers_for_truth_values_trains_as_under_fsdp2(rank, 
 
 
 @simulated(world=2)
-def test_numbers_lists_and_waiting_take_the_forms_that_users_have(rank, world):
+def test_setters_accept_numbers_and_iterables_in_all_forms(rank, world):
     model = transformer()
     shard_blocks(model, fully_shard)
     own = model._own_state()
@@ -324,7 +324,7 @@ MISUSED = [
 ]
 
 
-def test_setters_refuse_what_would_be_misunderstood_in_silence():
+def test_setters_refuse_ambiguous_values():
     with cs.testing.fake(2):
         model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4)))
         before = copy.copy(settings(model))
@@ -336,11 +336,11 @@ def test_setters_refuse_what_would_be_misunderstood_in_silence():
             with pytest.raises(ValueError, match="recurse should be a bool"):
                 getattr(model, name)(True, recurse="false")
         for name in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"):
-            with pytest.raises(TypeError, match=r"pass \[module\]"):  # its children would be taken for the list
+            with pytest.raises(TypeError, match=r"pass \[module\]"):  # iterating over a Sequential gives its children
                 getattr(model, name)(model)
         assert settings(model) == before
 
 
-def test_a_truth_value_says_its_name_where_it_is_none():
+def test_the_error_for_an_invalid_bool_names_the_argument():
     with pytest.raises(ValueError, match=r"flag should be a bool, got <class 'str'>: 'false'; pass True or False"):
         as_bool("flag", "false")

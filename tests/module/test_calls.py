@@ -1,4 +1,4 @@
-"""Calls of a sharded module: hooks of others, and a `__call__` of its class, have their part as with torch's FSDP2."""
+"""Calls of a sharded module: users' hooks and an overridden `__call__` work as with torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENGINES = {"ours": composable_shard.fully_shard, "fsdp2": fsdp2}
 
 
 class Doubled(nn.Linear):
-    """A class with a call of its own."""
+    """A class that overrides `__call__`."""
 
     def __call__(self, x):
         return 2 * super().__call__(x)
@@ -47,11 +47,11 @@ def alike(found):
 
 
 @distributed(world=2)
-def test_hooks_on_a_sharded_module_see_what_they_see_with_fsdp2(rank, world):
+def test_module_hooks_get_the_same_arguments_as_with_fsdp2(rank, world):
     x, seen, found = torch.full((2, 4), rank + 1.0), {name: [] for name in ENGINES}, {}
     for name, shard in ENGINES.items():
         model, log = build(shard), seen[name]
-        step(model, x)  # without hooks first
+        step(model, x)  # first without hooks
 
         def before(module, args, log=log):
             log.append(("before", isinstance(module.weight, DTensor), tuple(args[0].shape)))
@@ -69,7 +69,7 @@ def test_hooks_on_a_sharded_module_see_what_they_see_with_fsdp2(rank, world):
             model[0].register_forward_hook(after),
             model[1].register_full_backward_hook(back),
         ]
-        with warnings.catch_warnings():  # FSDP2 warns of views in outputs, as this backward hook makes
+        with warnings.catch_warnings():  # FSDP2 warns about views in outputs, which this backward hook makes
             warnings.simplefilter("ignore")
             found[name] = step(model, x)
         for handle in handles:
@@ -83,7 +83,7 @@ def test_hooks_on_a_sharded_module_see_what_they_see_with_fsdp2(rank, world):
 
 
 @distributed(world=2)
-def test_hooks_on_all_modules_hear_of_sharded_ones(rank, world):
+def test_global_module_hooks_run_for_sharded_modules(rank, world):
     x, seen = torch.full((2, 4), rank + 1.0), {name: [] for name in ENGINES}
     for name, shard in ENGINES.items():
         model, log = build(shard), seen[name]
@@ -102,7 +102,7 @@ def test_hooks_on_all_modules_hear_of_sharded_ones(rank, world):
 
 
 @distributed(world=2)
-def test_a_class_with_a_call_of_its_own_keeps_it(rank, world):
+def test_a_class_that_overrides_call_keeps_its_override(rank, world):
     x, found = torch.full((2, 4), rank + 1.0), {}
     for name, shard in ENGINES.items():
         model = build(shard, Doubled)
@@ -114,7 +114,7 @@ def test_a_class_with_a_call_of_its_own_keeps_it(rank, world):
 
 
 @distributed(world=2)
-def test_a_forward_put_on_the_instance_is_called(rank, world):
+def test_a_forward_set_on_the_instance_is_called(rank, world):
     x, found = torch.full((2, 4), rank + 1.0), {}
     for name, shard in ENGINES.items():
         model = build(shard)
@@ -125,14 +125,14 @@ def test_a_forward_put_on_the_instance_is_called(rank, world):
 
 
 class Implemented(nn.Linear):
-    """A class that changes what torch's call does."""
+    """A class that overrides `_call_impl`."""
 
     def _call_impl(self, *args, **kwargs):
         return 2 * super()._call_impl(*args, **kwargs)
 
 
 class Partly(nn.Linear):
-    """A class whose call is no plain method."""
+    """A class whose `__call__` is a property."""
 
     @property
     def __call__(self):
@@ -141,7 +141,7 @@ class Partly(nn.Linear):
 
 @pytest.mark.parametrize("kind", [Implemented, Partly])
 @distributed(world=2)
-def test_other_ways_to_change_a_call_are_kept(rank, world, kind):
+def test_other_overrides_of_call_are_kept(rank, world, kind):
     x = torch.full((2, 4), rank + 1.0)
     plain, model = build(lambda module: module, kind), build(composable_shard.fully_shard, kind)
     assert torch.equal(model(x), plain(x))

@@ -1,4 +1,4 @@
-"""Hooks on parameters: those registered before sharding, and those on the node that accumulates a gradient."""
+"""Hooks on parameters that are registered before sharding, and hooks on the node that accumulates a gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from _sides import whole
 from composable_shard import ShardConfigStateError
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, which torch itself uses there
+    warnings.simplefilter("ignore", DeprecationWarning)  # from torch.jit, which torch itself uses there
     from torch.distributed.optim import _apply_optimizer_in_backward
 
 
@@ -56,7 +56,7 @@ def test_torchs_optimizer_in_backward_steps_in_the_same_backward(rank, world, be
     theirs = Transformer()
     shard(theirs, ENGINES["fsdp2"])
     models = (plain, model, theirs)
-    if not before_forward:  # other hooks were looked for, and there were none
+    if not before_forward:  # a first step, in which no hooks are found
         for each in models:
             loss_of(each).backward()
             each.zero_grad()
@@ -74,7 +74,7 @@ def test_torchs_optimizer_in_backward_steps_in_the_same_backward(rank, world, be
 
 
 @distributed(world=2)
-def test_hooks_of_the_node_see_and_change_the_reduced_gradient_and_go_with_their_handles(rank, world):
+def test_node_hooks_see_and_change_the_reduced_gradient_until_removed(rank, world):
     plain, model = plain_and_sharded()
     seen = {"plain": [], "ours": []}
     handles, nodes = [], []
@@ -107,7 +107,7 @@ def test_hooks_of_the_node_see_and_change_the_reduced_gradient_and_go_with_their
 
 
 @simulated(world=2)
-def test_a_hook_of_a_node_runs_once_for_two_uses_and_at_the_reduction_of_kept_gradients(rank, world):
+def test_a_node_hook_runs_once_per_reduction(rank, world):
     plain, model = plain_and_sharded()
     calls = []
     node = node_of(model.head.weight)
@@ -130,11 +130,11 @@ def test_a_hook_of_a_node_runs_once_for_two_uses_and_at_the_reduction_of_kept_gr
 
 
 @distributed(world=2)
-def test_hooks_of_a_node_follow_a_conversion_of_the_model(rank, world):
+def test_node_hooks_can_be_registered_again_after_a_conversion(rank, world):
     _, model = plain_and_sharded()
     loss_of(model).backward()
     model.zero_grad()
-    node_of(model.head.weight).register_hook(lambda *_: pytest.fail("nobody holds this node"))
+    node_of(model.head.weight).register_hook(lambda *_: pytest.fail("this node is not kept alive"))
     loss_of(model).backward()
     model.zero_grad()
     kept = node_of(model.head.weight)
@@ -152,7 +152,7 @@ def test_hooks_of_a_node_follow_a_conversion_of_the_model(rank, world):
 
 @pytest.mark.parametrize("kind", ["tensor", "post", "node"])
 @distributed(world=2)
-def test_hooks_from_before_sharding_see_reduced_gradients_and_go_with_their_handles(rank, world, kind):
+def test_hooks_registered_before_sharding_see_reduced_gradients_until_removed(rank, world, kind):
     torch.manual_seed(0)
     plain = Transformer(tied=True)
     models = {"plain": plain, "ours": copy.deepcopy(plain), "fsdp2": copy.deepcopy(plain)}
@@ -192,7 +192,7 @@ def test_hooks_from_before_sharding_see_reduced_gradients_and_go_with_their_hand
 
 
 @simulated(world=2)
-def test_a_hook_of_a_frozen_parameter_is_carried_for_when_it_trains(rank, world):
+def test_a_hook_of_a_frozen_parameter_runs_once_it_is_unfrozen(rank, world):
     model = nn.Linear(4, 4)
     calls = []
     model.weight.register_hook(calls.append)
@@ -208,7 +208,7 @@ def test_a_hook_of_a_frozen_parameter_is_carried_for_when_it_trains(rank, world)
 
 @pytest.mark.parametrize("thawed", [False, True])
 @simulated(world=2)
-def test_a_hook_of_a_node_is_found_among_handles_given_out_in_every_step(rank, world, thawed):
+def test_a_node_hook_is_detected_even_if_hooks_are_registered_in_every_step(rank, world, thawed):
     plain, model = plain_and_sharded()
     for each in (plain, model):
         each.head.weight.requires_grad_(not thawed)
@@ -222,7 +222,7 @@ def test_a_hook_of_a_node_is_found_among_handles_given_out_in_every_step(rank, w
                 nodes[-1].register_prehook(lambda gradients, name=name: seen[name].append(whole(gradients[0]).clone()))
         for each in (plain, model):
             loss = loss_of(each, step)
-            loss.register_hook(lambda gradient: None)  # as other libraries do in each forward
+            loss.register_hook(lambda gradient: None)  # other libraries register hooks in each forward
             loss.backward()
     assert len(seen["ours"]) == 2
     torch.testing.assert_close(seen["ours"], seen["plain"])
@@ -231,7 +231,7 @@ def test_a_hook_of_a_node_is_found_among_handles_given_out_in_every_step(rank, w
 
 
 @distributed(world=2)
-def test_torchs_optimizer_in_backward_of_before_sharding_is_refused_at_its_first_step(rank, world):
+def test_torchs_optimizer_in_backward_is_refused_if_applied_before_sharding(rank, world):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     fully_shard(model)
@@ -241,7 +241,7 @@ def test_torchs_optimizer_in_backward_of_before_sharding_is_refused_at_its_first
 
 @pytest.mark.matrix
 @distributed(world=2)
-def test_hooks_of_a_node_hold_in_compiled_steps(rank, world):
+def test_node_hooks_run_in_compiled_steps(rank, world):
     plain, model = plain_and_sharded()
     for each in (plain, model):
         _apply_optimizer_in_backward(torch.optim.SGD, each.parameters(), {"lr": 0.1, "foreach": False})
@@ -254,8 +254,8 @@ def test_hooks_of_a_node_hold_in_compiled_steps(rank, world):
 
 @pytest.mark.parametrize("own", [False, True])
 @simulated(world=2)
-def test_hooks_on_what_a_forward_has_left_whole_get_reduced_gradients_too(rank, world, own):
-    """After a forward without a backward, users find whole copies; `own`: the sharded ones have hooks besides."""
+def test_hooks_on_parameters_left_unsharded_by_forward_get_reduced_gradients(rank, world, own):
+    """After a forward without a backward, users see unsharded copies. With `own`, the sharded ones have hooks, too."""
     plain, model = plain_and_sharded()
     names = ("embed.weight", "head.weight")
     doubled, seen, handles = [], [], []

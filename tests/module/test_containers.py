@@ -1,4 +1,4 @@
-"""Inputs and outputs of forward in containers of every kind: dataclasses, model outputs, named tuples, users' own."""
+"""Inputs and outputs of forward in containers: dataclasses, model outputs, named tuples, users' own classes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Slotted:
 
 @dataclass
 class Derived:
-    """What `dataclasses.replace` cannot copy."""
+    """A dataclass that `dataclasses.replace` cannot copy."""
 
     x: Any
     scale: InitVar[float] = 1.0
@@ -55,7 +55,7 @@ class Derived:
 
 @dataclass
 class Output(OrderedDict):
-    """Like a model output of Transformers: a dataclass and a dict at once."""
+    """Like a model output of Transformers: both a dataclass and a dict."""
 
     x: Any = None
     rest: Any = None
@@ -113,7 +113,7 @@ CONTAINERS = {
     "tuple of a class": lambda x: Pair((x, 1.5)),
     "set": lambda x: {x},
 }
-LEFT_ALONE = {  # as FSDP2 does
+LEFT_ALONE = {  # FSDP2 passes these unchanged as well
     "user dict": lambda x: UserDict({"x": x, "rest": 1}),
     "user list": lambda x: UserList([x, 1]),
     "deque": lambda x: deque([x, [x]]),
@@ -123,7 +123,7 @@ LEFT_ALONE = {  # as FSDP2 does
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_every_tensor_is_found_and_replaced_and_all_else_is_kept(name):
+def test_every_tensor_in_a_container_is_found_and_replaced(name):
     x = torch.ones(2)
     whole = CONTAINERS[name](x)
     found = tree_tensors(whole)
@@ -132,7 +132,7 @@ def test_every_tensor_is_found_and_replaced_and_all_else_is_kept(name):
     made = map_tensors(lambda t: t.double(), whole)
     assert type(made) is type(whole)
     assert [t.dtype for t in tree_tensors(made)] == [torch.float64] * len(found)
-    assert [t.dtype for t in tree_tensors(whole)] == [torch.float32] * len(found), "the one that was given has changed"
+    assert [t.dtype for t in tree_tensors(whole)] == [torch.float32] * len(found), "the original has changed"
     if name == "dataclass":
         assert (made.note, made.count) == ("kept", 3)
     if name == "derived dataclass":
@@ -143,14 +143,14 @@ def test_every_tensor_is_found_and_replaced_and_all_else_is_kept(name):
         assert made["other"] == []
 
 
-def test_a_container_in_which_nothing_changes_stays_the_same_object():
+def test_a_container_without_changes_is_not_copied():
     for make in (Plain, Slotted, AttributeDict, Words):
         whole = make([1, 2]) if make in (Plain, Slotted, Words) else make(x=1)
         assert map_tensors(lambda t: t.double(), whole) is whole
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
-def test_tensors_in_containers_that_are_passed_as_they_are_are_found_and_not_replaced(name):
+def test_tensors_in_unsupported_containers_are_found_but_not_replaced(name):
     x = torch.ones(2)
     whole = LEFT_ALONE[name](x)
     found = tree_tensors([whole])
@@ -170,7 +170,7 @@ def cyclic(kind):
 
 @pytest.mark.parametrize("engine", ["ours", "fsdp2"])
 @simulated(world=2)
-def test_containers_that_contain_themselves_are_passed_to_and_from_forward(rank, world, engine):
+def test_containers_that_contain_themselves_are_passed_through(rank, world, engine):
     class Passes(nn.Module):
         def __init__(self):
             super().__init__()
@@ -190,7 +190,7 @@ def test_containers_that_contain_themselves_are_passed_to_and_from_forward(rank,
 @pytest.mark.parametrize("make", [ReadOnly, immutable_dict, lambda items: [ReadOnly(items)]])
 @pytest.mark.parametrize("engine", ["ours", "fsdp2"])
 @simulated(world=2)
-def test_a_dict_that_refuses_items_is_cast_as_under_fsdp2(rank, world, engine, make):
+def test_a_read_only_dict_is_cast_like_fsdp2(rank, world, engine, make):
     class Reads(nn.Linear):
         def forward(self, given):
             seen.append(given if isinstance(given, dict) else given[0])
@@ -203,7 +203,7 @@ def test_a_dict_that_refuses_items_is_cast_as_under_fsdp2(rank, world, engine, m
     assert type(seen[0]) is dict
 
 
-def test_a_list_and_a_structure_of_torch_that_refuse_items_are_cast():
+def test_an_immutable_list_and_a_torch_return_type_are_cast():
     listed = map_tensors(lambda t: t.double(), immutable_list([torch.ones(2), 1]))
     assert type(listed) is immutable_list
     assert listed[0].dtype == torch.float64
@@ -214,7 +214,7 @@ def test_a_list_and_a_structure_of_torch_that_refuse_items_are_cast():
 
 
 class Titled(list):
-    """A list with an attribute, whose constructor takes something else than items."""
+    """A list with an attribute, whose constructor takes other arguments than the items."""
 
     def __init__(self, title, *items):
         super().__init__(items)
@@ -253,7 +253,7 @@ class Both(dict):
 
 
 @pytest.mark.parametrize("kind", [Attributes, Both])
-def test_items_that_are_attributes_are_cast_as_both(kind):
+def test_items_that_are_also_attributes_are_cast_as_both(kind):
     given = kind(x=torch.ones(2), n=1)
     made = map_tensors(lambda t: t.double(), given)
     assert type(made) is kind
@@ -263,7 +263,7 @@ def test_items_that_are_attributes_are_cast_as_both(kind):
     assert ("y" in made, hasattr(made, "z")) == (kind is Attributes, True)
 
 
-def test_dicts_and_lists_of_a_class_are_copied_unless_the_class_refuses_items():
+def test_dict_and_list_subclasses_keep_their_class_unless_they_refuse_items():
     titled = Titled("keys", torch.ones(2), 1)
     made = map_tensors(lambda t: t.double(), titled)
     assert (type(made), made.title, made[0].dtype, made[1]) == (Titled, "keys", torch.float64, 1)
@@ -279,7 +279,7 @@ def first_of(container):
 
 
 class Wrapped(nn.Module):
-    """A transformer block that takes and gives a container."""
+    """A transformer block that takes and returns a container."""
 
     def __init__(self, make, seen):
         super().__init__()
@@ -316,7 +316,7 @@ class Model(nn.Module):
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float64)
-# FSDP2 fails for some of these, and does not cast what is in others.
+# FSDP2 fails for some of these containers, and does not cast tensors in the others.
 OURS_ALONE = {"derived dataclass", "model output", "default dict", "slotted dataclass", "set"}
 OURS_ALONE |= {"dict of a class"}
 
@@ -324,7 +324,7 @@ OURS_ALONE |= {"dict of a class"}
 @pytest.mark.parametrize("name", CONTAINERS)
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["as it is", "mixed"])
 @distributed(world=2)
-def test_inputs_and_outputs_in_containers_are_cast_and_train_as_under_fsdp2(rank, world, name, policy):
+def test_containers_are_cast_and_train_like_fsdp2(rank, world, name, policy):
     torch.manual_seed(3)
     plain = Model(name)
     models = {"ours": copy.deepcopy(plain), "fsdp2": copy.deepcopy(plain)}
@@ -354,11 +354,11 @@ def test_inputs_and_outputs_in_containers_are_cast_and_train_as_under_fsdp2(rank
     assert_at_rest(models["ours"])
 
 
-# ---- views of weights in what forward returns
+# ---- views of weights in outputs
 
 
 class Own:
-    """A container of the user's that nobody knows."""
+    """A container of an unknown class."""
 
     def __init__(self, x):
         self.inner = {"x": [x]}
@@ -369,7 +369,7 @@ class Own:
 
 
 class Viewer(nn.Module):
-    """Gives a view of its weight."""
+    """Returns a view of its weight."""
 
     def __init__(self, make):
         super().__init__()
@@ -392,7 +392,7 @@ def viewed(found):
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("kind", VIEWS)
 @distributed(world=2)
-def test_views_of_weights_in_outputs_stay_true_when_their_memory_is_needed(rank, world, kind, grad):
+def test_views_of_weights_in_outputs_keep_their_values(rank, world, kind, grad):
     torch.manual_seed(3)
     layers = [Viewer(VIEWS[kind]) for _ in range(3)]
     wanted = [layer.weight.detach().t().clone() for layer in layers]
@@ -404,7 +404,7 @@ def test_views_of_weights_in_outputs_stay_true_when_their_memory_is_needed(rank,
         with torch.set_grad_enabled(grad):
             views, out = root(torch.ones(2, 6))
         others = [pool_of(root).lease(size) for size, free in pool_of(root)._free.items() for _ in free]
-        for slot in others:  # whatever the pool would give to others is overwritten
+        for slot in others:  # overwrite all memory that the pool could lease
             slot.typed(torch.uint8, written=True).fill_(255)
         for view, want in zip(views, wanted, strict=True):
             assert torch.equal(viewed(view), want)
@@ -431,7 +431,7 @@ class Chain(nn.Module):
 
 @pytest.mark.parametrize("make", [Plain, Frozen], ids=["dataclass", "frozen dataclass"])
 @distributed(world=2)
-def test_compiled_modules_look_into_dataclasses_too(rank, world, make):
+def test_compiled_modules_cast_tensors_in_dataclasses(rank, world, make):
     torch.manual_seed(3)
     plain = Pipe(make)
     eager, compiled = copy.deepcopy(plain), copy.deepcopy(plain)

@@ -1,4 +1,4 @@
-"""A sharded model is moved and converted as any module is, in every form that torch has for it."""
+"""A sharded model can be moved and converted like any module, in every way that torch supports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONVERSIONS = {
     "to a dtype": lambda model: model.to(torch.float64),
     "to a device": lambda model: model.to("cpu"),
     "to a device and a dtype": lambda model: model.to(torch.device("cpu"), torch.float64, non_blocking=True),
-    "to what a tensor is": lambda model: model.to(torch.zeros(1, dtype=torch.float64)),
+    "like a tensor": lambda model: model.to(torch.zeros(1, dtype=torch.float64)),
     "to a memory format": lambda model: model.to(memory_format=torch.channels_last),
     "double": lambda model: model.double(),
     "double and back": lambda model: model.double().float(),
@@ -44,7 +44,7 @@ CONVERSIONS = {
 
 @contextlib.contextmanager
 def converted_by(way):
-    """Parameters are changed in place, replaced, or swapped."""
+    """Choose how torch converts parameters in the body: in place, by replacing them, or by swapping them."""
     future = torch.__future__
     before = future.get_overwrite_module_params_on_conversion(), future.get_swap_module_params_on_conversion()
     future.set_overwrite_module_params_on_conversion(way == "overwrite")
@@ -64,7 +64,7 @@ def step(models, number):
 
 
 def train(models, steps=2):
-    optimizers = optimizers_of(models)  # made after a conversion, as for any module
+    optimizers = optimizers_of(models)  # created after a conversion, as for any module
     for number in range(steps):
         step(models, number)
         assert_alike(models, exact=False)
@@ -80,14 +80,14 @@ def train(models, steps=2):
     ],
 )
 @distributed(world=2)
-def test_training_goes_on_exactly(rank, world, conversion, way):
-    # torch's FSDP2 takes conversions in place only, and none to a memory format
+def test_training_after_a_conversion_is_exact(rank, world, conversion, way):
+    # torch's FSDP2 supports only in-place conversions, and no conversion to a memory format.
     models = models_of(Conv, fsdp2=way == "in place" and conversion != "to a memory format")
     convert = CONVERSIONS[conversion]
     for moment in ("before the first forward", "between steps", "while unsharded"):
         if moment == "while unsharded":
             if conversion in ("requires_grad", "eval and train"):
-                return  # they leave it unsharded, where parameters are others
+                return  # the model stays unsharded, with other parameters
             models["ours"].head.unshard()
         with converted_by(way):
             for model in models.values():
@@ -98,7 +98,7 @@ def test_training_goes_on_exactly(rank, world, conversion, way):
 
 @pytest.mark.parametrize("conversion", ["cpu", "to a dtype"])
 @distributed(world=2)
-def test_the_memory_of_the_pool_is_given_back_at_once(rank, world, conversion):
+def test_a_conversion_frees_the_memory_of_the_pool(rank, world, conversion):
     models = models_of(Conv)
     train(models)
     engine = engine_of(models["ours"])
@@ -107,12 +107,12 @@ def test_the_memory_of_the_pool_is_given_back_at_once(rank, world, conversion):
     assert engine.pool.held_bytes == 0
     buckets = [bucket for group in engine.groups for bucket in group.buckets]
     assert not any(bucket._gatherer._seen or bucket._faces._of or bucket._faces.leaves for bucket in buckets), (
-        "views of it"
+        "views of the freed memory"
     )
 
 
 @distributed(world=2)
-def test_a_conversion_between_forward_and_backward_is_named(rank, world):
+def test_a_conversion_between_forward_and_backward_is_an_error(rank, world):
     models = models_of(Conv, fsdp2=False)
     train(models)
     loss = models["ours"](noise(2, 3, 5, 5)).square().mean()
@@ -129,7 +129,7 @@ def test_a_conversion_between_forward_and_backward_is_named(rank, world):
 
 
 @distributed(world=2)
-def test_a_model_that_went_to_meta_is_materialised_again(rank, world):
+def test_a_model_that_was_moved_to_meta_can_be_materialised_again(rank, world):
     models = models_of(Conv, fsdp2=False)
     train(models)
     state = {name: value.clone() for name, value in models["ours"].state_dict().items()}
@@ -150,7 +150,7 @@ GIVEN = {
 
 @pytest.mark.parametrize("given", GIVEN)
 @distributed(world=2)
-def test_data_that_is_assigned_to_a_sharded_parameter_is_noticed_where_torchs_fsdp2_ignores_it(rank, world, given):
+def test_assigned_data_is_detected_where_fsdp2_ignores_it(rank, world, given):
     for name, model in both().items():
         x = torch.ones(2, 4)
         with torch.no_grad():
@@ -159,7 +159,7 @@ def test_data_that_is_assigned_to_a_sharded_parameter_is_noticed_where_torchs_fs
         old = weight.full_tensor().clone()
         weight.data = GIVEN[given](weight)
         if name == "fsdp2":
-            assert given == "of another dtype" or torch.equal(model(x), output), "it was taken over"
+            assert given == "of another dtype" or torch.equal(model(x), output), "FSDP2 has used the assigned data"
             continue
         what = r"parameter blocks.1.up.weight: its .data was assigned"
         if given == "sharded":
@@ -174,7 +174,7 @@ def test_data_that_is_assigned_to_a_sharded_parameter_is_noticed_where_torchs_fs
 
 @pytest.mark.parametrize("copied", [False, True])
 @distributed(world=2)
-def test_data_that_is_assigned_before_the_first_forward_is_noticed(rank, world, copied):
+def test_data_assigned_before_the_first_forward_is_detected(rank, world, copied):
     model = both()["ours"]
     model = copy.deepcopy(model) if copied else model
     state = model.state_dict()
@@ -186,7 +186,7 @@ def test_data_that_is_assigned_before_the_first_forward_is_noticed(rank, world, 
 
 
 @distributed(world=2)
-def test_parameters_that_are_written_swapped_or_converted_are_not_taken_for_assigned_ones(rank, world):
+def test_other_ways_to_change_parameters_do_not_count_as_assigned_data(rank, world):
     models = {"plain": Stack(), "ours": Stack()}
     models["ours"].load_state_dict(models["plain"].state_dict())
     shard_blocks(models["ours"], cs.fully_shard)
@@ -199,7 +199,7 @@ def test_parameters_that_are_written_swapped_or_converted_are_not_taken_for_assi
                 param.data.copy_(param.data * 2)
             model(x)
             weight = model.blocks[1].up.weight
-            model.blocks[1].up.weight = nn.Parameter(weight.detach())  # of the same piece
+            model.blocks[1].up.weight = nn.Parameter(weight.detach())  # with the same local tensor
             model(x)
             bias = model.blocks[1].up.bias
             torch.utils.swap_tensors(bias, nn.Parameter(bias.detach() / 2))
@@ -210,7 +210,7 @@ def test_parameters_that_are_written_swapped_or_converted_are_not_taken_for_assi
 
 
 @distributed(world=2)
-def test_the_memory_of_shards_can_be_shared_where_torchs_own_way_ends_the_process(rank, world):
+def test_shards_can_move_to_shared_memory(rank, world):
     models = models_of(Stack, shard_blocks, fsdp2=False)
     for model in models.values():
         with torch.no_grad():

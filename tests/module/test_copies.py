@@ -1,4 +1,4 @@
-"""Copies, full state dicts, parameters that come later, and optimizers that came too early."""
+"""Copies, full state dicts, parameters that are added later, and optimizers that were built before sharding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from composable_shard import FSDPModule
     ],
 )
 @distributed(world=2)
-def test_a_deep_copy_trains_on_its_own(rank, world, shard, moment):
+def test_a_deep_copy_trains_independently(rank, world, shard, moment):
     model, plain = twins(shard=shard)
     loss = None
     if moment == "between steps":
@@ -62,7 +62,7 @@ def test_a_deep_copy_trains_on_its_own(rank, world, shard, moment):
     for name, param in made.named_parameters():
         torch.testing.assert_close(param.full_tensor(), twin.get_parameter(name))
     for name, param in model.named_parameters():
-        assert torch.equal(param.full_tensor(), plain.get_parameter(name)), f"{name} of the original has moved"
+        assert torch.equal(param.full_tensor(), plain.get_parameter(name)), f"{name} of the original has changed"
         assert (param.grad is None) == (plain.get_parameter(name).grad is None), name
     if moment != "new":
         assert_at_rest(model)
@@ -80,7 +80,7 @@ def test_a_copy_of_several_modules_in_one_group_loads_full_tensors(rank, world):
 
 
 @distributed(world=2)
-def test_a_copy_knows_the_parameters_that_were_ignored_from_those_that_are_added(rank, world):
+def test_a_copy_distinguishes_ignored_and_added_parameters(rank, world):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model, ignored_params={*model[1].parameters()})
     made = copy.deepcopy(model)
@@ -90,7 +90,7 @@ def test_a_copy_knows_the_parameters_that_were_ignored_from_those_that_are_added
 
 
 @distributed(world=2)
-def test_tied_parameters_stay_tied_in_a_copy_and_torchs_fsdp2_makes_none(rank, world):
+def test_tied_parameters_stay_tied_in_a_copy_and_fsdp2_cannot_be_copied(rank, world):
     model = TiedText()
     shard_root(model, fully_shard)
     made = copy.deepcopy(model)
@@ -105,7 +105,7 @@ def test_tied_parameters_stay_tied_in_a_copy_and_torchs_fsdp2_makes_none(rank, w
 
 
 @distributed(world=2)
-def test_an_average_of_the_weights_is_kept_in_a_copy(rank, world):
+def test_a_copy_can_keep_a_moving_average_of_the_weights(rank, world):
     model, plain = twins()
     ema, plain_ema = copy.deepcopy(model), copy.deepcopy(plain)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
@@ -124,7 +124,7 @@ def test_an_average_of_the_weights_is_kept_in_a_copy(rank, world):
 
 
 @distributed(world=1)
-def test_a_copy_of_a_part_is_sharded_too(rank, world):
+def test_a_copy_of_a_submodule_is_sharded(rank, world):
     model, _ = twins()
     block = copy.deepcopy(model.blocks[0])
     assert isinstance(block, FSDPModule)
@@ -133,7 +133,7 @@ def test_a_copy_of_a_part_is_sharded_too(rank, world):
 
 
 @distributed(world=1)
-def test_pickling_says_what_to_do_instead(rank, world):
+def test_pickling_raises_an_error_with_an_alternative(rank, world):
     model, _ = twins()
     with pytest.raises(RuntimeError, match=r"FSDPStack: a sharded module cannot be pickled; save its state_dict"):
         pickle.dumps(model)
@@ -144,10 +144,10 @@ def test_pickling_says_what_to_do_instead(rank, world):
 
 @pytest.mark.parametrize("assign", [False, True])
 @distributed(world=(1, 2, 4))
-def test_full_tensors_load_into_their_pieces(rank, world, assign):
+def test_full_tensors_load_into_shards(rank, world, assign):
     model, _ = twins()
     source = Stack()
-    for at in range(2):  # also while unsharded parameters are in their place
+    for at in range(2):  # the second time while the unsharded parameters are installed
         with torch.no_grad():
             for p in source.parameters():
                 p.add_(1)
@@ -155,7 +155,7 @@ def test_full_tensors_load_into_their_pieces(rank, world, assign):
         for name, param in model.named_parameters():
             assert isinstance(param, DTensor), name
             assert torch.equal(param.full_tensor(), source.get_parameter(name)), name
-            assert param.to_local().untyped_storage().nbytes() == param.to_local().nbytes, f"{name} keeps the whole"
+            assert param.to_local().untyped_storage().nbytes() == param.to_local().nbytes, f"{name} is a full copy"
         assert torch.equal(model(*vectors(0, at)), source(*vectors(0, at)))
     train_step(model)
     train_step(source)
@@ -177,11 +177,11 @@ def test_torchs_fsdp2_does_not_load_full_tensors(rank, world):
         theirs.load_state_dict(nn.Linear(3, 4).state_dict())
 
 
-# ---- later, and too early
+# ---- added parameters, and optimizers from before sharding
 
 
 @distributed(world=2)
-def test_a_parameter_added_later_is_named(rank, world):
+def test_the_error_for_an_added_parameter_names_it(rank, world):
     model, _ = twins()
     model.blocks[1].up.scale = nn.Parameter(torch.ones(3))
     with pytest.raises(RuntimeError, match=r"parameters blocks\.1\.up\.scale: were added after fully_shard"):
@@ -196,7 +196,7 @@ def test_a_parameter_added_later_is_named(rank, world):
 
 
 @distributed(world=2)
-def test_a_module_put_in_the_place_of_another_is_named_unless_it_is_sharded(rank, world):
+def test_the_error_for_a_replaced_module_names_its_parameters(rank, world):
     model, _ = twins()
     train_step(model)
     model.head = nn.Linear(6, 4)
@@ -205,7 +205,7 @@ def test_a_module_put_in_the_place_of_another_is_named_unless_it_is_sharded(rank
 
 
 @distributed(world=2)
-def test_buffers_and_modules_without_parameters_may_come_later(rank, world):
+def test_buffers_and_modules_without_parameters_may_be_added(rank, world):
     model, _ = twins()
     train_step(model)
     model.blocks[0].act = nn.GELU()
@@ -234,7 +234,7 @@ def test_an_optimizer_that_was_built_before_sharding_fails_at_its_first_step(ran
 
 
 @distributed(world=2)
-def test_torchs_fsdp2_lets_such_an_optimizer_train_nothing(rank, world):
+def test_with_fsdp2_such_an_optimizer_trains_nothing(rank, world):
     model = Stack()
     optimizer = torch.optim.AdamW(model.parameters())
     shard_blocks(model, ENGINES["fsdp2"])

@@ -1,4 +1,4 @@
-"""Checks for debugging, and weights that change between forward and backward."""
+"""The debugging checks, and weights that change between forward and backward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def debugging():
 
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(world=(1, 2))
-def test_a_right_model_trains_exactly_under_the_checks(rank, world, reshard):
+def test_a_correct_model_trains_exactly_under_the_checks(rank, world, reshard):
     model, plain = twins(reshard_after_forward=reshard)
     with debugging():
         for step in range(2):
@@ -42,7 +42,7 @@ def test_a_right_model_trains_exactly_under_the_checks(rank, world, reshard):
 
 
 @distributed(world=2)
-def test_memory_that_was_given_up_reads_as_nan(rank, world):
+def test_freed_memory_reads_as_nan(rank, world):
     model, _ = twins(reshard_after_forward=True)
     block, memory = model.blocks[0], []
 
@@ -55,33 +55,33 @@ def test_memory_that_was_given_up_reads_as_nan(rank, world):
     assert memory[0].isnan().all()
     with torch.no_grad():
         loss_of(model)
-    assert not memory[1].isnan().all(), "off again"  # gaps between weights hold anything
+    assert not memory[1].isnan().all(), "off again"  # gaps between weights may contain NaN
 
 
 @distributed(world=2)
-def test_weights_that_are_written_to_while_gathered_are_named(rank, world):
+def test_the_error_for_a_modified_unsharded_weight_names_it(rank, world):
     class Writes(nn.Module):
         def __init__(self):
             super().__init__()
             self.lin = nn.Linear(4, 4)
 
         def forward(self, x):
-            self.lin.weight.data.mul_(0.5)  # which no version tells of
+            self.lin.weight.data.mul_(0.5)  # not counted by the version counter
             return self.lin(x)
 
     model = fully_shard(Writes(), reshard_after_forward=True)
-    model(*vectors(rank, 0))  # silently lost
+    model(*vectors(rank, 0))  # without the checks, the write is silently lost
     with debugging(), pytest.raises(StaleStateError, match=r"^lin\.weight: edited in place"):
         model(*vectors(rank, 0))
 
 
-def test_the_environment_switches_the_checks_on(monkeypatch):
+def test_an_environment_variable_switches_the_checks_on(monkeypatch):
     for value, want in (("1", True), ("0", False), ("", False)):
         monkeypatch.setenv("COMPOSABLE_SHARD_DEBUG", value)
         assert runpy.run_path(_debug.__file__)["debugging"] is want
 
 
-def test_poison_is_nan_in_every_floating_point_dtype_and_a_checksum_sees_a_swap():
+def test_poison_is_nan_in_every_dtype_and_a_checksum_detects_a_swap():
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         memory = torch.zeros(8, dtype=dtype)
         poison(memory)
@@ -93,7 +93,7 @@ def test_poison_is_nan_in_every_floating_point_dtype_and_a_checksum_sees_a_swap(
 
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(world=2)
-def test_a_load_between_forward_and_backward_is_an_error_as_it_is_without_sharding(rank, world, reshard):
+def test_a_load_between_forward_and_backward_is_an_error_like_without_sharding(rank, world, reshard):
     model, plain = twins(reshard_after_forward=reshard)
     losses = [loss_of(model), loss_of(plain)]
     for each in (model, plain):

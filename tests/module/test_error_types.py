@@ -1,4 +1,4 @@
-"""The same mistake under torch's FSDP2 and here: an error of the same kind, with torch's decisive words."""
+"""A mistake raises the same error type as with torch's FSDP2, and the message contains the words of torch's."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def of_another_device(engine):
     other = DeviceMesh("meta", [0, 1], mesh_dim_names=("tp",), _init_backend=False)
     model = nn.Linear(4, 4)
     model.weight = nn.Parameter(DTensor.from_local(torch.empty(4, 4, device="meta"), other, [Replicate()]))
-    if engine is fsdp2:  # which looks at the devices of tensors first, and lets those on meta pass
+    if engine is fsdp2:  # FSDP2 checks the devices of tensors first, and accepts those on meta
         raise ValueError("Requires DTensor to have mesh of the same type as the FSDP mesh but got meta")
     engine(model, mesh=mesh_of(2))
 
@@ -145,7 +145,7 @@ RESHARD = r"reshard_after_forward should be a bool or an int representing the gr
 RAN = r"been lazily initialized for 0\nFSDP requires running forward through the root module first"
 CUSTOM = r"cannot call set_allocate_memory_from_process_group\(\) when {} comm is custom: Comm"
 
-# By mistake: how to make it, and the words of torch that its tests look for.
+# By mistake: a function that makes it, and the words of torch's message that torch's tests match.
 MISTAKES = {
     "a container": (
         lambda e: e(nn.ModuleList([nn.Linear(2, 2)])),
@@ -267,11 +267,11 @@ MISTAKES = {
         full(DataParallelMeshDims(shard="b"), placements=None),
         r"When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh",
     ),
-    "sharded where it shall be": (
+    "already sharded on the shard axis": (
         full(DataParallelMeshDims(shard="b"), (Replicate(), Shard(0))),
         r"Expected Replicate\(\) on DP shard dim 'b' \(index 1\) but got ",
     ),
-    "sharded where it shall be replicated": (
+    "sharded on the replicate axis": (
         full(DataParallelMeshDims(shard="b", replicate="a"), (Shard(0), Replicate())),
         r"Expected Replicate\(\) on DP replicate dim 'a' \(index 0\) but got ",
     ),
@@ -288,13 +288,13 @@ def caught(make, engine):
 
 @pytest.mark.parametrize("part", range(4))
 @distributed(world=2)
-def test_a_mistake_is_an_error_of_torchs_kind_with_torchs_words(rank, world, part):
+def test_a_mistake_raises_torchs_error_type_with_torchs_message(rank, world, part):
     wrong = []
     for name, (make, words) in list(MISTAKES.items())[part::4]:
         theirs, ours = caught(make, fsdp2), caught(make, ENGINES["ours"])
         if not re.search(words, str(theirs)):
             if torch.__version__ < "2.13":
-                continue  # it knows no such mistake, or has other words for it
+                continue  # older versions do not detect the mistake, or have another message
             wrong.append(f"{name}: torch says {theirs}")
         if not isinstance(ours, (type(theirs), *standard(theirs))) or not isinstance(ours, ShardConfigError):
             wrong.append(f"{name}: a {type(ours).__name__}, and torch's is a {type(theirs).__name__}: {ours}")
@@ -304,11 +304,11 @@ def test_a_mistake_is_an_error_of_torchs_kind_with_torchs_words(rank, world, par
 
 
 def standard(error):
-    """The built-in kind of an error."""
+    """The built-in base class of an error."""
     return tuple(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")[:1]
 
 
-def test_every_kind_of_ours_is_a_standard_one():
+def test_every_error_is_also_a_built_in_error():
     kinds = {kind for kind in vars(composable_shard._errors).values() if isinstance(kind, type)}
     for kind in kinds:
         if issubclass(kind, ShardConfigError) and kind is not ShardConfigError:
@@ -316,8 +316,8 @@ def test_every_kind_of_ours_is_a_standard_one():
 
 
 @distributed(world=2)
-def test_what_is_an_error_in_fsdp2_and_works_here(rank, world):
-    """Those of its errors that are missing above."""
+def test_some_errors_of_fsdp2_are_supported_here(rank, world):
+    """The errors of FSDP2 that are missing above."""
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16))
     composable_shard.fully_shard(mixed)
     mixed[0].weight.sum().backward()

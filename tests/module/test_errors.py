@@ -1,6 +1,6 @@
-"""User mistakes: each is a ShardConfigError of the standard kind that names the argument or parameter; none hangs.
+"""User mistakes raise a ShardConfigError, which is also a built-in error and names the argument or parameter.
 
-All of them are raised on every rank before any communication.
+All are raised on every rank before any communication, so none of them hangs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from composable_shard._module.build import _check_offloaded
 
 @contextlib.contextmanager
 def rejected(*words, kinds=(ValueError, TypeError)):
-    """The body raises a configuration error of a standard kind whose message has all the words."""
+    """Check that the body raises a configuration error of one of `kinds` whose message contains all words."""
     with pytest.raises(composable_shard.ShardConfigError) as caught:
         yield
     error = caught.value
@@ -34,7 +34,7 @@ def rejected(*words, kinds=(ValueError, TypeError)):
 
 
 class Holder(nn.Module):
-    """Puts a parameter at the name `inner.odd`."""
+    """Registers a parameter under the name `inner.odd`."""
 
     def __init__(self, parameter):
         super().__init__()
@@ -69,7 +69,7 @@ def test_containers_without_forward_are_rejected(rank, world, kind):
 
 
 @simulated(world=2)
-def test_a_container_that_has_a_forward_is_accepted(rank, world):
+def test_a_container_with_a_forward_is_accepted(rank, world):
     model = Container()
     fully_shard(model)
     model(torch.randn(2, 4)).sum().backward()
@@ -77,7 +77,7 @@ def test_a_container_that_has_a_forward_is_accepted(rank, world):
 
 @pytest.mark.parametrize("what", ["number", "list of numbers", "class"])
 @simulated(world=2)
-def test_things_that_are_no_modules_are_rejected(rank, world, what):
+def test_objects_that_are_not_modules_are_rejected(rank, world, what):
     value = {"number": 5, "list of numbers": [nn.Linear(4, 4), 5], "class": nn.Linear}[what]
     with rejected("module", kinds=TypeError):
         fully_shard(value)
@@ -140,7 +140,7 @@ def test_a_mesh_of_two_axes_without_names_is_rejected(rank, world):
 
 
 @simulated(world=2)
-def test_a_mesh_without_this_rank_is_rejected_there(rank, world):
+def test_a_mesh_without_this_rank_is_rejected_on_this_rank(rank, world):
     mesh = DeviceMesh("cpu", [0])
     if rank == 1:
         with rejected("mesh", "rank 1", kinds=ValueError):
@@ -156,7 +156,7 @@ def test_a_wrong_reshard_after_forward_is_rejected(rank, world, value):
 
 @pytest.mark.parametrize("value", ["yes", 1, None], ids=str)
 @simulated(world=2)
-def test_the_setter_of_reshard_after_forward_takes_a_bool_only(rank, world, value):
+def test_set_reshard_after_forward_accepts_only_a_bool(rank, world, value):
     model = nn.Linear(4, 4)
     fully_shard(model)
     with rejected("reshard_after_forward", kinds=ValueError):
@@ -178,7 +178,7 @@ def test_a_non_contiguous_parameter_is_rejected_by_its_full_name(rank, world):
 
 
 @simulated(world=2)
-def test_a_rejected_call_leaves_the_module_as_it_was(rank, world):
+def test_a_rejected_call_does_not_change_the_module(rank, world):
     model = Holder(nn.Parameter(torch.tensor(1.0)))
     before, kind = dict(model.named_parameters()), type(model)
     with rejected():
@@ -228,7 +228,7 @@ def test_a_submodule_that_ran_before_the_root_is_rejected_at_the_first_forward(r
 
 
 class ReadsOfOthers(nn.Module):
-    """Reads the weight of a sharded child, in its own method or through a module without `fully_shard` of its own."""
+    """Reads the weight of a sharded child, in its own method or by calling a submodule of the child."""
 
     def __init__(self, through):
         super().__init__()
@@ -243,7 +243,7 @@ class ReadsOfOthers(nn.Module):
 
 @pytest.mark.parametrize("through", [False, True], ids=["of a child", "through a module"])
 @simulated(world=2)
-def test_torchs_error_for_a_weight_that_is_read_while_sharded_names_it(rank, world, through):
+def test_a_note_names_a_weight_that_is_read_while_sharded(rank, world, through):
     model = nn.Sequential(nn.Linear(4, 4), ReadsOfOthers(through))
     fully_shard(model[1].reader.norm if through else model[1].inner)
     fully_shard(model)
@@ -255,11 +255,11 @@ def test_torchs_error_for_a_weight_that_is_read_while_sharded_names_it(rank, wor
     parts = model[1].inner, *((model[1].reader.norm,) if through else ())
     model[1].forward = nn.Sequential(*parts).forward
     model(torch.randn(2, 4)).sum().backward()
-    assert all(param.grad is not None for param in model[1].inner.parameters()), "training goes on"
+    assert all(param.grad is not None for param in model[1].inner.parameters()), "training continues"
 
 
 class Rotated(nn.Module):
-    """Has a table that no file holds, as rotary embeddings do."""
+    """Has a buffer that is not persistent, like rotary embeddings."""
 
     def __init__(self):
         super().__init__()
@@ -271,7 +271,7 @@ class Rotated(nn.Module):
 
 
 @simulated(world=2)
-def test_torchs_error_for_a_buffer_that_is_on_the_meta_device_still_names_it(rank, world):
+def test_a_note_names_a_buffer_that_is_still_on_the_meta_device(rank, world):
     with torch.device("meta"):
         model = nn.Sequential(Rotated(), Rotated())
     for block in model:
@@ -286,12 +286,12 @@ def test_torchs_error_for_a_buffer_that_is_on_the_meta_device_still_names_it(ran
         block.table = torch.ones(4)
     with pytest.raises(RuntimeError, match="meta") as caught:
         model(torch.empty(2, 4, device="meta"))
-    assert not hasattr(caught.value, "__notes__"), "no buffer is to blame"
+    assert not hasattr(caught.value, "__notes__"), "no buffer is the reason"
     model(torch.randn(2, 4)).sum().backward()
 
 
 @simulated(world=2)
-def test_errors_of_dtensors_that_are_no_sharded_weights_have_no_note(rank, world):
+def test_errors_with_other_dtensors_have_no_note(rank, world):
     model = nn.Sequential(nn.Linear(4, 4))
     fully_shard(model[0])
     fully_shard(model)
@@ -342,13 +342,13 @@ def test_a_wrong_size_limit_is_rejected(rank, world, value):
 
 
 def on_another_device(*shape):
-    """A tensor that says that it lies on a GPU, whether there is one or not."""
+    """A tensor that claims to be on a GPU, even if there is none."""
     with FakeTensorMode():
         return torch.empty(shape, device="cuda")
 
 
 @simulated(world=2)
-def test_a_parameter_on_a_device_that_is_not_this_ranks_is_rejected_by_its_name(rank, world):
+def test_a_parameter_on_another_device_is_rejected_by_its_name(rank, world):
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].weight = nn.Parameter(on_another_device(2, 2))
     with pytest.raises(ValueError, match=r"parameter 0.weight: is on cuda:0, but this rank computes on cpu; set"):
@@ -366,7 +366,7 @@ def test_a_dtensor_on_a_mesh_of_another_device_type_is_rejected_by_its_name(rank
 
 
 @simulated(world=1)
-def test_offloaded_parameters_that_have_left_the_cpu_are_listed(rank, world):
+def test_offloaded_parameters_that_are_not_on_the_cpu_are_listed(rank, world):
     param = SimpleNamespace(fqn="block.weight", local=on_another_device(2))
     asked = SimpleNamespace(info=SimpleNamespace(offloads=True), params=[param])
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What `import composable_shard` gives: the public names and no others, and the signatures that torch's FSDP2 has."""
+"""`import composable_shard` exports only the public names, with the signatures of torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def test_all_is_sorted_and_lists_every_public_name():
     assert public == {name for name in exported if not name.startswith("_")}
 
 
-def test_every_exported_name_exists_and_calls_this_package_its_home():
+def test_every_exported_name_belongs_to_this_package_or_torch():
     for name in composable_shard.__all__:
         value = getattr(composable_shard, name)
         home = getattr(value, "__module__", "composable_shard")
         assert home.split(".")[0] in ("composable_shard", "torch"), f"{name} comes from {home}"
 
 
-def test_packages_are_there_without_an_import_of_their_own():
+def test_subpackages_need_no_separate_import():
     names = ("checkpoint", "optim", "planner", "report", "testing")
     code = f"import composable_shard as cs; print(*(getattr(cs, name).__name__ for name in {names}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == [f"composable_shard.{name}" for name in names]
 
 
-def test_the_version_is_that_of_the_package():
+def test_the_version_is_the_version_of_the_package():
     assert composable_shard.__version__ == importlib.metadata.version("composable-shard")
 
 
-def test_the_arguments_of_fully_shard_are_torchs_in_their_order():
+def test_fully_shard_has_torchs_arguments_in_torchs_order():
     ours, theirs = (inspect.signature(f).parameters for f in (composable_shard.fully_shard, fsdp.fully_shard))
     assert list(ours)[: len(theirs)] == list(theirs), "another name, or another order"
     assert all(ours[name].kind is p.kind for name, p in theirs.items())
@@ -66,7 +66,7 @@ def test_the_core_methods_are_our_own_with_the_signatures_of_torch(name):
     ]
 
 
-def test_importing_the_library_and_sharding_leave_torch_as_it_is():
+def test_importing_and_sharding_do_not_patch_torch():
     code = """
 import torch, torch.distributed.fsdp, torch._functorch.partitioners as partitioners, torch._inductor.config as config
 names = [
@@ -86,7 +86,7 @@ assert [getattr(of, name) for of, name in names] == before
 
 
 @pytest.mark.matrix
-def test_what_takes_full_tensors_is_loaded_when_it_is_used():
+def test_functions_for_full_tensors_are_imported_on_first_use():
     code = """
 import sys, composable_shard
 assert "composable_shard.checkpoint" not in sys.modules

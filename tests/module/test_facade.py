@@ -1,4 +1,4 @@
-"""What torch's own code and tools read of a sharded module says the same of ours and of torch's FSDP2."""
+"""Attributes that torch's own code and tools read from a sharded module are equal for ours and for torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from _models import Coder, Stack, shard_blocks, vectors
 from _pool import distributed, more
 from _stepping import assert_at_rest
 
-# ---- the view, attribute by attribute
+# ---- the facade, attribute by attribute
 
 
 def shard_transformer(model, engine, **options):
@@ -58,14 +58,14 @@ def same_mesh_info(mine, theirs):
 
 
 def same_name(model, other, mine, theirs):
-    """Whether two modules are the same one of two copies of a model."""
+    """Whether two modules have the same name in two copies of a model."""
     names = {id(m): n for n, m in model.named_modules()}, {id(m): n for n, m in other.named_modules()}
     return names[0][id(mine)] == names[1][id(theirs)]
 
 
 @distributed(world=1)
-def test_modules_are_marked_as_managed_like_those_of_torch(rank, world):
-    """Libraries ask a module for the mark: whether all ranks must run it."""
+def test_modules_are_marked_as_managed_like_torchs(rank, world):
+    """Libraries check the mark of a module to find out whether all ranks must run it."""
     models = twins()
     everything = [name for name, _ in Transformer().named_modules()]
     marked = {
@@ -88,7 +88,7 @@ class Scaled(nn.Module):
 
 
 @distributed(world=1)
-def test_compiled_code_of_a_marked_module_follows_changes_of_its_attributes(rank, world):
+def test_compiled_code_of_a_marked_module_sees_changed_attributes(rank, world):
     torch.manual_seed(0)
     plain = Scaled()
     plain._is_fsdp_managed_module = True
@@ -154,7 +154,7 @@ SINCE_LAZY_INIT = {"orig_dtype", "param_dtype", "reduce_dtype", "_orig_dtype", "
 
 
 def compare(mine, theirs, names):
-    """The attributes of torch's, and of ours."""
+    """Compare the attributes of ours and of torch's."""
     for name in names:
         if not hasattr(theirs, name) and name not in vars(type(theirs)):
             assert name in SINCE_LAZY_INIT or not torch.__version__.startswith("2.13"), f"torch has no {name}"
@@ -164,7 +164,7 @@ def compare(mine, theirs, names):
 
 
 def groups_of(state):
-    """Before torch 2.12 a state has one group or none."""
+    """The groups of a state. Before torch 2.12, a state has at most one group."""
     found = getattr(state, "_fsdp_param_groups", None)
     return found if found is not None else [g for g in [state._fsdp_param_group] if g is not None]
 
@@ -217,7 +217,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @distributed(world=2)
-def test_each_attribute_says_what_torchs_does_before_between_and_after(rank, world, case):
+def test_attributes_are_equal_to_torchs_during_training(rank, world, case):
     models = twins(**CASES[case])
     order = list(models.values())
     compare_models(*order)
@@ -230,7 +230,7 @@ def test_each_attribute_says_what_torchs_does_before_between_and_after(rank, wor
 
 
 @distributed(world=2)
-def test_each_attribute_says_what_torchs_does_of_tied_and_unsharded_parameters(rank, world):
+def test_attributes_are_equal_to_torchs_for_tied_and_unsharded_parameters(rank, world):
     def shard(model, engine):
         engine(model.blocks[0])
         return engine(model)
@@ -253,7 +253,7 @@ def test_each_attribute_says_what_torchs_does_of_tied_and_unsharded_parameters(r
 
 
 @distributed(world=4)
-def test_each_attribute_says_what_torchs_does_on_a_mesh_of_replicas_and_among_few_ranks(rank, world):
+def test_attributes_are_equal_to_torchs_with_replicas_and_a_smaller_mesh(rank, world):
     for options in ({"mesh": mesh_of(2, 2)}, {"mesh": mesh_of(4), "reshard_after_forward": 2}):
         order = list(twins(shard_stack, Stack, **options).values())
         compare_models(*order)
@@ -264,7 +264,7 @@ def test_each_attribute_says_what_torchs_does_on_a_mesh_of_replicas_and_among_fe
 
 
 @distributed(world=2)
-def test_during_a_forward_and_a_backward_phases_are_torchs(rank, world):
+def test_the_states_during_forward_are_equal_to_torchs(rank, world):
     models = twins(shard_stack, Stack)
     seen = {name: [] for name in models}
     for name, model in models.items():
@@ -285,14 +285,14 @@ def test_during_a_forward_and_a_backward_phases_are_torchs(rank, world):
 
 
 @distributed(world=1)
-def test_what_cannot_be_set_is_refused_with_the_method_to_use(rank, world):
+def test_setting_a_read_only_attribute_raises_an_error_with_the_method_to_use(rank, world):
     model = shard_stack(Stack(), fully_shard)
     group = model._get_fsdp_state()._fsdp_param_group
     with pytest.raises(AttributeError, match="use the module's set_requires_gradient_sync"):
         group.reduce_grads = False
-    with pytest.raises(AttributeError, match="can be read, but not set"):
+    with pytest.raises(AttributeError, match="is read-only"):
         group.fsdp_params[0].sharded_param = None
-    with pytest.raises(AttributeError, match=r"parameter inp\.weight: is not unsharded now"):
+    with pytest.raises(AttributeError, match=r"parameter inp\.weight: is not unsharded"):
         print(group.fsdp_params[0].unsharded_param)
     with pytest.raises(AttributeError, match="has no 'all_gather_outputs'"):
         print(group.fsdp_params[0].all_gather_outputs)
@@ -301,7 +301,7 @@ def test_what_cannot_be_set_is_refused_with_the_method_to_use(rank, world):
 
 
 @distributed(world=1)
-def test_the_state_of_a_list_is_one_and_that_of_a_copy_is_its_own_and_neither_keeps_a_model(rank, world):
+def test_a_list_shares_one_state_and_a_state_keeps_no_model_alive(rank, world):
     model = shard_transformer(Transformer(), fully_shard)
     made = copy.deepcopy(model)
     for each in (model, made):
@@ -323,14 +323,14 @@ def test_the_state_of_a_list_is_one_and_that_of_a_copy_is_its_own_and_neither_ke
         gc.enable()
 
 
-# ---- torch's own functions, called on ours
+# ---- torch's own functions, called on our modules
 
 
 REGISTER = {"ours": composable_shard.register_fsdp_forward_method, "torch's": fsdp.register_fsdp_forward_method}
 
 
 def half(model, x):
-    """Set on one model alone."""
+    """Set on a single model."""
     return 0.5 * model.encode(x)
 
 
@@ -348,7 +348,7 @@ WAYS = {
 @pytest.mark.parametrize("register", REGISTER)
 @pytest.mark.parametrize("way", WAYS)
 @distributed(world=2)
-def test_what_the_instance_has_under_the_name_runs_as_a_forward(rank, world, way, register, times):
+def test_any_callable_under_the_name_runs_as_a_forward(rank, world, way, register, times):
     torch.manual_seed(3)
     plain = Coder()
     prepare, name = WAYS[way]
@@ -381,7 +381,7 @@ def test_what_the_instance_has_under_the_name_runs_as_a_forward(rank, world, way
 
 @pytest.mark.parametrize("order", [("ours", "torch's"), ("torch's", "ours"), ("torch's", "torch's"), ("ours", "ours")])
 @distributed(world=1)
-def test_a_method_that_was_registered_twice_is_one_forward_and_not_two(rank, world, order):
+def test_a_method_that_is_registered_twice_is_wrapped_once(rank, world, order):
     model = fully_shard(Coder())
     for which in order:
         REGISTER[which](model, "encode")
@@ -394,7 +394,7 @@ def test_a_method_that_was_registered_twice_is_one_forward_and_not_two(rank, wor
 
 @pytest.mark.parametrize("register", REGISTER)
 @distributed(world=1)
-def test_a_registered_method_may_fail_and_is_copied_and_frees_its_module(rank, world, register):
+def test_a_registered_method_may_fail_is_copied_and_does_not_keep_its_module_alive(rank, world, register):
     model = fully_shard(Coder(), reshard_after_forward=True)
     model.other = types.MethodType(half, model)
     for name in ("encode", "other"):
@@ -421,14 +421,14 @@ def test_a_registered_method_may_fail_and_is_copied_and_frees_its_module(rank, w
 
 
 @distributed(world=1)
-def test_a_module_is_no_method(rank, world):
+def test_a_module_cannot_be_registered_as_a_method(rank, world):
     model = fully_shard(Coder())
     with pytest.raises(ValueError, match="does not have a method 'enc'"):
         composable_shard.register_fsdp_forward_method(model, "enc")
 
 
 @distributed(world=2)
-def test_roots_may_share_their_streams_by_torchs_function(rank, world):
+def test_torchs_share_comm_ctx_shares_streams(rank, world):
     torch.manual_seed(3)
     plains = [Stack() for _ in range(3)]
     models = [copy.deepcopy(plain) for plain in plains]
@@ -447,7 +447,7 @@ def test_roots_may_share_their_streams_by_torchs_function(rank, world):
     assert len(contexts) == 1
 
 
-# ---- names that users put others in the place of
+# ---- torch's names, patched by users
 
 
 PATCHED = """
@@ -499,7 +499,7 @@ FIRST = {"a function of the user's": "import torch.distributed.fsdp\ntorch.distr
 @pytest.mark.parametrize(
     "patch", ["all names", *map(more, [name for name in (*PATCHES, *FIRST) if name != "all names"])]
 )
-def test_names_of_torch_may_be_ours_or_anybodys(patch):
+def test_torchs_names_may_be_patched(patch):
     source = PATCHED.format(first=FIRST.get(patch, ""), second=PATCHES.get(patch, ""), last="")
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -511,7 +511,7 @@ def test_names_of_torch_may_be_ours_or_anybodys(patch):
 
 @pytest.mark.parametrize("async_op", [False, True])
 @distributed(world=2)
-def test_a_module_of_a_list_unshards_before_the_root_has_run(rank, world, async_op):
+def test_a_module_of_a_list_can_be_unsharded_before_the_root_has_run(rank, world, async_op):
     torch.manual_seed(3)
     plain = Stack()
     models = {name: copy.deepcopy(plain) for name in ENGINES}
@@ -535,7 +535,7 @@ def test_a_module_of_a_list_unshards_before_the_root_has_run(rank, world, async_
 
 
 @distributed(world=1)
-def test_a_module_of_a_list_that_was_unsharded_is_no_root_all_the_same(rank, world):
+def test_an_unsharded_module_of_a_list_cannot_be_the_root(rank, world):
     for engine in ENGINES.values():
         model = Stack()
         engine([model.inp, model.head])
@@ -545,7 +545,7 @@ def test_a_module_of_a_list_that_was_unsharded_is_no_root_all_the_same(rank, wor
 
 
 @distributed(world=2)
-def test_the_names_that_a_view_shows_are_listed(rank, world):
+def test_dir_lists_the_attributes_of_a_facade(rank, world):
     model = composable_shard.fully_shard(nn.Linear(4, 4))
     model(torch.ones(2, 4)).sum().backward()
     for view in (model._get_fsdp_state(), model._get_fsdp_state()._fsdp_param_group):

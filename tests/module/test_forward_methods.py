@@ -57,7 +57,7 @@ def test_a_registered_method_trains_exactly(rank, world, way):
 
 
 @distributed(world=2)
-def test_without_gradients_and_after_an_error_all_is_at_rest(rank, world):
+def test_nothing_stays_unsharded_without_gradients_or_after_an_error(rank, world):
     models, plain = sharded_coders()
     model = models["ours"]
     x = vectors(0, 0)[0]
@@ -73,7 +73,7 @@ def test_without_gradients_and_after_an_error_all_is_at_rest(rank, world):
 
 
 @distributed(world=1)
-def test_a_method_keeps_its_name_and_its_module_is_freed_and_copied(rank, world):
+def test_a_method_keeps_its_name_is_copied_and_does_not_keep_its_module_alive(rank, world):
     model = sharded_coders()[0]["ours"]
     assert model.encode.__name__ == "encode"
     assert model.encode.__doc__ == "Half of the way."
@@ -95,7 +95,7 @@ def test_a_method_keeps_its_name_and_its_module_is_freed_and_copied(rank, world)
 
 
 @distributed(world=1)
-def test_modules_that_are_not_sharded_stay_as_they_are_and_missing_methods_are_named(rank, world):
+def test_plain_modules_are_not_changed_and_missing_methods_are_errors(rank, world):
     plain = Coder()
     composable_shard.register_fsdp_forward_method(plain, "encode")
     assert "encode" not in vars(plain)
@@ -106,7 +106,7 @@ def test_modules_that_are_not_sharded_stay_as_they_are_and_missing_methods_are_n
 
 @pytest.mark.parametrize("order", ["torch.compile, shard", "m.compile(), shard", "shard, m.compile()"])
 @distributed(world=2)
-def test_methods_of_compiled_modules_run_as_their_forward_does(rank, world, order):
+def test_methods_of_compiled_modules_train_exactly(rank, world, order):
     torch._dynamo.reset()
     torch.manual_seed(3)
     plain = Coder()
@@ -147,7 +147,7 @@ def test_roots_may_share_their_streams(rank, world):
     assert first.gather_lane is second.gather_lane
     assert first.reduce_lane is second.reduce_lane
     assert first.pool is not second.pool
-    with pytest.raises(RuntimeError, match="share before the first forward"):
+    with pytest.raises(RuntimeError, match="share their streams before the first forward"):
         composable_shard.share_comm_ctx(models)
     with pytest.raises(ValueError, match="Linear is not sharded"):
         composable_shard.share_comm_ctx([nn.Linear(2, 2)])

@@ -1,4 +1,4 @@
-"""Ignored parameters stay the user's own: plain and local."""
+"""Ignored parameters stay plain, with local gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shard_but_ignored(model, engine):
 
 
 def train_and_reduce_ignored(run):
-    """A step of a user who averages the ignored gradients."""
+    """A step in which the user averages the gradients of ignored parameters."""
     loss = run.loss()
     run.backward(loss)
     if not run.reference:

@@ -1,4 +1,4 @@
-"""Tensors that a model holds from before it was sharded: training with them is an error, and not silently lost."""
+"""Tensors that a model keeps from before it was sharded: training them is an error, instead of silently lost."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def refused(rank):
 
 
 @distributed(world=2)
-def test_training_with_a_tensor_from_before_sharding_names_the_parameter(rank, world):
+def test_training_a_tensor_from_before_sharding_is_an_error(rank, world):
     for keep in ("list", "dict", "dataclass", "closure"):
         for each in (True, False):
             model = shard(model_of(keep), each)
@@ -107,7 +107,7 @@ def test_training_with_a_tensor_from_before_sharding_names_the_parameter(rank, w
                     loss_of(model, rank).backward()
             with torch.no_grad():
                 loss_of(model, rank)
-            if keep != "closure":  # once it reads them from its modules, it trains as the unsharded one
+            if keep != "closure":  # once the block reads the weights from its modules, it trains exactly
                 model[1].keep = "nothing"
                 plain = model_of("nothing")
                 loss_of(model, rank, 1).backward()
@@ -117,7 +117,7 @@ def test_training_with_a_tensor_from_before_sharding_names_the_parameter(rank, w
 
 
 @distributed(world=2)
-def test_it_is_an_error_in_compiled_code_and_under_checkpoints_and_in_copies(rank, world):
+def test_training_an_old_tensor_is_an_error_in_compiled_code_checkpoints_and_copies(rank, world):
     for compiles in (lambda m: m[1].compile(backend="aot_eager"), lambda m: cs.compile(m, backend="aot_eager")):
         torch._dynamo.reset()
         model = shard(model_of("list"))
@@ -137,7 +137,7 @@ def test_it_is_an_error_in_compiled_code_and_under_checkpoints_and_in_copies(ran
 
 
 @distributed(world=2)
-def test_code_that_trains_the_old_tensors_alone_is_left_alone(rank, world):
+def test_old_tensors_may_train_in_another_module(rank, world):
     plain = model_of("nothing")
     other = model_of("nothing")
     for mine, theirs in zip(other.modules(), plain.modules(), strict=True):
@@ -154,7 +154,7 @@ def test_code_that_trains_the_old_tensors_alone_is_left_alone(rank, world):
 
 
 @simulated(world=2)
-def test_hooks_from_before_sharding_and_frozen_or_meta_parameters_do_not_matter(rank, world):
+def test_hooks_and_frozen_or_meta_parameters_are_not_mistaken_for_training(rank, world):
     model = model_of("list")
     calls = []
     for weight in model[1].weights:
@@ -163,7 +163,7 @@ def test_hooks_from_before_sharding_and_frozen_or_meta_parameters_do_not_matter(
     shard(model)
     model[1].keep = "nothing"
     loss_of(model, rank).backward()
-    assert len(calls) == 3, "the sharded parameters have the hooks, and nothing is refused"
+    assert len(calls) == 3, "the sharded parameters have the hooks, and there is no error"
     model[1].keep = "list"
     with refused(rank):
         loss_of(model, rank).backward()

@@ -1,4 +1,4 @@
-"""A sharded model dies with its last reference; nobody needs the cycle collector."""
+"""A sharded model is freed with its last reference, without the cyclic garbage collector."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ USES = [use_not_at_all, use_in_training, use_forward_only, use_without_grad, use
 
 @pytest.mark.parametrize("use", USES)
 @distributed(world=(1, 2))
-def test_deletion_frees_the_model_without_the_cycle_collector(rank, world, use):
+def test_a_deleted_model_is_freed_without_the_garbage_collector(rank, world, use):
     with without_collector():
         model = Stack()
         shard_blocks(model, fully_shard)
@@ -99,7 +99,7 @@ def test_deletion_frees_the_model_without_the_cycle_collector(rank, world, use):
 
 @pytest.mark.parametrize("shard", [shard_nested, shard_lists], ids=["nested", "lists"])
 @distributed(world=2)
-def test_deletion_frees_models_of_any_grouping(rank, world, shard):
+def test_a_deleted_model_is_freed_with_any_grouping(rank, world, shard):
     with without_collector():
         model = Stack()
         shard(model, fully_shard)
@@ -123,7 +123,7 @@ def shard_auto(model, engine):
 
 @pytest.mark.parametrize("shard", [shard_by_class, shard_by_size, shard_auto])
 @distributed(world=2)
-def test_wrap_helpers_leave_nothing_behind_that_keeps_the_model(rank, world, shard):
+def test_wrap_helpers_do_not_keep_the_model_alive(rank, world, shard):
     with without_collector():
         model = Stack()
         shard(model, fully_shard)
@@ -133,14 +133,14 @@ def test_wrap_helpers_leave_nothing_behind_that_keeps_the_model(rank, world, sha
 
 
 @distributed(world=(1, 2))
-def test_backward_works_after_the_model_is_gone(rank, world):
+def test_backward_works_after_the_model_is_deleted(rank, world):
     torch.manual_seed(3)
     model, twin = Stack(), Stack()
     twin.load_state_dict(model.state_dict())
     shard_blocks(model, fully_shard)
     params = dict(model.named_parameters())
     modules = {name: weakref.ref(module) for name, module in model.named_modules()}
-    x = vectors(0, 0)  # the same on all ranks, so that the mean is the gradient of one
+    x = vectors(0, 0)  # the same on all ranks, so that the mean gradient is the gradient of one rank
     with without_collector():
         loss = model(*x).square().mean()
         del model
@@ -152,7 +152,7 @@ def test_backward_works_after_the_model_is_gone(rank, world):
 
 
 @distributed(world=2)
-def test_a_graph_that_is_kept_keeps_no_module_alive(rank, world):
+def test_an_autograd_graph_keeps_no_module_alive(rank, world):
     with without_collector():
         model = Stack()
         shard_blocks(model, fully_shard)
@@ -164,8 +164,8 @@ def test_a_graph_that_is_kept_keeps_no_module_alive(rank, world):
 
 
 @distributed(world=2)
-def test_a_copy_of_the_hooks_for_saved_weights_keeps_nothing_alive(rank, world):
-    """gloo's threads take over the thread-local state of whoever issues a collective, and drop it when they like."""
+def test_a_copy_of_the_saved_tensor_hooks_keeps_nothing_alive(rank, world):
+    """gloo's threads copy the thread-local state of the thread that issues a collective, and drop it at any time."""
     with without_collector():
         model = Stack()
         shard_blocks(model, fully_shard)
@@ -179,7 +179,7 @@ def test_a_copy_of_the_hooks_for_saved_weights_keeps_nothing_alive(rank, world):
 
 
 @distributed(world=2)
-def test_models_come_and_go_without_growth(rank, world):
+def test_creating_and_deleting_models_does_not_leak(rank, world):
     def cycle():
         model = Stack(blocks=2)
         shard_blocks(model, fully_shard)

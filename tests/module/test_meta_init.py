@@ -1,4 +1,4 @@
-"""Models made on the meta device: shard, materialise, initialise, train."""
+"""Models on the meta device are sharded, materialised, initialised and trained."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def on_meta(make):
 
 
 def materialise(model):
-    """Empty storage, then values that depend on the name alone."""
+    """Allocate storage, then set values that depend only on the position of the parameter."""
     model.to_empty(device="cpu")
     with torch.no_grad():
         for number, (_, param) in enumerate(model.named_parameters()):
@@ -64,7 +64,7 @@ def test_reset_parameters_on_shards_gives_a_trainable_model(rank, world):
 
 
 @distributed(world=2)
-def test_initialised_within_full_parameters_a_model_has_the_values_of_an_unsharded_one(rank, world):
+def test_initialising_in_full_parameters_gives_the_values_of_an_unsharded_model(rank, world):
     def reset(model, around):
         torch.manual_seed(0)
         for module in model.modules():

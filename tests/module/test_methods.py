@@ -1,4 +1,4 @@
-"""The methods of a sharded module are those of torch's FSDP2, on every version, and check what they are given."""
+"""A sharded module has the methods of torch's FSDP2, in every version of torch, and they check their arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from _pool import distributed
 # ---- the contract
 
 
-# What torch's `FSDPModule` has, as reviewed: whoever adds a version looks at what is new in it.
+# The reviewed methods of torch's `FSDPModule`. Review the new methods when you add a version.
 SINCE_2_11 = {
     "_apply",
     "_get_fsdp_state",
@@ -60,26 +60,26 @@ REVIEWED = {
 }
 
 
-def test_the_methods_of_every_reviewed_version_are_ours_whichever_is_installed():
+def test_our_module_has_the_methods_of_every_reviewed_version():
     missing = {name for name in REVIEWED["2.15"] if name not in dir(composable_shard.FSDPModule)}
     assert missing == set()
 
 
-def test_the_installed_version_has_the_methods_that_were_reviewed():
+def test_the_installed_version_has_the_reviewed_methods():
     version = ".".join(torch.__version__.split(".")[:2])
     if version in REVIEWED:
         theirs = {n for n, v in vars(fsdp.FSDPModule).items() if inspect.isfunction(v) and not n.startswith("__")}
         assert theirs == REVIEWED[version]
 
 
-RESERVED = {"get_pending_gradients", "synchronize_gradients"}  # that torch is about to add
+RESERVED = {"get_pending_gradients", "synchronize_gradients"}  # torch is about to add these
 
 
-def test_names_that_torch_is_about_to_add_mean_nothing_else_here():
+def test_upcoming_names_of_torch_are_not_used_otherwise():
     assert RESERVED.isdisjoint(dir(composable_shard.FSDPModule)) or set(dir(fsdp.FSDPModule)) >= RESERVED
 
 
-# The arguments of `fully_shard` and the fields of its policies, likewise.
+# The reviewed arguments of `fully_shard` and fields of its policies.
 ARGUMENTS_2_11 = [
     *["module", "mesh", "reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params"]
 ]
@@ -92,7 +92,7 @@ FIELDS_2_11 = ["param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inpu
 FIELDS = {"2.11": FIELDS_2_11, "2.13": FIELDS_2_11, "2.15": [*FIELDS_2_11, "param_dtype_override_fn"]}
 
 
-def test_the_arguments_of_every_reviewed_version_are_ours_in_their_order():
+def test_our_functions_have_the_arguments_of_every_reviewed_version():
     ours = list(inspect.signature(composable_shard.fully_shard).parameters)
     assert ours == ARGUMENTS["2.15"]
     version = ".".join(torch.__version__.split(".")[:2])
@@ -102,12 +102,12 @@ def test_the_arguments_of_every_reviewed_version_are_ours_in_their_order():
     assert issubclass(composable_shard.DataParallelMeshDims, getattr(fsdp, "DataParallelMeshDims", object))
 
 
-def test_the_class_is_a_kind_of_torchs():
+def test_our_classes_are_subclasses_of_torchs():
     assert issubclass(composable_shard.FSDPModule, fsdp.FSDPModule)
     assert issubclass(composable_shard.UnshardHandle, fsdp.UnshardHandle)
 
 
-def test_every_method_of_torchs_is_our_own():
+def test_every_method_of_torch_is_overridden():
     inherited = {
         name
         for name, value in vars(fsdp.FSDPModule).items()
@@ -119,7 +119,7 @@ def test_every_method_of_torchs_is_our_own():
 @pytest.mark.parametrize(
     "name", [n for n, v in vars(fsdp.FSDPModule).items() if inspect.isfunction(v) and not n.startswith("_")]
 )
-def test_signatures_are_those_of_torch(name):
+def test_signatures_are_equal_to_torchs(name):
     ours, theirs = (inspect.signature(getattr(c, name)) for c in (composable_shard.FSDPModule, fsdp.FSDPModule))
     assert [(p.name, p.kind, p.default) for p in ours.parameters.values()] == [
         (p.name, p.kind, p.default) for p in theirs.parameters.values()
@@ -127,7 +127,7 @@ def test_signatures_are_those_of_torch(name):
 
 
 @distributed(world=1)
-def test_a_container_that_is_sliced_gives_one_of_its_own_kind(rank, world):
+def test_a_slice_of_a_container_has_its_original_class(rank, world):
     class Both(nn.Sequential):
         pass
 
@@ -156,14 +156,14 @@ def test_a_container_that_is_sliced_gives_one_of_its_own_kind(rank, world):
     ],
 )
 @distributed(world=1)
-def test_values_of_a_wrong_kind_are_refused_by_name(rank, world, name, value, kind):
+def test_errors_for_wrong_types_name_the_argument(rank, world, name, value, kind):
     model = fully_shard(nn.Linear(2, 2))
     argument = next(iter(inspect.signature(getattr(model, name)).parameters))
     with pytest.raises(kind, match=rf"\b{argument}\b.* (should|must) be|{argument}: "):
         getattr(model, name)(value)
 
 
-def test_every_name_that_users_of_torchs_fsdp2_import_is_here():
+def test_every_public_name_of_fsdp2_is_exported():
     names = [
         *["fully_shard", "FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"],
         *["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "DataParallelMeshDims", "ShardPlacementResult"],

@@ -1,4 +1,4 @@
-"""The methods of a sharded module that settle what becomes of gradients, each beside torch's FSDP2."""
+"""The methods of a sharded module that control gradients, each compared with torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from composable_shard import last_record, testing
 
 
 @distributed(world=4)
-def test_all_reduce_switched_off_keeps_pieces_until_it_is_on_again(rank, world):
+def test_without_all_reduce_gradients_accumulate_until_it_is_on(rank, world):
     def train(model, step):
         for micro in range(3):
             model.set_requires_all_reduce(micro == 2)
@@ -29,7 +29,7 @@ def test_all_reduce_switched_off_keeps_pieces_until_it_is_on_again(rank, world):
 
 
 @distributed(world=4)
-def test_pieces_that_wait_for_the_all_reduce_are_kept_apart_from_grad_and_cleared_with_it(rank, world):
+def test_accumulated_shards_are_separate_from_grad_and_cleared_with_it(rank, world):
     model, _ = twins(mesh=mesh_of(2, 2))
     twin, _ = twins(mesh=mesh_of(2, 2))
     for clear in (lambda: model.zero_grad(), lambda: model.zero_grad(set_to_none=False)):
@@ -49,7 +49,7 @@ def test_pieces_that_wait_for_the_all_reduce_are_kept_apart_from_grad_and_cleare
 
 
 @distributed(world=4)
-def test_all_reduce_off_for_a_group_that_is_used_twice_loses_nothing(rank, world):
+def test_without_all_reduce_a_group_that_is_used_twice_loses_nothing(rank, world):
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -73,7 +73,7 @@ def test_all_reduce_off_for_a_group_that_is_used_twice_loses_nothing(rank, world
 
 
 @distributed(world=2)
-def test_the_divide_factor_takes_the_place_of_the_number_of_ranks_also_on_gloo(rank, world):
+def test_the_divide_factor_replaces_the_number_of_ranks_on_gloo_as_well(rank, world):
     model, _ = twins()
     twin, _ = twins()
     for module in model.modules():
@@ -94,7 +94,7 @@ def test_torchs_fsdp2_has_no_divide_factor_on_gloo(rank, world):
 
 
 @distributed(world=2)
-def test_a_changed_divide_factor_holds_from_the_next_backward_on(rank, world):
+def test_a_changed_divide_factor_takes_effect_in_the_next_backward(rank, world):
     model, _ = twins()
     seen = []
     for factor in (2.0, 4.0):
@@ -131,7 +131,7 @@ def test_float16_gradients_neither_overflow_nor_vanish(rank, world):
         def forward(self, x):
             return (self.w * x).sum()
 
-    for scale in (3e4, 1.2e-7):  # near the ends of float16: a sum of four overflows, a quarter of it vanishes
+    for scale in (3e4, 1.2e-7):  # near the limits of float16: the sum of four overflows, a quarter underflows
         models = both(Large, lambda model, engine: engine(model, mp_policy=policy))
         for model in models.values():
             model(torch.full((8,), scale)).backward()
@@ -157,16 +157,16 @@ def shard_branches(model, engine, **options):
 
 
 @distributed(world=2)
-def test_modules_that_only_some_ranks_use_have_the_gradients_of_the_unsharded_model_on_request(rank, world):
-    """torch's FSDP2 reduces b of one rank with c of the other: both come first there, and they are of one size."""
+def test_modules_that_only_some_ranks_use_train_exactly_on_request(rank, world):
+    """torch's FSDP2 would reduce b of one rank with c of the other: both come first, and they have the same size."""
     plain = Branches()
     model = copy.deepcopy(plain)
     shard_branches(model, fully_shard, reshard_after_forward=False)
     model.set_reduce_scatter_unused_params(True)
-    sharded = dict(model.named_parameters())  # what a user unshards and no forward uses stays unsharded
+    sharded = dict(model.named_parameters())  # a module that is unsharded and not used stays unsharded
     x = [torch.randn(3, 4, generator=torch.Generator().manual_seed(each)) for each in range(world)]
     for step in range(2):
-        for module in (model.a, model.b, model.c):  # gathers are the user's own then, on all ranks
+        for module in (model.a, model.b, model.c):  # the user gathers all modules on all ranks
             module.unshard()
         model(x[rank], use_b=rank == step).sum().backward()
         ((plain(x[step]).sum() + plain(x[1 - step], use_b=False).sum()) / 2).backward()
@@ -175,7 +175,7 @@ def test_modules_that_only_some_ranks_use_have_the_gradients_of_the_unsharded_mo
 
 
 class TwoHeads(nn.Module):
-    """Some modules in a row, and two ends; what comes first in backward is the end that a loss may leave out."""
+    """A chain of modules with two heads. The head that comes first in backward is the one that a loss may leave out."""
 
     def __init__(self, uses):
         super().__init__()
@@ -192,7 +192,7 @@ class TwoHeads(nn.Module):
 
 
 def two_losses(world, engine, uses=1, depth=None, whole=False):
-    """The step of a rank whose loss leaves the other head out, where it is not the first."""
+    """Train with a loss that leaves out the other head on all ranks except rank 0."""
     torch.manual_seed(5)
     plain = TwoHeads(uses)
     model = copy.deepcopy(plain)
@@ -220,19 +220,19 @@ def two_losses(world, engine, uses=1, depth=None, whole=False):
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_backward_gathers_in_one_order_what_the_loss_of_a_rank_leaves_out(depth, uses, whole):
+def test_backward_communicates_in_the_same_order_on_ranks_with_different_losses(depth, uses, whole):
     one, other = testing.spmd(2)(two_losses, fully_shard, uses, depth, whole)
     assert one == other
     assert one[1], "reductions at the end are planned there"
 
 
-def test_fsdp2_mixes_collectives_where_the_loss_of_a_rank_leaves_something_out():
+def test_fsdp2_mixes_collectives_of_ranks_with_different_losses():
     with pytest.raises(testing.CollectiveMismatchError):
         testing.spmd(2)(two_losses, fsdp.fully_shard)
 
 
 @distributed(world=2)
-def test_a_module_that_was_gathered_and_not_used_gets_zeros_only_on_request(rank, world):
+def test_an_unused_gathered_module_gets_zeros_only_on_request(rank, world):
     models = both(Branches, shard_branches)
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
     for wanted in (False, True, False):
@@ -246,12 +246,12 @@ def test_a_module_that_was_gathered_and_not_used_gets_zeros_only_on_request(rank
                 model.c.reshard()
             mine, theirs = (model.c.weight.grad for model in models.values())
             assert (mine is not None) is (wanted and gathered)
-            if gathered and supported:  # the last one is torch's
+            if gathered and supported:  # `supported` is that of torch's model, the last one in the loop
                 assert (theirs is not None) is wanted
 
 
 @distributed(world=2)
-def test_a_backward_that_is_not_the_last_sets_all_gradients_as_any_other(rank, world):
+def test_a_backward_that_is_not_the_last_sets_all_gradients(rank, world):
     def train(model, step):
         model.set_is_last_backward(False)
         backward(model, rank, 2 * step)
@@ -287,7 +287,7 @@ def test_reductions_in_flight_are_bounded(rank, world):
 
 
 @distributed(world=2)
-def test_a_backward_may_be_ended_by_hand(rank, world):
+def test_finalize_backward_ends_a_backward(rank, world):
     model, _ = twins()
     twin, _ = twins()
     assert model.finalize_backward() is None, "nothing has run"

@@ -1,4 +1,4 @@
-"""The methods of a sharded module about its parameters, communication and state, each beside torch's FSDP2."""
+"""The methods of a sharded module for parameters, communication and state, each compared with torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from composable_shard._torch.distributed import all_gather_options, reduce_scatt
 
 
 @distributed(world=2)
-def test_storage_that_is_kept_has_the_same_address_in_every_gather_and_is_given_back_on_request(rank, world):
+def test_kept_storage_has_a_stable_address_and_can_be_freed(rank, world):
     model, _ = twins(reshard_after_forward=True)
     twin, _ = twins(reshard_after_forward=True)
     model.set_keep_unsharded_storage(True)
@@ -33,7 +33,7 @@ def test_storage_that_is_kept_has_the_same_address_in_every_gather_and_is_given_
         for each in (model, twin):
             backward(each, rank, step)
     assert [len(set(addresses)) for addresses in seen.values()] == [1, 1, 1]
-    assert len({addresses[0] for addresses in seen.values()}) == 3, "and nobody else's"
+    assert len({addresses[0] for addresses in seen.values()}) == 3, "shared by no other block"
     for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine.grad.to_local(), other.grad.to_local()), name
     pool = engine_of(model).pool
@@ -46,11 +46,11 @@ def test_storage_that_is_kept_has_the_same_address_in_every_gather_and_is_given_
     model.double()
     model(vectors(rank, 0)[0].double()).sum().backward()
     kept = sum(bucket._reserved.nbytes for group in engine_of(model).groups for bucket in group.buckets)
-    assert pool.live_bytes == kept, "the conversion gave the old storage back"
+    assert pool.live_bytes == kept, "the conversion has freed the old storage"
 
 
 @distributed(world=2)
-def test_an_embedding_need_not_be_gathered_in_backward(rank, world):
+def test_an_embedding_can_stay_sharded_in_backward(rank, world):
     class Words(nn.Module):
         def __init__(self):
             super().__init__()
@@ -74,7 +74,7 @@ def test_an_embedding_need_not_be_gathered_in_backward(rank, world):
 
 
 @distributed(world=2)
-def test_a_weight_that_backward_needs_after_all_is_gathered(rank, world):
+def test_a_weight_that_backward_reads_is_gathered_in_any_case(rank, world):
     model, plain = twins(reshard_after_forward=True)
     for block in model.blocks:
         block.set_unshard_in_backward(False)
@@ -85,7 +85,7 @@ def test_a_weight_that_backward_needs_after_all_is_gathered(rank, world):
 
 
 @distributed(world=2)
-def test_prefetch_lists_are_gathered_in_the_place_of_the_next_module(rank, world):
+def test_prefetch_lists_are_gathered_instead_of_the_next_module(rank, world):
     models = both()
     for model in models.values():
         blocks = list(model.blocks)
@@ -102,7 +102,7 @@ def test_prefetch_lists_are_gathered_in_the_place_of_the_next_module(rank, world
 
 
 @distributed(world=1)
-def test_prefetch_lists_hold_sharded_modules_only(rank, world):
+def test_prefetch_lists_accept_only_sharded_modules(rank, world):
     model = fully_shard(nn.Linear(2, 2))
     for name in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"):
         with pytest.raises(ValueError, match="Linear is not sharded"):
@@ -110,9 +110,9 @@ def test_prefetch_lists_hold_sharded_modules_only(rank, world):
 
 
 @distributed(world=2)
-def test_an_event_behind_the_optimizer_is_used_once(rank, world):
+def test_a_post_optimizer_event_is_used_once(rank, world):
     model, _ = twins()
-    event = object()  # on a CPU nothing waits for it
+    event = object()  # never waited for on a CPU
     model.set_post_optim_event(event)
     train_step(model)
     engine = engine_of(model)
@@ -158,7 +158,7 @@ class LoggedScatter(ReduceScatter):
 
 @pytest.mark.parametrize("early", [True, False])
 @distributed(world=2)
-def test_custom_communication_moves_the_module_it_was_set_on(rank, world, early):
+def test_custom_communication_is_used_for_the_module_it_is_set_on(rank, world, early):
     models = both(reshard_after_forward=True)
     comms = {name: (LoggedGather(), LoggedScatter()) for name in models}
     if not early:
@@ -178,7 +178,7 @@ def test_custom_communication_moves_the_module_it_was_set_on(rank, world, early)
 
 
 @distributed(world=2)
-def test_the_all_reduce_hook_sees_and_may_change_the_mean(rank, world):
+def test_the_all_reduce_hook_can_change_the_mean(rank, world):
     def shard(model, engine, **options):
         shard_blocks(model, engine, **options)
         model.blocks[0].set_all_reduce_hook(lambda reduced: reduced.mul_(3))
@@ -198,14 +198,14 @@ def test_the_all_reduce_hook_sees_and_may_change_the_mean(rank, world):
 
 
 @distributed(world=2)
-def test_a_stream_for_the_hook_is_refused_where_replicas_are_reduced(rank, world):
+def test_a_stream_for_the_hook_is_refused_on_a_mesh_with_replicas(rank, world):
     model = fully_shard(nn.Linear(2, 2), mesh=mesh_of(2, 1))
     with pytest.raises(ValueError, match="stream cannot be set when using native HSDP"):
         model.set_all_reduce_hook(lambda reduced: None, stream=object())
 
 
 @distributed(world=2)
-def test_reductions_may_have_a_process_group_of_their_own(rank, world):
+def test_reductions_can_use_a_separate_process_group(rank, world):
     models = both()
     before = set(dist.distributed_c10d._world.pg_map)
     engines = sum(call(model, "set_separate_reduce_scatter_group") for model in models.values())
@@ -219,7 +219,7 @@ def test_reductions_may_have_a_process_group_of_their_own(rank, world):
 
 
 @distributed(world=2)
-def test_buffers_from_the_process_group_where_its_backend_allocates_none_are_ordinary_ones(rank, world):
+def test_process_group_allocation_falls_back_to_ordinary_buffers(rank, world):
     models = both()
     for model in models.values():
         for module in model.modules():
@@ -234,9 +234,9 @@ def test_buffers_from_the_process_group_where_its_backend_allocates_none_are_ord
 
 
 @distributed(world=2)
-def test_reset_gives_up_what_is_kept_and_is_for_the_root(rank, world):
+def test_reset_discards_accumulated_gradients_and_must_be_called_on_the_root(rank, world):
     model, _ = twins()
-    model.reset_iter_state()  # before the first forward there is nothing to forget
+    model.reset_iter_state()  # before the first forward there is nothing to discard
     twin, _ = twins()
     model.set_requires_gradient_sync(False)
     backward(model, rank, 0)
@@ -253,7 +253,7 @@ def test_reset_gives_up_what_is_kept_and_is_for_the_root(rank, world):
 
 
 @distributed(world=2)
-def test_the_state_has_the_names_that_torchs_pipelining_reads(rank, world):
+def test_the_state_supports_torchs_pipelining(rank, world):
     model, _ = twins()
     twin, _ = twins()
     model.set_is_last_backward(False)
@@ -282,7 +282,7 @@ def test_the_state_has_the_names_that_torchs_pipelining_reads(rank, world):
 
 
 @distributed(world=2)
-def test_no_setting_costs_a_gather(rank, world):
+def test_settings_cause_no_gather(rank, world):
     model, _ = twins()
     train_step(model)
     with counted_gathers() as plain:

@@ -1,4 +1,4 @@
-"""Particular modules, each beside the unsharded model and, where it can do them, torch's FSDP2."""
+"""Various modules, each compared with the unsharded model and, if it supports them, with torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
 @pytest.mark.parametrize("shard", [shard_children, shard_whole])
 @distributed(world=2)
-def test_recurrent_modules_find_their_flat_weights(rank, world, kind, shard):
+def test_recurrent_modules_use_the_current_flat_weights(rank, world, kind, shard):
     models = models_of(partial(Recurrent, kind), shard)
     x = noise(2, 5, 4)
     train_alike(models, lambda model, step: model(x).square().mean(), 2)
@@ -66,7 +66,7 @@ class Cells(nn.Module):
 
 
 @distributed(world=2)
-def test_a_cell_that_is_used_at_every_step_of_a_sequence_is_exact(rank, world):
+def test_a_recurrent_cell_is_exact(rank, world):
     models = models_of(Cells, shard_whole)
     train_alike(models, lambda model, step: model(noise(2, 5, 4, seed=step)).square().mean())
 
@@ -103,7 +103,7 @@ def shard_attention_apart(model, engine, **options):
 
 
 def train_and_evaluate(models, *args, **kwargs):
-    """Steps, then eval mode, where torch takes its fast path."""
+    """Train, then evaluate in eval mode, where torch uses its fast path, then train again."""
     loss = lambda model, step: model(*args, **kwargs).square().mean()  # noqa: E731
     optimizers = optimizers_of(models)
     train_alike(models, loss, 2, optimizers)
@@ -168,7 +168,7 @@ def test_embeddings_are_exact(rank, world, kind):
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("shard", [shard_children, shard_whole])
 @distributed(world=2)
-def test_embeddings_that_write_their_weight_in_forward_are_refused_by_name(rank, world, kind, shard):
+def test_embeddings_with_max_norm_are_refused_by_name(rank, world, kind, shard):
     model = Embedded(kind, max_norm=1.0)
     fqn = "weight" if shard is shard_children else r"embed\.weight"
     with pytest.raises(ValueError, match=rf"parameter {fqn}: .*max_norm"):
@@ -183,13 +183,13 @@ def test_sparse_gradients_are_refused_by_name(rank, world, kind):
     model = Embedded(kind, sparse=True)
     with pytest.raises(ValueError, match=r"parameter embed\.weight: .*sparse"):
         fully_shard(model)
-    model.embed.weight.requires_grad_(False)  # then there is none
+    model.embed.weight.requires_grad_(False)  # then there is no gradient
     fully_shard(model)
 
 
 @pytest.mark.parametrize("kept", [False, True])
 @distributed(world=(1, 2))
-def test_a_sparse_gradient_that_comes_unforeseen_is_named(rank, world, kept):
+def test_the_error_for_an_unexpected_sparse_gradient_names_the_parameter(rank, world, kept):
     class Own(nn.Module):
         def __init__(self):
             super().__init__()
@@ -221,7 +221,7 @@ def test_batch_norm_keeps_its_statistics_per_rank(rank, world):
         torch.testing.assert_close(mine.grad.to_local(), theirs.grad.to_local())
 
 
-# ---- modules that look at their parameters
+# ---- modules that inspect their parameters
 
 
 class Curious(nn.Module):
@@ -253,7 +253,7 @@ class Curious(nn.Module):
 
 
 @distributed(world=2)
-def test_forward_sees_parameters_that_look_like_the_whole_ones(rank, world):
+def test_unsharded_parameters_look_like_the_original_ones_in_forward(rank, world):
     models = models_of(lambda: nn.Sequential(Curious(), nn.Tanh(), nn.Linear(6, 2)))
     train_alike(models, lambda model, step: model(noise(3, 4)).square().mean())
     with torch.no_grad():
@@ -264,7 +264,7 @@ def test_forward_sees_parameters_that_look_like_the_whole_ones(rank, world):
 
 
 class Caching(nn.Module):
-    """Keeps what it makes of its weight on the weight, until that has changed."""
+    """Caches a value that it computes from its weight as an attribute of the weight, until the weight changes."""
 
     def __init__(self):
         super().__init__()
@@ -278,8 +278,8 @@ class Caching(nn.Module):
 
 
 @distributed(world=(1, 2))
-def test_what_forward_keeps_on_a_weight_is_never_that_of_another_step(rank, world):
-    models = models_of(Caching, shard_whole, fsdp2=False)  # which keeps the first
+def test_values_cached_on_a_weight_are_never_stale(rank, world):
+    models = models_of(Caching, shard_whole, fsdp2=False)  # FSDP2 keeps using the first value
     train_alike(models, lambda model, step: model(noise(3, 4)).square().mean())
     copied = copy.deepcopy(models["ours"])
     assert torch.equal(copied.weight.full_tensor(), models["plain"].weight)
@@ -292,7 +292,7 @@ def test_what_forward_keeps_on_a_weight_is_never_that_of_another_step(rank, worl
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 @distributed(world=(1, 2))
-def test_a_parameter_without_use_in_a_group_keeps_its_grad_none(rank, world, dtype):
+def test_an_unused_parameter_of_a_group_has_no_grad(rank, world, dtype):
     class Half(nn.Module):
         def __init__(self):
             super().__init__()

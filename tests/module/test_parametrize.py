@@ -1,4 +1,4 @@
-"""Parametrized weights, and functional calls and transforms inside of a forward, beside the unsharded model."""
+"""Parametrized weights, and functional calls and transforms in a forward, compared with the unsharded model."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_parametrization_may_come_after_sharding(rank, world):
 
 
 class Transformed(nn.Module):
-    """Uses a transform in its forward, over its own weights and over a child's."""
+    """Uses a transform in its forward, over its own weights and over those of a child."""
 
     def __init__(self, kind):
         super().__init__()
@@ -120,7 +120,7 @@ def test_functional_calls_in_a_forward_are_exact(rank, world):
 
 
 class CallsWith(nn.Module):
-    """Runs one of its modules with other parameters than those that it has."""
+    """Runs one of its modules with other parameters than the module's own."""
 
     def __init__(self):
         super().__init__()
@@ -132,11 +132,11 @@ class CallsWith(nn.Module):
 
 
 @distributed(world=2)
-def test_a_functional_call_of_a_sharded_module_is_named_where_torchs_fsdp2_ignores_it(rank, world):
+def test_a_functional_call_of_a_sharded_module_is_an_error_where_fsdp2_ignores_it(rank, world):
     models = models_of(CallsWith, shard_children)
     assert torch.equal(models["plain"](noise(3, 4)), torch.ones(3, 4))
     assert not torch.equal(models["fsdp2"](noise(3, 4)), torch.ones(3, 4)), "its own parameters were used"
-    with pytest.raises(RuntimeError, match=r"parameter b.weight: a Tensor was put in its place .*functional_call"):
+    with pytest.raises(RuntimeError, match=r"parameter b.weight: was replaced by a Tensor .*functional_call"):
         models["ours"](noise(3, 4))
     for model in models.values():
         model.shift = False
@@ -149,7 +149,7 @@ def shard_first(model, engine, **options):
 
 
 def halved(model, train):
-    """Parameters for a functional call, placed alike."""
+    """Parameters for a functional call, with the same placements."""
     halves = {name: param.detach() / 2 for name, param in model.named_parameters()}
     return {name: half.requires_grad_() for name, half in halves.items()} if train else halves
 
@@ -162,14 +162,14 @@ def test_a_functional_call_around_the_model_with_sharded_parameters_is_exact(ran
     for name, model in models.items():
         model.shift = False
         own, given, x = dict(model.named_parameters()), halved(model, backward == "parameters"), noise(3, 4)
-        # a copy, as torch writes what it finds in the model after the call into the dictionary
+        # A copy, because torch writes the model's parameters after the call into the dictionary.
         output = torch.func.functional_call(model, {**given}, (x.requires_grad_(backward != "none"),))
         if backward != "none":
             output.square().mean().backward()
         outputs[name] = output.detach()
         found[name] = [whole(each.grad) for each in given.values() if each.grad is not None]
         assert all(param.grad is None for param in own.values())
-        model(noise(3, 4)).sum().backward()  # with its own again
+        model(noise(3, 4)).sum().backward()  # with its own parameters again
         assert all(param.grad is not None for param in own.values())
         model.zero_grad()
     torch.testing.assert_close(outputs["ours"], outputs["plain"])
@@ -178,10 +178,10 @@ def test_a_functional_call_around_the_model_with_sharded_parameters_is_exact(ran
 
 
 @distributed(world=2)
-def test_a_functional_call_with_parameters_that_have_a_history_is_refused(rank, world):
+def test_a_functional_call_with_non_leaf_parameters_is_refused(rank, world):
     models = models_of(CallsWith, shard_first, fsdp2=False)
     model = models["ours"]
-    with pytest.raises(cs.ShardConfigStateError, match=r"parameter b.weight: .* is computed from others"):
+    with pytest.raises(cs.ShardConfigStateError, match=r"parameter b.weight: .* is not a leaf"):
         torch.func.functional_call(model, {"b.weight": 2 * model.b.weight}, (noise(3, 4),))
     for each in models.values():
         each.shift = False
@@ -189,7 +189,7 @@ def test_a_functional_call_with_parameters_that_have_a_history_is_refused(rank, 
 
 
 @distributed(world=2)
-def test_a_parameter_that_is_assigned_between_forward_and_backward_is_not_lost(rank, world):
+def test_a_parameter_assigned_between_forward_and_backward_is_kept(rank, world):
     models = models_of(CallsWith, shard_first, fsdp2=False)
     for model in models.values():
         model.shift = False
@@ -202,7 +202,7 @@ def test_a_parameter_that_is_assigned_between_forward_and_backward_is_not_lost(r
 
 
 @distributed(world=2)
-def test_a_parameter_that_is_assigned_over_an_unsharded_copy_is_an_error_that_says_what_to_do(rank, world):
+def test_assigning_over_an_unsharded_parameter_is_an_error(rank, world):
     models = models_of(CallsWith, shard_first, fsdp2=False)
     model = models["ours"]
     given = halves(model)
@@ -212,7 +212,7 @@ def test_a_parameter_that_is_assigned_over_an_unsharded_copy_is_an_error_that_sa
     with pytest.raises(cs.ShardConfigStateError, match=r"parameter b.weight: .*call reshard\(\)"):
         torch.func.functional_call(model, {**given}, (noise(3, 4),))
     wanted = models["plain"](noise(3, 4))
-    torch.testing.assert_close(model(noise(3, 4)), wanted)  # with its own, which are in their places again
+    torch.testing.assert_close(model(noise(3, 4)), wanted)  # with its own parameters, which are restored
     model.reshard()
     torch.func.functional_call(model, {**given}, (noise(3, 4),))
     torch.testing.assert_close(model(noise(3, 4)), wanted)
@@ -236,9 +236,7 @@ def assign(model, params):
 
 @pytest.mark.parametrize("then", ["backward", "unshard"])
 @distributed(world=2)
-def test_a_parameter_that_is_assigned_to_a_frozen_module_before_its_weights_are_gathered_again_is_not_lost(
-    rank, world, then
-):
+def test_a_parameter_assigned_to_a_frozen_module_before_a_gather_is_kept(rank, world, then):
     models = models_of(CallsWith, shard_first, fsdp2=False)
     for name, model in models.items():
         model.shift = False
@@ -262,12 +260,12 @@ def test_a_parameter_that_is_assigned_to_a_frozen_module_before_its_weights_are_
 @distributed(world=2)
 def test_functional_transforms_in_a_forward(rank, world, kind):
     models = models_of(partial(Transformed, kind), shard_parts)
-    # Memory of which the transform kept views is its group's until the next forward.
+    # If the transform keeps views of memory, the group keeps that memory until the next forward.
     train_alike(models, lambda model, step: model(noise(3, 4)).square().mean(), at_rest=kind != "grad")
 
 
 @distributed(world=2)
-def test_a_transform_that_takes_no_hooks_may_be_around_a_sharded_module(rank, world):
+def test_a_transform_that_forbids_hooks_can_enclose_a_sharded_module(rank, world):
     # Before torch 2.13 FSDP2 frees storage that the transform has wrapped.
     models = models_of(partial(Transformed, "vmap"), shard_parts, fsdp2=torch.__version__ >= "2.13")
     for number in range(3):

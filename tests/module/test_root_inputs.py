@@ -1,4 +1,4 @@
-"""The root moves the inputs of its forward to its accelerator, as torch's FSDP2 does; other modules leave them."""
+"""Only the root moves the inputs of its forward to its accelerator, like torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ def batch():
     return torch.ones(2, 4), {"mask": [torch.ones(2)], "note": "kept"}
 
 
-def test_the_root_moves_tensors_in_its_arguments_to_its_device_and_no_other_module_does():
+def test_only_the_root_moves_its_inputs_to_its_device():
     with testing.fake(2):
         model = sharded()
         model(*batch())
         assert (model.seen, model.inner.seen) == (["cpu", "cpu"], ["cpu", "cpu"])
-        assert model.__dict__[STATE].inputs_to is None  # nothing to move to
-        model.__dict__[STATE].inputs_to = torch.device("meta")  # stands in for an accelerator
+        assert model.__dict__[STATE].inputs_to is None  # no accelerator
+        model.__dict__[STATE].inputs_to = torch.device("meta")  # instead of an accelerator
         x, also = batch()
         model(x, also=also).sum().backward()
     assert model.seen == ["meta", "meta"]
     assert model.inner.seen == ["cpu", "cpu"]
-    assert (x.device.type, also["mask"][0].device.type) == ("cpu", "cpu")  # the caller's own are left alone
+    assert (x.device.type, also["mask"][0].device.type) == ("cpu", "cpu")  # the caller's inputs do not change
 
 
-def test_where_nothing_is_to_be_moved_forward_gets_the_containers_of_the_caller():
+def test_containers_without_tensors_to_move_are_not_copied():
     class Notes(nn.Linear):
         def forward(self, x, notes):
             notes.append("seen")
@@ -66,17 +66,17 @@ def test_where_nothing_is_to_be_moved_forward_gets_the_containers_of_the_caller(
         model = cs.fully_shard(Notes(4, 4))
         notes = []
         model(torch.ones(2, 4), notes)
-        model.__dict__[STATE].inputs_to = torch.device("cpu")  # stands in for an accelerator on which all is
+        model.__dict__[STATE].inputs_to = torch.device("cpu")  # instead of an accelerator with all inputs on it
         model(torch.ones(2, 4), notes)
     assert notes == ["seen", "seen"]
 
 
-def test_a_module_that_was_a_root_for_an_unshard_alone_moves_nothing_once_another_one_is():
+def test_a_temporary_root_moves_no_inputs_later():
     with testing.fake(2):
         model = sharded()
         model.inner.unshard()
         model.inner.reshard()
-        model.inner.__dict__[STATE].inputs_to = torch.device("meta")  # as on an accelerator: it was its own root
+        model.inner.__dict__[STATE].inputs_to = torch.device("meta")  # as on an accelerator, when it was a root
         model(*batch())
         assert model.inner.__dict__[STATE].inputs_to is None
     assert model.inner.seen == ["cpu", "cpu"]
@@ -84,7 +84,7 @@ def test_a_module_that_was_a_root_for_an_unshard_alone_moves_nothing_once_anothe
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: there is no device to move inputs to")
 @pytest.mark.parametrize("shard", [cs.fully_shard, torch_fully_shard])
-def test_a_batch_on_the_host_reaches_a_root_on_a_card(shard):
+def test_the_root_moves_a_batch_from_the_host_to_the_gpu(shard):
     with testing.fake(2, device="cuda"):
         model = Outer().cuda()
         shard(model.inner)

@@ -1,7 +1,7 @@
-"""Containers that blocks share: a block writes into one and later blocks read it, for example shared keys and values.
+"""Containers that blocks share: a block writes to a container and later blocks read it, e.g. shared keys and values.
 
-FSDP2 gives each module a copy and loses the writes, so the reference is the unsharded model: in float32,
-and in bfloat16 a copy of it in that dtype. Ranks are fed alike, so that the mean of their gradients is its gradient.
+FSDP2 gives each module a copy and loses the writes, so the reference is the unsharded model: in float32, or a bfloat16
+copy of it. All ranks get the same data, so that the mean of their gradients is the gradient of the unsharded model.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Space(SimpleNamespace):
 
 
 class Cache:
-    """Of a class that is no container."""
+    """An object that is not a container."""
 
     def __init__(self):
         self.layers = {}
@@ -114,10 +114,10 @@ KINDS = {
     "cache": Cache,
     "registered node": Node,
 }
-LEFT_ALONE = ("deque", "user dict", "user list", "namespace", "cache", "registered node")  # as FSDP2 does
+LEFT_ALONE = ("deque", "user dict", "user list", "namespace", "cache", "registered node")  # as in FSDP2
 
 
-WRAPPED = {  # how a container is handed to the blocks
+WRAPPED = {  # how a container is passed to the blocks
     "alone": lambda shared, also: shared,
     "in a dict in a list": lambda shared, also: [{"inner": shared, "scale": 2.0}],
     "with a mask": lambda shared, also: Pair(also > 0, shared),
@@ -136,13 +136,13 @@ def unwrapped(given):
 
 
 class Block(nn.Module):
-    """Attention whose keys and values the first two blocks make and all blocks use."""
+    """Attention with shared keys and values, which the first two blocks compute and all blocks use."""
 
     def __init__(self, index, kept):
         super().__init__()
         self.norm, self.feed_forward = nn.RMSNorm(8), SwiGLU(8, 12)
         self.q, self.out = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-        if index < 2:  # the second one adds to the keys of the first
+        if index < 2:  # the second block adds to the keys of the first
             self.k = nn.Linear(8, 8, bias=False)
         if index == 0:
             self.v = nn.Linear(8, 8, bias=False)
@@ -198,14 +198,14 @@ def shard(model, policy, engine=fully_shard):
 
 
 def reference(plain, policy, x):
-    """The unsharded model in the dtype of compute, which passes its gradients on."""
+    """The unsharded model in the dtype of compute, whose gradients are copied to the plain model."""
     if policy is None:
         return plain, x
     return copy.deepcopy(plain).to(torch.bfloat16), x.to(torch.bfloat16)
 
 
 def train_alike(make, policy, run=lambda model: model, steps=2):
-    """Steps and evaluations of a sharded model and of the unsharded one, bitwise equal."""
+    """Train and evaluate a sharded model and the unsharded one; results must be bitwise identical."""
     torch.manual_seed(3)
     plain = make()
     model = shard(copy.deepcopy(plain), policy)
@@ -230,14 +230,14 @@ def train_alike(make, policy, run=lambda model: model, steps=2):
             half, given = reference(plain, policy, x)
             assert torch.equal(call(x), half(given)), f"evaluation after step {step}"
     assert all(not module.__dict__[STATE].copies for module in (model, *model.blocks))
-    model.last = None  # of the graph of the last forward
+    model.last = None  # keeps the graph of the last forward alive
     if call is model:
         assert_at_rest(model)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @distributed(world=2)
-def test_what_a_block_writes_into_a_container_that_all_have_is_seen_by_later_blocks(rank, world, policy):
+def test_later_blocks_see_writes_to_a_shared_container(rank, world, policy):
     for kind in KINDS:
         train_alike(lambda kind=kind: Sharing(kind), POLICIES[policy])
     for wrap in WRAPPED:
@@ -246,12 +246,12 @@ def test_what_a_block_writes_into_a_container_that_all_have_is_seen_by_later_blo
 
 @pytest.mark.parametrize("wrap", ["alone", more("in a dict in a list"), more("with a mask"), "with a tensor to cast"])
 @distributed(world=2)
-def test_it_is_seen_also_where_what_is_in_the_container_is_cast_for_each_block(rank, world, wrap):
+def test_later_blocks_see_writes_to_a_shared_container_that_is_cast(rank, world, wrap):
     for kind in KINDS:
         train_alike(lambda kind=kind: Sharing(kind, wrap, torch.float32), BF16)
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # whose output is a view
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # FSDP2 warns because the output is a view
 def test_fsdp2_loses_what_a_block_writes():
     with cs.testing.fake(2):
         model = shard(Sharing("dict"), BF16, ENGINES["fsdp2"])
@@ -261,12 +261,12 @@ def test_fsdp2_loses_what_a_block_writes():
 
 @pytest.mark.parametrize("kind", LEFT_ALONE)
 @distributed(world=2)
-def test_containers_that_fsdp2_passes_as_they_are_train_as_under_fsdp2(rank, world, kind):
+def test_containers_that_fsdp2_passes_unchanged_train_like_fsdp2(rank, world, kind):
     torch.manual_seed(3)
     plain, x = Sharing(kind, kept=torch.float32), noise(2, 5, 6)
     models = [shard(copy.deepcopy(plain), BF16, engine) for engine in ENGINES.values()]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # whose output is a view
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # FSDP2 warns because the output is a view
         outs = [model(x) for model in models]
     assert torch.equal(*outs)
     for model, out in zip(models, outs, strict=True):
@@ -281,7 +281,7 @@ def test_containers_that_fsdp2_passes_as_they_are_train_as_under_fsdp2(rank, wor
 
 def checkpointed(reentrant):
     def run(block, *args, **kwargs):
-        if reentrant:  # which takes no keywords
+        if reentrant:  # reentrant checkpoints accept no keyword arguments
             return checkpoint(lambda *given: block(*given, **kwargs), *args, use_reentrant=True)
         return checkpoint(block, *args, use_reentrant=False, **kwargs)
 
@@ -298,7 +298,7 @@ Block.attend = Block.forward
 
 @pytest.mark.parametrize("kept", [None, torch.float32], ids=["as computed", "float32"])
 @distributed(world=2)
-def test_it_is_seen_by_recomputed_blocks_and_through_other_methods(rank, world, kept):
+def test_recomputed_blocks_and_forward_methods_see_writes_to_a_shared_container(rank, world, kept):
     for run in (checkpointed(False), as_method):
         for kind in ("dict", "list", "user dict", "dataclass"):
             train_alike(lambda kind=kind, run=run: Sharing(kind, kept=kept, run=run), BF16)
@@ -325,7 +325,7 @@ OTHERS += [(compile_whole, "dict", None, policy) for policy in ("none", "bf16")]
     ("way", "kind", "kept", "policy"), [COMPILED[0], *[more(*each) for each in (*OTHERS, COMPILED[1])]]
 )
 @distributed(world=2, limit_s=LIMIT_S)
-def test_it_is_seen_in_compiled_code(rank, world, way, kind, kept, policy):
+def test_compiled_code_sees_writes_to_a_shared_container(rank, world, way, kind, kept, policy):
     train_alike(lambda: Sharing(kind, kept=kept), POLICIES[policy], way)
 
 
@@ -355,7 +355,7 @@ class Reads(nn.Module):
 
 @pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
-def test_checkpoints_in_a_graph_take_containers_of_which_something_is_cast(rank, world):
+def test_checkpoints_in_a_graph_accept_containers_that_are_cast(rank, world):
     train_alike(Reads, BF16, compile_whole)
 
 
@@ -363,7 +363,7 @@ def test_checkpoints_in_a_graph_take_containers_of_which_something_is_cast(rank,
 
 
 class Keeps(Block):
-    """Gives a dict that it also keeps."""
+    """Returns a dict that it also keeps."""
 
     def forward(self, x):
         self.kept_output = {"x": self.feed_forward(self.norm(x)), "again": [1]}
@@ -372,7 +372,7 @@ class Keeps(Block):
 
 @pytest.mark.parametrize("output_dtype", [torch.bfloat16, torch.float32], ids=str)
 @simulated(world=2)
-def test_an_output_is_the_object_that_forward_gave_unless_something_in_it_is_cast(rank, world, output_dtype):
+def test_an_output_is_only_copied_if_a_tensor_in_it_is_cast(rank, world, output_dtype):
     block = fully_shard(Keeps(0, None), mp_policy=dataclasses.replace(BF16, output_dtype=output_dtype))
     out = block(noise(2, 5, 8))
     assert out["x"].dtype == output_dtype
@@ -384,14 +384,14 @@ def test_an_output_is_the_object_that_forward_gave_unless_something_in_it_is_cas
         assert (block(noise(2, 5, 8)) is block.kept_output) == (output_dtype == torch.bfloat16)
 
 
-# ---- one by one
+# ---- `map_tensors` and `return_writes`
 
 
 def halved(tensor):
     return tensor.bfloat16() if tensor.dtype == torch.float32 else tensor
 
 
-def test_a_container_is_shared_where_nothing_in_it_changes_whatever_else_changes():
+def test_a_container_without_changes_is_shared_even_if_others_change():
     half, single = torch.ones(2).bfloat16(), torch.ones(2)
     for make in KINDS.values():
         shared = make()
@@ -404,7 +404,7 @@ def test_a_container_is_shared_where_nothing_in_it_changes_whatever_else_changes
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("dataclass", *LEFT_ALONE)])
-def test_writes_into_copies_are_returned_and_what_was_cast_is_left_alone(kind):
+def test_writes_to_copies_are_returned_and_cast_tensors_are_not(kind):
     owner, single, other = KINDS[kind](), torch.ones(2), torch.zeros(2)
     owner[0], owner[1] = single, {"inner": single}
     inner, copies = owner[1], []
@@ -435,17 +435,17 @@ def test_writes_into_copies_are_returned_and_what_was_cast_is_left_alone(kind):
         assert owner["new"] is inner
 
 
-def test_fields_that_are_written_in_the_copy_of_a_dataclass_are_returned():
+def test_writes_to_the_copy_of_a_dataclass_are_returned():
     owner, copies = State([torch.ones(2)]), []
     made, *frozen = map_tensors(halved, (owner, Frozen(torch.ones(2))), copies)
     made.found, made.other = torch.zeros(2), frozen
     return_writes(copies)
     assert torch.equal(owner.found, torch.zeros(2))
-    assert [copied.owner for copied in copies[1:]] == [owner]  # after the list in it; a frozen one is not written into
+    assert [copied.owner for copied in copies[1:]] == [owner]  # the inner list is first; the frozen one is not listed
 
 
 @simulated(world=2)
-def test_a_forward_that_fails_returns_nothing_and_the_next_one_does(rank, world):
+def test_a_failed_forward_returns_no_writes_and_the_next_one_does(rank, world):
     class Fails(nn.Linear):
         def forward(self, x, given):
             given["seen"] = 1
@@ -464,7 +464,7 @@ def test_a_forward_that_fails_returns_nothing_and_the_next_one_does(rank, world)
     assert given["scale"].dtype == torch.float32
 
 
-def test_a_container_that_is_passed_twice_has_one_copy_and_gets_all_writes():
+def test_a_container_that_is_passed_twice_is_copied_once():
     class Appends(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""State dicts: sharded DTensors that alias the shards, made without communication, and loaded back."""
+"""State dicts contain sharded DTensors that alias the shards, need no communication, and can be loaded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_values_are_sharded_tensors_equal_to_the_plain_parameters(rank, world):
 
 
 @distributed(world=2)
-def test_one_rank_alone_can_take_a_state_dict(rank, world):
+def test_a_single_rank_can_call_state_dict(rank, world):
     model, plain = sharded_stack(reshard_after_forward=False)
     model(*vectors(rank, 0))
     if rank == 0:  # any communication would wait for the other rank
@@ -54,7 +54,7 @@ def test_one_rank_alone_can_take_a_state_dict(rank, world):
 
 @pytest.mark.parametrize("how", ["unshard", "forward"])
 @distributed(world=(1, 2))
-def test_values_are_shards_also_while_the_model_is_unsharded(rank, world, how):
+def test_values_are_shards_while_the_model_is_unsharded(rank, world, how):
     model, plain = sharded_stack(reshard_after_forward=False)
     if how == "unshard":
         for module in [model, *model.blocks]:
@@ -84,7 +84,7 @@ def test_values_alias_the_shards(rank, world):
 
 @pytest.mark.parametrize("assign", [False, True])
 @distributed(world=(1, 2))
-def test_loading_another_models_shards_gives_its_training(rank, world, assign):
+def test_a_model_trains_identically_after_loading_another_models_shards(rank, world, assign):
     source, _ = sharded_stack(seed=1)
     model, _ = sharded_stack(seed=2)
     model(*vectors(rank, 0)).square().mean().backward()  # the engine is already built
@@ -125,7 +125,7 @@ def test_a_strict_load_names_missing_and_unexpected_keys(rank, world):
 
 
 @distributed(world=2)
-def test_a_saved_file_holds_the_shards_and_no_more(rank, world):
+def test_a_saved_file_contains_only_the_shards(rank, world):
     torch.manual_seed(0)
     model = Stack(dim=64, hidden=256)
     shard_blocks(model, fully_shard)

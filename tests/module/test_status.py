@@ -1,8 +1,6 @@
-"""What a sharded model says of itself: figures for loggers, its plan, where it left it, and its memory."""
+"""Inspection of a sharded model: figures for loggers, its plan, differences from the plan, and its memory."""
 
 from __future__ import annotations
-
-import copy
 
 import pytest
 import torch
@@ -73,7 +71,7 @@ def busy_blocks(count=3):
     return model
 
 
-def test_times_are_there_while_the_model_is_watched_and_they_are_those_of_the_network():
+def test_times_are_measured_while_the_model_is_watched():
     with fabric(4, latency_s=12e-6, bandwidth_Bps=64e6, clock="virtual") as net:
         model = busy_blocks()
         names = {"step/exposed_ms", "step/compute_ms", "step/communication_share"}
@@ -96,7 +94,7 @@ def test_times_are_there_while_the_model_is_watched_and_they_are_those_of_the_ne
         assert not names & set(run())
 
 
-def test_a_model_of_several_roots_sums_theirs():
+def test_stats_of_several_roots_are_summed():
     with fabric(2, latency_s=1e-6, bandwidth_Bps=1e9, clock="virtual"):
         mesh = init_device_mesh("cpu", (2,))
         model = nn.ModuleList(cs.fully_shard(nn.Linear(16, 16), mesh=mesh) for _ in range(2))
@@ -131,7 +129,7 @@ def test_watching_a_model_that_is_not_sharded_is_an_error(rank, world):
         cs.watch(Stack())
 
 
-def test_measuring_for_auto_leaves_a_watched_model_watched():
+def test_prefetch_measurements_keep_a_model_watched():
     with fabric(4, latency_s=12e-6, bandwidth_Bps=64e6, clock="virtual") as net:
         model = busy_blocks()
         model.set_prefetch_policy(cs.PrefetchPolicy.auto())
@@ -143,7 +141,7 @@ def test_measuring_for_auto_leaves_a_watched_model_watched():
         assert cs.stats(model)["step/exposed_ms"] == pytest.approx(1e3 * net.exposed_s)
 
 
-def test_on_a_clock_that_stands_still_waiting_is_not_counted_as_the_compute_around_it():
+def test_waiting_is_not_counted_as_the_enclosing_compute():
     now = [0.0]
     before = use_clock(lambda: now[0])
     try:
@@ -160,7 +158,7 @@ def test_on_a_clock_that_stands_still_waiting_is_not_counted_as_the_compute_arou
 
 
 @simulated(world=2)
-def test_a_training_step_keeps_to_the_plan_and_another_iteration_does_not(rank, world):
+def test_a_training_step_follows_the_plan_and_an_evaluation_does_not(rank, world):
     model = trained()
     assert cs.drift(model) == ()
     with torch.no_grad():
@@ -171,7 +169,7 @@ def test_a_training_step_keeps_to_the_plan_and_another_iteration_does_not(rank, 
 
 
 @simulated(world=2)
-def test_the_plan_takes_over_the_order_of_the_first_forward(rank, world):
+def test_the_plan_adopts_the_order_of_the_first_forward(rank, world):
     model, _ = twins(reshard_after_forward=True)
     assert cs.drift(model) == ()
     declared = cs.make_plan(model)
@@ -181,7 +179,7 @@ def test_the_plan_takes_over_the_order_of_the_first_forward(rank, world):
 
 
 @simulated(world=2)
-def test_the_pool_gives_back_what_nobody_uses_and_takes_it_again(rank, world):
+def test_empty_pool_frees_unused_memory(rank, world):
     model, plain = twins(reshard_after_forward=True)
     shown = [model(*vectors(0, 0)) for _ in range(2)]
     held = cs.stats(model)["pool/held_bytes"]

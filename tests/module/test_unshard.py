@@ -1,4 +1,4 @@
-"""unshard() and reshard() called by the user."""
+"""Calls of unshard() and reshard() by the user."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sharded_stack():
 
 
 @distributed(world=(1, 2))
-def test_unshard_before_the_first_forward_registers_whole_parameters(rank, world):
+def test_unshard_before_the_first_forward_installs_unsharded_parameters(rank, world):
     model, plain = sharded_stack()
     block = model.blocks[1]
     sharded = dict(block.named_parameters())
@@ -40,12 +40,12 @@ def test_unshard_before_the_first_forward_registers_whole_parameters(rank, world
 
 
 @distributed(world=(1, 2))
-def test_an_asynchronous_unshard_gives_a_handle_to_wait_for(rank, world):
+def test_an_asynchronous_unshard_returns_a_handle(rank, world):
     model, plain = sharded_stack()
     handles = [block.unshard(async_op=True) for block in model.blocks]
     for number, (block, handle) in enumerate(zip(model.blocks, handles, strict=True)):
         handle.wait()
-        handle.wait()  # once more is harmless
+        handle.wait()  # a second wait is harmless
         for name, param in block.named_parameters():
             assert torch.equal(param, plain[f"blocks.{number}.{name}"]), name
         block.reshard()
@@ -99,7 +99,7 @@ def test_resharding_between_forward_and_backward_is_exact(rank, world, reshard):
 
 
 @distributed(world=2)
-def test_an_unshard_left_standing_over_the_optimizer_step_is_not_stale(rank, world):
+def test_parameters_left_unsharded_are_not_stale_after_an_optimizer_step(rank, world):
     def train(run):
         loss = plain_step(run)
         if not run.reference:
@@ -111,8 +111,8 @@ def test_an_unshard_left_standing_over_the_optimizer_step_is_not_stale(rank, wor
 
 
 @distributed(world=2)
-def test_writing_the_whole_parameter_is_not_what_unshard_is_for(rank, world):
-    """The next gather brings the shards' values; a write to an unsharded parameter does not reach them."""
+def test_writing_to_an_unsharded_parameter_is_an_error(rank, world):
+    """The next gather returns the values of the shards, which a write to an unsharded parameter does not change."""
     model, plain = sharded_stack()
     model.unshard()
     with torch.no_grad():
@@ -124,8 +124,8 @@ def test_writing_the_whole_parameter_is_not_what_unshard_is_for(rank, world):
 
 
 @distributed(world=2)
-def test_a_loss_in_chunks_reads_the_weight_of_a_head_that_stays_unsharded(rank, world):
-    """The backward of a chunk goes through no forward of the model, so it is not the end of the head's use."""
+def test_a_chunked_loss_can_use_a_head_that_stays_unsharded(rank, world):
+    """The backward of a chunk belongs to no forward of the model, so it must not reshard the head."""
 
     def shard(model, engine):
         for layer in model:
@@ -165,7 +165,7 @@ def test_a_forward_after_unshard_gives_the_same_output(rank, world):
 
 @pytest.mark.parametrize("after_forward", [False, True])
 @distributed(world=2)
-def test_a_gradient_of_whole_weights_that_were_thawed_is_not_lost_where_fsdp2_loses_it(rank, world, after_forward):
+def test_gradients_of_unsharded_weights_that_were_unfrozen_are_not_lost(rank, world, after_forward):
     models = models_of(functools.partial(TransformerBlock, 8, 2, 1, 12, 0.0), lambda model, engine: engine(model))
     cos, sin = rotary(5, 4)
     for name, model in models.items():

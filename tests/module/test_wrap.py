@@ -1,4 +1,4 @@
-"""Wrap helpers: which modules they shard, in which order, and that the result trains exactly."""
+"""Wrap helpers shard the right modules in the right order, and the result trains exactly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def names_of(model, modules):
 
 
 def check_children_first(model, modules):
-    """Every module stands behind its descendants, once."""
+    """Check that every module occurs once, after its descendants."""
     names = names_of(model, modules)
     assert len(set(names)) == len(names)
     for place, name in enumerate(names):
@@ -89,7 +89,7 @@ def test_a_root_of_the_class_is_sharded_once(rank, world):
 
 @pytest.mark.parametrize("min_bytes", [1, 100, 300, 500, 10**9])
 @distributed(world=2)
-def test_by_size_gives_every_group_but_the_root_at_least_that_many_bytes(rank, world, min_bytes):
+def test_by_size_gives_every_group_except_the_root_at_least_min_bytes(rank, world, min_bytes):
     model = Stack()
     plain = {n: p.numel() * p.element_size() for n, p in model.named_parameters()}
     sharded = composable_shard.shard_by_size(model, min_bytes=min_bytes)
@@ -112,7 +112,7 @@ def test_auto_finds_the_repeated_blocks(rank, world):
 
 
 class TwoTowers(nn.Module):
-    """Two stacks of unlike blocks, one of them in a Sequential; blocks hold repeated parts of their own."""
+    """Two stacks of different blocks, one of them in a Sequential; the blocks contain repeated parts themselves."""
 
     def __init__(self):
         super().__init__()
@@ -138,7 +138,7 @@ def test_auto_finds_blocks_in_several_stacks_by_structure(rank, world):
 
 
 @distributed(world=2)
-def test_auto_shards_the_root_alone_where_nothing_repeats(rank, world):
+def test_auto_shards_only_the_root_if_nothing_repeats(rank, world):
     model = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 2))
     assert composable_shard.shard_auto(model) == [model]
 
@@ -166,7 +166,7 @@ def test_training_after_a_wrap_helper_is_exact(rank, world, helper, make):
 
 
 @distributed(world=2)
-def test_helpers_give_the_groups_of_fully_shard_by_hand(rank, world):
+def test_helpers_make_the_same_groups_as_explicit_calls(rank, world):
     def shard(model, engine):
         if engine is fully_shard:
             by_class(model)

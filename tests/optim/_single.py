@@ -1,4 +1,4 @@
-"""The optimizer of one process that holds all matrices, beside one that steps them at their owners."""
+"""An optimizer of one process with all matrices, compared with one that steps them on their owners."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Mixture(nn.Module):
 
 
 class Net(Transformer):
-    """A decoder whose blocks have a fused projection and a mixture of experts behind the attention."""
+    """A decoder whose blocks have a fused projection and a mixture of experts after the attention."""
 
     def __init__(self, layers=1, **sizes):
         super().__init__(layers=layers, **sizes)
@@ -39,7 +39,7 @@ class Net(Transformer):
 
 
 def pair(shard, net=Net, seed=0, dtype=torch.float32):
-    """A net that is sharded, and one that is not."""
+    """An unsharded net, and a sharded one with equal values."""
     torch.manual_seed(seed)
     plain, model = net().to(dtype), net().to(dtype)
     model.load_state_dict(plain.state_dict())
@@ -54,7 +54,7 @@ def sharded(model, **options):
 
 
 def matrices(model, fewest=2):
-    """Named parameters of two dimensions and more."""
+    """Named parameters with two or more dimensions."""
     return [(name, param) for name, param in model.named_parameters() if param.ndim >= fewest]
 
 
@@ -63,12 +63,12 @@ def whole(tensor):
 
 
 class Single:
-    """An optimizer of one process, in which each matrix of a stack and each block of rows is a parameter of its own.
+    """An optimizer of one process, for which each matrix of a stack and each block of rows is a separate parameter.
 
     Args:
-        kind, options: of the optimizer.
-        params: by name.
-        rows: by the end of a name, rows of its blocks.
+        kind, options: class and options of the optimizer.
+        params: parameters by name.
+        rows: number of rows of each block, by suffix of the parameter's name.
     """
 
     def __init__(self, kind, params, rows=None, **options):
@@ -86,7 +86,7 @@ class Single:
 
     @torch.no_grad()
     def step(self, gradients):
-        """Step with these gradients, by name; None where there is none."""
+        """Step with the given gradients by name. None for no gradient."""
         by_param = {param: gradients[name] for name, param in self.params}
         for (param, index), leaf in zip(self.parts, self.leaves, strict=True):
             leaf.copy_(param[index])
@@ -110,7 +110,7 @@ def assert_equal(model, plain):
 
 
 def check_steps(model, optimizer, single, plain, rank, steps=2, first=0):
-    """Both optimizers step with the gradients of the sharded model, and stay equal to the bit."""
+    """Step both optimizers with the gradients of the sharded model, and check that weights are bitwise identical."""
     for step in range(first, first + steps):
         backward(model, rank, step)
         gradients = gradients_of(model)
@@ -121,7 +121,7 @@ def check_steps(model, optimizer, single, plain, rank, steps=2, first=0):
 
 
 class Shampoo(torch.optim.Optimizer):
-    """Preconditions matrices from both sides (Gupta et al., 2018), with state of several kinds and shapes."""
+    """Preconditions matrices from the left and right (Gupta et al., 2018). Its state has several types and shapes."""
 
     def __init__(self, params, lr=0.1, eps=1e-4):
         super().__init__(params, {"lr": lr, "eps": eps})

@@ -1,4 +1,4 @@
-"""Optimizers that quantize their state by blocks: over shards whose cuts respect the blocks, to the bit."""
+"""Optimizers that quantize state by blocks are bitwise identical on shards that do not split blocks."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ class EightBit(torch.optim.Optimizer):
 
     @staticmethod
     def _scales(param):
-        """A scale for each block; of a sharded parameter, those of so many rows lie where the rows do."""
+        """One scale per block. For a sharded parameter, the scales of each rank's rows are on that rank."""
         own = len(in_blocks(local(param)))
         if not isinstance(param, DTensor):
             return torch.zeros(own)
-        # `ROWS` rows are a row of this tensor, which torch cuts as `Ragged` cuts these.
+        # One row of this tensor stands for `ROWS` rows. torch shards it like `Ragged` shards those.
         width = ROWS * param.shape[1] // BLOCK
         shape = torch.Size([-(-param.shape[0] // ROWS), width])
         scales = torch.zeros(own // width, width)
         return DTensor.from_local(scales, param.device_mesh, as_rows(param), shape=shape, stride=(width, 1))
 
     def load_state_dict(self, state_dict):
-        """Loads come with state of another shape than its parameter whole."""
+        """Accept state whose shape is not the full parameter's."""
         super().load_state_dict(state_dict)
         for param, state in self.state.items():
             state["scales"] = state["scales"].redistribute(placements=as_rows(param))
@@ -105,7 +105,7 @@ def assert_alike(model, plain):
 
 @pytest.mark.parametrize("hsdp", [False, more(True)])
 @distributed(world=(4, more(2)))
-def test_steps_are_those_of_one_process_to_the_bit(rank, world, hsdp):
+def test_steps_are_bitwise_identical_to_one_process(rank, world, hsdp):
     mesh = init_device_mesh("cpu", (2, world // 2) if hsdp else (world,), mesh_dim_names=("r", "s") if hsdp else ("s",))
     plain, model = pair(mesh=mesh)
     ours, alone = EightBit(matrices(model)), EightBit(matrices(plain))
@@ -124,8 +124,8 @@ def test_steps_are_those_of_one_process_to_the_bit(rank, world, hsdp):
 
 
 @distributed(world=2)
-def test_cuts_that_do_not_respect_blocks_give_other_weights(rank, world):
-    """So the test above would notice."""
+def test_shards_that_split_blocks_give_different_weights(rank, world):
+    """This shows that the test above can fail."""
     torch.manual_seed(0)
     cut = torch.nn.Linear(24, 10, bias=False)
     alone = torch.nn.Parameter(cut.weight.detach().clone())
@@ -154,7 +154,7 @@ def goes_on(rank, world, path):
 
 
 @distributed(world=2)
-def test_a_checkpoint_holds_its_state(rank, world, tmp_path):
+def test_a_checkpoint_stores_its_state(rank, world, tmp_path):
     goes_on(rank, world, tmp_path)
 
 

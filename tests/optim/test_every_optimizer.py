@@ -1,4 +1,4 @@
-"""Every optimizer of torch steps shapes of all kinds as in one process: at owners, and inside of backward"""
+"""Every optimizer of torch steps all shapes as in one process, on owners and inside of backward."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Shapes(nn.Module):
 
 
 def twins(names):
-    """A model, and the same one sharded but for numbers, which have no dim to be cut along."""
+    """A model, and a sharded copy. 0-dim parameters are not sharded, because they have no dim to shard."""
     plain = Shapes(names)
     model = copy.deepcopy(plain)
     cs.fully_shard(model, ignored_params={param for param in model.parameters() if not param.ndim})
@@ -62,12 +62,12 @@ def twins(names):
 
 
 def backward(model, step):
-    """All ranks are fed alike, so that the mean of their gradients is that of one process."""
+    """All ranks have the same input, so the mean of their gradients is the gradient of one process."""
     model(torch.tensor([1.0 + step / 7, 0.3 * step])).backward()
 
 
 def assert_equal(model, plain, exact):
-    """`exact`: whether to the bit; None: as exactly as bfloat16 is."""
+    """`exact`: whether values must be bitwise identical. None: within the rounding of bfloat16."""
     how = {True: {"rtol": 0, "atol": 0}, False: {}, None: {"rtol": 0.03, "atol": 0.003}}[exact]
     for (name, ours), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(whole(ours), other, **how, msg=lambda text, name=name: f"{name}: {text}")
@@ -98,11 +98,11 @@ def inside_of_backward(kind, names, exact=True, **options):
 
 
 ALL = [*SHAPES]
-MATRICES = ["matrix", "uneven", "stack", "frozen"]  # what Muon takes; of a stack, each matrix
+MATRICES = ["matrix", "uneven", "stack", "frozen"]  # shapes that Muon accepts; each matrix of a stack
 
 
 def accepted(name, names):
-    """Those of the names of shapes that an optimizer takes."""
+    """The names of shapes that an optimizer accepts."""
     return [each for each in names if name != "Muon" or each in MATRICES]
 
 
@@ -117,14 +117,14 @@ STEPS_SHARDS = [name for name in STEPS_WHOLE if name not in ("Adafactor", "Muon"
 @pytest.mark.parametrize("state", ["owner", more("shards")])
 @pytest.mark.parametrize("name", in_the_default_run(STEPS_WHOLE, ("SGD", "Adafactor", "Muon")))
 @simulated(world=(2, more(4)))
-def test_at_owners_they_step_as_in_one_process(rank, world, name, state):
+def test_steps_on_owners_equal_those_of_one_process(rank, world, name, state):
     kind, options = OPTIMIZERS[name]
     at_owners(kind, accepted(name, ALL), state, **options)
 
 
 @pytest.mark.parametrize("name", in_the_default_run(STEPS_SHARDS, ("SGD", "NAdam")))
 @simulated(world=(2, more(4)))
-def test_inside_of_backward_they_step_as_in_one_process(rank, world, name):
+def test_steps_inside_of_backward_equal_those_of_one_process(rank, world, name):
     kind, options = OPTIMIZERS[name]
     inside_of_backward(kind, ALL, **options)
 
@@ -138,24 +138,24 @@ def test_muon_inside_of_backward_steps_shards_within_its_bfloat16(rank, world):
 REFUSED = [
     ("LBFGS", "owned", ALL, cs.ShardConfigTypeError, "kind: LBFGS calls the closure several times"),
     ("LBFGS", "in_backward", ALL, cs.ShardConfigTypeError, "make: LBFGS calls the closure several times"),
-    ("SparseAdam", "owned", ["matrix"], cs.ShardConfigTypeError, "parameter matrix: SparseAdam takes sparse gradients"),
-    ("SparseAdam", "in_backward", ["vector"], cs.ShardConfigTypeError, "parameter vector: SparseAdam takes sparse"),
+    ("SparseAdam", "owned", ["matrix"], cs.ShardConfigTypeError, "parameter matrix: SparseAdam accepts only sparse"),
+    ("SparseAdam", "in_backward", ["vector"], cs.ShardConfigTypeError, "parameter vector: SparseAdam accepts only"),
     (
         "Adafactor",
         "in_backward",
         ["stack"],
         cs.ShardConfigTypeError,
-        "parameter stack: is sharded, and Adafactor takes means",
+        "parameter stack: is sharded, but Adafactor computes means",
     ),
     (
         "Rprop",
         "in_backward",
         ["uneven"],
         cs.ShardConfigTypeError,
-        "parameter uneven: is sharded, and Rprop writes where",
+        "parameter uneven: is sharded, but Rprop uses masked",
     ),
-    ("Muon", "owned", ["matrix", "vector"], cs.ShardConfigValueError, "parameter vector: Muon does not take it"),
-    ("Muon", "owned", ["number"], cs.ShardConfigValueError, "parameter number: Muon does not take it"),
+    ("Muon", "owned", ["matrix", "vector"], cs.ShardConfigValueError, "parameter vector: Muon does not accept it"),
+    ("Muon", "owned", ["number"], cs.ShardConfigValueError, "parameter number: Muon does not accept it"),
     ("Muon", "in_backward", ["matrix", "stack"], cs.ShardConfigValueError, "parameter stack: the optimizer of `make`"),
     (
         "Muon",
@@ -169,7 +169,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "way", "names", "error", "match"), REFUSED)
 @simulated(world=2)
-def test_what_cannot_be_stepped_is_named_before_anything_is(rank, world, name, way, names, error, match):
+def test_unsupported_parameters_are_named_before_any_step(rank, world, name, way, names, error, match):
     kind, options = OPTIMIZERS[name]
     _, model = twins(names)
     make = {
@@ -182,7 +182,7 @@ def test_what_cannot_be_stepped_is_named_before_anything_is(rank, world, name, w
 
 
 @simulated(world=2)
-def test_a_parameter_without_dims_cannot_be_sharded_and_is_named(rank, world):
+def test_a_0_dim_parameter_cannot_be_sharded_and_is_named(rank, world):
     with pytest.raises(cs.ShardConfigValueError, match="number"):
         cs.fully_shard(Shapes(["number", "matrix"]))
 
@@ -195,9 +195,9 @@ class Failing(torch.optim.SGD):
 
 
 @simulated(world=2)
-def test_an_optimizer_that_fails_inside_of_backward_tells_of_which_parameters(rank, world):
+def test_an_error_inside_of_backward_names_the_parameters(rank, world):
     _, model = twins(["matrix", "vector"])
     cs.optim.in_backward(model, lambda params: Failing(params, lr=0.1))
     with pytest.raises(ArithmeticError, match="no vectors") as failed:
         backward(model, 0)
-    assert re.search("in_backward: Failing has raised it in the step of .*vector", "".join(failed.value.__notes__))
+    assert re.search("in_backward: Failing raised this error in the step of .*vector", "".join(failed.value.__notes__))

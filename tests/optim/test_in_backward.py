@@ -1,4 +1,4 @@
-"""Steps inside of backward give the weights of an ordinary step, and gradients never exist together."""
+"""Steps inside of backward give the weights of ordinary steps, and gradients never all exist at the same time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = {
 
 
 def models(shard=sharded, net=lambda: Transformer(layers=2)):
-    """Two of the same values: one for each way to step."""
+    """Two models with equal values, one for each way to step."""
     made = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -53,7 +53,7 @@ def state_of(optimizer):
 
 @pytest.mark.parametrize("kind", ["adamw", more("sgd")])
 @distributed(world=(2, more(4)))
-def test_steps_with_a_schedule_equal_ordinary_ones_to_the_bit(rank, world, kind):
+def test_steps_with_a_schedule_are_bitwise_identical_to_ordinary_steps(rank, world, kind):
     ordinary, model = models()
     optimizers = [KINDS[kind](list(ordinary.parameters())), cs.optim.in_backward(model, KINDS[kind])]
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 10) for each in optimizers]
@@ -73,12 +73,12 @@ def test_steps_with_a_schedule_equal_ordinary_ones_to_the_bit(rank, world, kind)
 
 
 def live(params):
-    """Bytes of the gradients that there are."""
+    """Bytes of the existing gradients."""
     return sum(p.grad.to_local().nbytes for p in params if p.grad is not None)
 
 
 @simulated(world=2)
-def test_the_gradients_of_one_group_live_at_a_time(rank, world):
+def test_only_the_gradients_of_one_group_exist_at_a_time(rank, world):
     ordinary, model = models()
     peaks = {}
     for name, net in (("ordinary", ordinary), ("in backward", model)):
@@ -117,7 +117,7 @@ def test_a_large_group_is_stepped_in_parts(rank, world, options):
 
 
 @simulated(world=2)
-def test_without_gradient_synchronisation_micro_batches_accumulate(rank, world):
+def test_without_gradient_synchronization_microbatches_accumulate(rank, world):
     ordinary, model = models()
     optimizers = [KINDS["adamw"](list(ordinary.parameters())), cs.optim.in_backward(model, KINDS["adamw"])]
     for step in range(2):
@@ -132,7 +132,7 @@ def test_without_gradient_synchronisation_micro_batches_accumulate(rank, world):
 
 @pytest.mark.matrix
 @simulated(world=2)
-def test_micro_batches_that_are_reduced_accumulate_where_the_user_says_so(rank, world):
+def test_reduced_microbatches_accumulate_in_the_accumulating_context(rank, world):
     ordinary, model = models()
     optimizers = [KINDS["adamw"](list(ordinary.parameters())), cs.optim.in_backward(model, KINDS["adamw"])]
     for step in range(2):
@@ -150,7 +150,7 @@ def test_micro_batches_that_are_reduced_accumulate_where_the_user_says_so(rank, 
 
 
 class Forked(nn.Module):
-    """Uses one of two branches, and shares a layer between uses."""
+    """Runs one of two branches, and uses a shared layer twice."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +185,7 @@ def test_groups_that_run_twice_or_lack_gradients_are_stepped_once(rank, world):
 
 
 @simulated(world=2)
-def test_parameters_that_the_optimizer_does_not_have_keep_their_gradients(rank, world):
+def test_parameters_outside_of_the_optimizer_keep_their_gradients(rank, world):
     def make(params):
         return torch.optim.SGD([p for p in params if p.ndim > 1], lr=0.1)
 
@@ -235,7 +235,7 @@ def test_each_group_is_clipped_by_its_own_norm(rank, world):
 
 
 @distributed(world=2)
-def test_the_delayed_norm_is_that_of_all_gradients_of_the_step_before(rank, world):
+def test_the_delayed_norm_covers_all_gradients_of_the_previous_step(rank, world):
     ordinary, model = models()
     plain = KINDS["sgd"](list(ordinary.parameters()))
     optimizer = cs.optim.in_backward(model, KINDS["sgd"], max_norm=0.1, norm_of="delayed")
@@ -266,7 +266,7 @@ def goes_on(rank, world, path):
     plain = KINDS["adamw"](list(ordinary.parameters()))
     again = cs.optim.in_backward(ordinary, KINDS["sgd"])
     again.remove_hooks()
-    checkpoint.load(path, {"model": ordinary, "optimizer": plain})  # an ordinary optimizer's, and back
+    checkpoint.load(path, {"model": ordinary, "optimizer": plain})  # load into an ordinary optimizer, and back
     checkpoint.save(path, {"model": ordinary, "optimizer": plain}, step=3)
     _, other = models()
     third = cs.optim.in_backward(other, KINDS["adamw"])
@@ -281,7 +281,7 @@ def goes_on(rank, world, path):
 
 
 @distributed(world=2)
-def test_checkpoints_are_those_of_the_one_optimizer(rank, world, tmp_path):
+def test_checkpoints_equal_those_of_an_ordinary_optimizer(rank, world, tmp_path):
     goes_on(rank, world, tmp_path)
 
 
@@ -303,7 +303,7 @@ def test_a_state_dict_is_loaded_into_the_optimizer_that_steps(rank, world):
 
 
 @pytest.mark.matrix
-def test_a_model_that_is_not_sharded_steps_parameter_by_parameter():
+def test_an_unsharded_model_steps_parameter_by_parameter():
     ordinary, model = models(lambda model: None)
     optimizers = [KINDS["adamw"](list(ordinary.parameters())), cs.optim.in_backward(model, KINDS["adamw"])]
     for net, optimizer in zip((ordinary, model), optimizers, strict=True):
@@ -327,20 +327,20 @@ def test_a_grad_scaler_is_refused_with_the_reason_before_a_weight_changes(rank, 
     with pytest.raises(ShardConfigStateError, match="train in bfloat16 without a scaler"):
         scaler.step(optimizer)
     ordinary = KINDS["sgd"](list(untouched.parameters()))
-    for net, each in ((model, optimizer), (untouched, ordinary)):  # without a scaler it goes on
+    for net, each in ((model, optimizer), (untouched, ordinary)):  # training continues without a scaler
         loss_of(net, rank, 1).backward()
         each.step()
         each.zero_grad()
     assert_alike(model, untouched)
 
 
-@pytest.mark.parametrize("way", ["accumulating", "without synchronisation", "both"])
+@pytest.mark.parametrize("way", ["accumulating", "without synchronization", "both"])
 @simulated(world=2)
-def test_a_grad_scaler_is_refused_in_micro_batches_before_a_weight_changes(rank, world, way):
+def test_a_grad_scaler_is_refused_in_microbatches_before_a_weight_changes(rank, world, way):
     untouched, model = models()
     optimizer = cs.optim.in_backward(model, KINDS["adamw"])
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    if way == "accumulating":  # in the first micro-batch, though it steps nothing
+    if way == "accumulating":  # in the first microbatch, although it steps nothing
         with optimizer.accumulating(), pytest.raises(ShardConfigStateError, match="with scaled gradients"):
             scaler.scale(loss_of(model, rank, 0)).backward()
     else:
@@ -357,7 +357,7 @@ def test_a_grad_scaler_is_refused_in_micro_batches_before_a_weight_changes(rank,
 
 
 @simulated(world=2)
-def test_scalers_of_other_models_and_those_that_are_disabled_are_left_alone(rank, world):
+def test_scalers_of_other_models_and_disabled_scalers_are_accepted(rank, world):
     other, model = models()
     cs.optim.in_backward(model, KINDS["sgd"])
     scaler, off = torch.amp.GradScaler("cpu", init_scale=4.0), torch.amp.GradScaler("cpu", enabled=False)
@@ -380,13 +380,13 @@ class Counting(torch.optim.SGD):
 @pytest.mark.parametrize(("make", "options", "error", "match"), [
     (lambda params: torch.optim.LBFGS(params), {}, ShardConfigTypeError, "LBFGS calls the closure"),
     (lambda params: cs.optim.owned(torch.optim.AdamW, params), {}, ShardConfigTypeError, "`owned` steps when all"),
-    (lambda params: params, {}, ShardConfigTypeError, "make: must make a torch.optim.Optimizer, and has made list"),
+    (lambda params: params, {}, ShardConfigTypeError, "make: must return a torch.optim.Optimizer, but returned list"),
     (KINDS["sgd"], {"max_norm": -1.0}, ShardConfigValueError, "max_norm: must be positive"),
     (KINDS["sgd"], {"max_norm": float("nan")}, ShardConfigValueError, "max_norm: must be positive"),
     (KINDS["sgd"], {"bucket_bytes": -1}, ShardConfigValueError, "bucket_bytes: must be a number of bytes, 0 or more"),
     (KINDS["sgd"], {"max_norm": 1.0, "norm_of": "all"}, ShardConfigValueError, "norm_of: must be 'group' or 'delayed'"),
 ])  # fmt: skip
-def test_arguments_that_cannot_be_are_refused(make, options, error, match):
+def test_invalid_arguments_are_refused(make, options, error, match):
     with pytest.raises(error, match=match):
         cs.optim.in_backward(Transformer(), make, **options)
 
@@ -394,19 +394,19 @@ def test_arguments_that_cannot_be_are_refused(make, options, error, match):
 def test_an_optimizer_that_counts_its_own_steps_is_refused():
     model = Transformer()
     cs.optim.in_backward(model, lambda params: Counting(params, lr=0.1))
-    with pytest.raises(ShardConfigStateError, match=r"parameter head\.weight: Counting keeps lr beside"):
+    with pytest.raises(ShardConfigStateError, match=r"parameter head\.weight: Counting stores lr outside"):
         loss_of(model, 0, 0).backward()
 
 
-def test_parameters_that_come_later_want_another_optimizer():
+def test_new_parameters_need_another_optimizer():
     optimizer = cs.optim.in_backward(Transformer(), KINDS["sgd"])
     with pytest.raises(ShardConfigStateError, match="its groups are those of `make`"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
 @simulated(world=2)
-def test_parameters_that_are_not_sharded_are_stepped_with_the_last_micro_batch(rank, world):
-    """Their gradients do not tell which one that is."""
+def test_unsharded_parameters_are_stepped_after_the_last_microbatch(rank, world):
+    """Their gradients do not show which microbatch is the last one."""
 
     class Scaled(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Optimizers of compiled models: the step inside of backward is in the graph, or behind it, and owners step as ever."""
+"""Optimizers of compiled models: steps inside of backward are in the graph or after it; `owned` works as in eager."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def in_graph(rank, net, kind, micro, options):
     train(ordinary, ordinary, KINDS[kind](list(ordinary.parameters())), rank, micro=micro)
     assert_alike(model, ordinary)
     backwards = [str(graph) for graph in graphs if str(graph).startswith("backward")]
-    groups = 3 + (net is Twice)  # the one that runs twice gives its gradients in two parts
+    groups = 3 + (net is Twice)  # a block that runs twice has its gradients in two parts
     assert not GRAPHS_GIVE_NONE or backwards[-1].count("s") == groups
     assert seen
     assert all(there for there, _ in seen)
     whole = sum(p.to_local().nbytes for p in params)
-    if GRAPHS_GIVE_NONE and net is not Twice and micro == 1:  # marks of gradients that accumulate are `.grad`, too
+    if GRAPHS_GIVE_NONE and net is not Twice and micro == 1:  # markers of accumulated gradients use `.grad`, too
         assert max(size for _, size in seen) < whole
 
 
@@ -93,7 +93,7 @@ def test_the_step_is_in_the_backward_graph(rank, world, net, kind, micro, option
 
 @pytest.mark.matrix
 @distributed(world=2)
-def test_compiled_blocks_step_behind_their_backward(rank, world):
+def test_compiled_blocks_step_after_their_backward(rank, world):
     torch._dynamo.reset()
     ordinary, model = twins(Twice)
     for block in model.blocks:

@@ -1,4 +1,4 @@
-"""Who holds what of a tensor, who owns a matrix, and which matrices travel together."""
+"""Boxes of tensors on ranks, owners of matrices, and buckets of matrices."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ PLACEMENTS = [
 
 @pytest.mark.parametrize("shape", [(8, 8), (7, 5), (3, 9), (1, 6)], ids=str)
 @simulated(world=4)
-def test_the_boxes_of_a_tensor_hold_what_its_ranks_hold(rank, world, shape):
+def test_the_boxes_of_a_tensor_match_the_shards_of_its_ranks(rank, world, shape):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
     for placements in PLACEMENTS:
-        if placements[0] == strided_shard(0, 2):  # as fully_shard makes it of a tensor-parallel parameter
+        if placements[0] == strided_shard(0, 2):  # the placements of a tensor-parallel parameter after fully_shard
             cut = distribute_tensor(whole, mesh["tp"], [placements[1]]).to_local()
             local = distribute_tensor(cut.contiguous(), mesh["dp"], [Shard(0)]).to_local()
             tensor = DTensor.from_local(local, mesh, placements, shape=whole.shape, stride=whole.stride())
@@ -49,12 +49,12 @@ def test_the_boxes_of_a_tensor_hold_what_its_ranks_hold(rank, world, shape):
 
 
 def owners_of(optimizer):
-    """By name, who owns a matrix."""
+    """The owner of each matrix, by name."""
     return {matrix.name: matrix.route.owner for bucket in optimizer._buckets for matrix in bucket.matrices}
 
 
 @simulated(world=4)
-def test_owners_are_the_same_on_all_ranks_and_have_as_much_to_compute(rank, world):
+def test_owners_are_equal_on_all_ranks_and_balance_the_cost(rank, world):
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(10)], nn.Linear(16, 64, bias=False))
     for layer in model:
@@ -74,7 +74,7 @@ def test_owners_are_the_same_on_all_ranks_and_have_as_much_to_compute(rank, worl
 
 
 @simulated(world=3)
-def test_what_one_rank_holds_stays_there(rank, world):
+def test_a_matrix_on_one_rank_is_owned_by_it(rank, world):
     torch.manual_seed(0)
     model = Net()
     sharded(model)
@@ -87,8 +87,8 @@ def test_what_one_rank_holds_stays_there(rank, world):
     assert optimizer.sent_bytes == 0
 
 
-def test_the_memory_of_a_step_is_that_of_a_few_buckets_however_many_there_are():
-    """In units of a matrix, of which each rank owns one in a bucket."""
+def test_a_step_needs_the_memory_of_a_few_buckets_whatever_their_number():
+    """Peaks are in units of one matrix. Each rank owns one matrix per bucket."""
     peaks = {}
     with testing.fake(8):
         for count in (8, 16, 24, 64):
@@ -100,15 +100,15 @@ def test_the_memory_of_a_step_is_that_of_a_few_buckets_however_many_there_are():
             optimizer.step()
             with LiveBytes() as live:
                 optimizer.step()
-            shards = 2 * count / 8  # values and gradients, which are there all the time
+            shards = 2 * count / 8  # values and gradients, which always exist
             peaks[count] = live.peak / (64 * 64 * 4) - shards
-    assert peaks[8] <= 4.1  # value and gradient, as received and put together
+    assert peaks[8] <= 4.1  # value and gradient, each as received and assembled
     assert peaks[16] <= 7.1
     assert peaks[24] <= 8.1
     assert peaks[64] == pytest.approx(peaks[24], abs=0.01)
 
 
-def test_a_bucket_travels_while_the_one_before_is_stepped():
+def test_a_bucket_is_communicated_during_the_step_of_the_previous_one():
     with testing.fabric(4, latency_s=1e-3, bandwidth_Bps=1e9, clock="virtual") as net:
 
         class Slow(torch.optim.SGD):
@@ -123,7 +123,7 @@ def test_a_bucket_travels_while_the_one_before_is_stepped():
         net.reset()
         optimizer.step()
         events = [event for event in net.events if event.kind == "all_to_all"]
-        assert len(events) == 8  # there and back, four buckets
+        assert len(events) == 8  # to owners and back, four buckets
         exposed = [event.exposed_s for event in events]
-        assert exposed.count(0.0) == 6  # all but the first one there, and the last one back
+        assert exposed.count(0.0) == 6  # all except the first transfer to owners and the last one back
         assert net.now() < 4 * 10e-3 + 3e-3

@@ -1,4 +1,4 @@
-"""Optimizers of whole matrices on sharded parameters do what they do in one process."""
+"""Optimizers of full matrices on sharded parameters give the results of one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MUON = torch.optim.Muon
 
 
 def muon_pair(rank, shard=sharded, net=Net, dtype=torch.float32, options=None, **how):
-    """A sharded net with its optimizer, and a plain one with that of one process."""
+    """A sharded net with an `owned` optimizer, and a plain net with an optimizer of one process."""
     plain, model = pair(shard, net, dtype=dtype)
     options = {"lr": 0.02, **(options or {})}
     optimizer = cs.optim.owned(MUON, matrices(model), bucket_bytes=2000, **options, **how)
@@ -39,7 +39,7 @@ def muon_pair(rank, shard=sharded, net=Net, dtype=torch.float32, options=None, *
 
 @pytest.mark.parametrize("state", ["owner", more("shards")])
 @distributed(world=(2, more(4)))
-def test_twenty_steps_of_two_optimizers_equal_those_of_one_process_to_the_bit(rank, world, state):
+def test_twenty_steps_of_two_optimizers_are_bitwise_identical_to_one_process(rank, world, state):
     plain, model = pair(sharded, lambda: Transformer(layers=2))
     sides = []
     for net, muon in ((model, lambda *a, **o: cs.optim.owned(MUON, *a, state=state, bucket_bytes=2000, **o)),
@@ -71,7 +71,7 @@ def test_twenty_steps_of_two_optimizers_equal_those_of_one_process_to_the_bit(ra
     "kind", [Shampoo, more(torch.optim.AdamW), more(torch.optim.Adagrad)], ids=lambda kind: kind.__name__
 )
 @simulated(world=4)
-def test_stacks_and_blocks_of_rows_are_matrices_of_their_own(rank, world, kind, state):
+def test_stacks_and_blocks_of_rows_are_stepped_as_separate_matrices(rank, world, kind, state):
     plain, model = pair(sharded)
     blocks = {"*.fused.weight": cs.optim.Blocks(8)}
     optimizer = cs.optim.owned(kind, matrices(model), lr=0.02, bucket_bytes=2000, blocks=blocks, state=state)
@@ -86,7 +86,7 @@ def test_muon_steps_stacks_and_blocks(rank, world, state):
 
 
 @simulated(world=5)
-def test_uneven_and_empty_shards_are_put_together(rank, world):
+def test_uneven_and_empty_shards_are_assembled(rank, world):
     model, optimizer, plain, single = muon_pair(rank)
     assert any(p.to_local().numel() == 0 for _, p in matrices(model)) == (rank >= 3)  # three experts
     check_steps(model, optimizer, single, plain, rank)
@@ -94,7 +94,7 @@ def test_uneven_and_empty_shards_are_put_together(rank, world):
 
 @pytest.mark.parametrize("state", ["owner", more("shards")])
 @distributed(world=4)
-def test_replicas_do_the_same_each_among_themselves(rank, world, state):
+def test_each_replica_steps_separately(rank, world, state):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, optimizer, plain, single = muon_pair(rank, lambda model: sharded(model, mesh=mesh), state=state)
     check_steps(model, optimizer, single, plain, rank)
@@ -103,7 +103,7 @@ def test_replicas_do_the_same_each_among_themselves(rank, world, state):
 
 @pytest.mark.matrix
 @simulated(world=4)
-def test_a_cut_along_another_dim_is_put_together(rank, world):
+def test_shards_along_another_dim_are_assembled(rank, world):
     def last(param):
         return Shard(param.ndim - 1) if param.ndim > 1 and param.shape[-1] % world == 0 else None
 
@@ -120,7 +120,7 @@ def tensor_parallel(model, mesh):
 
 @pytest.mark.parametrize("state", ["owner", more("shards")])
 @distributed(world=4)
-def test_beside_tensor_parallelism_matrices_are_put_together_over_both_axes(rank, world, state):
+def test_with_tensor_parallelism_matrices_are_assembled_over_both_axes(rank, world, state):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, optimizer, plain, single = muon_pair(
         mesh.get_local_rank("dp"), lambda model: tensor_parallel(model, mesh), state=state
@@ -135,7 +135,7 @@ def test_beside_tensor_parallelism_matrices_are_put_together_over_both_axes(rank
 
 @pytest.mark.matrix
 @simulated(world=2)
-def test_one_rank_after_the_other_may_be_alone_in_a_mesh(rank, world):
+def test_meshes_may_have_one_rank_each(rank, world):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model, optimizer, plain, single = muon_pair(rank, lambda model: sharded(model, mesh=mesh))
     check_steps(model, optimizer, single, plain, rank)
@@ -149,13 +149,13 @@ def test_one_rank_after_the_other_may_be_alone_in_a_mesh(rank, world):
     {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3},
 ], ids=["weight_decay", "tensor", "adjusted"])  # fmt: skip
 @simulated(world=2)
-def test_options_are_those_of_the_optimizer(rank, world, options):
+def test_options_are_passed_to_the_optimizer(rank, world, options):
     model, optimizer, plain, single = muon_pair(rank, options=options)
     check_steps(model, optimizer, single, plain, rank, steps=2)
 
 
 @simulated(world=2)
-def test_maximize_and_param_groups_hold_for_their_parameters(rank, world):
+def test_options_of_param_groups_apply_to_their_parameters(rank, world):
     plain, model = pair(sharded)
     sides = []
     for net, kind in ((model, lambda *a, **o: cs.optim.owned(torch.optim.SGD, *a, **o)), (plain, torch.optim.SGD)):
@@ -180,7 +180,7 @@ def test_bfloat16_parameters_step_as_in_one_process(rank, world):
 
 @pytest.mark.parametrize("state", ["owner", "shards"])
 @simulated(world=2)
-def test_frozen_parameters_and_those_without_a_gradient_stay(rank, world, state):
+def test_frozen_parameters_and_those_without_a_gradient_do_not_change(rank, world, state):
     plain, model = pair(sharded)
     for net in (plain, model):
         net.blocks[0].requires_grad_(False)
@@ -243,7 +243,7 @@ def test_hooks_of_users_run_around_the_step(rank, world):
 
 
 @simulated(world=2)
-def test_a_grad_scaler_skips_steps_with_infinities_and_makes_the_others(rank, world):
+def test_a_grad_scaler_skips_only_steps_with_infinities(rank, world):
     model, optimizer, plain, single = muon_pair(rank)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
     for step, spoils in ((0, True), (1, False)):
@@ -262,7 +262,7 @@ def test_a_grad_scaler_skips_steps_with_infinities_and_makes_the_others(rank, wo
 
 @pytest.mark.matrix
 @simulated(world=4)
-def test_parameters_are_added_later(rank, world):
+def test_parameters_can_be_added_later(rank, world):
     plain, model = pair(sharded)
     pairs = matrices(model)
     optimizer = cs.optim.owned(MUON, pairs[:4], lr=0.02)
@@ -271,7 +271,7 @@ def test_parameters_are_added_later(rank, world):
 
 
 @simulated(world=2)
-def test_alike_layers_without_names_are_told_apart(rank, world):
+def test_equal_layers_without_names_are_distinguished(rank, world):
     plain, model = pair(sharded, lambda: Transformer(layers=2))
     optimizer = cs.optim.owned(MUON, [p for _, p in matrices(model)], lr=0.02)
     check_steps(model, optimizer, Single(MUON, matrices(plain), lr=0.02), plain, rank)
@@ -280,7 +280,7 @@ def test_alike_layers_without_names_are_told_apart(rank, world):
 
 
 @simulated(world=2)
-def test_plain_parameters_of_every_rank_are_stepped_by_every_rank(rank, world):
+def test_every_rank_steps_its_plain_parameters(rank, world):
     torch.manual_seed(0)
     plain, model = Net(), Net()
     model.load_state_dict(plain.state_dict())

@@ -1,4 +1,4 @@
-"""What `owned` cannot do it says, with the name of the parameter; and no rank waits for one that has failed."""
+"""Errors of `owned` name the parameter, and no rank waits for a failed rank."""
 
 from __future__ import annotations
 
@@ -35,37 +35,37 @@ def net(seed=0):
 
 
 @simulated(world=2)
-def test_a_parameter_that_the_optimizer_does_not_take_is_named_and_the_way_out_shown(rank, world):
+def test_an_unsupported_parameter_is_named_with_a_solution(rank, world):
     with pytest.raises(
-        ShardConfigValueError, match=r"parameter blocks\.0\.attention_norm\.weight: Muon does not take"
+        ShardConfigValueError, match=r"parameter blocks\.0\.attention_norm\.weight: Muon does not accept"
     ) as e:
         cs.optim.owned(MUON, net())
-    assert "an optimizer of their own" in str(e.value)
+    assert "a separate optimizer" in str(e.value)
     model = net()
     optimizer = cs.optim.owned(MUON, matrices(model)[:2])
-    with pytest.raises(ShardConfigValueError, match=r"parameter norm\.weight"):  # a name of fully_shard's
+    with pytest.raises(ShardConfigValueError, match=r"parameter norm\.weight"):  # the name from fully_shard
         optimizer.add_param_group({"params": [model.norm.weight]})
     assert len(optimizer.param_groups) == 1
 
 
 @simulated(world=2)
-def test_options_that_the_optimizer_refuses_are_refused(rank, world):
+def test_options_that_the_optimizer_rejects_are_refused(rank, world):
     with pytest.raises(ValueError, match="Learning rate"):
         cs.optim.owned(MUON, matrices(net()), lr=-1.0)
 
 
 @pytest.mark.parametrize(("kind", "options", "error", "match"), [
     (torch.optim.LBFGS, {}, ShardConfigTypeError, "LBFGS calls the closure several times"),
-    (lambda params: params, {}, ShardConfigTypeError, "kind: must be a class"),
-    (17, {}, ShardConfigTypeError, "kind: must be a class"),
+    (lambda params: params, {}, ShardConfigTypeError, "kind: must be a torch.optim.Optimizer class"),
+    (17, {}, ShardConfigTypeError, "kind: must be a torch.optim.Optimizer class"),
     (torch.optim.AdamW, {"differentiable": True}, ShardConfigValueError, "differentiable"),
     (MUON, {"state": "nowhere"}, ShardConfigValueError, "state: must be 'owner' or 'shards'"),
     (MUON, {"bucket_bytes": 0}, ShardConfigValueError, "bucket_bytes"),
-    (MUON, {"blocks": {"*.qkv.weight": cs.optim.Blocks(8)}}, ShardConfigValueError, r"no parameter is called '\*\.qkv"),
+    (MUON, {"blocks": {"*.qkv.weight": cs.optim.Blocks(8)}}, ShardConfigValueError, r"no parameter matches '\*\.qkv"),
     (MUON, {"blocks": {"*.fused.weight": 8}}, ShardConfigTypeError, "Blocks"),
     (MUON, {"blocks": {"*.fused.weight": cs.optim.Blocks(7)}}, ShardConfigValueError, r"blocks\.0\.fused\.weight: has"),
 ])  # fmt: skip
-def test_arguments_that_cannot_be_are_refused(kind, options, error, match):
+def test_invalid_arguments_are_refused(kind, options, error, match):
     with cs.testing.fake(2), pytest.raises(error, match=match):
         cs.optim.owned(kind, matrices(net()), **options)
 
@@ -77,14 +77,14 @@ def test_copies_and_pickles_are_refused():
                 copy.deepcopy(made)
 
 
-def test_blocks_have_rows():
+def test_blocks_need_a_positive_number_of_rows():
     for rows in (0, -1, 2.0, True, None):
         with pytest.raises(ShardConfigValueError, match="rows must be a positive int"):
             cs.optim.Blocks(rows)
 
 
 @simulated(world=2)
-def test_a_gradient_that_is_not_cut_as_its_parameter_is_named(rank, world):
+def test_a_gradient_with_other_placements_than_its_parameter_is_named(rank, world):
     model = net()
     optimizer = cs.optim.owned(MUON, matrices(model))
     backward(model, rank, 0)
@@ -95,7 +95,7 @@ def test_a_gradient_that_is_not_cut_as_its_parameter_is_named(rank, world):
 
 
 @simulated(world=2)
-def test_a_parameter_with_a_pending_sum_is_no_cut(rank, world):
+def test_a_partial_parameter_is_refused(rank, world):
     model = net()
     param = model.head.weight
     summed = nn.Parameter(dtensor_at(torch.ones(16, 16), param.device_mesh, [Partial()], torch.ones(16, 16)))
@@ -105,17 +105,17 @@ def test_a_parameter_with_a_pending_sum_is_no_cut(rank, world):
 
 @pytest.mark.matrix
 @simulated(world=2)
-def test_a_model_that_was_converted_needs_another_optimizer(rank, world):
+def test_a_converted_model_needs_another_optimizer(rank, world):
     model = net()
     optimizer = cs.optim.owned(MUON, matrices(model))
     model.to(torch.bfloat16)
     backward(model, rank, 0)
-    with pytest.raises(ShardConfigStateError, match=r"was torch.float32 when its optimizer was made, and is torch.bf"):
+    with pytest.raises(ShardConfigStateError, match=r"was torch.float32 when its optimizer was made, but is torch.bf"):
         optimizer.step()
 
 
 class Counting(torch.optim.SGD):
-    """Counts its steps where only its own rank sees it."""
+    """Counts its steps in its param groups, which other ranks do not see."""
 
     def __init__(self, params, **options):
         super().__init__(params, **options)
@@ -129,7 +129,7 @@ class Counting(torch.optim.SGD):
 
 
 class Growing(torch.optim.SGD):
-    """Its state has another tensor after each step."""
+    """Its state gets another tensor in each step."""
 
     def step(self, closure=None):
         super().step()
@@ -142,7 +142,7 @@ class Growing(torch.optim.SGD):
     (Growing, {"state": "shards"}, 2, "cannot be kept as shards"),
 ])  # fmt: skip
 @distributed(world=2)
-def test_state_that_other_ranks_could_not_follow_is_refused(rank, world, kind, how, steps, match):
+def test_state_that_other_ranks_do_not_see_is_refused(rank, world, kind, how, steps, match):
     model = net()
     optimizer = cs.optim.owned(kind, matrices(model), lr=0.1, **how)
     for step in range(steps - 1):
@@ -154,7 +154,7 @@ def test_state_that_other_ranks_could_not_follow_is_refused(rank, world, kind, h
 
 
 class Failing(torch.optim.SGD):
-    """Fails where it owns something of a rank."""
+    """Fails on rank 1."""
 
     def step(self, closure=None):
         if torch.distributed.get_rank() == 1:
@@ -162,20 +162,20 @@ class Failing(torch.optim.SGD):
 
 
 @distributed(world=2)
-def test_ranks_hear_of_one_whose_step_has_failed(rank, world):
+def test_a_failed_step_is_reported_to_the_other_ranks(rank, world):
     model = net()
     optimizer = cs.optim.owned(Failing, matrices(model), lr=0.1)
     backward(model, rank, 0)
     with pytest.raises(ArithmeticError if rank == 1 else PeerLostError, match="no step here"):
         optimizer.step()
-    deadline = time.monotonic() + 20  # the other rank has posted the fault, and this one is to hear of it
+    deadline = time.monotonic() + 20  # the other rank has posted the fault; wait until this rank sees it
     while all(ledger.fault is None for ledger in WATCHER.ledgers()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
 @distributed(world=2)
-def test_ranks_with_other_gradients_send_nothing(rank, world):
+def test_ranks_with_different_gradients_send_nothing(rank, world):
     model = net()
     optimizer = cs.optim.owned(MUON, matrices(model))
     backward(model, rank, 0)

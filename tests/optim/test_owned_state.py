@@ -1,4 +1,4 @@
-"""The state of an owned optimizer: saved at one number of ranks, loaded at another, and by torch's own functions."""
+"""State of an `owned` optimizer, saved and loaded on different numbers of ranks and by torch's own functions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def nets(kind, state="owner", seed=0):
 
 
 def save(rank, world, path, kind, state):
-    """Train and save; returns what one process has then."""
+    """Train and save. Returns the content of one process after this."""
     model, optimizer, plain, single = nets(kind, state)
     check_steps(model, optimizer, single, plain, rank, steps=3)
     checkpoint.save(path, {"model": model, "optimizer": optimizer}, step=3)
@@ -52,7 +52,7 @@ def save(rank, world, path, kind, state):
 
 
 def load(rank, world, path, kind, state, expected):
-    """Load into a net of another seed, which is that of one process then, and goes on as that does."""
+    """Load into a net of another seed, and check that it equals and resumes like one process."""
     model, optimizer, plain, single = nets(kind, state, seed=1)
     optimizer.param_groups[0]["lr"] = 0.5
     checkpoint.load(path, {"model": model, "optimizer": optimizer})
@@ -76,14 +76,14 @@ def go_on(model, optimizer, plain, single, rank, expected):
     more("Shampoo", 1, 2, ("owner", "shards")),
     ("Muon", 2, 1, ("owner", "owner")),
 ])  # fmt: skip
-def test_a_checkpoint_goes_on_at_another_number_of_ranks(tmp_path, kind, before, after, states):
+def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path, kind, before, after, states):
     saved = POOL.run(f"{JOB}:save", before, {"path": str(tmp_path), "kind": kind, "state": states[0]})
     expected = saved[0]
     POOL.run(f"{JOB}:load", after, {"path": str(tmp_path), "kind": kind, "state": states[1], "expected": expected})
 
 
 @simulated(world=2)
-def test_a_state_dict_is_that_of_one_process_in_shards(rank, world):
+def test_a_state_dict_is_that_of_one_process_sharded(rank, world):
     model, optimizer, plain, single = nets("Shampoo")
     check_steps(model, optimizer, single, plain, rank, steps=3)
     saved = optimizer.state_dict()
@@ -104,7 +104,7 @@ def test_a_state_dict_is_that_of_one_process_in_shards(rank, world):
 @pytest.mark.matrix
 @pytest.mark.parametrize("state", ["owner", "shards"])
 @simulated(world=2)
-def test_a_state_dict_that_is_loaded_again_changes_nothing(rank, world, state):
+def test_loading_a_state_dict_again_changes_nothing(rank, world, state):
     model, optimizer, plain, single = nets("Shampoo", state)
     check_steps(model, optimizer, single, plain, rank, steps=2)
     other = cs.optim.owned(Shampoo, matrices(model), lr=0.5, blocks=BLOCKS, state=state)
@@ -128,7 +128,7 @@ def test_the_state_dict_of_one_process_can_be_loaded(rank, world):
     check_steps(model, optimizer, single, plain, rank, steps=2, first=1)
 
 
-def test_state_keeps_its_dtype_where_parameters_are_bfloat16():
+def test_state_keeps_its_dtype_with_bfloat16_parameters():
     with cs.testing.fake(1):
         _, model = pair(sharded, dtype=torch.bfloat16)
         optimizer = cs.optim.owned(Precise, matrices(model), lr=0.1)
@@ -142,7 +142,7 @@ def test_state_keeps_its_dtype_where_parameters_are_bfloat16():
 
 
 class Precise(torch.optim.SGD):
-    """Keeps a sum of gradients in float32."""
+    """Has a sum of gradients in float32 as its state."""
 
     def step(self, closure=None):
         super().step()
@@ -188,7 +188,7 @@ def test_full_states_are_gathered_and_loaded(rank, world):
 
 @pytest.mark.matrix
 @distributed(world=4)
-def test_states_of_replicas_are_compared_and_made_equal(rank, world):
+def test_states_of_replicas_are_compared_and_broadcast(rank, world):
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     _, model = pair(lambda model: sharded(model, mesh=mesh))
     optimizer = cs.optim.owned(torch.optim.Muon, matrices(model), lr=0.02)
@@ -206,7 +206,7 @@ def test_states_of_replicas_are_compared_and_made_equal(rank, world):
 
 
 @simulated(world=2)
-def test_state_that_does_not_fit_is_named(rank, world):
+def test_mismatched_state_is_named(rank, world):
     model, optimizer, plain, single = nets("Shampoo")
     check_steps(model, optimizer, single, plain, rank, steps=1)
     saved = optimizer.state_dict()

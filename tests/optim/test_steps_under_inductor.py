@@ -1,4 +1,4 @@
-"""Steps inside of backward of models that Inductor compiles: the weights of one process, and those of eager steps"""
+"""Steps inside of backward of models that Inductor compiles give the weights of one process and of eager steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TWICE = -1  # a net whose first block runs twice
 
 
 def summed(call, optimizer, steps, micro):
-    """Steps of one process, whose batches are those of every rank."""
+    """Steps of one process with the batches of all ranks."""
     for step in range(steps):
         for index in range(micro):
             next_token_loss(call, *token_batch(0, micro * step + index)).backward()
@@ -40,8 +40,8 @@ def summed(call, optimizer, steps, micro):
     more("torch", TWICE, "foreach", 1),
 ])  # fmt: skip
 @distributed(world=2, limit_s=4 * LIMIT_S)
-def test_under_inductor_the_weights_are_those_of_one_process_and_of_eager_steps(rank, world, way, layers, kind, micro):
-    """All ranks are fed alike, so that the mean of their gradients is the gradient of one process."""
+def test_under_inductor_weights_equal_those_of_one_process_and_of_eager_steps(rank, world, way, layers, kind, micro):
+    """All ranks have the same input, so the mean of their gradients is the gradient of one process."""
     net = Twice if layers == TWICE else lambda: Transformer(layers=layers)
     torch._dynamo.reset()
     eager, model = twins(net)
@@ -61,7 +61,7 @@ def test_under_inductor_the_weights_are_those_of_one_process_and_of_eager_steps(
     summed(plain, KINDS[kind](list(plain.parameters())), 3, micro)
     assert all(seen)
     assert all(param.grad is None for param in params)
-    assert_alike(model, eager, exact=False)  # Inductor fuses, and so rounds otherwise
+    assert_alike(model, eager, exact=False)  # Inductor fuses operators, so rounding differs
     assert_alike(model, plain, exact=False)
     assert_alike(eager, plain)
     if GRAPHS_GIVE_NONE and way != "blocks":

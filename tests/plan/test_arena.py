@@ -1,4 +1,4 @@
-"""The most bytes that live at once, and places for all of them in about as many."""
+"""Arena packing: the peak of live bytes, and offsets for buffers in an arena of about that size."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ NAMED_LIVES = st.lists(
 
 @steadily
 @given(LIVES)
-def test_the_peak_is_the_largest_sum_over_all_steps(lives):
+def test_peak_is_the_largest_sum_of_live_bytes(lives):
     sums = [sum(x.nbytes for x in lives if x.opened <= step < x.closed) for step in range(2 * STEPS)]
     assert peak_bytes(lives) == max(sums)
 
 
-def test_a_buffer_that_opens_when_another_closes_takes_its_place():
+def test_a_buffer_can_reuse_memory_of_a_buffer_that_closes_at_the_same_step():
     lives = [Lifetime("a", 10, 0, 2), Lifetime("b", 7, 2, 4)]
     assert peak_bytes(lives) == 10
     assert [slot.offset for slot in solve(lives).slots] == [0, 0]
 
 
-def test_no_buffers_take_no_bytes():
+def test_an_empty_arena_has_no_bytes():
     assert peak_bytes([]) == 0
     assert solve([]).nbytes == 0
 
 
-# ---- places
+# ---- offsets
 
 
 def steps_of(life, period):
@@ -65,7 +65,7 @@ def steps_of(life, period):
 
 
 def check(lives, period=None):
-    """Nothing overlaps, everything is aligned and fits; returns bytes for each byte of the bound."""
+    """Check that slots do not overlap, are aligned and fit. Returns arena bytes per byte of the lower bound."""
     arena, lanes = solve(lives, period), {}
     assert len(arena.slots) == len(lives)
     for life, slot in zip(lives, arena.slots, strict=True):
@@ -83,29 +83,29 @@ def check(lives, period=None):
 
 @steadily
 @given(NAMED_LIVES)
-def test_what_is_live_at_once_shares_no_byte(lives):
+def test_simultaneous_lifetimes_share_no_byte(lives):
     check(lives)
 
 
 @steadily
 @given(NAMED_LIVES)
-def test_what_is_live_at_once_in_a_loop_shares_no_byte(lives):
+def test_simultaneous_lifetimes_in_a_loop_share_no_byte(lives):
     check(lives, STEPS)
 
 
-def test_a_lifetime_that_is_longer_than_the_loop_is_refused():
+def test_a_lifetime_longer_than_the_loop_raises():
     with pytest.raises(AssertionError, match="meets itself"):
         solve([Lifetime("a", 1, 3, 16)], 12)
 
 
-def test_a_mirrored_chain_takes_at_most_a_twentieth_more_than_the_bound():
+def test_a_mirrored_chain_exceeds_the_bound_by_at_most_five_percent():
     rng = random.Random(1)
     for depth in (1, 2, 3):
         for _ in range(12):
             assert check(random_lives(rng, rng.randint(2, 16), depth, uneven=3.0)) <= 1.05
 
 
-def test_a_loop_takes_at_most_half_more_than_the_bound():
+def test_a_loop_exceeds_the_bound_by_at_most_half():
     rng = random.Random(2)
     for _ in range(40):
         lives = random_lives(rng, rng.randint(2, 12), rng.randint(1, 3), rng.choice([0.0, 0.5]))
@@ -115,13 +115,13 @@ def test_a_loop_takes_at_most_half_more_than_the_bound():
             if x.opened < early
             else x
             for x in lives
-        ]  # what opens early opens in the round before
+        ]  # lifetimes that open early open in the previous round
         moved = [Lifetime(x.name, x.nbytes, x.opened, min(x.closed, x.opened + period)) for x in moved]
         assert check(moved, period) <= 1.5
 
 
 @pytest.mark.matrix
-def test_of_a_thousand_models_ninety_nine_percent_take_at_most_three_tenths_more_than_the_bound():
+def test_99_percent_of_random_models_exceed_the_bound_by_at_most_30_percent():
     rng = random.Random(3)
     ratios = []
     for _ in range(1000):
@@ -134,20 +134,20 @@ def test_of_a_thousand_models_ninety_nine_percent_take_at_most_three_tenths_more
 
 
 @pytest.mark.parametrize("kept", [0.0, more(0.5)])
-def test_a_thousand_groups_are_placed_in_seconds(kept):
+def test_packing_a_thousand_groups_takes_seconds(kept):
     lives = random_lives(random.Random(4), 1000, 3, kept)
     begin = time.process_time()
     arena = solve(lives)
-    assert time.process_time() - begin < 10  # it takes about two
+    assert time.process_time() - begin < 10  # typically two seconds
     assert arena.nbytes <= 1.05 * arena.bound
 
 
-def test_the_result_is_the_same_each_time():
+def test_packing_is_deterministic():
     lives = random_lives(random.Random(5), 10, 2, 0.3)
     assert solve(lives) == solve(lives)
 
 
-def test_the_lifetimes_of_one_name_get_one_address_where_that_costs_nothing():
+def test_lifetimes_of_one_name_share_an_offset_if_that_costs_no_memory():
     lives = [
         Lifetime(f"block {i}", 1024, start, start + 2)
         for i, starts in enumerate([(0, 10), (1, 9), (2, 8), (3, 7)])
@@ -159,12 +159,12 @@ def test_the_lifetimes_of_one_name_get_one_address_where_that_costs_nothing():
         assert one.offset == two.offset
 
 
-# ---- buffers of which only is known which ones meet
+# ---- buffers with known meetings instead of lifetimes
 
 
 @steadily
 @given(st.integers(1, 14), st.randoms(use_true_random=False), st.floats(0, 1))
-def test_what_ever_meets_shares_no_byte(count, rng, often):
+def test_buffers_that_meet_share_no_byte(count, rng, often):
     sizes = [512 * rng.randint(1, 9) for _ in range(count)]
     names = [rng.choice("abcdefgh") for _ in range(count)]
     met = [pair for pair in itertools.combinations(range(count), 2) if rng.random() < often]
@@ -175,8 +175,8 @@ def test_what_ever_meets_shares_no_byte(count, rng, often):
     assert max(map(sum, zip(offsets, sizes, strict=True))) <= sum(sizes)
 
 
-def test_buffers_of_one_name_lie_apart_where_one_address_takes_more():
-    """A chain in which each meets the next one, forward, and others, backward."""
+def test_buffers_of_one_name_get_separate_offsets_if_one_offset_needs_more_memory():
+    """Buffers that meet different buffers in forward and in backward."""
     sizes = [512, 1024, 512, 1024, 512, 1024]
     names = ["a", "b", "c", "a'", "b", "c"]
     meets = [[1], [0], [3], [2], [5], [4]]
@@ -187,23 +187,23 @@ def test_buffers_of_one_name_lie_apart_where_one_address_takes_more():
     assert (offsets[1], offsets[2]) == (offsets[4], offsets[5])
 
 
-def test_a_step_of_a_hundred_groups_is_placed_in_well_under_a_second():
+def test_packing_a_step_of_a_hundred_groups_takes_less_than_a_second():
     for kept in (0.0, 0.5):
         lives = random_lives(random.Random(6), 100, 2, kept)
         begin = time.process_time()
         arena = solve(lives)
-        assert time.process_time() - begin < 1.0  # it takes about a fifth
+        assert time.process_time() - begin < 1.0  # typically 0.2 seconds
         assert arena.nbytes <= 1.05 * arena.bound
 
 
-# ---- places that a pool has
+# ---- slots of a pool
 
 
 def placed(**offsets):
     return [Placed(name, False, (ArenaSlot("", at, 512),)) for name, at in offsets.items()]
 
 
-def test_lifetimes_lie_where_a_pool_has_them_part_by_part():
+def test_lifetimes_get_the_slots_of_the_pool_part_by_part():
     lives = [Lifetime("a", 1024, 0, 2), Lifetime("b", 512, 1, 3), Lifetime("a", 1024, 4, 5)]
     forward, backward = (ArenaSlot("", 0, 512), ArenaSlot("", 1024, 512)), (ArenaSlot("", 0, 1024),)
     places = [*placed(b=512), Placed("a", False, forward), Placed("a", True, backward)]
@@ -219,12 +219,12 @@ def test_lifetimes_lie_where_a_pool_has_them_part_by_part():
 
 
 @pytest.mark.parametrize("places", [placed(a=0), placed(a=0, b=0), [*placed(a=0), Placed("b", True, ())]])
-def test_places_that_are_not_those_of_these_lifetimes_are_not_taken(places):
+def test_unsuitable_pool_slots_are_not_used(places):
     assert as_placed([Lifetime("a", 512, 0, 2), Lifetime("b", 512, 1, 3)], 3, places) is None
     assert isinstance(as_placed([Lifetime("a", 512, 0, 2)], 3, places), Arena)
 
 
-def test_an_arena_shows_its_lower_bound_beside_its_bytes():
+def test_the_text_of_an_arena_shows_its_bytes_and_the_lower_bound():
     lives = [Lifetime("a", 1000, 0, 2), Lifetime("b", 600, 1, 3), Lifetime("c", 10, 0, 3, "reduce")]
     assert_expected_inline(
         str(solve(lives)),

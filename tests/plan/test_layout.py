@@ -1,4 +1,4 @@
-"""Where parameters lie in a bucket: pieces tile them, as `torch.chunk` cuts them, aligned and apart."""
+"""Bucket layouts: pieces cover each parameter like `torch.chunk`, and are aligned and disjoint."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ steadily = settings(deadline=None, derandomize=True)
 
 
 def chunks(tensor: torch.Tensor, world: int) -> list[torch.Tensor]:
-    """`torch.chunk` gives fewer pieces than asked where rows run out; the ranks behind hold empty ones."""
+    """`torch.chunk`, with empty pieces for the last ranks if there are not enough rows."""
     found = list(torch.chunk(tensor, world, dim=0))
     return found + [tensor[:0]] * (world - len(found))
 
 
 @steadily
 @given(LAYOUTS)
-def test_the_pieces_of_all_ranks_tile_each_parameter_exactly(layout):
+def test_pieces_of_all_ranks_cover_each_parameter_exactly_once(layout):
     for param in layout.params:
         assert sum(param.rows_of(rank) for rank in range(layout.world)) == param.shape[0]
         assert param.numel == math.prod(param.shape)
@@ -35,7 +35,7 @@ def test_the_pieces_of_all_ranks_tile_each_parameter_exactly(layout):
 
 @steadily
 @given(SHAPES, WORLDS)
-def test_local_shapes_are_those_of_torch_chunk(shape, world):
+def test_local_shapes_match_torch_chunk(shape, world):
     param = bucket_layout([shape], world, 4).params[0]
     want = [tuple(piece.shape) for piece in chunks(torch.empty(shape), world)]
     assert [param.local_shape(rank) for rank in range(world)] == want
@@ -43,7 +43,7 @@ def test_local_shapes_are_those_of_torch_chunk(shape, world):
 
 @steadily
 @given(LAYOUTS)
-def test_a_full_gathered_bucket_holds_every_parameter_in_row_order(layout):
+def test_a_gathered_bucket_contains_every_parameter_in_row_order(layout):
     bucket = torch.full((layout.world, layout.numel), -1)
     whole = [torch.arange(p.numel).view(p.shape) for p in layout.params]
     for param, tensor in zip(layout.params, whole, strict=True):
@@ -71,18 +71,18 @@ def test_offsets_are_aligned_to_16_bytes_and_padded_pieces_are_disjoint(shapes, 
 
 @steadily
 @given(SHAPES, WORLDS, ITEMSIZES)
-def test_a_single_parameter_lies_without_padding_between_ranks_and_is_not_copied_apart(shape, world, itemsize):
+def test_a_single_parameter_has_no_padding_between_ranks_and_is_not_copied(shape, world, itemsize):
     layout = bucket_layout([shape], world, itemsize)
     (param,) = layout.params
     assert param.offset == 0
-    assert layout.numel == param.piece  # so the ranks' pieces follow each other, and padding falls at the end
+    assert layout.numel == param.piece  # pieces of all ranks are contiguous, and padding is at the end
     for route in (None, Route("packed")):
         assert gather_layout([shape], world, itemsize, [0], route).landing is None
 
 
 @steadily
 @given(LAYOUTS)
-def test_a_packed_gather_is_copied_apart_only_if_ranks_interleave_parameters(layout):
+def test_a_packed_gather_needs_a_copy_only_if_ranks_interleave_parameters(layout):
     shapes, dims = [param.shape for param in layout.params], [0] * len(layout.params)
     found = gather_layout(shapes, layout.world, 4, dims, Route("packed"))
     assert (found.landing is not None) == (len(shapes) > 1)
@@ -102,7 +102,7 @@ def test_full_pieces_and_the_rest_add_up_to_the_parameter(shape, world):
         assert param.rest == 0
 
 
-def test_a_parameter_of_zero_rows_takes_no_room():
+def test_a_parameter_with_zero_rows_takes_no_space():
     layout = bucket_layout([(0, 3), (4,), (0,)], 2, 4)
     assert [p.piece for p in layout.params] == [0, 2, 0]
     assert [p.offset for p in layout.params] == [0, 0, 4]
@@ -111,7 +111,7 @@ def test_a_parameter_of_zero_rows_takes_no_room():
     assert layout.params[0].rest == 0
 
 
-def test_a_parameter_with_fewer_rows_than_ranks_leaves_the_last_ones_empty():
+def test_the_last_ranks_have_empty_pieces_if_there_are_fewer_rows_than_ranks():
     (param,) = bucket_layout([(2, 5)], 4, 4).params
     assert [param.local_shape(rank) for rank in range(4)] == [(1, 5), (1, 5), (0, 5), (0, 5)]
     assert not param.even
@@ -125,7 +125,7 @@ ROUTES = st.builds(Route, st.just("any"), gather_from=LEAST, sums=st.booleans())
 
 @st.composite
 def cut_shapes(draw):
-    """Shapes, the number of ranks, and for each the dim to cut: 0, or another that divides evenly."""
+    """Shapes, the number of ranks, and the sharded dim of each shape: 0, or another dim that divides evenly."""
     world, shapes, dims = draw(WORLDS), draw(st.lists(SHAPES.filter(len), min_size=1, max_size=5)), []
     for shape in shapes:
         even = [dim for dim in range(1, len(shape)) if shape[dim] % world == 0]
@@ -135,7 +135,7 @@ def cut_shapes(draw):
 
 @steadily
 @given(cut_shapes(), ITEMSIZES, st.one_of(st.none(), ROUTES))
-def test_a_gather_takes_each_parameter_once_and_alone_only_what_is_a_block_of_its_place(case, itemsize, route):
+def test_each_parameter_is_gathered_once_and_alone_only_if_its_pieces_are_contiguous(case, itemsize, route):
     shapes, world, dims = case
     layout = gather_layout(shapes, world, itemsize, dims, route)
     assert sorted([*layout.alone, *layout.packed]) == list(range(len(shapes)))
@@ -152,7 +152,7 @@ def test_a_gather_takes_each_parameter_once_and_alone_only_what_is_a_block_of_it
 
 @steadily
 @given(cut_shapes(), ITEMSIZES, ROUTES)
-def test_the_slot_of_a_gather_has_room_for_the_bucket_of_its_reduction(case, itemsize, route):
+def test_a_reduction_bucket_fits_into_the_slot_of_its_gather(case, itemsize, route):
     shapes, world, dims = case
     gather = gather_layout(shapes, world, itemsize, dims, route)
     bare = reduce_layout(shapes, world, itemsize, dims, route)
@@ -163,7 +163,7 @@ def test_the_slot_of_a_gather_has_room_for_the_bucket_of_its_reduction(case, ite
 
 @steadily
 @given(cut_shapes(), ITEMSIZES, ROUTES)
-def test_a_reduction_has_a_place_for_every_piece_and_every_mark_in_one_order_on_all_routes(case, itemsize, route):
+def test_reduction_layout_contains_all_pieces_and_marks_in_the_same_order_on_all_routes(case, itemsize, route):
     shapes, world, dims = case
     layout = reduce_layout(shapes, world, itemsize, dims, route)
     ends = 0

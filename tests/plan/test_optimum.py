@@ -1,4 +1,4 @@
-"""The exact search beside all schedules of small models."""
+"""The exact search compared with all schedules of small models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from composable_shard._plan.schedule import MAX_REDUCTIONS, Schedule, Step, kept
 from composable_shard._plan.search import scheduled
 from composable_shard._plan.simulation import Times, lifetimes, live_bytes, peak_bytes, simulate
 
-# Not by its name: both bench/ and tests/ have modules called `_engines`, so only one of them can be on the path.
+# Imported by path: bench/ and tests/ both have a module `_engines`, so only one of them can be in sys.path.
 _spec = importlib.util.spec_from_file_location("exact", Path(__file__).parents[2] / "bench" / "_optimum.py")
 exact = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(exact)
@@ -28,7 +28,7 @@ SEEDS = pytest.mark.parametrize("seed", range(8))
 
 
 def model_of(seed, blocks=2):
-    """A small model whose groups do not reduce first."""
+    """A small model whose groups do not wait for reductions before they gather."""
     rng = random.Random(seed)
     steps, sizes, times = random_model(rng, blocks)
     steps = [Step(s.fqn, s.is_root, s.reshard_after_forward, s.trains) for s in steps]
@@ -37,7 +37,7 @@ def model_of(seed, blocks=2):
 
 
 def all_schedules(steps, sizes, kept):
-    """All that the engine can do, but for reductions that come first."""
+    """All schedules of the engine, except those with reductions before gathers."""
     trains = [step.fqn for step in steps if step.trains and not step.is_root]
     for counts in itertools.product(range(1, MAX_REDUCTIONS + 1), repeat=len(trains)):
         in_flight = tuple(zip(trains, counts, strict=True))
@@ -47,14 +47,14 @@ def all_schedules(steps, sizes, kept):
 
 
 def judged(steps, sizes, times, schedule):
-    """Exposed seconds, and the most bytes up to the root's own reduction, which comes last."""
+    """Exposed seconds, and peak bytes up to the root's own reduction, which comes last."""
     actions = timed_step(steps, schedule)
     last = max(at for at, action in enumerate(actions) if action.kind == "RESHARD")
     return simulate(actions, times).exposed, max(live_bytes(lifetimes(actions, sizes), len(actions))[:last])
 
 
 @SEEDS
-def test_the_search_finds_the_best_of_all_schedules_and_tells_how(seed):
+def test_the_search_finds_the_best_of_all_schedules(seed):
     steps, sizes, times, budget = model_of(seed)
     for kept in sets_to_keep(steps, sizes, times, budget):
         best = math.inf
@@ -73,7 +73,7 @@ def test_the_search_finds_the_best_of_all_schedules_and_tells_how(seed):
 
 
 @SEEDS
-def test_what_may_be_issued_anywhere_is_never_later(seed):
+def test_gathers_that_any_action_may_issue_never_give_a_worse_result(seed):
     steps, sizes, times, budget = model_of(seed, 4)
     for kept in sets_to_keep(steps, sizes, times, budget):
         found = Optimum(steps, sizes, times, budget, kept).best(math.inf)
@@ -82,7 +82,7 @@ def test_what_may_be_issued_anywhere_is_never_later(seed):
 
 
 @SEEDS
-def test_auto_reaches_the_optimum_of_what_the_engine_can_do(seed):
+def test_auto_is_within_ten_percent_of_the_optimum(seed):
     steps, sizes, times, budget = model_of(seed, 5)
     schedule = scheduled(steps, sizes, PrefetchPolicy.auto(), budget, times)
     exposed = simulate(timed_step(steps, schedule), times).exposed
@@ -98,7 +98,7 @@ def test_auto_reaches_the_optimum_of_what_the_engine_can_do(seed):
 
 
 @SEEDS
-def test_a_narrow_search_is_never_better_than_a_wide_one_and_says_whether_it_left_something_out(seed):
+def test_a_narrow_search_is_never_better_and_reports_whether_it_is_exact(seed):
     steps, sizes, times, budget = model_of(seed, 6)
     for kept in sets_to_keep(steps, sizes, times, budget)[:8]:
         wide, narrow = (Optimum(steps, sizes, times, budget, kept) for _ in range(2))
@@ -110,7 +110,7 @@ def test_a_narrow_search_is_never_better_than_a_wide_one_and_says_whether_it_lef
             assert found == best
 
 
-def test_a_search_that_takes_too_much_work_ends_without_a_result():
+def test_a_search_that_exceeds_its_work_limit_returns_none():
     steps, sizes, times, budget = model_of(3, 6)
     search = Optimum(steps, sizes, times, budget, ("",))
     assert search.best(math.inf) is not None
@@ -121,7 +121,7 @@ def test_a_search_that_takes_too_much_work_ends_without_a_result():
     assert not search.is_exact
 
 
-def test_sets_to_keep_fit_and_those_that_save_most_come_first():
+def test_kept_sets_fit_and_the_most_useful_come_first():
     steps, sizes, times, _ = model_of(1, 3)
     budget = sum(size.weights for size in sizes.values()) - 1
     sets = sets_to_keep(steps, sizes, times, budget)
@@ -131,7 +131,7 @@ def test_sets_to_keep_fit_and_those_that_save_most_come_first():
     assert ("", "b0", "b1", "b2") not in sets
 
 
-def test_a_step_without_compute_has_an_optimum_too():
+def test_a_step_without_compute_has_an_optimum():
     steps, sizes, times, _ = model_of(2, 2)
     still = {fqn: Times(0.0, 0.0, each.gather, each.reduce) for fqn, each in times.items()}
     search = Optimum(steps, sizes, still, None, ("",))

@@ -1,4 +1,4 @@
-"""The plan: its text, what it learns, and that an executed step is the one that it predicts."""
+"""Plans: their text, how they learn the order of forwards, and that executed steps match them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from composable_shard import MixedPrecisionPolicy, Record, last_record, make_pla
 from composable_shard._plan.plan import replan
 from composable_shard._plan.text import first_names
 
-# Jobs run in the workers; what they return is compared with goldens here, where these can be rewritten.
+# Jobs run in worker processes. Their results are compared with goldens here, so that expecttest can update the goldens.
 
 
 def demo_text(rank, world, **options):
-    """The plan of the demo's model, which takes no memory on the meta device."""
+    """The plan of the demo's model. The model is on the meta device, so it needs no memory."""
     with torch.device("meta"):
         model = GPT(SIZES["3m"])
     shard_by_class(model, {GPTBlock}, **options)
@@ -67,7 +67,7 @@ peak of unsharded parameters and communication in a training step: 7.13 MiB""",
     )
 
 
-def test_the_plan_of_the_demo_model_under_ddp_moves_nothing_for_a_gather():
+def test_the_plan_of_the_demo_model_under_ddp_has_no_gathers():
     assert_expected_inline(
         on_all(demo_text, 2, strategy="ddp"),
         """\
@@ -84,7 +84,7 @@ peak of unsharded parameters and communication in a training step: 10.51 MiB""",
     )
 
 
-def test_the_plan_of_zero2_keeps_weights_until_after_backward():
+def test_the_plan_of_zero2_keeps_weights_until_backward_ends():
     assert_expected_inline(
         on_all(stack_text, 2, strategy="zero2"),
         """\
@@ -96,7 +96,7 @@ peak of unsharded parameters and communication in a training step: 0.00 MiB""",
     )
 
 
-def test_the_plan_on_a_mesh_of_replicas_names_both_axes():
+def test_the_plan_on_a_mesh_with_replicas_names_both_axes():
     assert_expected_inline(
         on_all(stack_text, 4, mesh=(2, 2)),
         """\
@@ -126,11 +126,11 @@ def bf16_text(rank, world, reduce_dtype):
     return stack_text(rank, world, mp_policy=policy)
 
 
-def test_the_dtype_column_tells_the_dtype_of_reduction():
+def test_the_dtype_column_shows_the_reduce_dtype():
     assert on_all(bf16_text, 1, reduce_dtype=torch.float32) != on_all(bf16_text, 1, reduce_dtype=torch.bfloat16)
 
 
-def test_the_dtype_column_tells_frozen_parameters_apart():
+def test_the_dtype_column_marks_frozen_parameters():
     assert_expected_inline(
         on_all(stack_text, 1, frozen=["head.weight", "head.bias"]),
         """\
@@ -146,7 +146,7 @@ peak of unsharded parameters and communication in a training step: 0.00 MiB""",
 
 
 class Backwards(Stack):
-    """Runs its blocks in another order than they are declared in."""
+    """Runs its blocks in reverse order."""
 
     def forward(self, x):
         x = self.inp(x)
@@ -162,7 +162,7 @@ def train_step(model, rank, step=0):
 
 @pytest.mark.parametrize("shard", [shard_blocks, shard_root])
 @distributed(world=2)
-def test_the_declared_plan_is_the_learned_one_of_a_model_that_runs_in_order(rank, world, shard):
+def test_declared_and_learned_plan_are_equal_if_the_model_runs_in_order(rank, world, shard):
     model = Stack()
     shard(model, fully_shard)
     declared = make_plan(model)
@@ -173,7 +173,7 @@ def test_the_declared_plan_is_the_learned_one_of_a_model_that_runs_in_order(rank
 
 
 @distributed(world=2)
-def test_the_order_is_learned_from_the_first_forward_and_nothing_else_changes(rank, world):
+def test_the_first_forward_changes_only_the_order_of_the_plan(rank, world):
     model = Backwards()
     shard_blocks(model, fully_shard)
     declared = make_plan(model)
@@ -185,18 +185,18 @@ def test_the_order_is_learned_from_the_first_forward_and_nothing_else_changes(ra
 
 
 @distributed(world=2)
-def test_a_plan_is_learned_anew_when_the_order_changes(rank, world):
+def test_a_changed_order_replaces_the_plan(rank, world):
     model = Stack()
     shard_blocks(model, fully_shard)
     train_step(model, rank)
     model.blocks = nn.ModuleList([model.blocks[2], model.blocks[1], model.blocks[0]])
-    for step in range(2):  # in one it is seen, at the end of the next one all ranks know that all have seen it
+    for step in range(2):  # ranks see the new order in the first step and agree on it at the end of the second step
         train_step(model, rank + step)
     assert make_plan(model).order == ("", "blocks.2", "blocks.1", "blocks.0")
 
 
 @distributed(world=2)
-def test_a_forward_without_gradients_teaches_nothing_to_steps_with_gradients(rank, world):
+def test_a_no_grad_forward_does_not_change_the_plan_of_training_steps(rank, world):
     model = Backwards()
     shard_blocks(model, fully_shard)
     declared = make_plan(model)
@@ -209,7 +209,7 @@ def test_a_forward_without_gradients_teaches_nothing_to_steps_with_gradients(ran
 
 
 @distributed(world=1)
-def test_replan_takes_the_order_that_was_seen_and_keeps_a_plan_that_fits(rank, world):
+def test_replan_uses_the_recorded_order_and_keeps_a_matching_plan(rank, world):
     model = Stack(2)
     shard_blocks(model, fully_shard)
     plan = make_plan(model)
@@ -219,11 +219,11 @@ def test_replan_takes_the_order_that_was_seen_and_keeps_a_plan_that_fits(rank, w
     assert other.order == seen
     assert other.groups == plan.groups
     gathers = [action.fqn for action in other.actions() if action.kind == "UNSHARD"]
-    assert gathers == ["", "blocks.1", "blocks.0", "blocks.1", "blocks.1", "blocks.0", "blocks.1"]  # each use
+    assert gathers == ["", "blocks.1", "blocks.0", "blocks.1", "blocks.1", "blocks.0", "blocks.1"]  # one gather per use
 
 
 @distributed(world=1)
-def test_a_plan_tells_of_groups_that_were_not_used(rank, world):
+def test_a_plan_shows_unused_groups(rank, world):
     model = Stack(2)
     shard_blocks(model, fully_shard)
     plan = replan(make_plan(model), Record((), (), ("", "blocks.0")))
@@ -232,15 +232,15 @@ def test_a_plan_tells_of_groups_that_were_not_used(rank, world):
     assert plan.group("blocks.1").shard_bytes > 0
 
 
-def test_a_plan_of_no_groups_has_a_text_too():
+def test_a_plan_without_groups_has_a_text():
     assert str(composable_shard.ShardPlan((), ())).startswith("plan: 0 groups")
 
 
-# ---- the executed step is the planned one
+# ---- executed steps match the plan
 
 
 def executed(model, rank, steps=2):
-    """The record of the last of some steps; the graph must be gone for an iteration to be over."""
+    """The record of the last step. An iteration is only complete after its autograd graph has been freed."""
     for step in range(steps):
         train_step(model, rank, step)
     return last_record(model)
@@ -260,22 +260,22 @@ def check_executed(model, rank, steps=2):
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("shard", [shard_blocks, shard_root])
 @distributed(world=(1, 2))
-def test_an_executed_step_is_the_planned_one(rank, world, shard, reshard):
+def test_an_executed_step_matches_the_plan(rank, world, shard, reshard):
     model = Stack()
     shard(model, fully_shard, reshard_after_forward=reshard)
-    check_executed(model, rank, steps=1)  # the very first step, which the declaration foresees
+    check_executed(model, rank, steps=1)  # the first step matches the declared plan
     check_executed(model, rank)
 
 
 @distributed(world=(1, 2))
-def test_an_executed_step_in_a_learned_order_is_the_planned_one(rank, world):
+def test_an_executed_step_in_a_learned_order_matches_the_plan(rank, world):
     model = Backwards()
     shard_blocks(model, fully_shard)
     check_executed(model, rank)
 
 
 @distributed(world=2)
-def test_an_executed_step_in_mixed_precision_is_the_planned_one(rank, world):
+def test_an_executed_step_in_mixed_precision_matches_the_plan(rank, world):
     model = Stack()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard_blocks(model, fully_shard, mp_policy=policy)
@@ -284,23 +284,23 @@ def test_an_executed_step_in_mixed_precision_is_the_planned_one(rank, world):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 @distributed(world=2)
-def test_an_executed_step_of_a_strategy_is_the_planned_one(rank, world, strategy):
+def test_an_executed_step_of_a_strategy_matches_the_plan(rank, world, strategy):
     model = Stack()
     shard_by_class(model, {Block}, strategy=strategy)
     if strategy == "ddp":
-        model.set_reshard_after_backward(True)  # what is kept for the next step is in no plan of one step
+        model.set_reshard_after_backward(True)  # plans do not include weights that are kept for the next step
     check_executed(model, rank)
 
 
 @distributed(world=4)
-def test_an_executed_step_on_a_mesh_of_replicas_is_the_planned_one(rank, world):
+def test_an_executed_step_on_a_mesh_with_replicas_matches_the_plan(rank, world):
     model = Stack()
     shard_blocks(model, fully_shard, mesh=mesh_of(2, 2))
     check_executed(model, rank)
 
 
 @distributed(world=2)
-def test_an_executed_step_with_two_dtypes_in_a_group_is_the_planned_one(rank, world):
+def test_an_executed_step_with_two_dtypes_in_a_group_matches_the_plan(rank, world):
     model = Stack()
     for block in model.blocks:
         block.down.double()
@@ -315,7 +315,7 @@ def two_dtypes(block, x):
 
 @pytest.mark.parametrize("shard", [shard_nested, shard_lists])
 @distributed(world=2)
-def test_every_record_is_read_back_from_its_text(rank, world, shard):
+def test_records_can_be_parsed_from_their_text(rank, world, shard):
     model = Stack()
     shard(model, fully_shard)
     record = executed(model, rank)
@@ -332,7 +332,7 @@ def record_text(rank, world):
     return "\n".join(f"{a!s:20}{n:6}" for a, n in zip(record.actions, record.live_bytes, strict=True))
 
 
-def test_the_record_of_a_step_and_the_bytes_that_were_leased_after_each_action():
+def test_a_record_contains_actions_and_leased_bytes():
     assert_expected_inline(
         on_all(record_text, 2),
         """\
@@ -361,7 +361,7 @@ REDUCED (root)           0""",
 
 
 @distributed(world=2)
-def test_there_is_no_plan_without_a_sharded_module_and_no_record_before_the_first_iteration_is_over(rank, world):
+def test_plans_need_a_sharded_module_and_records_a_completed_iteration(rank, world):
     model = Stack()
     assert last_record(model) is None
     with pytest.raises(ValueError, match="no sharded module"):
@@ -369,7 +369,7 @@ def test_there_is_no_plan_without_a_sharded_module_and_no_record_before_the_firs
     shard_blocks(model, fully_shard)
     assert last_record(model) is None
     loss = model(*vectors(rank, 0)).sum()
-    assert last_record(model) is None, "its graph lives: backward is still to come"
+    assert last_record(model) is None, "its graph is alive, so backward may still run"
     loss.backward()
     del loss
     first = last_record(model)
@@ -379,7 +379,7 @@ def test_there_is_no_plan_without_a_sharded_module_and_no_record_before_the_firs
 
 
 @simulated(world=2)
-def test_parameters_have_the_names_that_their_root_gives_them(rank, world):
+def test_parameters_are_named_relative_to_the_root(rank, world):
     model = fully_shard(checkpoint_wrapper(nn.Linear(4, 4)))
     assert [name for name, _ in model.named_parameters()] == ["weight", "bias"]
     assert [param.fqn for group in make_plan(model).groups for param in group.params] == ["weight", "bias"]
@@ -389,5 +389,5 @@ def test_parameters_have_the_names_that_their_root_gives_them(rank, world):
     ("count", "text"),
     [(1, "a"), (3, "a, b, c"), (4, "a, b, c, d"), (5, "a, b, c and 2 more"), (7, "a, b, c and 4 more")],
 )
-def test_long_lists_of_names_are_cut_where_that_saves_more_than_one(count, text):
+def test_long_lists_of_names_are_shortened_if_that_omits_at_least_two(count, text):
     assert first_names("abcdefg"[:count], 3) == text

@@ -1,4 +1,4 @@
-"""A plan as data: JSON and back, what differs, what ranks agree on, what it predicts, and where a step left it."""
+"""Plans as data: JSON, differences, digests, predictions and drift."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def random_plan(seed):
 
 @settings(deadline=None, derandomize=True, max_examples=12)
 @given(st.integers(0, 10**6))
-def test_a_plan_is_read_back_from_its_json(seed):
+def test_plans_can_be_read_from_their_json(seed):
     plan = random_plan(seed)
     read = ShardPlan.from_json(plan.to_json())
     assert read == plan
@@ -61,7 +61,7 @@ def test_a_plan_is_read_back_from_its_json(seed):
 
 
 def spoiled(path, value):
-    """The JSON of a plan with one field otherwise; None takes it away."""
+    """The JSON of a plan with one changed field. None removes the field."""
     data = json.loads(auto_plan().to_json())
     *way, last = path
     inner = data
@@ -96,12 +96,12 @@ def spoiled(path, value):
         (spoiled(["plan", "pool", "budget"], -3), "PoolPolicy.budget=-3"),
     ],
 )
-def test_a_text_that_is_no_plan_says_where_it_is_not(text, message):
+def test_an_invalid_plan_raises_with_the_path_of_the_error(text, message):
     with pytest.raises(ShardConfigValueError, match=message):
         ShardPlan.from_json(text)
 
 
-def test_a_plan_of_the_same_model_is_accepted_whatever_its_order():
+def test_a_plan_of_the_same_model_passes_the_check_in_any_order():
     plan = block_plan()
     plan.check(replan(auto_plan(), Record((), (), plan.order[::-1])))
 
@@ -123,7 +123,7 @@ def test_a_plan_of_the_same_model_is_accepted_whatever_its_order():
         (with_group(block_plan(), 0, params=()), r"group \(root\) has 2 parameters in the plan, 0 in the model"),
     ],
 )
-def test_a_plan_of_another_model_says_what_differs_first(other, message):
+def test_a_plan_of_another_model_raises_with_the_first_difference(other, message):
     with pytest.raises(ShardConfigValueError, match=f"plan of another model: .*{message}"):
         block_plan().check(other)
 
@@ -135,7 +135,7 @@ def test_equal_plans_have_no_difference():
     assert block_plan().diff(block_plan()) == ""
 
 
-def test_a_difference_is_told_in_words():
+def test_diff_describes_the_differences_of_two_plans():
     old = block_plan()
     new = with_group(block_plan((256, 600, 768, 64)), 1, route=Route("p2p"), reshard_after_forward=False)
     new = dataclasses.replace(
@@ -163,7 +163,7 @@ peak: 2172416 -> 1629696 bytes""",  # noqa: E501
 
 @settings(deadline=None, derandomize=True, max_examples=12)
 @given(st.integers(0, 60), st.integers(0, 60))
-def test_plans_differ_in_words_exactly_if_they_differ(one, two):
+def test_diff_is_empty_exactly_if_plans_are_equal(one, two):
     old, new = random_plan(one), random_plan(two)
     assert (old.diff(new) == "") == (old == new)
 
@@ -175,7 +175,7 @@ def test_the_digest_is_the_same_in_every_process():
     assert_expected_inline(block_plan().digest, """688c783b8cb151402e07b0b1dbe01e7c0dad54415c79b6c97a1b6688a95b1076""")
 
 
-def test_the_digest_tells_apart_what_ranks_must_agree_on_and_nothing_else():
+def test_the_digest_depends_only_on_what_ranks_must_agree_on():
     plan = block_plan()
     digests = {
         plan.digest,
@@ -216,20 +216,20 @@ prefetch: auto, budget 3.00 MiB
     )
 
 
-def test_without_costs_no_time_is_predicted_or_shown():
+def test_without_costs_no_times_are_predicted_or_shown():
     plan = block_plan().with_policies(PrefetchPolicy.depth(2))
     assert (plan.predicted().groups, plan.predicted().seconds, plan.predicted().exposed) == (None, None, None)
     assert " ms" not in str(plan)
 
 
-def test_predicted_bytes_are_those_of_the_actions():
+def test_predicted_bytes_match_the_actions():
     plan = auto_plan()
     assert plan.predicted().peak == plan.peak_bytes == max(plan.live_bytes())
     assert plan.arena().bound == plan.peak_bytes
     assert plan.predicted().kept == sum(plan.group(fqn).unsharded_bytes for fqn in plan.edges().kept)
 
 
-def test_costs_that_lack_a_group_name_it():
+def test_costs_without_a_group_raise_with_its_name():
     plan = block_plan()
     costs = costs_of(block_plan((256, 512)))
     with pytest.raises(ShardConfigValueError, match=r"Costs.forward: has no seconds for group blocks.2"):
@@ -243,12 +243,12 @@ def record_of(plan, **changes):
     return dataclasses.replace(Record(plan.actions(), plan.live_bytes(), plan.order), **changes)
 
 
-def test_a_step_that_keeps_to_its_plan_has_not_drifted():
+def test_a_step_that_follows_its_plan_has_no_drift():
     plan = auto_plan()
     assert drift(plan, record_of(plan, times=tuple(plan.times().items()))) == ()
 
 
-def test_drift_says_what_happened_otherwise():
+def test_drift_describes_deviations_from_the_plan():
     plan = auto_plan()
     other, actions = plan.order[::-1], plan.actions()
     live = list(plan.live_bytes())
@@ -276,7 +276,7 @@ blocks.1: its backward took 1000.000 ms, but 0.400 ms are planned""",
     )
 
 
-def test_a_new_order_gets_a_schedule_of_its_own_under_the_same_policies():
+def test_a_new_order_gets_a_new_schedule_under_the_same_policies():
     plan = auto_plan().with_policies(pool=PoolPolicy(3 * 2**20))
     other = replan(plan, Record((), (), ("", "blocks.2", "blocks.0", "blocks.1")))
     assert (other.prefetch, other.pool, other.costs) == (plan.prefetch, plan.pool, plan.costs)
@@ -288,7 +288,7 @@ def test_a_new_order_gets_a_schedule_of_its_own_under_the_same_policies():
 # ---- records
 
 
-def test_a_record_comes_back_from_json_equal():
+def test_records_can_be_read_from_their_json():
     times = (("", Times(1.0, 2.0, 0.25, 0.5)),)
     spans = (Span(Kind.FORWARD, "", 0.0, 0.1), Span(Kind.WAIT, "blocks.0", 1e-9, 0.3))
     record = Record((Action(Kind.UNSHARD, ""),), (512,), ("", "blocks.0"), times, spans, (("blocks.0", "a"),))
@@ -307,12 +307,12 @@ def test_a_record_comes_back_from_json_equal():
         (Record((), (), ()).to_json().replace("times", "time"), "unknown fields: time"),
     ],
 )
-def test_a_text_that_is_no_record_says_where_it_is_not(text, message):
+def test_an_invalid_record_raises_with_the_path_of_the_error(text, message):
     with pytest.raises(ShardConfigValueError, match=message):
         Record.from_json(text)
 
 
-def test_where_streams_order_memory_a_reduction_takes_none_beside_the_next_gather():
+def test_with_streams_a_reduction_frees_its_memory_before_the_next_gather():
     host, streams = (
         block_plan((256, 256, 256), frees_queued=queued).with_policies(PrefetchPolicy.depth(1))
         for queued in (False, True)

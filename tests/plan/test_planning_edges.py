@@ -1,4 +1,4 @@
-"""Plans where models and ranks are not regular: what is local to ranks, what joins later, what cannot be measured."""
+"""Planning edge cases: forwards on single ranks, blocks that join later, steps that cannot be measured, failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ P = cs.PrefetchPolicy
 
 
 class Chosen(nn.Module):
-    """A root of its own, and blocks that each forward takes in the order that it is told."""
+    """A root with blocks. Each forward runs the blocks in the order `taken`."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def train(model, plain, steps, **how):
 
 
 @distributed(world=2)
-def test_a_rank_may_evaluate_alone_where_ranks_are_replicas(rank, world):
+def test_with_ddp_a_single_rank_may_evaluate(rank, world):
     torch.manual_seed(0)
     model = Stack()
     shard_blocks(model, fully_shard, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
@@ -73,8 +73,8 @@ def test_a_rank_may_evaluate_alone_where_ranks_are_replicas(rank, world):
 
 
 @distributed(world=4)
-def test_experts_may_have_names_that_only_their_ranks_know(rank, world):
-    """As where each rank of expert parallelism builds its own experts alone; dense parameters are everybody's."""
+def test_experts_may_have_different_names_on_each_rank(rank, world):
+    """With expert parallelism, each rank may build only its own experts. All ranks have the dense parameters."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     expert = f"expert{mesh.get_local_rank('ep')}"
     torch.manual_seed(0)
@@ -99,7 +99,7 @@ class Wrapped(nn.Module):
 
 
 @distributed(world=2)
-def test_nothing_is_gathered_ahead_beyond_a_budget_also_in_steps_that_were_not_planned(rank, world):
+def test_prefetching_stays_within_the_budget_in_unplanned_steps(rank, world):
     one_ahead = cs.make_plan(made()[0]).peak_bytes
     model, plain = made(P.depth(3), cs.PoolPolicy(budget=one_ahead))
     for taken in ((0, 1, 2, 3), (0, 1, 2, 0), (3, 3, 1), (2,), (3, 2, 1, 0), (0, 1, 2, 3)):
@@ -112,14 +112,14 @@ def test_auto_measures_again_when_a_block_joins(rank, world):
     model, plain = made(P.auto())
     train(model, plain, 5, taken=(0, 1))
     assert cs.make_plan(model).costs is not None
-    train(model, plain, 2)  # it is seen in one, and at the end of the next one all ranks know that all have seen it
+    train(model, plain, 2)  # ranks see the block in the first step and agree on it at the end of the second step
     assert cs.make_plan(model).costs is None
     train(model, plain, 5)
     assert {fqn for fqn, _ in cs.make_plan(model).costs.forward} == {"", *(f"blocks.{at}" for at in range(4))}
 
 
 @distributed(world=2)
-def test_auto_gives_up_with_a_warning_where_no_step_can_be_measured(rank, world):
+def test_auto_warns_and_stops_if_no_step_can_be_measured(rank, world):
     model, plain = made(P.auto())
     train(model, plain, 2)
     for each in (model, plain):
@@ -131,7 +131,7 @@ def test_auto_gives_up_with_a_warning_where_no_step_can_be_measured(rank, world)
 
 
 @distributed(world=2)
-def test_a_users_watch_goes_on_when_all_is_measured(rank, world):
+def test_a_users_watch_continues_after_measurements_end(rank, world):
     model, plain = made(P.auto())
     cs.watch(model)
     train(model, plain, 7)
@@ -141,7 +141,7 @@ def test_a_users_watch_goes_on_when_all_is_measured(rank, world):
 
 
 @distributed(world=2)
-def test_a_plan_that_names_what_is_not_there_changes_nothing(rank, world):
+def test_an_invalid_plan_changes_nothing(rank, world):
     model, plain = made(P.depth(2))
     train(model, plain, 2)
     before = cs.make_plan(model)
@@ -156,7 +156,7 @@ def test_a_plan_that_names_what_is_not_there_changes_nothing(rank, world):
 
 
 @distributed(world=1)
-def test_a_place_without_a_parameter_that_gets_one_later_is_noticed(rank, world):
+def test_a_parameter_that_is_registered_later_raises(rank, world):
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
     fully_shard(model)
     model(torch.ones(2, 4)).sum().backward()
@@ -167,7 +167,7 @@ def test_a_place_without_a_parameter_that_gets_one_later_is_noticed(rank, world)
 
 @pytest.mark.parametrize("name", ["reduce_scatter", "all_gather"])
 @distributed(world=2)
-def test_a_collective_that_cannot_be_issued_leaves_no_memory_behind(rank, world, name):
+def test_a_collective_that_fails_to_issue_leaks_no_memory(rank, world, name):
     model, plain = made()
     train(model, plain, 2)
     pool, transport = engine_of(model).pool, engine_of(model).groups[1]._comm.transports.gather
@@ -187,7 +187,7 @@ def test_a_collective_that_cannot_be_issued_leaves_no_memory_behind(rank, world,
 
 
 @distributed(world=1)
-def test_memory_from_a_mem_pool_is_an_error_where_there_is_none(rank, world):
+def test_mem_pool_raises_on_devices_without_mem_pools(rank, world):
     model, plain = made(pool=cs.PoolPolicy(mem_pool=True))
     with pytest.raises(cs.ShardConfigValueError, match=r"PoolPolicy\(mem_pool=True\): .* this model is on cpu"):
         model(*vectors(0, 0))
@@ -196,7 +196,7 @@ def test_memory_from_a_mem_pool_is_an_error_where_there_is_none(rank, world):
 
 
 @distributed(world=1)
-def test_modules_of_another_model_are_refused_in_lists_to_prefetch(rank, world):
+def test_prefetch_lists_with_modules_of_another_model_raise(rank, world):
     model, plain = made()
     other, _ = made()
     model.blocks[0].set_modules_to_forward_prefetch([other.blocks[1]])
@@ -214,7 +214,7 @@ def test_modules_of_another_model_are_refused_in_lists_to_prefetch(rank, world):
 
 
 class Meeting(nn.Module):
-    """Waits, in its forward, for whoever is to come in the meantime."""
+    """Blocks in its forward until the test sets `goes_on`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class Meeting(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @distributed(world=1)
-def test_a_checkpoint_around_the_root_runs_it_again_in_whichever_thread_backward_has(rank, world, reentrant):
+def test_activation_checkpointing_of_the_root_recomputes_in_any_backward_thread(rank, world, reentrant):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     fully_shard(model[0])
     fully_shard(model)
@@ -251,7 +251,7 @@ def test_a_checkpoint_around_the_root_runs_it_again_in_whichever_thread_backward
 
 
 @distributed(world=1)
-def test_two_threads_in_one_model_are_an_error_in_the_second_one(rank, world):
+def test_a_second_thread_that_uses_a_running_model_raises(rank, world):
     model = Meeting()
     fully_shard(model)
     outputs = []
@@ -265,5 +265,5 @@ def test_two_threads_in_one_model_are_an_error_in_the_second_one(rank, world):
     model.goes_on.set()
     first.join()
     outputs[0].sum().backward()
-    assert all(param.grad is not None for param in model.parameters()), "the first one goes its way"
+    assert all(param.grad is not None for param in model.parameters()), "the first thread is not affected"
     model(torch.ones(2, 4)).sum().backward()

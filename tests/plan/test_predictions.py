@@ -1,4 +1,4 @@
-"""What a plan says of a step, beside the step, where hosts wait and where streams do: bytes equal, time near."""
+"""Plans predict the bytes of a step exactly and its time closely, whether hosts or streams wait."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ POLICIES = {
 }
 WIDTHS = (64, 512, 64, 64, 384, 64)
 LINK = {"latency": 2e-5, "bandwidth": 1.5e8}
-BUSY_S = 4e-4  # forward of a block
+BUSY_S = 4e-4  # seconds of a block's forward
 net = functools.partial(fabric, 8, latency_s=LINK["latency"], bandwidth_Bps=LINK["bandwidth"])
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """The matrices are tiny: threads would only wait for each other."""
+    """Use one thread. The matrices are tiny, so threads would only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -39,7 +39,7 @@ def one_thread():
 
 
 class Block(nn.Module):
-    """Uneven in bytes, even in time."""
+    """A block. Blocks differ in bytes, but take the same time."""
 
     dtypes = torch.float32, torch.float32
 
@@ -84,7 +84,7 @@ def built(prefetch, budget=None, reductions=2, reshard=True):
 
 
 def train(model, sim, steps=6):
-    """The last step's exposed seconds."""
+    """Run some steps, and return the exposed seconds of the last step."""
     for step in range(steps):
         sim.reset()
         model(torch.randn(4, 32, generator=torch.Generator().manual_seed(step))).square().mean().backward()
@@ -93,7 +93,7 @@ def train(model, sim, steps=6):
 
 
 def foreseen(plan, clock):
-    """Exposed seconds of its schedule, from what the fabric was told."""
+    """Predicted exposed seconds of the plan's schedule, with the costs that the fabric uses."""
     forward = {group.fqn: BUSY_S if group.fqn else 0.0 for group in plan.groups}
     backward = {fqn: 2 * busy_s for fqn, busy_s in forward.items()}
     costs = cs.Costs.of(**LINK, forward=forward, backward=backward, streams=clock == "streams")
@@ -102,7 +102,7 @@ def foreseen(plan, clock):
 
 @pytest.mark.parametrize("name", POLICIES)
 @CLOCKS
-def test_a_plan_foretells_bytes_and_where_streams_wait_time_exactly(clock, name):
+def test_a_plan_predicts_bytes_exactly_and_with_streams_also_times(clock, name):
     prefetch, budget = POLICIES[name]
     with net(clock=clock) as sim:
         model = built(prefetch, budget)
@@ -112,13 +112,13 @@ def test_a_plan_foretells_bytes_and_where_streams_wait_time_exactly(clock, name)
         assert record.live_bytes == plan.live_bytes()
         assert record.peak_bytes == plan.peak_bytes
         assert budget is None or pool.peak_bytes <= plan.pool.budget
-        # A host waits for reductions when half of the weights were read, which is not quite half of the backward.
+        # A host waits for reductions once half of the weights have been read. This is not exactly half of the backward.
         assert foreseen(plan, clock) == pytest.approx(exposed, rel=0.15 if clock == "virtual" else 1e-9)
 
 
 @pytest.mark.parametrize("name", ["one ahead", "auto, the least budget"])
-def test_a_plan_of_two_dtypes_knows_the_places_of_both_and_foretells_time_within_a_thirtieth(name, monkeypatch):
-    """The slots of a group are two then, of which a plan thinks as of one that is free when both are."""
+def test_a_plan_with_two_dtypes_knows_both_slots_and_predicts_times_within_a_thirtieth(name, monkeypatch):
+    """Each group then has two slots. The plan treats them as one slot that is free when both are."""
     monkeypatch.setattr(Block, "dtypes", (torch.float32, torch.float64))
     with net(clock="streams") as sim:
         model = built(*POLICIES[name])
@@ -126,15 +126,15 @@ def test_a_plan_of_two_dtypes_knows_the_places_of_both_and_foretells_time_within
         plan, pool = cs.make_plan(model), engine_of(model).pool
         assert plan is cs.make_plan(model)
         assert plan.arena().nbytes == pool.arena_bytes
-        assert len(plan.arena().lifetimes) > len(plan.lifetimes()), "a slot for each dtype"
+        assert len(plan.arena().lifetimes) > len(plan.lifetimes()), "one slot per dtype"
         assert foreseen(plan, "streams") == pytest.approx(exposed, rel=1 / 30)
         again = cs.ShardPlan.from_json(plan.to_json())
         assert (again.places, again.digest) == (plan.places, plan.digest)
-        assert again == replace(plan, places=()), "what came of a plan is no part of it"
+        assert again == replace(plan, places=()), "plans that differ only in places are equal"
 
 
 @CLOCKS
-def test_a_plan_foretells_gathers_among_a_few_ranks(clock):
+def test_a_plan_predicts_gathers_among_a_few_ranks(clock):
     with net(clock=clock) as sim:
         model = built(P.depth(2), reshard=4)
         exposed = train(model, sim, 3)
@@ -157,7 +157,7 @@ def accumulated(model, x):
 @pytest.mark.parametrize("turned", [False, True], ids=["in the order of training", "in another order"])
 @pytest.mark.parametrize(("phase", "once"), [("no_grad", evaluated), ("train, no sync", accumulated)])
 @pytest.mark.parametrize("name", ["three ahead", "auto, the memory of one ahead"])
-def test_a_phase_leases_what_its_own_plan_says_within_the_budget(phase, once, turned, name):
+def test_a_phase_leases_the_bytes_of_its_plan_within_the_budget(phase, once, turned, name):
     with net(clock="virtual") as sim:
         model = built(*POLICIES[name])
         train(model, sim, 1)
@@ -177,7 +177,7 @@ def test_a_phase_leases_what_its_own_plan_says_within_the_budget(phase, once, tu
         assert pool.peak_bytes == own.peak_bytes <= plan.peak_bytes <= (plan.pool.budget or plan.peak_bytes)
 
 
-def test_a_second_forward_before_the_backward_keeps_to_the_budget_and_computes_the_same():
+def test_a_second_forward_before_backward_stays_within_the_budget_and_computes_the_same():
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(7))
     seen = []
     for name in ("one ahead", "auto, the memory of one ahead"):
@@ -187,13 +187,13 @@ def test_a_second_forward_before_the_backward_keeps_to_the_budget_and_computes_t
             (model(x) + model(2 * x)).square().mean().backward()
             seen.append([param.grad.to_local() for param in model.parameters()])
             plan, pool = cs.make_plan(model), engine_of(model).pool
-    assert len(plan.edges().kept) > 1, "weights stay, from the first forward on"
+    assert len(plan.edges().kept) > 1, "weights of the first forward stay unsharded"
     assert pool.peak_bytes <= plan.pool.budget
     assert all(map(torch.equal, *seen))
 
 
 @CLOCKS
-def test_as_many_reductions_fly_as_the_plan_says_group_by_group(clock):
+def test_each_group_has_the_planned_number_of_reductions_in_flight(clock):
     with net(clock=clock) as sim:
         model = built(P.depth(2))
         plan = cs.make_plan(model)
@@ -208,7 +208,7 @@ def test_as_many_reductions_fly_as_the_plan_says_group_by_group(clock):
             != replace(followed, schedule=replace(schedule, in_flight=())).actions()
         )
         assert record.live_bytes == followed.live_bytes()
-        assert "2, 1 with that of blocks.4, 1 with that of blocks.1" in str(followed)
+        assert "2, 1 for blocks.4, 1 for blocks.1" in str(followed)
         assert cs.ShardPlan.from_json(followed.to_json()) == followed
 
 
@@ -216,7 +216,7 @@ class BrokenError(Exception):
     pass
 
 
-def test_a_reduction_that_fails_gives_its_memory_back(monkeypatch):
+def test_a_failed_reduction_releases_its_memory(monkeypatch):
     with net(clock="virtual") as sim:
         model = built(P.depth(1))
         train(model, sim, 2)

@@ -1,4 +1,4 @@
-"""Prefetch edges, kept groups and reductions in flight: what policies and budgets make of a step."""
+"""Schedules under policies and budgets: prefetch edges, kept groups and reductions in flight."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def exposed(steps, times, schedule):
 
 
 def in_memory(steps, sizes, times, schedule):
-    """With waits for memory, on streams."""
+    """Exposed seconds, including waits for memory with streams."""
     actions = timed_step(steps, schedule)
     lives = lifetimes([each for each in actions if each.kind not in MARKS], held(sizes, schedule.holds))
     queued = any(size.frees_queued for size in sizes.values())
@@ -55,20 +55,20 @@ def uniform(blocks=4, nbytes=1024, landing=0, gather=1.0, forward=2.0):
 # ---- simulation
 
 
-def test_the_simulation_is_that_of_the_formula():
+def test_the_simulation_matches_the_formula():
     actions = [Action(Kind[kind], fqn) for kind, fqn in map(str.split, [
         "FORWARD a", "UNSHARD a", "WAIT a", "UNSHARD b", "RESHARD a", "FORWARD b", "WAIT b", "RESHARD b",
     ])]  # fmt: skip
     line = simulate(actions, {"a": Times(2.0, 0, 1.0, 0), "b": Times(1.0, 0, 5.0, 0)})
-    assert line.begins == (1.0, 6.0)  # b: gathered from 1 to 6, needed at 3
+    assert line.begins == (1.0, 6.0)  # b is gathered from 1 to 6, and needed at 3
     assert line.waits == {Action(Kind.FORWARD, "a"): 1.0, Action(Kind.FORWARD, "b"): 3.0}
     assert (line.exposed, line.compute, line.seconds) == (4.0, 3.0, 7.0)
 
 
-def test_a_gather_waits_for_the_reduction_that_has_the_link():
+def test_a_gather_waits_for_the_reduction_on_the_link():
     steps, _, times = uniform(3, gather=3.0, forward=1.0)
     waits = simulate(timed_step(steps, one_ahead(steps)), times).waits
-    # b1: gathered 3 to 6 beside b2's 2 seconds. b0: its gather follows b2's reduction, which is issued before.
+    # b1 is gathered from 3 to 6, while b2 computes for 2 seconds. b0's gather is issued after b2's reduction.
     assert waits[Action(Kind.BACKWARD, "b0")] > waits[Action(Kind.BACKWARD, "b1")]
 
 
@@ -77,19 +77,19 @@ def test_a_gather_waits_for_the_reduction_that_has_the_link():
 
 @steadily
 @given(MODELS)
-def test_one_ahead_is_what_the_engine_does_today(model):
+def test_a_depth_of_one_is_the_default_of_the_engine(model):
     steps, sizes, _ = model
     schedule = scheduled(steps, sizes, PrefetchPolicy.depth(1))
     assert schedule == one_ahead(steps)
     assert training_step(steps, schedule) == training_step(steps)
 
 
-def test_a_depth_of_none_gathers_each_group_when_it_begins():
+def test_a_depth_of_zero_gathers_each_group_when_it_begins():
     schedule = scheduled(*uniform()[:2], PrefetchPolicy.depth(0))
     assert schedule == Schedule((), (), ())
 
 
-def test_two_ahead_gathers_two_at_first_and_then_one_more_each_time():
+def test_a_depth_of_two_gathers_two_groups_first_and_then_one_at_a_time():
     schedule = scheduled(*uniform()[:2], PrefetchPolicy.depth(2))
     assert schedule.forward == (("b0", ("b1", "b2")), ("b1", ("b3",)))
     assert schedule.backward == (("b3", ("b2", "b1")), ("b2", ("b0",)))
@@ -97,7 +97,7 @@ def test_two_ahead_gathers_two_at_first_and_then_one_more_each_time():
 
 @steadily
 @given(MODELS, st.integers(0, 60_000))
-def test_what_bytes_gather_ahead_never_takes_more(model, limit):
+def test_prefetching_by_bytes_never_exceeds_its_limit(model, limit):
     steps, sizes, _ = model
     ahead = {}
     for action in timed_step(steps, scheduled(steps, sizes, PrefetchPolicy.bytes(limit))):
@@ -110,7 +110,7 @@ def test_what_bytes_gather_ahead_never_takes_more(model, limit):
         assert sum(nbytes for fqn, nbytes in ahead.items() if fqn != own) <= limit
 
 
-def test_bytes_for_two_groups_gather_two_ahead():
+def test_prefetching_by_bytes_of_two_groups_gathers_two_ahead():
     steps, sizes, _ = uniform()
     assert scheduled(steps, sizes, PrefetchPolicy.bytes(2048)) == scheduled(steps, sizes, PrefetchPolicy.depth(2))
 
@@ -120,7 +120,7 @@ def test_bytes_for_two_groups_gather_two_ahead():
 
 @steadily
 @given(MODELS, POLICIES, st.floats(0.3, 2.0))
-def test_a_budget_is_never_exceeded_and_the_least_one_works(model, policy, share):
+def test_budgets_are_never_exceeded_and_the_least_budget_works(model, policy, share):
     steps, sizes, times = model
     budget = max(1, int(share * peak(steps, sizes, one_ahead(steps))))
     least = least_step(steps, sizes).peak
@@ -137,7 +137,7 @@ def test_a_budget_is_never_exceeded_and_the_least_one_works(model, policy, share
     assert len(gathered) == len(set(gathered))
 
 
-def test_gathers_ahead_yield_before_reductions_in_flight_and_these_before_kept_weights():
+def test_a_budget_drops_prefetching_before_reductions_in_flight_before_kept_weights():
     steps, sizes, _ = uniform(4, 1024, 0)
     steps = [Step(s.fqn, False, s.fqn not in ("b0", "b1"), True) for s in steps]
     seen = []
@@ -149,7 +149,7 @@ def test_gathers_ahead_yield_before_reductions_in_flight_and_these_before_kept_w
     assert seen[-1] == (0, 0, 0)
 
 
-def test_the_error_names_the_group_that_needs_most():
+def test_the_budget_error_names_the_group_that_needs_the_most():
     steps, sizes, _ = uniform()
     sizes["b2"] = Sizes(4096, 4096, 4096)
     with pytest.raises(PoolBudgetError, match=r"b2 cannot fit.*8192 bytes") as caught:
@@ -160,21 +160,21 @@ def test_the_error_names_the_group_that_needs_most():
 # ---- auto
 
 
-def test_without_times_auto_is_one_ahead():
+def test_auto_without_times_prefetches_one_module():
     steps, sizes, _ = uniform()
     assert scheduled(steps, sizes, AUTO) == one_ahead(steps)
 
 
-def test_auto_looks_further_where_one_ahead_does_not_hide_a_large_group():
+def test_auto_prefetches_further_if_that_hides_a_large_group():
     steps, sizes, times = uniform(5)
-    times["b3"] = Times(2.0, 4.0, 5.0, 1.0)  # its gather takes longer than a forward
+    times["b3"] = Times(2.0, 4.0, 5.0, 1.0)  # the gather takes longer than a forward
     schedule = scheduled(steps, sizes, AUTO, None, times)
     ahead = {fqn: at for at, groups in schedule.forward for fqn in groups}
     assert ahead["b3"] == "b1"
     assert exposed(steps, times, schedule) < exposed(steps, times, one_ahead(steps))
 
 
-def test_auto_keeps_the_last_group_where_that_takes_no_more_memory():
+def test_auto_keeps_the_last_group_if_that_takes_no_more_memory():
     steps, sizes, times = uniform()
     schedule = scheduled(steps, sizes, AUTO, None, times)
     assert "b3" in schedule.kept
@@ -183,7 +183,7 @@ def test_auto_keeps_the_last_group_where_that_takes_no_more_memory():
 
 @settings(steadily, max_examples=8)
 @given(MODELS)
-def test_auto_waits_no_longer_than_one_ahead_with_as_many_bytes(model):
+def test_auto_waits_no_longer_than_one_ahead_with_the_same_bytes(model):
     steps, sizes, times = model
     budget = peak(steps, sizes, one_ahead(steps))
     schedule = scheduled(steps, sizes, AUTO, budget, times)
@@ -194,7 +194,7 @@ def test_auto_waits_no_longer_than_one_ahead_with_as_many_bytes(model):
 
 
 def least_exposed(steps, sizes, times, budget):
-    """The best of all schedules that fit."""
+    """The least exposed seconds of all schedules that fit into the budget."""
     blocks, best = [step.fqn for step in steps if not step.is_root], math.inf
     for kept in itertools.chain.from_iterable(itertools.combinations(blocks, n) for n in range(len(blocks) + 1)):
         for level in range(len(levels(steps))):
@@ -207,7 +207,7 @@ def least_exposed(steps, sizes, times, budget):
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_auto_comes_near_the_best_of_all_schedules(seed):
+def test_auto_is_close_to_the_best_of_all_schedules(seed):
     rng = random.Random(seed)
     steps, sizes, times = random_model(rng, 3 if seed % 8 == 0 else 2)
     budget = int(rng.choice([1.0, 1.2, 1.5]) * peak(steps, sizes, one_ahead(steps)))
@@ -228,7 +228,7 @@ def test_auto_without_a_budget_takes_no_more_memory_than_one_ahead(model):
     assert in_memory(*model, schedule) <= in_memory(*model, one_ahead(steps)) + slack
 
 
-def test_where_memory_allows_auto_holds_reductions_that_compute_would_wait_for_before_it_packs_the_next_gradients():
+def test_auto_holds_reductions_if_compute_would_wait_for_their_memory():
     large = {f"b{i}": 4.0 if i % 2 == 0 else 1.0 for i in range(8)}
     steps = [Step(fqn, False, True, True) for fqn in large]
     sizes = {fqn: Sizes(int(1024 * size), 0, int(1024 * size)) for fqn, size in large.items()}
@@ -238,17 +238,17 @@ def test_where_memory_allows_auto_holds_reductions_that_compute_would_wait_for_b
     assert schedule.holds == ("b3", "b2", "b1", "b0")
     assert in_memory(steps, queued, times, schedule) < in_memory(steps, queued, times, replace(schedule, holds=()))
     assert peak(steps, queued, schedule) <= peak(steps, sizes, one_ahead(steps))
-    assert scheduled(steps, sizes, AUTO, None, times).holds == ()  # on a CPU nothing is free before
+    assert scheduled(steps, sizes, AUTO, None, times).holds == ()  # without streams, reductions keep their memory
 
 
-def test_the_same_schedule_comes_out_each_time():
+def test_scheduling_is_deterministic():
     steps, sizes, times = random_model(random.Random(3), 6)
     assert Auto(steps, sizes, times, None).best().schedule == Auto(steps, sizes, times, None).best().schedule
 
 
 @pytest.mark.parametrize(("seed", "blocks"), [(0, 12), (1, 49), (3, 120)])
-def test_the_search_of_auto_is_bounded_by_work_for_any_number_of_groups(seed, blocks):
-    """Groups that reduce first (seed 1) and others; an evaluation that has begun is finished."""
+def test_the_work_of_auto_is_limited_for_any_number_of_groups(seed, blocks):
+    """Seed 1 has groups that wait for reductions first. An evaluation that has begun is finished, beyond the limit."""
     steps, sizes, times = random_model(random.Random(seed), blocks)
     search = Auto(steps, sizes, times, int(1.5 * peak(steps, sizes, one_ahead(steps))))
     found = search.best()
@@ -256,7 +256,7 @@ def test_the_search_of_auto_is_bounded_by_work_for_any_number_of_groups(seed, bl
     assert found.exposed <= exposed(steps, times, one_ahead(steps))
 
 
-def test_a_schedule_is_searched_for_once_for_the_same_groups_times_and_budget(monkeypatch):
+def test_schedules_are_cached_by_groups_times_and_budget(monkeypatch):
     asked = []
 
     def counted(*args):
@@ -276,11 +276,11 @@ def test_a_schedule_is_searched_for_once_for_the_same_groups_times_and_budget(mo
     assert len(asked) == 4
 
 
-def test_no_groups_have_an_empty_schedule():
+def test_the_schedule_without_groups_is_empty():
     assert scheduled([], {}, AUTO, 1, {}) == Schedule((), (), ())
 
 
-# ---- values that cannot work
+# ---- invalid values
 
 
 @pytest.mark.parametrize(
@@ -306,12 +306,12 @@ def test_no_groups_have_an_empty_schedule():
         (lambda: Costs(0.0, 1.0, (("a", math.inf),), ()), "Costs.forward\\['a'\\]=inf"),
     ],
 )
-def test_a_value_that_cannot_work_is_named_with_its_field(make, field):
+def test_an_invalid_value_raises_with_its_field(make, field):
     with pytest.raises(ShardConfigValueError, match=field):
         make()
 
 
-def test_reductions_of_a_group_that_is_used_twice_are_held_together_or_not_at_all():
+def test_both_reductions_of_a_group_that_is_used_twice_are_held_or_neither():
     weights, reductions = {"a": 2, "b": 8, "c": 2}, {"a": 10, "b": 2, "c": 2}
     steps = [Step(fqn, False, True, True) for fqn in "cbaa"]
     sizes = {fqn: Sizes(1024 * weights[fqn], 0, 1024 * reductions[fqn], frees_queued=True) for fqn in "abc"}

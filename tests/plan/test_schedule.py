@@ -1,4 +1,4 @@
-"""Actions as text, and the training step that a plan expects."""
+"""Actions as text, and the planned actions of a training step."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def block_steps(blocks=3, reshard=True):
 
 @st.composite
 def models(draw):
-    """Groups in the order of their forwards; at most one is the root, wherever its name stands."""
+    """Groups in the order of their forwards. At most one is the root, at any position."""
     count = draw(st.integers(1, 7))
-    root = draw(st.integers(0, count))  # `count` stands for none
+    root = draw(st.integers(0, count))  # `count` means no root
     flags = st.booleans()
     return [Step("" if i == root else f"m{i}", i == root, draw(flags), draw(flags)) for i in range(count)]
 
@@ -39,12 +39,12 @@ def models(draw):
 
 @steadily
 @given(st.sampled_from(Kind), FQNS)
-def test_an_action_is_read_back_from_its_text(kind, fqn):
+def test_actions_can_be_parsed_from_their_text(kind, fqn):
     action = Action(kind, fqn)
     assert Action.parse(str(action)) == action
 
 
-def test_the_text_of_an_action_is_its_kind_and_its_group():
+def test_the_text_of_an_action_contains_kind_and_group():
     assert str(Action(Kind.UNSHARD, "layers.3")) == "UNSHARD layers.3"
     assert str(Action(Kind.REDUCED, "")) == "REDUCED (root)"
     assert Action.parse("  WAIT (root)\n") == Action(Kind.WAIT, "")
@@ -52,7 +52,7 @@ def test_the_text_of_an_action_is_its_kind_and_its_group():
 
 
 @pytest.mark.parametrize("bad", ["", "UNSHARD", "UNSHARD ", "unshard layers.3", "GATHER layers.3", "layers.3"])
-def test_a_text_that_is_no_action_is_named_with_an_example(bad):
+def test_an_invalid_action_raises_with_an_example(bad):
     with pytest.raises(ShardConfigValueError) as caught:
         Action.parse(bad)
     assert repr(bad) in str(caught.value)
@@ -62,7 +62,7 @@ def test_a_text_that_is_no_action_is_named_with_an_example(bad):
 # ---- goldens
 
 
-def test_the_step_of_three_blocks_and_a_root_gathers_one_ahead_and_reduces_as_it_goes():
+def test_a_step_of_three_blocks_and_a_root_prefetches_one_block_and_reduces_each():
     assert_expected_inline(
         text(training_step([Step("", True, False, True), *block_steps()])),
         """\
@@ -98,7 +98,7 @@ REDUCED (root)""",
     )
 
 
-def test_the_step_of_blocks_that_stay_unsharded_gathers_each_once():
+def test_a_step_of_blocks_that_stay_unsharded_gathers_each_once():
     assert_expected_inline(
         text(training_step([Step("", True, False, True), *block_steps(2, reshard=False)])),
         """\
@@ -120,7 +120,7 @@ REDUCED (root)""",
     )
 
 
-def test_the_step_of_a_single_group_is_one_gather_and_one_reduction():
+def test_a_step_of_a_single_group_has_one_gather_and_one_reduction():
     assert_expected_inline(
         text(training_step([Step("", True, False, True)])),
         """\
@@ -132,7 +132,7 @@ REDUCED (root)""",
     )
 
 
-def test_the_step_of_a_root_that_reshards_gathers_it_again_for_backward():
+def test_a_root_that_reshards_is_gathered_again_for_backward():
     assert_expected_inline(
         text(training_step([Step("", True, True, True), *block_steps(1)])),
         """\
@@ -160,7 +160,7 @@ REDUCED (root)""",
 
 @steadily
 @given(models())
-def test_each_gather_is_waited_for_and_given_up(steps):
+def test_each_gather_is_waited_for_and_resharded(steps):
     phases = {step.fqn: Kind.RESHARD for step in steps}
     after = {Kind.RESHARD: Kind.UNSHARD, Kind.UNSHARD: Kind.WAIT, Kind.WAIT: Kind.RESHARD}
     for action in training_step(steps):
@@ -172,7 +172,7 @@ def test_each_gather_is_waited_for_and_given_up(steps):
 
 @steadily
 @given(models())
-def test_each_trained_group_is_reduced_once_and_no_other(steps):
+def test_each_trained_group_is_reduced_once_and_frozen_groups_are_not(steps):
     for kind in (Kind.REDUCE, Kind.REDUCED):
         counts = Counter(a.fqn for a in training_step(steps) if a.kind is kind)
         assert counts == {step.fqn: 1 for step in steps if step.trains}
@@ -180,7 +180,7 @@ def test_each_trained_group_is_reduced_once_and_no_other(steps):
 
 @steadily
 @given(models())
-def test_reductions_are_finished_in_order_and_at_most_two_fly(steps):
+def test_reductions_end_in_order_and_at_most_two_are_in_flight(steps):
     flying = []
     for action in training_step(steps):
         if action.kind is Kind.REDUCE:
@@ -193,7 +193,7 @@ def test_reductions_are_finished_in_order_and_at_most_two_fly(steps):
 
 @steadily
 @given(models())
-def test_at_most_one_gather_is_ahead_of_the_group_that_runs(steps):
+def test_at_most_one_gather_is_ahead_of_the_running_group(steps):
     gathering = set()
     for action in training_step(steps):
         if action.kind is Kind.UNSHARD:
@@ -205,7 +205,7 @@ def test_at_most_one_gather_is_ahead_of_the_group_that_runs(steps):
 
 @steadily
 @given(models())
-def test_weights_are_given_up_before_the_reduction_is_issued(steps):
+def test_weights_are_resharded_before_the_reduction_is_issued(steps):
     actions = training_step(steps)
     for place, action in enumerate(actions):
         if action.kind is Kind.REDUCE:
@@ -215,10 +215,10 @@ def test_weights_are_given_up_before_the_reduction_is_issued(steps):
 
 @steadily
 @given(models())
-def test_a_group_is_gathered_twice_exactly_if_it_reshards_after_forward(steps):
+def test_a_group_is_gathered_twice_if_and_only_if_it_reshards_after_forward(steps):
     counts = Counter(a.fqn for a in training_step(steps) if a.kind is Kind.UNSHARD)
     assert counts == {step.fqn: 2 if step.reshard_after_forward else 1 for step in steps}
 
 
-def test_no_groups_take_no_actions():
+def test_a_step_without_groups_has_no_actions():
     assert training_step([]) == ()

@@ -1,4 +1,4 @@
-"""Schedules of uses that run inside of others, or again."""
+"""Schedules of groups that run inside other groups, or several times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def text(actions):
     return "\n".join(map(str, actions))
 
 
-def test_a_group_stays_while_others_run_inside_and_begins_before_them_in_backward():
+def test_an_enclosing_group_stays_unsharded_and_begins_first_in_backward():
     block = Step("block", False, True, True)
     inner = [Step(fqn, False, True, True, around=("block",)) for fqn in ("block.a", "block.b")]
     steps = [Step("", True, False, True), block, *inner, Step("next", False, True, True)]
@@ -79,7 +79,7 @@ REDUCED (root)""",
     )
 
 
-def test_a_group_that_follows_itself_is_gathered_once_in_backward_and_reduced_for_each_use():
+def test_consecutive_uses_of_a_group_share_a_gather_in_backward_and_reduce_separately():
     steps = [Step("a", False, True, True), Step("a", False, True, True)]
     assert_expected_inline(
         text(training_step(steps)),
@@ -105,7 +105,7 @@ def on_two_meshes(*modules):
     return [step for pair in pairs for step in pair]
 
 
-def test_groups_of_one_module_are_gathered_ahead_together():
+def test_groups_of_one_module_are_prefetched_together():
     steps = on_two_meshes("a", "b", "c", "d")
     edges = [scheduled(steps, sizes_of(steps), P.depth(depth)) for depth in (0, 1, 2)]
     assert edges[1] == one_ahead(steps)
@@ -125,7 +125,7 @@ b: d, d on ep""",
     )
 
 
-def test_gradients_that_other_ranks_may_not_have_are_reduced_behind_backward_in_one_order():
+def test_gradients_that_some_ranks_lack_are_reduced_after_backward_in_a_fixed_order():
     steps = [Step("a", False, True, True, turn=1), Step("b", False, True, True), Step("c", False, True, True, turn=0)]
     assert_expected_inline(
         text(action for action in training_step(steps) if action.kind in (Kind.REDUCE, Kind.REDUCED)),
@@ -145,7 +145,7 @@ def sizes_of(steps):
 
 @st.composite
 def nests(draw):
-    """Uses of a few groups, some inside of others, below a root or not."""
+    """Uses of a few groups, some inside others, with or without a root."""
     names = [f"m{i}" for i in range(draw(st.integers(1, 4)))]
     outer = {name: draw(st.sampled_from([None, *names[:at]])) for at, name in enumerate(names)}
     flags = {name: (draw(st.booleans()), draw(st.booleans())) for name in names}
@@ -159,7 +159,7 @@ def nests(draw):
 
 @steadily
 @given(nests(), st.integers(0, 3))
-def test_weights_are_there_while_a_use_or_what_is_inside_of_it_runs(steps, depth):
+def test_weights_are_unsharded_while_a_use_or_a_group_inside_it_runs(steps, depth):
     sizes = sizes_of(steps)
     schedule = scheduled(steps, sizes, P.depth(depth))
     resident, reducing = set(), []
@@ -180,7 +180,7 @@ def test_weights_are_there_while_a_use_or_what_is_inside_of_it_runs(steps, depth
 
 @steadily
 @given(nests(), st.integers(0, 3), st.integers(0, 3))
-def test_no_policy_leaves_a_budget_that_it_accepts(steps, depth, more):
+def test_every_policy_stays_within_an_accepted_budget(steps, depth, more):
     sizes = sizes_of(steps)
     budget = least_step(steps, sizes).peak + 512 * more
     schedule = scheduled(steps, sizes, P.depth(depth), budget)
@@ -193,7 +193,7 @@ def test_no_policy_leaves_a_budget_that_it_accepts(steps, depth, more):
 
 @settings(steadily, max_examples=25)
 @given(nests(), st.sampled_from([0.2, 1.0, 3.0]))
-def test_auto_waits_no_longer_than_one_ahead_and_time_adds_up(steps, link):
+def test_auto_waits_no_longer_than_one_ahead_and_times_add_up(steps, link):
     sizes = sizes_of(steps)
     times = {fqn: Times(1.0, 2.0, link, link) for fqn in sizes}
     default, auto = (scheduled(steps, sizes, policy, None, times) for policy in (P.depth(1), P.auto()))

@@ -1,4 +1,4 @@
-"""What compute waits for in a step, and why."""
+"""The waits of compute in a step, and their causes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def causes(plan):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_the_waits_of_any_plan_add_up_to_its_exposed_time(streams):
+def test_waits_add_up_to_the_exposed_time(streams):
     rng, seen = random.Random(1), 0
     for _ in range(25):
         rows = [rng.choice([16, 64, 256, 512, 900]) for _ in range(rng.randint(1, 7))]
@@ -40,12 +40,12 @@ def test_the_waits_of_any_plan_add_up_to_its_exposed_time(streams):
     assert seen > 80
 
 
-def test_a_plan_without_costs_says_nothing_of_waits():
+def test_a_plan_without_costs_has_no_waits():
     assert waits_of(block_plan()) == ()
 
 
-def test_what_begins_a_direction_and_what_ends_the_step_is_hidden_by_nothing():
-    plan = planned(backward=4e-3, forward=4e-3)  # of which the root computes as well, before the first block
+def test_the_first_gathers_and_the_last_reduction_cannot_be_hidden():
+    plan = planned(backward=4e-3, forward=4e-3)  # the root also computes, before the first block
     assert causes(plan) == {
         "gather  f": Cause.FIRST,
         "reduction blocks.0 b": Cause.LAST,
@@ -57,7 +57,7 @@ def test_what_begins_a_direction_and_what_ends_the_step_is_hidden_by_nothing():
     assert causes(plan.with_policies(costs=costs))["gather blocks.2 b"] is Cause.TURN
 
 
-def test_what_the_policy_issues_late_is_told_from_what_the_link_has_no_time_for():
+def test_late_issue_by_the_policy_is_distinguished_from_a_busy_link():
     late = planned(prefetch=DEPTH(0), bandwidth=2e9)
     assert {cause for where, cause in causes(late).items() if "gather blocks" in where} == {Cause.POLICY}
     waits = [wait for wait in waits_of(late) if wait.kind is Kind.UNSHARD and wait.fqn]
@@ -67,7 +67,7 @@ def test_what_the_policy_issues_late_is_told_from_what_the_link_has_no_time_for(
     assert causes(late.with_policies(DEPTH(2))).keys() < causes(late).keys()
 
 
-def test_what_a_budget_holds_back_would_be_issued_earlier_without_it():
+def test_a_gather_that_the_budget_delays_would_be_issued_earlier_without_it():
     rows = (256, 512, 64, 768, 64)
     held, free = (planned(rows, DEPTH(2), budget, bandwidth=1e9) for budget in (1_700_000, None))
     assert causes(held)["gather blocks.3 f"] is Cause.BUDGET
@@ -76,7 +76,7 @@ def test_what_a_budget_holds_back_would_be_issued_earlier_without_it():
     assert causes(within_one_ahead)["gather blocks.3 f"] is Cause.BUDGET
 
 
-def test_reductions_that_come_first_or_are_too_many_hold_up_others():
+def test_reductions_first_and_the_limit_in_flight_cause_waits():
     first = planned((256, 512, 64, 768, 64), reduces_first=True, bandwidth=1e9)
     assert causes(first)["reduction blocks.3 b"] is Cause.REDUCES_FIRST
     waits = {wait.fqn: wait for wait in waits_of(first) if wait.cause is Cause.REDUCES_FIRST}
@@ -87,7 +87,7 @@ def test_reductions_that_come_first_or_are_too_many_hold_up_others():
     assert [(wait.fqn, wait.cause, wait.holds_up) for wait in waits[:1]] == [("blocks.4", Cause.IN_FLIGHT, "blocks.2")]
 
 
-def test_a_gather_that_waits_on_the_link_names_what_is_before_it():
+def test_a_gather_that_waits_on_the_link_names_the_collective_before_it():
     plan = block_plan((768, 768, 64, 64, 768, 64))
     slow = {fqn: 3e-3 if fqn == "blocks.4" else 1e-5 for fqn in plan.order}
     waits = waits_of(plan.with_policies(costs=costs_of(plan, reduce=slow)))
@@ -104,6 +104,6 @@ def test_small_groups_on_a_busy_link_wait_for_its_latency():
     assert all(0.9 * wait.takes < wait.fixed < wait.takes for wait in waits)
 
 
-def test_on_streams_a_gather_waits_for_its_memory():
+def test_with_streams_a_gather_waits_for_its_memory():
     plan = planned((256, 512, 64, 768, 64), bandwidth=1e9, streams=True)
     assert causes(plan)["gather blocks.1 b"] is Cause.MEMORY

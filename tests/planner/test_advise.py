@@ -1,4 +1,4 @@
-"""The planner: shapes, traces, memory against steps that run, times against formulas, and what it recommends"""
+"""The planner: shapes, traces, predicted memory and real steps, predicted times and formulas, and recommendations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLAYED = replace(KNOWN["h100"], backend="fake")
 
 
 def build():
-    """A model that is not of the planner's own."""
+    """A model that is not one of the planner's."""
     return Transformer(dropout=0.1), lambda model, sequences: next_token_loss(
         model, torch.zeros(sequences, 8, dtype=torch.int64)
     )
@@ -43,7 +43,7 @@ def build():
 # ---------------------------------------------------------------------- shapes
 
 
-def test_a_shape_has_the_parameters_of_its_decoder():
+def test_a_shape_has_as_many_parameters_as_its_decoder():
     for shape in (SMALL, replace(SMALL, tied=True), replace(SMALL, head_width=32, hidden=100), NAMED["gpt2-124m"]):
         with FakeTensorMode():
             assert sum(p.numel() for p in Decoder(shape).parameters()) == shape.parameters
@@ -51,7 +51,7 @@ def test_a_shape_has_the_parameters_of_its_decoder():
     assert round(NAMED["llama3-70b"].parameters / 1e9, 1) == 70.6
 
 
-def test_shapes_are_named_spelt_and_read_from_configurations(tmp_path):
+def test_shapes_are_parsed_from_text_and_read_from_configurations(tmp_path):
     assert Shape.parse("layers=5,width=64,heads=4,vocabulary=256,sequence=64,key-value-heads=2") == SMALL
     config = {
         "model_type": "llama",
@@ -68,32 +68,32 @@ def test_shapes_are_named_spelt_and_read_from_configurations(tmp_path):
     assert Shape.from_config(tmp_path) == replace(SMALL, hidden=256)
     assert source_of(str(file), sequence=32).sequence == 32
     file.write_text(json.dumps({**config, "model_type": "bert"}))
-    with pytest.raises(cs.ShardConfigValueError, match="model_type 'bert'; known are"):
+    with pytest.raises(cs.ShardConfigValueError, match="model_type 'bert'; supported are"):
         Shape.from_config(file)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": "lama"}, "'lama' is no shape .it is no name, and .* name=number.* Give one of gpt2-124m"),
-        ({"model": "layers=2,width=10,heads=3,vocabulary=9,sequence=8"}, "width=10 is no multiple of heads=3"),
+        ({"model": "lama"}, "'lama' is not a shape .it is not a known name, .* name=number.* Use one of gpt2-124m"),
+        ({"model": "layers=2,width=10,heads=3,vocabulary=9,sequence=8"}, "width=10 is not a multiple of heads=3"),
         ({"model": "no_such_module:build", "sequence": 8}, "cannot be imported: No module named"),
-        ({"model": build}, "sequence: give the tokens of a sequence"),
+        ({"model": build}, "sequence: give the tokens per sequence"),
         ({"model": nn.Linear(2, 2)}, "give a function that makes the model"),
         ({"machine": "abacus"}, "'abacus' is neither a file nor one of h100"),
         ({"devices": 0}, "devices: 0 is not a number above 0"),
-        ({"precision": "int3"}, "'int3' is none of float32, bfloat16-mixed"),
-        ({"tensor": (3,)}, "divide no 2 devices"),
-        ({"model": lambda: 3, "sequence": 8}, "gave a int; a factory gives an nn.Module"),
+        ({"precision": "int3"}, "'int3' is not one of float32, bfloat16-mixed"),
+        ({"tensor": (3,)}, "divides 2 devices"),
+        ({"model": lambda: 3, "sequence": 8}, "returned a int; a factory returns an nn.Module"),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
-def test_what_makes_no_sense_is_said(arguments, message):
+def test_invalid_arguments_are_errors(arguments, message):
     with pytest.raises(cs.ShardConfigError, match=message):
         advise(**{"model": SMALL, "devices": 2, **arguments})
 
 
-def test_fewer_bits_are_fewer_bytes_and_less_time_on_slow_links():
+def test_low_precision_sends_fewer_bytes_and_is_faster_on_slow_links():
     slow = {"devices": 4, "intra_node": 1e8, "inter_node": 1e8}
     policy = cs.CommPolicy("fp8", "int8", "int8", error_feedback=True)
     exact, low = advise(SMALL, **slow), advise(SMALL, **slow, comm_policy=policy)
@@ -104,16 +104,16 @@ def test_fewer_bits_are_fewer_bytes_and_less_time_on_slow_links():
         )
         assert two.moved < 0.5 * one.moved
         assert two.time.exposed < 0.6 * one.time.exposed
-        assert two.memory.peak.communication > one.memory.peak.communication  # what rounding leaves
+        assert two.memory.peak.communication > one.memory.peak.communication  # rounding errors are kept
     assert "bfloat16-mixed (gather fp8, reduce int8, replicas int8, error feedback)" in text.text(low)
     assert "comm_policy=cs.CommPolicy(gather='fp8'" in text.script(low, low.recommended)
 
 
-def test_a_machine_is_kept_in_a_file(tmp_path):
+def test_a_machine_can_be_written_to_json_and_read_again(tmp_path):
     machine = replace(KNOWN["h200"], name="ours", backend="gloo", intra_node=Link(3e9, 1e-4))
     assert Machine.from_json(machine.to_json()) == machine
     for damaged in ("{", "[]", '{"machine": 9}', machine.to_json().replace("launch", "lunch")):
-        with pytest.raises(cs.ShardConfigValueError, match="no machine that"):
+        with pytest.raises(cs.ShardConfigValueError, match="not a machine that"):
             Machine.from_json(damaged)
     with pytest.raises(cs.ShardConfigValueError, match="memory_bandwidth=0"):
         replace(machine, memory_bandwidth=0)
@@ -123,20 +123,20 @@ def test_a_machine_is_kept_in_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_more_blocks_are_as_the_second_one(checkpointing):
+def test_further_blocks_equal_the_second_block(checkpointing):
     source = source_of(SMALL)
     short = source.traced(PRECISIONS["bfloat16-mixed"], checkpointing, 2)  # of three blocks
     whole = source_of(lambda: (Decoder(SMALL), source.step_of_decoder), SMALL.sequence)
     assert short == whole.traced(PRECISIONS["bfloat16-mixed"], checkpointing, 2)
 
 
-def test_a_trace_counts_operations_and_what_checkpoints_keep():
+def test_a_trace_counts_operations_and_saved_activations():
     tokens, products = 2 * SMALL.sequence, SMALL.parameters - SMALL.vocabulary * SMALL.width - 11 * SMALL.width
-    attention = 4 * SMALL.sequence * SMALL.width * SMALL.layers * tokens  # scores and sums, whole squares
+    attention = 4 * SMALL.sequence * SMALL.width * SMALL.layers * tokens  # scores and sums, without the causal mask
     traces = {kind: source_of(SMALL).traced(PRECISIONS["float32"], kind, 2) for kind in ("none", "selective", "full")}
     assert traces["none"].flops == 6 * products * tokens + 3.5 * attention
     head = SMALL.vocabulary * SMALL.width
-    last = SMALL.layers * SMALL.width * SMALL.feed_forward  # whose result nothing in the block needs again
+    last = SMALL.layers * SMALL.width * SMALL.feed_forward  # nothing in the block needs this result in backward
     assert traces["full"].flops == traces["none"].flops + 2 * (products - head - last) * tokens + attention
     assert traces["none"].activations > 1.5 * traces["selective"].activations > 1.5 * traces["full"].activations
     assert traces["none"].flops < traces["selective"].flops < traces["full"].flops
@@ -144,7 +144,7 @@ def test_a_trace_counts_operations_and_what_checkpoints_keep():
     assert directions == sorted(directions, key=[FORWARD, BACKWARD].index)
 
 
-def test_gradients_of_frozen_parameters_and_of_ties_are_no_activations():
+def test_gradients_of_tied_parameters_are_not_activations():
     with FakeTensorMode():
         model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
         model[1].weight = model[0].weight
@@ -155,7 +155,7 @@ def test_gradients_of_frozen_parameters_and_of_ties_are_no_activations():
 
 
 class HuggingFace(nn.Module):
-    """What the planner knows of a causal model of Transformers: arguments, and the name of its loss."""
+    """Stands in for a causal model of Transformers: its arguments, and the name of its loss."""
 
     def __init__(self):
         super().__init__()
@@ -163,7 +163,7 @@ class HuggingFace(nn.Module):
         self.embed = nn.Embedding(16, 8)
 
     def forward(self, input_ids, labels=None, use_cache=True, **kwargs):
-        assert not use_cache  # checkpointed blocks would lengthen it twice
+        assert not use_cache  # the recomputation of a block would extend the cache again
         hidden = self.embed(input_ids)
         for block in self.blocks:
             hidden = block(hidden)
@@ -174,7 +174,7 @@ class HuggingFace(nn.Module):
 
 
 class Adapted(nn.Module):
-    """What it knows of one of PEFT."""
+    """Stands in for a model of PEFT."""
 
     def __init__(self):
         super().__init__()
@@ -188,14 +188,14 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.parametrize("make", [HuggingFace, Adapted])
-def test_models_of_language_are_called_as_in_training_and_may_ask_for_values(make):
+def test_language_models_are_called_as_in_training_and_may_read_values(make):
     estimates = advise(make, devices=2, sequence=4, precision="float32").estimates
     assert {each.strategy.checkpointing for each in estimates} == {"none", "selective", "full"}
     assert all(each.memory.peak.activations > 0 for each in estimates)
 
 
 class Rotated(nn.Module):
-    """A block that is given float32 angles, and multiplies what it has computed with what it has turned by them."""
+    """A block with float32 angles as input, which multiplies a result with a result that depends on them."""
 
     def __init__(self):
         super().__init__()
@@ -206,7 +206,7 @@ class Rotated(nn.Module):
 
 
 class WithBuffer(nn.Module):
-    """A decoder whose blocks all get one buffer."""
+    """A decoder that passes one buffer to all blocks."""
 
     def __init__(self):
         super().__init__()
@@ -228,10 +228,10 @@ class Refuses(WithBuffer):
         raise ValueError("no tokens")
 
 
-def test_blocks_are_given_the_dtype_of_compute_as_mixed_precision_has_it():
+def test_blocks_get_inputs_in_the_compute_dtype_of_mixed_precision():
     estimates = advise(WithBuffer, devices=2, sequence=4, precision="bfloat16-mixed").estimates
     assert {each.strategy.checkpointing for each in estimates} == {"none", "selective", "full"}
-    with pytest.raises(RuntimeError, match="scalar type"):  # nothing casts where parameters are in bfloat16 themselves
+    with pytest.raises(RuntimeError, match="scalar type"):  # inputs are not cast if parameters are stored in bfloat16
         advise(WithBuffer, devices=2, sequence=4, precision="bfloat16")
 
 
@@ -245,7 +245,7 @@ STRATEGIES = [
     Strategy("hsdp", Layout(1, 16, 4)),
     Strategy("ddp", Layout(1, 1, 8), "selective"),
     Strategy("zero3", Layout(1, 512), "full"),
-    Strategy("zero2", Layout(1, 512), "full"),  # whose first step takes most
+    Strategy("zero2", Layout(1, 512), "full"),  # its first step needs the most memory
 ]
 
 
@@ -254,18 +254,18 @@ def compare(strategy, precision, source=None, sequences=4):
     estimated = Planner(source, PRECISIONS[precision], sequences).estimate(strategy, PLAYED).memory.peak
     counted = rehearse_source(source, strategy, PRECISIONS[precision], sequences).peak
     assert estimated.parameters == counted.parameters
-    assert abs(estimated.optimizer - counted.optimizer) < 1000  # the numbers of steps
+    assert abs(estimated.optimizer - counted.optimizer) < 1000  # the step counts of the optimizer
     assert abs(estimated.total - counted.total) <= 0.05 * counted.total
 
 
-def test_memory_is_that_of_steps_that_run():
+def test_predicted_memory_matches_rehearsed_steps():
     compare(STRATEGIES[0], "bfloat16-mixed", source_of(replace(MIDDLE, layers=2)))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16-mixed"])
 @pytest.mark.matrix
-def test_memory_of_every_strategy_is_that_of_steps_that_run(strategy, precision):
+def test_predicted_memory_of_every_strategy_matches_rehearsed_steps(strategy, precision):
     compare(strategy, precision)
 
 
@@ -279,16 +279,16 @@ def test_memory_of_every_strategy_is_that_of_steps_that_run(strategy, precision)
     ids=str,
 )
 @pytest.mark.matrix
-def test_memory_with_tensor_parallelism_is_that_of_steps_that_run(strategy):
+def test_predicted_memory_with_tensor_parallelism_matches_rehearsed_steps(strategy):
     compare(strategy, "float32")
 
 
 @pytest.mark.matrix
-def test_memory_of_adapters_and_of_other_models_is_that_of_steps_that_run():
+def test_predicted_memory_of_adapters_matches_rehearsed_steps():
     compare(STRATEGIES[0], "bfloat16-mixed", source_of(MIDDLE, adapters=8))
 
 
-def test_kinds_of_memory_follow_from_shards():
+def test_memory_by_category_follows_from_shards():
     planner = Planner(source_of(SMALL), PRECISIONS["bfloat16-mixed"], 1)
     size = 4 * SMALL.parameters
     most = {
@@ -297,7 +297,7 @@ def test_kinds_of_memory_follow_from_shards():
     }
     assert most["none"].parameters == most["ddp"].parameters == size
     assert most["none"].optimizer == 2 * size
-    assert most["none"].unsharded == size / 2  # what autocast has made
+    assert most["none"].unsharded == size / 2  # the copies of autocast
     assert most["zero3"].parameters == size / 4
     assert most["zero3"].gradients == size / 4
     offloaded = planner.estimate(Strategy("zero3", Layout(1, 4), offload=True), KNOWN["h100"])
@@ -306,13 +306,13 @@ def test_kinds_of_memory_follow_from_shards():
 
 
 @pytest.mark.matrix
-def test_what_does_not_fit_into_the_host_goes_to_disk(monkeypatch):
+def test_optimizer_state_that_does_not_fit_on_the_host_goes_to_disk(monkeypatch):
     def advice(host, **options):
         wanted = {"devices": 2, "machine": replace(KNOWN["h100"], memory=int(1.2e9)), "batch": 1}
         return advise(SMALL, host_memory_per_device=host, **wanted | options)
 
     size = 4 * SMALL.parameters // 2
-    monkeypatch.setattr(strategies, "DISK_MEMORY", size // 4)  # or all of so small a state would be in memory as well
+    monkeypatch.setattr(strategies, "DISK_MEMORY", size // 4)  # with the default, this small state would be in memory
     everything, alone, none = advice(5 * size), advice(int(2.5 * size)), advice(size)
     names = {str(each.strategy) for each in alone.estimates}
     assert {"zero3", "zero3, offload", "zero3, offload to disk", "zero3, offload of the optimizer"} <= names
@@ -332,7 +332,7 @@ def test_what_does_not_fit_into_the_host_goes_to_disk(monkeypatch):
     assert host.host_short == 4 * size - int(2.5 * size)
     assert of(everything, "zero3, offload").fits
     assert not of(none, "zero3, offload to disk").fits
-    assert "no, host by" in text.text(none, None)
+    assert "no, host " in text.text(none, None)
     tight = advice(int(2.5 * size), machine=replace(KNOWN["h100"], memory=disk.needed + 1))
     lines = text.script(tight, of(tight, "zero3, offload to disk"))
     assert 'offload_policy=cs.DiskOffloadPolicy("offload", memory=1 << 30)' in lines
@@ -342,14 +342,14 @@ def test_what_does_not_fit_into_the_host_goes_to_disk(monkeypatch):
 # ---------------------------------------------------------------------- time
 
 
-def test_rings_over_nodes_share_the_cards_of_the_nodes():
+def test_rings_over_nodes_share_the_network_adapters_of_each_node():
     machine = replace(KNOWN["h100"], intra_node=Link(300e9, 1e-5), inter_node=Link(40e9, 2e-5), devices_per_node=8)
     assert ring(machine, 8, 1) == Link(300e9, 1e-5)
-    assert ring(machine, 16, 1).bandwidth == 300e9  # eight cards would do 320
+    assert ring(machine, 16, 1).bandwidth == 300e9  # limited by the node; eight network adapters reach 320
     assert ring(machine, 16, 1).latency == pytest.approx(3e-5)
-    assert ring(machine, 4, 8).bandwidth == 40e9  # replicas, one in each node
+    assert ring(machine, 4, 8).bandwidth == 40e9  # replicas, one per node
     assert ring(machine, 4, 8).latency == pytest.approx(6e-5)
-    assert ring(machine, 8, 4).bandwidth == 80e9  # two in each node
+    assert ring(machine, 8, 4).bandwidth == 80e9  # two per node
     assert sent(Link(10.0, 1.0), 4, 40.0) == 1.0 + 0.75 * 4.0
     assert sent(Link(10.0, 1.0), 1, 40.0) == 0.0
 
@@ -370,7 +370,7 @@ def test_times_follow_the_roofline_and_the_network():
 
 
 @pytest.mark.matrix
-def test_hsdp_pays_where_the_network_between_nodes_is_slow():
+def test_hsdp_is_faster_if_the_network_between_nodes_is_slow():
     wide = Shape(3, 2048, 16, 4096, 256)
     slow = advise(wide, devices=16, machine="a100-80gb", inter_node=1e9, batch=8)
     best = {each.strategy.name: each for each in reversed(slow.estimates) if each.fits}
@@ -382,54 +382,54 @@ def test_hsdp_pays_where_the_network_between_nodes_is_slow():
 # ---------------------------------------------------------------------- advice
 
 
-def test_advice_in_words():
+def test_advice_as_text():
     assert_expected_inline(
         text.text(advise(replace(SMALL, width=1024, vocabulary=32000), devices=2, machine="rtx4090", batch=16), 6),
         """\
-the shape, bfloat16-mixed, 2,048 tokens a step on 2 devices (RTX 4090 24 GB, PCIe 4.0, 25 Gb/s, 23.0 GiB each)
+the shape, bfloat16-mixed, 2,048 tokens per step on 2 devices (RTX 4090 24 GB, PCIe 4.0, 25 Gb/s, 23.0 GiB each)
 
-strategy                        fits  memory  params  optimizer  grads  activ.  gathered      step  tokens/s  waits
-zero2                           yes     1.80    0.23       0.46   0.23    0.62      0.25  0.0251 s    81,586  48.7%
-zero1                           yes     2.02    0.23       0.46   0.23    0.62      0.48  0.0251 s    81,586  48.7%
-zero1, selective checkpointing  yes     1.85    0.23       0.46   0.23    0.45      0.48  0.0254 s    80,694  43.8%
-zero2, selective checkpointing  yes     1.63    0.23       0.46   0.23    0.45      0.25  0.0254 s    80,694  43.8%
-zero1, full checkpointing       yes     1.79    0.23       0.46   0.23    0.39      0.48  0.0259 s    79,219  42.8%
-zero2, full checkpointing       yes     1.57    0.23       0.46   0.23    0.39      0.25  0.0259 s    79,219  42.8%
+strategy                        fits  memory  params  optimizer  grads  activ.  unsharded      step  tokens/s  exposed
+zero2                           yes     1.80    0.23       0.46   0.23    0.62       0.25  0.0251 s    81,586    48.7%
+zero1                           yes     2.02    0.23       0.46   0.23    0.62       0.48  0.0251 s    81,586    48.7%
+zero1, selective checkpointing  yes     1.85    0.23       0.46   0.23    0.45       0.48  0.0254 s    80,694    43.8%
+zero2, selective checkpointing  yes     1.63    0.23       0.46   0.23    0.45       0.25  0.0254 s    80,694    43.8%
+zero1, full checkpointing       yes     1.79    0.23       0.46   0.23    0.39       0.48  0.0259 s    79,219    42.8%
+zero2, full checkpointing       yes     1.57    0.23       0.46   0.23    0.39       0.25  0.0259 s    79,219    42.8%
 
-memory in GiB a device, each kind at its most; waits: the share of a step in which compute waits for others
+memory in GiB per device, maximum of each category; exposed: share of a step that is exposed communication
 
-Take zero2, in 1.8 GiB, at 81,586 tokens a second; 49% of a step waits for communication. The best of the
-others, zero1, gives 1.00 of its tokens.""",
+Use zero2. It needs 1.8 GiB per device and reaches 81,586 tokens/s; 49% of a step is exposed communication.
+The best alternative, zero1, reaches 1.00 of this throughput.""",
     )
 
 
-def test_what_fits_whole_is_not_sharded():
-    assert advise(SMALL, devices=1, batch=64).reason.startswith("Do not shard: one device holds all of it")
+def test_a_model_that_fits_on_one_device_is_not_sharded():
+    assert advise(SMALL, devices=1, batch=64).reason.startswith("Do not shard: the model fits on one device")
     assert advise(SMALL, devices=2, batch=64).reason.startswith("Do not shard parameters, replicate them")
 
 
 @pytest.mark.matrix
-def test_what_fits_barely_is_sharded_and_what_does_not_fit_is_said():
+def test_a_model_that_barely_fits_is_sharded_and_missing_memory_is_reported():
     wide = Shape(3, 1024, 8, 1024, 64)
     free = advise(wide, devices=4, machine="rtx4090")
     smallest = min((each for each in free.estimates if not each.strategy.offload), key=lambda each: each.needed)
     tight = advise(wide, devices=4, machine="rtx4090", memory_per_device=smallest.needed)
     assert tight.recommended.needed == smallest.needed
     assert tight.recommended.strategy.checkpointing == "full"
-    assert "would be simpler and lacks" in tight.reason
+    assert "would be simpler but needs" in tight.reason
     nothing = advise(wide, devices=1, machine="rtx4090", memory_per_device=1 << 20)
     assert nothing.recommended is None
     assert nothing.reason.startswith("Nothing fits.")
 
 
-def test_a_model_of_ones_own_is_planned():
+def test_a_custom_model_is_planned():
     advice = advise(build, devices=4, machine="h100", sequence=8, precision="float32")
     assert {each.strategy.name for each in advice.estimates} == {"ddp", "zero1", "zero2", "zero3", "hsdp"}
     assert all(each.memory.most.activations > 0 for each in advice.estimates)
 
 
 @pytest.mark.matrix
-def test_tensor_parallelism_takes_its_share():
+def test_tensor_parallelism_shards_parameters_and_adds_communication():
     advice = advise(SMALL, devices=4, tensor=(1, 2), precision="float32")
     plain, parallel = (
         next(e for e in advice.estimates if e.strategy.layout == layout and e.strategy.checkpointing == "none")
@@ -442,7 +442,7 @@ def test_tensor_parallelism_takes_its_share():
 # ---------------------------------------------------------------------- the command
 
 
-def test_the_command_answers_in_json_and_writes_a_script_that_runs(tmp_path, capsys):
+def test_the_command_prints_json_and_writes_a_script_that_runs(tmp_path, capsys):
     emitted = tmp_path / "shard.py"
     shape = "layers=3,width=64,heads=4,vocabulary=256,sequence=32"
     code = main(["advise", shape, "--devices", "2", "--memory", "30MiB", "--json", "--emit", str(emitted)])
@@ -457,7 +457,7 @@ def test_the_command_answers_in_json_and_writes_a_script_that_runs(tmp_path, cap
         assert isinstance(names["optimizer"], torch.optim.AdamW)
 
 
-def test_a_terminal_gets_the_same_cells_as_a_file(capsys, monkeypatch):
+def test_a_terminal_shows_the_same_cells_as_plain_text(capsys, monkeypatch):
     arguments = ["advise", "layers=1,width=64,heads=4,vocabulary=256,sequence=32", "--devices", "2", "--all"]
     assert main(arguments) == 0
     plain = capsys.readouterr().out
@@ -477,9 +477,9 @@ def cs_world():
     return testing.fake(2)
 
 
-def test_the_command_says_what_is_wrong(capsys):
+def test_the_command_reports_errors_in_one_line(capsys):
     assert main(["advise", "lama", "--devices", "2"]) == 2
-    assert "Give one of gpt2-124m" in capsys.readouterr().err
+    assert "Use one of gpt2-124m" in capsys.readouterr().err
     assert main(["advise", "lama", "--devices", "2", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"] == "ShardConfigValueError"
     assert main(["advise", f"{__name__}:Refuses", "--devices", "2", "--sequence", "4"]) == 2
@@ -489,7 +489,7 @@ def test_the_command_says_what_is_wrong(capsys):
 
 
 @pytest.mark.matrix
-def test_the_command_draws_what_does_not_fit_as_well(tmp_path, capsys):
+def test_the_command_also_draws_strategies_that_do_not_fit(tmp_path, capsys):
     picture = tmp_path / "advice.png"
     shape = "layers=3,width=64,heads=4,vocabulary=256,sequence=32"
     assert main(["advise", shape, "--devices", "2", "--memory", "1KiB", "--plot", str(picture)]) == 1
@@ -497,7 +497,7 @@ def test_the_command_draws_what_does_not_fit_as_well(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_sizes_are_spelt_in_powers_of_ten_and_of_two():
+def test_sizes_are_parsed_in_powers_of_ten_and_of_two():
     assert [size(given) for given in ("5GB", "40GiB", "1 KiB", "7", "1.5MB")] == [
         5 * 10**9,
         40 << 30,
@@ -506,5 +506,5 @@ def test_sizes_are_spelt_in_powers_of_ten_and_of_two():
         1_500_000,
     ]
     for given in ("", "GB", "-1GB", "0", "three"):
-        with pytest.raises(argparse.ArgumentTypeError, match="is no size; give one as in"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a size; give one such as"):
             size(given)

@@ -1,4 +1,4 @@
-"""`python -m composable_shard env`: what it says of a machine, and what it keeps to itself."""
+"""`python -m composable_shard env`: what it prints about a machine, and what it hides."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = Environment(
 )
 CUDA = replace(
     CPU,
-    devices=(*CPU.devices, Device("cuda", "A card", 80 * 10**9, None)),
+    devices=(*CPU.devices, Device("cuda", "A GPU", 80 * 10**9, None)),
     backends={**CPU.backends, "nccl": True},
     tools={**CPU.tools, "triton": "3.5.0"},
 )
@@ -37,7 +37,7 @@ def support(seen):
     return {each.what: (each.state, each.why) for each in seen.support}
 
 
-def test_the_text_of_a_machine_without_accelerator(monkeypatch, capsys):
+def test_the_text_for_a_machine_without_an_accelerator(monkeypatch, capsys):
     bare = {**CPU.versions, "xxhash": None, "safetensors": None, "rich": None, "matplotlib": None, "ray": None}
     seen = replace(CPU, versions=bare, tools={**CPU.tools, "C++ compiler": None})
     monkeypatch.setattr(env, "environment", lambda: seen)
@@ -48,54 +48,54 @@ def test_the_text_of_a_machine_without_accelerator(monkeypatch, capsys):
 Versions
   python        3.11.7
   torch         2.13.0+cpu
-  CUDA          not there
-  rich          not there
-  matplotlib    not there
-  safetensors   not there
-  xxhash        not there
+  CUDA          not found
+  rich          not found
+  matplotlib    not found
+  safetensors   not found
+  xxhash        not found
   transformers  1.0
   accelerate    1.0
   lightning     1.0
   peft          1.0
-  ray           not there
+  ray           not found
 
-How torch was built
+Build of torch
   for  CPU
 
 Platform
   system        Linux-6.1
-  C++ compiler  not there
+  C++ compiler  not found
   Python.h      /usr/include/Python.h
-  triton        not there
+  triton        not found
 
 Devices
-  kind  name         memory   free
+  type  name         memory   free
   cpu   A processor  25.0 GB  20.0 GB
 
 Backends of torch.distributed
-  gloo  there
+  gloo  available
   nccl  not in this build of torch
   mpi   not in this build of torch
   ucc   not in this build of torch
   xccl  not in this build of torch
 
-Variables of the environment
+Environment variables
   OMP_NUM_THREADS  1
 
 What works here
-  torch                              yes         2.13.0+cpu, of 2.11 to 2.15
+  torch                              yes         2.13.0+cpu (tested with 2.11 to 2.15)
   operating system                   yes         Linux
-  communication                      falls back  no accelerator: gloo, by broadcasts, messages and local sums
+  communication                      falls back  no accelerator: gloo, with broadcasts, messages and local sums
   torch.compile                      no          no C++ compiler: Inductor does not work on CPU; 'aot_eager' does
   checksums of checkpoints           falls back  xxhash is not installed: CRC32, about six times slower than xxhash's
   checkpoints for other programs     falls back  safetensors is not installed: only other programs need it
   tables and progress on a terminal  falls back  rich is not installed: plain text, no progress
-  figures                            no          matplotlib is not installed: composable_shard.report draws nothing
+  figures                            no          matplotlib is not installed: composable_shard.report cannot draw
 """,
     )
 
 
-def test_all_of_it_is_there_as_json(capsys):
+def test_json_contains_everything(capsys):
     assert command_line.main(["env", "--json"]) == 0
     seen = json.loads(capsys.readouterr().out)
     assert seen.keys() == {
@@ -135,18 +135,18 @@ def test_help_has_an_example(capsys):
     assert "python -m composable_shard env > env.txt" in capsys.readouterr().out
 
 
-def test_the_page_on_the_command_line_has_every_command():
+def test_the_command_line_page_documents_every_command():
     page = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
     for command in command_line.COMMANDS:
         assert f"\n| [`{command.NAME}`](#{command.NAME}) |" in page
         section = page.split(f"\n## {command.NAME}\n")[1].split("\n## ")[0]
-        assert re.search(rf"\n\$ \S.* -m composable_shard {command.NAME}\b", section)  # perhaps by a launcher
+        assert re.search(rf"\n\$ \S.* -m composable_shard {command.NAME}\b", section)  # possibly with a launcher
 
 
 # ---- variables
 
 
-def test_variables_that_matter_are_shown_and_others_are_not():
+def test_only_variables_that_affect_the_library_are_shown():
     given = {
         "COMPOSABLE_SHARD_DEBUG": "1", "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "lo", "TORCH_NCCL_AVOID_RECORD": "1",
         "OMP_NUM_THREADS": "2", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:512",
@@ -183,11 +183,11 @@ def test_every_variable_that_the_package_reads_is_shown():
         ("TORCH_X", "0123456789abcdef0123456789abcdef"),
     ],
 )
-def test_what_looks_like_a_secret_is_hidden(name, value):
+def test_values_that_look_like_secrets_are_hidden(name, value):
     assert environment._shown({name: value}) == {name: HIDDEN}
 
 
-def test_the_directory_of_the_user_is_not_shown(monkeypatch):
+def test_the_home_directory_is_not_shown(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     assert environment._shown({"TORCH_HOME": "/home/someone/cache"}) == {"TORCH_HOME": "~/cache"}
 
@@ -204,7 +204,7 @@ def test_versions_of_torch(version, state):
 
 def test_communication_by_device_and_backend():
     assert support(CPU)["communication"][0] == "falls back"
-    assert support(CUDA)["communication"] == ("yes", "nccl: gathers straight into the weights' memory")
+    assert support(CUDA)["communication"] == ("yes", "nccl: gathers directly into the memory of the weights")
     without = replace(CUDA, backends=CPU.backends)
     assert support(without)["communication"] == ("no", "this build of torch lacks nccl, the backend for cuda")
     other = replace(CUDA, devices=(*CPU.devices, Device("mtia", "Another", None, None)))

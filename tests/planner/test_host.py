@@ -1,4 +1,4 @@
-"""What a process may have of its machine, also where a container has less."""
+"""The processors and the memory that a process may use, also in a container with a lower limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write(path, **texts):
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A machine with 64 GB, of which 40 are free, and what its control groups say."""
+    """A machine with 64 GB, of which 40 are free, and files for its cgroups."""
     table, root = tmp_path / "cgroup", tmp_path / "root"
     monkeypatch.setattr(host, "_meminfo", {"MemTotal": 64 * GB, "MemAvailable": 40 * GB}.get)
     real = host._limits
@@ -27,11 +27,11 @@ def machine(tmp_path, monkeypatch):
     return table, root
 
 
-def test_without_control_groups_the_machine_decides(machine):
+def test_without_cgroups_the_machine_sets_the_limit(machine):
     assert (host.total_memory(), host.available_memory()) == (64 * GB, 40 * GB)
 
 
-def test_a_group_of_version_2_and_those_around_it_limit_memory(machine):
+def test_a_cgroup_v2_and_its_parents_limit_memory(machine):
     table, root = machine
     table.write_text("0::/outer/inner\n")
     write(root / "outer", memory__max=16 * GB, memory__current=6 * GB, memory__stat=f"anon 5\ninactive_file {GB}")
@@ -39,7 +39,7 @@ def test_a_group_of_version_2_and_those_around_it_limit_memory(machine):
     assert (host.total_memory(), host.available_memory()) == (16 * GB, 11 * GB)
 
 
-def test_a_group_of_version_1_limits_memory_and_its_largest_number_does_not(machine):
+def test_a_cgroup_v1_limits_memory_unless_its_number_means_no_limit(machine):
     table, root = machine
     table.write_text("4:memory:/job\n3:cpuset:/\n")
     write(root / "memory", memory__limit_in_bytes=9223372036854771712, memory__usage_in_bytes=50 * GB)
@@ -48,7 +48,7 @@ def test_a_group_of_version_1_limits_memory_and_its_largest_number_does_not(mach
     assert (host.total_memory(), host.available_memory()) == (8 * GB, 5 * GB)
 
 
-def test_in_a_container_the_limit_stands_at_the_root(machine):
+def test_in_a_container_the_limit_is_read_at_the_root(machine):
     table, root = machine
     table.write_text("0::/a/path/of/the/host\n")
     write(root, memory__max=4 * GB, memory__current=GB)

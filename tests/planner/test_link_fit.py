@@ -1,4 +1,4 @@
-"""A link is recovered from the times that it makes."""
+"""A link is recovered from the times of its messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def times(link, noise=0.0):
 
 
 @pytest.mark.parametrize("link", [Link(1.5e9, 3e-4), Link(4e11, 1.2e-5), Link(2e8, 0.0)])
-def test_exact_times_give_the_link_back(link):
+def test_exact_times_recover_the_link(link):
     fit = fit_link(SIZES, times(link))
     assert fit.link.bandwidth == pytest.approx(link.bandwidth, rel=1e-6)
     assert fit.link.latency == pytest.approx(link.latency, rel=1e-6, abs=1e-12)
@@ -27,7 +27,7 @@ def test_exact_times_give_the_link_back(link):
 
 
 def test_small_messages_count_as_much_as_large_ones():
-    """Least squares of seconds would not see the latency: it is a thousandth of the longest time."""
+    """Least squares of absolute errors would miss the latency, which is a thousandth of the longest time."""
     link = Link(1.5e9, 4e-5)
     fit = fit_link(SIZES, times(link, noise=0.1))
     assert fit.link.latency == pytest.approx(link.latency, rel=0.1)
@@ -49,7 +49,7 @@ def test_times_that_fall_with_the_size_still_give_a_link():
     assert fit.link.bandwidth > 0
 
 
-def test_a_rank_sends_what_it_has_to_each_other_one():
+def test_a_rank_sends_its_part_to_every_other_rank():
     assert sent(800, 2) == 400
     assert sent(800, 8) == 700
 
@@ -58,6 +58,6 @@ def test_a_rank_sends_what_it_has_to_each_other_one():
     ("amounts", "seconds"),
     [([1.0, 1.0], [1.0, 1.0]), ([1.0, 2.0], [1.0]), ([1.0, 2.0], [1.0, 0.0]), ([0.0, 2.0], [1.0, 1.0])],
 )
-def test_times_that_make_no_link_are_refused(amounts, seconds):
+def test_invalid_times_are_refused(amounts, seconds):
     with pytest.raises(ShardConfigValueError, match="fit_link: expected"):
         fit_link(amounts, seconds)

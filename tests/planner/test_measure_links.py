@@ -1,4 +1,4 @@
-"""`python -m composable_shard measure-links`: it starts ranks, or is one, and leaves nothing behind."""
+"""`python -m composable_shard measure-links` starts ranks, or is one of them, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -62,22 +62,22 @@ def commands(pid):
 
 
 @pytest.mark.matrix
-def test_a_rank_that_is_killed_ends_the_others_and_its_last_words_are_shown(monkeypatch, capsys):
+def test_a_killed_rank_ends_the_others_and_its_output_is_shown(monkeypatch, capsys):
     monkeypatch.setattr(measuring, "ON_RANK", "_measuring_ranks:die_or_wait")
     code = command_line.main(["measure-links", "--ranks", "2", "--device", "cpu", "--timeout", str(LIMIT_S)])
     out, err = capsys.readouterr()
     assert (code, out) == (1, "")
-    assert "measure-links: rank 1 of 2 failed: it was ended by signal 9.\nIt has printed:\n" in err
+    assert "measure-links: rank 1 of 2 failed: it was killed by signal 9.\nIts output:\n" in err
     assert "the last words of rank 1" in err
     assert "planner.ranks" not in commands(os.getpid())
 
 
-def test_a_failure_names_the_rank_that_died_first_and_what_is_alike_once():
+def test_a_failure_names_dead_ranks_first_and_equal_errors_once():
     late = ranks._Failure(0, "RuntimeError: connection closed", "Traceback ...\nRuntimeError: connection closed")
-    died = ranks._Failure(2, "it was ended by signal 9", "it was ended by signal 9.", died=True)
+    died = ranks._Failure(2, "it was killed by signal 9", "it was killed by signal 9.", died=True)
     assert ranks._described([late, died], 3) == (
-        "rank 2 of 3 failed: it was ended by signal 9.\n"
-        "rank 0 failed later, perhaps only in consequence: RuntimeError: connection closed"
+        "rank 2 of 3 failed: it was killed by signal 9.\n"
+        "rank 0 failed later, perhaps as a consequence: RuntimeError: connection closed"
     )
     alike = [ranks._Failure(rank, "a bad setting", "a bad setting") for rank in (1, 0)]
     assert ranks._described(alike, 2) == "ranks 0, 1 of 2 failed: a bad setting"
@@ -107,7 +107,7 @@ def test_an_interrupt_ends_the_ranks(monkeypatch, capsys):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_command_that_is_ended_by_a_signal_leaves_no_process(number):
+def test_a_command_that_is_killed_by_a_signal_leaves_no_process(number):
     process = start("--ranks", "2", "--device", "cpu")
     deadline = time.monotonic() + LIMIT_S
     while len(children := descendants(process.pid)) < 2:
@@ -136,8 +136,8 @@ LAUNCHED = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MAST
 
 
 @distributed(world=2)
-def test_under_a_launcher_it_is_one_rank_and_measures_between_nodes(rank, world):
-    """Each rank is a node of its own, as far as it is told; their process group is that of the test."""
+def test_under_a_launcher_the_command_is_one_rank_and_measures_between_nodes(rank, world):
+    """The environment describes each rank as a node of its own. The process group is that of the test."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         for name, value in {**LAUNCHED, "RANK": str(rank), "MASTER_PORT": "1"}.items():
             patch.setenv(name, value)
@@ -157,7 +157,7 @@ def test_under_a_launcher_it_is_one_rank_and_measures_between_nodes(rank, world)
 
 
 @pytest.mark.matrix
-def test_two_processes_that_a_launcher_has_started_measure_together(tmp_path):
+def test_two_processes_of_a_launcher_measure_together(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -182,7 +182,7 @@ def failing(capsys, *arguments):
     return code, capsys.readouterr().err
 
 
-def test_arguments_that_cannot_work_are_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+def test_invalid_arguments_are_refused_before_measuring(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(ranks, "on_ranks", lambda *_, **__: pytest.fail("measured"))
     code, error = failing(capsys, "--ranks", 1)
     assert (code, error.split("measure-links: ")[1]) == (
@@ -202,7 +202,7 @@ def test_arguments_that_cannot_work_are_refused_before_anything_is_measured(tmp_
             failing(capsys, "--timeout", seconds)
 
 
-def test_a_number_of_ranks_that_is_not_the_launchers_is_refused(monkeypatch, capsys):
+def test_a_number_of_ranks_that_contradicts_the_launcher_is_refused(monkeypatch, capsys):
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     code, error = failing(capsys, "--ranks", 2, "--device", "cpu")
@@ -214,7 +214,7 @@ def test_a_number_of_ranks_that_is_not_the_launchers_is_refused(monkeypatch, cap
     assert "WORLD_SIZE" in error
 
 
-def test_accelerators_are_taken_where_there_are_enough(monkeypatch):
+def test_accelerators_are_used_if_there_are_enough(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     assert (ranks.default_ranks("auto"), ranks.default_ranks("cpu")) == (4, 2)
@@ -223,7 +223,7 @@ def test_accelerators_are_taken_where_there_are_enough(monkeypatch):
         "cuda",
         "cpu",
     )
-    with pytest.raises(ShardConfigValueError, match="8 ranks on this node need as many cuda devices, and it has 4"):
+    with pytest.raises(ShardConfigValueError, match="8 ranks on this node need 8 cuda devices, but it has 4"):
         ranks.device_kind("auto", 8)
 
 

@@ -1,4 +1,4 @@
-"""What ranks measure together: links inside nodes and between them, compute, memory."""
+"""The measurements of ranks: links inside nodes and between them, compute, and memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def test_a_machine_of_one_node(on_one_node):
     assert machine.host_link.bandwidth == machine.host_memory_bandwidth == machine.memory_bandwidth > 1e6
     assert machine.memory > 1e6
     assert (
-        "inter_node was not measured, for all ranks are on one node: it is what intra_node is" in on_one_node[0].notes
+        "inter_node was not measured because all ranks are on one node; the value of intra_node is used"
+        in on_one_node[0].notes
     )
 
 
@@ -73,7 +74,7 @@ def test_all_ranks_have_the_same_figures(on_one_node, on_two_nodes):
 
 
 @pytest.mark.matrix
-def test_a_figure_is_measured_for_each_size_and_link_by_the_librarys_transports(on_two_nodes):
+def test_each_size_and_link_is_measured_with_the_librarys_transports(on_two_nodes):
     measurement = on_two_nodes[0]
     assert [(each.link, each.nbytes, each.name) for each in measurement.collectives] == [
         (link, size, name) for link in (INTRA, INTER) for size in TINY.sizes for name in (GATHER, REDUCTION)
@@ -90,17 +91,19 @@ def test_a_figure_is_measured_for_each_size_and_link_by_the_librarys_transports(
 
 
 @distributed(world=2)
-def test_with_one_rank_a_node_only_the_link_between_nodes_is_measured(rank, world):
+def test_with_one_rank_per_node_only_the_link_between_nodes_is_measured(rank, world):
     measurement = measured(rank, world, 1)
     assert set(measurement.links) == {INTER}
     assert measurement.machine.intra_node == measurement.machine.inter_node
     assert measurement.machine.devices_per_node == 1
-    assert "intra_node was not measured, for each node has one rank: it is what inter_node is" in measurement.notes
+    assert "intra_node was not measured because each node has one rank; the value of inter_node is used" in (
+        measurement.notes
+    )
 
 
 @distributed(world=2)
 def test_nodes_of_different_sizes_are_refused(rank, world):
-    with pytest.raises(ShardConfigValueError, match="start as many on each node"):
+    with pytest.raises(ShardConfigValueError, match="start the same number on each node"):
         measure(replace(place(rank, world, 2), local_ranks=1 + rank), CPU, TINY, None, silent)
     with pytest.raises(ShardConfigValueError, match="numbered node by node"):
         measure(replace(place(rank, world, 2), local_rank=1 - rank), CPU, TINY, None, silent)
@@ -129,7 +132,7 @@ def test_a_figure_is_the_median_of_the_slowest_ranks_times(rank, world):
 
 
 @distributed(world=2)
-def test_repetitions_take_turns_and_short_work_is_done_more_often(rank, world):
+def test_repetitions_alternate_and_short_work_is_repeated(rank, world):
     calls = []
     timing = measuring._Timing(CPU, replace(TINY, seconds=1.0), silent)
     with pytest.MonkeyPatch.context() as patch:
@@ -142,14 +145,14 @@ def test_repetitions_take_turns_and_short_work_is_done_more_often(rank, world):
 def test_a_slow_device_multiplies_fewer_rows(rank, world):
     with pytest.MonkeyPatch.context() as patch:
         timing = measuring._Timing(CPU, replace(QUICK, longest=1.0), silent)
-        patch.setattr(timing, "slowest", lambda case: case.amount / 6 / 256 / 1024 / 100)  # a second for 100 rows
+        patch.setattr(timing, "slowest", lambda case: case.amount / 6 / 256 / 1024 / 100)  # one second for 100 rows
         assert measuring._rows("float32", CPU, timing) == 64
         patch.setattr(timing, "slowest", lambda case: 0.0)
         assert measuring._rows("float32", CPU, timing) == 256
 
 
 class Noting:
-    """A transport that gathers parameters alone if a rank's piece has 64 KiB, and notes how many it is given."""
+    """A transport that gathers parameters separately from 64 KiB per rank on, and records how many it gets."""
 
     route = Route("p2p", gather_from=64 * KIB)
 
@@ -165,25 +168,25 @@ class Noting:
         pass
 
 
-def test_a_gather_moves_large_parameters_apart_where_the_transport_does():
+def test_a_gather_sends_large_parameters_separately_if_the_transport_does():
     transport = Noting()
     for piece in (torch.zeros(32 * KIB), torch.zeros(64 * KIB)):
         measuring._gather(transport, piece.repeat(2), piece)()
     assert transport.numbers == [1, 4]
 
 
-def test_doubts_are_spoken_of(on_one_node):
+def test_unreliable_figures_cause_warnings(on_one_node):
     measurement = on_one_node[0]
     steady = replace(measurement.figures[0], name="steady work", spread=0.2)
     unsteady = replace(measurement.figures[0], name="unsteady work", spread=0.4)
     links = {INTRA: replace(measurement.links[INTRA], error=0.9)}
     words = list(measuring._warnings(Place(0, 10**6, 0, 10**6), links, [steady, unsteady]))
-    assert "cores, and wait for one another" in words[0]
+    assert "cores, so they slow each other down" in words[0]
     assert words[1] == (
-        "repetitions of 1 of 2 figures vary by more than 25%, so other work may share this machine; most of all "
-        "unsteady work (40%)"
+        "1 of 2 figures vary by more than 25% between repetitions, so other work may share this machine; the most "
+        "variable: unsteady work (40%)"
     )
-    assert words[2].startswith("inside a node: one latency and one bandwidth explain the times badly, off by 90%")
+    assert words[2].startswith("inside a node: one latency and one bandwidth do not fit the times: errors up to 90%")
     quiet = {INTRA: replace(measurement.links[INTRA], error=0.1)}
     assert list(measuring._warnings(Place(0, 2, 0, 1), quiet, [steady])) == []
 

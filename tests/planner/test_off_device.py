@@ -1,4 +1,4 @@
-"""What offload takes: the planner, rehearsals and runs agree on bytes of the device, of the host and on disk."""
+"""Offload: the planner, rehearsals and runs agree on the bytes on the device, on the host and on disk."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from composable_shard.planner.precision import PRECISIONS
 from composable_shard.planner.rehearsal import rehearse, rehearse_source
 from composable_shard.planner.sources import source_of
 
-# Runs a program whose state is on disk, or not. It prints the bytes that were resident after a step, beyond those at
-# the begin, and what a rehearsal has counted.
+# Runs a program with its optimizer state on disk, or in memory. It prints how much the resident memory has grown after
+# the steps, and the bytes that a rehearsal has counted.
 MEASURED = """
     import re, sys, torch, composable_shard as cs
     from composable_shard._memory.disk import trim
@@ -48,7 +48,7 @@ MEASURED = """
             most()
 
     seen = rehearse(lambda: run(count), steps=steps)
-    run(1)  # what a first step loads is none of its own
+    run(1)  # loads what only a first step loads
     trim()
     before, after = resident(), []
     run(count, lambda: after.append(resident()), steps)
@@ -57,7 +57,7 @@ MEASURED = """
 
 
 @pytest.mark.parametrize("memory", [16 << 20, more(0)])
-def test_a_rehearsal_counts_what_is_resident_in_a_run(tmp_path, memory):
+def test_a_rehearsal_matches_the_resident_memory_of_a_run(tmp_path, memory):
     count = 12
     command = [sys.executable, "-c", textwrap.dedent(MEASURED), str(tmp_path), str(memory), str(count)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -87,9 +87,9 @@ def program(policy, tells=True):
     return train
 
 
-def test_policies_say_what_is_on_the_device_and_what_is_not():
-    size = 64 * 64 * 4 * 4 // 2  # of this rank's shards
-    steps = 4 * 4  # of AdamW
+def test_policies_determine_what_is_on_the_device():
+    size = 64 * 64 * 4 * 4 // 2  # bytes of this rank's shards
+    steps = 4 * 4  # bytes of the step counts of AdamW
     nothing, everything, state, disk = (
         rehearse(program(policy, tells), 2)
         for policy, tells in (
@@ -104,7 +104,7 @@ def test_policies_say_what_is_on_the_device_and_what_is_not():
     assert (everything.peak.parameters, everything.peak.optimizer) == (0, 0)
     assert everything.offloaded == Offloaded(4 * size + steps)
     assert (state.peak.parameters, state.peak.optimizer) == (size, 0)
-    assert state.offloaded == Offloaded(4 * size + steps)  # copies of shards and gradients, and the state
+    assert state.offloaded == Offloaded(4 * size + steps)  # copies of shards and gradients, and optimizer state
     assert disk.offloaded == Offloaded(2 * size + 5000, 2 * size)
     assert disk.offloaded.moved == 4 * size
     assert disk.peak == everything.peak
@@ -116,7 +116,7 @@ OFFLOADS = {"all": {"offload": True}, "optimizer": {"state": True}, "disk": {"of
 
 
 @pytest.mark.parametrize("what", ["optimizer", more("all"), "disk"])
-def test_the_planner_counts_what_a_rehearsal_counts(what):
+def test_the_planner_matches_a_rehearsal(what):
     strategy = replace(Strategy("zero3", Layout(1, 4)), **OFFLOADS[what])
     source = source_of(MIDDLE)
     estimated = Planner(source, PRECISIONS["float32"], 1).estimate(strategy, replace(KNOWN["h100"], backend="fake"))
@@ -128,7 +128,7 @@ def test_the_planner_counts_what_a_rehearsal_counts(what):
     assert estimated.disk_moved == 2 * estimated.disk_bytes
     assert estimated.memory.peak.optimizer == counted.peak.optimizer == 0
     assert estimated.memory.peak.parameters == counted.peak.parameters
-    # A rehearsal counts gradients that are reduced and wait for their way to the host; the planner counts none.
+    # A rehearsal counts reduced gradients until they are copied to the host. The planner does not.
     waiting = counted.peak.gradients if strategy.offload else 0
     assert abs(estimated.memory.peak.total - (counted.peak.total - waiting)) <= 0.08 * counted.peak.total
 
@@ -139,17 +139,17 @@ def of(advised, name):
 
 @pytest.fixture(scope="module")
 def roomy():
-    """An advice for a machine on which everything fits."""
+    """The advice for a machine on which every strategy fits."""
     return advise(MIDDLE, devices=2, precision="float32", host_memory_per_device=1 << 40)
 
 
 def tight(advised, memory, host):
-    """The same on a machine with less memory."""
+    """The advice for the same machine with less memory."""
     machine = replace(advised.machine, memory=memory, host_memory=host)
     return advise(MIDDLE, devices=2, precision="float32", machine=machine)
 
 
-def test_advice_says_when_offload_pays_and_what_it_takes(roomy):
+def test_advice_recommends_offload_only_if_needed_and_reports_its_cost(roomy):
     assert not roomy.recommended.strategy.offloads
     assert "offload" not in roomy.reason
     least = min(each.needed for each in roomy.estimates if not each.strategy.offloads)
@@ -161,20 +161,20 @@ def test_advice_says_when_offload_pays_and_what_it_takes(roomy):
     taken = tight(roomy, least - 1, 1 << 40)
     assert taken.recommended.strategy.state
     host = f"{taken.recommended.host_bytes / 2**30:.1f} GiB"
-    assert f"Without offload nothing fits. The host holds {host} for each device." in taken.reason
+    assert f"Without offload nothing fits. Offload needs {host} of host memory per device." in taken.reason
     lines = text.script(taken, taken.recommended)
     assert "offload_policy=cs.HostOffloadPolicy(parameters=False, gradients=False)" in lines
     assert lines.endswith("cs.offload_optimizer(optimizer)\n")
     unknown = tight(roomy, least - 1, None)
-    assert "which is taken to be there: its memory is not known." in unknown.reason
+    assert "which is assumed to be available (the size is unknown)." in unknown.reason
     everything = of(roomy, "zero3, offload").host_bytes
-    assert disk.host_bytes == everything  # a state as small as this is in the policy's memory as a whole
+    assert disk.host_bytes == everything  # all of this small state fits into the policy's memory
     bare = tight(roomy, state.needed - 1, everything - 1)
     assert bare.recommended is None
-    assert re.search("offload(?: to disk)? comes closest and lacks 0.0 GiB of the host for each device", bare.reason)
+    assert re.search("offload(?: to disk)? comes closest but needs 0.0 GiB more host memory per device", bare.reason)
 
 
-def test_disks_are_reckoned_with_at_the_bandwidth_that_is_given():
+def test_disk_time_follows_from_the_given_bandwidth():
     shape = Shape(layers=8, width=2048, heads=16, vocabulary=512, sequence=8)
     options = {"devices": 1, "precision": "float32", "memory_per_device": int(2.2e9), "disk_bandwidth": 1e9}
     size = 4 * shape.parameters
@@ -185,12 +185,12 @@ def test_disks_are_reckoned_with_at_the_bandwidth_that_is_given():
     assert (chosen.disk_bytes, chosen.disk_moved) == (2 * size, 4 * size)
     assert chosen.disk_seconds == 4 * size / 1e9 == chosen.time.optimizer
     moved, seconds, step = f"{4 * size / 2**30:.1f} GiB", f"{chosen.disk_seconds:.3g} s", f"{chosen.time.seconds:.3g} s"
-    assert f"a step reads and writes {moved}, which takes {seconds} of its {step}." in advised.reason
+    assert f"A step reads and writes {moved}, which takes {seconds} of its {step}." in advised.reason
     assert "Without offload nothing fits." in advised.reason
     assert text.as_json(advised)["recommended"]["disk_moved"] == 4 * size
 
 
-def test_the_commands_know_what_is_offloaded(capsys):
+def test_the_command_reports_offloaded_bytes(capsys):
     shape = "layers=1,width=64,heads=4,vocabulary=128,sequence=64"
     options = ["--strategy", "zero3", "--precision", "float32", "--offload", "disk", "--disk", "1MB"]
     assert main(["estimate", *options, shape]) == 0
@@ -198,9 +198,9 @@ def test_the_commands_know_what_is_offloaded(capsys):
     size = 4 * Shape.parse(shape).parameters
     (moments,) = (line.split(None, 2)[2] for line in table.splitlines() if line.startswith("  on disk"))
     assert moments == f"{2 * size / 1e3:.1f} kB"
-    assert "read and written in a step" in table
-    assert "which takes, at 1.0 MB a second" in table
+    assert "read and written per step" in table
+    assert "time of disk access at 1.0 MB/s" in table
     assert main(["estimate", *options[:4], shape]) == 0
-    assert "Beside the device" not in capsys.readouterr().out
+    assert "Offloaded" not in capsys.readouterr().out
     assert main(["estimate", *options, "--optimizer", "owned", shape]) == 2
     assert "offload to disk: cannot be planned with 'owned'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Rehearsals: the memory of programs that run with fake tensors is that of the same programs that really run."""
+"""Rehearsals: the memory of programs with fake tensors is that of the same programs with real tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LENGTH = 32
 
 
 def train(engine="none", checks=lambda model, loss: None, steps=STEPS + 1):
-    """What a training script does under a launcher."""
+    """A training script, as under a launcher."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = Transformer(dim=64, layers=2, hidden=128, length=LENGTH)
@@ -53,7 +53,7 @@ def train(engine="none", checks=lambda model, loss: None, steps=STEPS + 1):
 
 
 @pytest.mark.parametrize("engine", SHARDS)
-def test_the_peak_is_that_of_the_program_when_it_really_runs(engine, monkeypatch):
+def test_the_peak_matches_a_real_run(engine, monkeypatch):
     rehearsed = rehearse(lambda: train(engine), 4, STEPS)
     with testing.fake(4), shapes_apart(), LiveBytes() as counter:
         monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
@@ -66,7 +66,7 @@ def test_the_peak_is_that_of_the_program_when_it_really_runs(engine, monkeypatch
     assert (peak.unsharded > whole / 4) == (engine == "ours")
 
 
-def test_gradients_count_where_they_are_when_memory_is_fullest():
+def test_gradients_are_counted_at_the_peak():
     def program():
         weight = torch.nn.Parameter(torch.zeros(1000))
         optimizer = torch.optim.SGD([weight])
@@ -81,7 +81,7 @@ def test_gradients_count_where_they_are_when_memory_is_fullest():
     assert 20000 <= peak.activations < 20100
 
 
-def test_a_model_that_is_whole_before_it_is_sharded_may_be_the_peak():
+def test_the_peak_may_be_the_unsharded_model():
     def program(device="cpu"):
         with torch.device(device):
             model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(8)))
@@ -135,7 +135,7 @@ def test_a_program_sees_its_ranks_and_small_tensors_keep_their_values():
     }
 
 
-def test_windows_of_text_are_cut_at_random_places():
+def test_windows_at_random_positions_have_the_right_size():
     text, widths = torch.arange(1 << 17), []
 
     def look(model, loss):
@@ -160,7 +160,7 @@ def test_outputs_that_depend_on_values_are_as_large_as_they_can_be():
     assert set(sizes) == {((320,), (320, 2))}
 
 
-def test_programs_take_fake_tensors_for_real_ones():
+def test_programs_see_fake_tensors_as_real_tensors():
     seen = {}
 
     def look(model, loss):
@@ -200,7 +200,7 @@ def test_pools_of_earlier_programs_do_not_count():
     assert peaks[0].unsharded > 0
 
 
-def test_compiled_models_count_as_they_run_without_the_compiler():
+def test_compiled_models_count_like_eager_models():
     def program(compiles):
         model = Transformer(dim=64, length=LENGTH)
         optimizer = torch.optim.SGD(model.parameters())
@@ -212,7 +212,7 @@ def test_compiled_models_count_as_they_run_without_the_compiler():
     assert rehearse(lambda: program(True)).peak == rehearse(lambda: program(False)).peak
 
 
-def test_nothing_is_saved_and_all_is_as_before_afterwards(tmp_path):
+def test_nothing_is_saved_and_all_patches_are_undone(tmp_path):
     file = tmp_path / "weights.pt"
     names = [(dist, "init_process_group"), (torch, "save"), (torch.Tensor, "numpy"), (torch.amp.GradScaler, "step")]
     before = [getattr(*name) for name in names]
@@ -230,8 +230,8 @@ def test_nothing_is_saved_and_all_is_as_before_afterwards(tmp_path):
     assert torch.load(file).numpy().tolist() == [1.0, 1.0]
 
 
-def test_a_program_that_trains_nothing_is_an_error_and_its_own_error_is_raised():
-    with pytest.raises(cs.ShardConfigStateError, match="ended before an optimizer has stepped"):
+def test_a_program_that_does_not_train_is_an_error_and_its_own_errors_are_raised():
+    with pytest.raises(cs.ShardConfigStateError, match="ended before an optimizer stepped"):
         rehearse(lambda: torch.ones(3))
     with pytest.raises(ZeroDivisionError):
         rehearse(lambda: 1 / 0)
@@ -273,7 +273,7 @@ def command(*arguments, cwd):
     return subprocess.run(call, capture_output=True, text=True, cwd=cwd, env=environment, timeout=120, check=False)
 
 
-def test_the_command_runs_a_script_that_is_not_changed(tmp_path):
+def test_the_command_runs_an_unchanged_script(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     done = command("--devices", "8", "--install", "train.py", "256", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -282,15 +282,15 @@ def test_the_command_runs_a_script_that_is_not_changed(tmp_path):
         done.stdout,
         """\
 Peak memory of 1 of 8 ranks: before the backward of step 2
-  parameters                             131.6 kB  7%
-  gradients                              0 bytes   0%
-  optimizer                              263.2 kB  15%
-  gathered parameters and communication  527.4 kB  30%
-  activations, and the rest              855.1 kB  48%
-  together                               1.8 MB    100%
+  parameters                              131.6 kB  7%
+  gradients                               0 bytes   0%
+  optimizer                               263.2 kB  15%
+  unsharded parameters and communication  527.4 kB  30%
+  activations and other tensors           855.1 kB  48%
+  total                                   1.8 MB    100%
 
 Notes
-  3 steps ran; an allocator of a device reserves more than tensors take: see advise
+  3 steps ran; the allocator of a device reserves more memory than tensors use: see advise
 """,
     )
 
@@ -312,7 +312,7 @@ def test_the_command_names_the_line_of_a_script_that_fails(tmp_path, monkeypatch
 SMALL = "layers=1,width=64,heads=4,vocabulary=128,sequence=64"
 
 
-def test_the_command_takes_models_as_advise_does(capsys):
+def test_the_command_accepts_the_same_models_as_advise(capsys):
     arguments = ["estimate", "--devices", "4", "--strategy", "hsdp", "--precision", "float32"]
     assert command_line.main([*arguments, "--json", "--memory", "100kB", SMALL]) == 1
     content = json.loads(capsys.readouterr().out)
@@ -324,15 +324,15 @@ def test_the_command_takes_models_as_advise_does(capsys):
         capsys.readouterr().out,
         """\
 Peak memory of 1 of 4 ranks: in the backward of step 3
-  parameters                             164.2 kB  11%
-  gradients                              0 bytes   0%
-  optimizer                              328.5 kB  23%
-  gathered parameters and communication  281.1 kB  19%
-  activations, and the rest              678.5 kB  47%
-  together                               1.5 MB    100%
+  parameters                              164.2 kB  11%
+  gradients                               0 bytes   0%
+  optimizer                               328.5 kB  23%
+  unsharded parameters and communication  281.1 kB  19%
+  activations and other tensors           678.5 kB  47%
+  total                                   1.5 MB    100%
 
 Notes
-  3 steps ran; an allocator of a device reserves more than tensors take: see advise
+  3 steps ran; the allocator of a device reserves more memory than tensors use: see advise
 """,
     )
 
@@ -341,13 +341,13 @@ Notes
     ("arguments", "said"),
     [
         (["nowhere.py"], "can't open file 'nowhere.py'"),
-        (["--devices", "3", "--strategy", "hsdp", SMALL], "replicas: 3 devices cannot hold 2 replicas"),
+        (["--devices", "3", "--strategy", "hsdp", SMALL], "replicas: 3 devices cannot be divided evenly"),
         (["--devices", "0", SMALL], "devices: 0 is not a number above 0"),
-        (["--strategy", "none", "--offload", "all", SMALL], "offload: 'all' is a policy of sharded modules"),
-        (["--precision", "int1", SMALL], "precision: 'int1' is none of float32"),
+        (["--strategy", "none", "--offload", "all", SMALL], "offload: 'all' needs sharded modules"),
+        (["--precision", "int1", SMALL], "precision: 'int1' is not one of float32"),
     ],
 )
-def test_bad_arguments_are_one_line_that_says_which(arguments, said, capsys):
+def test_invalid_arguments_give_an_error_of_one_line(arguments, said, capsys):
     assert command_line.main(["estimate", *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error

@@ -1,4 +1,4 @@
-"""Optimizers of the planner: their memory is that of steps that run, what they send is what is sent"""
+"""Optimizers in the planner: predicted memory matches rehearsed steps, and predicted communication is what is sent."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def largest_shards(model, world):
 
 @pytest.mark.parametrize("ragged", [False, more(True)])
 @distributed(world=(2, more(4)))
-def test_what_owners_exchange_is_what_was_predicted(rank, world, ragged):
+def test_owners_exchange_the_predicted_bytes(rank, world, ragged):
     model = net(ragged)
     blocks = {name: cs.optim.Blocks(8) for name, p in matrices(model) if name.endswith("fused.weight")}
     kind = torch.optim.SGD
@@ -62,7 +62,7 @@ def test_what_owners_exchange_is_what_was_predicted(rank, world, ragged):
 
 
 @simulated(world=3)
-def test_a_plan_says_what_owners_exchange(rank, world):
+def test_a_plan_predicts_what_owners_exchange(rank, world):
     model = net()
     optimizer = cs.optim.owned(torch.optim.SGD, [(n, p) for n, p in matrices(model) if "blocks" in n], lr=0.1)
     plan = cs.make_plan(model)
@@ -88,7 +88,7 @@ def compare(optimizer, strategy, precision="float32", comm=AS_IT_IS, within=0.08
     more("owned", Strategy("hsdp", Layout(1, 2, 2))),
     ("in_backward", Strategy("zero3", Layout(1, 4))),
 ])  # fmt: skip
-def test_memory_is_that_of_steps_that_run(optimizer, strategy):
+def test_predicted_memory_matches_rehearsed_steps(optimizer, strategy):
     compare(optimizer, strategy)
 
 
@@ -99,17 +99,17 @@ def test_memory_is_that_of_steps_that_run(optimizer, strategy):
     more(cs.CommPolicy("fp8", "int8", "int8"), Strategy("hsdp", Layout(1, 2, 2))),
     (cs.CommPolicy("fp8", "int8", error_feedback=True), Strategy("zero2", Layout(1, 2))),
 ])  # fmt: skip
-def test_memory_of_steps_in_fewer_bits_is_that_of_steps_that_run(comm, strategy):
-    """Also where most is live: while gradients are rounded, which the plan's pool does not have."""
+def test_predicted_memory_of_low_precision_steps_matches_rehearsed_steps(comm, strategy):
+    """This includes peaks while gradients are rounded, with memory outside the plan's pool."""
     compare("in_backward", strategy, comm=comm, within=0.01)
 
 
-def test_optimizers_and_bits_are_planned_together():
+def test_optimizers_and_low_precision_are_planned_together():
     shape = Shape(layers=2, width=32, heads=2, vocabulary=64, sequence=16)
     policy = cs.CommPolicy("fp8", "int8")
     advised, exact = (advise(shape, devices=2, optimizer="owned", comm_policy=comm) for comm in (policy, AS_IT_IS))
     low, high = of(advised, "zero3"), of(exact, "zero3")
-    assert low.exchanged == high.exchanged > 0  # what owners send is not rounded
+    assert low.exchanged == high.exchanged > 0  # owners send unrounded values
     assert low.moved - low.exchanged < 0.5 * (high.moved - high.exchanged)
     lines = text.script(advised, low)
     assert "cs.optim.owned(torch.optim.Muon" in lines
@@ -120,7 +120,7 @@ def of(advised, name):
     return next(each for each in advised.estimates if str(each.strategy) == name)
 
 
-def test_in_backward_gradients_live_one_group_at_a_time():
+def test_with_in_backward_only_one_groups_gradients_are_live():
     ordinary, advised = (advise(MIDDLE, devices=4, optimizer=name) for name in ("adamw", "in_backward"))
     one, two = (of(each, "zero3").memory.most for each in (ordinary, advised))
     assert two.gradients < one.gradients / 2
@@ -131,7 +131,7 @@ def test_in_backward_gradients_live_one_group_at_a_time():
     )
 
 
-def test_owners_have_one_moment_of_matrices_and_exchange_them():
+def test_owners_keep_one_moment_of_matrices_and_exchange_matrices():
     slow = replace(KNOWN["h100"], intra_node=Link(1e6, 0.0))
     ordinary, advised, linked = (
         advise(MIDDLE, devices=4, optimizer=name, machine=machine)
@@ -149,9 +149,9 @@ def test_owners_have_one_moment_of_matrices_and_exchange_them():
 
 
 def test_optimizers_that_cannot_be_planned_are_refused(capsys):
-    with pytest.raises(ShardConfigValueError, match="optimizer: 'sgd' is none of adamw, in_backward, owned"):
+    with pytest.raises(ShardConfigValueError, match="optimizer: 'sgd' is not one of adamw, in_backward, owned"):
         advise(MIDDLE, devices=2, optimizer="sgd")
-    with pytest.raises(ShardConfigValueError, match="optimizer: owners of matrices that are cut over ranks of tensor"):
+    with pytest.raises(ShardConfigValueError, match="optimizer: 'owned' cannot be planned with tensor parallelism"):
         advise(MIDDLE, devices=4, optimizer="owned", tensor=(2,))
     shape = "layers=2,width=64,heads=4,vocabulary=64,sequence=16"
     assert main(["advise", shape, "--devices", "2", "--optimizer", "owned", "--json"]) == 0

@@ -1,4 +1,4 @@
-"""What tests of figures share."""
+"""Fixtures for tests of figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def texts(monkeypatch):
-    """Every text of the figures drawn in this test: labels, legends, tick labels."""
+    """All texts of the figures that the test draws: labels, legends, tick labels."""
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 

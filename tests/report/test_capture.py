@@ -1,4 +1,4 @@
-"""`report.capture` and the command `trace`: a step of a program that is not changed, written as files."""
+"""`report.capture` and the command `trace` write a step of an unchanged program to files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILES = ["explanation.txt", "memory.png", "plan.json", "record.json", "step.json
 
 
 def train(models, steps, seen=None):
-    """Trains models one after the other in each step."""
+    """Train models one after the other in each step."""
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     for step in range(1, steps + 1):
         if seen is not None:
@@ -53,7 +53,7 @@ def test_a_step_is_written_and_the_program_is_ended_after_it(tmp_path):
     assert json.loads((captured.folder / "step.json").read_text())["traceEvents"]
 
 
-def test_each_of_several_models_has_a_folder_and_a_rank_may_write_nothing(tmp_path):
+def test_each_of_several_models_gets_a_folder_and_a_rank_may_write_nothing(tmp_path):
     with testing.fake(2):
         captured = report.capture(lambda: train([sharded(), sharded()], 9), tmp_path, 2)
         assert report.capture(lambda: train([sharded()], 9), tmp_path / "other", 2, writes=False) == []
@@ -62,12 +62,12 @@ def test_each_of_several_models_has_a_folder_and_a_rank_may_write_nothing(tmp_pa
 
 
 def step_beside(model):
-    """Runs a model once, and trains another thing from then on."""
+    """Run a model once, then train another model."""
     next_token_loss(model, torch.randint(0, 37, (2, 9)))
     train([Transformer()], 9)
 
 
-def test_of_the_models_of_a_process_those_that_run_in_the_step_are_written(tmp_path):
+def test_only_models_that_run_in_the_step_are_written(tmp_path):
     def program():
         model, teacher = sharded(), sharded()
         next_token_loss(teacher, torch.randint(0, 37, (2, 9)))
@@ -96,13 +96,13 @@ def test_of_the_models_of_a_process_those_that_run_in_the_step_are_written(tmp_p
 
 def test_programs_that_cannot_be_captured_are_errors(tmp_path):
     with testing.fake(2):
-        with pytest.raises(cs.ShardConfigStateError, match="ended after 3 of the 4 steps that are needed"):
+        with pytest.raises(cs.ShardConfigStateError, match="ended after 3 of 4 required steps"):
             report.capture(lambda: train([sharded()], 3), tmp_path)
         with pytest.raises(cs.ShardConfigStateError, match="no model is sharded by this library"):
             report.capture(lambda: train([Transformer()], 9), tmp_path)
-        with pytest.raises(cs.ShardConfigStateError, match=r"FSDPTransformer: sharded, and not run in step 2"):
+        with pytest.raises(cs.ShardConfigStateError, match=r"FSDPTransformer: sharded, but not run in step 2"):
             report.capture(lambda: step_beside(sharded()), tmp_path, 2)
-        with pytest.raises(cs.ShardConfigValueError, match="the first one that can be watched is 2"):
+        with pytest.raises(cs.ShardConfigValueError, match="expected at least 2, the first step that can be captured"):
             report.capture(lambda: train([sharded()], 9), tmp_path, 1)
         with pytest.raises(ZeroDivisionError):
             report.capture(lambda: 1 / 0, tmp_path)
@@ -156,7 +156,7 @@ def done_files(folder):
 
 
 @pytest.mark.matrix
-def test_the_command_traces_a_script_of_fsdp2_that_is_not_changed(tmp_path):
+def test_the_command_traces_an_unchanged_script_of_fsdp2(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     done = command("--install", "--step", "3", "--json", "--out", "out", "train.py", "50", cwd=tmp_path)
     check(done, tmp_path / "out")

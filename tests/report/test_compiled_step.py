@@ -1,4 +1,4 @@
-"""A compiled step beside its plan: what the graphs hide, what is exposed that the plan hides, and what runs last."""
+"""A compiled step and its plan: what the graphs hide, what is exposed that the plan hides, which graphs ran last."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from composable_shard.report import CompiledStep, compiled_step
 from composable_shard.report._compiled_step import step_of
 from composable_shard.testing import Busy, Fabric, fabric
 
-with warnings.catch_warnings():  # imports of its own warn
+with warnings.catch_warnings():  # this import warns
     warnings.simplefilter("ignore")
     import torch._dynamo
 
 
 @contextlib.contextmanager
 def network() -> Iterator[Fabric]:
-    """A gather or a reduction of the blocks below takes 36 us."""
+    """A network in which a gather or a reduction of the blocks below takes 36 us."""
     torch._dynamo.reset()
     with fabric(4, latency_s=12e-6, bandwidth_Bps=64e6, clock="virtual") as net:
         yield net
@@ -37,7 +37,7 @@ def network() -> Iterator[Fabric]:
 
 
 class Block(nn.Module):
-    """Two matrices that compute for 10 us each, and twice that in backward."""
+    """Two matrices, each with 10 us of compute in forward and 20 us in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,21 +67,21 @@ def chain() -> nn.Module:
 
 
 def timed_plan(model: nn.Module) -> cs.ShardPlan:
-    """The plan of the model, with the times that are true in `network`."""
+    """The plan of the model, with the times of `network`."""
     order = cs.make_plan(model).order
     forward, backward, gather = (dict.fromkeys(order, seconds) for seconds in (20e-6, 40e-6, 36e-6))
-    reduce = dict.fromkeys(order, 12e-6 + 3 / 4 * (2048 + 64) / 64e6)  # marks travel too, 16 bytes a rank
+    reduce = dict.fromkeys(order, 12e-6 + 3 / 4 * (2048 + 64) / 64e6)  # including marks, 16 bytes per rank
     costs = cs.Costs.of(latency=0.0, bandwidth=1.0, forward=forward, backward=backward, gather=gather, reduce=reduce)
     return cs.make_plan(model).with_policies(costs=costs)
 
 
 def timed(model: nn.Module) -> CompiledStep:
-    """The step that has run last, beside that plan."""
+    """The step that ran last, compared with that plan."""
     return step_of(graphs_compiled(model._shard_state.compiled_as), timed_plan(model))
 
 
 def as_inductor_without_overlap(module, inputs):
-    """As under plain `torch.compile`: the guard reads the graph and moves nothing."""
+    """Like plain `torch.compile`: the guard reads the graph and moves nothing."""
     read(module.graph)
     return as_it_is(module, inputs)
 
@@ -91,12 +91,12 @@ def train(run: nn.Module) -> None:
 
 
 def waited(step: CompiledStep, planned: bool = False) -> float:
-    """Seconds that its compute waits, or that of its plan."""
+    """Seconds that compute waits in the compiled step, or in its plan."""
     courses = step.planned if planned else step.compiled
     return sum(flight.waited for course in courses for flight in flights_of(course, step.times))
 
 
-def test_a_compiled_step_is_shown_beside_its_plan(tmp_path, texts):
+def test_a_compiled_step_is_compared_with_its_plan(tmp_path, texts):
     with network() as net:
         model = chain()
         with pytest.raises(
@@ -105,7 +105,7 @@ def test_a_compiled_step_is_shown_beside_its_plan(tmp_path, texts):
             compiled_step(model)
         run = cs.compile(model, backend="aot_eager")
         train(run)
-        exposed_s, step, with_times = net.exposed_s, compiled_step(model), timed(model)  # and there is no warning
+        exposed_s, step, with_times = net.exposed_s, compiled_step(model), timed(model)  # without a warning
         assert step.exposed == with_times.exposed == ()
         assert waited(with_times) == pytest.approx(exposed_s)
         assert waited(with_times, planned=True) == pytest.approx(timed_plan(model).predicted().exposed)
@@ -116,7 +116,7 @@ def test_a_compiled_step_is_shown_beside_its_plan(tmp_path, texts):
         without_backward = str(compiled_step(model))
         with torch._dynamo.config.patch(error_on_recompile=True):
             train(run)
-        assert str(compiled_step(model)) == str(step), "the graphs that have run last, not those compiled last"
+        assert str(compiled_step(model)) == str(step), "the graphs that ran last, not the graphs compiled last"
     for path in tmp_path.iterdir():
         assert path.read_bytes().startswith(b"\x89PNG")
     shown = {
@@ -131,7 +131,7 @@ def test_a_compiled_step_is_shown_beside_its_plan(tmp_path, texts):
     assert_expected_inline(
         str(step),
         """\
-live bytes of weights and of gradients in flight, at most: 4,096; planned 5,120
+peak bytes of weights and of gradients in flight: 4,096; planned 5,120
 forward: GwGccwGccwcc; planned GwGcwGcwc
                bytes  behind   planned behind
   gather of 0  2,048  nothing  nothing
@@ -149,7 +149,7 @@ backward: GcwGcRcwcwGcRcwcwRw; planned GwGcRwcwGcRwcRww
     assert_expected_inline(
         without_backward,
         """\
-live bytes of weights and of gradients in flight, at most: 4,096; planned 5,120
+peak bytes of weights and of gradients in flight: 4,096; planned 5,120
 forward: GwGccwGccwcc; planned GwGcwGcwc
                bytes  behind   planned behind
   gather of 0  2,048  nothing  nothing
@@ -158,7 +158,7 @@ forward: GwGccwGccwcc; planned GwGcwGcwc
     )
 
 
-def test_a_collective_that_is_exposed_and_that_the_plan_hides_is_named():
+def test_an_exposed_collective_that_the_plan_hides_is_named():
     with network() as net:
         model = chain()
         train(torch.compile(model, backend=aot_backend(as_inductor_without_overlap), fullgraph=True))
@@ -170,36 +170,36 @@ def test_a_collective_that_is_exposed_and_that_the_plan_hides_is_named():
     assert_expected_inline(
         "\n".join(textwrap.wrap(str(warning.message), 100)),
         """\
-gather of 1: nothing is computed while it is on its way in the compiled forward; the plan hides it
-behind 0; likewise of 5 more, which str of the compiled step lists. Results are right, but the step
-takes longer. Compile by cs.compile, which has communication where the plan has it""",
+gather of 1: no compute overlaps with it in the compiled forward; the plan hides it behind 0 (and 5
+more; print the compiled step to list them). Results are correct, but the step takes longer. Compile
+with cs.compile, which places communication as planned""",
     )
     assert_expected_inline(
         "\n".join(step.exposed),
         """\
-gather of 1: nothing is computed while it is on its way in the compiled forward; the plan hides it behind 0
-gather of 2: nothing is computed while it is on its way in the compiled forward; the plan hides it behind 1
-reduction of 2: nothing is computed while it is on its way in the compiled backward; the plan hides it behind 1
-gather of 1: nothing is computed while it is on its way in the compiled backward; the plan hides it behind 2
-reduction of 1: nothing is computed while it is on its way in the compiled backward; the plan hides it behind 0
-gather of 0: nothing is computed while it is on its way in the compiled backward; the plan hides it behind 1""",
+gather of 1: no compute overlaps with it in the compiled forward; the plan hides it behind 0
+gather of 2: no compute overlaps with it in the compiled forward; the plan hides it behind 1
+reduction of 2: no compute overlaps with it in the compiled backward; the plan hides it behind 1
+gather of 1: no compute overlaps with it in the compiled backward; the plan hides it behind 2
+reduction of 1: no compute overlaps with it in the compiled backward; the plan hides it behind 0
+gather of 0: no compute overlaps with it in the compiled backward; the plan hides it behind 1""",
     )
     assert_expected_inline(
         "\n".join(with_times.exposed),
         """\
-gather of 1: is waited for 0.036 ms in the compiled forward, 0.016 ms planned; the plan hides it behind 0
-gather of 2: is waited for 0.036 ms in the compiled forward, 0.016 ms planned; the plan hides it behind 1
-reduction of 2: is waited for 0.037 ms in the compiled backward, 0.017 ms planned; the plan hides it behind 1
-gather of 1: is waited for 0.036 ms in the compiled backward, 0.000 ms planned; the plan hides it behind 2
-reduction of 1: is waited for 0.037 ms in the compiled backward, 0.000 ms planned; the plan hides it behind 0
-gather of 0: is waited for 0.036 ms in the compiled backward, 0.016 ms planned; the plan hides it behind 1""",
+gather of 1: exposed for 0.036 ms in the compiled forward, 0.016 ms planned; the plan hides it behind 0
+gather of 2: exposed for 0.036 ms in the compiled forward, 0.016 ms planned; the plan hides it behind 1
+reduction of 2: exposed for 0.037 ms in the compiled backward, 0.017 ms planned; the plan hides it behind 1
+gather of 1: exposed for 0.036 ms in the compiled backward, 0.000 ms planned; the plan hides it behind 2
+reduction of 1: exposed for 0.037 ms in the compiled backward, 0.000 ms planned; the plan hides it behind 0
+gather of 0: exposed for 0.036 ms in the compiled backward, 0.016 ms planned; the plan hides it behind 1""",
     )
 
 
-UNKNOWN = r"nothing is known of the graphs .*watch_graphs\(\) around the first"
+UNKNOWN = r"the graphs of this model are not known.*watch_graphs\(\) around the first"
 
 
-def test_what_cannot_be_shown_is_an_error_that_says_what_to_do(monkeypatch):
+def test_missing_graphs_are_errors_that_explain_what_to_do(monkeypatch):
     with pytest.raises(cs.ShardConfigValueError, match="Linear holds no sharded module"):
         compiled_step(nn.Linear(2, 2))
     monkeypatch.setattr(guard, "_MOST_COMPILATIONS", 1)

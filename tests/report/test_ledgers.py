@@ -1,4 +1,4 @@
-"""The ledgers that ranks wrote, laid side by side: where they parted, and what is said of files that cannot be read."""
+"""Comparison of the ledgers that ranks wrote: where they diverged, and errors about files that cannot be read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOST = FaultText("PeerLostError", "rank 1 has given no sign of life for 3 s")
 
 
 def tail(notes, ranks="0-1", group="0", about_to=None, asked=(), kept=200, **other):
-    """A ledger of which the last notes are kept."""
+    """A ledger that keeps only the last notes."""
     known = {"description": "shards", "device": "cpu", "limit": 8.0, "taken_back": False, "left": False}
     return LedgerTail(
         group,
@@ -54,12 +54,12 @@ def test_two_ranks_that_were_about_to_do_different_things(tmp_path, capsys):
         """\
 all of 2 ranks wrote their ledgers
 
-What ranks say
+Errors
   ranks 0-1: RankMismatchError: ranks 0 and 1 do different things
 
 Process group "0" of ranks 0-1 on cpu
-  ranks 0 and 1 are alike up to action 9; action 10: rank 0: begin a forward of model 1 (train) (not agreed);
-  rank 1: begin a forward of model 1 (no_grad) (not agreed)
+  ranks 0 and 1 agree up to action 9; action 10: rank 0: begin a forward of model 1 (train) (not agreed); rank
+  1: begin a forward of model 1 (no_grad) (not agreed)
   action  rank 0                                           rank 1
        2  gather blocks.1 of model 1, 64 bytes             the same
        3  gather blocks.2 of model 1, 64 bytes             the same
@@ -72,13 +72,13 @@ Process group "0" of ranks 0-1 on cpu
       10  begin a forward of model 1 (train) (not agreed)  begin a forward of model 1 (no_grad) (not agreed)
 
 What to do
-  look for what leads rank 0 another way than rank 1 before action 10: code that depends on the rank or on its
-  data; run the same modules, settings and optimizer steps on all ranks
+  find out why rank 0 did something else than rank 1 in action 10: look for code that depends on the rank or
+  its data; run the same modules, settings and optimizer steps on all ranks
 """,
     )
 
 
-def test_of_eight_ranks_one_went_on_as_before_two_are_behind_and_one_wrote_nothing(tmp_path, capsys):
+def test_one_of_eight_ranks_differs_two_are_behind_and_one_wrote_nothing(tmp_path, capsys):
     notes = [*PASS, STEP] * 80
     for rank in range(8):
         ledger = tail([*notes, EVALUATE], "0-7")
@@ -93,12 +93,12 @@ def test_of_eight_ranks_one_went_on_as_before_two_are_behind_and_one_wrote_nothi
         """\
 7 of 8 ranks wrote their ledgers; rank 3 wrote nothing: killed, ended without an error, or on another machine
 
-What ranks say
+Errors
   ranks 0-2, 4-7: RankMismatchError: ranks 0 and 1 do different things
 
 Process group "0" of ranks 0-7 on cpu
-  ranks 0-2, 4-7 are alike up to action 399; action 400: ranks 0-1, 4, 7: begin a forward of model 1
-  (no_grad); ranks 2, 6: nothing; rank 5: begin a forward of model 1 (train)
+  ranks 0-2, 4-7 agree up to action 399; action 400: ranks 0-1, 4, 7: begin a forward of model 1 (no_grad);
+  ranks 2, 6: nothing; rank 5: begin a forward of model 1 (train)
   rank 3 wrote nothing: killed, ended without an error, or on another machine
   action  ranks 0-1, 4, 7                       ranks 2, 6  rank 5
      392  gather blocks.1 of model 1, 64 bytes  the same    the same
@@ -115,13 +115,13 @@ Process group "0" of ranks 0-7 on cpu
      403  -                                     -           gather blocks.2 of model 1, 64 bytes
 
 What to do
-  look for what leads rank 5 another way than ranks 0-1, 4, 7 before action 400: code that depends on the rank
-  or on its data; run the same modules, settings and optimizer steps on all ranks
+  find out why rank 5 did something else than ranks 0-1, 4, 7 in action 400: look for code that depends on the
+  rank or its data; run the same modules, settings and optimizer steps on all ranks
 """,
     )
 
 
-def test_a_rank_that_failed_itself_is_named_with_its_error_and_what_it_could_not_do(tmp_path, capsys):
+def test_a_rank_that_failed_is_named_with_its_error_and_the_failed_action(tmp_path, capsys):
     write(tmp_path, 0, tail([*PASS, STEP, *PASS]), fault=LOST)
     write(
         tmp_path,
@@ -135,13 +135,13 @@ def test_a_rank_that_failed_itself_is_named_with_its_error_and_what_it_could_not
         """\
 all of 2 ranks wrote their ledgers
 
-What ranks say
+Errors
   rank 0: PeerLostError: rank 1 has given no sign of life for 3 s
   rank 1 failed: ValueError: bad data
 
 Process group "0" of ranks 0-1 on cpu
-  ranks 0 and 1 are alike up to action 5; action 6: rank 0: gather blocks.0 of model 1, 64 bytes; rank 1:
-  gather blocks.0 of model 1, 64 bytes (failed)
+  ranks 0 and 1 agree up to action 5; action 6: rank 0: gather blocks.0 of model 1, 64 bytes; rank 1: gather
+  blocks.0 of model 1, 64 bytes (failed)
   action  rank 0                                rank 1
        0  begin a forward of model 1 (train)    the same
        1  gather blocks.0 of model 1, 64 bytes  the same
@@ -154,23 +154,23 @@ Process group "0" of ranks 0-1 on cpu
        8  gather blocks.2 of model 1, 64 bytes  -
 
 What to do
-  mend the error of rank 1, and start again from a checkpoint
+  fix the error of rank 1, and restart from a checkpoint
 """,
     )
 
 
-def test_a_killed_rank_is_named_though_the_others_are_alike(tmp_path, capsys):
+def test_a_killed_rank_is_named_although_the_others_agree(tmp_path, capsys):
     write(tmp_path, 0, tail(PASS), fault=LOST)
     assert_expected_inline(
         said(tmp_path, capsys),
         """\
 1 of 2 ranks wrote their ledgers; rank 1 wrote nothing: killed, ended without an error, or on another machine
 
-What ranks say
+Errors
   rank 0: PeerLostError: rank 1 has given no sign of life for 3 s
 
 Process group "0" of ranks 0-1 on cpu
-  rank 0 alone wrote of it, after 4 actions
+  only rank 0 wrote about it, after 4 actions
   rank 1 wrote nothing: killed, ended without an error, or on another machine
   action  rank 0
        0  begin a forward of model 1 (train)
@@ -179,13 +179,13 @@ Process group "0" of ranks 0-1 on cpu
        3  gather blocks.2 of model 1, 64 bytes
 
 What to do
-  look at the output of rank 1, and at what the system says of memory and signals there; then start again from
+  read the output of rank 1, and look for out-of-memory kills and signals in the system log; then restart from
   a checkpoint
 """,
     )
 
 
-def test_ranks_that_all_do_something_else_are_shown_in_four_columns(tmp_path):
+def test_if_all_ranks_differ_four_columns_are_shown(tmp_path):
     for rank in range(6):
         write(tmp_path, rank, tail([*PASS, f"gather {rank % 5}"], "0-5"), world=6)
     [story] = explain_ledgers(tmp_path).stories
@@ -209,7 +209,7 @@ def test_groups_whose_ranks_differ_come_first_and_only_a_few_are_shown(tmp_path)
     assert any("7 more process groups" in line for section in step.sections() for line in section.lines)
 
 
-def test_a_rank_so_far_behind_that_the_others_have_forgotten_its_place_has_done_less(tmp_path):
+def test_a_rank_behind_the_kept_notes_of_the_others_has_done_less(tmp_path):
     write(tmp_path, 0, tail([*PASS, STEP] * 80, kept=20))
     write(tmp_path, 1, tail(PASS, kept=20))
     [story] = explain_ledgers(tmp_path).stories
@@ -217,24 +217,24 @@ def test_a_rank_so_far_behind_that_the_others_have_forgotten_its_place_has_done_
     assert [column.actions[3] is None for column in story.columns] == [True, False]
 
 
-def test_a_rank_without_the_process_group_is_told_from_one_without_a_file(tmp_path):
+def test_a_rank_without_the_process_group_differs_from_one_without_a_file(tmp_path):
     write(tmp_path, 0, tail(PASS, "0-2"), world=3)
     write(tmp_path, 1, tail(PASS, "0-1", group="other"), world=3)
     by_name = {story.name: story for story in explain_ledgers(tmp_path).stories}
     assert (by_name["0"].without, by_name["0"].silent, by_name["other"].without) == ((1,), (2,), (0,))
 
 
-def test_five_hundred_ranks_are_one_column_for_each_thing_that_they_did(tmp_path, capsys):
+def test_five_hundred_ranks_get_one_column_per_different_action(tmp_path, capsys):
     for rank in range(512):
         notes = [*PASS, STEP] * 40 + [f"gather {rank == 300}"]
         write(tmp_path, rank, tail(notes, "0-511"), world=512)
     text = said(tmp_path, capsys)
     assert re.search(r"action +ranks 0-299, 301-511 +rank 300\n", text)
-    assert "ranks 0-299, 301-511 are" not in text
-    assert "ranks 0-511 are alike up to action 199; action 200: ranks 0-299, 301-511: gather False; rank" in text
+    assert "ranks 0-299, 301-511 agree" not in text
+    assert "ranks 0-511 agree up to action 199; action 200: ranks 0-299, 301-511: gather False; rank" in text
 
 
-def test_json_has_the_same_for_programs(tmp_path, capsys):
+def test_json_has_the_same_content(tmp_path, capsys):
     for rank, about_to in enumerate([BEGIN, EVALUATE]):
         write(tmp_path, rank, tail(PASS, about_to=about_to, asked=(3,)))
     assert main(["explain", str(tmp_path), "--json"]) == 0
@@ -260,7 +260,7 @@ def test_a_terminal_gets_tables(tmp_path, capsys, monkeypatch):
     assert re.search(r" action +rank 0 +rank 1", re.sub(r"\x1b\[\d*m", "", text))
 
 
-# ---------------------------------------------------------------------- files that are wrong
+# ---------------------------------------------------------------------- invalid files
 
 
 def damaged(folder):
@@ -332,18 +332,18 @@ def a_folder_of_that_name(folder):
         (foreign, "ledgers: missing; the JSON contains plan"),
         (of_another_version, "ledgers: version 2 is not supported; this library reads version 1"),
         (of_another_type, "ledgers.ledgers[0].notes[0]: expected str, got 3"),
-        (of_another_rank, "is of rank 0 of 2"),
-        (not_in_its_group, "process group 0: has ranks 2-3, and not rank 1"),
+        (of_another_rank, "is the file of rank 0 of 2"),
+        (not_in_its_group, "process group 0: has ranks 2-3, but not rank 1"),
         (with_too_many_notes, "process group 0: has 4 notes of 2"),
         (with_ranks_that_are_none, "expected ranks such as '0, 2-7', got '0-999999999'"),
         (without_a_time, "Invalid isoformat string: 'yesterday'"),
-        (of_another_world, "is of a run of 4 ranks, and rank0.json of 2. Move the files of an earlier run away"),
-        (of_an_earlier_run, "is 240 s older than another one. Move the files of an earlier run away"),
+        (of_another_world, "is of a run of 4 ranks, but rank0.json of 2. Move the files of an earlier run away"),
+        (of_an_earlier_run, "is 240 s older than another file. Move the files of an earlier run away"),
         (a_folder_of_that_name, "cannot be read (Is a directory)"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_file_that_is_wrong_is_named_in_one_line(tmp_path, capsys, spoil, message):
+def test_an_invalid_file_is_named_in_one_line(tmp_path, capsys, spoil, message):
     for rank in range(2):
         write(tmp_path, rank, tail(PASS))
     spoil(tmp_path)
@@ -354,21 +354,21 @@ def test_a_file_that_is_wrong_is_named_in_one_line(tmp_path, capsys, spoil, mess
     assert error.count("\n") == 1
 
 
-def test_a_folder_without_files_of_ranks_and_options_of_plans_are_refused(tmp_path, capsys):
+def test_folders_without_files_of_ranks_and_options_of_plans_are_refused(tmp_path, capsys):
     (tmp_path / "notes.txt").touch()
     (tmp_path / ".rank0.host-1-2").touch()
     assert main(["explain", str(tmp_path)]) == 2
     assert "no rank has written a file here" in capsys.readouterr().err
     assert main(["explain", str(tmp_path), "--machine", "h100", "--json"]) == 2
-    assert "takes no option of plans" in json.loads(capsys.readouterr().out)["message"]
+    assert "options of plans are not allowed" in json.loads(capsys.readouterr().out)["message"]
 
 
 @pytest.mark.parametrize("text", ["0", "0-1", "0, 2-7", "3, 1"])
-def test_ranks_as_text_can_be_read_again(text):
+def test_ranks_can_be_written_as_text_and_parsed_again(text):
     assert in_ranges(from_ranges(text)) == text
 
 
 @pytest.mark.parametrize("text", ["", "a", "2-1", "0,1", "-1", "0-1048576", "1000000000"])
-def test_text_that_is_no_ranks_is_refused(text):
+def test_text_that_is_not_ranks_is_refused(text):
     with pytest.raises(ShardConfigValueError, match="expected ranks such as"):
         from_ranges(text)

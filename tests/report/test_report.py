@@ -1,4 +1,4 @@
-"""The figures show what they were given, and say what is missing when they cannot."""
+"""Figures show the given values. If they cannot be drawn, the error names the missing part."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS[19]["held_out"] = 0.8
 
 @dataclass(frozen=True)
 class FakeRecord:
-    """As much of a record as a figure reads."""
+    """The part of a record that a figure reads."""
 
     actions: tuple[str, ...]
     live_bytes: tuple[int, ...]
@@ -72,7 +72,7 @@ def test_the_memory_figure_shows_each_action_and_both_peaks(tmp_path, texts):
     assert {"peak 3.00 MiB", "predicted peak 4.00 MiB"} <= set(texts)
 
 
-def test_the_picture_of_a_plan_shows_kinds_places_and_the_budget(tmp_path, texts):
+def test_the_figure_of_a_plan_shows_categories_offsets_and_the_budget(tmp_path, texts):
     plan = block_plan()
     budget = 8 * plan.peak_bytes
     plan = plan.with_policies(cs.PrefetchPolicy.auto(), cs.PoolPolicy(budget=budget), costs_of(plan, bandwidth=5e8))
@@ -89,7 +89,7 @@ def test_the_picture_of_a_plan_shows_kinds_places_and_the_budget(tmp_path, texts
     assert f"Places in the arena: {arena.nbytes / 2**20:.2f} MiB, {gap}" in texts
 
 
-def test_the_bytes_by_kind_add_up_to_those_of_the_plan(tmp_path, monkeypatch):
+def test_the_bytes_by_category_add_up_to_those_of_the_plan(tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 
     plan, drawn, stairs = block_plan(), [], Axes.stairs
@@ -105,7 +105,7 @@ def test_the_bytes_by_kind_add_up_to_those_of_the_plan(tmp_path, monkeypatch):
 
 
 def drawn_by(monkeypatch, name):
-    """What a method of axes is given from now on: its arguments, by position and by name."""
+    """Record the arguments of all later calls of a method of axes, by position and by name."""
     from matplotlib.axes import Axes
 
     calls, method = [], getattr(Axes, name)
@@ -135,7 +135,7 @@ def test_the_parts_of_a_step_add_up_to_its_time_and_to_the_waits_of_its_groups(t
     assert {"(root)", "blocks.2", f"predicted\n{1e3 * predicted.seconds:,.2f} ms"} <= set(texts)
 
 
-def test_measured_parts_stand_below_the_predicted_ones(tmp_path, monkeypatch):
+def test_measured_parts_are_drawn_below_the_predicted_ones(tmp_path, monkeypatch):
     plan = block_plan(rows=(256,))
     plan = plan.with_policies(costs=costs_of(plan))
     spans = (
@@ -161,11 +161,11 @@ def test_measured_parts_stand_below_the_predicted_ones(tmp_path, monkeypatch):
     assert waited == pytest.approx([0.0, 2.5])
 
 
-def test_of_many_groups_those_are_drawn_for_which_compute_waits_longest(tmp_path, texts):
+def test_of_many_groups_only_those_with_the_longest_waits_are_drawn(tmp_path, texts):
     plan = block_plan((64,) * 30 + (2048,))
     time(plan.with_policies(costs=costs_of(plan)), tmp_path / "time.png")
     assert "blocks.30" in texts
-    assert "What of it is waiting, by group in the order of forward; 8 others wait less" in texts
+    assert "Exposed communication by group, in the order of forward; 8 groups with less are not shown" in texts
 
 
 def test_the_figure_of_strategies_shows_the_memory_and_the_time_of_each(tmp_path, monkeypatch, texts):
@@ -181,7 +181,7 @@ def test_the_figure_of_strategies_shows_the_memory_and_the_time_of_each(tmp_path
         assert kinds["activations"][row] == most.activations / 2**30
         assert sum(sizes[row] for sizes in kinds.values()) == pytest.approx(most.total / 2**30)
         fits = "" if estimate.fits else "does not fit; "
-        assert f"{fits}{estimate.time.seconds:.3g} s, {estimate.exposed_share:.0%} waits" in texts
+        assert f"{fits}{estimate.time.seconds:.3g} s, {estimate.exposed_share:.0%} exposed" in texts
     assert f"{advice.recommended.strategy} (recommended)" in texts
     here = {kwargs["label"]: seconds[4] for (_, seconds), kwargs in lines}
     [ddp] = [seconds for label, seconds in here.items() if "ddp" in label.split(", ")]
@@ -189,7 +189,7 @@ def test_the_figure_of_strategies_shows_the_memory_and_the_time_of_each(tmp_path
     assert ddp == pytest.approx(expected.time.seconds, rel=1e-2)
 
 
-def test_the_resident_memory_figure_stands_in_where_there_is_no_record(tmp_path, texts):
+def test_the_resident_memory_figure_needs_no_record(tmp_path, texts):
     plot_resident_memory(ROWS, tmp_path / "memory.png")
     assert is_picture(tmp_path / "memory.png")
     assert "memory of one process (MiB)" in texts

@@ -1,4 +1,4 @@
-"""A step as a trace: what is predicted beside what was measured, on a network where both are exact."""
+"""A step as a trace: the predicted and the measured step, on a network on which both are exact."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from composable_shard.testing import Busy, fabric
 
 
 def network(**options):
-    """A gather or a reduction of the blocks below takes 36 us."""
+    """A network in which a gather or a reduction of the blocks below takes 36 us."""
     return fabric(4, latency_s=12e-6, bandwidth_Bps=64e6, clock="virtual", **options)
 
 
 def block():
-    """Two matrices that compute for 10 us each, and twice that in backward."""
+    """Two matrices, each with 10 us of compute in forward and 20 us in backward."""
     return nn.Sequential(*(each for _ in range(2) for each in (nn.Linear(16, 16, bias=False), Busy(10e-6))))
 
 
 def watched_step(steps=3):
-    """Three blocks; their plan with costs, and the record of a step."""
+    """Run a model of three blocks; return its plan with costs, the record of a step, and the exposed time."""
     with network() as net:
         model = nn.Sequential(*(block() for _ in range(3)))
         for each in model:
@@ -41,7 +41,7 @@ def watched_step(steps=3):
             model(torch.ones(2, 16, requires_grad=True)).sum().backward()
         plan = cs.make_plan(model)
         forward, backward, gather = (dict.fromkeys(plan.order, seconds) for seconds in (20e-6, 40e-6, 36e-6))
-        reduce = dict.fromkeys(plan.order, 12e-6 + 3 / 4 * (2048 + 64) / 64e6)  # marks travel too, 16 bytes a rank
+        reduce = dict.fromkeys(plan.order, 12e-6 + 3 / 4 * (2048 + 64) / 64e6)  # including marks, 16 bytes per rank
         costs = cs.Costs.of(
             latency=0.0, bandwidth=1.0, forward=forward, backward=backward, gather=gather, reduce=reduce
         )
@@ -49,7 +49,7 @@ def watched_step(steps=3):
 
 
 def sides(path):
-    """The trace by process: its tracks by name, each a list of slices, and its memory."""
+    """The trace by process: its tracks by name, each a list of slices, and its live bytes."""
     found = {}
     events = json.loads(path.read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -76,7 +76,7 @@ def text(path):
     return "\n".join(lines)
 
 
-def test_a_trace_has_the_predicted_and_the_measured_step_side_by_side(tmp_path):
+def test_a_trace_contains_the_predicted_and_the_measured_step(tmp_path):
     plan, record, _ = watched_step()
     timeline(plan, record, tmp_path / "trace.json")
     assert_expected_inline(
@@ -112,7 +112,7 @@ measured memory: at most 5120, 24 times""",
     )
 
 
-def test_on_an_exact_clock_what_is_predicted_is_what_was_measured(tmp_path):
+def test_on_an_exact_clock_the_prediction_equals_the_measurement(tmp_path):
     plan, record, exposed_s = watched_step()
     timeline(plan, record, tmp_path / "trace.json")
     (predicted, foreseen), (measured, seen) = sides(tmp_path / "trace.json").values()
@@ -132,7 +132,7 @@ def test_the_same_step_gives_the_same_text(tmp_path):
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 
 
-def test_a_plan_without_costs_has_no_predicted_side(tmp_path):
+def test_a_plan_without_costs_has_no_prediction(tmp_path):
     plan, record, _ = watched_step()
     for costless in (block_plan(), cs.ShardPlan(plan.groups, plan.order)):
         timeline(costless, record, tmp_path / "trace.json")
@@ -147,7 +147,7 @@ def record_of(*spans, actions=None):
     return cs.Record(tuple(acts), (0,) * len(acts), (), spans=spans)
 
 
-def test_gathers_that_are_in_flight_together_have_tracks_of_their_own(tmp_path):
+def test_overlapping_gathers_have_separate_tracks(tmp_path):
     record = record_of(
         ("UNSHARD", "a", 1.0, 1.0), ("UNSHARD", "b", 1.5, 1.5), ("WAIT", "a", 2.0, 3.0), ("UNSHARD", "c", 3.0, 3.0),
         ("WAIT", "b", 3.5, 4.0), ("WAIT", "c", 4.0, 4.0),
@@ -157,12 +157,12 @@ def test_gathers_that_are_in_flight_together_have_tracks_of_their_own(tmp_path):
     seconds = {
         track: [(fqn, begin / 1e6, end / 1e6) for _, fqn, begin, end in slices] for track, slices in tracks.items()
     }
-    assert seconds["gathers"] == [("a", 0.0, 2.0), ("c", 2.0, 3.0)], "counted from the beginning of the first"
+    assert seconds["gathers"] == [("a", 0.0, 2.0), ("c", 2.0, 3.0)], "times count from the beginning of the first span"
     assert seconds["gathers 2"] == [("b", 0.5, 3.0)]
-    assert [fqn for fqn, *_ in seconds["waits"]] == ["a", "b"], "a wait of no time is none"
+    assert [fqn for fqn, *_ in seconds["waits"]] == ["a", "b"], "a wait of zero length is left out"
 
 
-def test_a_record_without_times_is_an_error_that_says_to_watch_the_model(tmp_path):
+def test_a_record_without_times_is_an_error_that_explains_how_to_watch(tmp_path):
     plan = block_plan()
     plan = plan.with_policies(costs=costs_of(plan))
     for record in (None, cs.Record((), (), ())):

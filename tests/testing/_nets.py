@@ -1,4 +1,4 @@
-"""The network that the tests of the fabric use."""
+"""The simulated network of the fabric tests."""
 
 from __future__ import annotations
 

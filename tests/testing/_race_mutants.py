@@ -1,4 +1,4 @@
-"""The library with a wait taken out: each place where one stream waits for another, and a scenario that shows it."""
+"""Mutants of the library: for each wait between streams, a way to remove it and a scenario that shows the race."""
 
 from __future__ import annotations
 
@@ -46,61 +46,66 @@ from composable_shard._memory.state_on_host import StateOnHost
 MUTANTS = {
     # _comm
     "lanes-wait-for-nothing": Mutant(
-        "StreamLane._wait_for", "lanes wait for the events they are given", instead(StreamLane, "_wait_for", _no_wait)
+        "StreamLane._wait_for",
+        "lanes wait for the events that are passed to them",
+        instead(StreamLane, "_wait_for", _no_wait),
     ),
     "gathers-are-not-awaited": Mutant("StreamLane._ended", "compute waits for gathers", job_without_end("gathers")),
     "reductions-are-not-awaited": Mutant("Job.finish", "compute waits for reductions", job_without_end("reductions")),
     "lanes-ignore-collectives": Mutant(
         "Waiting.wait",
-        "lanes wait for their collectives, where these have a stream of their own",
+        "lanes wait for their collectives if these run on another stream",
         instead(Waiting, "wait", _no_wait),
         "network-of-its-own",
     ),
     "host-ignores-reductions": Mutant(
-        "Job.wait_on_host", "the host waits for what it reads", instead(Job, "wait_on_host", _no_wait), "offload"
+        "Job.wait_on_host",
+        "the host waits for tensors before it reads them",
+        instead(Job, "wait_on_host", _no_wait),
+        "offload",
     ),
     "failed-jobs-go-on": Mutant(
         "StreamLane._give_up",
-        "memory of a job that fails goes back behind what it had queued",
+        "memory of a job that fails is returned after the work that the job had queued",
         instead(StreamLane, "_give_up", _no_wait),
         "failing-communication",
     ),
     "own-gathers-copied-early": Mutant(
         "All.wait",
-        "what a user's communication gives is copied when it is there",
+        "the output of custom communication is copied after it has arrived",
         instead(All, "wait", lambda real, each: each._rest() if each._rest else None),
         "own-communication",
     ),
     # _group
     "gathers-ignore-slots": Mutant(
         "GatherBucket.start",
-        "gathers wait for what their slot was used for",
+        "gathers wait for earlier uses of their slot",
         instead(Gatherer, "start", gather_whatever_was),
     ),
     "gathers-ignore-landings": Mutant(
         "Gatherer.start_into",
-        "gathers wait for what their landing buffer was used for",
+        "gathers wait for earlier uses of their landing buffer",
         unfenced(Gatherer, "start_into"),
         "few-ranks",
     ),
     "weights-given-up-without-event": Mutant(
-        "ParamGroup.reshard", "weights are given up behind their last reader", within(ParamGroup, "reshard", NO_MARK)
+        "ParamGroup.reshard", "weights are freed after their last reader", within(ParamGroup, "reshard", NO_MARK)
     ),
     "weights-shrunk-without-event": Mutant(
         "ParamGroup.shrink",
-        "weights of which few ranks keep pieces are given up behind their last reader",
+        "weights of which few ranks keep pieces are freed after their last reader",
         within(ParamGroup, "shrink", NO_MARK),
         "few-ranks",
     ),
     "failed-gathers-go-on": Mutant(
         "ParamGroup._give_up_gathers",
-        "gathers beside one that has failed are waited for",
+        "if a gather fails, the others in flight are waited for",
         within(ParamGroup, "_give_up_gathers", (Job, "finish", _nothing)),
         "failing-extension",
     ),
     "packing-ignores-slots": Mutant(
         "ReduceBucket._pack",
-        "gradients are packed behind what the slot was used for",
+        "gradients are packed after earlier uses of the slot",
         instead(ReduceBucket, "_pack", pack_into_used),
         "two-streams",
     ),
@@ -109,7 +114,7 @@ MUTANTS = {
     ),
     "scratch-ignores-slots": Mutant(
         "ReduceBucket._queued",
-        "reductions wait for what their scratch memory was used for",
+        "reductions wait for earlier uses of their scratch memory",
         unfenced(ReduceBucket, "start"),
         "two-streams-sums",
     ),
@@ -121,13 +126,13 @@ MUTANTS = {
     ),
     "slots-freed-before-scatters": Mutant(
         "ReduceBucket.start",
-        "slots are free when their reduce-scatter has ended",
+        "slots are free after their reduce-scatter has ended",
         instead(Job, "occupy", free_at_once),
         "replicas-two-streams",
     ),
     "slots-freed-behind-first-scatter": Mutant(
         "ReduceBucket.start",
-        "slots are free when the last reduce-scatter of their group has ended",
+        "slots are free after the last reduce-scatter of their group has ended",
         instead(gradients, "free_queued", free_behind_first),
         "two-dtypes",
     ),
@@ -139,7 +144,7 @@ MUTANTS = {
     ),
     "pieces-ignore-slots": Mutant(
         "Resident.keep",
-        "few ranks' pieces are kept behind what the slot was used for",
+        "few ranks' pieces are copied to their slot after earlier uses of the slot",
         within(Resident, "keep", NO_WAIT),
         "branches-few-ranks",
     ),
@@ -151,19 +156,19 @@ MUTANTS = {
     ),
     "pieces-given-up-without-event": Mutant(
         "Resident.release",
-        "few ranks' pieces are given up behind their last reader",
+        "few ranks' pieces are freed after their last reader",
         within(Resident, "release", NO_MARK),
         "few-ranks-by-hand",
     ),
     "extensions-ignore-optimizer": Mutant(
         "ExtensionBucket.start",
-        "extensions read shards behind the optimizer",
+        "extensions read shards after the optimizer step",
         within(ExtensionBucket, "start", NO_WAIT),
         "extensions",
     ),
     "extensions-sent-early": Mutant(
         "ExtensionBucket.start",
-        "gathers wait for extensions' inputs",
+        "gathers wait for the tensors that extensions create",
         within(ExtensionBucket, "start", NO_MARK),
         "extensions",
     ),
@@ -172,103 +177,103 @@ MUTANTS = {
     ),
     "graphs-drop-early": Mutant(
         "_Gathers._drop",
-        "abandoned gathers are waited for before their memory is used again",
+        "abandoned gathers are waited for before their memory is reused",
         within(_Gathers, "_drop", (Job, "finish", _nothing)),
         "graph",
     ),
     # _memory
     "rivals-carry-no-event": Mutant(
         "_is_taken",
-        "a slot waits for what overlapping slots were used for",
+        "a slot waits for earlier uses of overlapping slots",
         instead(Slot, "wait_for", _no_wait),
         "deep",
     ),
     "suspended-without-event": Mutant(
         "Slot.suspend",
-        "reserved memory is written behind its last reader",
+        "reserved memory is written after its last reader",
         instead(Slot, "suspend", lambda real, slot, after, lent: real(slot, None, lent)),
         "own-memory",
     ),
     "given-back-after-reading": Mutant(
         "BufferPool._return",
-        "memory that a slot gives back waits for its last user",
+        "the memory of a slot is returned after its last use",
         within(BufferPool, "_return", (DeviceMemory, "give_back", _nothing)),
         "branches-counted",
     ),
     "poisoned-early": Mutant(
         "BufferPool._poisoned",
-        "memory is poisoned behind its last reader",
+        "memory is poisoned after its last reader",
         within(BufferPool, "_poisoned", NO_WAIT),
         "two-streams-debugging",
     ),
     "poisoned-without-event": Mutant(
         "BufferPool._poisoned",
-        "memory is given up behind its poisoning",
+        "memory is freed after it was poisoned",
         within(BufferPool, "_poisoned", NO_QUEUE),
         "debugging",
     ),
     "new-slots-without-event": Mutant(
         "BufferPool._make",
-        "new slots are written behind what their memory was used for",
+        "new slots are written after earlier uses of their memory",
         within(BufferPool, "_make", NO_QUEUE),
     ),
     "own-slots-without-event": Mutant(
         "BufferPool._own_slot",
-        "memory that comes back is written behind what it was used for",
+        "memory that a slot gets again is written after earlier uses of it",
         within(BufferPool, "_own_slot", NO_QUEUE),
         "counted-memory",
     ),
     "new-arenas-without-event": Mutant(
         "Arena._add",
-        "new arenas are written behind what their memory was used for",
+        "new arenas are written after earlier uses of their memory",
         within(Arena, "_add", NO_QUEUE),
         "optimizer-event",
     ),
     "filled-without-event": Mutant(
         "Arena.fill",
-        "filled regions are written behind what their memory was used for",
+        "filled regions are written after earlier uses of their memory",
         within(Arena, "fill", NO_QUEUE),
         "idle-memory",
     ),
     "emptied-early": Mutant(
         "BufferPool.empty",
-        "emptied pools' memory waits for its last user",
+        "the memory of emptied pools is returned after its last use",
         within(BufferPool, "empty", (DeviceMemory, "give_back", _nothing)),
         "another-stream",
     ),
     "drained-early": Mutant(
         "Arena.drain",
-        "drained regions' memory waits for its last user",
+        "the memory of drained regions is returned after its last use",
         within(Arena, "drain", (DeviceMemory, "give_back", _nothing)),
         "idle-memory-on-another-stream",
     ),
     "allocating-streams-do-not-wait": Mutant(
         "DeviceMemory.give_back",
-        "streams on which memory was allocated wait for it",
+        "streams wait for other uses of memory that is returned to them",
         instead(DeviceMemory, "give_back", back_to_current),
         "idle-memory-on-another-stream",
     ),
     "left-early": Mutant(
         "DeviceMemory.leave",
-        "memory of dropped models waits for lanes",
+        "the memory of deleted models is freed after the work of the lanes",
         instead(DeviceMemory, "leave", _no_wait),
         "dropped-in-backward",
     ),
     "copied-to-host-at-once": Mutant(
         "StateOnHost.step",
-        "gradients are copied to the host when they are reduced",
+        "gradients are copied to the host after they are reduced",
         within(StateOnHost, "step", NO_MARK),
         "steps-on-host",
     ),
     "host-steps-at-once": Mutant(
         "StateOnHost._step_part",
-        "the host steps what has been copied to it",
+        "the host runs the optimizer step after the gradients have been copied to it",
         within(StateOnHost, "_step_part", NO_SYNC),
         "steps-on-host",
     ),
     "stepped-on-host-and-not-back": Mutant(
         "StateOnHost.step",
-        "gathers wait for shards that come back from the host",
+        "gathers wait for shards to be copied back from the host",
         instead(StateOnHost, "_step_part", not_awaited),
         "steps-on-host",
     ),
@@ -280,45 +285,45 @@ MUTANTS = {
     ),
 }
 
-# Waits that are never the only ones, as far as is known: nothing shows that they are missing.
+# Waits that other waits cover in all known cases. No scenario shows a race without them.
 COVERED = {
     "given-up-before-free": Mutant(
         "Slot.wait_until_free",
-        "a lease that is given up was free only behind earlier work: slots of other sizes keep those events themselves",
+        "a cancelled lease keeps the events of earlier uses; slots of other sizes have these events too",
         instead(Slot, "wait_until_free", _no_wait),
         "failing-extension",
     ),
     "current-stream-does-not-wait": Mutant(
         "DeviceMemory.give_back",
-        "the current stream waits for memory that goes back: it goes to the streams on which it was allocated, which "
-        "wait by themselves",
+        "the current stream waits for memory that is returned; the memory is returned to the streams on which it was "
+        "allocated, and they wait too",
         instead(DeviceMemory, "give_back", back_to_allocated),
         "another-stream",
     ),
     "unused-given-up-without-event": Mutant(
         "BufferPool.reclaim",
-        "memory of graphs is given up behind its last reader: the next gather of a graph waits for the current stream, "
-        "and one of an eager forward for its beginning",
+        "memory of graphs is freed after its last reader; the next gather of a graph waits for the current stream, and "
+        "a gather of an eager forward waits for the beginning of the forward",
         within(BufferPool, "reclaim", NO_QUEUE),
         "graph",
     ),
 }
 
-# Functions that pass events on, whose waits are another's, or that are not waits of a stream.
+# Functions that only pass events on to another function (its name), or that do not wait on a stream (the reason).
 PASSED_ON = {
     "Job._advance": "Waiting.wait",
     "Launched._advance": "Waiting.wait",
-    "StreamLane.mark": "records for others",
+    "StreamLane.mark": "only records an event",
     "StreamLane.queued": "DeviceMemory.leave",
-    "DeviceMemory.queued": "records for others",
+    "DeviceMemory.queued": "only records events",
     "GatherBucket.forget": "BufferPool.release",
     "BufferPool.give_up": "StreamLane._give_up",
-    "BufferPool.release": "holds events",
-    "Job.__init__": "holds events",
-    "Launched.__init__": "holds events",
-    "Job.occupy": "holds events",
+    "BufferPool.release": "only stores events",
+    "Job.__init__": "only stores events",
+    "Launched.__init__": "only stores events",
+    "Job.occupy": "only stores events",
     "free_queued": "ReduceBucket.start",
-    "Slot.__init__": "holds events",
+    "Slot.__init__": "only stores events",
     "Slot.drained": "Arena.drain",
     "Slot.moved": "Arena.fill",
     "Slot.resize": "BufferPool._own_slot",
@@ -330,19 +335,19 @@ PASSED_ON = {
     "Reduction.abandon": "_Gathers._drop",
     "GroupGradients.finish_reduce": "Job.finish",
     "ParamGroup.finish_gather": "Job.finish",
-    "Actions.__init__": "holds an event",
+    "Actions.__init__": "only stores an event",
     "Actions.ahead": "Actions.parameters_changed",
     "Engine.end_backward_by_hand": "Job.finish",
-    "GroupGradients.give_hooks_back": "no wait: hooks",
-    "ParamHooks.take_over": "no wait: hooks",
-    "Review.begin": "no wait: a place in the record",
-    "RankOrdered._share_sum": "gloo, whose handles the host waits for",
-    "Roll.is_full": "the host, before a vote",
-    "Stopwatch._read": "the host, to read a clock",
+    "GroupGradients.give_hooks_back": "no wait: moves hooks",
+    "ParamHooks.take_over": "no wait: moves hooks",
+    "Review.begin": "no wait: a position in the record",
+    "RankOrdered._share_sum": "gloo: the host waits for its handles",
+    "Roll.is_full": "the host waits before a vote",
+    "Stopwatch._read": "the host waits to read a clock",
     "_give_up": "Job.finish",
-    "StateOnDisk._step_sections": "files, whose threads the host waits for",
-    "_Moves._give_back": "files, whose threads the host waits for",
+    "StateOnDisk._step_sections": "the host waits for the threads that read and write files",
+    "_Moves._give_back": "the host waits for the threads that read and write files",
     "StateOnHost.keep_all": "Job.finish",
-    "agree": "the host reads the result at once",
-    "slowest": "the host reads the result at once",
+    "agree": "the host reads the result immediately",
+    "slowest": "the host reads the result immediately",
 }

@@ -1,4 +1,4 @@
-"""Ways to take a wait out of the library."""
+"""Functions that remove a wait from the library."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Plant = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Mutant:
-    """A wait that is taken out.
+    """The library without one of its waits.
 
     Attributes:
-        site: the function of the library that has it.
-        wait: in words.
-        plant: takes it out, within a context.
-        scenario: that shows it.
+        site: the function of the library that waits.
+        wait: description of the order that the wait ensures.
+        plant: returns a context manager that removes the wait.
+        scenario: name of the scenario in which a race is found.
     """
 
     site: str
@@ -42,7 +42,7 @@ class Mutant:
 
 
 def within(owner: Any, name: str, *also: tuple[Any, str, Any]) -> Plant:
-    """While a function runs, others are replaced; `also` has their owners, names and replacements."""
+    """Replace functions while `owner.name` runs. `also` has the owner, name and replacement of each."""
     real = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -55,21 +55,21 @@ def within(owner: Any, name: str, *also: tuple[Any, str, Any]) -> Plant:
 
 
 def instead(owner: Any, name: str, replacement: Callable[..., Any]) -> Plant:
-    """A function is replaced by one that is given the real one first."""
+    """Replace a function by one that gets the original as its first argument."""
     real = getattr(owner, name)
     return lambda: mock.patch.object(owner, name, lambda *args, **kwargs: replacement(real, *args, **kwargs))
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Replaces a wait."""
+    """Do nothing; replaces a wait."""
 
 
 def _no_wait(real: Any, *args: Any, **kwargs: Any) -> None:
-    """Likewise, in `instead`."""
+    """Do nothing; replaces a wait in `instead`."""
 
 
 def unfenced(owner: Any, name: str) -> Plant:
-    """Slots look free at once to whoever leases one in this function."""
+    """Make slots that this function leases free immediately, without their events."""
 
     @contextlib.contextmanager
     def plant() -> Iterator[None]:
@@ -107,7 +107,7 @@ def gather_whatever_was(real: Any, gatherer: Gatherer, slot: Slot, shards: Any, 
 
 
 def free_behind_first(real: Any, pool: BufferPool, jobs: Iterable[tuple[ReduceBucket, Job[Any]]]) -> int:
-    """The slots of several reductions look free behind the first one."""
+    """Make the slots of several reductions free after the first reduction."""
     occupied = [each for _, job in jobs for each in job.occupied]
     for slot, _ in occupied:
         pool.release(slot, occupied[0][1], queued=True)
@@ -115,12 +115,12 @@ def free_behind_first(real: Any, pool: BufferPool, jobs: Iterable[tuple[ReduceBu
 
 
 def free_at_once(real: Any, job: Job[Any], memory: Sequence[tuple[Slot, Any]]) -> None:
-    """Slots of a reduction that is queued look free at once."""
+    """Make the slots of a queued reduction free immediately."""
     real(job, [(slot, None) for slot, _ in memory])
 
 
 def hook_at_once(wait: str) -> Plant:
-    """The user's stream for all-reduce hooks, of which one wait is taken out."""
+    """Remove one of the two waits of the user's stream for all-reduce hooks: the one before or after the hook."""
 
     def on_stream(real: Any, comms: Any) -> Any:
         hook = real(comms)
@@ -140,7 +140,7 @@ def hook_at_once(wait: str) -> Plant:
 
 
 def job_without_end(only: str) -> Plant:
-    """Nobody waits for jobs of a lane (`gathers` or `reductions`)."""
+    """Remove the waits for jobs of a lane (`gathers` or `reductions`)."""
     real = StreamLane._ended
 
     def ended(lane: StreamLane, job: Job[Any]) -> Any:
@@ -153,14 +153,14 @@ def job_without_end(only: str) -> Plant:
 
 
 def not_awaited(real: Any, *args: Any) -> Job[Any]:
-    """What a function starts is finished without a wait."""
+    """Finish the job that a function starts without a wait."""
     job: Job[Any] = real(*args)
     job._event.clock = {}
     return job
 
 
 def behind_at_once(real: Any, lane: StreamLane) -> Any:
-    """The lane for what follows a job does not wait for it."""
+    """Remove the wait of the lane for follow-up work of a job."""
 
     class Early:
         def start(self, steps: Any, after: Any, held: Any, when_done: Any) -> Any:
@@ -170,7 +170,7 @@ def behind_at_once(real: Any, lane: StreamLane) -> Any:
 
 
 def back_to_current(real: Any, memory: DeviceMemory, after: Any) -> None:
-    """Only the current stream waits, and not those on which the memory was allocated."""
+    """Let only the current stream wait, and not the streams on which the memory was allocated."""
     with mock.patch.object(Stream, "wait_event", _nothing), mock.patch.object(Event, "wait", _join_current):
         real(memory, after)
 

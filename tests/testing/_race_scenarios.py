@@ -1,4 +1,4 @@
-"""Ways to shard and to train a small decoder, to be looked at by `testing.races`."""
+"""Scenarios for `testing.races`: ways to shard and train a small decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoders, and settings of sharded ones, to be looked at by `testing.races`."""
+"""Decoders, and settings of sharded decoders, for the scenarios of `testing.races`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def three_quarters(model: Any, checked: testing.Checked) -> None:
 
 
 def held(model: Any, checked: testing.Checked) -> None:
-    """Every other reduction keeps its memory until it is waited for; the others give theirs to what is queued next."""
+    """Every other reduction keeps its memory until it is waited for. The memory of the others is reused earlier."""
     plan = cs.make_plan(model)
     names = tuple(f"blocks.{index}" for index in range(0, len(model.blocks), 2))
     model.set_plan(replace(plan, schedule=replace(plan.edges(), holds=names)))
@@ -70,7 +70,7 @@ KEEP_CLASS = {
 
 
 class Halved(torch.Tensor):
-    """A tensor around another one, gathered in bfloat16 and used in float32."""
+    """A wrapper tensor that is gathered in bfloat16 and used in float32."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Any:
@@ -113,7 +113,7 @@ class Halved(torch.Tensor):
 
 
 class InDouble(nn.Module):
-    """A layer in float64, of inputs and outputs in another dtype."""
+    """A layer that computes in float64, and has inputs and outputs of another dtype."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def extended() -> nn.Module:
 
 
 class Gathers:
-    """Communication of the user's own (torch's `AllGather`)."""
+    """Custom communication of the user (torch's `AllGather`)."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -151,7 +151,7 @@ class Gathers:
 
 
 class Scatters(Gathers):
-    """Likewise (torch's `ReduceScatter`)."""
+    """Custom communication of the user (torch's `ReduceScatter`)."""
 
     def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
@@ -168,7 +168,7 @@ def own_communication(model: Any, checked: testing.Checked) -> None:
 
 @contextlib.contextmanager
 def offloading() -> Iterator[None]:
-    """The CPU, which plays the accelerator, is also the host on which shards are kept."""
+    """Keep shards on the host. The CPU is both the simulated accelerator and the host."""
     real = ReduceBucket._at_home
 
     def at_home(bucket: ReduceBucket, out: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def stepped_on_host(params: Any) -> torch.optim.Optimizer:
 
 @contextlib.contextmanager
 def copying_to_host() -> Iterator[None]:
-    """The CPU, which plays the accelerator, is also the host to which few parameters are copied at a time."""
+    """Copy a few parameters at a time to the host. The CPU is both the simulated accelerator and the host."""
     real = StateOnHost._copy
 
     def copy(keeper: StateOnHost, tensor: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def copying_to_host() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sums_of_ranks() -> Iterator[None]:
-    """The transport that gloo has, which needs scratch memory."""
+    """Use the transport of gloo, which needs scratch memory."""
 
     def transports_of(group: Any, device: Any, given: Any = None) -> dict[str, Any]:
         return {"direct": RankOrdered(group)}
@@ -231,12 +231,12 @@ def sums_of_ranks() -> Iterator[None]:
 
 
 def on_the_network() -> contextlib.AbstractContextManager[object]:
-    """Collectives have a stream of their own, as those of backends other than NCCL."""
+    """Run collectives on a separate stream, like backends other than NCCL."""
     return mock.patch("composable_shard._comm.collectives._ON_LANE", ())
 
 
 class Deaf:
-    """A tool that counts memory: while there is one, a slot has memory only while it is leased."""
+    """A memory tracker. While one is active, a slot has memory only while it is leased."""
 
     heard = None
 

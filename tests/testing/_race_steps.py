@@ -1,4 +1,4 @@
-"""Steps of training, to be looked at by `testing.races`."""
+"""Training steps for the scenarios of `testing.races`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _raise(*_of_the_hook: object, **_also: object) -> None:
 
 
 def fail(training: Training, in_backward: bool) -> None:
-    """A step that ends with an error in forward or in backward."""
+    """Run a step that ends with an error in forward or backward."""
     failing = training.model.blocks[1].feed_forward
     handle = (failing.register_full_backward_hook if in_backward else failing.register_forward_hook)(_raise)
     with pytest.raises(ZeroDivisionError):
@@ -98,7 +98,7 @@ def fail_first(training: Training) -> None:
 
 
 def drop_after_failure(training: Training, in_backward: bool) -> None:
-    """The model is deleted after an error; compute gets its memory, whatever was in flight."""
+    """Delete the model after an error, with work in flight. Compute then reuses its memory."""
     fail(training, in_backward)
     model = weakref.ref(training.model)
     del training.model, training.optimizer
@@ -109,7 +109,7 @@ def drop_after_failure(training: Training, in_backward: bool) -> None:
 
 @contextlib.contextmanager
 def on_side_stream(training: Training) -> Iterator[None]:
-    """A stream of the user's own, well fenced."""
+    """Use a stream of the user, with all necessary waits."""
     side, compute = torch.cuda.Stream(), torch.accelerator.current_stream()
     side.wait_stream(compute)
     with torch.cuda.stream(side):
@@ -123,7 +123,7 @@ def side_in_turns(training: Training) -> None:
 
 
 def side_forward(training: Training) -> None:
-    """Forward on another stream: autograd runs backward there as well."""
+    """Run forward on another stream. Autograd then runs backward on it too."""
     with on_side_stream(training):
         loss = training.forward()
     loss.backward()
@@ -133,11 +133,14 @@ def side_forward(training: Training) -> None:
 def event_of_the_optimizer(training: Training) -> None:
     plain_step(training)
     training.model.set_post_optim_event(torch.accelerator.current_stream().record_event())
-    torch.ones(4).mul_(2)  # what the gathers need not wait for
+    torch.ones(4).mul_(2)  # the gathers need not wait for this
 
 
 def optimizer_on_another_stream(training: Training) -> None:
-    """Of which the gathers are told, and nobody else: gradients must be kept until compute has waited for it."""
+    """Run the optimizer on another stream. Only the gathers get its event.
+
+    So the gradients must be kept until compute has waited for the optimizer.
+    """
     compute, side = torch.accelerator.current_stream(), torch.cuda.Stream()
     training.backward()
     side.wait_stream(compute)
@@ -149,21 +152,21 @@ def optimizer_on_another_stream(training: Training) -> None:
 
 
 def memory_goes_back_on_another_stream(training: Training) -> None:
-    """Memory that was allocated on one stream is used on another one, and goes back there."""
+    """Allocate memory on one stream, and use and return it on another."""
     plain_step(training)
     plain_step(training)
     side, compute = torch.cuda.Stream(), torch.accelerator.current_stream()
     side.wait_stream(compute)
     with torch.cuda.stream(side):
         plain_step(training)
-        state_of(training.model).bound.engine.count_memory(True)  # as a tool does: all slots are given up
-        gc.collect()  # slots and the arena know each other
-    torch.ones(4)  # on the stream of compute, which waits for nothing of its own
+        state_of(training.model).bound.engine.count_memory(True)  # like a memory tracker: frees all slots
+        gc.collect()  # slots and the arena refer to each other
+    torch.ones(4)  # on the compute stream, which has not waited for `side`
     compute.wait_stream(side)
 
 
 def idle_memory_goes_back_on_another_stream(training: Training) -> None:
-    """Reductions get memory in backward, on the stream of forward; it goes back on that which has called backward."""
+    """Allocate the memory of reductions on the stream of forward, and return it on the stream that calls backward."""
     side, compute = torch.cuda.Stream(), torch.accelerator.current_stream()
     side.wait_stream(compute)
     with torch.cuda.stream(side):
@@ -176,7 +179,7 @@ def idle_memory_goes_back_on_another_stream(training: Training) -> None:
 
 
 def blocks_in_turns(model: Any, checked: testing.Checked) -> None:
-    """Each block runs on another stream than the one before it, and so does its backward."""
+    """Run blocks, and their backwards, alternately on two streams."""
     streams = [checked.stream("even"), checked.stream("odd")]
 
     def on(stream: torch.Stream, block: nn.Module, *inputs: Any) -> Any:
@@ -199,9 +202,9 @@ def _through(model: Any, blocks: Any, tokens: Tensor) -> Tensor:
 
 
 def branches(model: Any, checked: testing.Checked) -> None:
-    """Blocks run side by side: every second one on a stream that is joined at the end only.
+    """Run every second block on another stream, concurrently with the others, and wait for it only at the end.
 
-    Their inputs need no gradients, as those of two encoders: so nothing orders their backwards, either.
+    The inputs of the blocks need no gradients, as in two encoders. So their backwards are not ordered either.
     """
     side = checked.stream("branch")
 
@@ -221,7 +224,7 @@ def branches(model: Any, checked: testing.Checked) -> None:
 
 
 def reshard_between(model: Any, checked: testing.Checked) -> None:
-    """What few ranks keep of a block is given up while later blocks run, and its memory used on another stream."""
+    """Free the pieces that few ranks keep of a block while later blocks run, and use the memory on another stream."""
 
     def give_up(block: Any) -> None:
         block.reshard()
@@ -239,14 +242,14 @@ def reshard_between(model: Any, checked: testing.Checked) -> None:
 
 
 def reduce_by(bucket: Any, gradients: list[torch.Tensor]) -> None:
-    """Reduce gradients by a bucket, and wait."""
+    """Reduce gradients with a bucket, and wait."""
     job = bucket.start(gradients)
     free_queued(bucket._pool, [(bucket, job)])
     job.finish()
 
 
 def reduce_on_two_streams(training: Training) -> None:
-    """Two reductions by one bucket, and other uses of its slots, on streams of which neither waits for the other."""
+    """Run two reductions of a bucket, and other uses of its slots, on two streams that do not wait for each other."""
     plain_step(training)
     engine, compute = state_of(training.model).bound.engine, torch.accelerator.current_stream()
     group, pool = state_of(training.model.blocks[0]).bound.group, engine.pool
@@ -273,7 +276,7 @@ def reduce_on_two_streams(training: Training) -> None:
 
 
 def as_a_graph(training: Training) -> None:
-    """Gathers and reductions as compiled graphs call them; the graph itself is here by hand."""
+    """Call gathers and reductions like a compiled graph does, without a compiler."""
     plain_step(training)
     group = state_of(training.model.blocks[0]).bound.group
     exchange = group.exchange()
@@ -290,10 +293,10 @@ def as_a_graph(training: Training) -> None:
 
 
 def gather_elsewhere(training: Training) -> None:
-    """What few ranks keep is gathered into a slot that nothing has used since the step before."""
+    """Gather the pieces that few ranks keep into a slot that was not used since the last step."""
     loss, pool = training.forward(), state_of(training.model).bound.engine.pool
     if training.number == 0:
-        pool.lease(512, "held")  # so that there is no arena, in which slots wait for those that they overlap
+        pool.lease(512, "held")  # prevents an arena, in which slots wait for slots that they overlap
     [bucket] = state_of(training.model).bound.group.buckets
     leased = pool.lease_for(bucket.for_weights[True])
     loss.backward()
@@ -302,7 +305,7 @@ def gather_elsewhere(training: Training) -> None:
 
 
 def fail_to_gather(training: Training) -> None:
-    """A gather fails before its collective, beside others that go on; the memory goes back to compute at once."""
+    """Let a gather fail before its collective while others are in flight. Compute then reuses the memory."""
     plain_step(training)
     training.model.set_pool_policy(PoolPolicy(keep_idle=False))
     plain_step(training)
@@ -314,7 +317,10 @@ def fail_to_gather(training: Training) -> None:
 
 
 def fail_to_reduce(training: Training) -> None:
-    """The second reduction of a block cannot begin, and the memory of the first one goes back; then as a graph."""
+    """Let the second reduction of a block fail at its start: first in eager mode, then as in a compiled graph.
+
+    The memory of the first reduction must be returned.
+    """
     plain_step(training)
     engine, group = state_of(training.model).bound.engine, state_of(training.model.blocks[1]).bound.group
 
@@ -337,7 +343,7 @@ def fail_to_reduce(training: Training) -> None:
 
 @contextlib.contextmanager
 def second_fails() -> Iterator[None]:
-    """Within, the second reduction that is to begin fails."""
+    """Let the second reduction that starts in this context fail."""
     real, calls = ReduceBucket.start, itertools.count()
 
     def start(*args: Any, **kwargs: Any) -> Any:
@@ -350,7 +356,7 @@ def second_fails() -> Iterator[None]:
 
 
 def fail_to_send(training: Training) -> None:
-    """Likewise, where what is sent was copied already."""
+    """Let custom gathers fail after their inputs were copied."""
     plain_step(training)
     training.model.set_pool_policy(PoolPolicy(keep_idle=False))
     plain_step(training)

@@ -1,4 +1,4 @@
-"""A small decoder that is sharded and trained while `testing.races` looks."""
+"""Shard and train a small decoder under `testing.races`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import composable_shard as cs
 from _blocks import SwiGLU, Transformer, next_token_loss, token_batch
 from composable_shard import MixedPrecisionPolicy, testing
 
-STEPS = 2  # the first leases slots one by one, the second makes the arena; a forward follows
+STEPS = 2  # the first leases slots one by one, and the second creates the arena; `perform` then runs a forward
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 @dataclass
 class Training:
-    """A model in training. `number` is that of the step."""
+    """A model with its optimizer. `number` is the number of the step."""
 
     checked: testing.Checked
     model: Any
@@ -47,7 +47,7 @@ def plain_step(training: Training) -> None:
 
 
 def decoder(layers: int = 2, dim: int = 16, **sizes: Any) -> nn.Module:
-    """A decoder whose blocks are not all as large, so that slots of the arena overlap in part."""
+    """A decoder with blocks of different sizes, so that slots of the arena overlap partially."""
     model = Transformer(layers=layers, dim=dim, dropout=0.1, **sizes)
     for index, block in enumerate(model.blocks):
         block.feed_forward = SwiGLU(dim, (24, 56, 8)[index % 3])
@@ -63,16 +63,18 @@ class Scenario:
     """How a decoder is sharded and trained.
 
     Attributes:
-        options: of `fully_shard`.
-        transport: by which parameters are gathered and gradients reduced.
-        mesh: names and sizes of its axes.
-        make: makes the decoder.
-        prepare: is given the sharded model before the first step, with what checks it.
-        step: one step of training.
-        end: after the last one.
-        around: a context around all of it.
-        optimizer: makes the optimizer.
-        axis: of the mesh, over which `fully_shard` shards; all if empty.
+        options: arguments of `fully_shard`.
+        transport: transport for gathers and reductions.
+        mesh: names and sizes of the axes of the mesh.
+        make: creates the decoder.
+        parallelize: is called with the decoder and the mesh before sharding.
+        prepare: is called with the sharded model and the checker before the first step.
+        step: one training step.
+        end: is called after the last step.
+        around: context manager in which everything runs.
+        optimizer: creates the optimizer.
+        axis: axis of the mesh over which `fully_shard` shards; the whole mesh if empty.
+        steps: number of steps.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -104,7 +106,7 @@ def build(scenario: Scenario, checked: testing.Checked) -> Any:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Operators are small here, and processes of pytest share the cores."""
+    """Use one thread: the operators are small, and pytest's processes share the cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -114,7 +116,7 @@ def one_thread() -> Iterator[None]:
 
 
 def perform(scenario: Scenario, until_race: bool = False) -> testing.Checked:
-    """Train for some steps, or until there is a race; returns what the checker has seen."""
+    """Train for the steps of a scenario, or until a race is found. Returns the checker."""
     world = functools.reduce(int.__mul__, scenario.mesh.values())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COMPOSABLE_SHARD_TRANSPORT", scenario.transport)
@@ -122,7 +124,7 @@ def perform(scenario: Scenario, until_race: bool = False) -> testing.Checked:
             model = build(scenario, checked)
             trained = [p for p in model.parameters() if p.requires_grad]
             training = Training(checked, model, scenario.optimizer(trained))
-            del model, trained  # a step may drop them
+            del model, trained  # a step may delete them
             for training.number in range(scenario.steps):
                 scenario.step(training)
                 if until_race and checked.races:

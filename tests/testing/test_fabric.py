@@ -1,4 +1,4 @@
-"""The fabric: links as arithmetic, what collectives give, what three clocks tell, and how it comes and goes."""
+"""The fabric: the model of a link, results of collectives, the three clocks, entering and leaving."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ seconds = st.floats(0, 1e3)
 
 @steadily
 @given(st.sampled_from(["all_gather", "reduce_scatter"]), st.integers(0, 10**12), st.integers(2, 512))
-def test_a_gather_and_a_scatter_take_latency_and_the_part_that_travels(kind, nbytes, ranks):
+def test_gathers_and_scatters_take_the_latency_and_the_transfer_of_other_ranks_parts(kind, nbytes, ranks):
     link = Link("all", LATENCY, BANDWIDTH)
     took = link.seconds(kind, nbytes, ranks)
     assert math.isclose(took, LATENCY + (ranks - 1) / ranks * nbytes / BANDWIDTH, rel_tol=1e-12)
@@ -39,19 +39,19 @@ def test_a_gather_and_a_scatter_take_latency_and_the_part_that_travels(kind, nby
 
 @steadily
 @given(st.lists(st.tuples(seconds, seconds), max_size=30))
-def test_a_link_does_one_thing_at_a_time_in_the_order_of_issue(given):
+def test_a_link_runs_one_collective_at_a_time_in_the_order_of_issue(given):
     line = Timeline()
     spans = [line.put(issue, took) for issue, took in given]
     free = -math.inf
     for (issue, took), (start, finish) in zip(given, spans, strict=True):
-        assert start == max(issue, free)  # not before it is issued, not while the link is busy, and not later
+        assert start == max(issue, free)
         assert finish == start + took
         free = finish
 
 
 @steadily
 @given(st.integers(1, 8), st.integers(1, 8), st.data())
-def test_a_group_that_spans_nodes_takes_the_link_between_them(nodes, per_node, data):
+def test_a_group_that_spans_nodes_uses_the_link_between_nodes(nodes, per_node, data):
     world = nodes * per_node
     of = network(world, 1e-6, 1e11, per_node, 1e-5, 1e10)
     ranks = data.draw(st.lists(st.integers(0, world - 1), min_size=1, unique=True))
@@ -83,17 +83,17 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "given"), BAD, ids=lambda value: str(value))
-def test_a_figure_that_cannot_be_is_refused_by_its_name(name, given):
+def test_an_invalid_argument_raises_an_error_with_its_name(name, given):
     with pytest.raises((cs.ShardConfigValueError, cs.ShardConfigTypeError), match=f"^{name}: "):
         net(**given)
 
 
-# ---- what collectives give
+# ---- results of collectives
 
 
 @pytest.mark.parametrize("given", EXACT, ids=str)
 @pytest.mark.parametrize("rank", [0, 2])
-def test_collectives_give_what_ranks_that_are_all_alike_would_get(rank, given):
+def test_collectives_have_the_results_of_identical_ranks(rank, given):
     own, whole = torch.tensor([1.0, 2.0]), torch.arange(8.0)
     with net(rank=rank, **given):
         group = dist.group.WORLD
@@ -123,7 +123,7 @@ def test_collectives_give_what_ranks_that_are_all_alike_would_get(rank, given):
         assert objects == [{"rank": rank}] * 4
 
 
-def test_a_gather_into_the_memory_of_its_own_input_keeps_that():
+def test_an_all_gather_can_write_to_the_memory_of_its_input():
     with net(rank=1, clock="virtual"):
         whole = torch.full((8,), torch.nan)
         whole[2:4] = torch.tensor([5.0, 6.0])
@@ -131,14 +131,14 @@ def test_a_gather_into_the_memory_of_its_own_input_keeps_that():
     assert whole.tolist() == [5, 6] * 4
 
 
-def test_an_exchange_of_unequal_parts_fills_what_nobody_sends_with_zeros():
+def test_an_all_to_all_with_unequal_parts_pads_with_zeros():
     with net(2, clock="virtual"):
         out = torch.full((5,), torch.nan)
         dist.all_to_all_single(out, torch.arange(3.0), [4, 1], [2, 1])
     assert out.tolist() == [0, 1, 0, 0, 0]
 
 
-def test_coalesced_collectives_count_as_one_of_all_their_bytes():
+def test_coalesced_collectives_count_as_one_collective_with_all_their_bytes():
     with net(clock="virtual") as sim:
         outs, ins = [torch.empty(8), torch.empty(4)], [torch.ones(2), torch.ones(1)]
         dist.group.WORLD.allgather_into_tensor_coalesced(outs, ins).wait()
@@ -164,18 +164,18 @@ def test_functional_collectives_work():
     assert kinds == ["all_gather", "reduce_scatter", "all_reduce"]
 
 
-def test_sizes_that_do_not_fit_and_reductions_that_nobody_knows_are_refused():
+def test_wrong_sizes_and_unsupported_reductions_raise_an_error():
     with net(clock="virtual"):
         with pytest.raises(cs.ShardConfigValueError, match="7 elements are not 2 for each of 4 ranks"):
             dist.group.WORLD._allgather_base(torch.empty(7), torch.empty(2))
-        with pytest.raises(cs.ShardConfigValueError, match=r"not by .*BXOR"):
+        with pytest.raises(cs.ShardConfigValueError, match=r"reduction .*BXOR.*: not available"):
             dist.all_reduce(torch.ones(1, dtype=torch.int64), dist.ReduceOp.BXOR)
 
 
 # ---- the clocks
 
 
-def test_a_virtual_clock_hides_a_gather_behind_the_compute_that_is_declared():
+def test_declared_compute_hides_a_gather_on_a_virtual_clock():
     with net(clock="virtual") as sim:
         group = dist.group.WORLD
         works = [group._allgather_base(torch.empty(count), torch.empty(count // 4)) for count in (4_000, 8_000)]
@@ -200,7 +200,7 @@ all_reduce  default_pg      4  all    4,000  122.000  122.000  148.000  122.000 
         assert (sim.events, sim.exposed_s, sim.now()) == ([], 0, 0)
 
 
-def test_two_links_work_at_the_same_time_and_their_groups_know_theirs():
+def test_each_group_uses_its_link_and_two_links_run_concurrently():
     nodes = {"ranks_per_node": 2, "inter_latency_s": 40e-6, "inter_bandwidth_Bps": 1e8}
     with net(clock="virtual", **nodes) as sim:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -219,13 +219,13 @@ all_reduce  default_pg          4  inter  4,000  0.000  80.000  220.000  0.000  
         )
 
 
-def test_with_streams_a_wait_holds_its_stream_up_and_only_compute_that_waits_is_exposed():
+def test_with_streams_a_wait_delays_only_its_stream_and_only_waits_of_compute_are_exposed():
     with net(clock="streams") as sim:
         comms = torch.cpu.Stream()
         sim.compute(5e-6)
         comms.wait_stream(torch.cpu.current_stream())
         with torch.cpu.stream(comms):
-            dist.all_reduce(torch.empty(1_000))  # waits, on this stream
+            dist.all_reduce(torch.empty(1_000))  # this stream waits
             done = comms.record_event()
         assert math.isclose(sim.now(), 5e-6)
         sim.compute(6e-6)
@@ -238,7 +238,7 @@ all_reduce  default_pg      4  all   4,000  5.000  5.000  31.000  5.000   20.000
         )
 
 
-def test_after_a_reset_all_streams_begin_at_zero():
+def test_after_a_reset_all_streams_start_at_zero():
     with net(clock="streams") as sim:
         ahead = torch.cpu.Stream()
         with torch.cpu.stream(ahead):
@@ -251,7 +251,7 @@ def test_after_a_reset_all_streams_begin_at_zero():
         assert math.isclose(sim.now(), 26e-6)
 
 
-def test_a_real_clock_makes_waiting_take_the_modelled_time():
+def test_a_wait_on_a_real_clock_takes_the_modelled_time():
     with fabric(2, latency_s=0.05, bandwidth_Bps=1e9) as sim:
         work = dist.all_reduce(torch.ones(4), async_op=True)
         assert not work.is_completed()
@@ -260,13 +260,13 @@ def test_a_real_clock_makes_waiting_take_the_modelled_time():
         took = time.monotonic() - begin
         (event,) = sim.events
         assert work.is_completed()
-        assert event.finish_s - event.issue_s > 0.1  # the latency twice
+        assert event.finish_s - event.issue_s > 0.1  # an all-reduce has the latency twice
         assert event.issue_s <= event.first_wait_s < event.finish_s <= sim.now()
-        assert 0 < event.exposed_s <= took  # it really slept
+        assert 0 < event.exposed_s <= took  # the wait slept
         assert math.isclose(event.exposed_s, event.finish_s - event.first_wait_s, abs_tol=1e-3)
 
 
-def test_on_a_real_clock_a_sleep_that_lasts_too_long_is_taken_off(monkeypatch):
+def test_a_real_clock_subtracts_the_delay_of_a_late_sleep(monkeypatch):
     sleep = time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: sleep(seconds + 0.05))
     with fabric(2, latency_s=0.01, bandwidth_Bps=1e9) as sim:
@@ -276,7 +276,7 @@ def test_on_a_real_clock_a_sleep_that_lasts_too_long_is_taken_off(monkeypatch):
         assert event.exposed_s <= 0.011
 
 
-def test_what_is_done_meanwhile_on_a_real_clock_is_hidden():
+def test_compute_on_a_real_clock_hides_a_collective():
     with fabric(2, latency_s=0.02, bandwidth_Bps=1e9) as sim:
         work = dist.all_reduce(torch.ones(4), async_op=True)
         sim.compute(0.05)
@@ -286,7 +286,7 @@ def test_what_is_done_meanwhile_on_a_real_clock_is_hidden():
         assert sim.exposed_s == 0
 
 
-def test_a_real_clock_stands_still_while_the_fabric_copies():
+def test_a_real_clock_is_stopped_while_the_fabric_copies():
     before = time.monotonic()
     with fabric(64, latency_s=1e-6, bandwidth_Bps=1e15) as sim:
         whole, own = torch.empty(16_000_000), torch.ones(250_000)
@@ -298,7 +298,7 @@ def test_a_real_clock_stands_still_while_the_fabric_copies():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: a link of CUDA tensors is a stream that sleeps")
-def test_on_a_gpu_the_stream_waits_as_long_as_the_model_says():
+def test_on_a_gpu_the_stream_waits_for_the_modelled_time():
     with fabric(2, latency_s=0.05, bandwidth_Bps=1e9):
         value = torch.ones(4, device="cuda")
         torch.cuda.synchronize()
@@ -311,17 +311,17 @@ def test_on_a_gpu_the_stream_waits_as_long_as_the_model_says():
         assert value.tolist() == [4.0] * 4
 
 
-def test_compute_that_is_negative_or_outside_of_a_fabric_is_refused():
+def test_negative_compute_and_compute_outside_of_a_fabric_raise_an_error():
     with net(clock="virtual") as sim, pytest.raises(cs.ShardConfigValueError, match=r"^seconds: .*got -1"):
         sim.compute(-1)
-    with pytest.raises(RuntimeError, match="no fabric: enter one"):
+    with pytest.raises(RuntimeError, match="no fabric is active"):
         Busy(1e-6)(torch.ones(1))
 
 
-# ---- coming and going
+# ---- entering and leaving
 
 
-def test_nothing_is_left_behind_also_after_an_exception():
+def test_a_fabric_restores_all_global_state_even_after_an_exception():
     @net(clock="streams")
     def fail():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -338,7 +338,7 @@ def test_nothing_is_left_behind_also_after_an_exception():
         assert (torch.cpu.Stream, torch.cpu.Event, torch.cpu.current_stream()) == was
 
 
-def test_a_world_follows_another_one_of_the_same_shape_but_other_groups():
+def test_a_second_world_of_the_same_shape_uses_its_own_groups():
     totals = []
     for early in (0, 3):
         with net(clock="virtual"):
@@ -352,14 +352,14 @@ def test_a_world_follows_another_one_of_the_same_shape_but_other_groups():
     assert totals == [16, 16]
 
 
-def test_a_default_group_that_is_there_already_is_an_error_that_says_so():
+def test_entering_a_fabric_with_a_default_group_raises_an_error():
     with net(clock="virtual"):
         with pytest.raises(cs.ShardConfigStateError, match=r"4 ranks \(fabric\) exists already; destroy it first"):
             net().__enter__()
         assert dist.get_world_size() == 4
 
 
-def test_it_decorates_a_function():
+def test_a_fabric_can_decorate_a_function():
     @net(6, clock="virtual")
     def world():
         return dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Two engines, and a compiled model, on the fabric; its model beside a real network."""
+"""Both engines and a compiled model on the fabric, and the fabric's model compared with a real network."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def batches(width=16):
 
 
 def reference(world, rank=0, rate=0.5):
-    """The unsharded model whose ranks are all alike: each holds the same shard, and a whole is copies of it."""
+    """The shards of an unsharded model after training, if all ranks have the same shard."""
     with net(world, clock="virtual"):
         model = blocks()
         shards = {name: p.detach().chunk(world)[rank].clone() for name, p in model.named_parameters()}
@@ -83,7 +83,7 @@ CLOCKS = pytest.mark.parametrize("clock", ["real", "virtual", "streams"])
 @ENGINES
 @CLOCKS
 @pytest.mark.parametrize("rank", [0, 3])
-def test_training_gives_the_bits_of_the_unsharded_model_of_ranks_that_are_alike(shard, clock, rank):
+def test_training_is_bitwise_identical_to_the_unsharded_model_of_identical_ranks(shard, clock, rank):
     found = trained(shard, 4, rank=rank, clock=clock)
     expected = reference(4, rank)
     assert found.keys() == expected.keys()
@@ -99,7 +99,7 @@ def test_replicas_train_across_nodes(shard):
 
 
 @pytest.mark.parametrize("clock", ["virtual", "streams"])
-def test_reductions_that_a_schedule_holds_keep_their_memory_until_they_are_waited_for(clock):
+def test_reductions_held_by_a_schedule_keep_their_memory_until_they_are_waited_for(clock):
     with net(4, clock=clock):
         model = sharded(cs.fully_shard, blocks(), init_device_mesh("cpu", (4,)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -120,7 +120,7 @@ def test_reductions_that_a_schedule_holds_keep_their_memory_until_they_are_waite
 
 
 def steady_step(shard, clock):
-    """The events of a step: gathers take 22.48 us, a block's forward 20 us and its backward 40 us."""
+    """The events of a step in which a gather takes 22.48 us, a block's forward 20 us and its backward 40 us."""
     with net(clock=clock) as sim:
         model = sharded(shard, blocks(busy_s=20e-6, width=64), init_device_mesh("cpu", (4,)))
         for x in batches(64)[:2]:
@@ -134,7 +134,7 @@ def mostly_hidden(events, kind):
     return sum(event.exposed_s < 5.1e-6 for event in events if event.kind == kind)
 
 
-def test_torchs_fsdp2_overlaps_only_where_there_are_streams():
+def test_torchs_fsdp2_overlaps_only_with_streams():
     blocking, streamed = (steady_step(torch_fully_shard, clock) for clock in ("virtual", "streams"))
     assert all(math.isclose(event.exposed_s, event.finish_s - event.start_s) for event in blocking)
     assert mostly_hidden(streamed, "all_gather") >= 4
@@ -142,14 +142,14 @@ def test_torchs_fsdp2_overlaps_only_where_there_are_streams():
 
 
 @pytest.mark.parametrize("clock", ["virtual", "streams"])
-def test_ours_overlaps_on_both_exact_clocks(clock):
+def test_our_engine_overlaps_on_both_exact_clocks(clock):
     events = steady_step(cs.fully_shard, clock)
     assert len(events) == len(steady_step(torch_fully_shard, clock)) == 9
     assert mostly_hidden(events, "all_gather") >= 3
     assert mostly_hidden(events, "reduce_scatter") >= 1
 
 
-def test_a_compiled_model_communicates_by_the_same_clock():
+def test_a_compiled_model_communicates_on_the_same_clock():
     with net(clock="virtual") as sim:
         model = sharded(
             cs.fully_shard, nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), init_device_mesh("cpu", (4,))
@@ -183,12 +183,12 @@ def test_declared_compute_takes_its_time_in_each_run_of_a_graph_and_hides_commun
 
 # ---- the model and a real network
 
-CALIBRATE, PREDICT = (1 << 19, 8 << 20), 2 << 20  # bytes of the whole
-TAKES = 4  # on a busy machine one of them may be off
+CALIBRATE, PREDICT = (1 << 19, 8 << 20), 2 << 20  # bytes of the full tensor
+TAKES = 4  # attempts: on a busy machine a measurement may be wrong
 
 
 @distributed(world=2)
-def test_a_gather_of_gloo_takes_what_the_model_says_after_two_others(rank, world):
+def test_the_model_predicts_the_time_of_a_gloo_gather_from_two_others(rank, world):
     found = []
     for _ in range(TAKES):
         small, large = (median_s(nbytes) for nbytes in CALIBRATE)
@@ -196,13 +196,13 @@ def test_a_gather_of_gloo_takes_what_the_model_says_after_two_others(rank, world
         bandwidth = (moved[1] - moved[0]) / max(large - small, 1e-9)
         latency = max(small - moved[0] / bandwidth, 1e-9)
         found.append(Link("gloo", latency, bandwidth).seconds("all_gather", PREDICT, world) / median_s(PREDICT))
-        if 0.5 < found[-1] < 2:  # the same on both ranks
+        if 0.5 < found[-1] < 2:  # both ranks decide the same
             return
     raise AssertionError(f"predicted over measured: {found}")
 
 
 def median_s(nbytes, rounds=5):
-    """Seconds of a gather of so many bytes, on the slower rank."""
+    """Median seconds of a gather of `nbytes`, on the slower rank."""
     group, whole, own, times = dist.group.WORLD, torch.empty(nbytes // 4), torch.ones(nbytes // 8), []
     for _ in range(rounds + 1):
         dist.barrier()
@@ -214,12 +214,12 @@ def median_s(nbytes, rounds=5):
     return slower.item()
 
 
-def test_the_docstring_says_what_the_model_leaves_out():
-    assert re.search(r"\*Left out\*: the host's time", Fabric.__doc__)
+def test_the_docstring_lists_what_is_not_modelled():
+    assert re.search(r"\*Not modelled\*: the host's time", Fabric.__doc__)
 
 
 def replicas_of_two_nodes(clock):
-    """The events of a steady step whose all-reduces go over a slow link between nodes, and its gradients."""
+    """The events and gradients of a steady step whose all-reduces use a slow link between nodes."""
     nodes = {"ranks_per_node": 2, "inter_latency_s": 1e-5, "inter_bandwidth_Bps": 2e8}
     with net(clock=clock, **nodes) as sim:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -231,7 +231,7 @@ def replicas_of_two_nodes(clock):
         return sim.events, [param.grad.to_local().clone() for param in model.parameters()]
 
 
-def test_where_streams_wait_the_next_reduce_scatter_does_not_queue_behind_an_all_reduce():
+def test_with_streams_the_next_reduce_scatter_does_not_queue_after_an_all_reduce():
     events, gradients = replicas_of_two_nodes("streams")
     scatters = [event for event in events if event.kind == "reduce_scatter"]
     reduces = [event for event in events if event.kind == "all_reduce"]

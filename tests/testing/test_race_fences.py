@@ -1,4 +1,4 @@
-"""Each wait of the library is needed: where it is taken out, `testing.races` sees a race."""
+"""Each wait of the library is necessary: without it, `testing.races` finds a race."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ORDERS = {  # attributes by which the library orders streams
 
 
 def missed(names):
-    """Those of the mutants in whose scenario no race is seen."""
+    """The mutants in whose scenario no race is found."""
     return [name for name in names if not is_seen(MUTANTS[name])]
 
 
@@ -30,18 +30,18 @@ def is_seen(mutant):
         return bool(perform(SCENARIOS[mutant.scenario], until_race=True).races)
 
 
-# In parts, which several processes can share.
+# Two parts, so that pytest processes can share the work.
 @pytest.mark.parametrize("part", range(2))
-def test_without_any_one_of_its_waits_the_library_has_a_race(part):
+def test_removing_a_wait_of_the_library_causes_a_race(part):
     assert missed([*MUTANTS][part::2]) == []
 
 
-def test_waits_that_others_cover_are_known():
+def test_removing_a_wait_that_others_cover_causes_no_race():
     assert [name for name, mutant in COVERED.items() if is_seen(mutant)] == []
 
 
 def ordering(source):
-    """The functions of a file that order streams, as Class.function."""
+    """The functions of a source file that order streams, as Class.function."""
     functions = set()
 
     def visit(node, name):

@@ -1,4 +1,4 @@
-"""The library's own streams wait for each other in all ways to train: `testing.races` sees no race."""
+"""`testing.races` finds no race between the library's streams in any scenario."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from _race_scenarios import SCENARIOS
 from _race_training import perform
 
-IN_SHORT = (  # by `make test`; the others by `make matrix`
+IN_SHORT = (  # run by `make test`; `make matrix` runs the others
     *("default", "packed", "mixed", "accumulate", "checkpoint", "checkpoint-reentrant", "few-ranks", "failing"),
     *("dropped-in-backward", "branches", "replicas", "replicas-mixed", "uneven", "tensor-parallel", "offload"),
     *("steps-on-host", "extensions-and-optimizer", "failing-communication", "two-streams"),
@@ -21,11 +21,11 @@ def check(names):
         assert (name, checked.report()) == (name, "")
 
 
-def test_decoders_train_without_a_race_in_the_most_common_ways():
+def test_decoders_train_without_a_race_in_the_most_common_scenarios():
     check(IN_SHORT)
 
 
-# In parts, which several processes can share.
+# Two parts, so that pytest processes can share the work.
 @pytest.mark.matrix
 @pytest.mark.parametrize("part", range(2))
 def test_decoders_train_without_a_race(part):

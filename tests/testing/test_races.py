@@ -1,4 +1,4 @@
-"""`testing.races`: what a program's streams access without an event between them is found, and nothing else."""
+"""`testing.races` finds accesses that no event orders, and nothing else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pairs(checked):
 
 
 def text_of(checked):
-    """The report without what differs between runs."""
+    """The report without the parts that differ between runs."""
     return re.sub(r"0x[0-9a-f]+", "0x...", re.sub(r"test_races.py:\d+", "test_races.py", checked.report()))
 
 
@@ -63,7 +63,7 @@ float32 [4, 4]: bytes 4 to 12 of the allocation, at 0x...
 
 
 @pytest.mark.parametrize("fenced", [False, True])
-def test_a_custom_operator_is_seen_as_the_operators_that_it_runs_on_streams_of_its_own(fenced):
+def test_a_custom_operator_is_checked_as_the_operators_that_it_calls(fenced):
     with testing.races(2, check=False) as checked:
         side = checked.stream("mine")
 
@@ -93,7 +93,7 @@ def test_a_custom_operator_is_seen_as_the_operators_that_it_runs_on_streams_of_i
     assert x.grad.tolist() == [2.0] * 4
 
 
-def test_other_bytes_of_the_same_rows_and_two_reads_are_no_race():
+def test_accesses_to_different_bytes_and_two_reads_are_no_race():
     with testing.races(2):
         table = torch.zeros(4, 4)
         side = torch.Stream()
@@ -106,7 +106,7 @@ def test_other_bytes_of_the_same_rows_and_two_reads_are_no_race():
 
 @pytest.mark.parametrize("names", [torch, torch.cuda, torch.cpu], ids=["torch", "cuda", "cpu"])
 @pytest.mark.parametrize("waits", [True, False])
-def test_streams_and_events_by_all_of_torchs_names_are_followed(names, waits):
+def test_streams_and_events_under_all_of_torchs_names_are_tracked(names, waits):
     with testing.races(2, check=False) as checked:
         table = torch.zeros(4)
         side, ready = names.Stream(), names.Event()
@@ -125,7 +125,7 @@ def test_streams_and_events_by_all_of_torchs_names_are_followed(names, waits):
     assert pairs(checked) == ([] if waits else writes)
 
 
-def test_what_the_host_has_waited_for_comes_before_all_that_it_launches_later():
+def test_work_that_the_host_has_waited_for_is_ordered_before_later_launches():
     with testing.races(2):
         table = torch.zeros(4)
         side, other = torch.cuda.Stream(), torch.cuda.Stream()
@@ -139,7 +139,7 @@ def test_what_the_host_has_waited_for_comes_before_all_that_it_launches_later():
         table.sum()
 
 
-def test_memory_that_is_freed_while_another_stream_uses_it_is_a_race_with_whoever_gets_it():
+def test_freeing_memory_that_another_stream_uses_is_a_race_with_the_next_allocation():
     with testing.races(2, check=False) as checked:
         side = checked.stream("mine")
         table = torch.zeros(4)
@@ -148,7 +148,7 @@ def test_memory_that_is_freed_while_another_stream_uses_it_is_a_race_with_whoeve
             table.sum()
         del table
         assert checked.races == ()
-        torch.ones(1000)  # of another size: the allocator may cut and join
+        torch.ones(1000)  # the size differs, because the allocator may split and merge blocks
     [race] = checked.races
     assert race.reuses
     assert_expected_inline(
@@ -157,16 +157,16 @@ def test_memory_that_is_freed_while_another_stream_uses_it_is_a_race_with_whoeve
 1 race: accesses to the same memory that no event orders
 float32 [4]: bytes 0 to 16 of the allocation, at 0x...
   first aten.sum.default reads on stream 'mine'
-        test_races.py test_memory_that_is_freed_while_another_stream_uses_it_is_a_race_with_whoever_gets_it
+        test_races.py test_freeing_memory_that_another_stream_uses_is_a_race_with_the_next_allocation
   then  aten.ones.default on stream 'compute' may be given the memory, which was freed
-        test_races.py test_memory_that_is_freed_while_another_stream_uses_it_is_a_race_with_whoever_gets_it
+        test_races.py test_freeing_memory_that_another_stream_uses_is_a_race_with_the_next_allocation
   missing: stream 'compute' has to wait for an event that was recorded on stream 'mine' after aten.sum.default
            before the tensor is freed, or the tensor needs record_stream of that stream""",
     )
 
 
 @pytest.mark.parametrize("way", ["waits", "records", "frees on the same stream", "empties the storage after a wait"])
-def test_memory_that_is_freed_in_order_is_no_race(way):
+def test_freeing_memory_after_its_last_use_is_no_race(way):
     with testing.races(2):
         side, compute = torch.cuda.Stream(), torch.cuda.current_stream()
         side.wait_stream(compute)
@@ -186,7 +186,7 @@ def test_memory_that_is_freed_in_order_is_no_race(way):
         torch.ones(4)
 
 
-def test_a_storage_that_is_emptied_while_another_stream_uses_it_is_a_race():
+def test_emptying_a_storage_that_another_stream_uses_is_a_race():
     with testing.races(2, check=False) as checked:
         side = checked.stream("mine")
         table = torch.zeros(4)
@@ -198,11 +198,11 @@ def test_a_storage_that_is_emptied_while_another_stream_uses_it_is_a_race():
     assert [race.reuses for race in checked.races] == [True]
 
 
-def test_new_memory_is_used_by_other_streams_behind_its_allocation_only():
+def test_other_streams_must_use_new_memory_after_its_allocation():
     with testing.races(2, check=False) as checked:
         side = checked.stream("mine")
         torch.ones(4)
-        table = torch.empty(4)  # perhaps what `ones` has just given back
+        table = torch.empty(4)  # may reuse the memory of `ones`
         with side:
             table.fill_(1)
     assert pairs(checked) == [
@@ -213,7 +213,7 @@ def test_new_memory_is_used_by_other_streams_behind_its_allocation_only():
 # ---- autograd
 
 
-def test_backward_runs_on_the_streams_of_forward_and_waits_between_them_as_autograd_does():
+def test_backward_runs_on_the_streams_of_forward_with_the_waits_of_autograd():
     with testing.races(2):
         side, compute = torch.cuda.Stream(), torch.cuda.current_stream()
         weight = torch.ones(4, 4, requires_grad=True)
@@ -232,7 +232,7 @@ def test_backward_runs_on_the_streams_of_forward_and_waits_between_them_as_autog
         gradient.sum()
 
 
-def test_a_hook_that_uses_a_stream_of_its_own_without_waits_is_a_race():
+def test_a_hook_that_uses_its_own_stream_without_waits_is_a_race():
     with testing.races(2, check=False) as checked:
         side, norms = checked.stream("mine"), []
 
@@ -249,7 +249,7 @@ def test_a_hook_that_uses_a_stream_of_its_own_without_waits_is_a_race():
     assert checked.races[0].then.place.node == "MmBackward0"
 
 
-def test_leaves_are_joined_at_the_end_of_backward_but_not_before():
+def test_only_the_stream_that_calls_backward_waits_for_leaves():
     with testing.races(2, check=False) as checked:
         side, compute = checked.stream("mine"), checked.stream_of_compute
         weight = torch.ones(4, requires_grad=True)
@@ -258,7 +258,7 @@ def test_leaves_are_joined_at_the_end_of_backward_but_not_before():
             y = weight * 2
         compute.wait_stream(side)
         y.sum().backward()
-        weight.grad.sum()  # on compute, which has called backward
+        weight.grad.sum()  # on compute, which called backward
         assert checked.races == ()
         other = checked.stream("other")
         with other:
@@ -266,7 +266,7 @@ def test_leaves_are_joined_at_the_end_of_backward_but_not_before():
     assert {race.then.stream for race in checked.races} == {"other"}
 
 
-def test_after_a_backward_that_fails_the_stream_is_that_of_its_caller():
+def test_after_a_failed_backward_the_stream_of_the_caller_is_current():
     def fail(_):
         raise ZeroDivisionError
 
@@ -298,7 +298,7 @@ def test_a_collective_runs_on_the_stream_of_its_group_until_it_is_waited_for():
     assert pairs(checked) == [("all_reduce writes on stream 'network'", "aten.sum.default reads on stream 'compute'")]
 
 
-def test_dtensors_are_seen_as_the_operators_and_collectives_that_they_are_made_of():
+def test_dtensors_are_checked_as_the_operators_and_collectives_that_they_call():
     with testing.races(2) as checked:
         table = distribute_tensor(torch.ones(4, 4), checked.mesh, [Shard(0)])
         assert isinstance(table, DTensor)
@@ -348,14 +348,14 @@ def losses(mesh):
     return values
 
 
-def test_losses_are_those_of_ranks_that_are_alike_without_the_checker():
+def test_losses_match_those_of_identical_ranks_without_the_checker():
     with testing.fabric(4, latency_s=1e-6, bandwidth_Bps=1e9, clock="streams"):
         alike = losses(init_device_mesh("cpu", (4,)))
     with testing.races(4) as checked:
         assert losses(checked.mesh) == pytest.approx(alike, rel=1e-5)
 
 
-def test_shards_on_the_host_need_a_host_that_waits():
+def test_the_host_must_wait_before_it_uses_shards_on_the_host():
     with testing.races(2, check=False) as checked:
         pinned, table = torch.zeros(4), torch.ones(4)
         checked.on_host(pinned)
@@ -380,7 +380,7 @@ def fail_after(_):
     raise ZeroDivisionError
 
 
-def test_the_end_of_the_block_raises_races_unless_it_ends_with_another_error():
+def test_the_end_of_the_block_raises_an_error_unless_there_is_another_one():
     with pytest.raises(testing.RaceError, match=r"1 race: .*\nfloat32 \[4\]"), testing.races(2) as checked:
         race_with(checked)
     with pytest.raises(ZeroDivisionError), testing.races(2) as checked:
@@ -392,7 +392,7 @@ def test_the_end_of_the_block_raises_races_unless_it_ends_with_another_error():
     assert checked.report().startswith("1 race")
 
 
-def test_the_same_race_is_told_once_and_of_many_the_first_ones_in_full():
+def test_a_race_is_reported_once_and_only_the_first_races_in_full():
     with testing.races(2, check=False) as checked:
         table = torch.zeros(4)
         for _ in range(5):
@@ -405,7 +405,7 @@ def test_the_same_race_is_told_once_and_of_many_the_first_ones_in_full():
     assert checked.report().endswith("and 5 more")
 
 
-def test_after_the_block_torch_is_as_before_and_its_streams_say_that_they_are_of_no_use():
+def test_the_end_of_the_block_restores_torch_and_its_streams_then_raise_an_error():
     names = [(torch, "Stream"), (torch, "Event"), (torch.cuda, "stream"), (torch.accelerator, "current_stream")]
     names += [(torch.Tensor, "record_stream"), (torch.UntypedStorage, "resize_"), (torch.cpu, "Stream")]
     before = [getattr(*name) for name in names]
@@ -414,9 +414,9 @@ def test_after_the_block_torch_is_as_before_and_its_streams_say_that_they_are_of
         event = side.record_event()
     assert [getattr(*name) for name in names] == before
     assert not dist.is_initialized()
-    with pytest.raises(cs.ShardConfigStateError, match="after its end; make new ones, inside of the block"):
+    with pytest.raises(cs.ShardConfigStateError, match="after the end of its block; create new ones in the block"):
         event.wait()
-    with pytest.raises(cs.ShardConfigStateError, match="after its end"):
+    with pytest.raises(cs.ShardConfigStateError, match="after the end of its block"):
         checked.stream("another")
 
 
@@ -425,24 +425,24 @@ def enter(context):
         pass
 
 
-def test_arguments_that_make_no_world_are_refused():
+def test_invalid_arguments_of_races_raise_an_error():
     with pytest.raises(cs.ShardConfigValueError, match="at least 1 rank"), testing.races(0):
         pass
     with pytest.raises(cs.ShardConfigValueError, match="ranks 0 to 1, got 2"), testing.races(2, rank=2):
         pass
     with testing.races(2), pytest.raises(cs.ShardConfigStateError, match="has a default process group"):
         enter(testing.races(2))
-    with testing.races(2) as checked, pytest.raises(cs.ShardConfigValueError, match="name: a stream"):
+    with testing.races(2) as checked, pytest.raises(cs.ShardConfigValueError, match="name: expected a name"):
         checked.stream("")
 
 
-# ---- the document
+# ---- the docs
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "testing.md").read_text()
 
 
-def test_the_example_of_the_document_gives_the_report_that_stands_there(tmp_path):
+def test_the_example_in_the_docs_prints_the_report_in_the_docs(tmp_path):
     (report,) = re.findall(r"^```text\n(.*?)^```$", PAGE, re.M | re.S)
     blocks = re.findall(r"^```python notest\n(.*?)^```$", PAGE, re.M | re.S)
     (script,) = [block for block in blocks if "testing.races(" in block]
@@ -461,5 +461,5 @@ def test_the_example_of_the_document_gives_the_report_that_stands_there(tmp_path
 
 
 def anyhow(text):
-    """Without addresses, and the lines of the library."""
+    """The report without addresses and line numbers of the library."""
     return re.sub(r"0x[0-9a-f]+", "0x...", re.sub(r"(composable_shard/\S+):\d+", r"\1", text)).strip()

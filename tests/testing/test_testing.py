@@ -1,4 +1,4 @@
-"""Simulated worlds: their collectives have the values of real ones, and what goes wrong in them is told, at once."""
+"""Simulated worlds: collectives give the same values as gloo, and mistakes raise an error immediately."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from composable_shard.testing import _processes
 
 @pytest.fixture(autouse=True)
 def pool_of_the_suite(monkeypatch):
-    """No workers beside those that the other tests use."""
+    """Use the workers of the other tests instead of new ones."""
     monkeypatch.setattr(_processes, "_pool", lambda around: POOL.workers)
 
 
@@ -39,7 +39,7 @@ REDUCTIONS = {
 
 
 def collectives_of_all_kinds(world):
-    """What each kind gives, from tensors that tell the rank."""
+    """The results of each type of collective. Each rank has different inputs."""
     rank, size, found = world.rank, world.size, {}
 
     def own(*shape):
@@ -97,7 +97,7 @@ def collectives_of_all_kinds(world):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_collectives_have_the_values_of_real_ones(size):
+def test_simulated_collectives_give_the_same_values_as_gloo(size):
     ours = testing.spmd(size)(collectives_of_all_kinds)
     theirs = testing.processes(size)(collectives_of_all_kinds)
     for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -124,7 +124,7 @@ def train(world):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_training_has_the_bits_of_gloo(size):
+def test_simulated_training_is_bitwise_identical_to_gloo(size):
     for mine, theirs in zip(testing.spmd(size)(train), testing.processes(size)(train), strict=True):
         assert mine[0] == theirs[0]
         assert all(torch.equal(mine[1][name], theirs[1][name]) for name in theirs[1])
@@ -140,7 +140,7 @@ def test_each_rank_has_its_place_in_the_mesh():
     assert not dist.is_initialized()
 
 
-def test_arguments_reach_the_ranks_and_a_wrapped_function_runs_when_it_is_called():
+def test_a_wrapped_function_passes_its_arguments_to_the_ranks():
     @testing.spmd(2).wrap
     def body(world, number, *, factor):
         return (world.rank + number) * factor
@@ -148,12 +148,12 @@ def test_arguments_reach_the_ranks_and_a_wrapped_function_runs_when_it_is_called
     assert body(1, factor=10) == [10, 20]
 
 
-def test_ranks_have_random_numbers_of_their_own_and_the_caller_keeps_his():
+def test_each_rank_has_its_own_random_state_and_that_of_the_caller_is_restored():
     def body(world):
         found = []
         for _ in range(3):
             found.append((torch.rand(1).item(), np.random.rand(), random.random()))
-            dist.barrier()  # here the others take their turns
+            dist.barrier()  # lets the other ranks run
         if world.rank == 1:
             torch.rand(100)
         return found
@@ -168,7 +168,7 @@ def test_ranks_have_random_numbers_of_their_own_and_the_caller_keeps_his():
     assert before[1] == random.getstate()
 
 
-def test_what_is_read_before_its_wait_is_nan():
+def test_an_output_that_is_read_before_its_wait_is_nan():
     def body(world):
         tensor = torch.ones(2)
         work = dist.all_reduce(tensor, async_op=True)
@@ -193,7 +193,7 @@ class NoError(Exception):
     pass
 
 
-def test_the_exception_of_a_rank_is_raised_with_its_name_and_the_others_are_released():
+def test_an_exception_names_its_rank_and_stops_the_other_ranks():
     released = []
 
     def body(world):
@@ -208,16 +208,16 @@ def test_the_exception_of_a_rank_is_raised_with_its_name_and_the_others_are_rele
         testing.spmd(3)(body)
     assert caught.value.__notes__ == ["raised by rank 1 of 3 in a simulated world"]
     assert caught.traceback[-1].name == "body"
-    assert sorted(released) == [0, 1]  # rank 2 had not begun
+    assert sorted(released) == [0, 1]  # rank 2 had not started
     assert testing.spmd(2)(lambda world: world.rank) == [0, 1]
 
 
 def without_places(error):
-    """The message without files and lines."""
+    """The message without file names and line numbers."""
     return "\n".join(line.split(", at ")[0] for line in str(error).splitlines())
 
 
-def test_a_deadlock_is_told_at_once_with_the_place_of_each_rank():
+def test_a_deadlock_raises_immediately_with_the_position_of_each_rank():
     def body(world):
         if world.rank == 0:
             dist.all_reduce(torch.ones(2, 3))
@@ -231,7 +231,7 @@ def test_a_deadlock_is_told_at_once_with_the_place_of_each_rank():
     assert_expected_inline(
         without_places(caught.value),
         """\
-no rank can go on, for each waits for another one:
+no rank can continue, because each one waits for another:
   rank 0 waits in all_reduce of float32 [2, 3] (SUM) in group 'default_pg' of ranks [0, 1, 2] (number 1 of the group)
   rank 1 waits in recv of float32 [4] from rank 0 with tag 0 in group 'default_pg' of ranks [0, 1, 2]
   rank 2 has returned""",
@@ -239,7 +239,7 @@ no rank can go on, for each waits for another one:
     assert f"{__file__}:{body.__code__.co_firstlineno + 2} in body" in str(caught.value)
 
 
-def test_different_collectives_at_one_point_are_named():
+def test_the_error_of_a_mismatch_names_the_different_collectives():
     def body(world):
         group = world.mesh.get_group("b")
         dist.barrier()
@@ -262,14 +262,14 @@ all ranks of a group must issue the same collectives in the same order""",
         testing.spmd(2)(lambda world: dist.all_reduce(torch.ones(2 + world.rank)))
 
 
-def test_a_collective_that_some_ranks_never_join_is_told_though_nobody_waits():
+def test_a_collective_that_some_ranks_never_call_raises_even_if_no_rank_waits():
     def body(world):
         if world.rank == 0:
             dist.all_reduce(torch.ones(2), async_op=True)
 
     with pytest.raises(testing.CollectiveMismatchError, match=r"ranks \[0\] issued .*; ranks \[1\] have returned"):
         testing.spmd(2)(body)
-    with pytest.raises(testing.CollectiveMismatchError, match="nobody received send of float32"):
+    with pytest.raises(testing.CollectiveMismatchError, match="has returned without receiving send of float32"):
         testing.spmd(2)(lambda world: dist.isend(torch.ones(2), 1 - world.rank))
 
 
@@ -288,26 +288,26 @@ def test_a_rank_that_does_not_end_is_stopped_and_its_stack_is_shown():
     [
         (lambda: testing.spmd(0), ValueError, "world_size: expected at least 1"),
         (lambda: testing.spmd(2.0), TypeError, "world_size"),
-        (lambda: testing.spmd(2, device="meta"), ValueError, "device: a simulated world of 'meta' cannot be made here"),
+        (lambda: testing.spmd(2, device="meta"), ValueError, "device: a simulated world cannot use 'meta' here"),
         (lambda: testing.processes(-1), ValueError, "world_size"),
-        (lambda: testing.spmd(4, mesh={"dp": 3}), ValueError, "3 places for a world of 4 ranks"),
+        (lambda: testing.spmd(4, mesh={"dp": 3}), ValueError, "product 3, but the world has 4 ranks"),
         (lambda: testing.spmd(4, mesh=(2, 2)), TypeError, "mesh"),
         (lambda: testing.spmd(2)(lambda world: testing.spmd(2)(print)), RuntimeError, "nested"),
         (lambda: testing.spmd(2)(lambda world: testing.processes(2)(print)), RuntimeError, "nested"),
         (lambda: testing.fake(2, 2).__enter__(), ValueError, "has ranks 0 to 1"),
-        (lambda: testing.processes(2)(lambda world: None), ValueError, "top of a module"),
-        (lambda: testing.assert_collectives(print, gathers=1), ValueError, "gathers is no kind"),
+        (lambda: testing.processes(2)(lambda world: None), ValueError, "top level of a module"),
+        (lambda: testing.assert_collectives(print, gathers=1), ValueError, "gathers is not a collective"),
         (lambda: testing.trace(nn.Linear(2, 2), print), ValueError, "holds no sharded module"),
-        (lambda: testing.assert_peak_bytes(nn.Linear(2, 2)), RuntimeError, "has finished no iteration"),
+        (lambda: testing.assert_peak_bytes(nn.Linear(2, 2)), RuntimeError, "has not finished an iteration"),
     ],
 )
-def test_mistakes_are_told(call, kind, words):
+def test_invalid_arguments_raise_an_error(call, kind, words):
     with pytest.raises(kind, match=words) as caught:
         call()
     assert isinstance(caught.value, cs.ShardConfigError)
 
 
-def test_a_default_group_that_is_there_already_is_told():
+def test_an_existing_default_group_raises_an_error():
     with testing.fake(2):
         for what in (lambda: testing.spmd(2)(print), lambda: testing.fake(3).__enter__()):
             with pytest.raises(cs.ShardConfigStateError, match=r"has a default process group already \(backend fake"):
@@ -315,7 +315,7 @@ def test_a_default_group_that_is_there_already_is_told():
         assert dist.get_world_size() == 2
 
 
-def test_a_fake_world_of_any_size_has_its_shapes_and_is_gone_afterwards():
+def test_a_fake_world_has_the_shapes_of_its_size_and_is_destroyed_at_the_end():
     hook = sys.excepthook
 
     def fail():
@@ -357,20 +357,20 @@ def test_processes_return_values_and_name_the_rank_that_fails():
 
 
 def polling_threads(world):
-    """Of this worker, which has joined one more world and made one more group."""
+    """Create another group, and count the polling threads of this worker."""
     everybodys = [None] * world.size
     dist.all_gather_object(everybodys, world.rank, dist.new_group(list(range(world.size))))
     assert everybodys == list(range(world.size))
     return sum(name.read_text() == "gloo_tcp_loop\n" for name in Path("/proc/self/task").glob("*/comm"))
 
 
-def test_a_worker_polls_for_all_process_groups_at_once():
+def test_a_worker_has_one_polling_thread_for_all_process_groups():
     for size in (2, 3, 2):
-        assert max(testing.processes(size)(polling_threads)) <= 1  # torch 2.11 gives it no name
+        assert max(testing.processes(size)(polling_threads)) <= 1  # in torch 2.11 the thread has no name
 
 
 def crash_with_a_worker(folder):
-    """In a process of its own: start a worker and die."""
+    """Start a worker and exit without closing it. Runs in a forked process."""
     pid = _processes.Worker(0, folder).process.pid
     (folder / "pid").write_text(str(pid))
     os._exit(1)
@@ -378,7 +378,7 @@ def crash_with_a_worker(folder):
 
 def test_workers_end_when_their_parent_crashes(tmp_path):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python 3.12 warns of forks beside threads
+        warnings.simplefilter("ignore")  # Python 3.12 warns about forks in a process with threads
         parent = os.fork()
         if parent == 0:
             crash_with_a_worker(tmp_path)
@@ -391,4 +391,4 @@ def test_workers_end_when_their_parent_crashes(tmp_path):
         except ProcessLookupError:
             return
         time.sleep(0.1)
-    raise AssertionError(f"worker {pid} is still there")
+    raise AssertionError(f"worker {pid} is still running")

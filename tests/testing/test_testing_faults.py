@@ -1,4 +1,4 @@
-"""`assert_matches_unsharded` finds faults that are planted in the runtime; without them it is content."""
+"""`assert_matches_unsharded` finds faults that are planted in the runtime, and passes without them."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def check(**settings):
 
 
 @pytest.mark.parametrize("world", [FLAT, {"world_size": 3}, COPIES], ids=["2 ranks", "3 ranks", "2 copies"])
-def test_a_sharded_layer_matches_to_the_bit(world):
+def test_a_sharded_layer_matches_bitwise(world):
     check(**world)
 
 
-def test_inputs_may_be_drawn_by_the_default_generator():
+def test_inputs_can_come_from_the_default_generator():
     drawn = []
 
     def draw(batch, step):
@@ -58,10 +58,10 @@ def test_inputs_may_be_drawn_by_the_default_generator():
         return drawn[-1]
 
     testing.assert_matches_unsharded(lambda: nn.Linear(6, 5), draw, world_size=2, steps=2)
-    assert len({each.sum().item() for each in drawn}) == 4, "each rank and step has inputs of its own"
+    assert len({each.sum().item() for each in drawn}) == 4, "each rank and step has its own inputs"
 
 
-def test_a_compiled_layer_matches_to_the_bit():
+def test_a_compiled_layer_matches_bitwise():
     testing.assert_matches_unsharded(lambda: nn.Linear(6, 5), make_inputs, compile="aot_eager", steps=2)
 
 
@@ -98,7 +98,7 @@ def test_a_layer_that_is_used_twice_matches_within_a_tolerance():
     testing.assert_matches_unsharded(Twice, make_inputs, shard=shard, world_size=3, rtol=1e-5, atol=1e-7)
 
 
-def test_a_layer_of_tensor_parallelism_and_sharding_matches_within_a_tolerance():
+def test_a_layer_with_tensor_parallelism_and_sharding_matches_within_a_tolerance():
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     def make():
@@ -188,7 +188,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_planted_fault_is_found_and_only_then(fault, monkeypatch):
+def test_a_planted_fault_is_found_and_nothing_without_it(fault, monkeypatch):
     settings, words = FAULTS[fault]
     check(**settings)
     fault(monkeypatch)
@@ -196,7 +196,7 @@ def test_a_planted_fault_is_found_and_only_then(fault, monkeypatch):
         check(**settings)
 
 
-def test_the_message_names_parameter_rank_step_and_size_of_a_difference():
+def test_the_message_has_the_parameter_rank_step_and_size_of_a_difference():
     def shard(layer, mesh):
         cs.fully_shard(layer, mesh=mesh)
         if mesh.get_local_rank() == 1:

@@ -1,4 +1,4 @@
-"""The pytest plugin: tests run as all ranks, leave no process group behind, and pay nothing where it is not used."""
+"""The pytest plugin: tests run on all ranks and must destroy their process groups. Unused, the plugin has no effect."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def run(pytester, monkeypatch, torch_is_loaded):
-    """Run a test file in this process, with the plugin; gives the result."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of processes that it starts
+    """Run a test file in this process, with the plugin, and return the result."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for processes that the test starts
 
     def run(text, *args):
         pytester.makepyfile(test_it="import pytest, torch, torch.distributed as dist\n" + text)
@@ -25,7 +25,7 @@ def run(pytester, monkeypatch, torch_is_loaded):
     return run
 
 
-def test_a_marked_test_runs_as_every_rank_with_its_parameters(run):
+def test_a_marked_test_runs_on_every_rank_with_its_parameters(run):
     result = run(
         """
 seen = []
@@ -72,7 +72,7 @@ def test_fails(world):
     assert "_turns.py" not in result.stdout.str()
 
 
-def test_a_deadlock_and_a_hang_are_failures_of_the_test(run):
+def test_a_deadlock_and_a_hang_fail_the_test(run):
     result = run(
         """
 @pytest.mark.world(2)
@@ -86,7 +86,7 @@ def test_hang(world):
         pass
 
 @pytest.mark.world(2)
-def test_goes_on(world):
+def test_works_again(world):
     dist.barrier()
 """
     )
@@ -121,25 +121,27 @@ def test_world(world):
 """
 
 
-def test_a_group_that_a_test_leaves_behind_is_destroyed_and_told(run):
+def test_a_test_that_does_not_destroy_its_group_fails_and_the_group_is_destroyed(run):
     result = run(USES_WORLDS + LEAVES_A_GROUP.format(end=""))
     result.assert_outcomes(failed=1, passed=4)
-    result.stdout.fnmatch_lines(["*test_leaves_a_group left a default process group behind, which was destroyed*"])
+    result.stdout.fnmatch_lines(
+        ["*test_leaves_a_group did not destroy its default process group, which was destroyed*"]
+    )
     result = run(USES_WORLDS + LEAVES_A_GROUP.format(end="assert 0"))
     result.assert_outcomes(failed=1, passed=4)
-    result.stdout.fnmatch_lines(["*process groups*", "*left a default process group behind, which was destroyed"])
+    result.stdout.fnmatch_lines(["*process groups*", "*did not destroy its default process group*"])
 
 
-def test_tests_of_others_are_left_alone(run):
+def test_sessions_without_worlds_are_not_checked(run):
     result = run(LEAVES_A_GROUP.format(end="").split("def test_next")[0] + "\ndef test_next():\n    dist.barrier()\n")
     result.assert_outcomes(passed=2)
     dist.destroy_process_group()
 
 
-def test_a_fixture_without_the_marker_says_what_to_do(run):
+def test_using_the_fixture_without_the_marker_raises_an_error_with_the_fix(run):
     result = run("def test_it(world):\n    pass\n")
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*asks for the fixture 'world' and is no test of a world*@pytest.mark.world(2)*"])
+    result.stdout.fnmatch_lines(["*uses the fixture 'world', but has no marker 'world'*@pytest.mark.world(2)*"])
 
 
 @pytest.mark.matrix
@@ -164,7 +166,7 @@ class TestMethods:
     )
 
 
-def test_the_plugin_loads_no_torch():
+def test_the_plugin_does_not_import_torch():
     code = "import sys, pytest_composable_shard as plugin; assert 'torch' not in sys.modules, plugin.__file__"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
 
@@ -179,7 +181,7 @@ def test_processes(world, number):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("more", ["", PROCESSES], ids=["simulated", "gloo"])
-def test_worlds_run_in_several_pytest_processes_at_once(pytester, monkeypatch, more):
+def test_worlds_run_in_several_pytest_processes_concurrently(pytester, monkeypatch, more):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     pytester.makepyfile(
         """

@@ -1,4 +1,4 @@
-"""What a layer does in a simulated world: as text, by kind of collective, and in bytes."""
+"""Traces, counts of collectives, and peak memory of a layer in a simulated world."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def block(world, **options):
     return cs.fully_shard(model, mesh=world.mesh, **options)
 
 
-def test_a_trace_shows_communication_and_compute_in_their_order():
+def test_a_trace_shows_communication_and_compute_in_order():
     def body(world):
         model, x = block(world), torch.randn(2, 6)
         first = testing.trace(model, lambda: model(x).sum().backward())
@@ -58,7 +58,7 @@ REDUCED 0""",
     )
 
 
-def test_collectives_are_counted_by_kind_on_any_group():
+def test_collectives_are_counted_by_type_with_any_backend():
     def body(world):
         model, x = block(world), torch.randn(2, 6)
         testing.assert_collectives(lambda: model(x).sum().backward(), all_gather=4, reduce_scatter=2)
@@ -73,18 +73,18 @@ def test_collectives_are_counted_by_kind_on_any_group():
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_fake_tensors_have_the_trace_and_the_peak_of_real_ones(kept):
+def test_fake_tensors_give_the_same_trace_and_peak_as_real_tensors(kept):
     found = []
     for mode in (contextlib.nullcontext(), FakeTensorMode()):
         with testing.fake(4) as world, mode:
             model, x = block(world, reshard_after_forward=not kept), torch.randn(2, 6)
             for _ in range(3):
-                text = testing.trace(model, lambda: model(x).sum().backward())  # noqa: B023 - called at once
+                text = testing.trace(model, lambda: model(x).sum().backward())  # noqa: B023 - called immediately
                 found.append((text, testing.assert_peak_bytes(model), str(cs.make_plan(model)), cs.stats(model)))
     assert found[:3] == found[3:]
 
 
-def test_the_peak_of_memory_is_compared_with_the_plan_or_a_limit():
+def test_peak_memory_is_compared_with_the_plan_or_a_limit():
     def body(world):
         model = block(world)
         model(torch.randn(2, 6)).sum().backward()
@@ -96,9 +96,9 @@ def test_the_peak_of_memory_is_compared_with_the_plan_or_a_limit():
     testing.spmd(2)(body)
 
 
-def test_a_compiled_layer_counts_its_collectives_too():
+def test_the_collectives_of_a_compiled_layer_are_counted():
     with testing.fake(2), FakeTensorMode():
-        beside = cs.fully_shard(nn.Linear(6, 5))  # has no memory by which graphs could find it
+        beside = cs.fully_shard(nn.Linear(6, 5))  # fake tensors have no memory by which graphs could find this layer
 
     def body(world):
         model, x = cs.fully_shard(nn.Linear(6, 5), reshard_after_forward=True), torch.randn(2, 6)

@@ -1,4 +1,4 @@
-"""The benchmarks run with tiny settings, print their table and write valid JSON."""
+"""The benchmarks run with tiny settings, print their tables and write valid JSON."""
 
 import json
 import multiprocessing
@@ -96,7 +96,7 @@ sys.path[:0] = [{str(BENCH)!r}, {str(ROOT)!r}]
 
 
 class Beside:
-    """Runs code in one process beside this one, where modules of bench/ are imported by their names."""
+    """Runs code in a second process, in which modules of bench/ can be imported by name."""
 
     def __init__(self) -> None:
         self._process: ProcessPoolExecutor | None = None
@@ -108,7 +108,7 @@ class Beside:
         try:
             self._process.submit(exec, code, {}).result(timeout=60)
         except BaseException:
-            self.close()  # the next one finds nothing that this one has left
+            self.close()  # the next code gets a new process, without any state of this one
             raise
 
     def close(self) -> None:
@@ -126,12 +126,12 @@ def beside() -> Iterator[Beside]:
     runs.close()
 
 
-def test_the_noop_backend_answers_every_collective_and_touches_no_data(beside: Beside) -> None:
+def test_the_noop_backend_completes_every_collective_without_changing_data(beside: Beside) -> None:
     beside(NOOP)
 
 
 @pytest.mark.matrix
-def test_a_run_of_all_leaves_figures_of_the_overhead_and_a_chart(tmp_path: Path) -> None:
+def test_run_all_writes_results_of_the_overhead_and_a_chart(tmp_path: Path) -> None:
     shown = bench("run_all.py", "--smoke", "--only=overhead", f"--results={tmp_path}")
     assert "added / FSDP2's" in shown
     (file,) = tmp_path.glob("overhead-cpu-torch*.json")
@@ -160,15 +160,15 @@ assert (panel.title, list(panel.figures)) == ("Save", [("layers, 6 tensors", "ou
 """
 
 
-def test_every_benchmark_of_a_run_of_all_has_a_chart(beside: Beside) -> None:
+def test_every_benchmark_of_run_all_has_a_chart(beside: Beside) -> None:
     beside(CHARTS)
 
 
 @pytest.mark.matrix
-def test_overhead_tells_the_time_for_a_parameter_and_how_it_grows_with_the_modules(tmp_path: Path) -> None:
+def test_overhead_reports_the_time_per_parameter_and_its_growth_with_modules(tmp_path: Path) -> None:
     file = tmp_path / "overhead.json"
     shown = bench("overhead.py", "--blocks=2,4", "--per-group=1,3", "--rounds=2", "--world=4", f"--json={file}")
-    assert "added a parameter" in shown
+    assert "added per parameter" in shown
     assert "added / with 2 blocks" in shown
     results = [result for result in read(file)["results"] if result["engine"] == "ours"]
     assert [(result["per_group"], result["blocks"]) for result in results] == [(1, 2), (1, 4), (3, 2), (3, 4)]
@@ -195,12 +195,12 @@ with mock.patch.object(sys, "argv", ["instructions.py"]), mock.patch.object(shut
 """
 
 
-def test_instructions_are_the_sums_that_callgrind_writes_and_without_it_there_is_an_error(beside: Beside) -> None:
+def test_instructions_reads_the_totals_of_callgrind_and_raises_an_error_without_it(beside: Beside) -> None:
     beside(INSTRUCTIONS)
 
 
 @pytest.mark.matrix
-def test_first_steps_of_many_modules_are_timed_beside_fsdp2(tmp_path: Path) -> None:
+def test_first_steps_of_many_modules_are_compared_with_fsdp2(tmp_path: Path) -> None:
     file = tmp_path / "first_step.json"
     assert "first step, s" in bench("first_step.py", "--modules=20", "--groups=each", f"--json={file}")
     found = {result["engine"]: result for result in read(file)["results"]}
@@ -211,24 +211,24 @@ def test_first_steps_of_many_modules_are_timed_beside_fsdp2(tmp_path: Path) -> N
 
 @pytest.mark.matrix
 @pytest.mark.timeout(240)
-def test_where_the_loss_is_made_no_more_lives_than_with_fsdp2(tmp_path: Path) -> None:
+def test_live_memory_at_the_loss_is_at_most_that_of_fsdp2(tmp_path: Path) -> None:
     file = tmp_path / "loss_memory.json"
     shape = "--shape=layers=3,width=256,heads=8,vocabulary=32000,sequence=512"
     assert "at the loss" in bench("loss_memory.py", shape, f"--json={file}", limit_s=200)
     found = {(each["world"], each["engine"]): each for each in read(file)["results"]}
     for world in (8, 128):
         ours, fsdp2 = found[world, "ours"], found[world, "fsdp2"]
-        # Ours keeps ones to mark gradients with: one in float32 for each rank and, with padding, 16 a group at most.
+        # Ours adds float32 values that mark used gradients: for each rank at most 16 per group, with padding.
         marks = 4 * world * 16 * 4
         assert all(ours[when] <= fsdp2[when] + marks for when in ("between", "first", "at_loss", "peak"))
         assert found[world, "ours-keeps"]["peak"] > fsdp2["peak"]
 
 
 @pytest.mark.matrix
-def test_a_step_on_disk_is_timed_beside_what_the_disk_needs(tmp_path: Path) -> None:
+def test_a_step_with_state_on_disk_is_compared_with_raw_disk_access(tmp_path: Path) -> None:
     file = tmp_path / "offload.json"
     small = ("--parameters=8000000", "--tensors=8", "--memory=32", "--rounds=1", f"--folder={tmp_path}")
-    assert "parameters are equal to the bit" in bench("offload.py", *small, f"--json={file}")
+    assert "parameters are bitwise identical" in bench("offload.py", *small, f"--json={file}")
     *sides, memory = read(file)["results"]
     assert [each["side"] for each in sides] == ["raw", "dd", "step"]
     assert all(each["seconds"]["median"] > 0 for each in sides)
@@ -238,7 +238,7 @@ def test_a_step_on_disk_is_timed_beside_what_the_disk_needs(tmp_path: Path) -> N
 
 
 @pytest.mark.matrix
-def test_checkpoints_are_timed_beside_dcp_and_plain_files(tmp_path: Path) -> None:
+def test_checkpoints_are_compared_with_dcp_and_plain_files(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint.json"
     small = ("--parameters=100000", "--tensors=6,30", "--gpt=tiny", "--rounds=1", f"--folder={tmp_path}")
     assert "blocked" in bench("checkpoint.py", *small, f"--json={file}")
@@ -256,7 +256,7 @@ def test_checkpoints_are_timed_beside_dcp_and_plain_files(tmp_path: Path) -> Non
 
 
 @pytest.mark.matrix
-def test_fewer_bits_take_less_of_a_step_on_slow_links_than_on_fast_ones(tmp_path: Path) -> None:
+def test_fewer_bits_save_more_of_a_step_on_slow_links_than_on_fast_ones(tmp_path: Path) -> None:
     file = tmp_path / "lowbit.json"
     small = ["--gbps=1,100", "--world=4", "--width=64", "--blocks=2"]
     assert "break-even" in bench("lowbit.py", *small, f"--json={file}", limit_s=240.0)
@@ -268,7 +268,7 @@ def test_fewer_bits_take_less_of_a_step_on_slow_links_than_on_fast_ones(tmp_path
 
 
 @pytest.mark.matrix
-def test_optimizers_at_owners_are_measured_beside_gathered_matrices(tmp_path: Path) -> None:
+def test_owned_optimizers_are_compared_with_gathered_matrices(tmp_path: Path) -> None:
     file = tmp_path / "optimizers.json"
     small = ["--world=2", "--width=64", "--layers=1", "--rounds=2", "--fabric=8", "--fabric-layers=1"]
     assert "A step of Muon" in bench("optimizers.py", *small, f"--json={file}", limit_s=240.0)
@@ -279,21 +279,21 @@ def test_optimizers_at_owners_are_measured_beside_gathered_matrices(tmp_path: Pa
 
 
 @pytest.mark.matrix
-def test_gradients_that_live_are_counted_beside_fsdp2(tmp_path: Path) -> None:
+def test_live_gradients_are_compared_with_fsdp2(tmp_path: Path) -> None:
     file = tmp_path / "backward.json"
     shape = "--shape=layers=2,width=64,heads=2,vocabulary=128,sequence=16"
-    assert "behind backward" in bench("backward_memory.py", shape, "--world=2", f"--json={file}", limit_s=240.0)
+    assert "after backward" in bench("backward_memory.py", shape, "--world=2", f"--json={file}", limit_s=240.0)
     results = {r["engine"]: r for r in read(file)["results"]}
     assert results["ours-in-backward"]["gradients"] < results["ours"]["gradients"] == results["fsdp2"]["gradients"]
     assert results["ours-in-backward"]["behind_backward"] == results["ours-in-backward"]["between"]
 
 
 @pytest.mark.matrix
-def test_the_house_is_measured_beside_fsdp2(tmp_path: Path) -> None:
+def test_code_metrics_stay_within_their_limits(tmp_path: Path) -> None:
     file = tmp_path / "house.json"
     assert "step functions" in bench("house.py", f"--json={file}")
     ours, fsdp2 = read(file)["results"]
-    assert fsdp2["code"] > 1000  # it measures something
+    assert fsdp2["code"] > 1000  # not an empty measurement
     assert fsdp2["step_functions"] > 10
     most = {
         "names_on_top": 26,
@@ -315,7 +315,7 @@ def test_the_profile_shows_functions_of_the_package() -> None:
 
 
 @pytest.mark.matrix
-def test_overlap_shows_what_engines_leave_exposed_beside_what_a_simulation_says(tmp_path: Path) -> None:
+def test_overlap_compares_exposed_communication_with_a_simulation(tmp_path: Path) -> None:
     file = tmp_path / "overlap.json"
     engines = "--engines=ours,ours-auto,ours-compiled,fsdp2,fsdp2-again"
     shown = bench("overlap.py", "--models=uniform", "--ratios=1", "--rounds=1", "--log=ours", engines, f"--json={file}",
@@ -324,16 +324,16 @@ def test_overlap_shows_what_engines_leave_exposed_beside_what_a_simulation_says(
     assert "reduce_scatter" in shown
     found = {(r["clock"], r["engine"]): r["exposed_ms"]["median"] for r in read(file)["results"]}
     for clock in ("virtual", "streams"):
-        assert found[clock, "fsdp2"] == found[clock, "fsdp2-again"]  # the control: exact clocks repeat exactly
+        assert found[clock, "fsdp2"] == found[clock, "fsdp2-again"]  # control: exact clocks give the same result again
         assert all(found[clock, "no order can"] <= ms + 1e-6 for (where, _), ms in found.items() if where == clock)
-    # With streams FSDP2 gathers one ahead, as the simulation does; without, nothing is hidden.
+    # With streams, FSDP2 prefetches one group, like the simulation. Without streams, it hides nothing.
     assert found["streams", "fsdp2"] == pytest.approx(found["streams", "simulated, one ahead"], rel=1e-3)
     assert found["virtual", "ours"] < 0.2 * found["virtual", "fsdp2"]
     assert found["virtual", "ours-compiled"] == found["streams", "ours-compiled"] < found["streams", "fsdp2"]
 
 
 @pytest.mark.matrix
-def test_a_compiled_step_exposes_what_its_plan_says(tmp_path: Path) -> None:
+def test_exposed_communication_of_a_compiled_step_matches_its_plan(tmp_path: Path) -> None:
     file = tmp_path / "overlap.json"
     engines = ("ours-auto", "ours-compiled-auto")
     bench("overlap.py", "--models=experts", "--ratios=1", "--clocks=streams", "--rounds=1", f"--json={file}",
@@ -348,8 +348,8 @@ import random
 from _simulate import Stage, exposed, least_exposed
 
 assert exposed([Stage(2, 3, 0), Stage(2, 3, 0), Stage(0, 6, 2)], 1) == 2 + 2  # the first gather, the last reduction
-assert exposed([Stage(2, 3, 0), Stage(2, 3, 0)], 0) == 4  # nothing ahead: nothing hidden
-assert exposed([Stage(1, 1, 0), Stage(1, 4, 0), Stage(5, 1, 0)], 1) == 1 + 1  # a gather of 5 behind a compute of 4
+assert exposed([Stage(2, 3, 0), Stage(2, 3, 0)], 0) == 4  # without prefetching, nothing is hidden
+assert exposed([Stage(1, 1, 0), Stage(1, 4, 0), Stage(5, 1, 0)], 1) == 1 + 1  # a gather of 5 overlaps with compute of 4
 assert exposed([Stage(1, 1, 0), Stage(1, 4, 0), Stage(5, 1, 0)], 2) == 1 + 1
 draw = random.Random(0)
 for _ in range(300):
@@ -361,12 +361,12 @@ for _ in range(300):
 """
 
 
-def test_the_simulation_of_a_schedule_agrees_with_sums_by_hand_and_never_beats_the_bound(beside: Beside) -> None:
+def test_the_simulation_of_a_schedule_matches_manual_sums_and_respects_the_bound(beside: Beside) -> None:
     beside(SIMULATE)
 
 
 @pytest.mark.matrix
-def test_step_prints_its_table_and_the_losses_of_all_engines_agree(tmp_path: Path) -> None:
+def test_step_prints_its_table_and_all_engines_have_the_same_losses(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     shown = bench("step.py", "--sizes=tiny", "--rounds=2", "--timeout=45", f"--json={file}")
     assert "beyond compute" in shown
@@ -421,7 +421,7 @@ with cards(0):
 """
 
 
-def test_the_device_is_a_card_where_there_is_one_and_without_one_asking_for_it_is_an_error(beside: Beside) -> None:
+def test_the_default_device_is_a_gpu_if_available_and_requesting_a_missing_one_is_an_error(beside: Beside) -> None:
     beside(DEVICE)
 
 
@@ -453,16 +453,16 @@ def test_an_echo_gives_every_rank_the_piece_of_this_one(beside: Beside) -> None:
     beside(ECHO)
 
 
-@pytest.mark.matrix  # the echo itself is tested above, and the table of a step, too
+@pytest.mark.matrix  # the echo and the table of a step are tested above
 @pytest.mark.parametrize("transport", ["", "direct", "packed"])
-def test_step_plays_all_ranks_in_one_process_where_cards_are_too_few(
+def test_step_simulates_all_ranks_in_one_process_if_there_are_too_few_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     monkeypatch.setenv("COMPOSABLE_SHARD_TRANSPORT", transport)
     file = tmp_path / "step.json"
     few = ["--sizes=tiny", "--rounds=1", "--timeout=45", "--engines=ours,fsdp2,compute", "--dtype=bfloat16"]
     shown = bench("step.py", "--echo", "--world=4", *few, f"--json={file}")
-    assert "world 4, one process and its echo" in " ".join(shown.split())
+    assert "world 4, played by one process" in " ".join(shown.split())
     assert "losses of ours, fsdp2 agree" in shown
     assert {result["engine"]: result["loss_difference"] for result in read(file)["results"]}["ours"] == 0
 
@@ -483,7 +483,7 @@ assert fsdp2.wall_ms == _report.Spread(2000, 2000, 2000)
 """
 
 
-def test_fresh_runs_of_a_step_are_summed_up_by_the_median_of_their_medians_and_its_range(beside: Beside) -> None:
+def test_repeated_runs_of_a_step_give_the_median_and_range_of_their_medians(beside: Beside) -> None:
     beside(RUNS)
 
 
@@ -506,7 +506,7 @@ def test_memory_accounts_for_every_byte_and_prints_both_parts(tmp_path: Path) ->
 
 @pytest.mark.timeout(460)
 @pytest.mark.matrix
-def test_figures_stand_beside_those_of_fsdp2(tmp_path: Path) -> None:
+def test_figures_are_compared_with_fsdp2(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     tiny = ["--size=tiny", "--repeats=1", "--steps=1", "--timeout=120", "--backend=aot_eager"]
     engines = ["single", "fsdp2", "fsdp2-blocks", "ours", "ours-blocks", "ours-placed-whole"]
@@ -531,7 +531,7 @@ def test_figures_stand_beside_those_of_fsdp2(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(460)
 @pytest.mark.matrix
-def test_losses_of_the_demo_are_those_of_fsdp2_and_of_one_process(tmp_path: Path) -> None:
+def test_losses_of_the_demo_match_fsdp2_and_one_process(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     few = ["--parts=losses", "--loss-steps=12", "--backend=aot_eager"]
     shown = bench("figures.py", *few, f"--json={file}", limit_s=440.0)
@@ -569,12 +569,12 @@ assert abs(fsdp2.tokens_s - 512e3 / fsdp2.step_ms) < 1e-6
 """
 
 
-def test_a_regime_takes_the_compute_of_its_tokens_and_waits_on_a_slow_link(beside: Beside) -> None:
+def test_a_regime_has_the_compute_of_its_tokens_and_waits_on_a_slow_link(beside: Beside) -> None:
     beside(REGIMES)
 
 
 @pytest.mark.matrix
-def test_step_ends_ranks_that_take_too_long_and_says_so() -> None:
+def test_step_stops_ranks_that_take_too_long_with_a_message() -> None:
     done = python(str(BENCH / "step.py"), "--sizes=tiny", "--engines=fsdp2", "--timeout=0.2")
     assert done.returncode == 1
     assert "still running after 0.2 s" in done.stderr
@@ -602,7 +602,7 @@ for argument, outcome in (("answers", "figures"), ("hangs", "ranks [0, 1] were s
 """
 
 
-def test_a_result_is_not_lost_if_ranks_hang_after_they_have_written_it(tmp_path: Path) -> None:
+def test_a_result_is_kept_if_ranks_hang_after_writing_it(tmp_path: Path) -> None:
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)
     done = subprocess.run(
@@ -628,7 +628,7 @@ def test_compile_prints_its_four_tables_and_writes_json(tmp_path: Path) -> None:
     assert "agree over all steps" in shown
     assert "Time to compile" in shown
     assert "First step of a process" in shown
-    assert "Most memory during a step" in shown
+    assert "Peak memory of a step" in shown
     results = read(file)["results"]
     steps = {result["engine"]: result for result in results if "wall_ms" in result}
     assert ",".join(steps) == engines
@@ -646,7 +646,7 @@ def test_compile_prints_its_four_tables_and_writes_json(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(360)
 @pytest.mark.matrix
-def test_adapters_over_a_base_in_four_bits_are_measured_beside_fsdp2(tmp_path: Path) -> None:
+def test_adapters_on_a_four_bit_base_are_compared_with_fsdp2(tmp_path: Path) -> None:
     file = tmp_path / "qlora.json"
     few = ["--size=tiny", "--bases=nf4", "--engines=ours,fsdp2", "--repeats=1", "--steps=1"]
     shown = bench("qlora.py", *few, f"--json={file}", limit_s=340.0)
@@ -678,7 +678,7 @@ assert _plots.plot(Path({file!r})).read_bytes().startswith(b"\\x89PNG")
 """
 
 
-def test_adapters_over_each_base_are_drawn_beside_each_other(tmp_path: Path, beside: Beside) -> None:
+def test_adapters_on_each_base_are_drawn_next_to_each_other(tmp_path: Path, beside: Beside) -> None:
     file = tmp_path / "qlora.json"
     file.write_text((BENCH / "results" / "qlora-10m-cpu-torch2.13.json").read_text())
     beside(ADAPTERS.format(file=str(file)))
@@ -686,9 +686,9 @@ def test_adapters_over_each_base_are_drawn_beside_each_other(tmp_path: Path, bes
 
 @pytest.mark.timeout(360)
 @pytest.mark.matrix
-def test_of_the_live_bytes_of_adapters_over_a_base_no_more_than_fsdp2s_are_at_the_peak(tmp_path: Path) -> None:
+def test_peak_memory_of_adapters_on_a_base_is_at_most_that_of_fsdp2(tmp_path: Path) -> None:
     file = tmp_path / "memory.json"
-    shape = "--shape=layers=3,width=512,heads=8,vocabulary=64,sequence=32"  # the peak is that of blocks in backward
+    shape = "--shape=layers=3,width=512,heads=8,vocabulary=64,sequence=32"  # the peak is in the backward of the blocks
     bench("qlora_memory.py", shape, "--world=2", "--bases=bf16", f"--json={file}", limit_s=340.0)
     fsdp2, ours = read(file)["results"]
     assert (fsdp2["engine"], ours["engine"]) == ("fsdp2", "ours")
@@ -697,7 +697,7 @@ def test_of_the_live_bytes_of_adapters_over_a_base_no_more_than_fsdp2s_are_at_th
 
 @pytest.mark.timeout(400)
 @pytest.mark.matrix
-def test_steps_by_regime_wait_more_on_slow_links_and_less_with_many_tokens(tmp_path: Path) -> None:
+def test_steps_wait_more_on_slow_links_and_less_with_many_tokens(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     few = [
         "--parts=regimes",
@@ -715,7 +715,7 @@ def test_steps_by_regime_wait_more_on_slow_links_and_less_with_many_tokens(tmp_p
 
 
 @pytest.mark.matrix
-def test_what_writes_to_unsharded_weights_cost_is_measured() -> None:
+def test_the_cost_of_writes_to_unsharded_weights_is_measured() -> None:
     options = ("--width=16", "--experts=2", "--tokens", "8", "--rounds=2", "--steps=1")
     out = bench("written_weights.py", *options, limit_s=120)
     assert all(f"  {engine}" in out for engine in ("plain", "accepted", "judged"))

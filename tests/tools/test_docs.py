@@ -1,4 +1,4 @@
-"""What the documents say is true: files, names and links exist, and the script on the first page runs."""
+"""The docs are correct: files, names and links exist, and examples run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LINKED = [*PAGES, *REFERENCE, ROOT / "CONTRIBUTING.md", ROOT / "bench" / "README
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_file_that_is_named_exists(page):
+def test_every_file_named_on_a_page_exists(page):
     text = page.read_text()
     named = set(re.findall(r"(?:tests|bench|tutorials|docs)/[\w./-]+\.(?:py|md|json)", text))
     assert named
@@ -40,7 +40,7 @@ def rows(page):
     return [row for row in cells if row[-1] != "shown by"]
 
 
-def test_every_line_of_the_migration_page_names_a_test_or_says_that_there_is_none():
+def test_every_row_of_the_migration_page_names_a_test_or_is_unsupported():
     found = rows(ROOT / "docs" / "migration.md")
     assert len(found) > 50
     untested = [" ".join(row) for row in found if "tests/" not in row[-1]]
@@ -48,12 +48,12 @@ def test_every_line_of_the_migration_page_names_a_test_or_says_that_there_is_non
 
 
 def sources():
-    """The files of the package's wings and of its top, as paths below the package."""
+    """The private files of the package, as paths relative to it."""
     paths = [*PACKAGE.glob("_*.py"), *PACKAGE.glob("_*/*.py")]
     return {str(path.relative_to(PACKAGE)) for path in paths if path.name not in ("__init__.py", "__main__.py")}
 
 
-def test_the_map_of_the_files_is_whole_and_lists_no_file_that_is_gone():
+def test_the_architecture_page_lists_exactly_the_existing_files():
     table = (ROOT / "docs" / "architecture.md").read_text()
     known = {name for name in sources() if not name.startswith("_integrations")}
     listed = set(re.findall(r"`(_[\w/]+\.py)`", table)) - {"__main__.py"}
@@ -71,7 +71,7 @@ def defined(source):
     return names
 
 
-def test_the_life_of_a_parameter_has_twelve_steps_whose_files_and_names_exist():
+def test_the_life_of_a_parameter_has_twelve_steps_and_names_existing_code():
     text = (ROOT / "docs" / "life-of-a-parameter.md").read_text()
     steps = re.split(r"^## (?=\d+\. )", text, flags=re.MULTILINE)[1:]
     assert [int(step.partition(".")[0]) for step in steps] == list(range(1, 13))
@@ -99,7 +99,7 @@ HEADING = re.compile(r"^#+ .*$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_between_pages_leads_somewhere(page):
+def test_every_link_between_pages_has_a_target(page):
     for target, anchor in LINK.findall(CODE.sub("", page.read_text())):
         leads_to = (page.parent / target) if target else page
         assert leads_to.exists(), target
@@ -115,7 +115,7 @@ def test_the_first_page_is_short():
 
 
 @pytest.mark.timeout(240)
-def test_the_script_on_the_first_page_trains_by_the_command_beside_it(tmp_path):
+def test_the_script_on_the_first_page_trains_with_the_command_below_it(tmp_path):
     script = blocks("python")[0]
     assert 15 <= len(script.splitlines()) <= 32
     commands = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("torchrun")]
@@ -180,12 +180,12 @@ def figures_of_the_first_page():
     yield "peak memory, 2 NCCL ranks", *sizes, f"{case['ratio']:.2f}", "`nccl-peaks`"
 
 
-def test_the_figures_on_the_first_page_are_those_of_the_stored_results():
+def test_the_figures_on_the_first_page_match_the_stored_results():
     table = [row for row in rows(README) if len(row) == 6 and row[0] != "figure"]
     assert [(row[0], *row[2:]) for row in table] == list(figures_of_the_first_page())
 
 
-def test_the_settings_on_the_first_page_are_those_of_the_stored_commands():
+def test_the_settings_on_the_first_page_match_the_stored_commands():
     file = "bench/results/gpu/{}-h100-80gb-hbm3.json"
     commands = {
         entry: " ".join(json.loads((ROOT / file.format(entry)).read_text())["parts"][part]["command"])
@@ -349,7 +349,7 @@ def test_the_examples_about_testing_pass_and_print_a_network(tmp_path):
 
 
 def started(folder, *arguments):
-    """What torchrun prints when it is called with these arguments in a folder."""
+    """The output of torchrun with these arguments, run in a folder."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *arguments],
@@ -366,8 +366,8 @@ def started(folder, *arguments):
 
 
 @pytest.mark.timeout(600)
-def test_the_page_for_the_beginning_is_a_script_that_plans_trains_compiles_and_goes_on(tmp_path):
-    """Its first command runs eagerly here, as the page allows, and the second one compiled."""
+def test_the_getting_started_page_is_a_script_that_trains_compiles_and_resumes(tmp_path):
+    """The first command runs in eager mode here, as the page allows, and the second one compiled."""
     page = (ROOT / "docs" / "getting_started.md").read_text()
     by_language = {}
     for language, block in re.findall(r"^```(\w+)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL):
@@ -383,7 +383,7 @@ def test_the_page_for_the_beginning_is_a_script_that_plans_trains_compiles_and_g
         (tmp_path / "train.py").write_text(source)
         output = started(tmp_path, *command[1:])
         found_plan = "".join(by_language["text"]) in output
-        assert found_plan == (command[2] == "2")  # the page shows that of two ranks
+        assert found_plan == (command[2] == "2")  # the page shows the plan for two ranks
         losses.append([(int(step), float(loss)) for step, loss in re.findall(r"^step (\d+): loss (.+)$", output, re.M)])
     assert [step for run in losses for step, _ in run] == [10, 20, 30, 40, 50, 60]
     first, second = ([loss for _, loss in run] for run in losses)
@@ -391,11 +391,11 @@ def test_the_page_for_the_beginning_is_a_script_that_plans_trains_compiles_and_g
     assert second[-1] < first[-1]
 
 
-IN_ONE_PROCESS = {"testing.md"}  # pages whose ranks are all of one process, or alike by themselves
+IN_ONE_PROCESS = {"testing.md"}  # pages whose ranks run in one process with the same seed
 
 
-def test_examples_that_make_a_model_give_all_ranks_the_same_weights():
-    """Sharding sends and compares no values: each rank keeps its part of what it has drawn itself."""
+def test_examples_that_create_a_model_set_a_seed():
+    """Sharding does not broadcast weights: each rank keeps its part of its own random initialization."""
     seeded = []
     for page in PAGES:
         blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -408,7 +408,7 @@ def test_examples_that_make_a_model_give_all_ranks_the_same_weights():
     assert len(seeded) > 10, seeded
 
 
-def test_every_error_is_explained():
+def test_every_error_type_is_documented():
     page = (ROOT / "docs" / "errors.md").read_text()
     kinds = defined((PACKAGE / "_errors.py").read_text())
     kinds = {name for name in kinds if "." not in name}
@@ -416,7 +416,7 @@ def test_every_error_is_explained():
     assert {name for name in kinds if not re.search(rf"`(composable_shard\.)?{name}`", page)} == set()
 
 
-def test_the_picture_on_the_first_page_is_made_by_the_script_beside_it():
+def test_the_script_named_on_the_first_page_creates_its_picture():
     text = README.read_text()
     (picture,) = re.findall(r"!\[[^\]]*\]\(docs/(\w+\.png)\)", text)
     (script,) = re.findall(r"`python (tutorials/\w+\.py)`", text)

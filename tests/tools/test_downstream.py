@@ -1,4 +1,4 @@
-"""The harness that runs other people's libraries on both sides: what it compares, and what it says of it."""
+"""The harness that runs other libraries with torch's FSDP2 and with ours: comparison and verdicts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_equal_values_have_no_differences():
     assert texts(value, {**value, "weight": value["weight"].clone()}) == []
 
 
-def test_differences_say_where_and_how_much():
+def test_differences_have_a_position_and_a_size():
     before = {"losses": [1.0, 2.0], "weight": torch.tensor([1.0, -4.0]), "gone": 1, "kind": 1, "shape": torch.ones(2)}
     after = {"losses": [1.0, 2.5], "weight": torch.tensor([1.0, -3.0]), "new": 1, "kind": "1", "shape": torch.ones(3)}
     assert texts(before, after) == [
@@ -57,7 +57,7 @@ def test_differences_say_where_and_how_much():
         ([1], [1, 2]),
     ],
 )
-def test_what_cannot_be_close_differs_without_bound(one, other):
+def test_values_that_cannot_be_compared_differ_by_infinity(one, other):
     (found,) = _compare.differences(one, other)
     assert found.size == float("inf")
 
@@ -98,7 +98,7 @@ def test_verdicts(tmp_path, theirs, ours, word, text):
     assert (verdict.word, verdict.text) == (word, text)
 
 
-def test_a_tolerance_needs_a_reason_and_is_told():
+def test_a_tolerance_needs_a_reason_and_the_verdict_contains_it():
     with pytest.raises(ValueError, match="a tolerance needs a reason"):
         row(tolerance=1e-6)
 
@@ -153,16 +153,16 @@ def hangs(run: Run) -> None:
 
 
 @pytest.mark.matrix
-def test_rows_run_on_both_sides_and_are_compared(tmp_path, monkeypatch, capsys):
+def test_rows_run_with_both_engines_and_are_compared(tmp_path, monkeypatch, capsys):
     path = tmp_path / "example.py"
     path.write_text(ROWS)
     part = downstream.Part.of("example", path)
     assert (part.neighbour, part.environment) == ("Example", "torch")
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    monkeypatch.setattr(sys, "path", [*sys.path])  # which the file of rows is put on
+    monkeypatch.setattr(sys, "path", [*sys.path])  # `sys.path` is restored; the worker adds the folder of the rows
 
     def answered(task: str, *rest: str):
-        """What imports no engine runs in this process."""
+        """Run a task in this process, if it imports no engine."""
         monkeypatch.setattr(sys, "argv", ["_worker.py", task, str(path), *rest])
         worker.main()
         return json.loads(capsys.readouterr().out)
@@ -186,7 +186,7 @@ def test_rows_run_on_both_sides_and_are_compared(tmp_path, monkeypatch, capsys):
     assert "hangs: not done after 1 seconds" in verdicts["3"]["text"]
 
 
-def test_the_table_has_each_row_and_its_versions():
+def test_the_table_has_all_rows_and_versions():
     verdict = {"word": "same", "difference": 0, "text": ""}
     close = {"word": "same", "difference": 3e-7, "text": "sums in another | order"}
     part = {"neighbour": "Example", "versions": {"torch": "2.13.0"}, "rows": {"trains": verdict, "clips": close}}
@@ -217,7 +217,7 @@ print("children", Path(f"/proc/self/task/{os.getpid()}/children").read_text())
 """
 
 
-def test_what_a_row_has_started_ends_with_it_orphans_too(tmp_path):
+def test_processes_of_a_row_end_with_it_even_orphans(tmp_path):
     command = [sys.executable, "-c", LAUNCHES, tmp_path / "output.txt"]
     env = os.environ | {"PYTHONPATH": str(DOWNSTREAM)}
     done = subprocess.run(command, env=env, timeout=60, check=True, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The GPU queue: dry runs of all entries, their time, and how results are filed."""
+"""The GPU queue: dry runs of all entries, their time limits, and how results are stored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-# At the end of the path, and without bench/ itself: modules there have the names of packages of the tests.
+# At the end of the path, and without bench/ itself, because modules there have the names of helpers of the tests.
 sys.path.append(str(Path(__file__).parents[2] / "bench" / "card"))
 
 import _queue_results
@@ -29,7 +29,7 @@ KIND = "h100-80gb-hbm3"
 
 
 def without_gpu(**variables):
-    """Variables of a process that finds neither `nvidia-smi` nor a CUDA device."""
+    """Environment of a process that finds neither `nvidia-smi` nor a CUDA device."""
     return {**os.environ, "PATH": "", "CUDA_VISIBLE_DEVICES": "", **variables}
 
 
@@ -45,7 +45,7 @@ def queue(*arguments, limit_s=60):
 
 
 def run_code(code):
-    """In a process of its own, where modules of bench/ are found by their names."""
+    """Run code in a separate process, in which modules of bench/ can be imported by name."""
     folders = (ROOT / "bench", ROOT / "bench" / "card", ROOT)
     environment = without_gpu(PYTHONPATH=os.pathsep.join(map(str, folders)))
     command = [sys.executable, "-c", code]
@@ -55,7 +55,7 @@ def run_code(code):
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", [entry.name for entry in QUEUE])
-def test_every_entry_runs_on_a_cpu_with_tiny_settings_and_such_a_run_is_not_filed(name, tmp_path):
+def test_every_entry_has_a_dry_run_on_a_cpu_whose_results_are_not_stored(name, tmp_path):
     done = queue("run", name, "--dry", "--out", tmp_path, limit_s=380)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / f"{name}.json").read_text())
@@ -73,7 +73,7 @@ def test_every_entry_runs_on_a_cpu_with_tiny_settings_and_such_a_run_is_not_file
     assert "dry run" in refused.stderr
 
 
-def test_the_time_of_each_entry_adds_up_and_is_at_most_nine_minutes():
+def test_the_time_limits_of_each_entry_add_up_to_at_most_nine_minutes():
     assert len({entry.name for entry in QUEUE}) == len(QUEUE)
     for entry in QUEUE:
         limits = [part.limit_s + GRACE_S for part in entry.parts]
@@ -86,7 +86,7 @@ def test_the_time_of_each_entry_adds_up_and_is_at_most_nine_minutes():
         assert entry.fitting(entry.part_names, START_S) == ()
 
 
-def test_the_list_shows_each_entry_with_its_time_and_question():
+def test_list_shows_each_entry_with_its_time_limit_and_question():
     shown = queue("list").stdout
     for entry in QUEUE:
         assert f"{entry.name} ({gpu_queue.format_time(entry.limit_s(entry.part_names))}): {entry.question}" in shown
@@ -114,7 +114,7 @@ def parse_and_stop(parser, *args, real=argparse.ArgumentParser.parse_args, **kwa
 
 
 commands = [part.command(dry=False) for entry in QUEUE for part in entry.parts]
-# Scripts of bench/card/ prefer helpers of the tests, which have the names of some in bench/.
+# Scripts of bench/card/ import helpers of the tests, some of which have the same names as modules of bench/.
 for script, *options in sorted(commands, key=lambda command: command[0].count("/")):
     if script == "-m":  # pytest
         continue
@@ -131,7 +131,7 @@ for script, *options in sorted(commands, key=lambda command: command[0].count("/
 """
 
 
-def test_scripts_accept_the_options_that_entries_give_them_on_a_gpu():
+def test_scripts_accept_the_options_of_the_entries_on_a_gpu():
     run_code(OPTIONS)
 
 
@@ -150,9 +150,7 @@ def python(code):
     return f"-c {shlex.quote(code)}"
 
 
-def test_a_part_ends_at_its_limit_with_all_that_it_started_and_the_others_keep_their_figures(
-    tmp_path, capfd, monkeypatch
-):
+def test_a_part_ends_at_its_limit_with_its_children_and_other_parts_keep_their_results(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(_queue_run, "GRACE_S", 1)
     late = python(f"{STARTS}; time.sleep(1); print(p.pid, flush=True); time.sleep(60)")
     good = python("import sys; open(sys.argv[1], 'w').write('[1]'); print('kept')") + " {json}"
@@ -167,9 +165,9 @@ def test_a_part_ends_at_its_limit_with_all_that_it_started_and_the_others_keep_t
     outcomes = json.loads(run.file.read_text())["parts"]
     assert outcomes["late"]["timed_out"]
     assert outcomes["late"]["exit"] == -15
-    assert outcomes["late"]["output"][0] == "0"  # what it started was there to ignore the signal
+    assert outcomes["late"]["output"][0] == "0"  # its child process was running, and ignored the signal
     assert not is_running(int(outcomes["late"]["output"][1]))
-    assert outcomes["bad"]["output"][0] == "bench"  # without the path of this machine
+    assert outcomes["bad"]["output"][0] == "bench"  # the path of this machine is removed
     assert "ZeroDivisionError" in outcomes["bad"]["output"][-1]
     assert (outcomes["bad"]["exit"], outcomes["bad"]["figures"]) == (1, None)
     assert (outcomes["none"]["exit"], outcomes["none"]["output"]) == (NO_FIGURES, ["no figures"])
@@ -180,7 +178,7 @@ def test_a_part_ends_at_its_limit_with_all_that_it_started_and_the_others_keep_t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["planted-logs.tgz", "planted.json"]
 
 
-def test_a_second_run_into_a_folder_keeps_the_parts_of_the_first(tmp_path):
+def test_a_second_run_in_a_folder_keeps_the_parts_of_the_first(tmp_path):
     parts = tuple(Part(name, python("pass"), "", "", 30) for name in "ab")
     entry = Entry("planted", "?", parts)
     for name in "ab":
@@ -195,7 +193,7 @@ def test_a_second_run_into_a_folder_keeps_the_parts_of_the_first(tmp_path):
     assert list(json.loads(run.file.read_text())["parts"]) == ["a"]
 
 
-def test_parts_run_without_variables_that_would_change_what_they_measure(tmp_path, monkeypatch):
+def test_parts_run_without_variables_that_would_change_the_measurement(tmp_path, monkeypatch):
     for name in ("COMPOSABLE_SHARD_TRANSPORT", "RANK", "WIDTH"):
         monkeypatch.setenv(name, "3")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
@@ -240,18 +238,18 @@ def test_a_queue_that_is_terminated_ends_its_parts_and_keeps_their_logs(tmp_path
         _, error = process.communicate(timeout=30)
     finally:
         process.kill()
-    assert "terminated; the result file has the parts that were finished" in error
+    assert "terminated; the result file has the finished parts" in error
     assert marked() == []
     assert (tmp_path / "host-overhead-logs.tgz").exists()
 
 
-def test_of_a_long_log_lines_with_results_and_the_last_lines_are_kept():
+def test_the_excerpt_of_a_log_has_lines_with_results_and_the_last_lines():
     log = "\n".join(["real plain: unsharded 0.0", *(f"line {number}" for number in range(100)), "the end"])
     assert excerpt(log)[:2] == ["real plain: unsharded 0.0", "line 61"]
     assert excerpt(log)[-1] == "the end"
 
 
-def test_mistakes_are_errors_that_explain_what_to_do(tmp_path):
+def test_invalid_arguments_of_the_queue_raise_errors_that_explain_the_fix(tmp_path):
     broken = {name: tmp_path / f"{name}.json" for name in ("none", "list", "empty")}
     broken["list"].write_text("[]")
     broken["empty"].write_text(json.dumps({"entry": "memory", "kind": "h100", "parts": {}}))
@@ -262,7 +260,7 @@ def test_mistakes_are_errors_that_explain_what_to_do(tmp_path):
         (("run", "memory", "--dry", "--parts", "fast", *into), "memory has no part fast; known: 1b"),
         (("run", "memory", "--dry", "--seconds", "60", *into), "no part of memory fits into 1 min 0 s"),
         (("record", broken["none"]), "cannot read"),
-        (("record", broken["list"]), "is no result of the queue"),
+        (("record", broken["list"]), "is not a result of the queue"),
         (("record", broken["empty"]), "has no finished part"),
     ):
         done = queue(*arguments)
@@ -282,7 +280,7 @@ def git(folder, *arguments):
 
 @pytest.fixture
 def repository(tmp_path):
-    """Two commits that differ in their sources, and one after them that differs in a text."""
+    """A repository with two commits that change sources, and a third one that changes only a text."""
     root = tmp_path / "repository"
     for name in ("bench", "composable_shard", "tests", "tutorials"):
         (root / name).mkdir(parents=True)
@@ -321,7 +319,7 @@ def run_of(entry, repository, kind=KIND, **parts):
     return {"entry": entry.name, "dry": False, "kind": kind, "sources": sources, "parts": parts}
 
 
-def test_outcomes_are_stored_by_part_and_the_queue_continues_with_what_is_missing(repository, tmp_path):
+def test_results_are_stored_by_part_and_the_queue_continues_with_missing_parts(repository, tmp_path):
     results = tmp_path / "results"
     first, second = QUEUE[:2]
     direct, packed = first.parts
@@ -346,7 +344,7 @@ def test_outcomes_are_stored_by_part_and_the_queue_continues_with_what_is_missin
     run = f"NVIDIA H100 80GB HBM3, torch 2.11.0, driver 580.1, 2026-11-28, commit {stored['direct']['commit'][:9]}"
     assert outcomes.describe() == f"{run}; missing: packed"
 
-    # The newest outcome counts, and parts that failed come after all that were never run.
+    # The newest outcome counts. Failed parts come after all parts that were never run.
     stored = store(first, direct=outcome(direct, status=1, figures=None), packed=outcome(packed, date="2026-11-29"))
     assert stored["direct"]["exit"] == 1
     assert following("h100") == ("gpu-bound-steps", ("eager", "blocks"))
@@ -370,7 +368,7 @@ def test_outcomes_are_stored_by_part_and_the_queue_continues_with_what_is_missin
     assert following("h100") is None
 
 
-def test_results_that_a_run_left_in_its_folder_are_not_measured_again(tmp_path):
+def test_results_in_the_folder_of_a_run_are_not_measured_again(tmp_path):
     entry = QUEUE[0]
     document = {
         "entry": entry.name,
@@ -386,7 +384,7 @@ def test_results_that_a_run_left_in_its_folder_are_not_measured_again(tmp_path):
     assert _queue_results.find_next(KIND, "0.1", LIMIT_S, (tmp_path,))[0] == entry
 
 
-def test_figures_of_a_cpu_and_unknown_entries_are_not_stored(repository, tmp_path):
+def test_results_of_a_cpu_and_unknown_entries_are_not_stored(repository, tmp_path):
     entry = QUEUE[0]
     on_cpu = outcome(entry.parts[0], figures=None) | {"figures": {"about": {"device": "cpu"}, "results": []}}
     for run, message in (
@@ -400,7 +398,7 @@ def test_figures_of_a_cpu_and_unknown_entries_are_not_stored(repository, tmp_pat
     assert list(tmp_path.glob("*.json")) == []
 
 
-def test_recording_stores_the_run_and_writes_the_table_on_the_page_on_status(repository, tmp_path, monkeypatch, capsys):
+def test_record_stores_the_run_and_updates_the_status_page(repository, tmp_path, monkeypatch, capsys):
     results, page, run = tmp_path / "results", tmp_path / "status.md", tmp_path / "run.json"
     page.write_text(f"before\n{''.join(_queue_results.TABLE_MARKERS)}after\n")
     entry = QUEUE[0]
@@ -416,7 +414,7 @@ def test_recording_stores_the_run_and_writes_the_table_on_the_page_on_status(rep
     assert "| `host-overhead` |" in page.read_text()
 
 
-def test_next_names_the_command_its_time_and_the_file_of_the_result():
+def test_next_shows_the_command_its_time_limit_and_the_result_file():
     shown = queue("next", "--gpu", "B200").stdout
     assert "the first not measured on B200 with release line" in shown
     assert "command:   python bench/card/gpu_queue.py run host-overhead --out OUT\n" in shown
@@ -426,7 +424,7 @@ def test_next_names_the_command_its_time_and_the_file_of_the_result():
     assert "run host-overhead --parts direct --out OUT\n" in shown
 
 
-def test_the_page_on_status_says_which_entries_were_measured_on_what():
+def test_the_status_page_matches_the_stored_results():
     page = _queue_results.STATUS.read_text()
     table = _queue_results.status_table(_queue_results.read_release_line())
     assert page == _queue_results.replace_table(page, table), "run `python bench/card/gpu_queue.py table`"
@@ -434,7 +432,7 @@ def test_the_page_on_status_says_which_entries_were_measured_on_what():
         _queue_results.replace_table("a page", table)
 
 
-def test_figures_are_stored_under_the_kind_of_gpu():
+def test_the_file_name_of_a_result_contains_the_gpu_model():
     kinds = {
         "NVIDIA H100 80GB HBM3": "h100-80gb-hbm3",
         "NVIDIA H100 PCIe": "h100-pcie",
@@ -449,7 +447,7 @@ def test_figures_are_stored_under_the_kind_of_gpu():
     assert not _queue_results.matches("h100-pcie", "h1")
 
 
-# ------------------------------------------------------------------ what only a GPU records
+# ------------------------------------------------------------------ GPU traces
 
 TRACES = """
 import contextlib
@@ -504,7 +502,7 @@ else:
 """
 
 
-def test_exposed_communication_is_the_time_in_which_other_streams_are_busy_and_compute_is_not():
+def test_exposed_communication_is_the_time_when_only_other_streams_are_busy():
     run_code(TRACES)
 
 
@@ -535,7 +533,7 @@ place = "_memory/pool.py:40 lease < _group/exchange.py:77 gather"
 trace = [
     {"action": "segment_alloc", "addr": 0, "size": 1 << 20, "stream": 0},
     {"action": "alloc", "addr": 100, "size": 30, "stream": 0, "frames": pool},
-    {"action": "free_requested", "addr": 900, "size": 5, "stream": 0},  # of before the step
+    {"action": "free_requested", "addr": 900, "size": 5, "stream": 0},  # allocated before the step
     {"action": "alloc", "addr": 200, "size": 10, "stream": 3, "frames": pool},
     {"action": "free_requested", "addr": 100, "size": 30, "stream": 0},
     {"action": "alloc", "addr": 100, "size": 40, "stream": 0},
@@ -569,7 +567,7 @@ assert _memory_history.find_peak([]).sites == []
 """
 
 
-def test_a_peak_is_explained_by_the_places_whose_allocations_are_live_then():
+def test_a_memory_peak_is_broken_down_by_the_source_of_live_allocations():
     run_code(HISTORY)
 
 
@@ -615,7 +613,7 @@ assert (ours.over_unsharded, ours.tokens_per_s, ours.loss_difference) == (None, 
 """
 
 
-def test_engines_of_a_gpu_bound_step_are_compared_with_those_that_are_compiled_or_offloaded_alike():
+def test_engines_of_a_gpu_bound_step_are_compared_with_equally_configured_ones():
     run_code(STEPS)
 
 
@@ -650,7 +648,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_process_that_dies_in_its_turn_is_named_with_its_status(tmp_path):
+def test_the_error_of_a_process_that_dies_has_its_name_and_status(tmp_path):
     script = tmp_path / "players.py"
     script.write_text(PLAYERS)
     environment = without_gpu(PYTHONPATH=str(ROOT / "bench"))

@@ -1,4 +1,4 @@
-"""`install` and `uninstall`: what they replace, what they leave, and what they restore."""
+"""`install` and `uninstall`: the names that they replace, skip and restore."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def _torch_is_left_as_it_was():
     composable_shard.uninstall()
     for name in NAMES:
         setattr(fsdp, name, TORCHS[name])
-    assert not left, "the test has left ours installed"
+    assert not left, "the test did not uninstall"
 
 
 @pytest.fixture
 def module():
-    """A loaded module, to be filled."""
+    """An empty module in `sys.modules`."""
     made = types.ModuleType("a_library_of_others")
     sys.modules[made.__name__] = made
     yield made
@@ -61,10 +61,10 @@ def import_into(module, source):
     exec(textwrap.dedent(source), vars(module))
 
 
-# ---- what is replaced
+# ---- replaced names
 
 
-def test_all_names_of_torch_are_ours_and_torchs_again():
+def test_install_replaces_all_names_of_torch_and_uninstall_restores_them():
     composable_shard.install()
     for name in NAMES:
         assert getattr(fsdp, name) is OURS[name]
@@ -80,12 +80,12 @@ def test_all_names_of_torch_are_ours_and_torchs_again():
             assert getattr(sys.modules[f"{composable.__name__}.fully_shard"], name) is TORCHS[name]
 
 
-def test_the_module_in_which_torch_defines_them_keeps_its_own():
+def test_the_module_in_which_torch_defines_the_names_is_not_changed():
     with composable_shard.install():
         assert {name: getattr(home, name) for name in NAMES} == TORCHS
 
 
-def test_classes_and_policies_are_torchs_already():
+def test_classes_are_subclasses_of_torchs_and_policies_are_the_same():
     with composable_shard.install():
         for name in ("FSDPModule", "UnshardHandle"):
             assert issubclass(getattr(composable_shard, name), getattr(fsdp, name))
@@ -93,7 +93,7 @@ def test_classes_and_policies_are_torchs_already():
             assert getattr(composable_shard, name) is getattr(fsdp, name)
 
 
-def test_loaded_modules_that_hold_the_function_under_any_name_get_ours(module):
+def test_install_replaces_the_function_in_loaded_modules_under_any_name(module):
     module.shard, module.other = TORCHS["fully_shard"], len
     with composable_shard.install():
         assert module.shard is OURS["fully_shard"]
@@ -101,7 +101,7 @@ def test_loaded_modules_that_hold_the_function_under_any_name_get_ours(module):
     assert module.shard is TORCHS["fully_shard"]
 
 
-def test_the_modules_of_this_library_keep_torchs_function_where_they_hold_it():
+def test_install_does_not_change_modules_of_this_library():
     held = composable_shard._torch.distributed._torchs_fully_shard
     with composable_shard.install():
         assert composable_shard._torch.distributed._torchs_fully_shard is held is TORCHS["fully_shard"]
@@ -114,28 +114,28 @@ def test_the_modules_of_this_library_keep_torchs_function_where_they_hold_it():
     ["from torch.distributed.fsdp import fully_shard", "from torch.distributed.fsdp import *"],
     ids=["by name", "star"],
 )
-def test_a_module_that_is_imported_while_installed_gets_ours_and_torchs_again(module, source):
+def test_uninstall_restores_modules_that_were_imported_while_installed(module, source):
     with composable_shard.install():
         import_into(module, source)
         assert module.fully_shard is OURS["fully_shard"]
     assert module.fully_shard is TORCHS["fully_shard"]
 
 
-def test_a_module_that_had_ours_before_keeps_it(module):
+def test_uninstall_does_not_change_modules_that_imported_ours_before(module):
     import_into(module, "from composable_shard import fully_shard")
     with composable_shard.install():
         assert module.fully_shard is OURS["fully_shard"]
     assert module.fully_shard is OURS["fully_shard"]
 
 
-def test_a_module_that_is_unloaded_meanwhile_is_restored_too(module):
+def test_uninstall_restores_modules_that_were_unloaded_meanwhile(module):
     module.fully_shard = TORCHS["fully_shard"]
     with composable_shard.install():
         sys.modules[module.__name__] = types.ModuleType("another")
     assert module.fully_shard is TORCHS["fully_shard"]
 
 
-def test_modules_are_not_asked_for_their_attributes(module, tmp_path):
+def test_install_does_not_access_attributes_of_modules(module, tmp_path):
     class Asked(types.ModuleType):
         def __getattribute__(self, name):
             raise AssertionError(f"was asked for {name}")
@@ -165,7 +165,7 @@ def test_modules_are_not_asked_for_their_attributes(module, tmp_path):
             del sys.modules[name]
 
 
-def test_what_is_no_attribute_of_a_module_keeps_torchs(module):
+def test_references_that_are_no_module_attributes_are_not_replaced(module):
     import_into(
         module,
         """
@@ -183,7 +183,7 @@ def test_what_is_no_attribute_of_a_module_keeps_torchs(module):
         assert module.Sharder.shard is module.partial.func is module.call() is TORCHS["fully_shard"]
 
 
-def test_pickled_references_lead_to_ours_and_to_torchs():
+def test_pickled_references_resolve_to_the_installed_function():
     reference = pickle.dumps(TORCHS["fully_shard"])
     assert pickle.loads(reference) is TORCHS["fully_shard"]
     with composable_shard.install():
@@ -192,10 +192,10 @@ def test_pickled_references_lead_to_ours_and_to_torchs():
     assert pickle.loads(ours) is OURS["fully_shard"]
 
 
-# ---- contexts and calls that repeat
+# ---- contexts and repeated calls
 
 
-def test_a_second_call_changes_nothing_and_one_uninstall_restores():
+def test_installing_twice_needs_only_one_uninstall():
     composable_shard.install()
     composable_shard.install()
     assert installed()
@@ -203,7 +203,7 @@ def test_a_second_call_changes_nothing_and_one_uninstall_restores():
     assert not installed()
 
 
-def test_a_second_call_finds_what_came_past_torchs_names(module):
+def test_installing_again_replaces_new_references(module):
     composable_shard.install()
     module.shard = TORCHS["fully_shard"]
     composable_shard.install()
@@ -219,7 +219,7 @@ def test_uninstall_without_install_does_nothing(module):
     assert module.mine is OURS["fully_shard"]
 
 
-def test_nested_contexts_restore_when_the_last_one_is_left():
+def test_nested_contexts_restore_at_the_end_of_the_outermost_one():
     with composable_shard.install():
         with composable_shard.install() as inner:
             assert installed()
@@ -230,7 +230,7 @@ def test_nested_contexts_restore_when_the_last_one_is_left():
     assert not installed()
 
 
-def test_a_context_leaves_what_was_installed_before_it():
+def test_a_context_does_not_uninstall_an_earlier_install():
     composable_shard.install()
     with composable_shard.install():
         pass
@@ -238,7 +238,7 @@ def test_a_context_leaves_what_was_installed_before_it():
     composable_shard.uninstall()
 
 
-def test_a_context_may_be_entered_later_and_again():
+def test_a_context_can_be_entered_later_and_again():
     context = composable_shard.install()
     composable_shard.uninstall()
     assert not installed()
@@ -248,7 +248,7 @@ def test_a_context_may_be_entered_later_and_again():
         assert not installed()
 
 
-def test_uninstall_within_a_context_is_not_undone_by_leaving_it():
+def test_leaving_a_context_does_not_undo_an_uninstall_in_it():
     with composable_shard.install():
         composable_shard.uninstall()
         assert not installed()
@@ -256,17 +256,17 @@ def test_uninstall_within_a_context_is_not_undone_by_leaving_it():
     with composable_shard.install():
         composable_shard.uninstall()
         composable_shard.install()
-    assert installed(), "the last install was outside of the context"
+    assert installed(), "the second install does not belong to the context"
     composable_shard.uninstall()
 
 
-def test_an_exception_within_a_context_passes_and_restores():
+def test_an_exception_in_a_context_propagates_and_restores():
     with pytest.raises(KeyError, match="mine"), composable_shard.install():
         raise KeyError("mine")
     assert not installed()
 
 
-def test_threads_that_come_and_go_leave_it_installed_for_those_within():
+def test_contexts_in_several_threads_stay_installed_until_the_last_one_ends():
     wrong = []
     start = threading.Barrier(8)
 
@@ -286,14 +286,14 @@ def test_threads_that_come_and_go_leave_it_installed_for_those_within():
     assert not installed()
 
 
-# ---- what others have put there
+# ---- names that other code has replaced
 
 
 def somebody_elses(*args, **kwargs):
     return "theirs"
 
 
-def test_a_function_that_somebody_has_put_there_before_is_left_with_a_word():
+def test_install_keeps_a_function_that_other_code_has_set_and_warns():
     fsdp.fully_shard = somebody_elses
     with pytest.warns(UserWarning, match=r"torch.distributed.fsdp.fully_shard is test_install.somebody_elses") as seen:
         context = composable_shard.install()
@@ -304,7 +304,7 @@ def test_a_function_that_somebody_has_put_there_before_is_left_with_a_word():
     assert fsdp.fully_shard is somebody_elses
 
 
-def test_if_that_word_is_an_error_nothing_is_installed():
+def test_nothing_is_installed_if_that_warning_is_an_error():
     fsdp.fully_shard = somebody_elses
     with pytest.raises(UserWarning, match="somebody_elses"):  # warnings are errors in this suite
         composable_shard.install()
@@ -312,7 +312,7 @@ def test_if_that_word_is_an_error_nothing_is_installed():
     assert not machinery._holders
 
 
-def test_a_function_that_somebody_puts_there_meanwhile_is_left_with_a_word(module):
+def test_uninstall_keeps_a_function_that_other_code_has_set_and_warns(module):
     module.shard = module.gone = TORCHS["fully_shard"]
     composable_shard.install()
     fsdp.fully_shard = module.shard = somebody_elses
@@ -329,7 +329,7 @@ def test_a_function_that_somebody_puts_there_meanwhile_is_left_with_a_word(modul
     assert not hasattr(module, "gone")
 
 
-def test_names_that_were_set_to_ours_by_hand_stay_so():
+def test_uninstall_keeps_names_that_were_set_to_ours_manually():
     fsdp.fully_shard = OURS["fully_shard"]
     with composable_shard.install():
         pass
@@ -337,7 +337,7 @@ def test_names_that_were_set_to_ours_by_hand_stay_so():
     assert fsdp.share_comm_ctx is TORCHS["share_comm_ctx"]
 
 
-# ---- what works then
+# ---- sharding while installed
 
 
 def steps(shard, register):
@@ -360,7 +360,7 @@ def steps(shard, register):
 
 
 @distributed(world=2)
-def test_what_torchs_name_shards_is_ours_and_computes_the_same(rank, world):
+def test_models_sharded_by_torchs_name_use_our_engine_with_the_same_results(rank, world):
     assert dist.is_initialized()
     theirs, want = steps(fsdp.fully_shard, fsdp.register_fsdp_forward_method)
     with composable_shard.install():
@@ -371,12 +371,12 @@ def test_what_torchs_name_shards_is_ours_and_computes_the_same(rank, world):
     assert isinstance(ours, composable_shard.FSDPModule)
     assert isinstance(ours, fsdp.FSDPModule)
     assert found == pytest.approx(want, abs=1e-6)
-    ours(torch.ones(2, 4)).sum().backward()  # also without it
+    ours(torch.ones(2, 4)).sum().backward()  # works after the context too
     theirs(torch.ones(2, 4)).sum().backward()
 
 
 @simulated(world=2)
-def test_torchs_replicate_stays_torchs(rank, world):
+def test_install_does_not_change_torchs_replicate(rank, world):
     if rank == 0:  # threads share torch's names
         composable_shard.install()
     dist.barrier()
@@ -388,7 +388,7 @@ def test_torchs_replicate_stays_torchs(rank, world):
         composable_shard.uninstall()
 
 
-def test_compiled_code_that_has_seen_the_functions_sees_what_is_there_now():
+def test_compiled_code_uses_the_currently_installed_functions():
     @torch.compile(backend="eager", fullgraph=True)
     def compiled(x):
         return x + 1 if fsdp.fully_shard is OURS["fully_shard"] else x - 1
@@ -425,11 +425,11 @@ assert dict(vars(fsdp)) == before and composable is fully_shard is before["fully
 """
 
 
-def test_in_a_fresh_process_the_import_patches_nothing_and_install_may_come_before_the_process_group():
+def test_importing_patches_nothing_and_install_works_before_the_process_group_exists():
     subprocess.run([sys.executable, "-W", "ignore", "-c", FRESH], check=True, timeout=120)
 
 
-# ---- modules of both kinds
+# ---- modules sharded by both implementations
 
 
 def pair():
@@ -444,7 +444,7 @@ def mixed(*words):
 
 @pytest.mark.parametrize("named", [False, True], ids=["default mesh", "submeshes"])
 @simulated(world=4)
-def test_modules_of_both_kinds_inside_of_each_other_are_an_error_that_names_them(rank, world, named):
+def test_nesting_modules_sharded_by_both_implementations_raises_an_error(rank, world, named):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     inner, outer = ({"mesh": mesh["a"]}, {"mesh": mesh["b"]}) if named else ({}, {})
     theirs, ours = TORCHS["fully_shard"], OURS["fully_shard"]
@@ -458,17 +458,17 @@ def test_modules_of_both_kinds_inside_of_each_other_are_an_error_that_names_them
         ours(model[0], **outer)
     model = pair()
     ours(model[0], **inner)
-    with mixed("around this FSDPLinear, which composable_shard has"):
+    with mixed("contains this FSDPLinear, which composable_shard has"):
         theirs(model, **outer)
     model = theirs(pair(), **inner)
     with mixed("this Linear is inside of one that torch's FSDP"):
         ours(model[0], **outer)
-    with pytest.raises(ValueError, match="install"):  # of a standard kind
+    with pytest.raises(ValueError, match="install"):  # also a ValueError
         ours([model[0], model[1]], **outer)
 
 
 @simulated(world=2)
-def test_a_module_of_torchs_that_comes_into_a_model_later_is_found_when_it_runs(rank, world):
+def test_a_module_sharded_by_torch_and_added_later_raises_an_error_in_forward(rank, world):
     model = composable_shard.fully_shard(pair())
     model.append(TORCHS["fully_shard"](nn.Linear(4, 4)))
     with mixed("module 2 of this FSDPSequential"):
@@ -477,7 +477,7 @@ def test_a_module_of_torchs_that_comes_into_a_model_later_is_found_when_it_runs(
 
 @simulated(world=2)
 def test_a_model_that_a_library_marks_as_sharded_runs(rank, world):
-    """Transformers 5 marks its models, for `generate`, when it has sharded them."""
+    """Transformers 5 marks models that it has sharded, for `generate`."""
     model = pair()
     for module in (*model, model):
         OURS["fully_shard"](module)
@@ -487,7 +487,7 @@ def test_a_model_that_a_library_marks_as_sharded_runs(rank, world):
 
 
 @simulated(world=2)
-def test_modules_of_both_kinds_beside_each_other_work(rank, world):
+def test_separate_modules_sharded_by_both_implementations_work(rank, world):
     model = pair()
     TORCHS["fully_shard"](model[0])
     OURS["fully_shard"](model[1])
@@ -496,7 +496,7 @@ def test_modules_of_both_kinds_beside_each_other_work(rank, world):
 
 
 @simulated(world=2)
-def test_ours_may_be_inside_of_torchs_replicate_and_around_it(rank, world):
+def test_ours_works_inside_of_torchs_replicate_and_around_it(rank, world):
     model = pair()
     OURS["fully_shard"](model[0])
     replicate(model)
@@ -508,7 +508,7 @@ def test_ours_may_be_inside_of_torchs_replicate_and_around_it(rank, world):
 
 
 @simulated(world=2)
-def test_a_partial_of_torchs_function_from_before_is_such_an_error(rank, world):
+def test_a_partial_of_torchs_function_raises_the_same_error(rank, world):
     shard = functools.partial(TORCHS["fully_shard"])
     model = pair()
     shard(model[0])

@@ -1,4 +1,4 @@
-"""The files that start a training on several nodes: what they say fits together, and their commands run."""
+"""The files that start training on several nodes: their settings are consistent, and their commands run."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ REAL_TORCHRUN = f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run --lo
 
 
 def taken(command):
-    """What torchrun takes from the words after its name, and what the script then does; or it exits."""
+    """Parse a torchrun command. Returns torchrun's options and the script's job; exits if one is invalid."""
     options = get_args_parser().parse_args(command)
     assert Path(options.training_script).name == "07_launch.py"
     job = importlib.import_module("07_launch").parse(options.training_script_args)
     ranks = int(options.nnodes.rpartition(":")[2]) * int(options.nproc_per_node)
-    assert job.windows % ranks == 0, "what these ranks could not share out"
+    assert job.windows % ranks == 0, "the windows cannot be divided among the ranks"
     return options, job
 
 
@@ -40,7 +40,7 @@ def taken(command):
 
 
 @distributed(world=2)
-def test_the_training_goes_on_from_its_checkpoint_and_is_that_of_fsdp2_to_the_bit(rank, world, tmp_path):
+def test_training_resumes_from_its_checkpoint_and_is_bitwise_identical_to_fsdp2(rank, world, tmp_path):
     def losses(name, **settings):
         job = _job.Job(out=tmp_path / name, save_every=4, **settings)
         return [step.loss for step in _job.train(job, torch.device("cpu"))]
@@ -56,8 +56,8 @@ def test_the_training_goes_on_from_its_checkpoint_and_is_that_of_fsdp2_to_the_bi
 
 
 @distributed(world=2)
-def test_ranks_that_cannot_share_the_work_out_are_refused(rank, world, tmp_path):
-    with pytest.raises(SystemExit, match="2 ranks cannot hold 3 replicas"):
+def test_a_number_of_ranks_that_does_not_divide_the_work_is_rejected(rank, world, tmp_path):
+    with pytest.raises(SystemExit, match="the number of ranks, 2, must be a multiple of --replicas 3"):
         next(_job.train(_job.Job(out=tmp_path, replicas=3), torch.device("cpu")))
 
 
@@ -78,7 +78,7 @@ NOTED = '#!/bin/sh\nprintf "%s\\n" "$OMP_NUM_THREADS" "$@" > noted-$SLURM_NODEID
 
 
 def submitted(folder, torchrun, **variables):
-    """The batch file as Slurm runs it, with programs of our own in the place of Slurm's; gives its exit status."""
+    """Run the batch file like Slurm, with replacements for Slurm's programs. Returns exit status, output and errors."""
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "torchrun": torchrun}.items():
@@ -105,7 +105,7 @@ def submitted(folder, torchrun, **variables):
     return process.returncode, output, errors
 
 
-def test_the_batch_file_starts_one_torchrun_a_node_which_finds_the_first_node(tmp_path):
+def test_the_batch_file_starts_one_torchrun_per_node_with_the_address_of_the_first(tmp_path):
     assert submitted(tmp_path, NOTED, LEAVES_WITH="0") == (0, "", "")
     first, second = ((tmp_path / f"noted-{node}.txt").read_text().splitlines() for node in (0, 1))
     assert first == second
@@ -117,11 +117,11 @@ def test_the_batch_file_starts_one_torchrun_a_node_which_finds_the_first_node(tm
     assert job == _job.Job(out=tmp_path / "runs" / "slurm", steps=4, replicas=2, windows=96)
 
 
-def test_the_batch_file_fails_with_its_ranks_so_that_slurm_knows_of_it(tmp_path):
+def test_the_batch_file_returns_the_exit_status_of_its_ranks(tmp_path):
     assert submitted(tmp_path, NOTED, LEAVES_WITH="7")[0] == 7
 
 
-def test_the_batch_file_asks_for_what_its_commands_use():
+def test_the_batch_file_requests_the_resources_that_its_commands_use():
     text = (LAUNCH / "slurm.sbatch").read_text()
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
     assert asked["ntasks-per-node"] == "1"
@@ -131,7 +131,7 @@ def test_the_batch_file_asks_for_what_its_commands_use():
 
 
 @pytest.mark.matrix
-def test_the_batch_file_trains_on_two_nodes_that_are_one(tmp_path):
+def test_the_batch_file_trains_on_two_simulated_nodes(tmp_path):
     code, output, errors = submitted(
         tmp_path, REAL_TORCHRUN, RANKS_PER_NODE="1", PORT=str(free_port()), GLOO_SOCKET_IFNAME="lo"
     )
@@ -148,7 +148,7 @@ def service_and_job():
 
 
 def torchrun_of_the_job(**variables):
-    """The words after torchrun in a container of the Job, and its environment; with some variables changed."""
+    """The arguments of torchrun in a container of the Job, and its environment, with `variables` replaced."""
     (container,) = service_and_job()[1]["spec"]["template"]["spec"]["containers"]
     known = {each["name"]: each["value"] for each in container["env"]} | variables
     words = [re.sub(r"\$\((\w+)\)", lambda name: known[name[1]], word) for word in container["args"]]
@@ -156,7 +156,7 @@ def torchrun_of_the_job(**variables):
     return words, known
 
 
-def test_the_parts_of_the_manifest_fit_together():
+def test_the_parts_of_the_manifest_are_consistent():
     service, job = service_and_job()
     assert [(each["apiVersion"], each["kind"]) for each in (service, job)] == [("v1", "Service"), ("batch/v1", "Job")]
     spec, template = job["spec"], job["spec"]["template"]["spec"]
@@ -219,13 +219,13 @@ sys.exit(number == "0")
 """
 
 
-def test_both_files_give_each_start_a_store_of_its_own():
+def test_both_files_use_a_new_store_for_each_restart():
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in (LAUNCH / "slurm.sbatch").read_text()
     assert torchrun_of_the_job()[1]["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
 @pytest.mark.matrix
-def test_with_that_variable_ranks_do_not_see_what_a_start_before_has_left(tmp_path):
+def test_with_a_new_store_ranks_do_not_see_keys_of_an_earlier_start(tmp_path):
     (tmp_path / "script.py").write_text(LEAVES_A_KEY)
     own = ["--nproc-per-node=1", "--max-restarts=1", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
     own += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "script.py"]
@@ -250,7 +250,7 @@ def commands_of_the_page():
     return [words for words in (shlex.split(line, comments=True) for line in lines) if words[:1] == ["torchrun"]]
 
 
-def test_torchrun_and_the_script_take_every_command_of_the_page():
+def test_every_command_of_the_page_is_valid_for_torchrun_and_the_script():
     commands = commands_of_the_page()
     assert len(commands) >= 3
     numbers = [taken(command)[0].nnodes for _, *command in commands]

@@ -1,4 +1,4 @@
-"""The CPU path does without what only Linux has: two ranks train, save and load in processes that lack it."""
+"""The CPU path needs no Linux-only functions: two ranks train, save and load in processes without them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from composable_shard.checkpoint._io import files
 TESTS = Path(__file__).parents[1]
 
 
-def test_everything_imports_and_ranks_train_save_and_load_where_only_linux_names_are_missing(tmp_path):
+def test_ranks_train_save_and_load_without_linux_only_names(tmp_path):
     path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-W", "error::SyntaxWarning", str(TESTS / "_as_on_a_mac.py")]
@@ -40,7 +40,7 @@ def test_everything_imports_and_ranks_train_save_and_load_where_only_linux_names
         assert "modules, as on a Mac" in output
 
 
-def test_state_on_disk_is_refused_before_anything_is_made(tmp_path, monkeypatch):
+def test_state_on_disk_raises_an_error_before_it_creates_files(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(cs.ShardConfigError, match="this system is darwin, and state on disk needs Linux") as refusal:
         cs.DiskOffloadPolicy(tmp_path / "offload", memory=1 << 20)
@@ -49,7 +49,7 @@ def test_state_on_disk_is_refused_before_anything_is_made(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("read", [files._direct, files._copied])
-def test_both_ways_to_read_fill_a_view_and_say_how_much_there_was(tmp_path, read):
+def test_both_ways_to_read_fill_a_view_and_return_the_number_of_bytes(tmp_path, read):
     (tmp_path / "file").write_bytes(bytes(range(10)))
     memory = bytearray(6)
     with files.opened(tmp_path / "file") as descriptor:

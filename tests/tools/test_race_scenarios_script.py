@@ -1,4 +1,4 @@
-"""bench/card/scenarios.py prints and writes what `testing.races` sees."""
+"""bench/card/scenarios.py prints and writes the results of `testing.races`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.matrix
-def test_scenarios_and_waits_that_are_taken_out_end_as_expected(tmp_path):
+def test_scenarios_with_and_without_their_waits_have_the_expected_results(tmp_path):
     file = tmp_path / "race.json"
     done = run("default", "mixed-packed", f"--json={file}")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 scenarios, 0 not as expected" in done.stdout
+    assert "2 scenarios, 0 with unexpected results" in done.stdout
     results = json.loads(file.read_text())["results"]
     assert [(result["name"], result["races"]) for result in results] == [("default", []), ("mixed-packed", [])]
     done = run("--planted", "gathers-ignore-optimizer")

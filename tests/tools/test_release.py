@@ -1,4 +1,4 @@
-"""The check of a release: which environments it tries, what it says of them, and what must be in the distributions."""
+"""The release check: the environments that it tests, its report, and the contents of the distributions."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ import prepare as preparing  # noqa: E402
 WHEEL, SDIST = Path("composable_shard-1-py3-none-any.whl"), Path("composable_shard-1.tar.gz")
 
 
-# ---- which Python, which torch
+# ---- Python and torch versions
 
 
-def test_the_usual_pairs_have_each_python_and_each_torch_and_all_pairs_are_nine():
+def test_the_usual_pairs_cover_each_python_and_torch_and_there_are_nine_pairs():
     assert {python for python, _ in interpreters.USUAL} == set(interpreters.PYTHONS)
     assert {torch for _, torch in interpreters.USUAL} == set(interpreters.TORCHS)
     assert len(set(interpreters.ALL)) == 9
@@ -41,7 +41,7 @@ def test_the_usual_pairs_have_each_python_and_each_torch_and_all_pairs_are_nine(
     assert release.parse(["--pair", "3.12:2.13.0"]).pairs == [("3.12", "2.13.0")]
 
 
-def test_the_page_on_versions_has_a_row_for_each_that_is_tried():
+def test_the_status_page_has_a_row_for_each_tested_version():
     rows = [line.split("|")[1] for line in (ROOT / "docs" / "status.md").read_text().splitlines() if "|" in line]
     for version in interpreters.PYTHONS:
         assert sum(f"Python {version} " in row for row in rows) == 1, version
@@ -50,13 +50,13 @@ def test_the_page_on_versions_has_a_row_for_each_that_is_tried():
 
 
 @pytest.mark.parametrize("arguments", [["--pair", "3.12"], ["--checks", "imports,smell"], ["--artifacts", "egg"]])
-def test_options_that_make_no_sense_are_refused(arguments, capsys):
+def test_invalid_options_are_rejected(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         release.parse(arguments)
     assert arguments[1].rpartition(",")[2] in capsys.readouterr().err
 
 
-def test_an_interpreter_is_taken_by_the_version_that_it_says_it_has(tmp_path):
+def test_an_interpreter_is_chosen_by_the_version_that_it_reports(tmp_path):
     broken, wrong = tmp_path / "broken", tmp_path / "wrong"
     broken.write_text("#!/bin/sh\necho 3.98; exit 1\n")
     wrong.write_text("#!/bin/sh\necho 3.98\n")
@@ -73,7 +73,7 @@ def report_of(*requires):
     return {"install": [{"metadata": {"name": "torch", "version": "2.13.0+x", "requires_dist": list(requires)}}]}
 
 
-def test_a_torch_for_cuda_is_known_by_what_it_brings_along():
+def test_a_cuda_build_of_torch_is_detected_by_its_dependencies():
     linux = "platform_system == 'Linux'"
     report = report_of("sympy>=1.13", f"nvidia-nccl-cu13==2.1; {linux}", f"cuda-bindings<14; {linux}", "typing")
     assert interpreters.offer_of(report, "linux").cuda_packages == ("nvidia-nccl-cu13", "cuda-bindings")
@@ -81,7 +81,7 @@ def test_a_torch_for_cuda_is_known_by_what_it_brings_along():
     assert interpreters.offer_of(report_of("sympy"), "linux") == interpreters.TorchOffer("2.13.0+x", ())
 
 
-def test_torch_is_lent_by_an_environment_of_the_same_python_that_has_it():
+def test_torch_is_reused_from_an_environment_with_the_same_python():
     mine, torch = ".".join(map(str, sys.version_info[:2])), distribution("torch")
     base = torch.version.partition("+")[0]
     offer = interpreters.lent_torch((mine, base), [Path(sys.executable)])
@@ -90,17 +90,17 @@ def test_torch_is_lent_by_an_environment_of_the_same_python_that_has_it():
     assert interpreters.lent_torch(("3.99", base), [Path(sys.executable)]) is None
 
 
-# ---- what is in the distributions
+# ---- contents of the distributions
 
 
 def tracked():
-    """The repository's files; those of an unpacked sdist are all of it."""
+    """The files of the repository, or all files of an unpacked sdist."""
     if (ROOT / ".git").exists():
         return distributions.tracked_files()
     return {str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file()}
 
 
-def test_faults_of_an_sdist_are_files_that_lack_and_files_of_nobody():
+def test_faults_of_an_sdist_are_missing_files_and_unknown_files():
     names = {"README.md", "docs/a.md", "PKG-INFO"}
     assert distributions.faults_of_sdist(names, {"README.md", "docs/a.md", ".ci/run"}) == []
     assert distributions.faults_of_sdist(names, {"README.md", "docs/b.md"}) == [
@@ -109,7 +109,7 @@ def test_faults_of_an_sdist_are_files_that_lack_and_files_of_nobody():
     ]
 
 
-def test_faults_of_a_wheel_are_files_that_lack_and_files_beside_the_packages():
+def test_faults_of_a_wheel_are_missing_files_and_files_outside_of_the_packages():
     info = "composable_shard-1.dist-info"
     metadata = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
     files = {"composable_shard/a.py", "composable_shard/py.typed"}
@@ -118,11 +118,11 @@ def test_faults_of_a_wheel_are_files_that_lack_and_files_beside_the_packages():
         "missing: composable_shard-1.dist-info/licenses/LICENSE",
         "missing: composable_shard/a.py",
         "missing: composable_shard/py.typed",
-        "not of the packages: tests/b.py",
+        "not part of the packages: tests/b.py",
     ]
 
 
-def test_the_sdist_is_told_to_take_every_folder_and_file_of_the_repository():
+def test_the_sdist_includes_every_folder_and_file_of_the_repository():
     included = {line.strip(' ",/') for line in (ROOT / "pyproject.toml").read_text().splitlines() if '    "/' in line}
     always = {"pyproject.toml", "README.md", "LICENSE", "PKG-INFO", ".gitignore"}
     tops = {name.partition("/")[0] for name in tracked() if "__pycache__" not in name}
@@ -131,7 +131,7 @@ def test_the_sdist_is_told_to_take_every_folder_and_file_of_the_repository():
     assert included <= tops
 
 
-# ---- what is tried
+# ---- checks
 
 
 def test_only_an_sdist_has_tests_to_run():
@@ -141,7 +141,7 @@ def test_only_an_sdist_has_tests_to_run():
     assert smoke.CHECKS.keys() == smoke.SHOWS.keys()
 
 
-def test_every_tutorial_is_tried_or_named_as_left_out():
+def test_every_tutorial_is_run_or_listed_as_omitted():
     scripts = {path.name for path in (ROOT / "tutorials").glob("[!_]*.py")}
     tried = {word for arguments in smoke.TUTORIALS.values() for word in arguments.split() if word.endswith(".py")}
     assert scripts - tried == {release.NO_RAY.split(":")[0].rpartition("/")[2]}
@@ -149,18 +149,18 @@ def test_every_tutorial_is_tried_or_named_as_left_out():
     assert all((ROOT / name).exists() for name in smoke.TESTS)
 
 
-def test_the_script_of_the_first_page_is_found_in_a_description():
+def test_the_script_of_the_first_page_is_extracted_from_the_package_description():
     assert smoke.script_of((ROOT / "README.md").read_text().replace("\n", "\r\n")).startswith("import torch\n")
     with pytest.raises(RuntimeError, match="no script"):
         smoke.script_of("# A page\n")
 
 
-def test_mypy_must_refuse_the_wrong_line_and_no_other():
+def test_mypy_must_reject_only_the_wrong_line():
     wrong = 'typed.py:8: error: Argument "budget" has incompatible type "str"; expected "int"  [arg-type]\n'
-    assert smoke.verdict_of_mypy(wrong, last=8) == "mypy sees them"
+    assert smoke.verdict_of_mypy(wrong, last=8) == "mypy rejects only the wrong line"
     untyped = "typed.py:5: error: Skipping analyzing: module is installed, but missing py.typed  [import-untyped]\n"
     for output in ("Success: no issues found", untyped, untyped + wrong):
-        with pytest.raises(RuntimeError, match="refuse the last line alone"):
+        with pytest.raises(RuntimeError, match="reject only the last line"):
             smoke.verdict_of_mypy(output, last=8)
 
 
@@ -168,8 +168,8 @@ def installation(tmp_path):
     return smoke.Installation(Path(sys.executable), tmp_path, WHEEL, "1")
 
 
-def test_commands_see_nothing_of_the_checkout(tmp_path, monkeypatch):
-    checkout = str(tmp_path / "checkout")  # the real one may be installed in this environment
+def test_commands_do_not_use_the_checkout(tmp_path, monkeypatch):
+    checkout = str(tmp_path / "checkout")  # not the real checkout, which may be installed in this environment
     monkeypatch.setenv("PYTHONPATH", checkout)
     monkeypatch.setenv("COMPOSABLE_SHARD_TRANSPORT", "torch")
     show = "import json, os, sys; print(json.dumps([sys.path, list(os.environ), os.getcwd()]))"
@@ -179,7 +179,7 @@ def test_commands_see_nothing_of_the_checkout(tmp_path, monkeypatch):
     assert "COMPOSABLE_SHARD_TRANSPORT" not in names
 
 
-def test_a_command_that_fails_or_hangs_is_a_failure_of_its_check_and_the_next_one_runs(tmp_path, monkeypatch):
+def test_a_command_that_fails_or_hangs_fails_its_check_and_the_next_check_runs(tmp_path, monkeypatch):
     def hangs(it):
         return replace(it, limit_s=1.0).run("-c", "import subprocess; subprocess.run(['sleep', '200'])")
 
@@ -198,10 +198,10 @@ def test_the_smoke_training_agrees_with_the_unsharded_model_on_simulated_ranks()
     training = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(training)
     lines = spmd(2)(lambda world: training.run())
-    assert all("on 2 ranks, as unsharded" in line for line in lines)
+    assert all("on 2 ranks, equal to the unsharded model" in line for line in lines)
 
 
-# ---- what is said
+# ---- reports
 
 
 def row(*outcomes, **fields):
@@ -214,7 +214,7 @@ def report(*rows, contents=()):
     return release.Report("1", "a machine", {"a.whl": list(contents)}, list(rows), ["something"])
 
 
-def test_the_exit_code_is_zero_only_if_something_was_tried_and_all_of_it_passed():
+def test_the_exit_code_is_zero_only_if_there_were_checks_and_all_passed():
     good, bad, missing = row("passed", "passed"), row("passed", "failed"), row(not_checked="no python")
     assert report(good, missing).exit_code() == 0
     assert report(good, missing).exit_code(complete=True) == 1
@@ -224,7 +224,7 @@ def test_the_exit_code_is_zero_only_if_something_was_tried_and_all_of_it_passed(
     assert report(good, row("failed", not_checked="no torch")).exit_code() == 1
 
 
-def test_the_table_says_what_failed_and_what_was_not_checked():
+def test_the_table_lists_failed_checks_and_missing_environments():
     text = report(row("passed", "failed"), row(not_checked="no python"), contents=["missing: b.py"]).text()
     lines = text.splitlines()
     assert lines[1].split() == ["Python", "torch", "from", "imports", "training"]
@@ -232,7 +232,7 @@ def test_the_table_says_what_failed_and_what_was_not_checked():
     assert lines[3].split() == ["3.11", "2.13.0", "wheel", "-", "-", "not", "checked"]
     assert "  missing: b.py" in lines
     assert "FAILED 3.11, torch 2.13.0, wheel: training" in lines
-    shown = lines[lines.index("Shown by the checks that passed:") + 1 : lines.index("NOT CHECKED:") - 1]
+    shown = lines[lines.index("Passed checks:") + 1 : lines.index("NOT CHECKED:") - 1]
     assert [line.split(":")[0].strip() for line in shown] == ["imports"]
     assert lines[lines.index("NOT CHECKED:") :] == [
         "NOT CHECKED:",
@@ -242,14 +242,14 @@ def test_the_table_says_what_failed_and_what_was_not_checked():
     assert len(report(row(not_checked="no python")).text().splitlines()) > 3
 
 
-def test_the_report_for_programs_says_of_each_row_whether_it_passed():
+def test_the_json_report_has_the_result_of_each_row():
     data = json.loads(json.dumps(report(row("passed"), row("failed"), row(not_checked="no")).data()))
     assert [each["passed"] for each in data["rows"]] == [True, False, False]
     assert data["rows"][0]["results"][0]["name"] == "imports"
     assert data["left_out"] == ["something"]
 
 
-def test_a_pair_that_cannot_be_had_is_a_row_that_says_why(tmp_path, monkeypatch):
+def test_an_unavailable_pair_has_a_row_with_the_reason(tmp_path, monkeypatch):
     options = release.parse(["--pair", "3.99:2.13.0"])
     artifacts = {"wheel": WHEEL, "sdist": SDIST}
     rows = release.try_pair(("3.99", "2.13.0"), artifacts, "1", tmp_path, options)
@@ -267,7 +267,7 @@ def test_a_pair_that_cannot_be_had_is_a_row_that_says_why(tmp_path, monkeypatch)
     assert installed == [("--no-deps", str(WHEEL)), ("--no-deps", str(SDIST))]
 
 
-def test_make_runs_the_check_without_an_environment_of_its_own():
+def test_make_runs_the_check_without_a_virtual_environment():
     makefile = (ROOT / "Makefile").read_text()
     assert "release-check:\n\t$(PYTHON) tools/release/check.py $(RELEASE)\n" in makefile
     command = [sys.executable, "-S", str(ROOT / "tools" / "release" / "check.py"), "--help"]
@@ -280,7 +280,7 @@ def test_make_runs_the_check_without_an_environment_of_its_own():
 
 @pytest.fixture
 def tree(tmp_path):
-    """What a release changes, outside of the repository."""
+    """A copy of the files that a release changes, outside of the repository."""
     for name in ("pyproject.toml", "CHANGELOG.md"):
         shutil.copy(ROOT / name, tmp_path)
     fragments = tmp_path / "changelog.d"
@@ -291,7 +291,7 @@ def tree(tmp_path):
     return tmp_path
 
 
-def test_a_release_has_its_version_and_its_section_and_the_fragments_are_gone(tree):
+def test_a_release_sets_the_version_adds_its_section_and_deletes_the_fragments(tree):
     preparing.prepare(tree, "98.0.0")
     assert '\nversion = "98.0.0"\n' in (tree / "pyproject.toml").read_text()
     page = (tree / "CHANGELOG.md").read_text()
@@ -307,9 +307,9 @@ def test_a_release_has_its_version_and_its_section_and_the_fragments_are_gone(tr
 
 
 @pytest.mark.parametrize(
-    ("version", "message"), [("0.0.1", "not later than"), ("v99", "is no version"), ("99.0", "is no version")]
+    ("version", "message"), [("0.0.1", "not later than"), ("v99", "is not a version"), ("99.0", "is not a version")]
 )
-def test_a_version_that_cannot_be_next_changes_nothing(tree, version, message):
+def test_an_invalid_next_version_changes_nothing(tree, version, message):
     before = (tree / "pyproject.toml").read_text()
     with pytest.raises(ValueError, match=message):
         preparing.prepare(tree, version)
@@ -317,12 +317,12 @@ def test_a_version_that_cannot_be_next_changes_nothing(tree, version, message):
     assert (tree / "changelog.d" / "+a.added.md").exists()
 
 
-def test_versions_are_ordered_as_they_are_released():
+def test_versions_are_sorted_in_the_order_of_their_releases():
     course = ["0.1.0.dev0", "0.1.0rc1", "0.1.0rc2", "0.1.0", "0.1.1", "0.2.0.dev0", "0.10.0", "1.0.0"]
     assert sorted(course, key=preparing.order_of) == course
 
 
-def test_the_version_is_written_once():
+def test_the_version_is_defined_in_one_place():
     version = str(distributions.project()["version"])
     files = [ROOT / "pyproject.toml", *(ROOT / "composable_shard").rglob("*.py")]
     assert [path.name for path in files if version in path.read_text()] == ["pyproject.toml"]

@@ -1,4 +1,4 @@
-"""`python -m composable_shard run`: a script runs as it would alone, and torch's FSDP2 in it is this library."""
+"""`python -m composable_shard run`: a script runs as it does without it, and uses this library as torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMIT_S = 120
 
 
 def start(command, folder, **environment):
-    """Run it in a process of its own; after the limit that is killed."""
+    """Run a command in a separate process, which is killed at the time limit."""
     environment = {**ENVIRONMENT, **environment}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
 
@@ -40,7 +40,7 @@ def write(path, source):
 
 @pytest.fixture(scope="module")
 def forks():
-    """A process that forks for each run, for to load torch takes long."""
+    """A process that forks for each run, because importing torch takes long."""
     process = subprocess.Popen(
         [sys.executable, ROOT / "tests" / "_forking_run.py"], env=ENVIRONMENT, stdin=-1, stdout=-1, text=True
     )
@@ -56,7 +56,7 @@ def forks():
 
 @pytest.fixture
 def run(forks, tmp_path, tmp_path_factory):
-    """Our command in one of those forks."""
+    """Run our command in a fork of that process."""
 
     def call(*arguments):
         folder = tmp_path_factory.mktemp("output")
@@ -72,7 +72,7 @@ def run(forks, tmp_path, tmp_path_factory):
 
 @pytest.fixture
 def both(run, tmp_path):
-    """Run the same alone and by our command; both have the same output and exit code."""
+    """Run a script directly and by our command, and check that output and exit code are equal."""
 
     def call(*arguments):
         alone, ours = start([*ALONE, *arguments], tmp_path), run(*arguments)
@@ -93,11 +93,11 @@ assert vars(sys.modules["__main__"]) is globals()
 '''.replace("import sys", "import re, sys")
 
 
-# ---- as if it ran alone
+# ---- the same as without the command
 
 
 @pytest.mark.parametrize("path", ["show.py", "./inner/../inner/show.py", "link.py", "{here}/inner/show.py"])
-def test_what_a_script_sees_of_itself(both, tmp_path, path):
+def test_a_script_has_the_same_name_path_and_arguments(both, tmp_path, path):
     write(tmp_path / "show.py", SHOW)
     write(tmp_path / "inner" / "show.py", SHOW)
     (tmp_path / "link.py").symlink_to(tmp_path / "inner" / "show.py")
@@ -107,7 +107,7 @@ def test_what_a_script_sees_of_itself(both, tmp_path, path):
 
 
 @pytest.mark.parametrize("name", ["package.show", "package", "single"])
-def test_what_a_module_sees_of_itself(both, tmp_path, name):
+def test_a_module_has_the_same_name_path_and_arguments(both, tmp_path, name):
     write(tmp_path / "package" / "__init__.py", "import sys; print('package', sys.argv, sys.path[0])")
     write(tmp_path / "package" / "show.py", SHOW)
     write(tmp_path / "package" / "__main__.py", SHOW)
@@ -117,8 +117,8 @@ def test_what_a_module_sees_of_itself(both, tmp_path, name):
 
 
 @pytest.mark.matrix
-def test_a_process_of_its_own_sees_the_same(tmp_path):
-    """The runs above are forks of a process that has loaded the library before."""
+def test_a_script_in_a_new_process_has_the_same_environment(tmp_path):
+    """The runs above are forks of a process that has imported the library already."""
     write(tmp_path / "inner" / "show.py", SHOW + "1 / 0")
     for arguments in (["inner/show.py"], ["-m", "inner.show"]):
         alone, ours = (start([*how, *arguments, "-x"], tmp_path) for how in (ALONE, RUN))
@@ -140,7 +140,7 @@ def test_a_compiled_script_runs(both, tmp_path):
 
 
 @pytest.mark.matrix
-def test_with_safe_path_nothing_is_put_in_front_of_the_path(tmp_path):
+def test_with_safe_path_nothing_is_added_to_the_path(tmp_path):
     write(tmp_path / "inner" / "show.py", "import sys; print(sys.path)")
     alone, ours = (start([*how, "inner/show.py"], tmp_path, PYTHONSAFEPATH="1") for how in (ALONE, RUN))
     assert ours.stdout == alone.stdout
@@ -169,7 +169,7 @@ raise ValueError("mine")""",
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_how_a_script_ends(both, tmp_path, end):
+def test_a_script_ends_with_the_same_output_and_exit_code(both, tmp_path, end):
     write(tmp_path / "script.py", ENDS[end])
     write(tmp_path / "other.py", "import missing_module_of_nobody")
     done = both("script.py")
@@ -178,7 +178,7 @@ def test_how_a_script_ends(both, tmp_path, end):
     assert "composable_shard" not in done.stderr
 
 
-def test_an_error_within_a_module_has_its_frames_alone(run, tmp_path):
+def test_the_traceback_of_a_module_has_only_its_own_frames(run, tmp_path):
     write(tmp_path / "package" / "__init__.py", "")
     write(tmp_path / "package" / "broken.py", "raise ValueError('mine')")
     write(tmp_path / "broken" / "__init__.py", "raise ValueError('mine')")
@@ -191,12 +191,12 @@ def test_an_error_within_a_module_has_its_frames_alone(run, tmp_path):
 
 
 def heed_interrupts():
-    """A shell has what it runs in the background, the tests perhaps, ignore Ctrl-C; so do their children."""
+    """Restore the default for Ctrl-C. In a background job of a shell, tests and their children ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.matrix
-def test_ctrl_c_ends_it_as_it_ends_a_script(tmp_path):
+def test_ctrl_c_has_the_same_effect_as_for_a_script(tmp_path):
     script = write(
         tmp_path / "script.py",
         """
@@ -220,7 +220,8 @@ def test_ctrl_c_ends_it_as_it_ends_a_script(tmp_path):
             assert process.stdout.readline() == "ready\n"
             process.send_signal(signal.SIGINT)
             output, errors = process.communicate(timeout=LIMIT_S)
-            ends.append((output, re.sub(r" *\^+\n", "", errors), process.returncode))  # it may still be printing
+            # The interrupt may arrive during `print`, so the markers in the traceback can differ.
+            ends.append((output, re.sub(r" *\^+\n", "", errors), process.returncode))
         finally:
             process.kill()
             process.wait()
@@ -229,7 +230,7 @@ def test_ctrl_c_ends_it_as_it_ends_a_script(tmp_path):
     assert ends[0][2] == -signal.SIGINT
 
 
-# ---- what is asked wrongly
+# ---- wrong arguments
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_ctrl_c_ends_it_as_it_ends_a_script(tmp_path):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_is_missing_is_an_error_of_one_line_and_exit_code_2(arguments, words, run, tmp_path):
+def test_a_missing_script_or_module_gives_a_message_of_one_line_and_exit_code_2(arguments, words, run, tmp_path):
     (tmp_path / "empty").mkdir()
     done = run(*arguments)
     assert done.returncode == 2
@@ -256,7 +257,7 @@ def test_what_is_missing_is_an_error_of_one_line_and_exit_code_2(arguments, word
 
 
 @pytest.mark.parametrize("arguments", [[], ["run"], ["run", "-m"], ["run", "--unknown", "script.py"], ["unknown"]])
-def test_arguments_that_are_wrong_are_said_to_be_with_exit_code_2(arguments, capsys):
+def test_wrong_arguments_print_the_usage_and_exit_code_2(arguments, capsys):
     with pytest.raises(SystemExit) as left:
         command_line.main(arguments)
     assert left.value.code == 2
@@ -272,7 +273,7 @@ def test_help_has_an_example(asked, capsys):
         assert words in capsys.readouterr().out
 
 
-def test_a_command_line_is_cut_behind_the_script_or_the_module():
+def test_a_command_line_is_split_after_the_script_or_module():
     assert split(["run", "a.py", "-m", "b"]) == (["run", "a.py"], ["-m", "b"])
     assert split(["run", "-m", "a.b", "c.py", "-h"]) == (["run", "-m", "a.b"], ["c.py", "-h"])
     assert split(["run", "-ma.b", "--", "x"]) == (["run", "-ma.b"], ["--", "x"])
@@ -284,7 +285,7 @@ def test_the_program_is_an_entry_point_of_the_package():
     assert project["scripts"] == {"composable-shard": "composable_shard.cli.main:main"}
 
 
-def test_the_program_calls_itself_by_its_name(monkeypatch, capsys):
+def test_the_program_shows_its_name_in_messages(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["/usr/bin/composable-shard", "run"])
     with pytest.raises(SystemExit):
         command_line.main()
@@ -292,8 +293,8 @@ def test_the_program_calls_itself_by_its_name(monkeypatch, capsys):
 
 
 @pytest.mark.matrix
-def test_the_program_puts_the_scripts_folder_first_as_python_does(tmp_path):
-    """As the file that an installer makes of the entry point does, which lies in another directory."""
+def test_the_program_puts_the_folder_of_the_script_first_in_the_path_like_python(tmp_path):
+    """Runs a file like the one that an installer creates for the entry point, in another directory."""
     program = write(
         tmp_path / "bin" / "composable-shard",
         "import sys\nfrom composable_shard.cli.main import main\nsys.exit(main())",
@@ -303,7 +304,7 @@ def test_the_program_puts_the_scripts_folder_first_as_python_does(tmp_path):
     assert done.stdout == f"{tmp_path / 'inner'} ['inner/show.py']\n", done.stderr
 
 
-# ---- what it is for
+# ---- training
 
 TRAIN = """
 import sys
@@ -346,7 +347,7 @@ def train_alone(rank, world):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("how", ["script", "module"])
-def test_torchrun_runs_a_script_whose_fsdp2_is_this_library(tmp_path, how):
+def test_a_script_under_torchrun_uses_this_library_as_fsdp2(tmp_path, how):
     write(tmp_path / "train.py", TRAIN)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     what = ["train.py"] if how == "script" else ["-m", "train"]
@@ -359,7 +360,7 @@ def test_torchrun_runs_a_script_whose_fsdp2_is_this_library(tmp_path, how):
 
 
 @pytest.mark.matrix
-def test_torchrun_sees_the_exit_code_and_the_traceback_of_the_script(tmp_path):
+def test_torchrun_gets_the_exit_code_and_the_traceback_of_the_script(tmp_path):
     write(tmp_path / "train.py", "import sys\nif True:\n    raise ValueError('mine')")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     done = start([*torchrun, "-m", "composable_shard", "run", "train.py"], tmp_path)
@@ -412,14 +413,14 @@ if __name__ == "__main__":
     ("method", "how"),
     [("spawn", "script"), ("spawn", "module"), ("forkserver", "script"), ("fork", "script")],
 )
-def test_objects_of_the_script_are_picklable_and_child_processes_have_install_too(tmp_path, method, how):
+def test_objects_of_a_script_can_be_pickled_and_child_processes_are_installed_too(tmp_path, method, how):
     write(tmp_path / "children.py", CHILDREN)
     done = start([*RUN, *(["children.py"] if how == "script" else ["-m", "children"]), method], tmp_path)
     assert done.stdout == "composable_shard composable_shard composable_shard\n", done.stderr
 
 
 @pytest.mark.matrix
-def test_child_processes_find_the_library_of_a_checkout_that_is_the_current_directory(tmp_path):
+def test_child_processes_find_the_library_if_the_current_directory_is_a_checkout(tmp_path):
     write(tmp_path / "children.py", "import os\nos.chdir('/')\n" + CHILDREN)
     done = start([*RUN, tmp_path / "children.py", "spawn"], ROOT, PYTHONPATH="")
     assert done.stdout == "composable_shard composable_shard composable_shard\n", done.stderr

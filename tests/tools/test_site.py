@@ -1,4 +1,4 @@
-"""The documentation site: its configuration names all pages, its reference all public names, and it builds strictly."""
+"""The documentation site lists all pages and all public names, and builds without warnings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load():
 site = load()
 
 
-def test_every_page_is_in_the_navigation_once():
+def test_the_navigation_contains_every_page_once():
     named = site.pages(ROOT)
     assert len(named) == len(set(named))
     written = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
@@ -44,7 +44,7 @@ def space(page):
 
 
 def public(module):
-    """The names that a module says are its own, or all that it holds without an underscore, but for modules."""
+    """The names in a module's `__all__`, or all its names without an underscore, except modules."""
     names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
     return {name for name in names if not inspect.ismodule(getattr(module, name))}
 
@@ -79,7 +79,7 @@ def test_every_public_namespace_has_a_page_of_reference():
     assert folders - set(SPACES) == {"cli"}  # docs/command_line.md
 
 
-def test_the_site_builds_without_a_warning(tmp_path):
+def test_the_site_builds_without_warnings(tmp_path):
     site.build(ROOT, tmp_path / "work", tmp_path / "site")
     built = tmp_path / "site"
     assert [page for page in site.pages(ROOT) if not pages_of(built, page).is_file()] == []
@@ -105,7 +105,7 @@ GOOD = (
 
 @pytest.fixture
 def small(tmp_path):
-    """A repository of two pages and one function."""
+    """A repository with two pages and one function."""
     root = tmp_path / "root"
     (root / "docs").mkdir(parents=True)
     (root / "composable_shard").mkdir()
@@ -121,7 +121,7 @@ def small(tmp_path):
     return root
 
 
-def test_a_small_site_is_built_in_the_place_of_the_one_before(small, tmp_path):
+def test_building_a_small_site_replaces_the_existing_one(small, tmp_path):
     out = tmp_path / "site"
     out.mkdir()
     (out / "old.html").write_text("")
@@ -140,7 +140,7 @@ def test_code_that_is_not_tested_is_shown_as_code(small, tmp_path):
 
 
 def refused(small, tmp_path, file, text, message):
-    """Building the small site with another file is an error with this message, and the site before it stays."""
+    """Check that building the small site with a changed file raises this error and keeps the existing site."""
     before = (small / file).read_text()
     (small / file).write_text(text)
     out = tmp_path / "before"
@@ -152,26 +152,26 @@ def refused(small, tmp_path, file, text, message):
     (small / file).write_text(before)
 
 
-def test_a_file_that_is_not_there_is_an_error(small, tmp_path):
-    refused(small, tmp_path, "README.md", "# Home\n\n[other](docs/others.md)\n", "README.md leads to docs/others.md")
-    refused(small, tmp_path, "README.md", "# Home\n\n![other](docs/a.png)\n", "README.md leads to docs/a.png")
-    refused(small, tmp_path, "README.md", "# Home\n\n[out](../root.md)\n", "README.md leads to ../root.md")
+def test_a_missing_file_is_an_error(small, tmp_path):
+    refused(small, tmp_path, "README.md", "# Home\n\n[other](docs/others.md)\n", "README.md links to docs/others.md")
+    refused(small, tmp_path, "README.md", "# Home\n\n![other](docs/a.png)\n", "README.md links to docs/a.png")
+    refused(small, tmp_path, "README.md", "# Home\n\n[out](../root.md)\n", "README.md links to ../root.md")
     refused(small, tmp_path, "mkdocs.yml", "nav:\n  - docs/nothing.md\n", "do not exist: docs/nothing.md")
 
 
-def test_anchors_and_names_that_are_not_there_are_errors(small, tmp_path):
+def test_missing_anchors_and_names_are_errors(small, tmp_path):
     page = "# Home\n\n[other](docs/other.md#no-part)\n"
     refused(small, tmp_path, "README.md", page, "anchor does not exist")
     page = "# Other\n\n## A part\n\n::: composable_shard.subtract\n"
     refused(small, tmp_path, "docs/other.md", page, "composable_shard.subtract")
 
 
-def test_a_docstring_that_names_no_argument_is_an_error(small, tmp_path):
+def test_a_docstring_with_an_unknown_argument_is_an_error(small, tmp_path):
     text = GOOD.replace("first: a", "second: a")
     refused(small, tmp_path, "composable_shard/__init__.py", text, "'second' does not appear")
 
 
-def test_help_of_a_namespace_lists_every_public_name():
+def test_help_for_a_namespace_lists_every_public_name():
     for page in SPACES:
         name, module = space(page)
         text = pydoc.plain(pydoc.render_doc(module))

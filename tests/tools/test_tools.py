@@ -1,4 +1,4 @@
-"""Tools of torch's own: fake tensors, CommDebugMode, patches of torch.distributed, memory and flight recorders."""
+"""torch's tools: fake tensors, CommDebugMode, patches of torch.distributed, memory trackers and the flight recorder."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ ENGINES = {"fsdp2": fsdp2, "ours": cs.fully_shard}
 
 
 @distributed(world=(2, more(4)))
-def test_comm_debug_mode_counts_what_it_counts_under_fsdp2(rank, world):
+def test_comm_debug_mode_counts_the_same_collectives_as_with_fsdp2(rank, world):
     shape = (2,) if world == 2 else (2, 2)
     counts = {}
     with forced("torch"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # under any such mode
-        warnings.filterwarnings("ignore", message="Full backward hook is firing")  # that of the mode
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # with any dispatch mode
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")  # the mode's own hook
         for name, shard in ENGINES.items():
             torch.manual_seed(0)
             model = Stack()
@@ -56,7 +56,7 @@ def test_comm_debug_mode_counts_what_it_counts_under_fsdp2(rank, world):
 
 
 @distributed(world=2)
-def test_who_patches_torch_distributed_sees_every_collective_with_fsdp2s_arguments(rank, world):
+def test_patches_of_torch_distributed_get_the_same_collectives_as_with_fsdp2(rank, world):
     names = [_torch_distributed._ALL_GATHER, _torch_distributed._REDUCE_SCATTER, "all_reduce"]
     seen: dict[str, Counter] = {}
     for name, shard in ENGINES.items():
@@ -72,7 +72,7 @@ def test_who_patches_torch_distributed_sees_every_collective_with_fsdp2s_argumen
 
                 def counted(*args, each=each, kept=theirs, found=found, **kwargs):
                     found[each, str(kwargs.get("op"))] += 1
-                    kwargs["async_op"] = False  # as a patch may do
+                    kwargs["async_op"] = False  # patches may do this
                     return kept(*args, **kwargs)
 
                 patch.setattr(dist, each, counted)
@@ -92,7 +92,7 @@ def fake_world():
 
 
 @pytest.mark.parametrize("shape", [(4,), more((2, 2))], ids=str)
-def test_a_whole_training_runs_on_fake_tensors_with_torchs_fake_group(fake_world, shape):
+def test_training_runs_with_fake_tensors_and_torchs_fake_group(fake_world, shape):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     shapes = {}
     for name, shard in ENGINES.items():
@@ -115,7 +115,7 @@ def test_a_whole_training_runs_on_fake_tensors_with_torchs_fake_group(fake_world
     assert shapes["ours"] == shapes["fsdp2"]
 
 
-def test_a_model_that_was_made_of_fake_tensors_plans_what_it_will_run(fake_world):
+def test_the_plan_of_a_model_of_fake_tensors_matches_its_record(fake_world):
     mesh, inputs = init_device_mesh("cpu", (4,)), vectors(0, 0)
     with FakeTensorMode():
         model = Stack()
@@ -140,12 +140,12 @@ def shard_transformer(shard, mesh, listed=False, **model):
 
 
 def tracked_step(model, tokens):
-    """The tracker after a whole step, and what it said after forward and after backward."""
+    """Run a tracked step. Returns the tracker, and its results after forward, backward and step and at the peak."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tracker, seen = FSDPMemTracker(model, optimizer), {}
     tracker.track_inputs((tokens,))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # under any such mode
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # with any dispatch mode
         with tracker:
             loss = next_token_loss(model, tokens)
             seen["forward"] = memory_of(tracker)
@@ -163,9 +163,9 @@ def memory_of(tracker, when="current"):
 
 
 def marks_of(model):
-    """Bytes by which our gradients are larger: a number of each parameter tells whether any rank has used it.
+    """Bytes of the values that our reductions add to gradients: one per parameter, whether any rank has used it.
 
-    A rank's chunk of a group ends with these numbers, and at a multiple of four.
+    These values are at the end of each rank's chunk of a group. The chunk is padded to a multiple of four elements.
     """
     total = 0
     for group in cs.make_plan(model).groups:
@@ -174,11 +174,11 @@ def marks_of(model):
     return 4 * total
 
 
-ALIKE = ["SHARDED_PARAM", "BUFFER", "ACT", "OPT", "INP", "UNSHARDED_GRAD"]  # as FSDP2's
+ALIKE = ["SHARDED_PARAM", "BUFFER", "ACT", "OPT", "INP", "UNSHARDED_GRAD"]  # same bytes as with FSDP2
 
 
 @pytest.mark.parametrize("kind", ["real", "fake", "deferred"])
-def test_torchs_memory_tracker_says_of_a_step_what_it_says_under_fsdp2_and_the_plans_peak(fake_world, kind):
+def test_torchs_memory_tracker_matches_fsdp2_and_the_peak_of_the_plan(fake_world, kind):
     mesh, seen = init_device_mesh("cpu", (4,)), {}
     with nullcontext() if kind == "real" else FakeTensorMode():
         tokens = torch.zeros(2, 8, dtype=torch.int64)
@@ -193,13 +193,13 @@ def test_torchs_memory_tracker_says_of_a_step_what_it_says_under_fsdp2_and_the_p
     for when in ("forward", "backward", "step", "peak"):
         assert [ours[when][each] for each in ALIKE] == [theirs[when][each] for each in ALIKE], when
     assert ours["step"]["SHARDED_GRAD"] - marks_of(model) == theirs["step"]["SHARDED_GRAD"] > 0
-    assert ours["step"]["UNSHARDED_PARAM"] == 0  # nothing stays
+    assert ours["step"]["UNSHARDED_PARAM"] == 0  # all parameters are resharded
     gathered = ours["peak"]["UNSHARDED_PARAM"] + ours["peak"]["ALL_GATHER"]
     assert gathered == cs.make_plan(model).peak_bytes
 
 
 @distributed(world=2)
-def test_a_tracked_step_computes_what_any_step_does_also_where_one_rank_alone_is_tracked(rank, world):
+def test_a_tracked_step_has_the_same_results_even_if_only_one_rank_is_tracked(rank, world):
     inputs, losses = token_batch(rank, 0), {}
     for tracked in ("none", "one", "all"):
         model = shard_transformer(cs.fully_shard, mesh_of(world), listed=True)
@@ -219,14 +219,14 @@ def test_a_tracked_step_computes_what_any_step_does_also_where_one_rank_alone_is
             optimizer.zero_grad()
             found.append(loss.item())
         engine_pool = cs.stats(model)
-        assert engine_pool["pool/arena_bytes"] > 0  # what is leased shares memory again
+        assert engine_pool["pool/arena_bytes"] > 0  # leases share the memory of the arena again
         assert engine_pool["pool/fallbacks"] == 0
     assert losses["none"] == losses["one"] == losses["all"]
     assert losses["none"][-1] < losses["none"][0]
 
 
 @simulated(world=1)
-def test_after_a_tracker_a_module_has_our_hooks_and_its_engine_the_classes_it_had(rank, world):
+def test_after_a_tracker_hooks_and_classes_are_restored(rank, world):
     model = shard_transformer(cs.fully_shard, mesh_of(world), listed=True)
     hooks = [(dict(m._forward_pre_hooks), dict(m._forward_hooks)) for m in model.modules()]
     tokens = token_batch(rank, 0)
@@ -243,7 +243,7 @@ def test_after_a_tracker_a_module_has_our_hooks_and_its_engine_the_classes_it_ha
 
 
 @simulated(world=1)
-def test_a_tool_that_drops_the_work_of_a_group_is_told_so_and_so_is_one_that_sets_a_foreign_handle(rank, world):
+def test_a_tool_that_drops_post_backward_or_sets_a_wrong_handle_gets_an_error(rank, world):
     model = shard_transformer(cs.fully_shard, mesh_of(world))
     state = model._get_fsdp_state()
     group = state._fsdp_param_group
@@ -255,14 +255,14 @@ def test_a_tool_that_drops_the_work_of_a_group_is_told_so_and_so_is_one_that_set
 
     group.post_backward = wrapped
     next_token_loss(model, *token_batch(rank, 0)).backward()
-    assert heard == [True, False]  # the gradient is there; the sharded parameter has it
+    assert heard == [True, False]  # at the second call, the gradient is that of the sharded parameter
     group.post_backward = lambda *args: None
-    with pytest.raises(RuntimeError, match="does not call what was there"):
+    with pytest.raises(RuntimeError, match="does not call the original one"):
         next_token_loss(model, *token_batch(rank, 0)).backward()
     group.post_backward = ours
     next_token_loss(model, *token_batch(rank, 0)).backward()
     assert heard == [True, False]
-    with pytest.raises(AttributeError, match="takes the handle of a forward hook"):
+    with pytest.raises(AttributeError, match="expected the handle of a forward hook"):
         state._pre_forward_hook_handle = nn.Linear(1, 1).register_forward_pre_hook(print)
 
 
@@ -303,7 +303,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.matrix
-def test_torchs_flight_recorder_shows_each_gather_and_reduction_by_any_transport(tmp_path):
+def test_torchs_flight_recorder_shows_each_gather_and_reduction_with_any_transport(tmp_path):
     places = [str(Path(__file__).parents[1]), str(Path(cs.__file__).parents[1])]
     env = os.environ | {"TORCH_FR_BUFFER_SIZE": "1000", "PYTHONPATH": os.pathsep.join(places)}
     command = [sys.executable, "-c", RECORDED]

@@ -1,4 +1,4 @@
-"""The script to copy, tutorials/train.py: strategies agree, runs go on, adapters train alone, mistakes are one line."""
+"""tutorials/train.py: strategies agree, runs resume, only adapters train, and mistakes give a message of one line."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from composable_shard.planner import KNOWN, NAMED
 
 SCRIPT = Path(train.__file__)
 FEW = ["--model", "tiny", "--sequence", "16", "--steps", "6", "--evaluation", "16", "--sample", "0"]
-SAME_BATCH = {1: ["--batch", "4"], 2: ["--batch", "2"]}  # on all ranks together
+SAME_BATCH = {1: ["--batch", "4"], 2: ["--batch", "2"]}  # the same total batch size
 
 
 class After(Interrupt):
-    """Ctrl-C after some steps, without a signal."""
+    """Simulates Ctrl-C after some steps, without a signal."""
 
     def __init__(self, steps):
         self._steps, self._wait = steps, False
@@ -46,14 +46,14 @@ class After(Interrupt):
 
 
 def on_rank(rank, world, arguments, stop_after=0):
-    """A run of the script on a rank of a pool; gives its exit status."""
-    warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")  # where Inductor is loaded
+    """Run the script on a rank of the worker pool. Returns its exit status."""
+    warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")  # if Inductor is imported
     options, plan = check(train.parse(arguments), world)
     return train.run(options, plan, torch.device("cpu"), After(stop_after))
 
 
 def run(out, world, *arguments, stop_after=0):
-    """A run of the script on so many ranks; gives the loss of each step, and the last held-out loss."""
+    """Run the script on `world` ranks. Returns the loss of each step, and the last held-out loss."""
     given = [*FEW, *SAME_BATCH[world], "--out", str(out), "--data", str(texts(out.parent)), *map(str, arguments)]
     statuses = POOL.run(f"{__name__}:on_rank", world, {"arguments": given, "stop_after": stop_after})
     assert statuses == [130 if stop_after else 0] * world
@@ -71,7 +71,7 @@ def curve(out):
 
 
 def texts(folder):
-    """A folder with text in it."""
+    """A folder with text files."""
     root = folder / "texts"
     if not root.exists():
         root.mkdir()
@@ -90,9 +90,9 @@ def check_near(one, other):
 
 @pytest.fixture(scope="module")
 def unsharded(tmp_path_factory):
-    """What an unsharded run of one process gives."""
+    """Losses of an unsharded run in one process."""
     losses = run(tmp_path_factory.mktemp("unsharded") / "run", 1, "--strategy", "none")
-    assert losses[0][-1] < losses[0][0] - 0.1  # it does learn
+    assert losses[0][-1] < losses[0][0] - 0.1  # the model learns
     return losses
 
 
@@ -109,19 +109,19 @@ def unsharded(tmp_path_factory):
     ],
     ids=" ".join,
 )
-def test_two_ranks_train_as_one_unsharded_process(unsharded, tmp_path, settings):
+def test_two_ranks_train_like_one_unsharded_process(unsharded, tmp_path, settings):
     check_near(run(tmp_path / "run", 2, "--strategy", *settings), unsharded)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16-mixed", "bfloat16"])
-def test_lower_precision_trains_nearly_as_float32(unsharded, tmp_path, precision):
+def test_lower_precision_trains_nearly_like_float32(unsharded, tmp_path, precision):
     losses = run(tmp_path / "run", 2, "--precision", precision)
     assert losses[0] == pytest.approx(unsharded[0], rel=0.02)
     assert losses[0] != unsharded[0]
 
 
 @pytest.mark.parametrize("name", ["gpt2-124m", "llama3-1b"])
-def test_a_shape_of_the_planner_is_a_model_that_begins_without_memory(name):
+def test_a_shape_of_the_planner_creates_a_model_on_the_meta_device(name):
     shape = NAMED[name]
     model = build(blueprint(name, 8), torch.float32)
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -131,8 +131,8 @@ def test_a_shape_of_the_planner_is_a_model_that_begins_without_memory(name):
 
 
 @pytest.mark.matrix
-def test_a_shape_of_the_planner_trains_as_unsharded_and_writes(tmp_path):
-    """The smallest one has 124 million parameters, which take seconds."""
+def test_a_shape_of_the_planner_trains_like_unsharded_and_generates_text(tmp_path):
+    """The smallest shape has 124 million parameters, so this takes seconds."""
     given = ["--model", "gpt2-124m", "--steps", "2", "--sample", "4"]
     whole = run(tmp_path / "whole", 1, "--strategy", "none", *given)
     check_near(run(tmp_path / "run", 2, *given), whole)
@@ -140,26 +140,26 @@ def test_a_shape_of_the_planner_trains_as_unsharded_and_writes(tmp_path):
 
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
-def test_a_compiled_model_trains_as_an_eager_one(unsharded, tmp_path):
+def test_a_compiled_model_trains_like_an_eager_one(unsharded, tmp_path):
     check_near(run(tmp_path / "run", 2, "--compile"), unsharded)
 
 
-# ---------------------------------------------------------------------------------- runs go on
+# ---------------------------------------------------------------------------------- resuming runs
 
 
 @pytest.mark.parametrize("settings", [[], more(["--lora", "2"]), more(["--strategy", "zero1"])], ids=" ".join)
-def test_a_run_that_was_stopped_goes_on_to_the_bit(tmp_path, settings):
+def test_a_stopped_run_resumes_bitwise_identically(tmp_path, settings):
     whole = run(tmp_path / "whole", 2, *settings)
     assert len(run(tmp_path / "cut", 2, *settings, stop_after=3)[0]) == 3
     assert run(tmp_path / "cut", 2, *settings) == whole
 
 
-def test_a_run_goes_on_with_another_number_of_ranks_and_strategy(unsharded, tmp_path):
+def test_a_run_resumes_with_another_number_of_ranks_and_strategy(unsharded, tmp_path):
     run(tmp_path / "cut", 2, stop_after=3)
     check_near(run(tmp_path / "cut", 1, "--strategy", "none"), unsharded)
 
 
-def test_a_run_that_has_ended_goes_on_with_more_steps_or_begins_anew(tmp_path):
+def test_a_finished_run_continues_with_more_steps_or_starts_again(tmp_path):
     out = tmp_path / "run"
     first = run(out, 1, "--strategy", "none", "--steps", 2, "--evaluate-every", 1)
     assert [row.get("held_out/loss") is not None for row in rows_of(out)] == [True, False, False]
@@ -170,26 +170,26 @@ def test_a_run_that_has_ended_goes_on_with_more_steps_or_begins_anew(tmp_path):
     assert [checkpoint.latest(out / name) for name in ("checkpoints", "checkpoints-1")] == [2, 4]
 
 
-def test_another_seed_gives_another_run(unsharded, tmp_path):
+def test_another_seed_gives_other_losses(unsharded, tmp_path):
     assert run(tmp_path / "run", 1, "--strategy", "none", "--seed", "1")[0][0] != unsharded[0][0]
 
 
 # -------------------------------------------------------------------------------------- adapters
 
 
-def test_adapters_alone_train_and_are_saved(tmp_path):
+def test_only_adapters_are_trained_and_saved(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     base, tuned = tmp_path / "base", tmp_path / "tuned"
     trained = run(tmp_path / "first", 2, "--export", base)
     settings = ["--weights", base, "--lora", "2", "--learning-rate", "0.02", "--export", tuned]
     adapted = run(tmp_path / "second", 2, *settings)
-    assert adapted[0][0] < trained[0][0] - 0.1  # it began with the weights of the first
+    assert adapted[0][0] < trained[0][0] - 0.1  # it started from the weights of the first run
     assert adapted[1] < trained[1]
 
     before, after = (safetensors.load_file(folder / "model.safetensors") for folder in (base, tuned))
     plain = {name.replace(".base.", "."): name for name in after}
     adapters = after.keys() - {plain[name] for name in before}
-    assert len(adapters) == 2 * 2 * 4  # two of each of four layers of two blocks
+    assert len(adapters) == 2 * 2 * 4  # two for each of four layers in two blocks
     assert all(torch.equal(after[plain[name]], before[name]) for name in before)
     assert all(after[name].any() for name in adapters)
     manifest = json.loads((tmp_path / "second" / "checkpoints" / "step-00000006" / "manifest.json").read_text())
@@ -200,7 +200,7 @@ def test_adapters_alone_train_and_are_saved(tmp_path):
 # ------------------------------------------------------------------------------------------ text
 
 
-def test_of_few_files_the_end_is_held_out_and_of_many_whole_files(tmp_path):
+def test_the_ends_of_few_files_or_some_of_many_files_are_held_out(tmp_path):
     (tmp_path / ".hidden").mkdir()
     for name in (".hidden/a.txt", "b.txt", "sub.txt", "c.bin"):
         (tmp_path / name).write_bytes(name.encode() * 20)
@@ -215,15 +215,16 @@ def test_of_few_files_the_end_is_held_out_and_of_many_whole_files(tmp_path):
     parts = [set(bytes(part.tolist()).split()) for part in (many.train, many.held_out)]
     assert not parts[0] & parts[1]
     assert 0 < len(parts[1]) < 12
-    unlucky = read_text([(f"{number}.txt", b"words " * 20) for number in range(1, 46)], BYTES)  # no name is chosen
+    # no file is chosen by its name
+    unlucky = read_text([(f"{number}.txt", b"words " * 20) for number in range(1, 46)], BYTES)
     assert len(unlucky.held_out) == 45 * (121 // 20)
 
 
-# --------------------------------------------------------------------------------------- figures
+# --------------------------------------------------------------------------------------- metrics
 
 
-def test_figures_of_a_run_that_goes_on_follow_those_of_the_steps_before(tmp_path, monkeypatch):
-    """Stand-ins in the place of TensorBoard's writer and a run of Weights & Biases."""
+def test_metrics_of_a_resumed_run_are_appended_to_earlier_ones(tmp_path, monkeypatch):
+    """Uses replacements for TensorBoard's writer and a run of Weights & Biases."""
     written, made = [], []
 
     class Writer:
@@ -236,7 +237,7 @@ def test_figures_of_a_run_that_goes_on_follow_those_of_the_steps_before(tmp_path
         def log(self, figures, step):
             written.append((figures, step))
 
-    def init(project, dir, config):  # noqa: A002 - as it is called there
+    def init(project, dir, config):  # noqa: A002 - the name in wandb.init
         made.append((project, dir, config))
         return Writer(dir, None)
 
@@ -259,27 +260,27 @@ def test_figures_of_a_run_that_goes_on_follow_those_of_the_steps_before(tmp_path
 
 
 MISTAKES = [
-    ("--data nowhere", "--data nowhere: there is no such folder"),
-    ("--data empty", "--data empty: has no text in files that end in txt,md,"),
-    ("--data . --suffixes .xyz", "--data .: has no text in files that end in .xyz; --suffixes names others"),
-    ("--model 3mm", "--model 3mm: is no config.json of Hugging Face, no folder with one, and none of tiny, 3m, "),
-    ("--model empty", "--model empty: is no config.json of Hugging Face, no folder with one, and none of tiny, "),
-    ("--model broken.json", "--model broken.json: broken.json is no JSON object"),
-    ("--model config.json", "--model config.json: needs Transformers (pip install transformers)"),
-    ("--model gpt2-124m --sequence 2048", "--sequence 2048: --model gpt2-124m takes 1024 tokens at most"),
-    ("--weights empty", "--weights empty: is no folder with safetensors"),
+    ("--data nowhere", "--data nowhere: no such folder"),
+    ("--data empty", "--data empty: no text in files with suffixes txt,md,"),
+    ("--data . --suffixes .xyz", "--data .: no text in files with suffixes .xyz; choose others with --suffixes"),
+    ("--model 3mm", "--model 3mm: expected a Hugging Face config.json, a folder with one, or one of tiny, 3m, "),
+    ("--model empty", "--model empty: expected a Hugging Face config.json, a folder with one, or one of tiny, "),
+    ("--model broken.json", "--model broken.json: broken.json does not contain a JSON object"),
+    ("--model config.json", "--model config.json: requires Transformers (pip install transformers)"),
+    ("--model gpt2-124m --sequence 2048", "--sequence 2048: --model gpt2-124m takes at most 1024 tokens"),
+    ("--weights empty", "--weights empty: not a folder with safetensors"),
     ("--batch 0", "--batch 0: must be above 0"),
     ("--lora -1", "--lora -1: must be at least 0"),
-    ("--steps 1 --minutes 1", "--steps and --minutes: give one of them"),
-    ("--wandb mine", "--wandb: needs the package wandb (pip install wandb)"),
-    ("--export empty", "--export empty: is there already"),
-    ("--strategy none", "--strategy none: is for one process, and there are 2; ddp shards nothing either"),
-    ("--strategy hsdp --replicas 3", "--replicas 3: 2 processes cannot hold as many copies"),
-    ("--strategy auto", "--strategy auto: knows nothing of "),
+    ("--steps 1 --minutes 1", "--steps and --minutes: use only one of them"),
+    ("--wandb mine", "--wandb: requires the package wandb (pip install wandb)"),
+    ("--export empty", "--export empty: already exists"),
+    ("--strategy none", "--strategy none: works only on one process, not on 2; use ddp for unsharded replicas"),
+    ("--strategy hsdp --replicas 3", "--replicas 3: must divide the number of processes, 2"),
+    ("--strategy auto", "--strategy auto: unknown device "),
 ]
 
 
-def test_what_cannot_work_is_said_in_one_line(tmp_path, monkeypatch):
+def test_invalid_settings_give_a_message_of_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -296,13 +297,13 @@ def test_what_cannot_work_is_said_in_one_line(tmp_path, monkeypatch):
         assert "\n" not in line
 
 
-def test_a_vocabulary_that_is_too_small_is_refused(monkeypatch):
+def test_a_vocabulary_that_is_too_small_is_rejected(monkeypatch):
     monkeypatch.setattr("_checks.blueprint", lambda *given: replace(blueprint(*given), vocabulary=255))
-    with pytest.raises(SystemExit, match="its vocabulary of 255 is too small for the 256 bytes that the text is made"):
+    with pytest.raises(SystemExit, match="a vocabulary of 255 is too small for text of 256 different bytes"):
         check(train.parse([]), 2)
 
 
-def test_a_rank_other_than_the_first_leaves_the_message_to_it(monkeypatch):
+def test_only_the_first_rank_prints_the_message(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit) as refusal:
         check(train.parse(["--batch", "0"]), 2)
@@ -310,21 +311,21 @@ def test_a_rank_other_than_the_first_leaves_the_message_to_it(monkeypatch):
 
 
 @distributed(world=2)
-def test_text_that_is_too_short_and_checkpoints_of_another_model_are_refused(rank, world, tmp_path):
+def test_too_short_text_and_checkpoints_of_another_model_are_rejected(rank, world, tmp_path):
     short = tmp_path / f"short-{rank}"
     short.mkdir()
     (short / "short.txt").write_text("a few words")
     where = ["--out", str(tmp_path / "run")]
-    with pytest.raises(SystemExit, match="--data: 12 tokens to train on are too few for sequences of 16"):
+    with pytest.raises(SystemExit, match="--data: 12 training tokens are too few for sequences of 16"):
         on_rank(rank, world, [*FEW, *where, "--data", str(short)])
     where += ["--data", str(Path(json.__file__).parent)]
     assert on_rank(rank, world, [*FEW, *where]) == 0
-    with pytest.raises(SystemExit, match="has checkpoints of another model; give another folder, or --fresh"):
+    with pytest.raises(SystemExit, match="has checkpoints of another model; use another folder, or --fresh"):
         on_rank(rank, world, [*FEW, *where, "--lora", "2"])
 
 
 @pytest.mark.matrix
-def test_auto_takes_what_advise_recommends_and_says_why(tmp_path, capsys):
+def test_auto_uses_the_recommendation_of_advise_and_prints_the_reason(tmp_path, capsys):
     machine = tmp_path / "machine.json"
     chosen = {}
     for memory in (1 << 30, 740_000):
@@ -335,7 +336,7 @@ def test_auto_takes_what_advise_recommends_and_says_why(tmp_path, capsys):
     assert (roomy, checkpoints) == ("ddp", "none")
     assert tight in ("zero2", "zero3")
     for (name, _), output in chosen.items():
-        assert re.match(rf"strategy {name}.*: .* tokens a second; .* waits for communication", output)
+        assert re.match(rf"strategy {name}.*: .* tokens/s; .* exposed communication", output)
     options, _ = check(train.parse([*FEW, "--strategy", "auto", "--machine", "h100", "--lora", "2"]), 2)
     assert options.strategy in train.STRATEGIES[:-1]
     machine.write_text(replace(KNOWN["l40s"], memory=1000).to_json())
@@ -353,13 +354,13 @@ def start(folder, *arguments):
 
 @pytest.mark.matrix
 @pytest.mark.timeout(240)
-def test_the_command_trains_on_a_folder_and_writes_text(tmp_path):
+def test_the_command_trains_on_a_folder_and_generates_text(tmp_path):
     process = start(tmp_path, *FEW, "--data", texts(tmp_path), "--sample", "8", "--prompt", "It was")
     output, errors = finish(process)
     assert process.returncode == 0, errors
     assert errors == ""
-    assert "tiny: 0.04 million parameters; zero3 on 2 processes, float32, none checkpointing" in output
-    assert "nats a byte" in output
+    assert "tiny: 0.04 million parameters; zero3 on 2 processes, float32, activation checkpointing: none" in output
+    assert "nats per byte" in output
     assert "The model writes:\n\nIt was" in output
     assert checkpoint.verify(tmp_path / "runs" / "train" / "checkpoints").step == 6
 
@@ -367,7 +368,7 @@ def test_the_command_trains_on_a_folder_and_writes_text(tmp_path):
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_whatever_ends_the_command_it_goes_on_from_its_last_checkpoint(tmp_path, how):
+def test_an_interrupted_or_killed_command_resumes_from_its_last_checkpoint(tmp_path, how):
     arguments = [*FEW, "--save-every", "20", "--out", tmp_path, "--steps"]
     process = start(tmp_path, *arguments, "100000")
     deadline = time.monotonic() + 150
@@ -393,5 +394,5 @@ def test_whatever_ends_the_command_it_goes_on_from_its_last_checkpoint(tmp_path,
     process = start(tmp_path, *arguments, str(saved + 1))
     output, errors = finish(process)
     assert process.returncode == 0, errors
-    assert f"goes on after step {saved}, from" in output
+    assert f"resumed after step {saved}, from" in output
     assert [row["step"] for row in rows_of(tmp_path)] == [*range(1, saved + 2), saved + 1]

@@ -1,4 +1,4 @@
-"""The tutorials: strategies agree, the demo leaves its files, Ctrl-C keeps them; compiled graphs are shown."""
+"""The tutorials: strategies agree, the demo writes its files, Ctrl-C keeps them, and compiled graphs are shown."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TUTORIALS, PAGE = ROOT / "tutorials", ROOT / "docs" / "command_line.md"
 
 
 def losses(strategy, optimizer, **changes):
-    """The mean loss of each of 20 steps on a tiny model, in float32."""
+    """The mean loss of each of 20 steps of a tiny model in float32."""
     tutorial = importlib.import_module("01_train_gpt")
     options = tutorial.Options(
         strategy=strategy,
@@ -51,7 +51,7 @@ def losses(strategy, optimizer, **changes):
     return torch.tensor([moment.loss for moment in history])
 
 
-@functools.cache  # for all strategies
+@functools.cache  # shared by all strategies
 def expected_losses(optimizer, **changes):
     return losses("none", optimizer, **changes)
 
@@ -65,55 +65,55 @@ IN_SHORT = {(strategy, "adamw") for strategy in STRATEGIES} | {("zero3", "sgd")}
     [case if case in IN_SHORT else more(*case) for case in itertools.product(STRATEGIES, ("sgd", "adamw"))],
 )
 @distributed(world=2)
-def test_twenty_steps_of_every_strategy_agree(rank, world, strategy, optimizer):
+def test_twenty_steps_with_every_strategy_agree(rank, world, strategy, optimizer):
     expected = expected_losses(optimizer)
-    assert expected[-1] < expected[0] - 0.3  # it does learn
+    assert expected[-1] < expected[0] - 0.3  # the model learns
     torch.testing.assert_close(losses(strategy, optimizer), expected, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp2"])
 @distributed(world=2)
-def test_microbatches_agree_with_one_batch_of_their_size(rank, world, strategy):
+def test_microbatches_agree_with_one_batch_of_the_same_total_size(rank, world, strategy):
     apart = losses(strategy, "sgd", batch=4, accumulate=2)
     torch.testing.assert_close(apart, expected_losses("sgd", batch=8), rtol=1e-4, atol=0)
 
 
 @pytest.mark.matrix
 @distributed(world=4)
-def test_replicas_of_shards_agree_with_no_sharding(rank, world):
+def test_hsdp_agrees_with_no_sharding(rank, world):
     expected = losses("none", "adamw")
     torch.testing.assert_close(losses("hsdp", "adamw", replicas=2), expected, rtol=1e-4, atol=0)
 
 
-# ------------------------------------------------------------------------------ the text, measured
+# ------------------------------------------------------------------------------ the entropy of the text
 
 
-def test_bigram_entropy_of_a_text_counted_by_hand():
-    """a follows b always; after a: b twice, c once (of the pairs ab, ba, ab, ba, ac)."""
+def test_bigram_entropy_matches_a_manual_count():
+    """The pairs are ab, ba, ab, ba, ac. So b is always followed by a, and a twice by b and once by c."""
     text = torch.frombuffer(bytearray(b"ababac"), dtype=torch.uint8)
     after_a = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))
     assert bigram_entropy(text) == pytest.approx(3 / 5 * after_a)
 
 
-def test_bigram_entropy_does_not_depend_on_the_chunks_it_is_counted_in():
+def test_bigram_entropy_does_not_depend_on_the_chunk_size():
     text = torch.randint(0, 256, (1000,), generator=torch.Generator().manual_seed(0))
     text = text.to(torch.uint8)
     assert bigram_entropy(text, chunk=7) == pytest.approx(bigram_entropy(text))
 
 
-def test_no_pair_across_two_texts_is_counted():
+def test_pairs_across_two_texts_are_not_counted():
     first, second = (torch.frombuffer(bytearray(t), dtype=torch.uint8) for t in (b"aa", b"bb"))
     assert bigram_entropy(first, second) == pytest.approx(0.0)
 
 
-def test_the_two_sides_of_the_corpus_are_large_and_stay_the_same():
+def test_both_parts_of_the_corpus_are_large_and_constant():
     corpus = load_corpus()
     assert len(corpus.train) > 5_000_000
     assert 0.02 < len(corpus.held_out) / len(corpus.train) < 0.10
     assert torch.equal(corpus.held_out, load_corpus().held_out)
 
 
-def test_the_learning_rate_climbs_then_falls_to_a_fiftieth():
+def test_the_learning_rate_rises_then_falls_to_a_fiftieth():
     rate = importlib.import_module("01_train_gpt").learning_rate
     course = [rate(i / 100, 1.0) for i in range(101)]
     assert course[0] == pytest.approx(0.02)
@@ -134,7 +134,7 @@ def start(script, *arguments):
 
 
 @pytest.mark.timeout(240)
-def test_the_demo_shows_its_plan_and_leaves_metrics_figures_and_a_checkpoint(tmp_path):
+def test_the_demo_shows_its_plan_and_writes_metrics_figures_and_a_checkpoint(tmp_path):
     few = ["--steps", "6", "--sample", "20", "--precision", "float32"]
     process = start("01_train_gpt.py", "--size", "tiny", "--evaluation", "32", "--out", tmp_path, *few)
     output, errors = finish(process)
@@ -153,7 +153,7 @@ def test_the_demo_shows_its_plan_and_leaves_metrics_figures_and_a_checkpoint(tmp
     for name in ("loss.png", "memory.png", "plan_memory.png"):
         assert_picture(tmp_path / name)
 
-    # What was saved in shards is a whole model: one that is not sharded has the same loss.
+    # The checkpoint of sharded parameters can be loaded into an unsharded model, which has the same loss.
     model = build_gpt("tiny", seed=1)
     assert checkpoint.load(tmp_path / "checkpoints", {"model": model}).step == 6
     with torch.no_grad():
@@ -161,7 +161,7 @@ def test_the_demo_shows_its_plan_and_leaves_metrics_figures_and_a_checkpoint(tmp
     assert held_out == pytest.approx(rows[-1]["final"], rel=1e-4)
 
 
-def test_the_tutorial_on_plans_goes_from_a_slow_schedule_to_a_hidden_one_as_predicted(tmp_path, capsys):
+def test_the_tutorial_on_plans_reduces_exposed_communication_as_predicted(tmp_path, capsys):
     threads = torch.get_num_threads()
     try:
         assert importlib.import_module("03_plan_memory_and_overlap").main(["--out", str(tmp_path)]) == 0
@@ -173,15 +173,15 @@ def test_the_tutorial_on_plans_goes_from_a_slow_schedule_to_a_hidden_one_as_pred
     table = lines[next(i for i, line in enumerate(lines) if line.startswith("policy  ")) + 1 :]
     rows = {line[:26].rstrip(): line[26:].split()[:4] for line in table[: table.index("")]}
     exposed = {name: float(row[0]) for name, row in rows.items()}
-    assert all(row[0] == row[1] for row in rows.values()), "what is predicted comes true"
+    assert all(row[0] == row[1] for row in rows.values()), "the measured value matches the prediction"
     assert all(row[3] == "-" or float(row[2]) <= float(row[3]) for row in rows.values()), "within the budget"
-    order = ["depth(0)", "auto, the least budget", "depth(1)", "auto", "depth(2)"]
-    order += ["auto, half as much again", "auto, 2.5 times as much"]
+    order = ["depth(0)", "auto, least budget", "depth(1)", "auto", "depth(2)"]
+    order += ["auto, 1.5 x the memory", "auto, 2.5 x the memory"]
     assert [exposed[name] for name in order] == sorted(exposed.values(), reverse=True)[: len(order)]
-    assert float(rows["auto"][2]) <= float(rows["depth(1)"][2]), "no more memory than is asked for"
-    assert exposed["auto, 2.5 times as much"] < 0.1 * exposed["depth(0)"]
-    assert exposed["the same plan, as JSON"] == exposed["auto, 2.5 times as much"]
-    assert "left the plan: nowhere" in output
+    assert float(rows["auto"][2]) <= float(rows["depth(1)"][2]), "auto does not use more memory than depth(1)"
+    assert exposed["auto, 2.5 x the memory"] < 0.1 * exposed["depth(0)"]
+    assert exposed["the same plan, as JSON"] == exposed["auto, 2.5 x the memory"]
+    assert "Differences between this plan and its last step: none" in output
     written = {
         f"{run}_{what}"
         for run in ("slow", "hidden", "budget")
@@ -200,7 +200,7 @@ def test_the_tutorial_on_plans_goes_from_a_slow_schedule_to_a_hidden_one_as_pred
 
 @pytest.mark.matrix
 @pytest.mark.timeout(240)
-def test_ctrl_c_ends_every_rank_and_keeps_what_was_saved(tmp_path):
+def test_ctrl_c_ends_every_rank_and_keeps_the_checkpoint(tmp_path):
     process = start(
         "01_train_gpt.py", "--size", "tiny", "--evaluation", "32", "--out", tmp_path, "--minutes", "10", "--sample", "0"
     )
@@ -229,9 +229,9 @@ def test_ctrl_c_ends_every_rank_and_keeps_what_was_saved(tmp_path):
 
 
 def ways_on_a_rank(rank, world, arguments):
-    """The tutorial on compiling on a rank of a pool; gives the graphs and the losses of each way."""
-    warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")  # where Inductor is loaded
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # which Dynamo looks for
+    """Run the tutorial on compiling on a rank of the worker pool. Returns graphs and losses of each way to compile."""
+    warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")  # if Inductor is imported
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # Dynamo reads it
     tutorial = importlib.import_module("02_compile")
     sides = tutorial.run(tutorial.parse(arguments), torch.device("cpu"))
     return {
@@ -240,42 +240,42 @@ def ways_on_a_rank(rank, world, arguments):
 
 
 @pytest.mark.timeout(240)
-def test_the_tutorial_on_compiling_shows_every_graph_and_ways_that_agree(tmp_path):
+def test_the_tutorial_on_compiling_shows_every_graph_and_equal_losses(tmp_path):
     arguments = ["--size", "tiny", "--backend", "aot_eager", "--steps", "1", "--out", str(tmp_path)]
     for found in POOL.run(f"{__name__}:ways_on_a_rank", 2, {"arguments": arguments}):
         graphs, losses = ({way: each[i] for way, each in found.items()} for i in (0, 1))
         assert graphs["eager"] == []
-        assert graphs["blocks"] == [("forward", "Gwmmmm"), ("backward", "GmwmmmmmmmRw")]  # once: the blocks share them
-        # One group ahead, and reductions waited for behind the launch of the next one.
+        assert graphs["blocks"] == [("forward", "Gwmmmm"), ("backward", "GmwmmmmmmmRw")]  # shared by all blocks
+        # One group is prefetched, and a reduction is waited for after the launch of the next one.
         assert graphs["whole"] == [("forward", "GwGwGmmmmwmmmmm"), ("backward", "GmmmwGmmmmmmmRmwmmmmmmmwRwRw")]
         assert losses["blocks"] == losses["whole"] == losses["eager"]
     assert_picture(tmp_path / "graphs.png")
 
 
 @pytest.mark.timeout(240)
-def test_the_tutorial_on_checkpoints_kills_itself_and_goes_on_to_the_bit(tmp_path):
+def test_the_tutorial_on_checkpoints_kills_ranks_and_resumes_bitwise_identically(tmp_path):
     few = ["--steps", "16", "--save-every", "3", "--worlds", "1"]
     process = start("05_checkpoint_and_resume.py", "--out", tmp_path / "05", *few)
     output, errors = finish(process, limit_s=200)
     assert process.returncode == 0, output + errors
-    assert re.search(r"both ranks killed; left behind: \.step-\d{8}\.tmp-\w+, which does not count", output)
-    assert re.search(r"rank 1 killed after step \d+\n  rank 0 has ended: ", output)
-    assert "rank 0 of 2 goes on after step " in output
-    assert "0 left behind" in output
-    assert "all 16 losses are equal, bit by bit" in output
-    assert "rank 0 of 1 goes on after step 6" in output
-    (apart,) = re.findall(r"^number of ranks 1: losses differ by (\S+) at most", output, re.MULTILINE)
+    assert re.search(r"killed both ranks; unfinished save, ignored: \.step-\d{8}\.tmp-\w+", output)
+    assert re.search(r"killed rank 1 after step \d+\n  rank 0 ended: ", output)
+    assert "rank 0 of 2 resumed after step " in output
+    assert "0 unfinished saves" in output
+    assert "all 16 losses are bitwise identical" in output
+    assert "rank 0 of 1 resumed after step 6" in output
+    (apart,) = re.findall(r"^1 ranks?: the largest relative difference of losses is (\S+)$", output, re.MULTILINE)
     assert float(apart) < 1e-5
     assert_picture(tmp_path / "05" / "losses.png")
 
 
 def adapters_on_a_rank(rank, world, arguments):
-    """The tutorial on adapters on a rank of a pool; gives the held-out losses, and the bytes that the rank keeps."""
+    """Run the tutorial on adapters on a rank of the worker pool. Returns its held-out losses and the rank's bytes."""
     tutorial = importlib.import_module("06_lora")
     return tutorial.run(tutorial.parse(arguments), torch.device("cpu"))
 
 
-def test_the_tutorial_on_adapters_trains_them_alone_as_the_planner_advises(tmp_path, capsys):
+def test_the_tutorial_on_adapters_trains_only_them_as_the_planner_advises(tmp_path, capsys):
     tutorial = importlib.import_module("06_lora")
     arguments = ["--shape", "layers=2,width=128,heads=4,vocabulary=512,sequence=2048", "--devices", "2"]
     arguments += ["--size", "tiny", "--sequence", "64", "--rank", "2", "--memory", "0.8", "--out", str(tmp_path / "06")]
@@ -290,14 +290,14 @@ def test_the_tutorial_on_adapters_trains_them_alone_as_the_planner_advises(tmp_p
     assert_picture(tmp_path / "06" / "lora.png")
     manifest = json.loads((tmp_path / "06" / "checkpoints" / "step-00000012" / "manifest.json").read_text())
     saved = [key for key in manifest["manifest"]["tensors"] if key.startswith("adapters.")]
-    assert len(saved) == 2 * 2 * 4  # two of each of four layers of two blocks
+    assert len(saved) == 2 * 2 * 4  # two for each of four layers in two blocks
     assert all(key.endswith(("/up/weight", "/down/weight")) for key in saved)
 
 
 # ---------------------------------------------------------------------------------------- the page
 
 
-def test_every_command_of_the_page_is_taken_and_every_picture_is_one_of_its_script():
+def test_every_command_on_the_page_is_valid_and_every_picture_is_created_by_a_script():
     page = PAGE.read_text()
     commands = re.findall(r"^\.venv/bin/python tutorials/(\w+)\.py(.*)$", page, re.MULTILINE)
     assert [name[:2] for name, _ in commands] == ["02", "03", "04", "05", "06"]

@@ -1,4 +1,4 @@
-"""The words of the package: names are nouns that say what they hold, and the glossary stays short."""
+"""Words of the package: names are descriptive, and the glossary stays short."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_TERMS = 25
 
 
 def names_of(node: ast.AST) -> list[str]:
-    """The names that a node gives: to a variable, an argument, an attribute, a function, a class, or in an import."""
+    """The names that a node defines: variables, arguments, attributes, functions, classes and imports."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         return [node.id]
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -35,7 +35,7 @@ def names_of(node: ast.AST) -> list[str]:
 
 
 def empty_names(source: str, file: str) -> list[str]:
-    """Each name of the source that does not say what it holds, as `file:line: name`."""
+    """Each name of the source that is not descriptive, as `file:line: name`."""
     return [
         f"{file}:{node.lineno}: {name}"
         for node in ast.walk(ast.parse(source))
@@ -45,7 +45,7 @@ def empty_names(source: str, file: str) -> list[str]:
 
 
 def terms(page: str) -> list[str]:
-    """The words that the table below the heading `Glossary` explains; a row may explain several."""
+    """The rows of the table under the heading `Glossary`. A row can explain several words."""
     section = page.split("\n## Glossary\n", 1)[1].split("\n## ", 1)[0]
     rows = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")]
     assert rows[0] == "term"
@@ -53,7 +53,7 @@ def terms(page: str) -> list[str]:
     return rows[2:]
 
 
-def test_names_say_what_they_hold():
+def test_names_in_the_package_are_descriptive():
     assert len(MODULES) > 50
     empty = [line for file in MODULES for line in empty_names(file.read_text(), file.relative_to(ROOT).as_posix())]
     assert empty == []
@@ -76,12 +76,12 @@ def test_names_say_what_they_hold():
         "try: pass\nexcept OSError as found: pass",
     ],
 )
-def test_a_name_that_says_nothing_is_seen_with_its_file_and_line(source):
+def test_a_name_that_is_not_descriptive_is_reported_with_file_and_line(source):
     [seen] = empty_names("\n" + source, "a.py")
     assert re.fullmatch(r"a\.py:[23]: _?(found|its|theirs|there|told)", seen)
 
 
-def test_names_that_are_only_read_or_contain_the_words_are_allowed():
+def test_names_that_are_only_read_or_contain_such_words_are_allowed():
     assert empty_names("print(spec.found); founder = 1; x = 'found'; f(found=1); found_by = 1", "a.py") == []
 
 
@@ -92,7 +92,7 @@ def test_the_glossary_is_short():
     assert len(explained) <= MOST_TERMS
 
 
-def test_a_glossary_is_counted_by_its_rows():
+def test_the_rows_of_a_glossary_are_counted():
     rows = "".join(f"| term {number} | a meaning |\n" for number in range(26))
     page = f"# Page\n\n## Glossary\n\nWords.\n\n| term | meaning |\n|---|---|\n{rows}\n## Next\n\n| a | b |\n"
     assert len(terms(page)) == 26

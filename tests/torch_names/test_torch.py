@@ -1,4 +1,4 @@
-"""Each shim over a torch-private name does what its docstring says, on the torch at hand."""
+"""Each shim for a private name of torch does what its docstring specifies, with the installed version of torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def noted(call, x=None):
     return Note.apply(torch.ones(2, requires_grad=True) if x is None else x, call)
 
 
-def test_outside_of_a_backward_pass_there_is_no_number_and_inside_nested_ones_are_larger():
+def test_nested_backward_passes_have_larger_numbers():
     numbers = []
 
     def outer():
@@ -62,7 +62,7 @@ def test_a_callback_runs_at_the_end_of_its_pass():
     assert log == ["last node", "end"]
 
 
-def test_a_callback_of_a_nested_pass_runs_at_the_end_of_that_one():
+def test_a_callback_of_a_nested_pass_runs_at_the_end_of_the_nested_pass():
     log = []
 
     def outer():
@@ -74,7 +74,7 @@ def test_a_callback_of_a_nested_pass_runs_at_the_end_of_that_one():
     assert log == ["nested", "outer"]
 
 
-def test_a_callback_of_a_pass_that_fails_is_dropped_uncalled():
+def test_a_callback_of_a_failed_pass_is_not_called():
     log = []
 
     class Token:
@@ -127,7 +127,7 @@ def test_the_fates_of_leaf_gradients_are_known_while_backward_runs(run, fates):
     assert seen == [fates]
 
 
-def test_leaves_that_want_no_gradient_are_left_out_of_the_ordinary_case():
+def test_gradient_fates_ignores_leaves_without_requires_grad():
     x = torch.ones(2, requires_grad=True)
     (node, _), *_ = (x * 2).grad_fn.next_functions
     seen = []
@@ -135,7 +135,7 @@ def test_leaves_that_want_no_gradient_are_left_out_of_the_ordinary_case():
     assert seen == [None]
 
 
-def test_an_autograd_function_is_applied_as_by_its_own_method():
+def test_plain_apply_equals_the_functions_own_apply():
     x, log = torch.ones(2, requires_grad=True), []
     out = core.plain_apply(Note)(x, lambda: log.append("backward"))
     out.sum().backward()
@@ -152,7 +152,7 @@ def test_grad_mode_is_set():
 # ---- hooks
 
 
-def test_the_innermost_saved_tensor_hooks_are_the_active_ones():
+def test_the_innermost_saved_tensor_hooks_are_active():
     assert core.active_saved_tensors_hooks() is None
 
     def pack(tensor):
@@ -167,7 +167,7 @@ def test_the_innermost_saved_tensor_hooks_are_the_active_ones():
 
 
 class KeepingHooks:
-    """Saved-tensor hooks that are bound methods, as the runtime's are."""
+    """Saved-tensor hooks that are bound methods, like those of the runtime."""
 
     def pack(self, tensor):
         return tensor.detach()
@@ -177,7 +177,7 @@ class KeepingHooks:
 
 
 @pytest.mark.parametrize("outside", [False, True])
-def test_a_selective_checkpoint_warns_of_the_hooks_of_a_user_and_not_of_ours(outside):
+def test_a_selective_checkpoint_warns_about_user_hooks_only(outside):
     weight = torch.ones(2, 2, requires_grad=True)
     context = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
     warns = outside and torch.__version__ >= "2.15"
@@ -196,14 +196,14 @@ def test_a_selective_checkpoint_warns_of_the_hooks_of_a_user_and_not_of_ours(out
     torch.testing.assert_close(weight.grad, expected)
 
 
-def test_a_policy_without_reduce_dtype_means_what_torch_says():
+def test_a_policy_without_reduce_dtype_reduces_in_torchs_default_dtype():
     half, full = torch.bfloat16, torch.float32
     changed = "versionchanged:: 2.15" in MixedPrecisionPolicy.__doc__
     assert core.default_reduce_dtype(stored=full, compute=half) == (full if changed else half)
     assert core.default_reduce_dtype(stored=half, compute=half) == half
 
 
-def test_hooks_that_were_taken_are_not_called_by_autograd_and_their_handles_still_remove_them():
+def test_taken_hooks_are_not_called_and_their_handles_stay_valid():
     leaf, log = nn.Parameter(torch.ones(2)), []
     handles = [
         leaf.register_hook(lambda grad: log.append("tensor")),
@@ -219,7 +219,7 @@ def test_hooks_that_were_taken_are_not_called_by_autograd_and_their_handles_stil
     assert core.take_gradient_hooks(leaf) == (None, None)
 
 
-def test_hooks_that_are_registered_after_the_taking_are_taken_the_next_time():
+def test_later_hooks_are_taken_the_next_time():
     leaf = nn.Parameter(torch.ones(2))
     leaf.register_hook(lambda grad: None)
     first, _ = core.take_gradient_hooks(leaf)
@@ -229,7 +229,7 @@ def test_hooks_that_are_registered_after_the_taking_are_taken_the_next_time():
     assert first is not second
 
 
-def test_hooks_that_are_returned_are_called_by_autograd_again_and_those_that_came_meanwhile_stay():
+def test_returned_hooks_are_called_again_and_newer_ones_stay_on_the_leaf():
     leaf, log = nn.Parameter(torch.ones(2)), []
     handles = [
         leaf.register_hook(lambda grad: log.append("tensor")),
@@ -250,7 +250,7 @@ def test_hooks_that_are_returned_are_called_by_autograd_again_and_those_that_cam
     assert len(log) == 4
 
 
-def test_it_is_seen_whether_any_leaf_has_a_hook_of_either_kind():
+def test_any_gradient_hooks_detects_both_types_of_hooks():
     leaves = [nn.Parameter(torch.ones(1)) for _ in range(3)]
     assert not core.any_gradient_hooks(leaves)
     handle = leaves[1].register_hook(lambda grad: None)
@@ -263,7 +263,7 @@ def test_it_is_seen_whether_any_leaf_has_a_hook_of_either_kind():
 # ---- trees
 
 
-def test_the_tensors_of_a_tree_are_found_and_replaced_in_place_of_themselves():
+def test_the_tensors_of_a_tree_are_found_and_replaced():
     a, b = torch.ones(1), torch.ones(2)
     tree = {"x": [a, 3, None], "y": (b, "text")}
     assert core.tree_tensors(a) == [a]
@@ -276,7 +276,7 @@ def test_the_tensors_of_a_tree_are_found_and_replaced_in_place_of_themselves():
 # ---- streams of the CPU
 
 
-def test_the_streams_of_the_cpu_can_be_others_for_a_while():
+def test_the_streams_of_the_cpu_can_be_replaced_temporarily():
     was = torch.cpu.Stream, torch.cpu.Event, torch.cpu.current_stream()
     with testing_torch.cpu_streams(list, dict, "default"):
         assert (torch.cpu.Stream(), torch.cpu.Event(), torch.cpu.current_stream()) == ([], {}, "default")
@@ -287,7 +287,7 @@ def test_the_streams_of_the_cpu_can_be_others_for_a_while():
 
 
 @pytest.mark.parametrize("has_graphs", [True, False])
-def test_where_there_are_cuda_graphs_a_tensor_on_their_device_may_be_of_one(monkeypatch, has_graphs):
+def test_any_tensor_may_belong_to_a_cuda_graph_if_its_device_has_one(monkeypatch, has_graphs):
     asked = []
 
     class Trees:
@@ -310,12 +310,12 @@ def test_where_there_are_cuda_graphs_a_tensor_on_their_device_may_be_of_one(monk
     assert asked == [0]
 
 
-def test_an_output_of_a_cuda_graph_is_known_by_its_mark():
+def test_an_output_of_a_cuda_graph_is_marked():
     tensor = torch.ones(2)
     assert not core.is_of_cuda_graph(tensor)
     torch._C._set_cached_tensors_enabled(True)
     try:
-        torch._C._add_cached_tensor(tensor)  # as CUDA graphs of Inductor do
+        torch._C._add_cached_tensor(tensor)  # like CUDA graphs of Inductor
         assert core.is_of_cuda_graph(tensor)
         torch._C._remove_cached_tensor(tensor)
     finally:

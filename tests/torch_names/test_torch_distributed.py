@@ -1,4 +1,4 @@
-"""Each shim over a private name of torch.distributed does what its docstring says, on the torch at hand."""
+"""Each shim for a private name of torch.distributed does what its docstring specifies, with the installed torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from composable_shard._torch import distributed as _torch_distributed
 
 
 @distributed(world=2)
-def test_the_local_tensor_of_a_dtensor_is_its_memory_and_a_dtensor_is_made_like_another(rank, world):
+def test_a_dtensor_can_be_made_like_another(rank, world):
     local = torch.full((2, 3), float(rank))
     reference = nn.Parameter(DTensor.from_local(local, mesh_of(2), [Shard(0)], shape=(3, 3), stride=(3, 1)))
     assert _torch_distributed.local_tensor(reference).data_ptr() == local.data_ptr()
@@ -27,8 +27,8 @@ def test_the_local_tensor_of_a_dtensor_is_its_memory_and_a_dtensor_is_made_like_
     reference.grad = made
 
 
-def test_a_dtensor_is_made_where_its_local_tensor_lies():
-    mesh = DeviceMesh("cuda", torch.arange(1), _init_backend=False, _rank=0)  # no such device is asked for
+def test_a_dtensor_is_made_on_the_device_of_its_local_tensor():
+    mesh = DeviceMesh("cuda", torch.arange(1), _init_backend=False, _rank=0)  # needs no such device
     local = torch.arange(6.0).view(2, 3)
     made = _torch_distributed.dtensor_at(local, mesh, [Shard(0)], torch.empty(3, 3, device="meta"))
     assert (made.shape, made.stride(), made.placements) == ((3, 3), (3, 1), (Shard(0),))
@@ -36,12 +36,12 @@ def test_a_dtensor_is_made_where_its_local_tensor_lies():
 
 
 @distributed(world=2)
-def test_the_backend_of_a_group_is_named_in_small_letters(rank, world):
+def test_the_backend_name_of_a_group_is_lower_case(rank, world):
     assert _torch_distributed.backend_name(dist.group.WORLD, torch.device("cpu")) == "gloo"
 
 
 @distributed(world=2)
-def test_collectives_with_these_options_are_asynchronous_and_right(rank, world):
+def test_collectives_with_our_options_are_asynchronous_and_correct(rank, world):
     group = dist.group.WORLD
     total = torch.full((2,), float(rank))
     group.allreduce([total], _torch_distributed.all_reduce_options(dist.ReduceOp.MAX)).wait()
@@ -63,7 +63,7 @@ def test_collectives_with_these_options_are_asynchronous_and_right(rank, world):
     assert swapped.tolist() == [rank, 10.0 + rank]
 
 
-def test_a_launcher_is_seen_by_all_of_its_variables(monkeypatch):
+def test_a_launcher_is_detected_by_all_of_its_variables(monkeypatch):
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name in names:
         monkeypatch.setenv(name, "1")

@@ -1,6 +1,6 @@
-"""Losses that weigh tokens alike: gradients of all ranks beside those of one process that has all tokens.
+"""`average_by_tokens`: gradients of all ranks compared with those of one process that has all tokens.
 
-The sums are made in another order there, so gradients differ by rounding; the tolerances are for that.
+The one process adds in another order, so the gradients differ by rounding. The tolerances are for that.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from _models import Stack, generator, shard_blocks
 from _pool import distributed, simulated
 from composable_shard.testing import spmd
 
-ROWS = 8  # of a batch, of which so many count on each rank
-TOKENS = (3, 0, 8, 1)
+ROWS = 8  # rows of a batch
+TOKENS = (3, 0, 8, 1)  # number of rows that count in the loss, for each rank
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 
 
@@ -34,18 +34,18 @@ def tokens_of(rank, micro=0):
 
 
 def masked_mean(logits, targets, tokens):
-    """NaN where no row counts, in forward and in backward: 0/0."""
+    """Mean by a mask. Without any row it is 0/0, so NaN in forward and backward."""
     mask = (torch.arange(ROWS) < tokens).float()
     return (F.cross_entropy(logits, targets, reduction="none") * mask).sum() / mask.sum()
 
 
 def ignoring_mean(logits, targets, tokens):
-    """NaN in forward alone."""
+    """Mean by `ignore_index`. Without any row it is NaN, only in forward."""
     return F.cross_entropy(logits, targets.where(torch.arange(ROWS) < tokens, -100))
 
 
 def filtered_mean(logits, targets, tokens):
-    """The mean of no rows."""
+    """Mean of selected rows. Without any row it is the mean of an empty tensor."""
     return F.cross_entropy(logits, targets, reduction="none")[:tokens].mean()
 
 
@@ -58,7 +58,7 @@ def sum_of(model, rank, micro=0):
 
 
 def alone(model, ranks, micros=1):
-    """One process with all tokens: the loss, with gradients in the model."""
+    """Run backward of the loss over all tokens in one process. Returns the loss."""
     parts = [(rank, micro) for rank in range(ranks) for micro in range(micros)]
     loss = sum(sum_of(model, *part) for part in parts) / sum(tokens_of(*part) for part in parts)
     loss.backward()
@@ -66,7 +66,7 @@ def alone(model, ranks, micros=1):
 
 
 def pair(engine, **options):
-    """A sharded model, and its unsharded twin."""
+    """A sharded model, and an unsharded copy."""
     torch.manual_seed(3)
     plain = Stack()
     model = copy.deepcopy(plain)
@@ -95,18 +95,18 @@ def check_a_step(rank, world, mean, counted=int):
 @pytest.mark.parametrize("way", MEANS)
 @pytest.mark.parametrize("counted", [int, torch.tensor], ids=["int", "tensor"])
 @simulated(world=4)
-def test_gradients_and_loss_are_those_of_one_process_with_all_tokens(rank, world, way, counted):
+def test_gradients_and_loss_match_one_process_with_all_tokens(rank, world, way, counted):
     check_a_step(rank, world, MEANS[way], counted)
 
 
 @distributed(world=2)
-def test_so_they_are_in_processes_of_their_own(rank, world):
+def test_gradients_and_loss_match_in_real_processes(rank, world):
     check_a_step(rank, world, masked_mean)
     assert cs.total_tokens(tokens_of(rank)).item() == sum(TOKENS[:2])
 
 
 @simulated(world=4)
-def test_plain_averages_of_uneven_ranks_are_others(rank, world):
+def test_plain_averages_over_uneven_ranks_differ(rank, world):
     model, plain = pair("ours")
     x, targets = batch_of(rank)
     ignoring_mean(model(x), targets, max(1, tokens_of(rank))).backward()
@@ -116,7 +116,7 @@ def test_plain_averages_of_uneven_ranks_are_others(rank, world):
 
 
 @simulated(world=4)
-def test_accumulated_microbatches_weigh_tokens_alike_given_the_total_of_the_step(rank, world):
+def test_accumulated_microbatches_weight_tokens_equally_with_the_total_of_the_step(rank, world):
     for engine in ENGINES:
         model, plain = pair(engine, mesh=mesh_of(4))
         total = cs.total_tokens(sum(tokens_of(rank, micro) for micro in range(3)))
@@ -134,7 +134,7 @@ def test_accumulated_microbatches_weigh_tokens_alike_given_the_total_of_the_step
 
 
 @simulated(world=4)
-def test_ranks_with_as_many_tokens_get_the_gradients_of_plain_averages_to_the_bit(rank, world):
+def test_with_equal_numbers_of_tokens_gradients_are_bitwise_those_of_plain_averages(rank, world):
     model, _ = pair("ours")
     other = copy.deepcopy(model)
     x, targets = batch_of(rank)
@@ -169,7 +169,7 @@ def test_ranks_that_share_a_batch_count_it_once(rank, world, given):
         known = {"model": model, "mesh": mesh["dp"], "group": mesh.get_group("dp"), "nothing": None}
         group = mesh["dp"] if (given, engine) == ("model", "fsdp2") else known[given]
         replica = mesh["dp"].get_local_rank()
-        x, targets = batch_of(2 * replica)  # 3 tokens and 8
+        x, targets = batch_of(2 * replica)  # 3 and 8 tokens
         loss = ignoring_mean(model(x), targets, tokens_of(2 * replica))
         averaged = cs.average_by_tokens(loss, tokens_of(2 * replica), group)
         averaged.backward()
@@ -180,7 +180,7 @@ def test_ranks_that_share_a_batch_count_it_once(rank, world, given):
 
 
 @simulated(world=2)
-def test_a_step_without_any_token_has_no_loss_and_gradients_of_zero(rank, world):
+def test_a_step_without_tokens_has_zero_loss_and_zero_gradients(rank, world):
     model, _ = pair("ours")
     x, targets = batch_of(rank)
     loss = cs.average_by_tokens(masked_mean(model(x), targets, 0), torch.tensor(0))
@@ -205,7 +205,7 @@ def test_other_losses_of_a_rank_without_tokens_keep_their_gradients(rank, world)
 
 
 @simulated(world=2)
-def test_a_nan_among_tokens_stays_one(rank, world):
+def test_a_nan_in_the_loss_of_tokens_is_kept(rank, world):
     model, _ = pair("ours")
     x, targets = batch_of(rank)
     loss = cs.average_by_tokens(masked_mean(model(x * float("nan")), targets, 3), torch.tensor(3))
@@ -225,7 +225,7 @@ def test_one_process_without_a_process_group_averages_over_its_own_tokens():
 
 
 @simulated(world=2)
-def test_it_is_traced_into_one_graph(rank, world):
+def test_average_by_tokens_is_traced_into_one_graph(rank, world):
     model, plain = pair("ours")
     tokens = torch.tensor(TOKENS[2 * rank])
 
@@ -261,14 +261,14 @@ def test_it_is_traced_into_one_graph(rank, world):
         ((torch.ones(()), 2, nn.Linear(2, 2)), cs.ShardConfigValueError, "group: Linear holds no sharded module"),
     ],
 )
-def test_arguments_that_cannot_be_meant_are_errors(arguments, error, message):
+def test_invalid_arguments_of_average_by_tokens_raise_an_error(arguments, error, message):
     with pytest.raises(error, match=message):
         cs.average_by_tokens(*arguments)
     with pytest.raises(cs.ShardConfigValueError, match="total=-2: expected a number of tokens"):
         cs.average_by_tokens(torch.ones(()), 1, total=-2)
 
 
-def test_a_world_of_one_rank_changes_nothing():
+def test_on_one_rank_average_by_tokens_changes_nothing():
     def body(world):
         layer = cs.fully_shard(nn.Linear(4, 4), mesh=world.mesh)
         loss = layer(torch.ones(3, 4)).mean()

@@ -1,6 +1,6 @@
-"""What torch's FSDP2 gets wrong or refuses, shown beside ours; each test runs both.
+"""Cases that torch's FSDP2 gets wrong or rejects. Each test runs both implementations.
 
-Some of it stands in files of its own, with FSDP2 beside: full tensors, copies, optimizers that were built too early
+Other files compare with FSDP2 too: full tensors, copies, and optimizers that were created before sharding
 (test_copies), the divide factor on gloo (test_methods), offloading without an accelerator (test_offload), ignored
 parameters and several meshes with foreach optimizers and clipping (test_optimizers).
 """
@@ -32,7 +32,7 @@ from _stepping import assert_at_rest, shard_whole, train_step
 
 
 def pair(make=Stack, shard=shard_blocks, **options):
-    """The same model under ours, under FSDP2, and unsharded."""
+    """The same model sharded by ours and by FSDP2, and unsharded."""
     torch.manual_seed(3)
     plain = make()
     found = []
@@ -49,7 +49,7 @@ def first_gradient(model):
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @distributed(world=2)
-def test_zero_grad_clears_gradients_that_were_kept_without_sync(rank, world, set_to_none):
+def test_zero_grad_clears_gradients_accumulated_without_sync(rank, world, set_to_none):
     ours, theirs, plain = pair()
     for model in (ours, theirs):
         model.set_requires_gradient_sync(False)
@@ -63,7 +63,7 @@ def test_zero_grad_clears_gradients_that_were_kept_without_sync(rank, world, set
 
 
 @distributed(world=2)
-def test_forwards_without_backward_grow_nothing(rank, world):
+def test_forwards_without_backward_do_not_accumulate_objects(rank, world):
     ours, theirs, _ = pair()
     counts = []
     for _ in range(4):
@@ -71,7 +71,8 @@ def test_forwards_without_backward_grow_nothing(rank, world):
             ours(*vectors(rank, step))
         gc.collect()
         counts.append(len(gc.get_objects()))
-    assert counts[-1] - counts[1] < 40, "more than one object a forward"  # threads come and go with a few of theirs
+    # threads that start or end change the number by a few
+    assert counts[-1] - counts[1] < 40, "more than one object per forward"
     lengths = []
     for step in range(3):
         theirs(*vectors(rank, step))
@@ -80,7 +81,7 @@ def test_forwards_without_backward_grow_nothing(rank, world):
 
 
 class Sliced(nn.Module):
-    """Slices and reshapes activations, as gathering does with weights."""
+    """Slices and reshapes activations, like gathers do with weights."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +93,7 @@ class Sliced(nn.Module):
 
 
 class SavesAll(nn.Sequential):
-    """Blocks under selective checkpoints that save the output of each operation."""
+    """Blocks with selective activation checkpointing that saves the output of each operation."""
 
     def forward(self, x):
         contexts = partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE)
@@ -102,7 +103,7 @@ class SavesAll(nn.Sequential):
 
 
 @distributed(world=2)
-def test_a_selective_checkpoint_sees_the_operations_of_the_module_alone(rank, world):
+def test_a_selective_checkpoint_sees_only_the_operations_of_the_module(rank, world):
     def shard(model, engine):
         for block in model:
             engine(block, mesh=mesh_of(2))
@@ -118,7 +119,7 @@ def test_a_selective_checkpoint_sees_the_operations_of_the_module_alone(rank, wo
 
 
 @distributed(world=4)
-def test_a_number_of_ranks_works_with_other_dims(rank, world):
+def test_reshard_to_a_number_of_ranks_works_with_other_dims(rank, world):
     def shard(model, engine):
         for block in model:
             engine(
@@ -135,7 +136,7 @@ def test_a_number_of_ranks_works_with_other_dims(rank, world):
 
 
 @distributed(world=(1, 2))
-def test_inference_mode_before_training(rank, world):
+def test_training_works_after_inference_mode(rank, world):
     ours, theirs, plain = pair()
     for model in (ours, plain):
         with torch.inference_mode():
@@ -160,7 +161,7 @@ class Opaque:
 
 
 class Escapes(nn.Module):
-    """Leaves an intermediate behind, or gives its output in a box."""
+    """Keeps an intermediate tensor as an attribute, or returns its output in another object."""
 
     def __init__(self, how):
         super().__init__()
@@ -182,7 +183,7 @@ class Escapes(nn.Module):
 
 @pytest.mark.parametrize("how", ["opaque", "kept"])
 @distributed(world=2)
-def test_what_escapes_a_forward_can_be_differentiated(rank, world, how):
+def test_tensors_that_escape_a_forward_can_be_differentiated(rank, world, how):
     ours, theirs, plain = pair(lambda: Escapes(how), shard_whole, reshard_after_forward=True)
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
     for model in (ours, plain):
@@ -203,7 +204,7 @@ class Views(nn.Module):
 
 
 @distributed(world=2)
-def test_an_output_that_is_a_view_may_be_edited_in_place(rank, world):
+def test_an_output_that_is_a_view_can_be_modified_in_place(rank, world):
     def shard(model, engine):
         engine(model[0], reshard_after_forward=True)
         engine(model)
@@ -219,7 +220,7 @@ def test_an_output_that_is_a_view_may_be_edited_in_place(rank, world):
 
 
 class Shares(nn.Module):
-    """Runs into an error when told to."""
+    """Raises an error if asked to."""
 
     def __init__(self):
         super().__init__()
@@ -272,7 +273,7 @@ def test_parameters_of_several_dtypes_train_in_one_group(rank, world):
 
 
 @distributed(world=2)
-def test_sharding_the_parent_first_is_named(rank, world):
+def test_sharding_the_parent_first_raises_an_error(rank, world):
     def shard(model, engine):
         engine(model)
         engine(model.blocks[0])
@@ -284,18 +285,18 @@ def test_sharding_the_parent_first_is_named(rank, world):
 
 
 @distributed(world=2)
-def test_parameters_that_come_later_are_named(rank, world):
+def test_parameters_added_after_sharding_raise_an_error(rank, world):
     ours, theirs, _ = pair()
     for model in (ours, theirs):
         model.extra = nn.Parameter(torch.ones(3))
     with pytest.raises(RuntimeError, match="parameters extra: were added after fully_shard"):
         train_step(ours)
     train_step(theirs)
-    assert type(theirs.extra) is nn.Parameter  # nobody shards it
+    assert type(theirs.extra) is nn.Parameter  # it is not sharded
 
 
 @distributed(world=2)
-def test_pickling_is_refused_in_words(rank, world):
+def test_pickling_a_sharded_module_raises_an_error(rank, world):
     ours, theirs, _ = pair()
     with pytest.raises(RuntimeError, match="cannot be pickled; save its state_dict"):
         pickle.dumps(ours)

@@ -1,7 +1,7 @@
-"""Checkpoints that a class's own `__call__` runs around `super().__call__`, as Transformers' decoder layers do.
+"""Classes whose `__call__` runs `super().__call__` in a checkpoint, like Transformers' decoder layers.
 
-The recomputation then calls the module past the class's `__call__`, and ends it by an exception as soon as all that
-backward wants is there.
+The recomputation then bypasses the class's `__call__`. It ends with an exception as soon as all saved tensors are
+recomputed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from _pool import distributed, more, simulated
 
 
 class CheckpointedBlock(TransformerBlock):
-    """A block that checkpoints itself while it trains."""
+    """A block that checkpoints itself in training."""
 
     how: dict[str, object] = {"use_reentrant": False}  # noqa: RUF012 - as classes of others have it
 
@@ -39,7 +39,7 @@ class CheckpointedBlock(TransformerBlock):
 
 
 class TwiceCheckpointedBlock(CheckpointedBlock):
-    """One checkpoint inside of another."""
+    """A block with a checkpoint in another one."""
 
     def __call__(self, *args, **kwargs):
         call = super().__call__
@@ -47,7 +47,7 @@ class TwiceCheckpointedBlock(CheckpointedBlock):
 
 
 class BoundBlock(CheckpointedBlock):
-    """The checkpoint is given no tensor: all are bound to its function."""
+    """A block whose checkpoint gets no tensor argument: all are bound to its function."""
 
     def __call__(self, *args, **kwargs):
         if not self.training:
@@ -71,7 +71,7 @@ class SelectiveBlock(CheckpointedBlock):
 
 
 class CheckpointedModel(Transformer):
-    """The root checkpoints itself, too."""
+    """A model whose root checkpoints itself too."""
 
     def __call__(self, *args, **kwargs):
         if not self.training:
@@ -106,7 +106,7 @@ def shard_parts(model, fully_shard, **options):
 
 
 def losses(model, rank, steps=3, step_fn=None):
-    """Losses of training steps, each followed by one of an evaluation; the last parameters too."""
+    """Losses of training steps and of an evaluation after each step, and the final parameters."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
     found, params = [], list(model.parameters())
     for step in range(steps):
@@ -137,19 +137,19 @@ def accumulate(model, rank, step):
 
 
 def assert_nothing_is_left(model):
-    """After a step all is sharded, and nothing remembers a call."""
+    """Check that after a step all groups are sharded and no call is recorded."""
     for module in model.modules():
         if isinstance(module, cs.FSDPModule):
             state = module._own_state()
             for each in state.family:
-                assert len(each.open_calls) <= 1, "it grows with every step"
+                assert len(each.open_calls) <= 1, "the list of open calls grows with every step"
             for group in state.groups:
                 assert group.running == 0
                 assert group.phase.value == "sharded"
 
 
 def compare(rank, plain, shard, step_fn=None, reference=True, atol=0.0, **options):
-    """Ours, torch's FSDP2 and, where each rank has the same data, the model itself."""
+    """Compare ours with torch's FSDP2 and, if each rank has the same data, with the unsharded model."""
     found = {}
     for name, fully_shard in ENGINES.items():
         model = copy.deepcopy(plain)
@@ -172,7 +172,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world=2)
-def test_evaluation_after_each_step_sees_the_weights_of_that_step(rank, world, kind):
+def test_evaluation_after_each_step_uses_the_new_weights(rank, world, kind):
     compare(rank, build(KINDS[kind]), shard_each)
 
 
@@ -184,38 +184,38 @@ def test_lists_and_nested_groups_end_with_the_recomputation(rank, world, kind, s
 
 
 @distributed(world=2)
-def test_with_weights_kept_after_forward(rank, world):
+def test_checkpoints_in_call_work_without_resharding_after_forward(rank, world):
     compare(rank, build(), shard_each, reshard_after_forward=False)
 
 
 @distributed(world=4)
-def test_with_weights_kept_among_a_few_ranks(rank, world):
+def test_checkpoints_in_call_work_with_resharding_to_a_few_ranks(rank, world):
     compare(
         rank, build(), shard_each, reference=False, atol=1e-4, reshard_after_forward=2, mesh=mesh_of(4)
-    )  # gloo sums in another order
+    )  # gloo adds in another order
 
 
 @distributed(world=2)
-def test_in_accumulation_without_gradient_sync(rank, world):
+def test_checkpoints_in_call_work_in_accumulation_without_gradient_sync(rank, world):
     compare(rank, build(), shard_each, accumulate, reference=False)
 
 
 @distributed(world=2)
-def test_without_early_stop(rank, world):
+def test_checkpoints_in_call_work_without_early_stop(rank, world):
     with set_checkpoint_early_stop(False):
         compare(rank, build(), shard_each)
 
 
 @distributed(world=2)
-def test_around_the_root(rank, world):
+def test_a_checkpoint_in_call_works_around_the_root(rank, world):
     compare(rank, build(root=CheckpointedModel), shard_each)
     compare(rank, build(TransformerBlock, CheckpointedModel), shard_each)
 
 
 @distributed(world=2)
-def test_in_mixed_precision_and_with_frozen_blocks(rank, world):
+def test_checkpoints_in_call_work_in_mixed_precision_and_with_frozen_blocks(rank, world):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    atol = 0 if torch.__version__ < "2.15" else 0.1  # a norm's gradient is float32 there; see docs/migration.md
+    atol = 0 if torch.__version__ < "2.15" else 0.1  # in 2.15 a norm's gradient is float32; see docs/migration.md
     compare(rank, build(), shard_each, reference=False, atol=atol, mp_policy=policy)
     frozen = build()
     frozen.blocks[0].requires_grad_(False)
@@ -226,16 +226,17 @@ def test_in_mixed_precision_and_with_frozen_blocks(rank, world):
 @pytest.mark.parametrize("shard", [shard_each, shard_parts])
 @pytest.mark.parametrize("kind", ["ReentrantBlock", more("CheckpointedBlock"), more("BoundBlock")])
 @distributed(world=2)
-def test_with_frozen_groups_between_trained_ones(rank, world, kind, shard):
+def test_checkpoints_in_call_work_with_frozen_groups_between_trained_ones(rank, world, kind, shard):
     plain = build(KINDS[kind])
     plain.blocks[-1].requires_grad_(False)
-    for name, param in plain.blocks[0].named_parameters():  # with `shard_parts`, all that is left to the block's group
+    # with `shard_parts`, the block's group has only frozen parameters
+    for name, param in plain.blocks[0].named_parameters():
         param.requires_grad_(name.startswith("attention"))
     compare(rank, plain, shard)
 
 
 @distributed(world=2)
-def test_a_recomputation_that_fails_leaves_nothing_behind(rank, world):
+def test_a_step_after_a_failed_recomputation_is_exact(rank, world):
     class FailingError(Exception):
         pass
 
@@ -254,7 +255,7 @@ def test_a_recomputation_that_fails_leaves_nothing_behind(rank, world):
                 loss.backward()
             hook.remove()
             if name == "fsdp2":
-                model = build()  # it does not recover
+                model = build()  # FSDP2 does not recover
                 shard_each(model, fully_shard)
         found[name] = losses(model, rank)
         if name == "ours":
@@ -263,7 +264,7 @@ def test_a_recomputation_that_fails_leaves_nothing_behind(rank, world):
 
 
 @simulated(world=2)
-def test_weights_are_given_up_as_soon_as_the_backward_of_their_block_is_over(rank, world):
+def test_weights_are_resharded_as_soon_as_the_backward_of_their_block_ends(rank, world):
     model = build()
     shard_each(model, ENGINES["ours"])
     last = model.blocks[-1]
@@ -283,7 +284,7 @@ def test_weights_are_given_up_as_soon_as_the_backward_of_their_block_is_over(ran
 
 @pytest.mark.matrix
 @distributed(world=2)
-def test_compiled_block_by_block(rank, world):
+def test_checkpoints_in_call_work_with_blocks_compiled_one_by_one(rank, world):
     def shard_compiled(model, fully_shard, **options):
         for block in model.blocks:
             block.compile(backend="aot_eager")

@@ -1,4 +1,4 @@
-"""A budget holds where checkpoints recompute: around groups, inside of groups, around one another."""
+"""A budget also holds with activation checkpointing: around groups, in groups, and nested."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def step_of_both(model, plain, step=0):
 
 
 def peaks_and_budgets(seed):
-    """Trains a random model, under one budget after the other, beside the unsharded one."""
+    """Train a random model with several budgets, and compare it with the unsharded one. Yields peaks and budgets."""
     rng = random.Random(seed)
     model, plain = twins(functools.partial(with_checkpoints, rng), shard_nests)
     policy = rng.choice(POLICIES)
@@ -50,16 +50,16 @@ def peaks_and_budgets(seed):
             yield cs.last_record(model).peak_bytes, budget
 
 
-# Of hundreds of models, some for which earlier versions broke a budget, or lost a gradient.
+# Earlier versions exceeded a budget or lost a gradient with some of these seeds.
 @pytest.mark.parametrize("seed", [24, 97, *map(more, (29, 146, 165))])
 @simulated(world=2)
-def test_checkpoints_anywhere_among_groups_keep_to_any_budget_that_is_enough(rank, world, seed):
+def test_models_with_checkpoints_anywhere_stay_within_any_feasible_budget(rank, world, seed):
     for peak, budget in peaks_and_budgets(seed):
         assert peak <= budget
 
 
 class Checkpointed(Stack):
-    """Some of the blocks are recomputed."""
+    """A stack in which some of the blocks are checkpointed."""
 
     def __init__(self, which=(0, 1, 2)):
         super().__init__()
@@ -73,7 +73,7 @@ class Checkpointed(Stack):
 
 
 @simulated(world=2)
-def test_a_budget_changes_nothing_where_blocks_are_checkpointed_one_by_one(rank, world):
+def test_a_budget_does_not_change_the_schedule_if_blocks_are_checkpointed_one_by_one(rank, world):
     model, plain = twins(Checkpointed)
     train_step(model)
     within_least_budget(model)
@@ -88,7 +88,7 @@ def test_a_budget_changes_nothing_where_blocks_are_checkpointed_one_by_one(rank,
 @pytest.mark.parametrize("shard", [shard_blocks, shard_lists])
 @pytest.mark.parametrize("which", [(0, 1, 2), (0,), (1,)])
 @simulated(world=2)
-def test_what_a_checkpoint_counts_is_the_same_in_both_forwards(rank, world, which, shard):
+def test_a_budget_set_between_forward_and_backward_does_not_break_checkpoints(rank, world, which, shard):
     model, plain = twins(functools.partial(Checkpointed, which), shard)
     for step in range(4):
         loss, expected = loss_of(model, step), loss_of(plain, step)
@@ -103,7 +103,7 @@ def test_what_a_checkpoint_counts_is_the_same_in_both_forwards(rank, world, whic
 
 
 class Loop(nn.Module):
-    """Calls itself, recomputed; its last act needs no activation."""
+    """Calls itself in a checkpoint. Its last operation needs no activation."""
 
     def __init__(self):
         super().__init__()
@@ -116,7 +116,7 @@ class Loop(nn.Module):
 
 
 class Chunks(Stack):
-    """A part of its last group runs outside of the checkpoints, the rest in each of several."""
+    """One part of its last group runs outside of checkpoints, and the rest in several checkpoints."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +133,7 @@ class Chunks(Stack):
 
 
 class Layers(nn.Module):
-    """Recomputes each layer by a function that takes no tensor: no checkpoint around it need recompute before."""
+    """Checkpoints each layer by a function without tensor arguments. So outer checkpoints need not recompute first."""
 
     def __init__(self):
         super().__init__()
@@ -146,7 +146,7 @@ class Layers(nn.Module):
 
 
 class Parts(Checkpointed):
-    """Recomputes blocks that recompute their layers."""
+    """Checkpoints blocks that checkpoint their layers."""
 
     def __init__(self):
         super().__init__()
@@ -164,7 +164,7 @@ def shard_whole(model, fully_shard, **options):
 
 @pytest.mark.parametrize(("kind", "shard"), [(Loop, shard_whole), (Chunks, shard_with_lists), (Parts, shard_blocks)])
 @simulated(world=2)
-def test_modules_that_are_partly_in_checkpoints_keep_to_a_budget(rank, world, kind, shard):
+def test_modules_that_are_partly_in_checkpoints_stay_within_a_budget(rank, world, kind, shard):
     model, plain = twins(kind, shard)
     for limited in (False, True):
         least = within_least_budget(model) if limited else None
@@ -178,7 +178,7 @@ def test_modules_that_are_partly_in_checkpoints_keep_to_a_budget(rank, world, ki
 
 @pytest.mark.parametrize("seed", [3, *map(more, (7, 13))])
 @simulated(world=4)
-def test_among_few_ranks_too(rank, world, seed):
+def test_budgets_also_hold_with_resharding_to_few_ranks(rank, world, seed):
     def shard(model, engine):
         shard_nests(model, lambda module, **_: engine(module, reshard_after_forward=2))
 
@@ -193,7 +193,7 @@ def test_among_few_ranks_too(rank, world, seed):
 
 
 class CompiledLayers(Layers):
-    """Compiles what each of its layers computes."""
+    """Compiles the computation of each layer."""
 
     def __init__(self):
         super().__init__()
@@ -211,9 +211,9 @@ class CompiledParts(Parts):
         self.blocks = nn.ModuleList(CompiledLayers() for _ in range(3))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at all attributes
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo reads all attributes
 @simulated(world=1)
-def test_compiled_code_in_a_checkpoint_inside_of_another_one_keeps_to_a_budget(rank, world):
+def test_compiled_code_in_nested_checkpoints_stays_within_a_budget(rank, world):
     model, plain = twins(CompiledParts)
     train_step(model)
     least = within_least_budget(model)
@@ -223,7 +223,7 @@ def test_compiled_code_in_a_checkpoint_inside_of_another_one_keeps_to_a_budget(r
 
 
 class PartOfRoot(Stack):
-    """The root's own parameter is read in a checkpoint alone, and all blocks are in another one."""
+    """The root's own parameter is used only in a checkpoint, and all blocks are in another one."""
 
     def __init__(self):
         super().__init__()
@@ -255,7 +255,7 @@ def with_saved_tensors_elsewhere(model, x):
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("call", [in_a_checkpoint, with_saved_tensors_elsewhere])
 @simulated(world=2)
-def test_weights_of_the_root_stay_for_checkpoints_within_it(rank, world, call, reshard):
+def test_weights_of_the_root_stay_gathered_for_checkpoints_in_it(rank, world, call, reshard):
     model, plain = twins(PartOfRoot, functools.partial(shard_blocks, reshard_after_forward=reshard))
     for limited in (False, True):
         least = within_least_budget(model) if limited else None

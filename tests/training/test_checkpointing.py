@@ -1,4 +1,4 @@
-"""Activation checkpointing of every kind, inside a sharded block and around it."""
+"""All types of activation checkpointing, in sharded blocks and around them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from _pool import distributed, more
 
 
 def save_matmuls(ctx, op, *args, **kwargs):
-    """A selective policy: keep what matrix products give, recompute the rest."""
+    """A selective policy: save the results of matrix products, recompute the rest."""
     saved = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -36,7 +36,7 @@ KINDS = {
 
 
 class Body(nn.Module):
-    """A block whose halves can be checkpointed on their own."""
+    """A block whose halves can be checkpointed separately."""
 
     def __init__(self, inside, dropout):
         super().__init__()
@@ -59,7 +59,7 @@ class Body(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """`inside` checkpoints within blocks, `outside` wraps the calls of blocks."""
+    """A model with checkpoints in blocks (`inside`) or around the calls of blocks (`outside`)."""
 
     def __init__(self, inside=None, outside=None, dropout=0.0):
         super().__init__()
@@ -95,7 +95,7 @@ def test_checkpoints_around_sharded_blocks_are_exact(rank, world, kind, reshard)
 @pytest.mark.parametrize("inside", ["plain", "reentrant", "selective"])
 @distributed(world=2)
 def test_checkpoints_around_checkpoints_are_exact(rank, world, inside, outside):
-    # an outer reentrant checkpoint runs the inner one without grad first, of which torch warns
+    # an outer reentrant checkpoint first runs the inner one without grad, and torch warns about that
     warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
     model = functools.partial(Checkpointed, inside=inside, outside=outside)
     check_parity(Case(model=model), rank, world)
@@ -106,7 +106,7 @@ def test_checkpoints_around_checkpoints_are_exact(rank, world, inside, outside):
     [("plain", "inside"), ("reentrant", "outside"), more("plain", "outside"), more("reentrant", "inside")],
 )
 @distributed(world=2)
-def test_dropout_is_replayed_alike_in_recomputation(rank, world, place, kind):
+def test_dropout_is_the_same_in_recomputation(rank, world, place, kind):
     model = functools.partial(Checkpointed, dropout=0.4, **{place: kind})
     check_parity(Case(model=model, optimizer="adamw"), rank, world)
 
@@ -114,7 +114,7 @@ def test_dropout_is_replayed_alike_in_recomputation(rank, world, place, kind):
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("reshard", [True, more(False)])
 @distributed(world=2)
-def test_checkpoints_that_hooks_of_modules_begin_are_exact(rank, world, reshard, whole):
+def test_checkpoints_started_by_module_hooks_are_exact(rank, world, reshard, whole):
     def shard(model, fully_shard, **options):
         for module in [model] if whole else model.blocks:
             checkpoint_by_hooks(module)
@@ -141,7 +141,7 @@ GROUPS = {"nested": shard_nested, "lists": shard_lists}
 )
 @distributed(world=2)
 def test_checkpoints_work_in_nested_and_list_groups(rank, world, place, kind, groups):
-    why = "before torch 2.13 FSDP2 raises: of a list it gathers for the first module alone, then recomputes with shards"
+    why = "before torch 2.13 FSDP2 raises: it gathers only for the first module of a list, then recomputes with shards"
     fsdp2 = torch.__version__ >= "2.13" or (kind, groups) != ("reentrant", "lists")
     case = Case(model=functools.partial(Checkpointed, **{place: kind}), shard=GROUPS[groups], fsdp2=fsdp2, why=why)
     check_parity(case, rank, world)
@@ -161,7 +161,7 @@ def test_a_checkpoint_around_the_whole_model_is_exact(rank, world, kind):
 @pytest.mark.parametrize("kind", ["plain", "reentrant"])
 @pytest.mark.parametrize("place", ["inside", "outside"])
 @distributed(world=2)
-def test_accumulation_under_checkpointing_is_exact(rank, world, place, kind):
+def test_accumulation_with_checkpointing_is_exact(rank, world, place, kind):
     def train(run):
         run.set_sync(False)
         run.backward(run.loss(0))
@@ -189,7 +189,7 @@ def test_checkpoints_work_with_partly_frozen_blocks(rank, world, place, kind):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(("inside", "outside"), [("plain", None), ("plain", "plain"), more(None, "plain")])
 @distributed(world=2)
-def test_a_gradient_penalty_under_checkpointing_is_exact(rank, world, inside, outside, frozen):
+def test_a_gradient_penalty_with_checkpointing_is_exact(rank, world, inside, outside, frozen):
     def model():
         made = Checkpointed(inside, outside)
         if frozen:

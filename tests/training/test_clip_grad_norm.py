@@ -1,6 +1,6 @@
-"""Clipping by torch's own functions on sharded gradients.
+"""Clip sharded gradients with torch's functions.
 
-A norm is a sum over shards, whose last bits differ from the sum over the whole tensor; the tolerance is for that.
+The norm is a sum over shards. Its rounding differs from that of a sum over the full tensor, so there is a tolerance.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WHY = "the norm is summed by shards"
 @pytest.mark.parametrize("optimizer", ["sgd", more("adamw")])
 @pytest.mark.parametrize("clip", [0.05, 100.0])
 @distributed(world=(1, 2, 4))
-def test_clipped_training_equals_the_reference(rank, world, optimizer, clip):
+def test_clipped_training_matches_the_reference(rank, world, optimizer, clip):
     case = Case(model=Stack, optimizer=optimizer, clip=clip, atol_reference=1e-6, why=WHY)
     shots = check_parity(case, rank, world)
     assert (float(shots["ours"][0].records["norm"]) > clip) == (clip < 1)
@@ -30,7 +30,7 @@ def test_clipped_training_equals_the_reference(rank, world, optimizer, clip):
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4)], ids=str)
 @distributed(world=4)
-def test_clipped_training_on_replicas_equals_the_reference(rank, world, shape):
+def test_clipped_training_with_hsdp_matches_the_reference(rank, world, shape):
     def shard(model, engine):
         shard_blocks(model, engine, mesh=mesh_of(*shape))
 
@@ -38,7 +38,7 @@ def test_clipped_training_on_replicas_equals_the_reference(rank, world, shape):
 
 
 @distributed(world=2)
-def test_clipping_uneven_and_empty_shards_equals_the_reference(rank, world):
+def test_clipping_uneven_and_empty_shards_matches_the_reference(rank, world):
     model = functools.partial(Stack, dim=3, hidden=1, out=1)
     check_parity(Case(model=model, clip=0.05, atol_reference=1e-6, why=WHY), rank, world)
 
@@ -46,7 +46,7 @@ def test_clipping_uneven_and_empty_shards_equals_the_reference(rank, world):
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("foreach", [None, False])
 @distributed(world=2)
-def test_every_norm_type_equals_the_unsharded_model(rank, world, norm_type, foreach):
+def test_every_norm_type_matches_the_unsharded_model(rank, world, norm_type, foreach):
     model, plain = Stack(), Stack()
     plain.load_state_dict(model.state_dict())
     shard_blocks(model, fully_shard)

@@ -1,4 +1,4 @@
-"""Sharding together with other kinds of parallelism: training, clipping, optimizers, state dicts and checkpoints."""
+"""Sharding combined with other types of parallelism: training, clipping, optimizers, state dicts and checkpoints."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ MAX_NORM = 0.3
 
 
 def make_optimizer(model):
-    """One that steps every other parameter by a fused kernel, and the others by foreach functions."""
+    """AdamW with the fused kernel for every other parameter, and foreach functions for the rest."""
     params = list(model.parameters())
     groups = [{"params": params[::2], "fused": True, "foreach": False}, {"params": params[1::2], "foreach": True}]
-    return torch.optim.AdamW(groups, lr=0.05, eps=1e-3)  # a larger eps, as some gradients are zero but for rounding
+    return torch.optim.AdamW(groups, lr=0.05, eps=1e-3)  # large eps, because some gradients are only rounding errors
 
 
 def assert_close(model, want, of, when):
@@ -47,7 +47,7 @@ MORE = [pytest.param(name, marks=pytest.mark.matrix) for name in COMPOSITIONS if
 
 @pytest.mark.parametrize("name", [*FIRST, *MORE])
 @distributed(world=4)
-def test_training_is_exact_and_goes_on_from_a_checkpoint(rank, world, name, tmp_path):
+def test_training_is_exact_and_resumes_from_a_checkpoint(rank, world, name, tmp_path):
     composition = COMPOSITIONS[name]
     plain, model = composition.pair(fully_shard)
     optimizers = [make_optimizer(each) for each in (plain, model)]
@@ -84,12 +84,12 @@ def test_training_is_exact_and_goes_on_from_a_checkpoint(rank, world, name, tmp_
     for each, its in ((model, optimizers[1]), (other, optimizer)):
         train(each, its, 3)
     same_bits(other, model)
-    other.load_state_dict(plain.state_dict())  # of full tensors
+    other.load_state_dict(plain.state_dict())  # a state dict of full tensors
     assert_close(other, dict(plain.named_parameters()), lambda p: p, "after a load")
 
 
 @distributed(world=4)
-def test_micro_batches_of_replicas_of_tensor_parallel_ranks_are_all_reduced_once(rank, world):
+def test_microbatches_of_replicas_with_tensor_parallelism_are_all_reduced_once(rank, world):
     composition = COMPOSITIONS["replicas of tensor parallel"]
     plain, model = composition.pair(fully_shard)
     want = [composition.mean_gradients(plain, step) for step in range(3)]
@@ -121,7 +121,7 @@ def compiled(rank, world, name):
 
 
 @pytest.mark.matrix
-def test_tensor_and_sequence_parallel_in_one_graph():
+def test_tensor_and_sequence_parallelism_compile_into_one_graph():
     assert_expected_inline(
         graphs_of(compiled, world=4, name="tensor parallel"),
         """\
@@ -132,7 +132,7 @@ backward GmmRwGwwmmmmRwGwmmmmmmmmRwAwAwAwAwRGwAwAwwRw
 
 
 @pytest.mark.matrix
-def test_replicas_of_tensor_parallel_in_one_graph():
+def test_hsdp_with_tensor_parallelism_compiles_into_one_graph():
     assert_expected_inline(
         graphs_of(compiled, world=4, name="replicas of tensor parallel"),
         """\
@@ -146,8 +146,8 @@ backward mmRwGwmmmmRwGwmmmmmmmmRwAwAwAwAwAGwAwAwAww
 
 
 @pytest.mark.matrix
-def test_a_step_of_32768_tokens_is_planned_and_traced_without_memory():
-    """Sequence parallel and checkpointed layers, at the sizes of a model of 7 billion parameters but for its layers."""
+def test_a_step_of_32768_tokens_can_be_planned_and_traced_with_fake_tensors():
+    """Checkpointed layers with sequence parallelism, with the sizes of a 7B model but only two layers."""
     with testing.fake(8, mesh={"dp": 4, "tp": 2}) as world, FakeTensorMode():
         model = LongText(vocabulary=32000, dim=4096, hidden=16384, layers=2)
         shard_text(parallelize(model, world.mesh["tp"]), fully_shard, mesh=world.mesh["dp"])
@@ -205,11 +205,11 @@ REDUCED (root)""",
     )
 
 
-# ---- meshes that do not belong together
+# ---- meshes that cannot be combined
 
 
 @distributed(world=4)
-def test_meshes_that_cannot_serve_are_named_with_the_parameter(rank, world):
+def test_errors_about_meshes_name_the_parameter_and_the_mesh(rank, world):
     mesh = named_mesh((2, 2), ("dp", "tp"))
     flat, foreign = named_mesh((4,), ("all",)), named_mesh((2, 2), ("other", "more"))
     overlapping = named_mesh((2, 2), ("tp", "rest"))

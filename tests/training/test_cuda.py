@@ -1,7 +1,7 @@
-"""What only a CUDA device shows. Each test runs in a process of its own, on one card.
+"""Tests that need a CUDA device. Each one runs in a separate process, on one GPU.
 
-Where collectives are needed, the process is rank 0 of two and its echo the other (`bench/_echo.py`): in a world of one
-rank there are none.
+If a test needs collectives, the process is rank 0 of two, and `bench/_echo.py` simulates the other rank. A world of one
+rank has no collectives.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ HALF = "mp_policy=composable_shard.MixedPrecisionPolicy(param_dtype=torch.bfloat
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("policy", ["", HALF, "reshard_after_forward=False"])
-def test_a_steady_step_never_waits_for_the_device_and_records_no_stream(policy, world):
+def test_a_steady_step_has_no_host_sync_and_no_record_stream(policy, world):
     run(
         f"""
 model = build({policy})
@@ -120,7 +120,7 @@ refuse_waits(False)
     )
 
 
-def test_gathers_and_reductions_are_queued_on_streams_of_their_own_with_high_priority():
+def test_gathers_and_reductions_run_on_two_streams_of_high_priority():
     run("""
 seen = {"gather": set(), "reduce": set()}
 
@@ -159,7 +159,7 @@ assert composable_shard.stats(model)["pool/allocations"] == before > 0
 """)
 
 
-def test_after_warm_up_the_card_gives_out_no_more_memory():
+def test_after_warm_up_peak_gpu_memory_is_constant():
     run("""
 model = build()
 optimizer, x = warmed(model)
@@ -173,7 +173,7 @@ assert len(set(peaks)) == 1, peaks
 """)
 
 
-def test_a_world_of_one_trains_as_the_plain_model_does():
+def test_a_world_of_one_trains_like_the_unsharded_model():
     run(
         """
 models = build(), plain()
@@ -189,7 +189,7 @@ for p, q in zip(*(model.parameters() for model in models)):
     )
 
 
-def test_offloaded_shards_stay_on_the_host_and_train_as_the_plain_model_does():
+def test_offloaded_shards_stay_on_the_host_and_train_like_the_unsharded_model():
     run(
         """
 torch.manual_seed(0)
@@ -217,7 +217,7 @@ print([step(model, optimizer, batch()).item() for _ in range(5)])
 """
 
 
-def test_coalesced_gathers_packed_ones_and_a_communicator_of_reductions_give_the_same_bits_as_fsdp2():
+def test_transports_and_a_separate_reduction_group_are_bitwise_identical_to_fsdp2():
     losses = {
         "direct": run(LOSSES.replace("SETTER", ""), COMPOSABLE_SHARD_TRANSPORT="direct"),
         "packed": run(LOSSES.replace("SETTER", ""), COMPOSABLE_SHARD_TRANSPORT="packed"),
@@ -229,7 +229,7 @@ def test_coalesced_gathers_packed_ones_and_a_communicator_of_reductions_give_the
     assert len(set(losses.values())) == 1, losses
 
 
-def test_the_setters_of_memory_for_communication_pass_through():
+def test_setters_for_communication_memory_work():
     run(
         """
 model = build()
@@ -246,7 +246,7 @@ optimizer, x = warmed(model)
     )
 
 
-def test_the_arena_can_lie_in_a_mem_pool_and_training_is_the_same():
+def test_training_with_the_arena_in_a_mem_pool_is_bitwise_identical():
     run("""
 made = []
 for wanted in (False, True):

@@ -1,4 +1,4 @@
-"""Expert parallelism: experts are groups on a mesh of their own and tokens travel to them; the rest is on all ranks."""
+"""Expert parallelism: experts are groups on a separate mesh, and tokens are sent to them. All ranks shard the rest."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from composable_shard import FSDPMeshInfo, ShardPlacementResult, testing
 
 
 def meshes():
-    """All ranks; and the ranks that hold the same experts, beside those that hold others."""
+    """A mesh of all ranks, and a 2D mesh: ranks with the same experts, and ranks with different experts."""
     return named_mesh((4,), ("dp",)), named_mesh((2, 2), ("edp", "ep"))
 
 
 def shard(model, engine, dense, sparse, dim=0, **options):
-    """Each block is one call with two groups, whose gradients are means over all ranks."""
+    """Shard each block by one call, into two groups. The gradients of both are means over all ranks."""
     info = FSDPMeshInfo(sparse["edp"], shard_mesh_dim=0)
     experts = {id(p) for block in model.blocks for p in block.moe.experts.parameters()}
 
@@ -44,7 +44,11 @@ PREFERRED = {1: {0: (0, 1), 1: (0, 1)}, 2: dict.fromkeys(range(4), (3,))}  # by 
 
 
 def loss_of(model, rank, step):
-    """In the second step, experts of rank 1 get tokens from the other pair only; in the third, one is all there is."""
+    """The loss of a step with given routing.
+
+    In the second step, the experts of rank 1 get tokens only from the other pair of ranks. In the third step, only one
+    expert gets tokens.
+    """
     x = torch.randn(6 + rank % 2, DIM, generator=torch.Generator().manual_seed(10 * step + rank))
     for block in model.blocks:
         preference = torch.zeros(block.moe.count)
@@ -54,7 +58,7 @@ def loss_of(model, rank, step):
 
 
 def mean_gradients(plain, step):
-    """Those of the model that has all experts, averaged over the batches of all ranks."""
+    """Gradients of the model with all experts, averaged over the batches of all ranks."""
     total = {}
     for rank in range(4):
         plain.zero_grad()
@@ -65,7 +69,7 @@ def mean_gradients(plain, step):
 
 
 def full_names(plain, model, sparse):
-    """Pairs of names: of a parameter that this rank has a piece of, here and in the model that has all experts."""
+    """Pairs of names for each parameter of this rank: here, and in the model with all experts."""
     for name, _ in model.named_parameters():
         own = name
         if ".each." in name:
@@ -93,7 +97,7 @@ def test_training_is_exact(rank, world, experts, count, dim, reshard):
     model = distribute(make(count, experts), sparse["ep"])
     shard(model, fully_shard, dense, sparse, dim, reshard_after_forward=reshard)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (plain, model)]
-    model.set_reduce_scatter_unused_params(experts is ListedExperts)  # experts that are not run have no gradient
+    model.set_reduce_scatter_unused_params(experts is ListedExperts)  # unused experts have no gradient
     names = list(full_names(plain, model, sparse))
     for step in range(3):
         want = mean_gradients(plain, step)
@@ -124,7 +128,7 @@ def test_memory_does_not_grow_as_routing_changes(rank, world):
 
 
 def one_step(world, told):
-    """The second step: rank 1 runs none of its experts, and rank 3, which holds the same, does."""
+    """Run the second step. Rank 1 runs none of its experts, but rank 3, which has the same experts, does."""
     dense, sparse = meshes()
     model = shard(distribute(make(4, ListedExperts), sparse["ep"]), fully_shard, dense, sparse)
     model.set_reduce_scatter_unused_params(told)
@@ -132,7 +136,7 @@ def one_step(world, told):
     return [p.grad is not None for p in model.blocks[0].moe.experts.parameters()]
 
 
-def test_ranks_wait_for_one_that_used_none_of_its_experts_unless_all_are_told():
+def test_ranks_hang_if_one_uses_no_experts_unless_unused_gradients_are_reduced():
     assert testing.spmd(4)(one_step, True) == [[True] * 4] * 4
     with pytest.raises((testing.DeadlockError, testing.CollectiveMismatchError)) as caught:
         testing.spmd(4)(one_step, False)
@@ -152,7 +156,7 @@ def compiled(rank, world):
 
 
 @pytest.mark.matrix
-def test_experts_with_a_number_of_slots_are_in_one_graph():
+def test_experts_with_a_fixed_number_of_slots_compile_into_one_graph():
     assert_expected_inline(
         graphs_of(compiled, world=4),
         """\

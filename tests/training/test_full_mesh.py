@@ -1,6 +1,6 @@
-"""Parameters that are DTensors on a mesh of all kinds of parallelism; `dp_mesh_dims` names the axes to shard over.
+"""Parameters that are DTensors on a mesh with all types of parallelism. `dp_mesh_dims` names the axes to shard over.
 
-torch's FSDP2 averages the gradients over these axes; a loss over the whole batch has the sum of them. Both sides do so.
+Both implementations average the gradients over these axes, although a loss over the whole batch would need their sum.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def batch(mesh, step):
 
 def full(tensor):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DTensor on the number of collectives that this takes
+        warnings.simplefilter("ignore")  # DTensor warns about the number of collectives
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -99,7 +99,7 @@ def test_training_is_exact(rank, world, case, reshard):
 
 
 @distributed(world=4)
-def test_a_module_sees_its_parameter_replicated_over_our_axes(rank, world):
+def test_a_module_gets_parameters_that_are_replicated_over_the_data_parallel_axes(rank, world):
     mesh = named_mesh((2, 2), ("dp", "tp"))
     model = shard_mlps(distribute(make(), mesh), fully_shard, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     seen = []
@@ -119,7 +119,7 @@ def test_a_module_sees_its_parameter_replicated_over_our_axes(rank, world):
 
 
 @distributed(world=4)
-def test_no_gradient_is_reduced_twice_over_our_axes(rank, world):
+def test_no_gradient_is_reduced_twice_over_the_data_parallel_axes(rank, world):
     mesh = named_mesh((4,), ("dp",))
     model = shard_mlps(distribute(make(), mesh), fully_shard, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     _, x = batch(mesh, 0)
@@ -127,7 +127,9 @@ def test_no_gradient_is_reduced_twice_over_our_axes(rank, world):
     with CommDebugMode() as comms:
         loss.backward()
     found = {str(op): count for op, count in comms.get_comm_counts().items()}
-    assert found == {"c10d._allgather_base_": 2, "c10d.alltoall_base_": 2}, "more than a gather and a sum a group"
+    assert found == {"c10d._allgather_base_": 2, "c10d.alltoall_base_": 2}, (
+        "more than a gather and a reduction per group"
+    )
 
 
 @pytest.mark.matrix
@@ -147,7 +149,7 @@ def test_one_full_graph_equals_eager(rank, world):
 
 
 @distributed(world=4)
-def test_one_call_may_shard_over_different_axes_of_one_mesh(rank, world):
+def test_one_call_can_shard_over_different_axes_of_a_mesh(rank, world):
     mesh = named_mesh((2, 2), ("dp", "ep"))
     both = DataParallelMeshDims(shard=("dp", "ep"))
     info = FSDPMeshInfo(mesh["dp"], shard_mesh_dim=0, dp_mesh_dims=DataParallelMeshDims(shard="dp"), spmd_mesh=mesh)
@@ -177,7 +179,7 @@ def test_a_parameter_that_is_returned_keeps_its_value(rank, world):
 
 
 @distributed(world=4)
-def test_mistakes_are_named(rank, world):
+def test_invalid_full_meshes_raise_an_error(rank, world):
     mesh = named_mesh((2, 2), ("dp", "tp"))
     unnamed = init_device_mesh("cpu", (2, 2))
     other = named_mesh((4,), ("dp",))
@@ -218,8 +220,8 @@ def test_full_tensors_load_into_their_pieces(rank, world, case):
         assert torch.equal(full(model.get_parameter(name).detach()), value), name
 
 
-def test_a_later_world_has_groups_of_its_own():
-    """A mesh of a world that has ended is equal to the one of the next world, but its process groups are gone."""
+def test_a_later_world_uses_its_own_groups():
+    """A mesh of an earlier world compares equal to the current one, but its process groups are destroyed."""
     for _ in range(2):
         with cs.testing.fake(4, mesh={"dp": 2, "tp": 2}) as world:
             mesh = world.mesh

@@ -1,4 +1,4 @@
-"""Parity on a two-dimensional mesh: replicas of shards."""
+"""Parity on a two-dimensional mesh (HSDP)."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def hsdp_case(shape, grouping="blocks", **options):
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("grouping", ["blocks", "nested"])
 @distributed(world=4)
-def test_two_replicas_of_two_shards_equal_the_reference(rank, world, grouping, optimizer):
+def test_two_replicas_of_two_shards_match_the_reference(rank, world, grouping, optimizer):
     check_parity(hsdp_case((2, 2), grouping, optimizer=optimizer), rank, world)
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @distributed(world=2)
-def test_a_mesh_axis_of_size_one_equals_the_reference(rank, world, shape, optimizer):
+def test_a_mesh_axis_of_size_one_matches_the_reference(rank, world, shape, optimizer):
     check_parity(hsdp_case(shape, optimizer=optimizer), rank, world)
 
 
 @pytest.mark.parametrize("shape", [(4, 1), (1, 4)], ids=str)
 @distributed(world=4)
-def test_pure_replication_and_pure_sharding_equal_the_reference_at_world_4(rank, world, shape):
-    order = "FSDP2's all-reduce over four ranks leaves the order to gloo"
+def test_pure_replication_and_pure_sharding_match_the_reference_on_four_ranks(rank, world, shape):
+    order = "in FSDP2's all-reduce over four ranks, gloo decides the order of the sum"
     check_parity(hsdp_case(shape, why=order), rank, world)
 
 

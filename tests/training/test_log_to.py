@@ -1,4 +1,4 @@
-"""`log_to`: figures of steps, in loggers of all kinds."""
+"""`log_to`: metrics of steps, with all types of loggers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from composable_shard.testing import Busy, fabric, spmd
 
 
 class Writer:
-    """As TensorBoard's SummaryWriter."""
+    """A logger like TensorBoard's SummaryWriter."""
 
     def __init__(self):
         self.scalars = []
@@ -33,7 +33,7 @@ class Writer:
 
 
 class Run:
-    """As a run of Weights & Biases."""
+    """A logger like a run of Weights & Biases."""
 
     def __init__(self):
         self.logged = []
@@ -43,7 +43,7 @@ class Run:
 
 
 class Logger:
-    """As one of Lightning."""
+    """A logger like Lightning's."""
 
     def __init__(self):
         self.logged = []
@@ -52,11 +52,11 @@ class Logger:
         self.logged.append((step, metrics))
 
     def log(self, *_):
-        raise AssertionError("not meant")
+        raise AssertionError("`log_metrics` has precedence over `log`")
 
 
 class Trained:
-    """A sharded model in training, and what a function was told of it."""
+    """A sharded model in training. `told` contains the logged metrics by step."""
 
     def __init__(self, logger=None, **options):
         self.model, _ = twins(mesh=mesh_of(2))
@@ -81,7 +81,7 @@ class Trained:
 
 @pytest.fixture
 def seconds(monkeypatch):
-    """A clock that is a second later at each look."""
+    """A clock that advances by a second at each reading."""
     now = iter(range(1000))
     monkeypatch.setattr(loggers, "clock", lambda: float(next(now)))
 
@@ -91,7 +91,7 @@ def figures_in(file):
 
 
 @simulated(world=2)
-def test_figures_are_those_of_the_step_and_of_the_model(rank, world):
+def test_metrics_contain_the_values_of_the_step_and_of_the_model(rank, world):
     trained = Trained(rank=None)
     losses = [trained.step(number, clips=True, tokens=20, lr=0.5) for number in range(3)]
     assert list(trained.told) == [1, 2, 3]
@@ -103,10 +103,10 @@ def test_figures_are_those_of_the_step_and_of_the_model(rank, world):
     assert figures.items() >= cs.stats(trained.model).items()
     assert figures["step/seconds"] > 0
     assert figures["step/tokens_per_second"] == pytest.approx(20 / figures["step/seconds"])
-    assert not {"step/seconds", "step/tokens_per_second"} & trained.told[1].keys(), "the first one has no beginning"
+    assert not {"step/seconds", "step/tokens_per_second"} & trained.told[1].keys(), "the first step has no start time"
 
 
-def test_rates_are_means_since_the_last_figures(seconds):
+def test_rates_are_means_since_the_last_logged_step(seconds):
     @simulated(world=1)
     def test(rank, world):
         model = cs.fully_shard(Stack(1), mesh=mesh_of(1))
@@ -122,7 +122,7 @@ def test_rates_are_means_since_the_last_figures(seconds):
 
 
 @simulated(world=2)
-def test_steps_that_no_optimizer_makes_are_counted_as_skipped(rank, world):
+def test_steps_without_an_optimizer_step_are_counted_as_skipped(rank, world):
     trained = Trained(rank=None)
     other = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
     for number, skips in enumerate((False, True, False, True)):
@@ -136,7 +136,7 @@ def test_steps_that_no_optimizer_makes_are_counted_as_skipped(rank, world):
 
 
 @simulated(world=2)
-def test_a_grad_scaler_that_finds_an_infinite_gradient_is_seen(rank, world):
+def test_steps_skipped_by_a_grad_scaler_are_counted(rank, world):
     trained = Trained(rank=None)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for factor in (1.0, float("inf"), 1.0):
@@ -149,7 +149,7 @@ def test_a_grad_scaler_that_finds_an_infinite_gradient_is_seen(rank, world):
 
 
 @simulated(world=2)
-def test_a_norm_is_of_the_step_that_clipped_and_the_users_own_goes_before(rank, world):
+def test_the_norm_is_logged_only_for_steps_that_clip_unless_the_user_passes_one(rank, world):
     trained = Trained(rank=None)
     trained.step(clips=True)
     trained.step()
@@ -164,15 +164,15 @@ def test_a_norm_is_of_the_step_that_clipped_and_the_users_own_goes_before(rank, 
 
 @pytest.mark.parametrize("rank_that_writes", [0, 1, None])
 @simulated(world=2)
-def test_one_rank_writes_or_all(rank, world, rank_that_writes):
+def test_one_rank_or_all_ranks_write(rank, world, rank_that_writes):
     trained = Trained(rank=rank_that_writes)
-    trained.step(clips=True)  # a norm is made whole by all ranks
+    trained.step(clips=True)  # all ranks take part in the full norm
     assert bool(trained.told) == (rank_that_writes in (rank, None))
 
 
 @pytest.mark.parametrize("over_ranks", ["max", "mean"])
 @simulated(world=2)
-def test_figures_over_ranks_are_the_same_on_all(rank, world, over_ranks):
+def test_metrics_reduced_over_ranks_are_the_same_on_all_ranks(rank, world, over_ranks):
     trained = Trained(rank=None, over_ranks=over_ranks)
     for _ in range(2):
         trained.step(tokens=10 * (rank + 1), own=float(rank))
@@ -187,7 +187,7 @@ def test_figures_over_ranks_are_the_same_on_all(rank, world, over_ranks):
 
 
 @simulated(world=2)
-def test_ranks_with_figures_of_other_names_do_not_wait_for_each_other(rank, world):
+def test_ranks_with_different_metrics_do_not_hang(rank, world):
     trained = Trained(rank=None, over_ranks="max")
     trained.step(**({"mine": 3.0} if rank else {"other": 2.0, "another": 1.0}))
     figures = trained.told[1]
@@ -197,7 +197,7 @@ def test_ranks_with_figures_of_other_names_do_not_wait_for_each_other(rank, worl
     )
 
 
-def test_the_exposed_share_is_predicted_once_times_are_known_and_measured_while_watched():
+def test_the_exposed_share_is_predicted_from_known_times_and_measured_while_watched():
     with fabric(4, latency_s=12e-6, bandwidth_Bps=64e6, clock="virtual") as net:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), Busy(20e-6)) for _ in range(3)))
         for each in (*model, model):
@@ -221,7 +221,7 @@ def test_the_exposed_share_is_predicted_once_times_are_known_and_measured_while_
 
 
 @simulated(world=2)
-def test_loggers_are_called_as_their_packages_want(rank, world):
+def test_each_logger_is_called_in_the_way_of_its_package(rank, world):
     writer, run, logger = Writer(), Run(), Logger()
     trained = Trained([writer, run, logger], rank=None)
     loss = trained.step()
@@ -234,7 +234,7 @@ def test_loggers_are_called_as_their_packages_want(rank, world):
 
 
 @pytest.mark.parametrize("kind", ["path", "text", "open"])
-def test_a_file_has_a_line_of_json_for_each_step(tmp_path, kind):
+def test_a_file_has_one_line_of_json_per_step(tmp_path, kind):
     path = tmp_path / "runs" / "steps.jsonl"
 
     @simulated(world=2)
@@ -255,7 +255,7 @@ def test_a_file_has_a_line_of_json_for_each_step(tmp_path, kind):
     assert second["time"] >= first["time"] > 0
 
 
-def test_a_log_that_begins_anew_goes_on_in_the_file_with_the_numbers_of_its_steps(tmp_path):
+def test_a_new_log_appends_to_the_file_and_continues_the_step_numbers(tmp_path):
     @simulated(world=1)
     def test(rank, world):
         for done, loss in enumerate((1.0, 2.0)):
@@ -266,7 +266,7 @@ def test_a_log_that_begins_anew_goes_on_in_the_file_with_the_numbers_of_its_step
     assert [(line["step"], line["train/loss"]) for line in figures_in(tmp_path / "log")] == [(1, 1), (2, 2)]
 
 
-def test_a_standard_logger_gets_a_sentence(caplog):
+def test_a_standard_logger_gets_a_message(caplog):
     @simulated(world=1)
     def test(rank, world):
         log = cs.log_to(cs.fully_shard(nn.Linear(2, 2)), logging.getLogger("training"))
@@ -278,7 +278,7 @@ def test_a_standard_logger_gets_a_sentence(caplog):
 
 
 @simulated(world=1)
-def test_a_logger_that_fails_is_named_once_and_called_again(rank, world):
+def test_a_failing_logger_warns_once_and_is_called_again(rank, world):
     model = cs.fully_shard(nn.Linear(2, 2))
     told = []
 
@@ -297,7 +297,7 @@ def test_a_logger_that_fails_is_named_once_and_called_again(rank, world):
 
 
 @simulated(world=1)
-def test_what_cannot_be_meant_is_an_error(rank, world):
+def test_invalid_arguments_of_log_to_raise_an_error(rank, world):
     model = cs.fully_shard(nn.Linear(2, 2))
     with pytest.raises(cs.ShardConfigTypeError, match=r"logger: expected a path, .* add_scalar, log, write; got int"):
         cs.log_to(model, 3)
@@ -311,7 +311,7 @@ def test_what_cannot_be_meant_is_an_error(rank, world):
         cs.log_to(model, print, over_ranks="min")
 
 
-# ---- what it must not do
+# ---- memory and waits
 
 
 @simulated(world=1)
@@ -332,7 +332,7 @@ def test_a_log_does_not_keep_its_model_alive(rank, world):
     assert not any(name.startswith("pool/") for name in told[2])
 
 
-def test_figures_that_an_accelerator_still_computes_are_written_when_they_have_come(monkeypatch):
+def test_metrics_are_written_when_the_accelerator_has_computed_them(monkeypatch):
     class Slow(loggers._Arriving):
         come = False
 
@@ -361,7 +361,7 @@ def test_figures_that_an_accelerator_still_computes_are_written_when_they_have_c
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_figures_on_a_gpu_are_written_later_and_nothing_waits_for_them():
+def test_metrics_on_a_gpu_are_written_later_without_a_host_sync():
     def body(world):
         model = cs.fully_shard(nn.Linear(8, 8, device="cuda"), mesh=world.mesh)
         told = {}

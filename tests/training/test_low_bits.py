@@ -1,4 +1,4 @@
-"""Weights and gradients in fewer bits: what is computed is what a model computes that rounds them itself."""
+"""Communication of weights and gradients in fewer bits, compared with an unsharded model that rounds explicitly."""
 
 import copy
 import inspect
@@ -51,12 +51,12 @@ from composable_shard._torch.ragged import DISPATCHES
         more("int8", "fp8", True, 5),
     ],
 )
-def test_a_step_has_the_bits_of_a_model_that_rounds_by_itself(rank, world, gather, reduce, feedback, rows):
+def test_a_step_is_bitwise_identical_to_a_model_that_rounds_explicitly(rank, world, gather, reduce, feedback, rows):
     trains_as_one_that_rounds(rank, world, CommPolicy(gather, reduce, block=BLOCK, error_feedback=feedback), rows)
 
 
 def stepped(model, rank, steps=2, optimizer=None, micro=1):
-    """Losses of some steps, and the gradients of the last."""
+    """Losses of all steps, and the gradients of the last one."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(steps):
@@ -83,7 +83,7 @@ BOTH = CommPolicy(gather="fp8", reduce="int8", block=BLOCK)
 
 
 @simulated(world=4)
-def test_whatever_stays_gathered_has_the_same_bits(rank, world):
+def test_results_do_not_depend_on_which_weights_stay_gathered(rank, world):
     expected = stepped(sharded(BOTH), rank)
     for reshard in (False, 2):
         same(stepped(sharded(BOTH, reshard_after_forward=reshard), rank), expected)
@@ -99,7 +99,7 @@ def test_whatever_stays_gathered_has_the_same_bits(rank, world):
 
 
 @simulated(world=2)
-def test_micro_batches_without_sync_are_added_up_before_they_are_rounded(rank, world):
+def test_microbatches_without_sync_are_added_before_rounding(rank, world):
     _, grads = stepped(sharded(BOTH), rank, steps=1, micro=3)
     reference = plain()
     round_weights(reference, Wire("fp8", BLOCK))
@@ -112,7 +112,7 @@ def test_micro_batches_without_sync_are_added_up_before_they_are_rounded(rank, w
 
 
 @simulated(world=2)
-def test_frozen_and_tied_parameters_travel_in_few_bits_too(rank, world):
+def test_frozen_and_tied_parameters_are_also_sent_in_few_bits(rank, world):
     arch = {"tied": True}
     model, reference = sharded(BOTH, arch=arch), plain(arch=arch)
     round_weights(reference, Wire("fp8", BLOCK))
@@ -134,7 +134,7 @@ def test_frozen_and_tied_parameters_travel_in_few_bits_too(rank, world):
 
 
 @simulated(world=2)
-def test_a_divide_factor_and_half_precision_are_kept_to(rank, world):
+def test_a_divide_factor_and_half_precision_work_with_few_bits(rank, world):
     model = sharded(CommPolicy(gather="int8", block=BLOCK), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     reference = plain().bfloat16()
     wholes = dict(plain().named_parameters())
@@ -153,7 +153,7 @@ def test_a_divide_factor_and_half_precision_are_kept_to(rank, world):
 
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
 @simulated(world=4)
-def test_between_replicas_sums_are_rounded_and_added_in_the_order_of_the_replicas(rank, world, shape):
+def test_sums_are_rounded_between_replicas_and_added_in_the_order_of_the_replicas(rank, world, shape):
     policy = CommPolicy(replicas="int8", block=BLOCK, error_feedback=True)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     _, grads = stepped(sharded(policy, mesh=mesh), rank, steps=1)
@@ -165,7 +165,7 @@ def test_between_replicas_sums_are_rounded_and_added_in_the_order_of_the_replica
 
 
 @simulated(world=4)
-def test_shards_that_are_shorter_or_empty(rank, world):
+def test_short_and_empty_shards_are_rounded_correctly(rank, world):
     def few_rows():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(32, 3), nn.Linear(3, 48, bias=False), nn.Linear(48, 1), nn.Linear(1, 32))
@@ -186,7 +186,7 @@ def test_shards_that_are_shorter_or_empty(rank, world):
 
 
 @simulated(world=2)
-def test_parameters_that_are_cut_along_another_dim_are_rounded_by_its_rows(rank, world):
+def test_parameters_sharded_along_another_dim_are_rounded_along_it(rank, world):
     def dim_of(param):
         return Shard(1) if param.dim() == 2 and param.shape[1] % 2 == 0 else None
 
@@ -209,7 +209,7 @@ def ragged(param):
 
 
 @simulated(world=4)
-def test_ragged_cuts_have_the_bits_of_even_ones_where_rounding_is_to_nearest(rank, world):
+def test_ragged_and_even_shards_are_bitwise_identical_with_rounding_to_nearest(rank, world):
     policy = CommPolicy("fp8", "int8", "int8", BLOCK, error_feedback=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for options in ({"mesh": mesh}, {"reshard_after_forward": 2}):
@@ -220,7 +220,7 @@ def test_ragged_cuts_have_the_bits_of_even_ones_where_rounding_is_to_nearest(ran
 
 
 @simulated(world=2)
-def test_optimizers_by_hand_that_leave_no_trace_are_seen_by_the_next_forward(rank, world):
+def test_the_next_forward_uses_weights_changed_through_data(rank, world):
     model = sharded(CommPolicy(gather="fp8", block=BLOCK))
     before = next_token_loss(model, *token_batch(rank, 0))
     before.backward()
@@ -234,7 +234,7 @@ def test_optimizers_by_hand_that_leave_no_trace_are_seen_by_the_next_forward(ran
 
 
 @simulated(world=2)
-def test_backward_sends_what_forward_has_rounded(rank, world):
+def test_backward_sends_the_numbers_that_forward_has_rounded(rank, world):
     model, calls = sharded(CommPolicy(gather="int8", block=BLOCK)), []
     put = Numbers.put
     with pytest.MonkeyPatch.context() as patch:
@@ -249,7 +249,7 @@ def test_backward_sends_what_forward_has_rounded(rank, world):
 
 
 @simulated(world=2)
-def test_a_gradient_that_is_not_finite_is_seen_and_leaves_nothing_behind(rank, world):
+def test_a_gradient_that_is_not_finite_does_not_affect_the_next_step(rank, world):
     policy = CommPolicy(reduce="int8", block=BLOCK, error_feedback=True)
     model, other = sharded(policy), sharded(policy)
     for each in (model, other):
@@ -263,7 +263,7 @@ def test_a_gradient_that_is_not_finite_is_seen_and_leaves_nothing_behind(rank, w
 
 
 class Choice(nn.Module):
-    """Uses those of its modules that a call names."""
+    """Uses only the modules that a call names."""
 
     def __init__(self, **modules):
         super().__init__()
@@ -275,7 +275,7 @@ class Choice(nn.Module):
 
 
 @simulated(world=2)
-def test_what_is_left_of_a_parameter_stays_while_no_rank_has_a_gradient_of_it(rank, world):
+def test_the_rounding_error_of_a_parameter_is_kept_while_no_rank_has_its_gradient(rank, world):
     torch.manual_seed(0)
     model = Choice(a=nn.Linear(32, 8, bias=False), b=nn.Linear(32, 8, bias=False))
     fully_shard(model)
@@ -298,7 +298,7 @@ TEXT = torch.frombuffer(bytearray(Path(inspect.__file__).read_bytes()), dtype=to
 
 
 def losses_of_the_demo(rank, world, policy, steps, size="tiny"):
-    """Means over the ranks of the losses of the demo's model on Python's own source."""
+    """Losses of the demo's model on Python source code, averaged over the ranks."""
     model, length = build_gpt(size), 32
     cs.shard_by_class(model, {type(model.blocks[0])}, comm_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2.5e-3, betas=(0.9, 0.95))
@@ -319,7 +319,7 @@ def losses_of_the_demo(rank, world, policy, steps, size="tiny"):
 
 @pytest.mark.parametrize("feedback", [more(False), True])
 @distributed(world=2)
-def test_the_demo_learns_as_it_does_in_float32(rank, world, feedback):
+def test_the_demo_learns_like_in_float32(rank, world, feedback):
     low = CommPolicy("fp8", "int8", block=64, error_feedback=feedback)
     exact, others = (losses_of_the_demo(rank, world, policy, steps=30) for policy in (CommPolicy(), low))
     assert exact[0] > 5.4 > 4.5 > exact[-1]
@@ -330,7 +330,7 @@ def test_the_demo_learns_as_it_does_in_float32(rank, world, feedback):
 
 @pytest.mark.parametrize("choose", [None, ragged])
 @pytest.mark.parametrize("policy", [BOTH, CommPolicy("int8", "bf16"), CommPolicy("bf16", "fp8", error_feedback=True)])
-def test_the_plan_predicts_to_the_byte_what_is_moved(policy, choose):
+def test_the_plan_predicts_the_exact_number_of_bytes_sent(policy, choose):
     with testing.fabric(4, latency_s=1e-6, bandwidth_Bps=1e9, clock="virtual") as net:
         model = sharded(policy, reshard_after_forward=True, shard_placement_fn=choose)
         plan = make_plan(model)
@@ -352,7 +352,7 @@ def test_the_plan_predicts_to_the_byte_what_is_moved(policy, choose):
 @pytest.mark.parametrize("choose", [None, ragged])
 @pytest.mark.parametrize("policy", [BOTH, CommPolicy("fp8", "int8", "int8", BLOCK, error_feedback=True)])
 @simulated(world=4)
-def test_the_plan_predicts_what_is_kept_for_rounding(rank, world, policy, choose):
+def test_the_plan_predicts_the_memory_for_rounding(rank, world, policy, choose):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(policy, mesh=mesh, shard_placement_fn=choose)
     next_token_loss(model, *token_batch(rank, 0)).backward()
@@ -363,7 +363,7 @@ def test_the_plan_predicts_what_is_kept_for_rounding(rank, world, policy, choose
     assert bool(left) is policy.error_feedback
 
 
-def test_a_copy_rounds_as_the_original_would():
+def test_a_copy_rounds_like_the_original():
     def run(here):
         model = sharded(BOTH)
         stepped(model, here.rank, steps=1)
@@ -375,14 +375,14 @@ def test_a_copy_rounds_as_the_original_would():
 
 
 @distributed(world=2)
-def test_ranks_that_differ_in_bits_are_told(rank, world):
+def test_different_policies_on_ranks_raise_an_error(rank, world):
     model = sharded(BOTH if rank else CommPolicy(gather="int8"))
     with pytest.raises(cs.RankMismatchError, match=r"comm policy gather int8 -> gather fp8, reduce int8"):
         next_token_loss(model, *token_batch(rank, 0))
 
 
 @simulated(world=2)
-def test_conflicts_and_wrong_arguments_say_what_to_do(rank, world):
+def test_errors_about_conflicting_policies_explain_the_fix(rank, world):
     model = sharded(CommPolicy())
     with pytest.raises(cs.ShardConfigTypeError, match="policy: expected a CommPolicy, got str"):
         model.set_comm_policy("fp8")
@@ -399,7 +399,7 @@ def test_conflicts_and_wrong_arguments_say_what_to_do(rank, world):
 
 
 @simulated(world=2)
-def test_parameters_with_a_gather_of_their_own_are_named(rank, world):
+def test_a_parameter_with_its_own_gather_raises_an_error(rank, world):
     model = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 8))
     for module in (model[1], model):
         fully_shard(module)
@@ -417,17 +417,17 @@ def test_parameters_with_a_gather_of_their_own_are_named(rank, world):
     [
         ({"gather": "fp4"}, r"CommPolicy.gather='fp4': expected one of 'bf16', 'fp8', 'int8', or None"),
         ({"reduce": "fp8", "block": 4}, "CommPolicy.block=4: expected a whole number of at least 8"),
-        ({"gather": "fp8", "error_feedback": True}, "nothing is rounded that it could feed back"),
+        ({"gather": "fp8", "error_feedback": True}, "no gradients are rounded, so there is no error to feed back"),
         ({"reduce": "fp8", "error_feedback": 1}, "CommPolicy.error_feedback=1: expected True or False"),
     ],
 )
-def test_policies_that_cannot_be_are_refused(options, words):
+def test_invalid_policies_raise_an_error(options, words):
     with pytest.raises(cs.ShardConfigValueError, match=words):
         CommPolicy(**options)
 
 
 @simulated(world=1)
-def test_on_one_rank_nothing_travels_and_nothing_is_rounded(rank, world):
+def test_on_one_rank_nothing_is_rounded(rank, world):
     model = sharded(BOTH)
     loss, grads = gradients_of(plain(), 0, 0)
     losses, ours = stepped(model, 0, steps=1)
@@ -436,7 +436,7 @@ def test_on_one_rank_nothing_travels_and_nothing_is_rounded(rank, world):
 
 
 @simulated(world=2)
-def test_a_rule_gives_all_that_it_shards_the_policy(rank, world):
+def test_shard_by_class_sets_the_policy_for_all_modules(rank, world):
     model = plain()
     cs.shard_by_class(model, {type(model.blocks[0])}, comm_policy=BOTH)
     same(stepped(model, rank), stepped(sharded(BOTH), rank))
@@ -452,7 +452,7 @@ def compiled(rank, world, **options):
     return three_steps(rank, even(), low_bits, vectors, **options)
 
 
-def test_compiled_whole_the_graph_and_the_bits_are_the_same():
+def test_the_compiled_graph_has_few_bits_and_is_bitwise_identical_to_eager():
     assert_expected_inline(
         graphs_of(compiled),
         """\
@@ -466,8 +466,8 @@ def compiled_uneven(rank, world, **options):
     return three_steps(rank, even(), low_bits, vectors, shard_placement_fn=lambda param: Ragged(5), **options)
 
 
-@pytest.mark.skipif(not DISPATCHES, reason="DTensor takes its subclasses for its own")
-def test_compiled_whole_with_ragged_cuts_the_graph_and_the_bits_are_the_same():
+@pytest.mark.skipif(not DISPATCHES, reason="in this version DTensor treats its subclasses like DTensor")
+def test_the_compiled_graph_with_ragged_shards_is_bitwise_identical_to_eager():
     assert_expected_inline(
         graphs_of(compiled_uneven),
         """\
@@ -479,7 +479,7 @@ backward GmmwGmmmmRwmmmmwRmwRw
 
 @pytest.mark.parametrize("optimizer", ["in_backward", "owned"])
 @simulated(world=2)
-def test_optimizers_that_step_elsewhere_step_by_what_arrives(rank, world, optimizer):
+def test_optimizers_in_backward_and_owned_optimizers_use_rounded_gradients(rank, world, optimizer):
     def sgd(params):
         return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 

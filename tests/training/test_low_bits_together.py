@@ -1,4 +1,4 @@
-"""Few bits together with offload, loss scalers and replicas, and numbers that hardly fit."""
+"""Communication in few bits combined with offload, loss scalers and replicas, and with extreme values."""
 
 import math
 from unittest import mock
@@ -40,7 +40,7 @@ BOTH = CommPolicy(gather="fp8", reduce="int8", block=BLOCK)
 
 @pytest.fixture
 def offloading():
-    """The CPU, which plays the accelerator, is also the host on which shards are kept. Gives the copies to the host."""
+    """Keep shards on the host. The CPU is both the accelerator and the host. Yields addresses of copies to the host."""
     homes, real = [], ReduceBucket._at_home
 
     def at_home(bucket, out):
@@ -66,7 +66,7 @@ OFFLOADED = [
 
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("policy", OFFLOADED, ids=str)
-def test_offloaded_shards_are_rounded_as_others(offloading, policy, rows):
+def test_offloaded_shards_are_rounded_like_others(offloading, policy, rows):
     @simulated(world=2)
     def run(rank, world):
         model = trains_as_one_that_rounds(rank, world, policy, rows, offload_policy=CPUOffloadPolicy(pin_memory=False))
@@ -87,7 +87,7 @@ def offloaded(rank, world, **options):
         return three_steps(rank, even(), low_bits, vectors, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
-def test_compiled_with_offloaded_shards_the_bits_are_those_of_eager_steps():
+def test_the_compiled_graph_with_offloaded_shards_is_bitwise_identical_to_eager():
     assert graphs_of(offloaded).startswith("forward Gw")
 
 
@@ -95,7 +95,7 @@ def test_compiled_with_offloaded_shards_the_bits_are_those_of_eager_steps():
 
 
 class Spoiled(torch.autograd.Function):
-    """The identity; of the gradient, one element is not finite."""
+    """The identity, with one element of the gradient replaced by a value that is not finite."""
 
     @staticmethod
     def forward(ctx, x, value):
@@ -110,7 +110,7 @@ class Spoiled(torch.autograd.Function):
 
 
 class Spoilable(nn.Module):
-    """A layer, one element of whose weight's gradient is what it is told to be, if it is."""
+    """A linear layer. If `spoil` is not zero, one element of its weight's gradient is `spoil`."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +133,7 @@ def spoilable(policy):
 @pytest.mark.parametrize("value", [math.inf, more(-math.inf), math.nan])
 @pytest.mark.parametrize("policy", [BOTH, more(CommPolicy("int8", "fp8", block=BLOCK)), CommPolicy("fp8", "bf16")])
 @distributed(world=2)
-def test_where_one_rank_overflows_all_skip_the_step_and_go_on_as_without_a_scaler(rank, world, policy, value):
+def test_if_one_rank_overflows_all_ranks_skip_the_step_and_continue_exactly(rank, world, policy, value):
     model, other = spoilable(policy), spoilable(policy)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, other)]
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
@@ -145,7 +145,7 @@ def test_where_one_rank_overflows_all_skip_the_step_and_go_on_as_without_a_scale
         losses = [each(x).square().mean() for each in (model, other)]
         assert torch.equal(*losses)
         scaler.scale(losses[0]).backward()
-        losses[1].backward()  # it rounds as often, so that random numbers stay the same
+        losses[1].backward()  # rounds the same number of times, so that both models use the same random numbers
         before = [param.to_local().clone() for param in model.parameters()]
         scaler.step(optimizers[0])
         scaler.update()
@@ -168,14 +168,14 @@ def test_where_one_rank_overflows_all_skip_the_step_and_go_on_as_without_a_scale
 
 
 class Replicas:
-    """Means over replicas that round their sums, stochastically."""
+    """Means over replicas whose sums are rounded stochastically."""
 
     def __init__(self, groups, wire, shape):
         self.groups, self.wire, (self.replicas, self.pieces) = groups, wire, shape
         self.number = 0
 
     def mean(self, own):
-        """The mean of all ranks' gradients, by name; `own` are those of each rank, by name."""
+        """The mean of the gradients of all ranks, by name. `own` has the gradients of each rank, by name."""
         totals = {}
         for group in self.groups:
             for replica in range(self.replicas):
@@ -201,16 +201,16 @@ class Replicas:
 @pytest.mark.parametrize("form", ["int8", more("fp8"), "bf16"])
 @pytest.mark.parametrize("shape", [(2, 2), more((4, 1))])
 @simulated(world=4)
-def test_between_replicas_alone_steps_have_the_bits_of_a_model_that_rounds_sums(rank, world, shape, form):
+def test_rounding_only_between_replicas_is_bitwise_identical_to_a_model_that_rounds_sums(rank, world, shape, form):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     model, reference = sharded(CommPolicy(replicas=form, block=BLOCK), mesh=mesh), plain()
     replicas = Replicas(groups_of(model), Wire(form, BLOCK), shape)
     assert_trains_alike(rank, world, model, reference, replicas.mean)
 
 
-# ---- numbers that hardly fit, and shards without any
+# ---- extreme values, and empty shards
 
-ODD = {  # in the first row of a weight
+ODD = {  # values in the first row of a weight
     "nan": [math.nan, 1.0],
     "inf": [math.inf, -1.0],
     "denormal": [1e-40, -1e-45],
@@ -228,7 +228,7 @@ def empty_and_short():
 @pytest.mark.parametrize("form", ["int8", "fp8", "bf16"])
 @pytest.mark.parametrize("kind", ODD)
 @simulated(world=4)
-def test_odd_weights_arrive_as_rounding_gives_them_and_spoil_no_others(rank, world, kind, form):
+def test_extreme_weights_are_rounded_correctly_and_do_not_affect_others(rank, world, kind, form):
     reference, wire = empty_and_short(), Wire(form, BLOCK)
     with torch.no_grad():
         for layer in reference:
@@ -250,7 +250,7 @@ def test_odd_weights_arrive_as_rounding_gives_them_and_spoil_no_others(rank, wor
 
 
 class Given(nn.Module):
-    """Its gradient is what it is called with."""
+    """A layer whose gradient is the argument of its forward."""
 
     def __init__(self, rows, columns):
         super().__init__()
@@ -265,7 +265,7 @@ class Given(nn.Module):
 @pytest.mark.parametrize("form", ["int8", "fp8", "bf16"])
 @pytest.mark.parametrize("kind", ODD)
 @simulated(world=2)
-def test_odd_gradients_arrive_as_rounding_gives_them_and_spoil_no_others(rank, world, kind, form, feedback, rows):
+def test_extreme_gradients_are_rounded_correctly_and_do_not_affect_others(rank, world, kind, form, feedback, rows):
     model, wire = Given(rows, 32), Wire(form, BLOCK)
     fully_shard(model)
     model.set_comm_policy(CommPolicy(reduce=form, block=BLOCK, error_feedback=feedback))
@@ -287,7 +287,7 @@ def test_odd_gradients_arrive_as_rounding_gives_them_and_spoil_no_others(rank, w
 
 
 @simulated(world=2)
-def test_a_policy_for_offloaded_shards_may_be_given_by_class(rank, world):
+def test_shard_by_class_accepts_a_policy_for_offloaded_shards(rank, world):
     model = plain()
     options = {"comm_policy": BOTH, "offload_policy": CPUOffloadPolicy(pin_memory=False)}
     cs.shard_by_class(model, {type(model.blocks[0])}, **options)

@@ -1,4 +1,4 @@
-"""Groups whose members differ, experts that some ranks do not use, and two models in one program."""
+"""Groups of different parameters, experts that some ranks do not use, and two models in one program."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_low_rank_adapters_train_on_a_frozen_base_of_another_dtype(rank, world, 
 
 
 class Quantized(nn.Module):
-    """A frozen weight of bytes with a scale, in the manner of quantized linear layers, and a trained bias."""
+    """A quantized linear layer: a frozen weight of bytes with a scale, and a trained bias."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ class Quantized(nn.Module):
 
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 @distributed(world=2)
-def test_quantized_weights_are_gathered_as_they_are(rank, world, param_dtype):
+def test_quantized_weights_are_gathered_in_their_dtype(rank, world, param_dtype):
     policy = MixedPrecisionPolicy(param_dtype=param_dtype)
     models = models_of(lambda: nn.Sequential(nn.Linear(4, 6), Quantized()), mp_policy=policy)
 
@@ -76,7 +76,7 @@ def test_quantized_weights_are_gathered_as_they_are(rank, world, param_dtype):
 
 
 class Experts(nn.Module):
-    """Each row goes to one of four experts."""
+    """A layer that sends each row to one of four experts."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +95,7 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("zeros", [False, True])
 @distributed(world=2)
-def test_experts_in_one_group_may_be_unused_on_some_ranks_and_steps(rank, world, zeros):
+def test_experts_in_a_group_can_be_unused_on_some_ranks_and_steps(rank, world, zeros):
     models = models_of(Experts, shard_whole, fsdp2=False)
     models["ours"].set_reduce_scatter_unused_params(zeros)
     optimizers = optimizers_of(models)
@@ -144,7 +144,7 @@ def test_a_generator_and_a_discriminator_train_together(rank, world, optimizers)
             if optimizers == 2:
                 of_d.step()
                 of_d.zero_grad()
-            (-pair["d"](fake).mean()).backward()  # the discriminator has moved, the generator has not
+            (-pair["d"](fake).mean()).backward()  # the discriminator was updated, the generator was not
         assert_alike(pairs)
         for each in (optimizer for name in pairs for optimizer in steppers[name]):
             each.step()
@@ -178,7 +178,7 @@ def test_a_student_learns_from_a_sharded_teacher(rank, world):
 
 
 class Momentum(nn.Module):
-    """A student, and a teacher that follows it: each forward moves the teacher before it asks it, as MoCo does."""
+    """A student and a momentum teacher, as in MoCo: each forward updates the teacher before it runs it."""
 
     def __init__(self):
         super().__init__()
@@ -207,8 +207,8 @@ def shard_both(model, engine, kept):
 
 @pytest.mark.parametrize("kept", [False, True])
 @simulated(world=2)
-def test_a_teacher_that_a_forward_moves_is_asked_with_its_new_weights(rank, world, kept):
-    """The gather of its first block is issued while the student's last block runs, and so before it is moved."""
+def test_a_teacher_that_is_updated_in_forward_runs_with_its_new_weights(rank, world, kept):
+    """The first block of the teacher is prefetched while the student's last block runs, so before the update."""
     models = models_of(Momentum, shard_both, kept=kept)
     optimizers = optimizers_of(models)
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Parity of plain training: every way to group a model, to reshard it and to optimise it."""
+"""Parity of plain training with all groupings, reshard settings and optimizers."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ SHARDINGS = {
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw-foreach"])
 @distributed(world=(1, 2, 4))
-def test_training_equals_the_unsharded_model_bit_for_bit(rank, world, optimizer):
+def test_training_is_bitwise_identical_to_the_unsharded_model(rank, world, optimizer):
     check_parity(Case(model=Stack, optimizer=optimizer), rank, world)
 
 
 @pytest.mark.parametrize("grouping", ["root", "nested", "lists"])
 @distributed(world=(1, 2, more(4)))
-def test_any_grouping_gives_the_same_bits(rank, world, grouping):
+def test_all_groupings_are_bitwise_identical(rank, world, grouping):
     check_parity(Case(model=Stack, shard=SHARDINGS[grouping], optimizer="adamw"), rank, world)
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("grouping", ["blocks", "nested", "lists"])
 @distributed(world=2)
-def test_resharding_after_forward_or_not_gives_the_same_bits(rank, world, grouping, reshard):
+def test_all_reshard_settings_are_bitwise_identical(rank, world, grouping, reshard):
     shard = functools.partial(SHARDINGS[grouping], reshard_after_forward=reshard)
     check_parity(Case(model=Stack, shard=shard), rank, world)
 
 
 @pytest.mark.parametrize("reshard", [more(None), True, more(False)])
 @distributed(world=(1, 4))
-def test_resharding_gives_the_same_bits_at_other_world_sizes(rank, world, reshard):
+def test_all_reshard_settings_are_bitwise_identical_at_other_world_sizes(rank, world, reshard):
     shard = functools.partial(shard_blocks, reshard_after_forward=reshard)
     check_parity(Case(model=Stack, shard=shard, optimizer="adamw"), rank, world)
 

@@ -1,4 +1,4 @@
-"""Stages of torch's pipelines (`torch.distributed.pipelining`) whose modules are sharded over data-parallel ranks."""
+"""Pipeline stages (`torch.distributed.pipelining`) whose modules are sharded over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DIM, MICROBATCHES, LENGTH = 8, 4, 5
 
 
 class Stage(nn.Module):
-    """Two blocks, and a weight of the stage's own."""
+    """A stage with two blocks and its own linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -58,13 +58,13 @@ def batch(dp_rank, step):
 
 
 def reference_step(plain, step, backwards):
-    """Gradients of one process: those of each data-parallel rank, of its microbatches in order, and their mean.
+    """Compute the gradients in one process: the mean over data-parallel ranks, each with its microbatches in order.
 
     Args:
-        backwards: the last microbatch first.
+        backwards: run the last microbatch first.
 
     Returns:
-        the losses of each data-parallel rank.
+        The losses of each data-parallel rank.
     """
     sums, losses = [], []
     for dp_rank in range(2):
@@ -80,7 +80,7 @@ def reference_step(plain, step, backwards):
 
 
 def build(name, stages, count, mesh):
-    """torch's schedule over the stages of this rank."""
+    """Create torch's schedule for the stages of this rank."""
     group = mesh.get_group("pp")
     made = [PipelineStage(stage, i, count, torch.device("cpu"), group=group) for i, stage in stages.items()]
     kind = get_schedule_class(name)
@@ -88,7 +88,7 @@ def build(name, stages, count, mesh):
 
 
 def run(schedule, own, count, dp_rank, step):
-    """One step of the pipeline; returns the losses of the last stage, None on ranks that do not have it."""
+    """Run a step of the pipeline. Returns the losses of the last stage, or None on ranks that do not have it."""
     x, target = batch(dp_rank, step)
     losses = [] if count - 1 in own else None
     schedule.step(*((x,) if 0 in own else ()), target=target if losses is not None else None, losses=losses)
@@ -119,7 +119,7 @@ def same_pieces(stage, plain, dp_rank, of):
 
 @pytest.mark.parametrize(("name", "reshard"), CASES + MORE)
 @distributed(world=4)
-def test_training_has_the_bits_of_one_process(rank, world, name, reshard):
+def test_pipeline_training_is_bitwise_identical_to_one_process(rank, world, name, reshard):
     mesh = named_mesh((2, 2), ("pp", "dp"))
     dp_rank, places = mesh.get_local_rank("dp"), PLACES[name]
     torch.manual_seed(3)
@@ -142,18 +142,18 @@ def test_training_has_the_bits_of_one_process(rank, world, name, reshard):
     for stage in stages.values():
         assert_at_rest(stage)
         reductions = [action.fqn for action in last_record(stage).actions if action.kind.name == "REDUCE"]
-        assert sorted(reductions) == ["", "blocks.0", "blocks.1"], "one for each group, whatever the micro-batches"
+        assert sorted(reductions) == ["", "blocks.0", "blocks.1"], "one for each group, not for each microbatch"
 
 
 def make_optimizer(model):
-    """Every other parameter by a fused kernel, the others by foreach functions."""
+    """AdamW with the fused kernel for every other parameter, and foreach functions for the rest."""
     params = list(model.parameters())
     groups = [{"params": params[::2], "fused": True, "foreach": False}, {"params": params[1::2], "foreach": True}]
     return torch.optim.AdamW(groups, lr=0.1)
 
 
 def clip(stage, group, most):
-    """By the norm of the whole pipeline, of which this rank has a stage."""
+    """Clip the gradients of a stage by the norm of the whole pipeline."""
     norm = nn.utils.get_total_norm([p.grad for p in stage.parameters()]).full_tensor().square()
     dist.all_reduce(norm, group=group)
     nn.utils.clip_grads_with_norm_(stage.parameters(), most, norm.sqrt_())
@@ -161,12 +161,12 @@ def clip(stage, group, most):
 
 
 @distributed(world=4)
-def test_stages_clip_by_one_norm_and_go_on_from_a_checkpoint(rank, world, tmp_path):
+def test_stages_clip_by_a_common_norm_and_resume_from_a_checkpoint(rank, world, tmp_path):
     mesh = named_mesh((2, 2), ("pp", "dp"))
     dp_rank, own = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
     torch.manual_seed(3)
     plain = nn.Sequential(Stage(), Stage())
-    sides = []  # the second one goes on from the checkpoint of the first
+    sides = []  # the second one resumes from the checkpoint of the first
     for _ in range(2):
         stage = shard(copy.deepcopy(plain[own]), fully_shard, mesh["dp"], True)
         sides.append((stage, make_optimizer(stage), build("1F1B", {own: stage}, 2, mesh)))
@@ -202,11 +202,11 @@ def test_stages_clip_by_one_norm_and_go_on_from_a_checkpoint(rank, world, tmp_pa
         assert torch.equal(p.to_local(), other.get_parameter(name).to_local()), name
 
 
-# ---- every schedule, beside FSDP2
+# ---- every schedule, compared with FSDP2
 
 
 class Layers(nn.Module):
-    """A stage of transformer blocks without a weight of its own: all are those of sharded modules below it."""
+    """A stage of transformer blocks without own weights: all weights belong to sharded modules in it."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
@@ -222,7 +222,7 @@ class Layers(nn.Module):
 
 
 class Padded(Layers):
-    """The same with a weight of its own, around them, and one that is frozen."""
+    """A stage with two own linear layers, one of which is frozen."""
 
     def __init__(self):
         super().__init__()
@@ -239,7 +239,7 @@ def text_batch(dp_rank, step):
 
 
 def text_reference(plain, step, dp_ranks):
-    """Losses of each data-parallel rank, and the mean gradient."""
+    """Compute the mean gradients in one process. Returns the losses of each data-parallel rank."""
     sums, losses = [], []
     for dp_rank in range(dp_ranks):
         plain.zero_grad()
@@ -254,7 +254,7 @@ def text_reference(plain, step, dp_ranks):
 
 
 def check_schedule(name, kind, dp_ranks, reshard, engines):
-    """Two steps of training, each engine beside the unsharded model."""
+    """Train for two steps with each engine, and compare with the unsharded model."""
     mesh = named_mesh((2, dp_ranks), ("pp", "dp"))
     dp_rank, places = mesh.get_local_rank("dp"), PLACES[name]
     own, count = places[mesh.get_local_rank("pp")], 2 * len(places[0])
@@ -289,29 +289,29 @@ def check_schedule(name, kind, dp_ranks, reshard, engines):
 
 
 def loses_gradients(name, reshard):
-    """Whether FSDP2 does, which the test below shows."""
+    """Whether FSDP2 loses gradients with this schedule. A test below shows it."""
     return name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV") and reshard
 
 
 @pytest.mark.parametrize("kind", ["Layers", more("Padded")])
 @pytest.mark.parametrize("name", PLACES)
 @distributed(world=2)
-def test_stages_on_meshes_of_one_rank_train_by_every_schedule(rank, world, name, kind):
+def test_stages_on_meshes_of_one_rank_train_with_every_schedule(rank, world, name, kind):
     engines = [fully_shard] if loses_gradients(name, True) else [fully_shard, fsdp2]
     check_schedule(name, {"Layers": Layers, "Padded": Padded}[kind], 1, True, engines)
 
 
 @pytest.mark.parametrize(("name", "reshard"), [("DualPipeV", False), *(more(*at) for at in ALL)])
 @distributed(world=4)
-def test_stages_without_a_weight_of_their_own_train_by_every_schedule(rank, world, name, reshard):
+def test_stages_without_own_weights_train_with_every_schedule(rank, world, name, reshard):
     engines = [fully_shard] if loses_gradients(name, reshard) else [fully_shard, fsdp2]
     check_schedule(name, Layers, 2, reshard, engines)
 
 
 @pytest.mark.parametrize("kind", [Layers, Padded])
 @distributed(world=2)
-def test_input_and_weight_gradients_apart_are_exact_in_a_backward_that_is_ended_by_hand(rank, world, kind):
-    """The calls of the zero-bubble schedules of torch 2.15 on one stage."""
+def test_separate_input_and_weight_gradients_are_exact_with_manual_finalization(rank, world, kind):
+    """Makes the calls of torch 2.15's zero-bubble schedules on one stage."""
     torch.manual_seed(3)
     plain = kind()
     model = shard(copy.deepcopy(plain), fully_shard, None, False)
@@ -335,7 +335,7 @@ def test_input_and_weight_gradients_apart_are_exact_in_a_backward_that_is_ended_
         model.set_manual_backward_finalization(False)
         reduced = [action.fqn for action in last_record(model).actions if action.kind == "REDUCE"]
         assert len(reduced) == len(set(reduced)) == (2 if kind is Layers else 3), (
-            "each group once, not in each backward"
+            "each group is reduced once, not in each backward"
         )
         assert all(x.grad is not None for x in inputs)
         for name, param in plain.named_parameters():
@@ -350,7 +350,7 @@ def test_input_and_weight_gradients_apart_are_exact_in_a_backward_that_is_ended_
 
 
 @distributed(world=1)
-def test_an_asynchronous_unshard_gives_a_handle_also_for_a_module_without_parameters(rank, world):
+def test_an_asynchronous_unshard_returns_a_handle_even_without_parameters(rank, world):
     for engine in (fully_shard, fsdp2):
         stage = shard(Layers(), engine, named_mesh((1,), ("dp",)), True)
         for module in stage.modules():
@@ -363,7 +363,7 @@ def test_an_asynchronous_unshard_gives_a_handle_also_for_a_module_without_parame
 
 @pytest.mark.matrix
 @distributed(world=4)
-def test_fsdp2_loses_gradients_in_zero_bubble_schedules_if_it_reshards_after_forward(rank, world):
+def test_fsdp2_loses_gradients_in_zero_bubble_schedules_with_resharding_after_forward(rank, world):
     mesh = named_mesh((2, 2), ("pp", "dp"))
     dp_rank, own = mesh.get_local_rank("dp"), PLACES["ZBVZeroBubble"][mesh.get_local_rank("pp")]
     torch.manual_seed(3)
@@ -377,12 +377,12 @@ def test_fsdp2_loses_gradients_in_zero_bubble_schedules_if_it_reshards_after_for
         lost = [
             name for name, grad in grads.items() if grad is None or not torch.allclose(grad.to_local(), pieces[name])
         ]
-        assert (lost == []) is (i == 0), "the first stage alone runs a whole backward"
+        assert (lost == []) is (i == 0), "only the first stage runs a full backward"
 
 
 @distributed(world=1)
 def test_torch_finds_the_state_of_a_module_and_of_its_copy(rank, world):
-    """A pipeline asks torch's own `fully_shard` for it."""
+    """A pipeline gets this state from torch's own `fully_shard`."""
     model = fully_shard(nn.Linear(2, 2))
     made = copy.deepcopy(model)
     for each in (model, made):

@@ -1,4 +1,4 @@
-"""Sharded modules beside modules that torch replicates: `replicate`, in both of its forms, and DDP."""
+"""Sharded modules combined with modules that torch replicates: both forms of `replicate`, and DDP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from _stepping import assert_at_rest
 
 
 def mean_gradients(plain, world, step):
-    """Of all ranks, in one process."""
+    """Mean gradients of all ranks, computed in one process."""
     sums = []
     for rank in range(world):
         plain.zero_grad()
@@ -33,7 +33,7 @@ def whole(tensor):
 
 
 def train_all(models, plain, rank, world, call=next_token_loss):
-    """Two steps of each, beside the unsharded model."""
+    """Train each model for two steps, and compare with the unsharded model."""
     optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
     optimizers["plain"] = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(2):
@@ -60,7 +60,7 @@ def twins(shard, **options):
 
 
 @distributed(world=2)
-def test_replicate_leaves_sharded_children_alone(rank, world):
+def test_replicate_skips_sharded_children(rank, world):
     def shard(model, engine):
         for block in model.blocks:
             engine(block, mesh=mesh_of(2))
@@ -79,8 +79,8 @@ def assert_at_rest_below(model):
 
 
 @distributed(world=2)
-def test_sharding_leaves_replicated_children_alone(rank, world):
-    """Of the root everything is sharded but for what somebody else reduces."""
+def test_sharding_skips_replicated_children(rank, world):
+    """All parameters of the root are sharded, except those that DDP reduces."""
 
     def shard(model, engine):
         replicate_by_ddp(model.blocks[0])
@@ -103,7 +103,7 @@ def assert_same_kinds(models):
 
 
 @distributed(world=2)
-def test_replicate_made_of_fsdp_stands_beside_sharded_modules(rank, world):
+def test_replicate_built_on_fsdp_works_next_to_sharded_modules(rank, world):
     def shard(model, engine):
         engine(model.blocks[0], mesh=mesh_of(2))
         replicate_by_fsdp(model.blocks[1], mesh=mesh_of(2))
@@ -117,7 +117,7 @@ def test_replicate_made_of_fsdp_stands_beside_sharded_modules(rank, world):
 
 
 @distributed(world=2)
-def test_ddp_around_sharded_children_with_their_parameters_ignored(rank, world):
+def test_ddp_that_ignores_sharded_parameters_trains_correctly(rank, world):
     def shard(model, engine):
         for block in model.blocks:
             engine(block, mesh=mesh_of(2))
@@ -131,7 +131,7 @@ def test_ddp_around_sharded_children_with_their_parameters_ignored(rank, world):
 
 @pytest.mark.parametrize("api", [replicate_by_ddp, replicate_by_fsdp])
 @distributed(world=1)
-def test_what_is_sharded_is_not_replicated_as_well(rank, world, api):
+def test_replicating_a_sharded_module_raises_an_error(rank, world, api):
     for engine in ENGINES.values():
         model = engine(nn.Linear(2, 2))
         with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
@@ -139,8 +139,8 @@ def test_what_is_sharded_is_not_replicated_as_well(rank, world, api):
 
 
 @distributed(world=1)
-def test_what_is_replicated_is_sharded_with_its_parent_as_by_fsdp2(rank, world):
-    """A module that torch replicates has no parameters left to shard."""
+def test_a_replicated_module_is_not_sharded_with_its_parent(rank, world):
+    """`fully_shard` skips the parameters of a module that torch replicates."""
     found = []
     for engine in ENGINES.values():
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

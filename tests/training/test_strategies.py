@@ -1,4 +1,4 @@
-"""The strategies by name train alike, and each keeps in memory what its name says."""
+"""All named strategies train the same, and each keeps the parameters in memory that its name implies."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ ORDERS = {"zero1": None, "zero2": None, "zero3": None, "hsdp": (2, 2)}
 
 @pytest.mark.parametrize("strategy", ORDERS)
 @distributed(world=4)
-def test_strategies_equal_the_reference_at_world_4(rank, world, strategy):
+def test_strategies_match_the_reference_on_four_ranks(rank, world, strategy):
     replicas = {"replicas": 2} if strategy == "hsdp" else {}
     check_parity(strategy_case(strategy, replicas, mesh=ORDERS[strategy]), rank, world)
 
 
 @distributed(world=4)
-def test_replication_over_four_ranks_agrees_with_the_reference(rank, world):
-    why = "an all-reduce of four ranks leaves the order of the sum to gloo"
+def test_replication_over_four_ranks_matches_the_reference(rank, world):
+    why = "in an all-reduce of four ranks, gloo decides the order of the sum"
     check_parity(strategy_case("ddp", mesh=(4, 1), atol_reference=2e-6, why=why), rank, world)
 
 
 @distributed(world=2)
-def test_none_leaves_the_model_alone(rank, world):
+def test_the_strategy_none_does_not_change_the_model(rank, world):
     model = Stack()
     before = dict(model.named_parameters())
     assert shard_as("none", model) == []
@@ -79,7 +79,7 @@ def test_none_leaves_the_model_alone(rank, world):
 
 
 @distributed(world=2)
-def test_ddp_holds_whole_parameters_and_replicates_them(rank, world):
+def test_ddp_replicates_full_parameters(rank, world):
     model = Stack()
     shard_as("ddp", model)
     for name, param in model.named_parameters():
@@ -99,7 +99,7 @@ def test_the_zero_stages_shard_over_all_ranks(rank, world, strategy):
 
 @pytest.mark.parametrize(("strategy", "resident"), [("zero1", True), ("zero2", True), ("zero3", False)])
 @distributed(world=2)
-def test_after_forward_only_zero3_has_freed_the_blocks(rank, world, strategy, resident):
+def test_only_zero3_reshards_the_blocks_after_forward(rank, world, strategy, resident):
     model = Stack()
     shard_as(strategy, model)
     model(*vectors(rank, 0))
@@ -109,7 +109,7 @@ def test_after_forward_only_zero3_has_freed_the_blocks(rank, world, strategy, re
 
 @distributed(world=2)
 def test_zero1_gathers_once_for_all_microbatches_and_again_after_a_step(rank, world):
-    """The weights stay gathered from backward to the step; what clips or steps finds the sharded parameters."""
+    """The weights stay gathered from backward to the step. Clipping and the optimizer use the sharded parameters."""
     model = Stack()
     shard_as("zero1", model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -129,7 +129,7 @@ def test_zero1_gathers_once_for_all_microbatches_and_again_after_a_step(rank, wo
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 @distributed(world=2)
-def test_clipping_reaches_the_gradients_under_every_strategy(rank, world, strategy):
+def test_clipping_works_with_every_strategy(rank, world, strategy):
     model = Stack()
     shard_as(strategy, model)
     model(*vectors(rank, 0)).square().mean().backward()
@@ -140,7 +140,7 @@ def test_clipping_reaches_the_gradients_under_every_strategy(rank, world, strate
 
 
 @distributed(world=4)
-def test_hsdp_replicates_as_often_as_asked(rank, world):
+def test_hsdp_has_the_given_number_of_replicas(rank, world):
     model = Stack()
     shard_as("hsdp", model, replicas=2)
     for name, param in model.named_parameters():
@@ -150,7 +150,7 @@ def test_hsdp_replicates_as_often_as_asked(rank, world):
 
 @pytest.mark.parametrize("strategy", SHARDED)
 @distributed(world=2)
-def test_every_sharding_strategy_returns_what_it_sharded(rank, world, strategy):
+def test_every_sharding_strategy_returns_the_sharded_modules(rank, world, strategy):
     model = Stack()
     sharded = shard_as(strategy, model)
     assert sharded == [*model.blocks, model]

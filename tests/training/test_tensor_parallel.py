@@ -42,7 +42,7 @@ class Net(nn.Module):
     def forward(self, x):
         for layer in self.layers:
             x = layer(x)
-        return self.head(x) * 1  # FSDP2 warns of outputs that are views
+        return self.head(x) * 1  # FSDP2 warns about outputs that are views
 
 
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -68,7 +68,7 @@ def batch(dp_rank, step):
 
 
 def mean_gradients(plain, ranks, step):
-    """Those of the unsharded model, averaged over the data-parallel ranks."""
+    """Gradients of the unsharded model, averaged over the data-parallel ranks."""
     total = {}
     for dp_rank in range(ranks):
         plain.zero_grad()
@@ -118,7 +118,7 @@ def train_and_compare(models, plain, dp_rank, dp_size, make=torch.optim.SGD, ste
     ],
 )
 @distributed(world=4)
-def test_two_axes_train_exactly(rank, world, reshard, make):
+def test_training_on_two_axes_is_exact(rank, world, reshard, make):
     mesh = mesh_2d()
     torch.manual_seed(3)
     plain = Net()
@@ -138,7 +138,7 @@ def test_two_axes_train_exactly(rank, world, reshard, make):
 
 
 @distributed(world=4)
-def test_placements_and_state_dicts_are_those_of_torchs_fsdp2(rank, world):
+def test_placements_and_state_dicts_match_torchs_fsdp2(rank, world):
     mesh = mesh_2d()
     torch.manual_seed(3)
     plain = Net()
@@ -161,7 +161,7 @@ def test_placements_and_state_dicts_are_those_of_torchs_fsdp2(rank, world):
 
 
 @distributed(world=4)
-def test_a_module_sees_the_dtensor_that_it_had(rank, world):
+def test_a_module_gets_its_tensor_parallel_dtensor(rank, world):
     mesh = mesh_2d()
     model = Net()
     parallelize(model, mesh["tp"])
@@ -178,7 +178,7 @@ def test_a_module_sees_the_dtensor_that_it_had(rank, world):
 
 
 @distributed(world=4)
-def test_unsharded_by_hand_and_without_gradients(rank, world):
+def test_tensor_parallel_modules_work_with_manual_unshard_and_no_grad(rank, world):
     mesh = mesh_2d()
     torch.manual_seed(3)
     plain = Net()
@@ -199,7 +199,7 @@ def test_unsharded_by_hand_and_without_gradients(rank, world):
 
 
 @distributed(world=4)
-def test_along_another_dim_and_with_a_copy(rank, world):
+def test_tensor_parallel_modules_can_be_sharded_along_another_dim_and_copied(rank, world):
     mesh = mesh_2d()
     torch.manual_seed(3)
     plain = Net()
@@ -216,7 +216,7 @@ def test_along_another_dim_and_with_a_copy(rank, world):
 
 
 @distributed(world=4)
-def test_replicas_of_shards_of_tensor_parallel_ranks(rank, world):
+def test_hsdp_with_tensor_parallelism_trains_exactly(rank, world):
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
     torch.manual_seed(3)
     plain = Net()
@@ -272,7 +272,7 @@ def compiled(rank, world):
 
 
 @pytest.mark.matrix
-def test_one_forward_and_one_backward_graph_have_the_bits_of_eager():
+def test_the_compiled_graph_with_tensor_parallelism_is_bitwise_identical_to_eager():
     assert_expected_inline(
         graphs_of(compiled, world=4),
         """\
@@ -283,7 +283,7 @@ backward GwGmmwGmmmmAwRwmmmmAwwRwRw
 
 
 @distributed(world=4)
-def test_meshes_that_do_not_belong_together_are_named(rank, world):
+def test_meshes_that_cannot_be_combined_raise_an_error(rank, world):
     mesh = mesh_2d()
     other = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     unnamed = init_device_mesh("cpu", (4,))
@@ -296,8 +296,8 @@ def test_meshes_that_do_not_belong_together_are_named(rank, world):
 
 @pytest.mark.matrix
 @distributed(world=8)
-def test_weights_stay_among_few_of_the_ranks_of_each_submesh(rank, world):
-    """torch's FSDP2 makes the groups of all ranks from a mesh that is another on each, and waits for ever."""
+def test_resharding_to_a_few_ranks_works_on_submeshes(rank, world):
+    """torch's FSDP2 hangs here: it creates groups of all ranks from a mesh that differs between ranks."""
     mesh = named_mesh((4, 2), ("dp", "tp"))
     torch.manual_seed(3)
     plain = Net()
@@ -307,7 +307,7 @@ def test_weights_stay_among_few_of_the_ranks_of_each_submesh(rank, world):
     want = mean_gradients(plain, 4, 0)
     loss = full(model(batch(mesh.get_local_rank("dp"), 0))).square().mean()
     kept = model.layers[0].up.weight
-    assert (kept.device_mesh.mesh_dim_names, kept.shape) == (("copies", "few"), (8, 8)), "of the local tensor"
+    assert (kept.device_mesh.mesh_dim_names, kept.shape) == (("copies", "few"), (8, 8)), "wrong mesh or local shape"
     loss.backward()
     for name, gradient in want.items():
         torch.testing.assert_close(full(model.get_parameter(name).grad), gradient)

@@ -1,6 +1,6 @@
-"""`reduce_dtype` over the axes of other parallelism: gradients are summed over them in that dtype, too.
+"""`reduce_dtype` with other parallelism: gradients are also summed over its axes in that dtype.
 
-torch's FSDP2 sums over these axes in the dtype of compute, and casts the sum.
+torch's FSDP2 sums over these axes in the dtype of the gradient, and casts the sum.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 
 
 class Layer(nn.Module):
-    """Pre-norm feed-forward, with a scale that only some calls use."""
+    """A pre-norm feed-forward layer with a scale that only some calls use."""
 
     def __init__(self, dim=8, hidden=16):
         super().__init__()
@@ -44,7 +44,10 @@ class Layer(nn.Module):
 
 
 def sequence_parallel(mesh, noted=True):
-    """Activations between layers are cut along the sequence, so the gradient of a norm's weight is partial."""
+    """Layers with sequence parallelism: activations are sharded along the sequence.
+
+    So the gradient of a norm's weight is a partial sum.
+    """
     torch.manual_seed(3)
     model = nn.Sequential(Layer(), Layer())
     for layer in model:
@@ -75,7 +78,7 @@ def on_all_axes(mesh, noted=True):
 
 
 def note_gradients(norm):
-    """Keep the gradients of the unsharded weight, as autograd makes them."""
+    """Record the gradients of the unsharded weight as autograd computes them."""
     norm.__dict__.setdefault("seen", [])
     if norm.weight.requires_grad and torch.is_grad_enabled():
         norm.weight.register_hook(norm.__dict__["seen"].append)
@@ -88,7 +91,7 @@ def shard(model, engine, **options):
 
 
 def float32_mean(seen, data):
-    """What comes of gradients over all ranks that hold parts of it, summed in float32, averaged over `data`."""
+    """Sum partial gradients in float32 over all ranks, and average over the mesh `data`."""
     total = sum(DTensor.to_local(g).float() for g in seen)
     axes = [seen[0].device_mesh.get_group(i) for i, at in enumerate(seen[0].placements) if at.is_partial()]
     names = seen[0].device_mesh.mesh_dim_names
@@ -113,7 +116,7 @@ def check_norms(model, data):
         assert any(at.is_partial() for at in seen[0].placements)
         got = full(layer.norm.weight.grad)
         assert got.dtype == torch.float32
-        assert torch.equal(got, float32_mean(seen, data)), "not the float32 sum"
+        assert torch.equal(got, float32_mean(seen, data)), "the gradient is not the float32 sum"
         seen.clear()
 
 
@@ -156,7 +159,7 @@ def test_the_gradient_of_a_replicated_norm_is_the_float32_sum(rank, world):
 
 
 @distributed(world=4)
-def test_sums_over_several_axes_and_on_a_full_mesh_are_in_float32(rank, world):
+def test_sums_over_several_axes_and_on_a_full_mesh_use_float32(rank, world):
     mesh = named_mesh((1, 2, 2), ("dp", "cp", "tp"))
     submesh = on_all_axes(mesh["cp", "tp"])
     shard(submesh, fully_shard, mesh=mesh["dp"], mp_policy=MIXED)
@@ -166,14 +169,14 @@ def test_sums_over_several_axes_and_on_a_full_mesh_are_in_float32(rank, world):
     for model, axes, data in ((submesh, mesh["cp", "tp"], mesh["dp"]), (whole, two, two["dp"])):
         for step in range(2):
             x = distribute_tensor(batch(0, step).flatten(0, 1), axes, [Shard(0), Shard(0)])
-            (model(x).square().mean() * 8).backward()  # a scaled loss
+            (model(x).square().mean() * 8).backward()  # like a loss scaler
             check_norms(model, data)
             model.zero_grad()
 
 
 @distributed(world=4)
-def test_nothing_is_cast_where_the_dtype_of_reduction_is_none_or_no_wider(rank, world):
-    """Bitwise identical to FSDP2, which sums in the dtype of the gradient."""
+def test_gradients_are_not_cast_if_reduce_dtype_is_none_or_not_wider(rank, world):
+    """The result is bitwise identical to FSDP2, which sums in the dtype of the gradient."""
     mesh = named_mesh((2, 2), ("dp", "tp"))
     bf16, fp32 = torch.bfloat16, torch.float32
     policies = [
@@ -193,7 +196,7 @@ def test_nothing_is_cast_where_the_dtype_of_reduction_is_none_or_no_wider(rank, 
 
 
 @distributed(world=4)
-def test_averages_and_gradients_outside_forward_and_unused_parameters(rank, world):
+def test_averages_gradients_outside_forward_and_unused_parameters_use_float32(rank, world):
     mesh = named_mesh((2, 2), ("dp", "tp"))
     model = sequence_parallel(mesh["tp"])
     shard(model, fully_shard, mesh=mesh["dp"], mp_policy=MIXED)
@@ -212,7 +215,7 @@ def test_averages_and_gradients_outside_forward_and_unused_parameters(rank, worl
     assert all(layer.scale.grad is None for layer in model)
     handle.remove()
     model.zero_grad()
-    model[1].scales = mesh.get_local_rank("dp") == 0  # of no use on half of the data-parallel ranks
+    model[1].scales = mesh.get_local_rank("dp") == 0  # unused on half of the data-parallel ranks
     model(x).square().mean().backward()
     assert model[1].scale.grad is not None
     assert model[0].scale.grad is None
@@ -226,7 +229,7 @@ def test_averages_and_gradients_outside_forward_and_unused_parameters(rank, worl
 
 
 class Experts(nn.Module):
-    """Experts on their own axis, and a router that every rank has."""
+    """Experts on a separate axis, and a router that is replicated on all ranks."""
 
     def __init__(self, mesh):
         super().__init__()
@@ -240,7 +243,7 @@ class Experts(nn.Module):
 
 
 @distributed(world=4)
-def test_the_gradient_of_a_router_beside_experts_is_the_float32_sum(rank, world):
+def test_the_gradient_of_a_router_next_to_experts_is_the_float32_sum(rank, world):
     mesh = named_mesh((2, 2), ("dp", "ep"))
     torch.manual_seed(3)
     model = Experts(mesh["ep"])
@@ -282,12 +285,12 @@ def compiled_on_a_full_mesh(rank, world):
 
 
 @pytest.mark.parametrize("case", [more(compiled), more(compiled_on_a_full_mesh)])
-def test_one_full_graph_has_the_bits_of_eager(case):
+def test_one_full_graph_is_bitwise_identical_to_eager(case):
     assert "R" in graphs_of(case, world=4)
 
 
 @distributed(world=4)
-def test_compiled_layers_sum_in_float32(rank, world):
+def test_compiled_layers_reduce_in_float32(rank, world):
     mesh = named_mesh((2, 2), ("dp", "tp"))
     models = [sequence_parallel(mesh["tp"], noted=False) for _ in range(2)]
     for model in models:

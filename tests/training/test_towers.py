@@ -1,4 +1,4 @@
-"""A tower that some ranks do not run. All call its `unshard()`, so that none waits, and then clip its gradients."""
+"""A vision tower that some ranks do not run. All ranks call its `unshard()`, so none hangs, and clip its gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DIM = 16
 
 
 class Sees(nn.Module):
-    """A decoder that sees an image if it is given one."""
+    """A decoder with an optional image."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ class Sees(nn.Module):
 
 
 def shard(model, engine, compiled):
-    engine(model.tower, reshard_after_forward=False)  # else its backward would gather, on some ranks alone
+    engine(model.tower, reshard_after_forward=False)  # otherwise only some ranks would gather in backward
     for block in model.decoder.blocks:
         engine(block)
         if compiled:
@@ -46,7 +46,7 @@ def shard(model, engine, compiled):
 
 
 def loss_of(model, rank, step):
-    """One of the two ranks sees an image, in turns."""
+    """The loss of a step. The two ranks alternate in getting an image."""
     (tokens,) = token_batch(rank, step)
     image = 3 * noise(1, 8, DIM, seed=step) if (rank + step) % 2 == 0 else None
     return model(tokens, image).square().mean()
@@ -61,8 +61,8 @@ def clip(name, model, clip_all):
 @pytest.mark.parametrize("compiled", [False, more(True)])
 @pytest.mark.parametrize("kept", [False, True])
 @distributed(world=2)
-def test_a_tower_that_is_unsharded_by_hand_is_clipped_with_the_rest(rank, world, kept, compiled, clips):
-    """Also with `kept`, where its weights stay unsharded after backward; FSDP2 leaves it out of the norm then."""
+def test_a_manually_unsharded_tower_is_clipped_with_the_other_parameters(rank, world, kept, compiled, clips):
+    """With `kept`, its weights stay unsharded after backward. FSDP2 then omits it from the norm."""
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo in FSDP2
     fsdp2 = not kept and hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # not in torch 2.11
     models = models_of(Sees, shard, fsdp2=fsdp2, compiled=compiled)

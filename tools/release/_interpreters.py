@@ -1,4 +1,4 @@
-"""Which Python and which torch can be had on this machine: interpreters, and what pip would install."""
+"""Find Python interpreters on this machine, and the torch that pip would install for them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from pathlib import Path
 
 PYTHONS = ("3.11", "3.12", "3.13")
 TORCHS = ("2.11.0", "2.13.0", "2.15.0")
-# Each Python and each torch once, and first the pair that `make test` runs on.
+# Each Python and each torch at least once. The first pair is the one of `make test`.
 USUAL = (("3.11", "2.13.0"), ("3.11", "2.11.0"), ("3.12", "2.13.0"), ("3.13", "2.15.0"))
 ALL = tuple((python, torch) for python in PYTHONS for torch in TORCHS)
 _CUDA = re.compile(r"(nvidia|cuda)[-_]", re.IGNORECASE)
 
 
 class NotToBeHadError(Exception):
-    """A Python or a torch that this machine does not have; the message says why."""
+    """A Python or torch version is not available on this machine. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class TorchOffer:
-    """What would be taken as torch.
+    """A torch that can be used in an environment.
 
     Attributes:
-        version: of it, with what stands behind a plus sign.
-        cuda_packages: names of packages for CUDA that pip would bring along.
-        lies_in: where another environment has it; None if pip is to install it.
+        version: full version, including the local part after `+`.
+        cuda_packages: names of CUDA packages that pip would install with it.
+        lies_in: site-packages directory of another environment that contains it; None: pip installs it.
     """
 
     version: str
@@ -40,20 +40,20 @@ class TorchOffer:
 
 
 def pair_of(text: str) -> tuple[str, str]:
-    """``3.12:2.13.0`` as Python and torch.
+    """Parse ``3.12:2.13.0`` into versions of Python and torch.
 
     Raises:
-        ValueError: it is not written so.
+        ValueError: the text has another format.
     """
     if not (match := re.fullmatch(r"(3\.\d+):(\d+\.\d+\.\d+)", text)):
-        raise ValueError(f"{text!r} is no pair of Python and torch; write it as 3.12:2.13.0")
+        raise ValueError(f"{text!r} is not a pair of Python and torch; write it as 3.12:2.13.0")
     return match[1], match[2]
 
 
 def interpreter(version: str, given: Iterable[Path] = ()) -> Path:
-    """An interpreter of this version: one of those that are given, this one, of the path, or of pyenv.
+    """Return an interpreter of this version: from `given`, this one, from PATH, or from pyenv.
 
-    A name on the path may be one that pyenv refuses to run, so each is asked for its version.
+    Each candidate is run to check its version, because a shim of pyenv on PATH may not run.
 
     Raises:
         NotToBeHadError: there is none.
@@ -65,7 +65,7 @@ def interpreter(version: str, given: Iterable[Path] = ()) -> Path:
     for candidate in candidates:
         if _version_of(candidate) == version:
             return candidate
-    raise NotToBeHadError(f"no python{version} on this machine; --python PATH names one")
+    raise NotToBeHadError(f"no python{version} on this machine; --python PATH adds an interpreter")
 
 
 def _version_of(python: Path) -> str | None:
@@ -78,27 +78,27 @@ def _version_of(python: Path) -> str | None:
 
 
 def torch_offer(python: Path, version: str, options: Sequence[str] = ()) -> TorchOffer:
-    """Ask pip, which installs nothing, what it would take as this torch.
+    """Ask pip which torch it would install. Nothing is installed.
 
     Args:
-        python: of an environment with pip.
-        version: of torch.
-        options: of pip, such as an index of its own.
+        python: interpreter of an environment with pip.
+        version: version of torch.
+        options: more options of pip, such as an index.
 
     Raises:
-        NotToBeHadError: pip knows none, or may not take it.
+        NotToBeHadError: pip finds no such torch.
     """
     command = [str(python), "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--no-deps"]
     command += ["--only-binary", ":all:", "--report", "-", *options, f"torch=={version}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-        raise NotToBeHadError(f"pip offers no torch {version}: {errors[0][7:] if errors else 'it says not why'}")
+        raise NotToBeHadError(f"pip offers no torch {version}: {errors[0][7:] if errors else 'pip gave no reason'}")
     return offer_of(json.loads(done.stdout), sys.platform)
 
 
 def lent_torch(pair: tuple[str, str], pythons: Iterable[Path]) -> TorchOffer | None:
-    """The torch of another environment, if one of these is of this Python and has this torch."""
+    """Return the torch of an environment in `pythons` with this Python and torch version, or None."""
     source = "from importlib.metadata import distribution as d; t = d('torch'); print(t.version, t.locate_file(''))"
     for python in pythons:
         if _version_of(python) != pair[0]:
@@ -111,11 +111,11 @@ def lent_torch(pair: tuple[str, str], pythons: Iterable[Path]) -> TorchOffer | N
 
 
 def offer_of(report: dict[str, object], platform: str) -> TorchOffer:
-    """What a report of pip says of torch.
+    """Read the torch offer from a report of pip.
 
     Args:
-        report: of ``pip install --report``, of torch alone.
-        platform: as `sys.platform`; torch asks for CUDA's packages on Linux alone.
+        report: output of ``pip install --report`` for torch alone.
+        platform: as `sys.platform`. torch requires CUDA packages only on Linux.
     """
     (item,) = report["install"]  # type: ignore[misc]
     metadata = item["metadata"]

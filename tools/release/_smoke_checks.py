@@ -1,4 +1,4 @@
-"""What is tried in an environment that has the package: commands in an empty folder, and what they must say."""
+"""Checks of an installed package. They run commands in an empty folder and check the output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TUTORIALS = {
     "07": "07_launch.py --steps 4 --save-every 2",
     "train": "train.py --model tiny --sequence 16 --steps 6 --evaluation 16 --sample 0",
 }
-# Of the suite: a few files that take seconds. `make test` runs all of it, in the checkout.
+# Test files that take seconds. `make test` runs all tests in the checkout.
 TESTS = ("tests/tools/test_words.py", "tests/plan/test_layout.py", "tests/planner/test_link_fit.py")
 EXTRAS = "cli,plot,checkpoint"
 PASSED, FAILED = "passed", "failed"
@@ -36,13 +36,13 @@ PASSED, FAILED = "passed", "failed"
 
 @dataclass(frozen=True)
 class Result:
-    """How a check ended.
+    """The result of a check.
 
     Attributes:
-        name: of the check.
+        name: name of the check.
         outcome: "passed" or "failed".
-        seconds: that it took.
-        detail: its last line of output, or the end of what it wrote where it failed.
+        seconds: duration.
+        detail: last line of the output, or its last 2000 characters if the check failed.
     """
 
     name: str
@@ -53,15 +53,15 @@ class Result:
 
 @dataclass
 class Installation:
-    """An environment that has the package, and an empty folder.
+    """An environment with the package, and an empty folder.
 
     Attributes:
-        python: its interpreter.
-        folder: where commands run. Nothing of the checkout is in it but copies of the files that are run.
-        artifact: the wheel or the sdist that was installed.
-        version: that the package must have.
-        pip: options of pip for each installation that follows, such as the torch to keep.
-        limit_s: seconds that a command may take.
+        python: interpreter of the environment.
+        folder: working directory of commands. It contains only copies of the scripts that run, no package source.
+        artifact: installed wheel or sdist.
+        version: expected version of the package.
+        pip: options of pip for later installations, such as the exact torch.
+        limit_s: time limit of a command, in seconds.
     """
 
     python: Path
@@ -73,15 +73,15 @@ class Installation:
     environment: dict[str, str] = field(default_factory=lambda: clean_environment(os.environ))
 
     def run(self, *arguments: object, folder: Path | None = None) -> str:
-        """Run the environment's Python; gives what it wrote.
+        """Run the environment's Python. Return stdout and stderr.
 
         Raises:
-            RuntimeError: it failed, or did not end; the message is the end of what it wrote.
+            RuntimeError: the command failed or reached the limit. The message has the end of the output.
         """
         return self.call(str(self.python), *arguments, folder=folder)
 
     def call(self, *command: object, folder: Path | None = None) -> str:
-        """Run any command, as `run` does."""
+        """Run any command, like `run`."""
         process = subprocess.Popen(
             [str(each) for each in command],
             cwd=folder or self.folder,
@@ -94,7 +94,7 @@ class Installation:
         try:
             output, _ = process.communicate(timeout=self.limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with the ranks that it has started
+            os.killpg(process.pid, signal.SIGKILL)  # the whole process group, including ranks
             output, _ = process.communicate()
             raise RuntimeError(f"still running after {self.limit_s:.0f} s\n{output[-2000:]}") from None
         if process.returncode:
@@ -106,7 +106,7 @@ class Installation:
 
 
 def clean_environment(variables: dict[str, str] | os._Environ[str]) -> dict[str, str]:
-    """Variables under which nothing outside of an environment can be imported, and ranks meet on this machine."""
+    """Return environment variables that exclude packages outside the environment, and that use loopback."""
     kept = {name: value for name, value in variables.items() if not name.startswith(("PYTHON", "COMPOSABLE_SHARD_"))}
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     fixed = {"PYTHONNOUSERSITE": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -122,7 +122,7 @@ def last_line(text: str) -> str:
 
 
 def compiles(it: Installation) -> str:
-    """This Python can read all files of the package, and warns of none; without torch."""
+    """Compile all files of the package without a warning. Needs no torch."""
     source = "import importlib.util; print(importlib.util.find_spec('composable_shard').submodule_search_locations[0])"
     folder = last_line(it.run("-c", source))
     it.run("-W", "error", "-m", "compileall", "-q", "-f", folder)
@@ -141,45 +141,44 @@ def training(it: Installation) -> str:
 def command(it: Installation) -> str:
     for output in (it.run("-m", "composable_shard", "--help"), it.call(it.python.with_name("composable-shard"), "-h")):
         if "measure-links" not in output:
-            raise RuntimeError(f"the help names no commands:\n{output}")
-    return "both show their help"
+            raise RuntimeError(f"the help does not list the commands:\n{output}")
+    return "both print their help"
 
 
 def first_page(it: Installation) -> str:
-    """The script of the description that came with the package, by the command beside it."""
+    """Run the first script of the package's description (README) with torchrun."""
     source = "from importlib.metadata import metadata; print(metadata('composable-shard').get_payload())"
     it.folder.joinpath("train.py").write_text(script_of(it.run("-c", source)))
     output = it.run(*TORCHRUN, "train.py")
     losses = [float(loss) for loss in re.findall(r"^step +\d+: loss ([\d.]+)$", output, flags=re.MULTILINE)]
     if len(losses) < 2 or losses[-1] > losses[0] - 1:
-        raise RuntimeError(f"the loss does not fall:\n{output[-2000:]}")
+        raise RuntimeError(f"the loss does not decrease:\n{output[-2000:]}")
     return f"loss {losses[0]} to {losses[-1]}"
 
 
 def script_of(page: str) -> str:
-    """The first script of the first page."""
+    """Return the first Python code block of a page."""
     if not (match := re.search(r"^```python\n(.*?)^```$", page.replace("\r\n", "\n"), re.MULTILINE | re.DOTALL)):
         raise RuntimeError("the description of the package has no script")
     return match[1]
 
 
 def types(it: Installation) -> str:
-    """mypy knows the package's types: of `typed.py` it refuses the last line, and no other."""
+    """Run mypy on `typed.py`. It must know the package's types and reject only the last line."""
     it.install(next(each for each in project_extra(it, "dev") if each.startswith("mypy")))
     cache = it.folder / "mypy_cache"
-    source = (
-        "import sys; from mypy import api; out, err, code = api.run(sys.argv[1:]); print(out, err)"  # its code is 1
-    )
+    # mypy's exit code is 1, because the last line is wrong. The script ignores it.
+    source = "import sys; from mypy import api; out, err, code = api.run(sys.argv[1:]); print(out, err)"
     output = it.run("-c", source, "--strict", f"--cache-dir={cache}", "typed.py")
     return verdict_of_mypy(output, last=len(it.folder.joinpath("typed.py").read_text().splitlines()))
 
 
 def verdict_of_mypy(output: str, last: int) -> str:
-    """What mypy must say of `typed.py`, whose wrong line is the last one."""
+    """Check the output of mypy for `typed.py`, in which only the last line is wrong."""
     errors = re.findall(r"^typed\.py:(\d+): error: .*\[([\w-]+)\]$", output, flags=re.MULTILINE)
     if errors != [(str(last), "arg-type")]:
-        raise RuntimeError(f"mypy should refuse the last line alone:\n{output[-2000:]}")
-    return "mypy sees them"
+        raise RuntimeError(f"mypy should reject only the last line:\n{output[-2000:]}")
+    return "mypy rejects only the wrong line"
 
 
 def extras(it: Installation) -> str:
@@ -188,7 +187,7 @@ def extras(it: Installation) -> str:
 
 
 def tutorials(it: Installation) -> str:
-    """Each tutorial at a small size, from copies; the one for Ray is left out."""
+    """Run copies of all tutorials with small settings, except the one for Ray."""
     it.install(next(each for each in project_extra(it, "dev") if re.match(r"pytest[~=<>]", each)))
     folder = it.folder / "tutorials"
     shutil.copytree(ROOT / "tutorials", folder, ignore=shutil.ignore_patterns("__pycache__", "runs"))
@@ -201,7 +200,7 @@ def tutorials(it: Installation) -> str:
 
 
 def tests(it: Installation) -> str:
-    """Of an sdist: pytest collects all tests of the unpacked files, and a few of them run."""
+    """Collect all tests of the unpacked sdist, and run a few of them."""
     it.install(f"{it.artifact}[{EXTRAS},dev]")
     inside = unpack(it.artifact, it.folder / "unpacked")
     pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
@@ -210,7 +209,7 @@ def tests(it: Installation) -> str:
 
 
 def project_extra(it: Installation, extra: str) -> list[str]:
-    """Requirements of an extra, as the installed package names them."""
+    """Return the requirements of an extra of the installed package."""
     source = "from importlib.metadata import requires; print('\\n'.join(requires('composable-shard')))"
     lines = (line.partition(";") for line in it.run("-c", source).splitlines())
     return [name.strip() for name, _, marker in lines if re.search(rf"extra == ['\"]{extra}['\"]", marker)]
@@ -227,27 +226,27 @@ CHECKS: dict[str, Callable[[Installation], str]] = {
     "extras": extras,
     "tutorials": tutorials,
     "tests": tests,
-}  # in this order: the first five have torch and numpy alone beside them
+}  # in this order: only torch and numpy are installed for the first five
 SHOWS = {
-    WITHOUT_TORCH: "it can be installed, and this Python can read every file",
-    "imports": "version, py.typed, and every module, with torch and numpy alone",
-    "training": "two gloo ranks beside the unsharded model: losses, weights; a checkpoint saved and loaded",
+    WITHOUT_TORCH: "the package can be installed, and this Python compiles every file",
+    "imports": "version, py.typed, and imports of all modules with only torch and numpy",
+    "training": "losses and weights of two gloo ranks equal the unsharded model's; save and load of a checkpoint",
     "command": "python -m composable_shard, and composable-shard",
-    "first page": "the script of the description that came with the package",
+    "first page": "the first script of the package's description",
     "types": "mypy --strict on a file that uses the package",
     "extras": f"imports again, with the extras {EXTRAS}",
-    "tutorials": "each at a small size, but the one for Ray",
-    "tests": "of an sdist: pytest collects all tests from its files, and runs a few",
+    "tutorials": "all tutorials with small settings, except the one for Ray",
+    "tests": "pytest collects all tests of the sdist and runs a few",
 }
 
 
 def checks_for(artifact: Path, chosen: Sequence[str]) -> list[str]:
-    """Names of the checks of an artifact, in their order."""
+    """Return the names of the checks for an artifact, in order."""
     return [name for name in CHECKS if name in chosen and (name != "tests" or artifact.name.endswith(".tar.gz"))]
 
 
 def run_checks(it: Installation, names: Sequence[str]) -> Iterator[Result]:
-    """Run them one after another; one that fails does not end the others."""
+    """Run the checks in order and yield their results. A failed check does not stop the others."""
     for file in SMOKE.glob("*.py"):
         shutil.copy(file, it.folder)
     for name in names:

@@ -1,14 +1,14 @@
-"""Build the wheel and the sdist, install each where nothing else is, and try it: what a release must pass.
+"""Build the wheel and the sdist, install each in new environments, and run the checks of a release.
 
-    make release-check                             # each Python and each torch once, as far as they can be had here
+    make release-check                             # each available Python and torch version at least once
     make release-check RELEASE="--pair 3.11:2.13.0 --checks imports,training"
-    make release-check RELEASE=--all               # nine pairs, wheel and sdist of each
-    make release-check RELEASE="--torch-index URL" # where pip finds builds of torch for CPUs
+    make release-check RELEASE=--all               # all nine pairs, wheel and sdist
+    make release-check RELEASE="--torch-index URL" # an index with CPU builds of torch
 
-Each pair of Python and torch gets an environment for the wheel and one for the sdist. Commands run in an empty folder,
-so that what is imported is what was installed. A build of torch for CUDA would bring gigabytes along and is not taken
-(--cuda takes it): there the package is installed without torch, and Python reads its files. The table says what
-was not checked, and `--complete` makes that an error.
+Each pair of Python and torch gets one environment for the wheel and one for the sdist. Commands run in an empty folder,
+so they import the installed package. CUDA builds of torch are not installed, because they need gigabytes of packages
+(--cuda installs them). In that case the package is installed without torch, and Python only compiles its files. The
+table lists what was not checked. With `--complete`, a pair that was not checked is an error.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ FOUND = (
     "import sys, numpy, torch; "
     "print(f'Python {sys.version.split()[0]}, torch {torch.__version__}, numpy {numpy.__version__}')"
 )
-LENT = "the Python of an environment that has torch: it is lent, with numpy and what else lies beside it"
-NO_RAY = "tutorials/08_ray_train.py: it needs Ray"
+LENT = "Python of an environment with torch, whose site-packages are added to the new environments"
+NO_RAY = "tutorials/08_ray_train.py: requires Ray"
 
 
 @dataclass
 class Row:
-    """One environment, and what was tried in it.
+    """One environment and its results.
 
     Attributes:
-        python: its version.
-        torch: the version that was asked for.
+        python: Python version.
+        torch: requested torch version.
         artifact: "wheel" or "sdist".
-        found: exact versions of both, where they were installed.
-        results: of the checks, in their order.
-        not_checked: why no check was tried that needs torch; empty if they were.
+        found: exact versions of the installed Python, torch and numpy; empty without torch.
+        results: results of the checks, in order.
+        not_checked: the reason why checks that need torch did not run; empty if they ran.
     """
 
     python: str
@@ -64,14 +64,14 @@ class Row:
 
 @dataclass
 class Report:
-    """All that was tried.
+    """All results.
 
     Attributes:
-        version: of the package.
-        platform: of this machine.
-        contents: faults of what is in the wheel and the sdist, by their names.
-        rows: an environment each.
-        left_out: what no row has tried, beside the rows that were not.
+        version: version of the package.
+        platform: platform of this machine.
+        contents: errors in the contents of the wheel and the sdist, by file name.
+        rows: one per environment.
+        left_out: checks that did not run in any environment.
     """
 
     version: str
@@ -81,36 +81,36 @@ class Report:
     left_out: list[str] = field(default_factory=list)
 
     def exit_code(self, complete: bool = False) -> int:
-        """0 if all that was tried has passed and something was; with `complete`, if also nothing was left out."""
+        """Return 0 if at least one row was checked and all checks passed. With `complete`, all rows must be checked."""
         tried = [row for row in self.rows if not row.not_checked]
         failed = any(each.outcome == smoke.FAILED for row in self.rows for each in row.results)
         good = bool(tried) and not failed and not any(self.contents.values())
         return 0 if good and not (complete and len(tried) < len(self.rows)) else 1
 
     def text(self) -> str:
-        """A table of the rows, the failures, and what was not checked."""
+        """Format the report: a table of the rows, the failures, and what was not checked."""
         names = [name for name in smoke.CHECKS if any(each.name == name for row in self.rows for each in row.results)]
         head = ["Python", "torch", "from", *names, ""]
         lines = [head, *([row.python, row.torch, row.artifact, *_cells(row, names)] for row in self.rows)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-        parts = [f"composable_shard {self.version} on {self.platform}; seconds of each check", *table, ""]
+        parts = [f"composable_shard {self.version} on {self.platform}; times in seconds", *table, ""]
         for name, faults in self.contents.items():
-            parts += [f"{name}: {'holds what it should' if not faults else ''}", *(f"  {fault}" for fault in faults)]
+            parts += [f"{name}: {'' if faults else 'contents are correct'}", *(f"  {fault}" for fault in faults)]
         parts += ["", *(f"{row.artifact}: {row.found}" for row in self.rows if row.found)]
         for row in self.rows:
             for each in row.results:
                 if each.outcome == smoke.FAILED:
                     parts += ["", f"FAILED {row.python}, torch {row.torch}, {row.artifact}: {each.name}", each.detail]
         failed = {each.name for row in self.rows for each in row.results if each.outcome == smoke.FAILED}
-        parts += ["", "Shown by the checks that passed:"]
+        parts += ["", "Passed checks:"]
         parts += [f"  {name}: {smoke.SHOWS[name]}" for name in names if name not in failed]
         reasons = dict.fromkeys((row.python, row.torch, row.not_checked) for row in self.rows if row.not_checked)
         parts += ["", "NOT CHECKED:", *(f"  Python {python}, torch {torch}: {why}" for python, torch, why in reasons)]
         return "\n".join([*parts, *(f"  {each}" for each in self.left_out)])
 
     def data(self) -> dict[str, object]:
-        """The same for a program."""
+        """Return the report as JSON data."""
         rows = [{**asdict(row), "passed": row.passed} for row in self.rows]
         return {**asdict(self), "rows": rows}
 
@@ -133,7 +133,7 @@ def _cell(result: smoke.Result | None) -> str:
 def try_pair(
     pair: tuple[str, str], artifacts: dict[str, Path], version: str, folder: Path, options: argparse.Namespace
 ) -> list[Row]:
-    """All rows of a Python and a torch."""
+    """Check a pair of Python and torch. Return a row per artifact."""
     rows = [Row(*pair, kind) for kind in artifacts]
     try:
         python = interpreters.interpreter(pair[0], options.python)
@@ -149,15 +149,15 @@ def try_pair(
             offer = interpreters.torch_offer(probe, pair[1], index_of(options))
         if offer.cuda_packages and not options.cuda:
             raise NotToBeHadError(
-                f"pip offers torch {offer.version} for CUDA, with {', '.join(offer.cuda_packages)} and what they need; "
-                "--torch-index names an index with builds for CPUs, --cuda takes this one"
+                f"pip offers torch {offer.version} for CUDA, with {', '.join(offer.cuda_packages)} and dependencies; "
+                "pass an index with CPU builds by --torch-index, or --cuda to install this build"
             )
         torch = offer
     except NotToBeHadError as error:
         for row in rows:
             row.not_checked = str(error)
     for row in rows:
-        version_of_torch = torch.version if torch else f"{row.torch} not to be had"
+        version_of_torch = torch.version if torch else f"{row.torch} not available"
         note(f"Python {row.python}, torch {version_of_torch}, {row.artifact}")
         try_artifact(row, python, torch, artifacts[row.artifact], version, folder, options)
     return rows
@@ -172,9 +172,9 @@ def try_artifact(
     folder: Path,
     options: argparse.Namespace,
 ) -> None:
-    """Fill a row in: an environment is made, the artifact installed with its requirements, and checked.
+    """Create an environment, install the artifact with its requirements, run the checks, and fill in the row.
 
-    Without torch, which may be None, nothing else is installed, and one check is left.
+    If `torch` is None, the artifact is installed without requirements, and only one check runs.
     """
     place = folder / f"{row.python}-{row.torch}-{row.artifact}"
     inside = distributions.make_environment(place / "environment", python)
@@ -188,9 +188,9 @@ def try_artifact(
             (site,) = (place / "environment").glob("lib/python*/site-packages")
             site.joinpath("lent.pth").write_text(f"{torch.lies_in}\n")
         if torch:
-            it.install()  # by its exact version, and before anything can ask for another one
+            it.install()  # the exact torch first, before requirements of the artifact could choose another one
             it.install(str(artifact))
-            row.found = it.run("-c", FOUND).strip() + (" (torch and numpy lent)" if torch.lies_in else "")
+            row.found = it.run("-c", FOUND).strip() + (" (torch of another environment)" if torch.lies_in else "")
         else:
             it.install(str(artifact))
             names = [name for name in names if name == smoke.WITHOUT_TORCH]
@@ -198,13 +198,13 @@ def try_artifact(
             row.results.append(result)
             note(f"  {result.name}: {result.outcome}, {result.seconds:.0f} s; {smoke.last_line(result.detail)}")
     except RuntimeError as error:
-        row.results.append(smoke.Result(smoke.WITHOUT_TORCH, smoke.FAILED, 0.0, f"cannot be installed: {error}"))
+        row.results.append(smoke.Result(smoke.WITHOUT_TORCH, smoke.FAILED, 0.0, f"installation failed: {error}"))
     if not options.keep:
         shutil.rmtree(place)
 
 
 def index_of(options: argparse.Namespace) -> list[str]:
-    """Options of pip by which it finds torch."""
+    """Return the options of pip for the index of torch."""
     return ["--extra-index-url", options.torch_index] if options.torch_index else []
 
 
@@ -222,15 +222,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--all", action="store_true", help=f"Python {', '.join(interpreters.PYTHONS)} with each torch")
     add("--artifacts", type=_names_of(("wheel", "sdist")), default=["wheel", "sdist"], help="wheel, sdist or both")
     add("--checks", type=_names_of(tuple(smoke.CHECKS)), default=list(smoke.CHECKS), help=", ".join(smoke.CHECKS))
-    add("--python", type=Path, action="append", default=[], metavar="PATH", help="an interpreter that may be used")
+    add("--python", type=Path, action="append", default=[], metavar="PATH", help="additional interpreter")
     add("--torch-from", type=Path, action="append", default=[], metavar="PATH", help=LENT)
-    add("--torch-index", metavar="URL", help="where pip looks for torch as well; one with builds for CPUs")
-    add("--cuda", action="store_true", help="take a build of torch for CUDA, too: gigabytes")
+    add("--torch-index", metavar="URL", help="additional index for torch, for example with CPU builds")
+    add("--cuda", action="store_true", help="also install CUDA builds of torch (gigabytes)")
     add("--complete", action="store_true", help="fail if a pair could not be checked")
-    add("--limit", type=float, default=900.0, metavar="SECONDS", help="of one command (900)")
-    add("--folder", type=Path, help="where environments are made; a temporary one by default")
-    add("--keep", action="store_true", help="leave the environments where they are")
-    add("--json", type=Path, metavar="FILE", help="write what was found to FILE, too")
+    add("--limit", type=float, default=900.0, metavar="SECONDS", help="time limit of a command (900)")
+    add("--folder", type=Path, help="directory of the environments; by default a temporary one")
+    add("--keep", action="store_true", help="keep the environments")
+    add("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     options = parser.parse_args(arguments)
     options.pairs = list(interpreters.ALL if options.all else options.pair or interpreters.USUAL)
     return options
@@ -240,7 +240,7 @@ def _names_of(known: Sequence[str]):
     def names(text: str) -> list[str]:
         given = [each.strip() for each in text.split(",")]
         if wrong := [each for each in given if each not in known]:
-            raise argparse.ArgumentTypeError(f"{', '.join(wrong)}: not among {', '.join(known)}")
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(wrong)}; choose from {', '.join(known)}")
         return given
 
     return names
@@ -256,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             wheel, sdist = distributions.build(folder, Path(sys.executable))
         except subprocess.CalledProcessError as error:
-            note(f"cannot be built: {' '.join(map(str, error.cmd))}\n{error.stdout}{error.stderr}")
+            note(f"build failed: {' '.join(map(str, error.cmd))}\n{error.stdout}{error.stderr}")
             return 1
         tracked = distributions.tracked_files()
         contents = {
@@ -267,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "tutorials" in options.checks:
             report.left_out.append(NO_RAY)
         if missing := [name for name in smoke.CHECKS if name not in options.checks]:
-            report.left_out.append(f"by --checks: {', '.join(missing)}")
+            report.left_out.append(f"not selected by --checks: {', '.join(missing)}")
         known = {"wheel": wheel, "sdist": sdist}
         artifacts = {kind: known[kind] for kind in options.artifacts}
         for pair in options.pairs:

@@ -1,9 +1,9 @@
-"""Make the working tree that of a release: its version in pyproject.toml, and its section in CHANGELOG.md.
+"""Prepare a release in the working tree: set the version in pyproject.toml and write the section in CHANGELOG.md.
 
-    make release VERSION=0.1.0        # the fragments in changelog.d become the section, and are removed
-    make release VERSION=0.2.0.dev0   # afterwards: the version alone
+    make release VERSION=0.1.0        # moves the fragments of changelog.d into CHANGELOG.md
+    make release VERSION=0.2.0.dev0   # after the release: sets only the version
 
-Nothing is committed, tagged or uploaded. CONTRIBUTING.md says what comes before and after.
+Nothing is committed, tagged or uploaded. CONTRIBUTING.md describes all steps of a release.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?:\.dev(\d+)|rc(\d+))?")
 
 
 def order_of(version: str) -> tuple[int, ...]:
-    """What versions are compared by: ``0.1.0.dev0`` comes before ``0.1.0rc1``, and that before ``0.1.0``.
+    """Return a sort key: ``0.1.0.dev0`` is before ``0.1.0rc1``, which is before ``0.1.0``.
 
     Raises:
-        ValueError: it is not written as one of these.
+        ValueError: the version has another format.
     """
     if not (match := _VERSION.fullmatch(version)):
-        raise ValueError(f"{version!r} is no version; write it as 0.1.0, 0.1.0rc1 or 0.2.0.dev0")
+        raise ValueError(f"{version!r} is not a version; write it as 0.1.0, 0.1.0rc1 or 0.2.0.dev0")
     major, minor, patch, dev, candidate = match.groups()
     stage = (0, int(dev)) if dev else (1, int(candidate)) if candidate else (2, 0)
     return int(major), int(minor), int(patch), *stage
 
 
 def with_version(text: str, version: str) -> str:
-    """The text of a pyproject.toml with another version.
+    """Return the text of pyproject.toml with a new version.
 
     Raises:
-        ValueError: it is not later than the one that is there, which must stand there once.
+        ValueError: the version is not later than the current one, or the text does not have exactly one version.
     """
     written = _LINE.findall(text)
     if len(written) != 1:
-        raise ValueError(f"pyproject.toml: `version = ` stands there {len(written)} times, and should once")
+        raise ValueError(f"pyproject.toml: expected one line `version = `, found {len(written)}")
     if order_of(version) <= order_of(written[0]):
         raise ValueError(f"{version} is not later than {written[0]}")
     return _LINE.sub(f'version = "{version}"', text)
 
 
 def prepare(root: Path, version: str) -> None:
-    """Change the files below `root`.
+    """Set the version, and for a release also write the changelog, in the files of `root`.
 
     Raises:
-        ValueError: that cannot be the next version, or a release has no fragments.
-        subprocess.CalledProcessError: towncrier has failed; the version is as it was.
+        ValueError: this cannot be the next version, or there are no changelog fragments for a release.
+        subprocess.CalledProcessError: towncrier failed. The version is unchanged.
     """
     page = root / "pyproject.toml"
     text = with_version(page.read_text(), version)
     if ".dev" not in version:
         if not list((root / "changelog.d").glob("*.*.md")):
-            raise ValueError("changelog.d has no fragments: nothing that a user can notice has changed")
+            raise ValueError("changelog.d has no fragments, so there is no change to release")
         command = [sys.executable, "-m", "towncrier", "build", "--yes", "--version", version]
         subprocess.run(command, cwd=root, check=True, stdout=sys.stderr)
     page.write_text(text)
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, subprocess.CalledProcessError) as error:
         print(f"make release: {error}", file=sys.stderr)
         return 1
-    print(f"{version}: look at `git diff HEAD`, then go on as CONTRIBUTING.md says")
+    print(f"{version}: review `git diff HEAD`, then continue with the steps in CONTRIBUTING.md")
     return 0
 
 

@@ -281,7 +281,7 @@ def file_problem(path: Path, manifest: Manifest, ranges: Sequence[tuple[int, int
         return _not_opened(path, error), 0
 
 
-_UNSAFE = {errno.ELOOP: "a symbolic link", errno.EINVAL: "not an ordinary file", errno.ENXIO: "not an ordinary file"}
+_UNSAFE = {errno.ELOOP: "a symbolic link", errno.EINVAL: "not a regular file", errno.ENXIO: "not a regular file"}
 
 
 def _not_opened(path: Path, error: OSError) -> str:

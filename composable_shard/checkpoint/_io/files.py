@@ -177,7 +177,7 @@ def opened(path: Path) -> Iterator[int]:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not an ordinary file", str(path))
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         yield descriptor
     finally:
         os.close(descriptor)
@@ -225,7 +225,7 @@ def size_of(path: Path) -> int:
     """
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
-        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not an ordinary file"
+        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
         raise OSError(errno.EINVAL, kind, str(path))
     return status.st_size
 

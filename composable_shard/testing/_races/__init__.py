@@ -1,1 +1,1 @@
-"""`races`: do the streams of a program wait for each other wherever they share memory? Looked at on a CPU."""
+"""`races`: check on a CPU that the streams of a program wait for each other wherever they share memory."""

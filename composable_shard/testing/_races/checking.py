@@ -1,4 +1,4 @@
-"""`races`, and what it gives."""
+"""`races`, and `Checked`, which it returns."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from .operators import Launches, Watch
 from .report import Race, Races, text_of
 from .streams import Event, Stream, Streams
 
-_NAMES = ("gathers", "reductions")  # of an engine's lanes, in the order in which it makes them
+_NAMES = ("gathers", "reductions")  # names of an engine's lanes, in the order in which it creates them
 
 
 class Checked:
-    """What a block of `races` has done.
+    """Result of `races`.
 
     Attributes:
-        mesh: over all ranks of the simulated world, with the axes that were asked for.
+        mesh: a mesh of all ranks of the simulated world, with the requested axes.
         stream_of_compute: the default stream.
     """
 
@@ -44,50 +44,55 @@ class Checked:
 
     @property
     def races(self) -> tuple[Race, ...]:
-        """The races so far: one for each pair of operators, streams and places."""
+        """The races so far: one for each pair of operators, streams and source lines."""
         return self._races.all()
 
     @property
     def operators(self) -> int:
-        """How many operators and collectives were looked at."""
+        """The number of operators and collectives that were checked."""
         return self._launches.count
 
     def stream(self, name: str) -> Stream:
-        """A new stream with a name, for reports; else it is as one of `torch.Stream`.
+        """Create a stream like `torch.Stream`, with a name for reports.
 
         Raises:
             ShardConfigValueError: the name is empty.
         """
         if not name:
-            raise ShardConfigValueError("name: a stream of testing.races needs one, got ''; or call torch.Stream()")
+            raise ShardConfigValueError("name: expected a name for the stream, got ''; or call torch.Stream()")
         return Stream(name=name)
 
     def on_host(self, *tensors: torch.Tensor) -> None:
-        """These lie in (pinned) memory of the host.
+        """Treat these tensors as (pinned) host memory.
 
-        What works on such tensors alone runs at once, in the order of the host, and gives more of them. A stream that
-        reads or writes one has to be waited for by the host (`Event.synchronize`) before the host uses it.
+        An operator whose tensors are all in host memory runs on the host immediately, and its outputs are in host
+        memory too. If a stream reads or writes such a tensor, the host has to wait for the stream
+        (`Event.synchronize`) before it uses the tensor.
         """
         self._launches.keep_on_host(tensors)
 
     def report(self) -> str:
-        """The races in words; empty if there are none."""
+        """The races as text; empty if there are none."""
         return text_of(self.races) if self.races else ""
 
     def check(self) -> None:
-        """Raises RaceError, with all races in words, if there are any."""
+        """Raise an error if there are races.
+
+        Raises:
+            RaceError: there are races. The message is the report.
+        """
         if self.races:
             raise RaceError(self.report())
 
 
 @contextmanager
 def races(world: int = 4, rank: int = 0, *, mesh: Axes | None = None, check: bool = True) -> Iterator[Checked]:
-    """Find accesses to the same memory that no event orders, on a CPU, in whatever runs within.
+    """Find races on a CPU: accesses to the same memory from different streams that no event orders.
 
-    On an accelerator streams run side by side. What is launched on one comes after what was launched on another only if
-    an event says so; where one is missing, results are wrong now and then. Here everything runs in the order of the
-    program, and what is looked at is whether the streams would have had to keep that order. It counts in any timing, so
-    one step shows it; but only for what ran, in the order in which it ran:
+    On an accelerator, streams run concurrently. Work on one stream runs after earlier work on another stream only if it
+    waits for an event. If an event is missing, results are wrong now and then. Under `races`, all operators run in the
+    order of the program, and each access is checked: do the events force this order? The answer does not depend on
+    timing, so one run is enough. It is valid only for the operators that ran, in the order in which they ran:
 
         def test_my_hook_has_no_race():
             with testing.races(world=4) as checked:
@@ -97,25 +102,31 @@ def races(world: int = 4, rank: int = 0, *, mesh: Axes | None = None, check: boo
                     ...
                 model(x).sum().backward()
 
-    Within, this process is one rank of a world whose ranks all hold the same. There are the streams of an accelerator:
-    that of compute, two of each sharded model, one of each process group, as NCCL's, and those that the program makes
-    by `torch.Stream`, `torch.cuda.Stream` or `torch.cpu.Stream`, with `torch.Event` and its kin between them;
-    `torch.accelerator` and `torch.cuda` tell and change the current one. Backward runs each node on the stream of its
-    forward, with the waits that autograd adds. Memory that is freed goes back to the stream on which it was allocated.
+    In the block, this process is one rank of a simulated world. The other ranks are assumed to hold the same data. The
+    block has the streams of an accelerator:
 
-    What it does not know: compiled graphs, operators that threads of the program run, and C++ code that makes no call
-    of torch's dispatcher. `Tensor.item` and copies to the CPU count as no wait of the host, though on an accelerator
-    they are one.
+    - the compute stream
+    - two streams for each sharded model
+    - a stream for each process group, like NCCL's
+    - streams that the program creates by `torch.Stream`, `torch.cuda.Stream` or `torch.cpu.Stream`
+
+    `torch.Event`, `torch.cuda.Event` and `torch.cpu.Event` order them. `torch.accelerator` and `torch.cuda` return and
+    change the current stream. Backward runs each node on the stream of its forward, with the waits that autograd adds.
+    Freed memory is returned to the stream on which it was allocated.
+
+    Not checked: compiled graphs, operators in threads that the program starts, and C++ code that bypasses torch's
+    dispatcher. `Tensor.item` and copies to the CPU do not count as a wait of the host, although they are one on an
+    accelerator.
 
     Args:
         world: number of ranks, at least 1.
-        rank: the one to be.
+        rank: the rank of this process.
         mesh: names and sizes of the axes of `checked.mesh`; one axis ``shard`` if None.
-        check: whether the end of the block raises the races that were not looked at by then.
+        check: whether the end of the block raises an error if there are races.
 
     Raises:
-        RaceError: at the end of the block, if it has races and ends without another error.
-        ShardConfigTypeError, ShardConfigValueError: the arguments make no world, or it has no such rank.
+        RaceError: at the end of the block, if there are races and no other error.
+        ShardConfigTypeError, ShardConfigValueError: the arguments do not describe a world, or it has no such rank.
         ShardConfigStateError: this process has a default process group already.
     """
     axes = check_world(world, mesh)
@@ -146,7 +157,7 @@ def _entered(stack: ExitStack, world: int, rank: int, axes: dict[str, int]) -> C
 
 
 def _lanes(streams: Streams, names: Names) -> Callable[[], Lane]:
-    """Makes lanes as on an accelerator, whose streams have names."""
+    """A function that creates lanes like those on an accelerator, with named streams."""
     made = 0
 
     def make() -> Lane:
@@ -164,11 +175,11 @@ _networks: list[Network] = []
 
 @contextmanager
 def _world(network: Network, world: int, rank: int) -> Iterator[None]:
-    """Within, this process is a rank whose process groups communicate over `network`."""
+    """Make this process a rank whose process groups communicate over `network`."""
     register(BACKEND, lambda _members: _networks[-1])
     _networks.append(network)
     hook, chosen = sys.excepthook, os.environ.get(VARIABLE)
-    os.environ.setdefault(VARIABLE, "direct")  # as on NCCL, where it is the first choice
+    os.environ.setdefault(VARIABLE, "direct")  # the default with NCCL
     try:
         dist.init_process_group(BACKEND, store=store_of_one_process(), rank=rank, world_size=world)
         yield
@@ -177,6 +188,6 @@ def _world(network: Network, world: int, rank: int) -> Iterator[None]:
             dist.destroy_process_group()
         forget_meshes()
         _networks.pop()
-        sys.excepthook = hook  # torch puts the rank before every line
+        sys.excepthook = hook  # init_process_group installs a hook that prints the rank before every line
         if chosen is None:
             os.environ.pop(VARIABLE, None)

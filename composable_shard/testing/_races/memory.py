@@ -1,12 +1,13 @@
-"""Which bytes were read and written on which stream, and which of these accesses no event orders.
+"""Records the bytes that each stream reads and writes, and finds accesses that no event orders.
 
-Two accesses to a byte, at least one of which writes, are a race if the clock of the later one's stream does not know
-the earlier one. That holds in any timing, so one run is enough; but only for what ran, in the order in which it ran.
+Two accesses to a byte, at least one of which writes, are a race if the vector clock of the later one's stream does not
+include the earlier one. This does not depend on timing, so one run is enough. It is valid only for the operators that
+ran, in the order in which they ran.
 
-Memory that is freed goes back to the stream on which it was allocated, as with the caching allocator of an
-accelerator: whatever allocates on that stream next may be given it, without a wait. So all accesses to it on other
-streams have to come before that. And new memory may be what earlier work of its stream still uses, so all accesses on
-other streams have to come after the allocation, which counts as a write.
+Freed memory is returned to the stream on which it was allocated, as in the caching allocator of an accelerator. The
+next allocation on that stream may reuse it without a wait. So all accesses on other streams must be ordered before that
+allocation. New memory may still be in use by earlier work of its stream. So all accesses on other streams must be
+ordered after the allocation, which counts as a write.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ import torch
 
 from .streams import Stream
 
-_PAGE = 1024  # bytes; accesses are looked up by page
-_MOST_RANGES = 256  # a tensor in more pieces counts as one with everything between them
+_PAGE = 1024  # bytes; accesses are indexed by page
+_MOST_RANGES = 256  # a tensor with more contiguous pieces is treated as one range, including the gaps
 
 
 class Stack(NamedTuple):
-    """The lines that have led to an operator, innermost first, and the name of the autograd node that ran."""
+    """The call stack of an operator, innermost line first, and the name of the autograd node that ran."""
 
     lines: tuple[tuple[CodeType, int], ...]
     node: str
 
 
 class Operator:
-    """Something that was launched on a stream.
+    """An operator or collective that was launched on a stream.
 
     Attributes:
-        name: as ``aten.mul.Tensor``; of a collective its kind.
+        name: for example ``aten.mul.Tensor``, or ``all_gather`` for a collective.
         stream: its stream.
-        number: how many the stream had been given then, with this one.
+        number: its number on the stream, from 1.
         stack: where it was launched.
     """
 
@@ -52,23 +53,19 @@ class Operator:
         self.name, self.stream, self.number, self.stack = name, stream, number, stack
 
     def precedes(self, stream: Stream) -> bool:
-        """Whether what a stream is given now surely comes after it."""
+        """Whether work that is queued on `stream` now is ordered after this operator."""
         return self.stream is stream or stream.clock.get(self.stream, 0) >= self.number
 
 
 class Tensor(NamedTuple):
-    """What is told of a tensor.
-
-    Attributes:
-        shape, dtype: its own.
-    """
+    """Description of a tensor for reports."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class _Access:
-    """What an operator did with the bytes from `low` up to `high`."""
+    """A read or write of an operator of the bytes from address `low` up to `high` (exclusive)."""
 
     __slots__ = ("high", "low", "operator", "tensor", "writes")
 
@@ -77,7 +74,7 @@ class _Access:
         self.operator, self.tensor = operator, tensor
 
     def within(self, low: int, high: int) -> _Access:
-        """The part of it between two addresses."""
+        """The part of this access between two addresses."""
         if low <= self.low and self.high <= high:
             return self
         return _Access(max(low, self.low), min(high, self.high), self.writes, self.operator, self.tensor)
@@ -85,15 +82,15 @@ class _Access:
 
 @dataclass(frozen=True)
 class Clash:
-    """Two accesses that nothing orders.
+    """Two accesses that no event orders.
 
     Attributes:
-        tensor: of the second one, or of the first if its memory was freed.
-        offset, nbytes: which bytes of the allocation both have in common: where they begin in it, and how many.
-        address: where they begin in memory.
+        tensor: tensor of the second access, or of the first one if its memory was freed.
+        offset, nbytes: offset in the allocation, and number, of the bytes that both accesses share.
+        address: address of the first of these bytes.
         first, then: the operators, in the order of the program.
         first_writes, then_writes: whether they write.
-        reuses: whether the second one does not use the tensor, but may be given its memory, which was freed.
+        reuses: whether `then` does not use the tensor, but may reuse its freed memory.
     """
 
     tensor: Tensor
@@ -108,7 +105,7 @@ class Clash:
 
 
 class _Block:
-    """An allocation: whose stream it goes back to, and which streams the allocator waits for before."""
+    """An allocation: the stream that it is returned to, and the streams for which the allocator waits before."""
 
     __slots__ = ("__weakref__", "address", "nbytes", "recorded", "stream")
 
@@ -121,22 +118,22 @@ class Memory:
     """All memory that operators use.
 
     Args:
-        report: is given each clash.
+        report: is called with each clash.
     """
 
     def __init__(self, report: Callable[[Clash], None]) -> None:
         self._report = report
         self._pages: dict[int, list[_Access]] = {}
         self._blocks: dict[int, _Block] = {}  # by address
-        self._addresses: list[int] = []  # of the blocks
+        self._addresses: list[int] = []  # addresses of the blocks, sorted
         self._watched: dict[_Block, weakref.ref[torch.UntypedStorage]] = {}
-        self._gone: deque[_Block] = deque()  # freed, at any time, also by the garbage collector in the midst of this
-        self._freed: dict[Stream, list[_Access]] = {}  # in memory that went back to that stream
+        self._gone: deque[_Block] = deque()  # freed, not yet collected; the garbage collector may append at any time
+        self._freed: dict[Stream, list[_Access]] = {}  # accesses to freed memory, by its stream
 
     # ---- allocations
 
     def allocate(self, storage: torch.UntypedStorage, operator: Operator) -> None:
-        """New memory, which an operator is about to write: it may be whatever was freed on its stream before."""
+        """Record new memory that an operator is about to write. It may reuse memory that was freed on its stream."""
         self._reuse(operator)
         self._block(storage, operator.stream)
         low, nbytes = storage.data_ptr(), storage.nbytes()
@@ -151,7 +148,7 @@ class Memory:
                 self._clash(access, access.low, access.high, operator, True, access.tensor, block, reuses=True)
 
     def know(self, storage: torch.UntypedStorage, stream: Stream) -> None:
-        """Memory that is used, and was allocated on that stream if nothing else is known of it."""
+        """Record memory that is used. If its allocation was not recorded, assume that `stream` allocated it."""
         self._collect()
         self._block(storage, stream)
 
@@ -164,13 +161,13 @@ class Memory:
         self._watched[block] = weakref.ref(storage, lambda _: self._gone.append(block))
 
     def record(self, storage: torch.UntypedStorage, stream: Stream) -> None:
-        """When it is freed, the allocator waits for what this stream was given until then (`Tensor.record_stream`)."""
+        """Implements `Tensor.record_stream`: before the memory is reused, the allocator waits for `stream`."""
         block = self._block_at(storage.data_ptr())
         if block is not None and block.stream is not stream:
             block.recorded.add(stream)
 
     def resized(self, before: int, storage: torch.UntypedStorage, operator: Operator) -> None:
-        """A storage whose memory was at `before` (0 if it had none) has other memory now, or none."""
+        """Record that a storage was resized. Its memory was at address `before`, or it had none (0)."""
         if before == storage.data_ptr() and before:
             return
         block = self._blocks.get(before)
@@ -181,7 +178,7 @@ class Memory:
             self.allocate(storage, operator)
 
     def _collect(self) -> None:
-        """Memory that has gone belongs to the allocator."""
+        """Process freed blocks: move their accesses to `_freed`, until the next allocation on their stream."""
         while self._gone:
             block = self._gone.popleft()
             if self._blocks.get(block.address) is not block:
@@ -201,7 +198,7 @@ class Memory:
     # ---- accesses
 
     def use(self, tensor: torch.Tensor, writes: bool, operator: Operator) -> None:
-        """An operator reads or writes a tensor."""
+        """Record that an operator reads or writes a tensor."""
         self._collect()
         said = Tensor(tuple(tensor.shape), tensor.dtype)
         for low, high in ranges(tensor):
@@ -216,7 +213,7 @@ class Memory:
             self._pages[page] = [*staying, now]
 
     def _stays(self, before: _Access, now: _Access) -> bool:
-        """Whether an access that this one overlaps still tells something; reports it if the two are a race."""
+        """Whether `before`, which overlaps `now`, must still be kept. Reports the two if they are a race."""
         ordered = before.operator.precedes(now.operator.stream)
         if not ordered and (now.writes or before.writes):
             low, high = max(before.low, now.low), min(before.high, now.high)
@@ -228,7 +225,7 @@ class Memory:
         return before.writes or before.operator.stream is not now.operator.stream
 
     def _block_at(self, address: int) -> _Block | None:
-        """The allocation in which an address lies."""
+        """The allocation that contains an address."""
         index = bisect_right(self._addresses, address)
         block = self._blocks[self._addresses[index - 1]] if index else None
         return block if block is not None and address < block.address + block.nbytes else None
@@ -249,7 +246,7 @@ class Memory:
         self._report(Clash(tensor, offset, high - low, low, first, then, before.writes, writes, reuses))
 
     def clear(self) -> None:
-        """Forget everything, so that what is freed later is nobody's concern."""
+        """Delete all records, so that memory that is freed later has no effect."""
         self._watched.clear()
         self._blocks.clear()
         self._addresses.clear()
@@ -257,7 +254,7 @@ class Memory:
 
 
 def ranges(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """The bytes of a tensor: where each run of them begins and ends."""
+    """The contiguous byte ranges of a tensor: address of the first byte, and address after the last."""
     if not tensor.numel():
         return
     run = 1

@@ -1,4 +1,4 @@
-"""What lies at an address, in words: a parameter's shard or its gradient, gathered weights, gradients to be reduced."""
+"""Names for addresses: a parameter's shard or its gradient, an unsharded parameter, gradients in a bucket."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ..._torch.distributed import local_tensor
 
 
 class Names:
-    """Knows what the sharded models of this process have in memory."""
+    """Finds names for the memory of the sharded models of this process."""
 
     def __init__(self) -> None:
         self._pools: weakref.WeakSet[BufferPool] = weakref.WeakSet()
         self._is_stale = True
 
     def note_engine(self) -> None:
-        """There is one more engine, with a pool."""
+        """Record that an engine with a new pool was created."""
         self._is_stale = True
 
     def at(self, address: int) -> str:
-        """What lies at an address; empty if it is of no sharded model."""
-        if self._is_stale:  # nobody else knows all pools
+        """The name of the data at an address; empty if it does not belong to a sharded model."""
+        if self._is_stale:  # there is no other list of all pools
             self._pools.update([each for each in gc.get_objects() if type(each) is BufferPool])
             self._is_stale = False
         for slot in [slot for pool in self._pools for slot in pool.addresses]:
@@ -41,9 +41,9 @@ class Names:
 
 
 def _name_in(slot: Slot, address: int) -> str:
-    """The weight at an address in a slot, or what else the slot is leased for."""
+    """The weight at an address in a slot, or the name of the slot's lease if it contains no weights."""
     bucket = None if slot.owner is None else slot.owner()
-    begins = getattr(bucket, "begins", None)  # in elements, of each weight
+    begins = getattr(bucket, "begins", None)  # offset of each weight, in elements
     if bucket is None or begins is None:
         assert slot.request is not None
         return slot.request.name

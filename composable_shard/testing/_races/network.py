@@ -1,6 +1,6 @@
-"""Collectives on streams of their own: each process group has one, as NCCL's communicators have.
+"""Collectives on streams, as with NCCL.
 
-Those that are not asynchronous run on the current stream, as NCCL's do.
+Each process group has a stream. Synchronous collectives run on the current stream.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ BACKEND = "races"
 
 
 class Network:
-    """What carries the collectives of a process group (see `Medium`), among ranks that all hold the same.
+    """Implements the collectives of a process group (see `Medium`), with identical ranks.
 
     Attributes:
-        backend: the name that its groups go by. The library makes of NCCL's what it makes of these.
+        backend: name that its groups report, so that the library treats them like NCCL's.
     """
 
     backend = "nccl"
@@ -30,7 +30,7 @@ class Network:
         self._of_group: dict[GroupKey, Stream] = {}
 
     def launch(self, key: GroupKey, group_rank: int, call: Call) -> Work:
-        """Launch a collective behind what the current stream was given; who waits for it lets its stream wait."""
+        """Launch a collective after the work of the current stream. A wait lets the waiting stream wait for it."""
         current = self._streams.current()
         stream = current if call.on_current else self._of_group.get(key)
         if stream is None:
@@ -43,13 +43,13 @@ class Network:
         return Work(stream.record_event().wait, lambda: True, writes)
 
     def send(self, key: GroupKey, group_rank: int, to: int, tag: int, call: Call) -> Work:
-        """A message that nobody reads."""
+        """Send a message; its data is dropped."""
         return self.launch(key, group_rank, call)
 
     def receive(self, key: GroupKey, group_rank: int, sources: object, tag: int, call: Call) -> Work:
-        """A message of which nothing is known."""
+        """Receive a message; its data is zeros."""
         return self.launch(key, group_rank, call)
 
     def misfit(self, kind: str, whole: torch.Tensor, piece: torch.Tensor, ranks: int) -> str:
-        """What to say of a whole tensor that is not made of such a piece of each rank."""
+        """The message if a full tensor does not consist of one such piece per rank."""
         return f"races: {whole.numel()} elements are not {piece.numel()} for each of {ranks} ranks"

@@ -1,11 +1,11 @@
-"""On which stream the nodes of a backward run, and what autograd has them wait for, as on an accelerator.
+"""Streams of the nodes of a backward, and the waits that autograd adds on an accelerator.
 
-- A node runs on the stream that was current when it was made, hooks on it and on its output included.
-- It waits for the nodes whose gradients it takes. Gradients that meet are added on the stream of who takes them.
-- A gradient that is taken on another stream than its own stays allocated until that stream is done with it.
-- At the end, the stream on which `backward` was called waits for those on which leaves were accumulated.
+- A node runs on the stream that was current when it was created. So do hooks on the node and on its output.
+- A node waits for the nodes that produce its gradients. If it has several, they are added on the stream of the node.
+- A gradient that is used on another stream stays allocated until that stream is done with it.
+- At the end, the stream that called `backward` waits for the streams on which leaves were accumulated.
 
-On a CPU autograd knows no streams. So each node gets a hook that tells when it begins, and a note of its own.
+On a CPU, autograd does not use streams. So each node gets a note in its metadata, and a hook that runs when it begins.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 from ..._torch.core import current_backward, current_node, queue_backward_callback
 from .streams import Clock, Stream, Streams, join
 
-_KEY = "composable_shard.races"  # of the note in a node's `metadata`
+_KEY = "composable_shard.races"  # key of the note in a node's `metadata`
 
 
 class _Note:
-    """What is known of a node.
+    """Data of a node.
 
     Attributes:
-        stream: on which it runs.
-        takers: the notes of the nodes that take its gradients.
-        clock: what comes before its gradients.
+        stream: stream on which it runs.
+        takers: notes of the nodes that its gradients are passed to.
+        clock: work that is ordered before the gradients that are passed to it.
     """
 
     __slots__ = ("clock", "stream", "takers")
@@ -44,8 +44,8 @@ class _Pass:
     """A backward pass that a thread runs.
 
     Attributes:
-        task: autograd's number of it.
-        stream: the current one.
+        task: autograd's number of the pass.
+        stream: the current stream.
     """
 
     def __init__(self, task: int, caller: Stream) -> None:
@@ -53,13 +53,13 @@ class _Pass:
         self._caller = caller
         self._begun = dict(caller.clock)
         self._note: _Note | None = None
-        self._given: dict[_Note, None] = {}  # gradients that nobody has taken yet
+        self._given: dict[_Note, None] = {}  # nodes that have gradients but have not begun
         self._leaves: dict[Stream, None] = {}
-        self._is_over = False  # whether the node at hand is done, but for its hooks
+        self._is_over = False  # whether the current node is done, except for its hooks
         queue_backward_callback(self._end)
 
     def enter(self, note: _Note) -> None:
-        """A node begins, unless it has begun before."""
+        """Begin a node, unless it is the current one."""
         if note is self._note:
             return
         self._give()
@@ -70,7 +70,7 @@ class _Pass:
         note.clock = {}
 
     def _give(self) -> None:
-        """The node at hand has ended: its gradients are there for who takes them."""
+        """End the current node: pass its gradients to the next nodes."""
         note, self._note = self._note, None
         if note is None:
             return
@@ -81,11 +81,11 @@ class _Pass:
             self._leaves[note.stream] = None
 
     def node_over(self) -> None:
-        """The node at hand is done; its gradients may be added to others."""
+        """Record that the current node is done. Its gradients may now be added to others."""
         self._is_over = True
 
     def adder(self) -> Stream:
-        """The stream on which autograd adds gradients of the node at hand to those of others."""
+        """The stream on which autograd adds gradients of the current node to those of other nodes."""
         note = self._note
         if note is None or not self._is_over or not note.takers:
             return self.stream
@@ -96,7 +96,7 @@ class _Pass:
         return stream
 
     def added(self, stream: Stream) -> None:
-        """Gradients were added on that stream: who takes them waits for it."""
+        """Record that gradients were added on `stream`: the nodes that take them wait for it."""
         note = self._note
         for taker in () if note is None else note.takers:
             join(taker.clock, stream.clock)
@@ -105,18 +105,18 @@ class _Pass:
         self._give()
         for stream in self._leaves:
             join(self._caller.clock, stream.clock)
-        for note in self._given:  # gradients of inputs that `torch.autograd.grad` was asked for
+        for note in self._given:  # gradients that `torch.autograd.grad` returns
             join(self._caller.clock, note.clock)
             note.clock = {}
         self.stream = self._caller
 
 
 class Nodes:
-    """The streams of all nodes of a program.
+    """The streams of all autograd nodes of a program.
 
     Args:
-        streams: of the program.
-        record: is called as `Tensor.record_stream`, with the storage.
+        streams: streams of the program.
+        record: `Tensor.record_stream`, called with the storage.
     """
 
     def __init__(self, streams: Streams, record: Callable[[torch.UntypedStorage, Stream], None]) -> None:
@@ -126,17 +126,17 @@ class Nodes:
         streams.ask_first(self)
 
     def note_made(self, tensors: Iterable[torch.Tensor], stream: Stream) -> None:
-        """An operator has made these tensors, whose nodes autograd will make now."""
+        """Record that an operator on `stream` created these tensors. Autograd creates their nodes after this call."""
         self._made = stream, [weakref.ref(tensor) for tensor in tensors]
 
     def note_given(self, tensors: Iterable[torch.Tensor], stream: Stream) -> None:
-        """An operator is given these tensors: those whose nodes are not known were made on the same stream, surely."""
+        """Add notes for the nodes of an operator's inputs. Nodes without a note get the stream of the operator."""
         for tensor in tensors:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 self._note(tensor.grad_fn, stream)
 
     def look(self) -> None:
-        """Find the nodes of what the last operator has made."""
+        """Add notes for the nodes of the last operator's outputs."""
         stream, made = self._made
         if made:
             self._made = stream, []
@@ -144,7 +144,7 @@ class Nodes:
             self.note_given(living, stream)
 
     def _note(self, node: Any, stream: Stream) -> _Note:
-        """The note of a node; it and all nodes behind it that have none get one with this stream."""
+        """The note of a node. If it has none, it and the nodes that it leads to get notes with this stream."""
         known: _Note | None = node.metadata.get(_KEY)
         if known is not None:
             return known
@@ -177,10 +177,10 @@ class Nodes:
             passed.node_over()
 
     def _pass(self) -> _Pass | None:
-        """The pass that this thread runs; None if it runs none."""
+        """The backward pass that this thread runs; None if it runs none."""
         task = current_backward()
         passes: list[_Pass] = self._threads.__dict__.setdefault("passes", [])
-        while passes and passes[-1].task > task:  # over, or failed
+        while passes and passes[-1].task > task:  # these passes have ended or failed
             passes.pop()
         if task < 0:
             return None
@@ -207,12 +207,12 @@ class Nodes:
         return True
 
     def adder(self) -> Stream | None:
-        """The stream on which autograd adds gradients now; None if it runs nothing."""
+        """The stream on which autograd adds gradients now; None outside of backward."""
         passed = self._pass()
         return None if passed is None else passed.adder()
 
     def added(self, gradients: Iterable[torch.Tensor], stream: Stream) -> None:
-        """Autograd has added gradients on that stream."""
+        """Record that autograd has added gradients on `stream`."""
         self._keep(gradients, stream)
         passed = self._pass()
         if passed is not None:

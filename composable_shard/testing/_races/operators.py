@@ -1,4 +1,4 @@
-"""What each operator reads and writes, and where it was launched: a dispatch mode that tells `Memory`."""
+"""A dispatch mode that reports to `Memory` the tensors that each operator reads and writes, and its call stack."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ from .nodes import Nodes
 from .streams import Stream, Streams
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")  # the process group tells what these do
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")  # `Network` records these
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
-_FRAMES = 60  # that are kept of a stack
-_OF_THE_MODE = ("_compile.py", "eval_frame.py")  # files of torch that stand between an operator and its mode
+_FRAMES = 60  # number of frames that are kept of a stack
+_OF_THE_MODE = ("_compile.py", "eval_frame.py")  # files of torch with frames between an operator and its mode
 
 
 class Launches:
-    """Numbers what is launched, and tells `memory` what it does.
+    """Numbers the operators and collectives, and records their accesses.
 
     Args:
-        streams, nodes: those of the program.
-        memory: is told.
+        streams, nodes: streams and autograd nodes of the program.
+        memory: records the accesses.
     """
 
     def __init__(self, streams: Streams, nodes: Nodes, memory: Memory) -> None:
         self._streams, self._nodes, self._memory = streams, nodes, memory
-        self._on_host: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # storages in memory of the host, by id
+        self._on_host: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # storages in host memory, by key
         self.count = 0
 
     def keep_on_host(self, tensors: Iterable[Tensor]) -> None:
-        """These lie in memory of the host, and what it does with them alone it does itself, at once."""
+        """Treat these tensors as host memory. Operators that use no other tensors run on the host."""
         for tensor in tensors:
             self._on_host[_key(tensor)] = weakref.ref(tensor.untyped_storage())
 
     def launch(self, name: str, stream: Stream, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Operator:
-        """Something that reads and writes these tensors runs on a stream."""
+        """Record that an operator or collective reads and writes these tensors on a stream."""
         self.count += 1
         operator = Operator(name, stream, stream.advance(), _stack())
         for tensors, is_write in ((reads, False), (writes, True)):
@@ -59,7 +59,7 @@ class Launches:
         return operator
 
     def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], watch: Watch) -> Any:
-        """Run an operator of torch, on the current stream; of one that is written in Python `watch` sees the parts."""
+        """Run an operator on the current stream. If it is written in Python, `watch` records the operators it calls."""
         self._nodes.look()
         written, read = _arguments(func, args, kwargs)
         parts = python_kernel(func)
@@ -73,7 +73,7 @@ class Launches:
         made = [tensor for tensor in outputs if _key(tensor) not in given]
         stream, adds = self._stream([*read, *written], made)
         self._nodes.note_given(read, stream)
-        if parts is None and (made or written or not outputs):  # and no view
+        if parts is None and (made or written or not outputs):  # otherwise it is a view
             self._note(func, stream, read, written, made)
         if adds:
             self._nodes.added(read, stream)
@@ -89,7 +89,7 @@ class Launches:
                 self._memory.know(tensor.untyped_storage(), stream)
             return
         name = str(func)
-        if "empty" in name or func.overloadpacket is torch.ops.aten.set_:  # runs nothing on the stream
+        if "empty" in name or func.overloadpacket is torch.ops.aten.set_:  # no kernel on the stream
             operator = Operator(name, stream, stream.count, _stack())
         else:
             operator = self.launch(name, stream, read, written)
@@ -97,7 +97,7 @@ class Launches:
             self._memory.allocate(tensor.untyped_storage(), operator)
 
     def _stream(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[Stream, bool]:
-        """On which stream an operator runs, and whether it is autograd's, which adds gradients."""
+        """The stream on which an operator runs, and whether it is autograd's addition of gradients."""
         if self._on_host and self._is_of_host(given):
             self.keep_on_host(made)
             return self._streams.host, False
@@ -107,7 +107,7 @@ class Launches:
         return current, False
 
     def _is_of_host(self, given: Sequence[Tensor]) -> bool:
-        """Whether an operator is given tensors in memory of the host, and no others."""
+        """Whether all inputs of an operator are in host memory."""
         return bool(given) and all(self._lies_on_host(tensor) for tensor in given)
 
     def _lies_on_host(self, tensor: Tensor) -> bool:
@@ -115,7 +115,7 @@ class Launches:
         return known is not None and known() is tensor.untyped_storage()
 
     def resize(self, storage: torch.UntypedStorage, resize: Callable[[], Any]) -> Any:
-        """A storage gets memory, or gives its memory back."""
+        """Resize a storage, and record its new memory or that its memory was freed."""
         before = storage.data_ptr()
         result = resize()
         stream = self._streams.current()
@@ -124,23 +124,23 @@ class Launches:
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within, all operators of this thread are launched through `launches`."""
+    """A mode in which all operators of this thread are launched through `launches`."""
 
     def __init__(self, launches: Launches) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._launches = launches
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, FakeTensor) for kind in types):  # which have no memory
+        if any(issubclass(kind, FakeTensor) for kind in types):  # fake tensors have no memory
             return func(*args, **(kwargs or {}))
         if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # then the tensor's class comes first, and we see the operators that it calls
+            return NotImplemented  # torch then calls the tensor's class, and this mode sees the operators it calls
         return self._launches.call(func, args, kwargs or {}, self)
 
 
 @functools.cache
 def _parameters(func: Any) -> tuple[tuple[int, str, bool], ...]:
-    """Of each argument of an operator its index (-1 if it has none), its name, and whether it is written."""
+    """For each argument of an operator: its index (-1 if keyword-only), its name, and whether it is written."""
     of_schema = enumerate(func._schema.arguments)
     return tuple([(-1 if arg.kwarg_only else i, arg.name, _is_written(arg)) for i, arg in of_schema])
 
@@ -161,7 +161,7 @@ def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """The tensors of a tree that have memory here."""
+    """The strided CPU tensors of a tree."""
     leaves = (tree,) if isinstance(tree, Tensor) else pytree.tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and _has_memory(leaf)]
 
@@ -176,7 +176,7 @@ def _key(tensor: Tensor) -> int:
 
 
 def _outer_frame() -> FrameType | None:
-    """The innermost frame that has called an operator."""
+    """The innermost frame outside of this folder and of torch's dispatch code: it called the operator."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_between(frame.f_code.co_filename):
         frame = frame.f_back
@@ -193,7 +193,7 @@ def _is_of_engine(frame: FrameType | None) -> bool:
 
 
 def _stack() -> Stack:
-    """The lines that have led to what is launched now, innermost first, and the name of the autograd node."""
+    """The current call stack, innermost line first, and the name of the running autograd node."""
     frame = _outer_frame()
     lines: list[tuple[CodeType, int]] = []
     while frame is not None and len(lines) < _FRAMES:

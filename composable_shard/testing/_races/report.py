@@ -1,4 +1,4 @@
-"""Races in words."""
+"""Races as text."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True)
 class Place:
-    """Where something was launched.
+    """Where an operator was launched.
 
     Attributes:
         user: the innermost line outside of torch and this library, as ``file.py:3 function``; empty if there is none.
-        library: the innermost line of this library, likewise.
-        node: the autograd node that ran; empty outside of backward.
+        library: the innermost line of this library, in the same form.
+        node: name of the autograd node that ran; empty outside of backward.
     """
 
     user: str = ""
@@ -34,12 +34,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Access:
-    """One side of a race.
+    """One of the two accesses of a race.
 
     Attributes:
-        operator: as ``aten.mul.Tensor``; a collective by its kind, ``all_gather``.
-        stream: name of the stream that it runs on.
-        writes: whether it writes; else it reads.
+        operator: name of the operator or collective: ``aten.mul.Tensor``, ``all_gather``.
+        stream: name of its stream.
+        writes: True if it writes, False if it reads.
         place: where it was launched.
     """
 
@@ -54,16 +54,16 @@ class Access:
 
 @dataclass(frozen=True)
 class Race:
-    """Two accesses to the same memory that no event orders. `str` says which, where, and what is missing.
+    """Two accesses to the same memory that no event orders. `str` gives both accesses and the missing wait.
 
     Attributes:
-        shape, dtype: of the tensor that the second access is given, or that was freed.
-        name: of what lies there, as ``weight blocks.0.norm.weight``; empty if it is of no sharded model.
-        offset: of the memory in its allocation, in bytes.
-        nbytes: how many bytes both accesses share.
-        address: of the first of these bytes.
+        shape, dtype: of the tensor of the second access, or of the tensor that was freed.
+        name: name of the data, for example ``weight blocks.0.norm.weight``; empty if it is of no sharded model.
+        offset: offset of the shared bytes in their allocation, in bytes.
+        nbytes: number of bytes that both accesses share.
+        address: address of the first of these bytes.
         first, then: the accesses, in the order in which the program launched them.
-        reuses: whether `then` does not use the tensor: it was freed, and `then` may be given its memory.
+        reuses: whether `then` does not use the tensor, but may reuse its freed memory.
     """
 
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ class Race:
 
     @property
     def missing(self) -> str:
-        """The wait that is missing."""
+        """Description of the missing wait."""
         return (
             f"stream {self.then.stream!r} has to wait for an event that was recorded on stream {self.first.stream!r} "
             f"after {self.first.operator}"
@@ -113,10 +113,10 @@ def _lines_of(place: Place) -> list[str]:
 
 
 class Races:
-    """The races of a program, one for each pair of streams, operators and places.
+    """The races of a program, one for each pair of operators, streams and source lines.
 
     Args:
-        name: what lies at an address.
+        name: returns the name of the data at an address.
     """
 
     def __init__(self, name: Callable[[int], str]) -> None:
@@ -124,7 +124,7 @@ class Races:
         self._races: dict[tuple[object, ...], Race] = {}
 
     def add(self, clash: Clash) -> None:
-        """Take a clash into account."""
+        """Add the race of a clash, unless it is known."""
         first, then = _access(clash.first, clash.first_writes), _access(clash.then, clash.then_writes)
         key = first, then, clash.reuses
         if key not in self._races:
@@ -132,7 +132,7 @@ class Races:
             self._races[key] = Race(*clash.tensor, name, *where, first, then, clash.reuses)
 
     def all(self) -> tuple[Race, ...]:
-        """Those so far."""
+        """The races so far."""
         return tuple(self._races.values())
 
 
@@ -157,7 +157,7 @@ def _line(code: CodeType, line: int, root: Path) -> str:
 
 
 def text_of(races: Sequence[Race]) -> str:
-    """Races in words, the first ones in full."""
+    """The report of races: the first ones in full, and the number of the others."""
     lines = [f"{len(races)} race{'s' if len(races) > 1 else ''}: accesses to the same memory that no event orders"]
     lines += [str(race) for race in races[:_SHOWN]]
     if len(races) > _SHOWN:

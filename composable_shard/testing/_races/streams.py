@@ -1,7 +1,8 @@
-"""Streams and events that keep an order, and no time: they say what surely comes before what.
+"""Streams and events with vector clocks: they record the order of work, without times.
 
-Each stream counts what it is given. Its clock says how many of each stream's come before whatever it is given next;
-an event carries the clock of its stream at the place where it was recorded. All of it runs at once, on the CPU.
+Each stream numbers its operators. Its clock contains, for each stream, how many operators of that stream are ordered
+before the next operator of this one. An event has a copy of the clock of its stream. All operators run immediately, on
+the CPU.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ Clock = dict["Stream", int]
 
 
 def join(clock: Clock, other: Clock) -> None:
-    """What comes before `other` comes before `clock`, too."""
+    """Merge `other` into `clock`: work that is ordered before `other` is then ordered before `clock`."""
     for stream, count in other.items():
         if clock.get(stream, 0) < count:
             clock[stream] = count
 
 
 class Stream:
-    """What stands in for `torch.Stream` and its kin: a queue of operators, in their order.
+    """Replaces `torch.Stream`, `torch.cuda.Stream` and `torch.cpu.Stream`: a queue of operators.
 
     Args:
-        device, priority: taken as torch's takes them; they change nothing.
-        name: for reports; the streams of one program are numbered if it is empty.
+        device, priority: accepted like torch's, without effect.
+        name: for reports; by default ``stream`` with a number.
 
     Attributes:
-        name: as given.
-        clock: how many of each stream come before what it is given next.
+        name: the name.
+        clock: for each stream, the number of its operators that are ordered before the next one of this stream.
         device: the CPU.
     """
 
@@ -45,39 +46,39 @@ class Stream:
         self.name = name or self._of.next_name()
         self.clock: Clock = {}
         self._of.note(self)
-        self._before: list[Stream] = []  # the streams that were current where it was entered
+        self._before: list[Stream] = []  # the streams to restore on exit
 
     @property
     def count(self) -> int:
-        """How many it was given."""
+        """The number of operators so far."""
         return self.clock.get(self, 0)
 
     def advance(self) -> int:
-        """It is given something; returns its number."""
-        join(self.clock, self._of.host.clock)  # what the host has waited for, all that is launched later waits for
+        """Add an operator. Returns its number."""
+        join(self.clock, self._of.host.clock)  # later operators of all streams run after the host's waits
         number = self.clock[self] = self.clock.get(self, 0) + 1
         return number
 
     def wait_event(self, event: Event) -> None:
-        """What it is given from now on comes after the event."""
+        """Order all later work of this stream after the event."""
         join(self.clock, event.clock)
 
     def wait_stream(self, other: Stream) -> None:
-        """What it is given from now on comes after all that the other one was given so far."""
+        """Order all later work of this stream after the work of `other` so far."""
         join(self.clock, other.clock)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event behind all that it was given so far."""
+        """Record an event after the work of this stream so far."""
         event = event or Event()
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """The host waits for it, so what is launched from now on, on any stream, comes after it."""
+        """Let the host wait for this stream. Later work of all streams is then ordered after it."""
         join(self._of.host.clock, self.clock)
 
     def query(self) -> bool:
-        """Whether all is done; a program that asks may not count on it."""
+        """Whether all work is done: always True. It orders nothing."""
         return True
 
     def __enter__(self) -> Stream:
@@ -93,47 +94,47 @@ class Stream:
 
 
 class Event:
-    """What stands in for `torch.Event` and its kin: a place in the order of a stream."""
+    """Replaces `torch.Event`, `torch.cuda.Event` and `torch.cpu.Event`: a position in the order of a stream."""
 
     def __init__(self, *_of_torch: object, **_also: object) -> None:
         self.clock: Clock = {}
 
     def record(self, stream: Stream | None = None) -> None:
-        """It is behind all that the stream was given so far."""
+        """Record the event after the work of the stream so far."""
         self.clock = dict((stream or streams().current()).clock)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """What the stream is given from now on comes after it."""
+        """Order all later work of the stream after the event."""
         (stream or streams().current()).wait_event(self)
 
     def synchronize(self) -> None:
-        """The host waits for it."""
+        """Let the host wait for the event."""
         join(streams().host.clock, self.clock)
 
     def query(self) -> bool:
-        """Whether it has happened; a program that asks may not count on it."""
+        """Whether the event was reached: always True. It orders nothing."""
         return True
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds until another event; nothing takes time here."""
+        """Milliseconds until another event: always 0, because there are no times."""
         return 0.0
 
 
 class Entered(Protocol):
-    """Knows the stream of what autograd runs."""
+    """The current stream while autograd runs."""
 
     def current(self) -> Stream | None:
         """The stream of the node that autograd runs now; None if it runs none."""
 
     def use(self, stream: Stream) -> bool:
-        """Change it; False if autograd runs none."""
+        """Change the stream of the running node. False if autograd runs none."""
 
 
 class Streams:
-    """The streams of a program, and which one is current: in each thread its own, as on an accelerator.
+    """The streams of a program, and the current stream of each thread.
 
     Attributes:
-        host: what the host does itself, in its order, and what it has waited for.
+        host: operators that run on the host. Its clock includes all work that the host has waited for.
         compute: the default stream.
     """
 
@@ -148,36 +149,36 @@ class Streams:
         self.compute = Stream(name="compute")
 
     def note(self, stream: Stream) -> None:
-        """There is one more stream."""
+        """Add a new stream."""
         self._all.append(stream)
 
     def synchronize(self, _device: object = None) -> None:
-        """The host waits for all streams."""
+        """Let the host wait for all streams."""
         for stream in self._all:
             stream.synchronize()
 
     def name_next(self, kind: str) -> None:
-        """The next stream that is made without a name is of this kind."""
+        """Use `kind` for the name of the next stream that is created without a name."""
         self._kind = kind
 
     def next_name(self, kind: str = "") -> str:
-        """A name for one more stream of a kind: ``stream``, ``stream 2``, ..."""
+        """A name for a new stream: ``stream``, ``stream 2``, ..."""
         if not kind:
             kind, self._kind = self._kind or "stream", ""
         number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
         return kind if number == 1 else f"{kind} {number}"
 
     def ask_first(self, nodes: Entered) -> None:
-        """Within a backward, this says which stream is current."""
+        """Ask `nodes` first for the current stream. It returns a stream while a backward runs."""
         self._nodes = nodes
 
     def outside(self) -> Stream:
-        """The current stream of this thread, apart from what autograd runs."""
+        """The current stream of this thread outside of backward."""
         stream: Stream = getattr(self._threads, "current", self.compute)
         return stream
 
     def current(self, _device: object = None) -> Stream:
-        """The stream of what is launched now."""
+        """The current stream of this thread."""
         stream = None if self._nodes is None else self._nodes.current()
         return stream or self.outside()
 
@@ -188,7 +189,7 @@ class Streams:
 
     @contextmanager
     def on(self, stream: Stream | None) -> Iterator[None]:
-        """Within, the stream is current; None changes nothing."""
+        """Make the stream current within this context; None changes nothing."""
         if stream is None:
             yield
             return
@@ -196,7 +197,7 @@ class Streams:
             yield
 
     def leave(self) -> None:
-        """The program is over."""
+        """End this program: `streams()` no longer returns it."""
         _entered.remove(self)
 
 
@@ -204,13 +205,13 @@ _entered: list[Streams] = []
 
 
 def streams() -> Streams:
-    """The streams of the program that runs.
+    """The streams of the program that is being checked.
 
     Raises:
-        ShardConfigStateError: none is looked at.
+        ShardConfigStateError: no block of `races` is active.
     """
     if not _entered:
         raise ShardConfigStateError(
-            "a stream or an event of testing.races was used after its end; make new ones, inside of the block"
+            "a stream or an event of testing.races was used after the end of its block; create new ones in the block"
         )
     return _entered[-1]

@@ -1,9 +1,8 @@
-"""What an installed composable_shard is: where it lies, its version, its marker of types, and that all of it imports.
+"""Check an installed composable_shard: location, version, py.typed, and that all modules import.
 
     python imports.py 0.1.0.dev0
 
-It runs in an environment that has been made for it. A module may ask for an extra that is not installed, and for
-nothing else that is missing.
+Run it in a new environment. The import of a module may fail only if it needs an extra that is not installed.
 """
 
 import importlib
@@ -16,7 +15,7 @@ EXTRAS = {"matplotlib", "pytest", "rich", "safetensors", "xxhash"}
 
 
 def import_everything() -> tuple[int, int]:
-    """Import all modules of the package; gives how many there are, and how many lack an extra."""
+    """Import all modules of the package. Return their number, and the number of modules that need a missing extra."""
     import composable_shard
 
     names = [each.name for each in pkgutil.walk_packages(composable_shard.__path__, "composable_shard.")]
@@ -37,9 +36,9 @@ def main(expected: str) -> int:
     folder = Path(composable_shard.__file__).parent
     assert folder.is_relative_to(sys.prefix), f"imported from {folder}, which is not in {sys.prefix}"
     assert composable_shard.__version__ == version("composable-shard") == expected, composable_shard.__version__
-    assert (folder / "py.typed").is_file(), "the marker of types is missing"
+    assert (folder / "py.typed").is_file(), "py.typed is missing"
     count, lacking = import_everything()
-    print(f"{count} modules of {composable_shard.__version__}, {lacking} of them for extras")
+    print(f"version {composable_shard.__version__}: {count} modules, {lacking} of them need missing extras")
     return 0
 
 

@@ -1,8 +1,8 @@
-"""Train a small sharded transformer on gloo beside the same model unsharded, save it, load it, and go on.
+"""Train a small sharded transformer on gloo and compare it with the unsharded model. Save it, load it, and continue.
 
     torchrun --nproc-per-node 2 training.py
 
-Losses and weights of all steps must agree within the rounding of float32. What is loaded must go on to the bit.
+Losses and weights must agree within fp32 rounding. After loading, the losses must be bitwise identical.
 """
 
 import copy
@@ -51,7 +51,7 @@ def sharded(model: Transformer) -> tuple[Transformer, torch.optim.Optimizer]:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> Iterator[Tensor]:
-    """The mean loss of each step, of which every rank computes a part."""
+    """Train the sharded model on this rank's batches. Yield the mean loss of all ranks after each step."""
     for step in steps:
         loss = loss_of(model, batch(dist.get_rank(), step))
         loss.backward()
@@ -63,7 +63,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> I
 
 
 def train_whole(model: nn.Module, steps: range) -> Iterator[Tensor]:
-    """The same of the unsharded model, which reads the batches of all ranks."""
+    """Train the unsharded model on the batches of all ranks. Yield the mean loss after each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in steps:
         losses = torch.stack([loss_of(model, batch(rank, step)) for rank in range(dist.get_world_size())])
@@ -74,7 +74,7 @@ def train_whole(model: nn.Module, steps: range) -> Iterator[Tensor]:
 
 
 def run() -> str:
-    """All of it on this rank, which has met the others; gives a line about it."""
+    """Run all checks on this rank. The process group must exist. Return a summary line."""
     whole = Transformer(seed=0)
     model, optimizer = sharded(copy.deepcopy(whole))
     expected = list(train_whole(whole, range(STEPS)))
@@ -93,7 +93,7 @@ def run() -> str:
     more = range(STEPS, STEPS + 2)
     went_on, loaded = list(train(model, optimizer, more)), list(train(again, its_optimizer, more))
     assert all(map(torch.equal, went_on, loaded)), (went_on, loaded)
-    return f"losses {losses[0]:.4f} to {losses[-1]:.4f} on {dist.get_world_size()} ranks, as unsharded"
+    return f"losses {losses[0]:.4f} to {losses[-1]:.4f} on {dist.get_world_size()} ranks, equal to the unsharded model"
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""What mypy must know of an installed composable_shard: the kinds of its names, and that the last line is wrong."""
+"""A file for mypy: it must know the types of an installed composable_shard and reject only the last line."""
 
 import torch
 
