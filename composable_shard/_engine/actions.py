@@ -203,19 +203,17 @@ class Actions:
         self._act(WAIT, group, group.finish_gather)
         self.gathered.add(group)
 
-    def drop(self, group: ParamGroup) -> None:
+    def drop(self, group: ParamGroup, look: bool = True) -> None:
         """Reshard a group, whatever its phase is, and install its sharded parameters.
+
+        Args:
+            group: that is resharded.
+            look: whether to look for edits of unsharded parameters.
 
         Raises:
             StaleStateError: an unsharded parameter was edited in place. The group is resharded then, too.
         """
-        edited = self.find_edits(group) if group.is_written() else ()
-        self.give_up(group)
-        if edited:
-            raise lost_edit(edited)
-
-    def give_up(self, group: ParamGroup) -> None:
-        """`drop` a group without a look at edits."""
+        edited = self.find_edits(group) if look and group.is_written() else ()
         self.staying.discard(group)
         if (entries := group.entries()) is not None:
             entries.hide()
@@ -223,13 +221,15 @@ class Actions:
             self._arrive(group)
         if group.phase is not SHARDED:
             self._act(RESHARD, group, group.reshard)
+        if edited:
+            raise lost_edit(edited)
 
     def find_edits(self, group: ParamGroup) -> list[str]:
         """Versions of unsharded parameters have risen: FQNs of those whose values have changed; see `edits.changed`."""
         try:
             return changed(group.buckets, partial(self._gather_again, group))
         except BaseException:
-            self.give_up(group)
+            self.drop(group, look=False)
             raise
 
     def _gather_again(self, group: ParamGroup) -> None:
@@ -288,7 +288,7 @@ class Actions:
         for group in self.groups:
             if failed and group.is_written():
                 group.forget_writes()
-                self.give_up(group)
+                self.drop(group, look=False)
             if group.phase is not SHARDED and not group.stay.pinned and (group.phase is GATHERING or not keeps):
                 self.drop(group)
         if keeps:
@@ -299,7 +299,7 @@ class Actions:
         for group in self.groups:
             if not group.running and (group.is_written() or not group.stay.pinned):
                 group.forget_writes()  # what has failed was said
-                self.give_up(group)
+                self.drop(group, look=False)
 
     def pin(self, group: ParamGroup, wait: bool) -> None:
         """Gather a group and keep it until `reshard`, its next use, or a change of its parameters."""
@@ -440,7 +440,7 @@ class Actions:
         self.end_forward(group, stays)
         # A checkpoint may also stop a recomputation in backward by an error.
         if written and current_backward() < 0:
-            self.give_up(group)
+            self.drop(group, look=False)
 
     def _shrink(self, group: ParamGroup) -> None:
         """Keep pieces of a group's weights, and show these to its modules."""
@@ -476,7 +476,8 @@ class Actions:
         group = use.group
         self.staying.discard(group)
         if len(group.buckets) == 1:  # else the outputs of each bucket are known to its handles alone
-            group.buckets[0].writes.begin_reads(outputs, group.buckets[0].here)
+            bucket = group.buckets[0]
+            bucket.writes.begin_reads(outputs, bucket.here)
         if self.order.forward.budget is not None:
             self.budget.reached(use, outputs)
         waits = bool(self._reductions) and self._wait_before(group, missed, following)

@@ -245,13 +245,6 @@ class Bucket:
         """
         raise NotImplementedError
 
-    def _forget_memory(self) -> tuple[Slot | None, Leaves | None]:
-        """The weights are about to be released; returns the slot where they were, and the leaves over it, if any."""
-        was = self.slot, self.here
-        self.slot = self.here = None
-        self.readable = False
-        return was
-
     def lose(self) -> None:
         """Give the weights up, but do not let their memory be reused: an abandoned gather may still write to it."""
         self.slot, self.readable = None, False
@@ -382,8 +375,11 @@ class GatherBucket(Bucket):
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         """Give the slot back, or reserve it for the next gather: if asked to, or if somebody keeps views of it."""
-        slot, leaves = self._forget_memory()
-        self.writes.end_reads()
+        slot, leaves = self.slot, self.here
+        self.slot = self.here = None
+        self.readable = False
+        if self.writes.noted is not None:
+            self.writes.end_reads()
         if slot is None:
             return
         if self._sums is not None:

@@ -66,10 +66,11 @@ class Writes:
         rewritten: by index, versions of the weights that were written to until the backward of a use began.
         looked_at: the outputs of a use, if the running backward has read a weight of it; else None.
         noted: the outputs of the use that backward has reached, of which `rewritten` tells; None if there is none.
+        unwritten: `looked_at`, if none of the weights was written to; else None.
         sums_next: indices of the weights whose sums the next gather takes.
     """
 
-    __slots__ = ("_ended", "_ever", "gathered", "looked_at", "noted", "packed", "rewritten", "sums_next")
+    __slots__ = ("_ended", "_ever", "gathered", "looked_at", "noted", "packed", "rewritten", "sums_next", "unwritten")
 
     def __init__(self, count: int) -> None:
         self.gathered: dict[int, BitSums] = {}
@@ -80,6 +81,7 @@ class Writes:
         self._ever: set[int] = set()
         self.noted: Sequence[torch.Tensor] | None = None
         self.looked_at: Sequence[torch.Tensor] | None = None
+        self.unwritten: Sequence[torch.Tensor] | None = None
         self.sums_next: Iterable[int] = range(count)
 
     def note_gathered(self, sums: dict[int, BitSums]) -> None:
@@ -123,20 +125,31 @@ class Writes:
         if leaves is not None:
             rewritten |= dict.fromkeys(leaves.written(), _EDITED)
         self.rewritten, self.noted = rewritten, shown
+        self.unwritten = None if rewritten else shown
 
-    def look_at(self, shown: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
-        """The first weight of a use is read: see what was written to, once, as a look costs as much as reading it.
+    def look_at(self, shown: Sequence[torch.Tensor], leaves: Leaves | None) -> dict[int, int]:
+        """A weight of a use is read: see what was written to, once, as a look costs as much as reading it.
 
         Args:
             shown, leaves: as of `begin_reads`.
+
+        Returns:
+            `rewritten`. If it is empty, other reads of this use need not look, see `unwritten`.
         """
         if shown is not self.noted:
             self.begin_reads(shown, leaves)
+        if not self.rewritten:
+            self.unwritten = shown
         self.looked_at = shown
+        return self.rewritten
+
+    def await_read(self) -> None:
+        """Have the next read of a weight come to `look_at`."""
+        self.unwritten = None
 
     def end_reads(self) -> None:
         """The backward of a use is over: the next one looks for edits again."""
-        self.looked_at = self.noted = None
+        self.looked_at = self.noted = self.unwritten = None
 
 
 class Edited(Protocol):

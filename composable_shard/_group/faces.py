@@ -329,16 +329,15 @@ class Faces:
             dropped: views that the caller is about to drop.
             leaves: the leaves in this slot, if any were made.
         """
-        if shown:
+        if shown and list(map(getrefcount, shown)) != self._counts:
             self.note_kept(shown)
         if self.in_use is not None and not self.in_use.is_at_rest():
             self._note_users(self.in_use, dropped, leaves)
 
     def note_kept(self, shown: Sequence[torch.Tensor]) -> None:
         """These outputs of a node, which are installed, are about to be replaced: note those that user code holds."""
-        counts = list(map(getrefcount, shown))
-        if counts != self._counts:
-            self._keep(itertools.compress(enumerate(shown), map(gt, counts, self._counts)))
+        counts = list(map(getrefcount, shown))  # before `enumerate` holds any
+        self._keep(itertools.compress(enumerate(shown), map(gt, counts, self._counts)))
 
     def _note_users(self, face: Face, dropped: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
         """Views of a face that a forward has read are alive: note whether they will stay; arguments as of `end_use`."""

@@ -182,9 +182,11 @@ class _Hooks:
     def _handle(self, tensor: torch.Tensor, address: int) -> Any:
         """A handle for a view of weights whose data begins at `address`; None if the view is of no weights."""
         slot = self._last
-        if slot is None or slot.owner is None or not slot.begin <= address < slot.end:
+        if slot is None or (owner := slot.owner) is None or not slot.begin <= address < slot.end:
             slot = self._last = self._addresses.find(address)
-        if slot is None or (owner := slot.owner) is None or (bucket := owner()) is None:
+            if slot is None or (owner := slot.owner) is None:
+                return None
+        if (bucket := owner()) is None:
             return None
         if bucket.is_complex and _is_lazy(tensor):
             return _copied(tensor)
@@ -197,8 +199,7 @@ class _Hooks:
             if not bucket.shown:
                 bucket.writes.packed.append((place, tensor._version))
         keeper = self._keepers.get(bucket) if self._keepers else None
-        version = tensor._version
-        return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown, version))
+        return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown, tensor._version))
 
     def _flattened(self, tensor: Any) -> Any:
         """A tensor of a subclass, with handles for those of its inner tensors that are weights; None if none is."""
@@ -236,12 +237,9 @@ def _weight(handle: Handle) -> torch.Tensor:
         owner.fetch(bucket)
         if generation != bucket.generation:  # the gather has noticed it
             raise _stale(bucket)
-    writes = bucket.writes
-    if shown is not writes.looked_at:
-        writes.look_at(shown, bucket.here)
-    if writes.rewritten:
+    if shown is not bucket.writes.unwritten and (rewritten := bucket.writes.look_at(shown, bucket.here)):
         member = bucket.members[place] if type(place) is Place else place[1]  # type: ignore[attr-defined, index]
-        if writes.rewritten.get(member, version) != version:
+        if rewritten.get(member, version) != version:
             raise _edited(bucket.fqns[member])
     if bucket.reads_left:
         bucket.reads_left -= 1
