@@ -205,19 +205,17 @@ class Actions:
         self._act(WAIT, group, group.finish_gather)
         self.gathered.add(group)
 
-    def drop(self, group: ParamGroup) -> None:
+    def drop(self, group: ParamGroup, look: bool = True) -> None:
         """Reshard a group in any phase, and install its sharded parameters.
+
+        Args:
+            group: the group to reshard.
+            look: whether to check for in-place edits of unsharded parameters.
 
         Raises:
             StaleStateError: an unsharded parameter was edited in place. The group is still resharded.
         """
-        edited = self.find_edits(group) if group.is_written() else ()
-        self.give_up(group)
-        if edited:
-            raise lost_edit(edited)
-
-    def give_up(self, group: ParamGroup) -> None:
-        """Do the same as `drop`, but do not check for in-place edits."""
+        edited = self.find_edits(group) if look and group.is_written() else ()
         self.staying.discard(group)
         if (entries := group.entries()) is not None:
             entries.hide()
@@ -225,13 +223,15 @@ class Actions:
             self._arrive(group)
         if group.phase is not SHARDED:
             self._act(RESHARD, group, group.reshard)
+        if edited:
+            raise lost_edit(edited)
 
     def find_edits(self, group: ParamGroup) -> list[str]:
         """FQNs of the unsharded parameters whose values changed, given that their versions did; see `edits.changed`."""
         try:
             return changed(group.buckets, partial(self._gather_again, group))
         except BaseException:
-            self.give_up(group)
+            self.drop(group, look=False)
             raise
 
     def _gather_again(self, group: ParamGroup) -> None:
@@ -290,7 +290,7 @@ class Actions:
         for group in self.groups:
             if failed and group.is_written():
                 group.forget_writes()
-                self.give_up(group)
+                self.drop(group, look=False)
             if group.phase is not SHARDED and not group.stay.pinned and (group.phase is GATHERING or not keeps):
                 self.drop(group)
         if keeps:
@@ -301,7 +301,7 @@ class Actions:
         for group in self.groups:
             if not group.running and (group.is_written() or not group.stay.pinned):
                 group.forget_writes()  # the failure was reported already
-                self.give_up(group)
+                self.drop(group, look=False)
 
     def pin(self, group: ParamGroup, wait: bool) -> None:
         """Gather a group and keep it unsharded until `reshard`, its next use, or a change of its parameters."""
@@ -442,7 +442,7 @@ class Actions:
         self.end_forward(group, stays)
         # A checkpoint also stops a recomputation in backward early by raising an exception.
         if written and current_backward() < 0:
-            self.give_up(group)
+            self.drop(group, look=False)
 
     def _shrink(self, group: ParamGroup) -> None:
         """Keep pieces of a group's unsharded parameters, and install these pieces in the modules."""
@@ -478,7 +478,8 @@ class Actions:
         group = use.group
         self.staying.discard(group)
         if len(group.buckets) == 1:  # with several buckets, only the handles of each bucket know its outputs
-            group.buckets[0].writes.begin_reads(outputs, group.buckets[0].here)
+            bucket = group.buckets[0]
+            bucket.writes.begin_reads(outputs, bucket.here)
         if self.order.forward.budget is not None:
             self.budget.reached(use, outputs)
         waits = bool(self._reductions) and self._wait_before(group, missed, following)

@@ -56,6 +56,8 @@ class Budget:
         group, options = use.group, use.group.settings.current
         if use.under_hooks and options.unshard_in_backward and not (options.reduce_unused or group.is_root):
             self.unread[group] = use, outputs
+            for bucket in group.buckets:
+                bucket.writes.await_read()
         else:
             self.unread.pop(group, None)
 

@@ -244,13 +244,6 @@ class Bucket:
         """
         raise NotImplementedError
 
-    def _forget_memory(self) -> tuple[Slot | None, Leaves | None]:
-        """Reset the state before a release; returns the slot of the parameters, and the leaves over it, if any."""
-        was = self.slot, self.here
-        self.slot = self.here = None
-        self.readable = False
-        return was
-
     def lose(self) -> None:
         """Drop the unsharded parameters without reusing their memory: an abandoned gather may still write to it."""
         self.slot, self.readable = None, False
@@ -381,8 +374,11 @@ class GatherBucket(Bucket):
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         """Release the slot, or reserve it for the next gather if requested or if user code keeps views of it."""
-        slot, leaves = self._forget_memory()
-        self.writes.end_reads()
+        slot, leaves = self.slot, self.here
+        self.slot = self.here = None
+        self.readable = False
+        if self.writes.noted is not None:
+            self.writes.end_reads()
         if slot is None:
             return
         if self._sums is not None:

@@ -66,10 +66,11 @@ class Writes:
         rewritten: by index, versions of the parameters that were written to before the backward of a use began.
         looked_at: the outputs of a use, if the running backward has read a parameter of it; else None.
         noted: the outputs of the use that backward has reached, to which `rewritten` refers; None if there is none.
+        unwritten: the outputs of the use, if none was written to and reads need not be checked; else None.
         sums_next: indices of the parameters whose sums the next gather computes.
     """
 
-    __slots__ = ("_ended", "_ever", "gathered", "looked_at", "noted", "packed", "rewritten", "sums_next")
+    __slots__ = ("_ended", "_ever", "gathered", "looked_at", "noted", "packed", "rewritten", "sums_next", "unwritten")
 
     def __init__(self, count: int) -> None:
         self.gathered: dict[int, BitSums] = {}
@@ -80,6 +81,7 @@ class Writes:
         self._ever: set[int] = set()
         self.noted: Sequence[torch.Tensor] | None = None
         self.looked_at: Sequence[torch.Tensor] | None = None
+        self.unwritten: Sequence[torch.Tensor] | None = None
         self.sums_next: Iterable[int] = range(count)
 
     def note_gathered(self, sums: dict[int, BitSums]) -> None:
@@ -123,20 +125,31 @@ class Writes:
         if leaves is not None:
             rewritten |= dict.fromkeys(leaves.written(), _EDITED)
         self.rewritten, self.noted = rewritten, shown
+        self.unwritten = None if rewritten else shown
 
-    def look_at(self, shown: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
+    def look_at(self, shown: Sequence[torch.Tensor], leaves: Leaves | None) -> dict[int, int]:
         """Check for writes at the first read of a use's parameters; only once, because a check costs as much as a read.
 
         Args:
             shown, leaves: as for `begin_reads`.
+
+        Returns:
+            `rewritten`. If it is empty, later reads of this use need no check; see `unwritten`.
         """
         if shown is not self.noted:
             self.begin_reads(shown, leaves)
+        if not self.rewritten:
+            self.unwritten = shown
         self.looked_at = shown
+        return self.rewritten
+
+    def await_read(self) -> None:
+        """Make the next read of a parameter call `look_at`."""
+        self.unwritten = None
 
     def end_reads(self) -> None:
         """Note the end of a use's backward: the next one checks for edits again."""
-        self.looked_at = self.noted = None
+        self.looked_at = self.noted = self.unwritten = None
 
 
 class Edited(Protocol):

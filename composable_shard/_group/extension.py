@@ -262,7 +262,7 @@ class ExtensionBucket(Bucket):
         super().arrived()
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
-        _, leaves = self._forget_memory()
+        leaves, self.here, self.readable = self.here, None, False
         self.writes.end_reads()
         if leaves is not None:
             leaves.give_up()

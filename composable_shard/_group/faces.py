@@ -331,16 +331,15 @@ class Faces:
             dropped: views that the caller is about to drop.
             leaves: the leaves in this slot, if any were made.
         """
-        if shown:
+        if shown and list(map(getrefcount, shown)) != self._counts:
             self.note_kept(shown)
         if self.in_use is not None and not self.in_use.is_at_rest():
             self._note_users(self.in_use, dropped, leaves)
 
     def note_kept(self, shown: Sequence[torch.Tensor]) -> None:
         """Note which of these installed node outputs, which are about to be replaced, user code holds."""
-        counts = list(map(getrefcount, shown))
-        if counts != self._counts:
-            self._keep(itertools.compress(enumerate(shown), map(gt, counts, self._counts)))
+        counts = list(map(getrefcount, shown))  # before `enumerate` holds references
+        self._keep(itertools.compress(enumerate(shown), map(gt, counts, self._counts)))
 
     def _note_users(self, face: Face, dropped: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
         """Note whether the views of a face that a forward has read will stay; arguments as for `end_use`."""

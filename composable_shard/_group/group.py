@@ -373,7 +373,7 @@ class ParamGroup:
         """
         was_resident = self.phase is RESIDENT
         self._set_phase(SHARDED)
-        if not again:
+        if not again and (self.stay.pinned or self.stay.kept):
             self.stay.end()
         if was_resident:
             for resident in self.residents:

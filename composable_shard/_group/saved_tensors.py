@@ -184,9 +184,11 @@ class _Hooks:
     def _handle(self, tensor: torch.Tensor, address: int) -> Any:
         """Make a handle for a view of a parameter whose data begins at `address`; None for views of other tensors."""
         slot = self._last
-        if slot is None or slot.owner is None or not slot.begin <= address < slot.end:
+        if slot is None or (owner := slot.owner) is None or not slot.begin <= address < slot.end:
             slot = self._last = self._addresses.find(address)
-        if slot is None or (owner := slot.owner) is None or (bucket := owner()) is None:
+            if slot is None or (owner := slot.owner) is None:
+                return None
+        if (bucket := owner()) is None:
             return None
         if bucket.is_complex and _is_lazy(tensor):
             return _copied(tensor)
@@ -199,8 +201,7 @@ class _Hooks:
             if not bucket.shown:
                 bucket.writes.packed.append((place, tensor._version))
         keeper = self._keepers.get(bucket) if self._keepers else None
-        version = tensor._version
-        return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown, version))
+        return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown, tensor._version))
 
     def _flattened(self, tensor: Any) -> Any:
         """Flatten a tensor subclass, with handles for inner tensors that are parameters; None if there are none."""
@@ -238,12 +239,9 @@ def _weight(handle: Handle) -> torch.Tensor:
         owner.fetch(bucket)
         if generation != bucket.generation:  # the gather has detected a change
             raise _stale(bucket)
-    writes = bucket.writes
-    if shown is not writes.looked_at:
-        writes.look_at(shown, bucket.here)
-    if writes.rewritten:
+    if shown is not bucket.writes.unwritten and (rewritten := bucket.writes.look_at(shown, bucket.here)):
         member = bucket.members[place] if type(place) is Place else place[1]  # type: ignore[attr-defined, index]
-        if writes.rewritten.get(member, version) != version:
+        if rewritten.get(member, version) != version:
             raise _edited(bucket.fqns[member])
     if bucket.reads_left:
         bucket.reads_left -= 1

@@ -137,6 +137,21 @@ def test_gradients_of_fused_layers_are_reduced(rank, world, reshard):
             torch.testing.assert_close(whole(mine.grad), other.grad)
 
 
+@distributed(world=2)
+def test_the_only_attribute_of_parameters_that_were_loaded_in_the_place_of_others(rank, world):
+    plain, ours, _ = models()
+    shard(ours, fully_shard)
+    steps(plain, (ours,), rank, world)
+    loaded = {name: value.clone() for name, value in ours.state_dict().items()}
+    before = ours[0].up
+    ours.load_state_dict(loaded, assign=True)
+    assert ours[0].up is not before
+    for first in (2, 4):  # at the first forward they are adopted
+        for block in ours:
+            block.up.main_grad, block.down.main_grad = torch.zeros(24, 16), torch.zeros(16, 24)
+        steps(plain, (ours,), rank, world, first)
+
+
 @pytest.mark.matrix
 @distributed(world=2)
 def test_fused_layers_train_exactly_in_compiled_code(rank, world):
