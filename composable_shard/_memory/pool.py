@@ -392,8 +392,8 @@ class BufferPool:
         slots = f"{len(self._live)} slots leased, {self.live_bytes} of {self.held_bytes} bytes"
         if not self.arena_bytes:
             return f"BufferPool({slots})"
-        beside = self.arena_bytes / self.peak_bytes
-        return f"BufferPool({slots}, arena {self.arena_bytes} bytes, {beside:.2f} of the bound)"
+        share = self.arena_bytes / self.peak_bytes
+        return f"BufferPool({slots}, arena {self.arena_bytes} bytes, {share:.2f} of the bound)"
 
 
 def _ended(end: Callable[[], object]) -> bool:

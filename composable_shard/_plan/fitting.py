@@ -228,11 +228,11 @@ def _check_budget(steps: Sequence[Step], sizes: Mapping[str, Sizes], budget: int
     fqn = least.actions[least.live.index(least.peak)].fqn
     size = sizes[fqn]
     around = next((step.around for step in steps if step.fqn == fqn), ())
-    beside = " and of ".join(("the root", *around))
+    others = " and of ".join(("the root", *around))
     raise PoolBudgetError(
         f"PoolPolicy(budget={budget}): {fqn or ROOT_NAME} cannot fit. The least budget that works is {least.peak} "
         f"bytes: its weights take {size.weights} bytes, a gather another {size.landing} and a reduction another "
-        f"{size.reduction}, and the weights of {beside} stay gathered at the same time. Raise the budget, or shard the "
+        f"{size.reduction}, and the weights of {others} stay gathered at the same time. Raise the budget, or shard the "
         "modules of the group individually",
         fqn,
         least.peak,

@@ -36,21 +36,21 @@ class Forecast:
         owned: shapes of the matrices that each rank owns.
         owned_bytes: bytes of the matrices that each rank owns. Each state tensor of their shape needs as many.
         buckets: number of exchanges in each direction.
-        beside: peak bytes of each rank's buffers in a step, including values and gradients of its matrices.
+        buffer_bytes: peak bytes of each rank's buffers in a step, including values and gradients of its matrices.
     """
 
     sent: tuple[int, ...]
     owned: tuple[tuple[tuple[int, ...], ...], ...]
     owned_bytes: tuple[int, ...]
     buckets: int
-    beside: tuple[int, ...]
+    buffer_bytes: tuple[int, ...]
 
     def __str__(self) -> str:
         matrices = sum(map(len, self.owned))
         return (
             f"{matrices} matrices on {len(self.owned)} ranks, {self.buckets} exchanges in each direction; at most, a "
             f"rank owns {max(self.owned_bytes):,} bytes of matrices, sends {max(self.sent):,} bytes in a step, and has "
-            f"{max(self.beside):,} bytes of buffers"
+            f"{max(self.buffer_bytes):,} bytes of buffers"
         )
 
 
@@ -79,7 +79,7 @@ def forecast(
         owned=tuple(tuple(matrix.route.shape for matrix in _of(matrices, rank)) for rank in ranks),
         owned_bytes=tuple(_held(matrices, rank) for rank in ranks),
         buckets=len(travel),
-        beside=tuple(_beside(travel, rank) for rank in ranks),
+        buffer_bytes=tuple(_beside(travel, rank) for rank in ranks),
     )
 
 

@@ -264,7 +264,7 @@ class Planner:
         held = held_bytes(strategy, pool, shards, stepping.state, self._cast(base, plan), rounding)
         by_group = {fqn: 0 if strategy.offload else trained for fqn, (_, trained) in shards.items()}
         gradients = Gradients(by_group, stepping.at_once)
-        memory = memory_of(profile, held, pool, gradients, reducing(plan, strategy, machine), stepping.beside)
+        memory = memory_of(profile, held, pool, gradients, reducing(plan, strategy, machine), stepping.buffer_bytes)
         host, disk = off_device(strategy, shards)
         time = time_of(plan, strategy, compute_seconds(profile, machine, layout), machine, stepping.seconds)
         needed = memory.reserved if machine.streams else memory.peak.total

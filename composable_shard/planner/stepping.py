@@ -47,14 +47,14 @@ class Stepping:
     Attributes:
         state: bytes of optimizer state on the rank with the most.
         at_once: whether only the gradients of one group are live at a time.
-        beside: largest number of bytes of buffers in its step.
+        buffer_bytes: largest number of bytes of buffers in its step.
         sent: bytes that the rank that sends the most sends in its step.
         seconds: seconds of its step.
     """
 
     state: int
     at_once: bool
-    beside: int
+    buffer_bytes: int
     sent: int
     seconds: float
 
@@ -70,9 +70,8 @@ def stepping_of(optimizer: str, groups: tuple[GroupPlan, ...], strategy: Strateg
         return Stepping(MOMENTS * others, optimizer == IN_BACKWARD, 0, 0, seconds)
     ahead = forecast_of(taken, world)
     state = MOMENTS * others + max(ahead.owned_bytes)
-    return Stepping(
-        state, False, max(ahead.beside), max(ahead.sent), seconds + _owned_seconds(ahead, strategy.layout, machine)
-    )
+    seconds += _owned_seconds(ahead, strategy.layout, machine)
+    return Stepping(state, False, max(ahead.buffer_bytes), max(ahead.sent), seconds)
 
 
 def forecast_of(params: Mapping[str, ParamPlan], world: int) -> Forecast:

@@ -313,10 +313,10 @@ def test_nothing_is_installed_if_that_warning_is_an_error():
 
 
 def test_uninstall_keeps_a_function_that_other_code_has_set_and_warns(module):
-    module.shard = module.gone = TORCHS["fully_shard"]
+    module.shard = module.missing = TORCHS["fully_shard"]
     composable_shard.install()
     fsdp.fully_shard = module.shard = somebody_elses
-    del module.gone
+    del module.missing
     with pytest.warns(
         UserWarning, match="torch.distributed.fsdp.fully_shard is test_install.somebody_elses now"
     ) as seen:
@@ -326,7 +326,7 @@ def test_uninstall_keeps_a_function_that_other_code_has_set_and_warns(module):
     assert warning.filename == __file__
     assert fsdp.fully_shard is module.shard is somebody_elses
     assert fsdp.share_comm_ctx is TORCHS["share_comm_ctx"]
-    assert not hasattr(module, "gone")
+    assert not hasattr(module, "missing")
 
 
 def test_uninstall_keeps_names_that_were_set_to_ours_manually():
