@@ -56,7 +56,7 @@ matrix: $(READY)
 	$(BIN)/python -m pytest -m matrix -n $(JOBS) --dist worksteal
 
 downstream: $(READY)
-	$(BIN)/python downstream/run.py $(if $(ONLY),--only $(ONLY)) --table docs/neighbours.md
+	$(BIN)/python downstream/run.py $(if $(ONLY),--only $(ONLY)) --table docs/integrations_table.md
 
 bench: $(READY)
 	$(BIN)/python bench/run_all.py --results $(RESULTS) $(BENCH)

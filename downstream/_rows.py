@@ -51,15 +51,15 @@ class Row:
 
 @dataclass
 class Rows:
-    """The rows of one neighbour.
+    """The rows of one library.
 
     Args:
-        neighbour: the heading of its table.
+        library: the heading of its table.
         environment: the file of pinned requirements in environments/, without ``.txt``; "torch": the project's own.
         versions: distributions whose versions the table names.
     """
 
-    neighbour: str
+    library: str
     environment: str
     versions: tuple[str, ...] = ("torch",)
     all: list[Row] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Rows:
     def add(self, title: str, program: Callable[[Run], None], **settings: Any) -> None:
         """Adds a row, for those that are made in a loop."""
         if any(row.title == title for row in self.all):
-            raise ValueError(f"{self.neighbour}: two rows are called {title!r}")
+            raise ValueError(f"{self.library}: two rows are called {title!r}")
         self.all.append(Row(title, program, **settings))
 
 

@@ -1,13 +1,13 @@
-"""Other people's libraries on composable_shard, beside torch's FSDP2, row by row.
+"""Run programs of other libraries with torch's FSDP2 and with composable_shard, and compare the results.
 
-    python downstream/run.py                            # everything; environments are made on first use
-    python downstream/run.py --only accelerate,peft     # these files of rows/
-    python downstream/run.py --only torch --row swa     # rows whose title has this word
-    python downstream/run.py --table docs/neighbours.md # also write the table of all results
-    python downstream/run.py --no-run --table docs/neighbours.md    # write that table alone
+    python downstream/run.py                                      # all; environments are created on first use
+    python downstream/run.py --only accelerate_fsdp2,peft_adapters  # these files of rows/
+    python downstream/run.py --only torch_utils --row AveragedModel # rows whose title contains this text
+    python downstream/run.py --table docs/integrations_table.md   # also write the page with all results
+    python downstream/run.py --no-run --table docs/integrations_table.md    # only write the page
 
-Results are kept in results.json; a part that runs again replaces its rows alone. The exit status is 1 if a row is a
-defect of ours.
+Results are stored in results.json; running a part again replaces only its rows. The exit status is 1 if a row is a
+defect of composable_shard.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,6 @@ from _load import HERE, files
 
 ROOT = HERE.parent
 RESULTS = HERE / "results.json"
-BEGIN, END = "<!-- downstream:begin -->", "<!-- downstream:end -->"
 DEFECT = "DEFECT"
 TORCH = "2.13.0"
 
@@ -42,16 +43,16 @@ class Part:
 
     name: str
     path: Path
-    neighbour: str
+    library: str
     environment: str
 
     @classmethod
     def of(cls, name: str, path: Path) -> Part:
         for statement in ast.parse(path.read_text()).body:
             match statement:
-                case ast.Assign([ast.Name("rows")], ast.Call(ast.Name("Rows"), [ast.Constant(neighbour)], keywords)):
+                case ast.Assign([ast.Name("rows")], ast.Call(ast.Name("Rows"), [ast.Constant(library)], keywords)):
                     given = {each.arg: ast.literal_eval(each.value) for each in keywords}
-                    return cls(name, path, str(neighbour), str(given["environment"]))
+                    return cls(name, path, str(library), str(given["environment"]))
         raise SystemExit(f"{path}: no line `rows = Rows(NEIGHBOUR, environment=..., ...)`")
 
 
@@ -92,7 +93,7 @@ def run_part(part: Part, options: argparse.Namespace, console: Console) -> dict[
 
     listed = json.loads(worker("list"))
     asked = [i for i, (title, _) in enumerate(listed["rows"]) if options.row.lower() in title.lower()]
-    console.rule(f"{part.neighbour}: {', '.join(f'{n} {v}' for n, v in listed['versions'].items())}")
+    console.rule(f"{part.library}: {', '.join(f'{n} {v}' for n, v in listed['versions'].items())}")
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="downstream-") as made:
         folder = Path(options.keep) / part.name if options.keep else Path(made)
@@ -110,7 +111,8 @@ def run_part(part: Part, options: argparse.Namespace, console: Console) -> dict[
                 rows[title] = verdict
                 show(console, title, verdict)
             console.print(f"[dim]{len(some)} rows in {took:.0f} s[/]")
-    return {"neighbour": part.neighbour, "versions": listed["versions"], "rows": rows}
+    date = datetime.now(UTC).date().isoformat()
+    return {"library": part.library, "date": date, "versions": listed["versions"], "rows": rows}
 
 
 def show(console: Console, title: str, verdict: dict[str, Any]) -> None:
@@ -125,23 +127,39 @@ def _difference(verdict: dict[str, Any]) -> str:
     return f" ({verdict['difference']:.0e})" if verdict["difference"] else ""
 
 
-def table(results: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    lines: list[str] = []
-    for part in results.values():
-        versions = ", ".join(f"{name} {version}" for name, version in part["versions"].items())
-        count = {word: sum(row["word"] == word for row in part["rows"].values()) for word in ("same", "better")}
-        lines += ["", f"### {part['neighbour']}", ""]
-        lines += [
-            f"{len(part['rows'])} rows, {count['same']} the same, {count['better']} better. Run with {versions}.",
-            "",
-        ]
-        lines += ["| row | result | |", "|---|---|---|"]
-        for title, row in part["rows"].items():
-            bits = "to the bit" if row["difference"] == 0 else _difference(row).strip(" ()")
-            note = _cell(row["text"])
-            lines.append(f"| {_cell(title)} | {row['word']} | {', '.join(each for each in (bits, note) if each)} |")
-    return "\n".join([*lines, ""])
+def page(results: dict[str, Any]) -> str:
+    """The results as a Markdown page: a section with a table for each library."""
+    count = sum(len(part["rows"]) for part in results.values())
+    last = max((part["date"] for part in results.values() if "date" in part), default="")
+    made = f"{count} programs, generated by `make downstream`"
+    head = ["# Results with other libraries", "", f"{made}, last run {last}." if last else f"{made}."]
+    return "\n".join([*head, *(line for part in results.values() for line in _section(part)), ""])
+
+
+def _section(part: dict[str, Any]) -> Iterator[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in part["versions"].items())
+    run = f"{versions}; run {part['date']}" if "date" in part else versions
+    yield from ("", f"## {part['library']}", "", f"{run}.", "", "| program | result | details |", "|---|---|---|")
+    for title, row in part["rows"].items():
+        result, details = _result(row)
+        yield f"| {_cell(title)} | {result} | {_cell(details)} |"
+
+
+def _result(row: dict[str, Any]) -> tuple[str, str]:
+    """A verdict of `_compare.judge` in plain words, and its details."""
+    ours, _, torchs = row["text"].partition("torch: ")
+    match row["word"]:
+        case "same" if not row["difference"]:
+            return "bitwise identical", ""
+        case "same":
+            return f"within {row['difference']:.0e}", row["text"]
+        case "better" if "differ from the unsharded model" in torchs:
+            return "matches the unsharded model", f"FSDP2: {torchs}"
+        case "better":
+            return "works" if "ours runs" in ours else "matches the unsharded model", f"FSDP2 fails: {torchs}"
+        case "torch fails too":
+            return "fails with both", torchs.partition(" / ours: ")[0]
+    return row["word"], row["text"]
 
 
 def _cell(text: str) -> str:
@@ -162,10 +180,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="rows for which libraries are imported once")
     parser.add_argument("--keep", metavar="FOLDER", help="leave outputs and errors of all ranks there")
     parser.add_argument("--environments", type=Path, default=ROOT / ".downstream", help="where environments are made")
-    parser.add_argument(
-        "--no-run", action="store_true", help="run nothing: write the table of the results that are kept"
-    )
-    parser.add_argument("--table", type=Path, metavar="FILE", help="write the table into this page, between its marks")
+    parser.add_argument("--no-run", action="store_true", help="run nothing: only write the page from results.json")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write the page with all results")
     options = parser.parse_args()
     known = files()
     options.files = [name for name in options.only.split(",") if name] or ([] if options.no_run else list(known))
@@ -188,9 +204,7 @@ def main() -> int:
         results[name] = found
         RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
     if options.table:
-        page = options.table.read_text()
-        before, after = page[: page.index(BEGIN) + len(BEGIN)], page[page.index(END) :]
-        options.table.write_text(f"{before}\n{table(kept())}\n{after}")
+        options.table.write_text(page(kept()))
     console.print(f"{defects} defects" if defects else "no defects")
     return 1 if defects else 0
 

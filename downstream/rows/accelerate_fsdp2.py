@@ -111,12 +111,12 @@ def trains(run: Run, accelerator: Accelerator, model: nn.Module, clip: float | N
     return model, optimizer, loader
 
 
-@rows("prepare, train, clip_grad_norm_, evaluate with gather_for_metrics, train on")
+@rows("prepare, train, clip_grad_norm_, evaluate with gather_for_metrics, continue training")
 def prepares(run: Run) -> None:
     trains(run, accelerator_of(), llama())
 
 
-@rows("gather_for_metrics drops what was added to an uneven last batch")
+@rows("gather_for_metrics drops the padding of an uneven last batch")
 def gathers(run: Run) -> None:
     accelerator = accelerator_of()
     model = llama()
@@ -179,7 +179,7 @@ def one_group(run: Run) -> None:
     trains(run, accelerator_of({"auto_wrap_policy": "no_wrap"}), llama())
 
 
-@rows("transformer_cls_names_to_wrap: attention and MLP apart")
+@rows("transformer_cls_names_to_wrap: separate groups for attention and MLP")
 def by_class(run: Run) -> None:
     trains(run, accelerator_of({"transformer_cls_names_to_wrap": ["LlamaAttention", "LlamaMLP"]}), llama())
 
@@ -215,7 +215,7 @@ def ignores(run: Run) -> None:
     trains(run, accelerator_of({"ignored_modules": [model.model.norm]}), model)
 
 
-@rows("accumulate: gradients of three batches, without synchronization but for the last")
+@rows("accumulate: gradients of three batches, gradient sync only for the last")
 def accumulates(run: Run) -> None:
     trains(run, accelerator_of(gradient_accumulation_steps=3), gpt2(), count=7)
 
@@ -226,7 +226,7 @@ def accumulates_synchronized(run: Run) -> None:
     trains(run, accelerator_of(gradient_accumulation_plugin=plugin), llama())
 
 
-@rows("no_sync by hand")
+@rows("explicit no_sync")
 def no_sync(run: Run) -> None:
     accelerator = accelerator_of()
     model = llama()
@@ -286,7 +286,7 @@ def checkpoints_offloaded(run: Run) -> None:
     trains(run, accelerator_of(plugin), llama(use_cache=False))
 
 
-@rows("cpu_ram_efficient_loading: rank 0 has the weights, which are broadcast into what was on meta")
+@rows("cpu_ram_efficient_loading: rank 0 has the weights, which are broadcast into meta tensors")
 def efficient(run: Run) -> None:
     accelerator = accelerator_of({"cpu_ram_efficient_loading": True})
     model = llama()
@@ -302,7 +302,7 @@ def efficient_tied(run: Run) -> None:
     trains(run, accelerator_of(plugin, mixed_precision="bf16"), gpt2(use_cache=False))
 
 
-@rows("cpu_ram_efficient_loading: from_pretrained reads on rank 0 alone")
+@rows("cpu_ram_efficient_loading: from_pretrained reads on rank 0 only")
 def efficient_pretrained(run: Run) -> None:
     accelerator = accelerator_of({"cpu_ram_efficient_loading": True})
     if accelerator.is_main_process:
@@ -408,7 +408,7 @@ def merges(run: Run) -> None:
         run.note("merged", again.state_dict())
 
 
-@rows("two optimizers with schedulers of their own")
+@rows("two optimizers with their own schedulers")
 def two_optimizers(run: Run) -> None:
     accelerator = accelerator_of()
     model = llama()

@@ -147,7 +147,7 @@ add("4 bits, statistics not compressed", compress_statistics=False)
 add("4 bits, uneven shards", wide=67 * 2)
 add("4 bits, blocks are activation checkpoints", checkpoints=True)
 add("4 bits, kept gathered until backward", given={"reshard_after_forward": False})
-add("4 bits, each layer sharded alone", given={"alone": True})
+add("4 bits, each layer is its own group", given={"alone": True})
 add("4 bits, HSDP, four ranks", mesh=(2, 2))
 add("8 bits", bits=8)
 add("8 bits, uneven shards, blocks are activation checkpoints", bits=8, wide=67, checkpoints=True)
@@ -177,7 +177,7 @@ def states(run: Run) -> None:
     run.agrees("statistics", {n: state[n] for n in wanted}, wanted, 0.0)
 
 
-@rows("8 bits: no rank keeps whole weights")
+@rows("8 bits: no rank keeps full weights")
 def memory(run: Run) -> None:
     dist.init_process_group("gloo")
     model = shard(adapted(8))

@@ -206,7 +206,7 @@ def fits(run: Run, made: L.Trainer, module: L.LightningModule) -> None:
     run.weights(module, "weights at last")
 
 
-@rows("Trainer: fit, validate, test, predict, fit on")
+@rows("Trainer: fit, validate, test, predict, fit again")
 def plain(run: Run) -> None:
     made, module = trainer(val_check_interval=2), Module()
     fits(run, made, module)
@@ -519,7 +519,7 @@ def resumes_sharded(run: Run) -> None:
     resumes(run, False, WithoutDropout)
 
 
-@rows("Trainer: whole checkpoint, resumed")
+@rows("Trainer: full checkpoint, resumed")
 def resumes_whole(run: Run) -> None:
     resumes(run, True, WithoutDropout)
 
@@ -595,7 +595,7 @@ def evaluated(run: Run, model: nn.Module) -> torch.Tensor:
 
 
 def trains(run: Run, made: L.Fabric, model: nn.Module, optimizer: Any, **settings: Any) -> None:
-    """Trains, evaluates, trains on."""
+    """Trains, evaluates, continues training."""
     run.note("losses", steps_of(run, made, model, optimizer, range(3), **settings))
     run.sharded(model)
     run.note("evaluated", evaluated(run, model))
@@ -707,7 +707,7 @@ def fabric_saves(run: Run) -> None:
     saves(run, False)
 
 
-@rows("Fabric: save and load, whole")
+@rows("Fabric: save and load, full")
 def fabric_saves_whole(run: Run) -> None:
     saves(run, True)
 

@@ -123,7 +123,7 @@ def singles(read: Read) -> Read:
     }
 
 
-@rows("TensorBoard, Weights & Biases offline and JSON lines hold the figures given, also of a run that goes on")
+@rows("TensorBoard, Weights & Biases offline and JSON lines contain the given metrics, also of a resumed run")
 def three(run: Run) -> None:
     os.environ["WANDB_SILENT"] = "true"
     dist.init_process_group("gloo")

@@ -155,7 +155,7 @@ EVALUATED = {"split_dataset_ratio": 0.2, "eval_strategy": "steps", "eval_steps":
 SAVED = {"save_strategy": "steps", "save_steps": 2}
 
 
-@rows("swift sft, with its preset of FSDP2: checkpoints of activations, weights loaded on rank 0 alone")
+@rows("swift sft, with its preset of FSDP2: checkpoints of activations, weights loaded on rank 0 only")
 def full(run: Run) -> None:
     trains(run, arguments(run))
 
@@ -196,7 +196,7 @@ def lora(run: Run) -> None:
     trains(run, arguments(run, lora_dropout=0.1, **ADAPTER, **EVALUATED))
 
 
-@rows("swift sft with DoRA, the head trained whole")
+@rows("swift sft with DoRA, the head trained in full")
 def dora(run: Run) -> None:
     trains(run, arguments(run, **ADAPTER, use_dora="true", modules_to_save="lm_head"))
 
@@ -218,7 +218,7 @@ def resumes(run: Run, **more: Any) -> None:
     run.agrees("resumed weights", run.noted["weights, resumed"], run.noted["weights"], tolerance=0)
 
 
-@rows("swift sft saves the whole model (FULL_STATE_DICT)")
+@rows("swift sft saves the full model (FULL_STATE_DICT)")
 def saves(run: Run) -> None:
     trains(run, arguments(run, {"state_dict_type": "FULL_STATE_DICT"}, **SAVED))
     run.files("out", ignore=VARYING)

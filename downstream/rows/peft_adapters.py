@@ -136,7 +136,7 @@ METHODS: dict[str, Callable[[], peft.PeftConfig]] = {
     "LoRA": lambda: lora(),
     "LoRA on embeddings and head": lambda: lora(use_rslora=True, target_modules=["q_proj", "embed_tokens", "lm_head"]),
     "LoRA with dropout, biases trained": lambda: lora(lora_dropout=0.1, bias="lora_only", lora_bias=True),
-    "LoRA with ranks of its own for each module": lambda: lora(rank_pattern={"q_proj": 5, "layers.1.v_proj": 1}),
+    "LoRA with a separate rank for each module": lambda: lora(rank_pattern={"q_proj": 5, "layers.1.v_proj": 1}),
     "DoRA": lambda: lora(use_dora=True),
     "IA3": lambda: peft.IA3Config(
         target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
@@ -182,7 +182,7 @@ def trains(config: Callable[[], peft.PeftConfig]) -> Callable[[Run], None]:
 
 
 for name, config in METHODS.items():
-    rows.add(f"{name}: trains, evaluates, trains on", trains(config))
+    rows.add(f"{name}: trains, evaluates, continues training", trains(config))
 
 
 @rows("VB-LoRA: one bank of vectors for all layers, so one group")
@@ -266,7 +266,7 @@ def merges_and_unloads(config: Callable[[], peft.PeftConfig]) -> Callable[[Run],
 
 
 for name in ("LoRA", "LoHa"):  # others assign the `data` of weights, which DTensors do not follow
-    rows.add(f"{name}: merge_adapter, unmerge_adapter, trains on", merges(METHODS[name]))
+    rows.add(f"{name}: merge_adapter, unmerge_adapter, continues training", merges(METHODS[name]))
     rows.add(f"{name}: merge_and_unload after training", merges_and_unloads(METHODS[name]))
 
 
@@ -286,10 +286,10 @@ def merges_a_copy(config: Callable[[], peft.PeftConfig]) -> Callable[[Run], None
 
 
 for name in ("DoRA", "IA3", "OFT", "VeRA"):
-    rows.add(f"{name}: merge_and_unload of a copy that has the whole state", merges_a_copy(METHODS[name]))
+    rows.add(f"{name}: merge_and_unload of a copy that has the full state", merges_a_copy(METHODS[name]))
 
 
-@rows("a merged model is unloaded, sharded again, and trained whole")
+@rows("a merged model is unloaded, sharded again, and trained in full")
 def merged_then_sharded(run: Run) -> None:
     start()
     model = shard(adapted(lora()))
@@ -378,7 +378,7 @@ def switches(run: Run) -> None:
     run.weights(model)
 
 
-@rows("two adapters at once, both trained")
+@rows("two active adapters, both trained")
 def both(run: Run) -> None:
     start()
     model = two_adapters()
@@ -426,7 +426,7 @@ def weighted(run: Run) -> None:
 # What is trained beside adapters, and what is tied.
 
 
-@rows("modules_to_save: head, embeddings and norms are trained whole")
+@rows("modules_to_save: head, embeddings and norms are trained in full")
 def modules_to_save(run: Run) -> None:
     start()
     config = lora(target_modules=ATTENTION, modules_to_save=["lm_head", "embed_tokens", "input_layernorm"])
@@ -510,7 +510,7 @@ def target_parameters(run: Run) -> None:
     run.weights(model)
 
 
-@rows("layers repeated with adapters of their own (layer_replication), so one group")
+@rows("layers repeated with their own adapters (layer_replication), so one group")
 def layer_replication(run: Run) -> None:
     start()
 
@@ -652,7 +652,7 @@ def stays(run: Run) -> None:
     run.weights(model)
 
 
-@rows("made on the meta device, sharded, filled from whole states (low_cpu_mem_usage)")
+@rows("made on the meta device, sharded, filled from full states (low_cpu_mem_usage)")
 def from_meta(run: Run) -> None:
     start()
     source = adapted(lora())
@@ -712,7 +712,7 @@ def generates(run: Run) -> None:
 # Files.
 
 
-@rows("save_pretrained of the whole state, from_pretrained, sharded again, trained on")
+@rows("save_pretrained of the full state, from_pretrained, sharded again, continues training")
 def saves(run: Run) -> None:
     start()
     config = lora(target_modules=ATTENTION, modules_to_save=["lm_head"])
@@ -783,7 +783,7 @@ def sets_sharded(run: Run) -> None:
     run.weights(model)
 
 
-@rows("set_peft_model_state_dict on a sharded model, with whole tensors")
+@rows("set_peft_model_state_dict on a sharded model, with full tensors")
 def sets_whole(run: Run) -> None:
     start()
     alone, model = adapted(lora()), shard(adapted(lora()))
@@ -798,7 +798,7 @@ def sets_whole(run: Run) -> None:
     run.agrees("evaluated", logits(model), logits(alone), tolerance=1e-4)
 
 
-@rows("trained parts alone through get_model_state_dict and set_model_state_dict, with the optimizer")
+@rows("only the trained parts, through get_model_state_dict and set_model_state_dict, with the optimizer")
 def trained_state(run: Run) -> None:
     start()
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
@@ -839,7 +839,7 @@ def distributed_checkpoint(run: Run) -> None:
     run.weights(again)
 
 
-@rows("an adapter loaded beside another, then sharded (load_adapter)")
+@rows("a second adapter loaded, then sharded (load_adapter)")
 def loads_beside(run: Run) -> None:
     start()
     if run.rank == 0:
@@ -927,7 +927,7 @@ def sharded_late(run: Run) -> None:
     run.weights(model)
 
 
-@rows("a base that has trained whole, sharded, gets an adapter and trains that")
+@rows("a base that was trained in full, sharded, gets an adapter and trains that")
 def whole_then_adapted(run: Run) -> None:
     start()
     base = shard(llama())

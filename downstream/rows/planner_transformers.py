@@ -99,7 +99,7 @@ def loop(run: Run) -> None:
     estimate_and_count(run, "_script_loop.py")
 
 
-@rows("trace of a script with Trainer: files of a step (torch's side runs the script alone)", **SETTINGS)
+@rows("trace of a script with Trainer: files of a step (with FSDP2 the script only runs)", **SETTINGS)
 def traced(run: Run) -> None:
     script = [str(SCRIPTS / "_script_trainer.py"), "6"]
     trace = ["-m", "composable_shard", "trace", "--install", "--step", "4", "--out", "trace"]

@@ -23,7 +23,7 @@ PATIENT = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "150"}  # of workers that l
 
 
 @rows(
-    "TorchTrainer, two workers, one is killed: goes on from composable_shard's checkpoint to the same losses",
+    "TorchTrainer, two workers, one is killed: resumes from composable_shard's checkpoint with the same losses",
     world=1,
     sharded=False,
     timeout=LIMIT_S + 60,

@@ -536,7 +536,7 @@ def stager(**settings: Any) -> Callable[[], Any]:
     return lambda: staging.DefaultStager(staging.StagingOptions(use_pinned_memory=False, **settings))
 
 
-rows.add("async_save while training goes on", asynchronously)
+rows.add("async_save during training", asynchronously)
 rows.add(
     "async_save with a DefaultStager that stages in a thread",
     partial(

@@ -64,7 +64,7 @@ def distributed(run: Run) -> None:
     run.files(run.folder)
 
 
-@rows("shards that are consolidated into whole files")
+@rows("shards that are consolidated into full files")
 def consolidated(run: Run) -> None:
     model = trained(run)
     mapping = {name: 1 + i % 2 for i, name in enumerate(model.state_dict())}

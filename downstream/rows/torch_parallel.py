@@ -543,7 +543,7 @@ def replicas(run: Run) -> None:
     run.weights(model)
 
 
-@rows("replicate and DistributedDataParallel beside sharded modules")
+@rows("replicate and DistributedDataParallel next to sharded modules")
 def replicated(run: Run) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -565,7 +565,7 @@ def replicated(run: Run) -> None:
     run.weights(model)
 
 
-@rows("an exception in forward, then training goes on")
+@rows("an exception in forward, then training continues")
 def exception(run: Run) -> None:
     dist.init_process_group("gloo")
     model = transformer()

@@ -315,7 +315,7 @@ rows.add(
     partial(around, transform=lambda m, x: torch.autograd.functional.jacobian(m, x)),
 )
 rows.add(
-    "autograd.grad with respect to the input, and again of that",
+    "autograd.grad with respect to the input, twice",
     partial(
         around,
         transform=lambda m, x: _second_order(m, x.clone().requires_grad_()),

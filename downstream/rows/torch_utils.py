@@ -88,7 +88,7 @@ for kind in (2.0, float("inf")):
         program = partial(clips, clip=partial(in_two, kind=kind, foreach=foreach))
         rows.add(f"get_total_norm({kind:g}, foreach={foreach}), then clip_grads_with_norm_", program)
 rows.add(
-    "clip_grad_norm_ of the embedding alone, one tensor in place of an iterable",
+    "clip_grad_norm_ of the embedding alone, one tensor instead of an iterable",
     partial(clips, clip=lambda m: nn.utils.clip_grad_norm_(m.embed.weight, 0.01)),
 )
 
@@ -113,7 +113,7 @@ def nonfinite(run: Run) -> None:
 # ---- vectors
 
 
-@rows("parameters_to_vector and vector_to_parameters of local shards and of whole ones")
+@rows("parameters_to_vector and vector_to_parameters of local shards and of full parameters")
 def vectors(run: Run) -> None:
     model, plain = both()
     run.sharded(model)
@@ -459,7 +459,7 @@ def random(run: Run) -> None:
     run.weights(model)
 
 
-@rows("copy.deepcopy of a sharded model, which trains on alone")
+@rows("copy.deepcopy of a sharded model, which continues training")
 def copied(run: Run) -> None:
     model, plain = both()
     run.sharded(model)

@@ -57,7 +57,7 @@ def two_nodes(run: Run) -> None:
     run.agrees("losses", run.noted["losses"], unsharded_losses(12))
 
 
-@rows("a rank is killed, torchrun starts all of them again: from the checkpoint to the same losses", **SETTINGS)
+@rows("a rank is killed, torchrun restarts all ranks from the checkpoint with the same losses", **SETTINGS)
 def killed_rank(run: Run) -> None:
     with launched_by(run, LIMIT_S) as launched:
         for name, kills in (("whole", False), ("cut", True)):
@@ -75,7 +75,7 @@ def killed_rank(run: Run) -> None:
     run.agrees("losses", run.noted["losses"], losses(Path("whole")), tolerance=0)
 
 
-@rows("two nodes, one is killed: the other goes on alone from the checkpoint (--nnodes 1:2)", **SETTINGS)
+@rows("two nodes, one is killed: the other resumes alone from the checkpoint (--nnodes 1:2)", **SETTINGS)
 def lost_node(run: Run) -> None:
     job = script(run, "07_launch.py", "--out", "run", *LONG_STEPS)
     where = endpoint()

@@ -245,7 +245,7 @@ def as_alone(run: Run, settings: Trainer.Config) -> None:
 GENTLE = default_adamw(lr=1e-2, eps=1e-2)  # Adam makes much of small differences in small gradients; with this, less
 
 
-@rows("llama3 by its trainer, gradients divided by its own loss (gloo knows no scaled sum)")
+@rows("llama3 by its trainer, gradients divided by its own loss (gloo has no scaled sum)")
 def unscaled(run: Run) -> None:
     as_alone(run, config(llama()))
 
@@ -374,7 +374,7 @@ add(
     activation_checkpoint=FullAC.Config(),
     training={"global_batch_size": 16, "mixed_precision_param": "bfloat16"},
 )
-add("llama3: replicas alone", llama, parallelism={"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1})
+add("llama3: replicas only", llama, parallelism={"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1})
 add("llama3: tensor and sequence parallel", llama, world=4, parallelism={"tensor_parallel_degree": 2})
 add("llama3: parameters on the whole mesh (full_dtensor)", llama, parallelism={"spmd_backend": "full_dtensor"})
 add(
@@ -398,12 +398,12 @@ add(
     optimizer=GENTLE,
 )
 add(
-    "deepseek v3: experts on a mesh of their own, tokens by all-to-all, prefetch lists",
+    "deepseek v3: experts on their own mesh, tokens by all-to-all, prefetch lists",
     deepseek,
     parallelism={"expert_parallel_degree": 2},
 )
 add(
-    "deepseek v3: experts on a mesh of their own, which is sharded too",
+    "deepseek v3: experts on their own mesh, which is sharded too",
     partial(deepseek, experts=4),
     world=4,
     row=ORDER,
@@ -411,7 +411,7 @@ add(
     parallelism={"expert_parallel_degree": 2},
 )
 add(
-    "deepseek v3: experts on a mesh of their own, chunked loss, checkpoints, bfloat16",
+    "deepseek v3: experts on their own mesh, chunked loss, checkpoints, bfloat16",
     deepseek,
     loss=CHUNKED,
     parallelism={"expert_parallel_degree": 2},
@@ -420,7 +420,7 @@ add(
 )
 
 
-@rows("llama3: checkpoints of its manager, and another trainer that goes on from there")
+@rows("llama3: checkpoints of its manager, and another trainer that resumes from them")
 def checkpoint(run: Run) -> None:
     continued(run, partial(config, checkpoint=saving()))
 
@@ -472,7 +472,7 @@ def exported(run: Run) -> None:
     run.files("outputs", ignore=(".json",))
 
 
-@rows("deepseek v3: experts on a mesh of their own, checkpoints")
+@rows("deepseek v3: experts on their own mesh, checkpoints")
 def checkpoint_experts(run: Run) -> None:
     continued(run, partial(config, checkpoint=saving(), parallelism={"expert_parallel_degree": 2}), deepseek)
 
@@ -569,7 +569,7 @@ def blocks(run: Run, layered: bool = False, **given: Any) -> nn.Module:
     return fully_shard(model, **given)
 
 
-@rows("llama3 by hand: prefetch lists for forward and backward, two blocks ahead")
+@rows("llama3, explicit loop: prefetch lists for forward and backward, two blocks ahead")
 def prefetched(run: Run) -> None:
     model = blocks(run)
     layers = list(model.layers.values())
@@ -583,33 +583,33 @@ def prefetched(run: Run) -> None:
     by_hand(run, model)
 
 
-@rows("llama3 by hand: reshard_after_forward for each block: True, False, 2 of 4 ranks", world=4, **ORDER)
+@rows("llama3, explicit loop: reshard_after_forward for each block: True, False, 2 of 4 ranks", world=4, **ORDER)
 def resharded(run: Run) -> None:
     by_hand(run, blocks(run, layered=True))
 
 
-@rows("llama3 by hand: the head is called for each chunk, one backward", **USES)
+@rows("llama3, explicit loop: the head is called for each chunk, one backward", **USES)
 def chunked(run: Run) -> None:
     by_hand(run, blocks(run), chunks=3)
 
 
-@rows("llama3 by hand: accumulation without sync (set_requires_gradient_sync)")
+@rows("llama3, explicit loop: accumulation without sync (set_requires_gradient_sync)")
 def unsynced(run: Run) -> None:
     by_hand(run, blocks(run), accumulate=3, synced=False)
 
 
-@rows("llama3 by hand: accumulation without sync, bfloat16")
+@rows("llama3, explicit loop: accumulation without sync, bfloat16")
 def unsynced_half(run: Run) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     by_hand(run, blocks(run, mp_policy=policy), accumulate=2, synced=False)
 
 
-@rows("llama3 by hand: accumulation without sync, the head for each chunk", **USES)
+@rows("llama3, explicit loop: accumulation without sync, the head for each chunk", **USES)
 def unsynced_chunked(run: Run) -> None:
     by_hand(run, blocks(run), accumulate=2, synced=False, chunks=2)
 
 
-@rows("llama3 by hand: set_gradient_divide_factor and set_force_sum_reduction_for_comms")
+@rows("llama3, explicit loop: set_gradient_divide_factor and set_force_sum_reduction_for_comms")
 def divided(run: Run) -> None:
     model = blocks(run)
     for module in model.modules():
@@ -619,7 +619,7 @@ def divided(run: Run) -> None:
     by_hand(run, model, accumulate=2)
 
 
-@rows("llama3 by hand: replicas of shards, all-reduce only after the last batch", world=4)
+@rows("llama3, explicit loop: replicas of shards, all-reduce only after the last batch", world=4)
 def replicated(run: Run) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))

@@ -259,7 +259,7 @@ QLORA = partial(lora_llama3, **WIDE, **ADAPTERS, quantize_base=True)
 
 add("full finetuning of llama3, its checkpoint and another run from it", FULL)
 add(
-    "embedding and output apart (custom_sharded_layers), the output called for each chunk",
+    "separate groups for embedding and output (custom_sharded_layers), the output called for each chunk",
     FULL,
     row={"tolerance": 1e-5, "why": "gradients of each call are reduced, then added; torch adds them first"},
     apart=("tok_embeddings", "output"),
@@ -336,7 +336,7 @@ def alone(run: Run, steps: int) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-@rows("LoRA: adapters saved alone, loaded beside the base, merged")
+@rows("LoRA: adapters saved separately, loaded into the base, merged")
 def adapters(run: Run) -> None:
     model = life(run, LORA, {"base": PLAIN}, {}, saves=False)
     state = training.gather_cpu_state_dict(model, run.rank == 0, device=CPU)

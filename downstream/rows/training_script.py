@@ -137,7 +137,7 @@ def from_configuration(run: Run) -> None:
     check_losses(run, by_script(run, "run", where), losses)
 
 
-@rows("weights and a tokenizer from a folder; what is exported is loaded by from_pretrained")
+@rows("weights and a tokenizer from a folder; the export loads with from_pretrained")
 def from_folder(run: Run) -> None:
     dist.init_process_group("gloo")
     where = folder(run, weights=True, tokenizer=True)
@@ -160,7 +160,7 @@ def all_settings(run: Run) -> None:
     run.agrees("losses in bfloat16", mixed, losses, tolerance=2e-2)
 
 
-@rows("LoRA by PEFT: adapters alone train, are saved, go on, and are loaded by PeftModel.from_pretrained")
+@rows("LoRA by PEFT: adapters alone train, are saved, resumed, and loaded by PeftModel.from_pretrained")
 def adapters(run: Run) -> None:
     dist.init_process_group("gloo")
     where = folder(run, weights=True)

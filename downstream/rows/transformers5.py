@@ -78,7 +78,7 @@ def evaluated(model: nn.Module) -> torch.Tensor:
 
 
 def trains(run: Run, make: Any, data: int | None = None, reference: bool = False, **config: Any) -> nn.Module:
-    """Loads, trains, evaluates, trains on; compares with the unsharded model, if asked for."""
+    """Loads, trains, evaluates, continues training; compares with the unsharded model, if asked for."""
     model = load(make, **config)
     run.sharded(model)
     optimizer = sgd(model) if reference else adamw(model)
@@ -152,7 +152,7 @@ def with_tensor_parallel(run: Run) -> None:
     trains(run, even_llama, data=run.rank // 2, fsdp_size=2, tp_size=2)
 
 
-@rows("from_pretrained with ep_size: experts exchanged all to all, on a mesh of their own")
+@rows("from_pretrained with ep_size: experts exchanged all to all, on their own mesh")
 def expert_parallel(run: Run) -> None:
     trains(run, experts, fsdp_size=2, ep_size=2, ep_implementation="all_to_all")
 

@@ -79,7 +79,7 @@ def exported(run: Run) -> None:
     run.note("dtype", str(loaded.dtype))
 
 
-@rows("what save_pretrained has written fills a sharded model on meta")
+@rows("save_pretrained output loaded into a sharded meta-device model")
 def imported(run: Run) -> None:
     dist.init_process_group("gloo")
     whole = llama(1).eval()

@@ -242,7 +242,7 @@ def sft_lora(run: Run) -> None:
     finetunes(run, arguments(SFTConfig), peft_config=lora(lora_dropout=0.1))
 
 
-@rows("SFT with DoRA, gradient checkpointing, head trained whole")
+@rows("SFT with DoRA, gradient checkpointing, head trained in full")
 def sft_dora(run: Run) -> None:
     args = arguments(SFTConfig, gradient_checkpointing=True)
     finetunes(run, args, peft_config=lora(use_dora=True, modules_to_save=["lm_head"], target_modules=["q_proj"]))
@@ -264,7 +264,7 @@ def sft_lora_resumes(run: Run) -> None:
     resumes(run, "SHARDED_STATE_DICT", peft_config=lora())
 
 
-@rows("SFT saves the whole model")
+@rows("SFT saves the full model")
 def sft_saves(run: Run) -> None:
     saves(run)
 
