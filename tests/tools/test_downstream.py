@@ -1,4 +1,4 @@
-"""The harness that runs other libraries with torch's FSDP2 and with ours: comparison and verdicts."""
+"""Test the runner for other libraries (`downstream/`): comparison, verdicts, page, and process cleanup."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def test_equal_values_have_no_differences():
 
 
 def test_differences_have_a_position_and_a_size():
-    before = {"losses": [1.0, 2.0], "weight": torch.tensor([1.0, -4.0]), "gone": 1, "kind": 1, "shape": torch.ones(2)}
+    before = {"losses": [1.0, 2.0], "weight": torch.tensor([1.0, -4.0]), "removed": 1, "kind": 1, "shape": torch.ones(2)}
     after = {"losses": [1.0, 2.5], "weight": torch.tensor([1.0, -3.0]), "new": 1, "kind": "1", "shape": torch.ones(3)}
     assert texts(before, after) == [
         "losses[1]: 2.0 became 2.5",
         "weight: differ by 2.5e-01 of the largest magnitude",
-        "gone: is missing",
+        "removed: is missing",
         "kind: 1 became '1'",
         "shape: (2,) torch.float32 became (3,) torch.float32",
         "new: is there in addition",
@@ -133,7 +133,7 @@ def trains(run: Run) -> None:
     train(run)
 
 
-@rows("says which side it is on")
+@rows("reports its implementation")
 def tells(run: Run) -> None:
     train(run)
     run.note("side", run.side)
@@ -153,22 +153,22 @@ def hangs(run: Run) -> None:
 
 
 @pytest.mark.matrix
-def test_rows_run_with_both_engines_and_are_compared(tmp_path, monkeypatch, capsys):
+def test_rows_run_with_two_implementations_and_are_compared(tmp_path, monkeypatch, capsys):
     path = tmp_path / "example.py"
     path.write_text(ROWS)
     part = downstream.Part.of("example", path)
     assert (part.library, part.environment) == ("Example", "torch")
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    monkeypatch.setattr(sys, "path", [*sys.path])  # `sys.path` is restored; the worker adds the folder of the rows
+    monkeypatch.setattr(sys, "path", [*sys.path])  # restores `sys.path`, to which the worker adds a folder
 
     def answered(task: str, *rest: str):
-        """Run a task in this process, if it imports no engine."""
+        """Run a task that does not import composable_shard in this process, and return its JSON output."""
         monkeypatch.setattr(sys, "argv", ["_worker.py", task, str(path), *rest])
         worker.main()
         return json.loads(capsys.readouterr().out)
 
     titles = [title for title, _ in answered("list")["rows"]]
-    assert titles == ["trains", "says which side it is on", "shards nothing", "hangs on one rank"]
+    assert titles == ["trains", "reports its implementation", "shards nothing", "hangs on one rank"]
     order = [str(tmp_path), "0", "1", "2", "3"]
     for side in ("torch", "ours"):
         command = [sys.executable, str(DOWNSTREAM / "_worker.py"), side, str(path), *order]
@@ -182,11 +182,11 @@ def test_rows_run_with_both_engines_and_are_compared(tmp_path, monkeypatch, caps
     ]
     assert verdicts["0"]["difference"] == 0
     assert "side: 'torch' became 'ours'" in verdicts["1"]["text"]
-    assert "never showed that a model was sharded" in verdicts["2"]["text"]
-    assert "hangs: not done after 1 seconds" in verdicts["3"]["text"]
+    assert "did not check that a model is sharded" in verdicts["2"]["text"]
+    assert "hangs: not finished after 1 seconds" in verdicts["3"]["text"]
 
 
-def test_the_page_has_each_row_its_result_and_the_versions():
+def test_the_page_lists_each_row_with_its_result_and_the_versions():
     def row(word, difference, text=""):
         return {"word": word, "difference": difference, "text": text}
 
@@ -232,9 +232,9 @@ print("children", Path(f"/proc/self/task/{os.getpid()}/children").read_text())
 """
 
 
-def test_processes_of_a_row_end_with_it_even_orphans(tmp_path):
+def test_all_processes_of_a_row_are_killed_including_orphans(tmp_path):
     command = [sys.executable, "-c", LAUNCHES, tmp_path / "output.txt"]
     env = os.environ | {"PYTHONPATH": str(DOWNSTREAM)}
     done = subprocess.run(command, env=env, timeout=60, check=True, capture_output=True, text=True)
     assert done.stderr == ""
-    assert done.stdout == "a launcher has left with status 3: left / rank none, mine\nchildren \n"
+    assert done.stdout == "a launcher exited with status 3: left / rank none, mine\nchildren \n"
