@@ -1,4 +1,4 @@
-"""What became of a row: the same on both sides, better than torch, failed on both, or a defect of ours."""
+"""Compare the results of a row with torch and with composable_shard, and determine the verdict."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Difference:
     """Two values that are not equal.
 
     Attributes:
-        where: the names that lead to them.
-        size: their largest difference over the largest magnitude; infinite if they cannot be compared.
-        text: what differs.
+        where: the path of names and indices to the values.
+        size: the largest absolute difference divided by the largest magnitude; infinite if not comparable.
+        text: a description of the difference.
     """
 
     where: str
@@ -35,12 +35,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a row.
+    """The result of a row.
 
     Attributes:
         word: `SAME`, `BETTER`, `BOTH_FAIL` or `DEFECT`.
-        difference: the largest one between the sides, relative; 0: all bits are equal; None if one of them failed.
-        text: of a failure, or of what differs.
+        difference: the largest relative difference between the two implementations. 0 means bitwise identical; None
+            means that at least one of them failed.
+        text: a description of the failure or of the differences.
     """
 
     word: str
@@ -49,7 +50,7 @@ class Verdict:
 
 
 def differences(before: Any, after: Any, where: str = "") -> Iterator[Difference]:
-    """All places in which two plain values differ (see `_rows.plain`)."""
+    """Yield every difference between two plain values (see `_rows.plain`)."""
     if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
         yield from _of_tensors(before, after, where)
     elif type(before) is not type(after):
@@ -93,7 +94,7 @@ def _of_tensors(before: torch.Tensor, after: torch.Tensor, where: str) -> Iterat
 
 
 def _without_finite(tensor: torch.Tensor) -> torch.Tensor:
-    """Zero where it is finite; not a number becomes another value, which equals itself."""
+    """Replace finite elements by 0 and NaN by 7, so that equal values compare equal (NaN does not equal itself)."""
     return torch.where(tensor.isfinite(), 0.0, tensor.nan_to_num(7.0, float("inf"), -float("inf")))
 
 
@@ -103,7 +104,7 @@ def _short(value: Any) -> str:
 
 
 def judge(row: Row, folders: dict[str, Path]) -> Verdict:
-    """Compare what the ranks of both sides have left in their folders."""
+    """Compare the values or errors that the ranks of the two implementations wrote to `folders`."""
     errors = {side: _error(row, folder) for side, folder in folders.items()}
     if errors[OURS] and errors[TORCH]:
         return Verdict(BOTH_FAIL, None, f"torch: {errors[TORCH]} / ours: {errors[OURS]}")
@@ -129,7 +130,7 @@ def _noted(folder: Path, rank: int) -> Any:
 
 
 def _error(row: Row, folder: Path) -> str:
-    """The error of the first rank that failed, in one line; empty if none did."""
+    """Return the first line of the error of the rank that failed first, or an empty string if no rank failed."""
     failed = sorted(folder.glob("error*.txt"), key=lambda path: path.stat().st_mtime_ns)
     if failed:
         lines = failed[0].read_text().strip().splitlines()

@@ -1,4 +1,4 @@
-"""Finds and loads the files of rows."""
+"""Find and load the files in `rows/`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ HERE = Path(__file__).resolve().parent
 
 
 def files() -> dict[str, Path]:
-    """The files of rows by name."""
+    """Return the path of each file in `rows/` by its name without the suffix."""
     return {path.stem: path for path in sorted((HERE / "rows").glob("[a-z]*.py"))}
 
 
 def load(path: Path) -> Rows:
-    """The rows of a file; imports the libraries that it is about."""
+    """Import a file of `rows/`, with the libraries that it needs, and return its rows."""
     sys.path[:0] = [str(path.parent)]
     spec = importlib.util.spec_from_file_location(f"rows_of_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # objects of it are pickled by some libraries
+    sys.modules[spec.name] = module  # some libraries pickle objects that this module defines
     spec.loader.exec_module(module)
     rows = module.rows
     assert isinstance(rows, Rows), f"{path}: `rows` is {rows!r}"

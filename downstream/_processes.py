@@ -1,4 +1,4 @@
-"""Processes that a row starts beside its ranks, and their end."""
+"""Start the additional processes of a row, and kill them when the row ends."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
+PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
 OF_A_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 class Launched:
-    """Processes that a row has started; at the end of the block they are killed, with all that they have started.
+    """A context manager that starts processes and, at its end, kills them and all of their descendants.
 
-    Orphans become children of this process, so that none is missed and no other process is met.
+    This process becomes the parent of orphans. Therefore its descendants are exactly the processes to kill.
 
     Args:
-        output: a file for what they print.
-        limit_s: seconds until waiting is given up.
+        output: a file that receives the standard output and standard error of the processes.
+        limit_s: seconds until `wait_until` and `finish` fail.
     """
 
     def __init__(self, output: Path, limit_s: float) -> None:
@@ -47,7 +47,7 @@ class Launched:
             raise AssertionError(f"processes {pids} cannot be killed")
 
     def start(self, command: list[str] | tuple[str, ...], **variables: str) -> subprocess.Popen[bytes]:
-        """Start a command, without the variables by which this rank's own launcher has told it who it is."""
+        """Start a command without the environment variables that describe this rank (`OF_A_RANK`)."""
         environment = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
         with self.output.open("ab") as output:
             return subprocess.Popen(
@@ -59,34 +59,42 @@ class Launched:
             )
 
     def wait_until(self, happens: Callable[[], object], what: str, *running: subprocess.Popen[bytes]) -> None:
-        """Wait for something; raises AssertionError at the end of the time, or if one of `running` ends before."""
+        """Wait until `happens()` is true.
+
+        Args:
+            what: the condition in words, for the error message.
+            running: processes that must not end before.
+
+        Raises:
+            AssertionError: the time limit has passed, or a process in `running` has ended.
+        """
         while not happens():
             ended = [each.returncode for each in running if each.poll() is not None]
             if ended or time.monotonic() > self._ends_at:
-                why = f"a launcher has left with status {ended[0]}" if ended else "it takes too long"
-                raise AssertionError(f"waited in vain until {what}, {why}: {self.tail()}")
+                why = f"a launcher exited with status {ended[0]}" if ended else "the time limit has passed"
+                raise AssertionError(f"stopped waiting until {what}: {why}: {self.tail()}")
             time.sleep(0.01)
 
     def finish(self, *processes: subprocess.Popen[bytes]) -> None:
-        """Wait for processes that are to end by themselves, and well."""
+        """Wait until all processes have exited; raise AssertionError if one exits with a status other than 0."""
         self.wait_until(
             lambda: any(each.poll() for each in processes) or all(each.poll() is not None for each in processes),
             "all launchers have ended",
         )
         if failed := [each.returncode for each in processes if each.returncode]:
-            raise AssertionError(f"a launcher has left with status {failed[0]}: {self.tail()}")
+            raise AssertionError(f"a launcher exited with status {failed[0]}: {self.tail()}")
 
     def tail(self) -> str:
         return " / ".join(self.output.read_text(errors="replace").splitlines()[-5:])
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes below `pid`, from Linux's process table; each thread has children of its own."""
+    """Return the ids of all descendants of `pid`. Linux lists the children of each thread separately."""
     below: list[int] = []
     for table in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             children = [int(child) for child in table.read_text().split()]
-        except OSError:  # it has just ended
+        except OSError:  # the thread ended after the directory was listed
             continue
         for child in children:
             below += [child, *descendants(child)]
@@ -101,7 +109,7 @@ def kill(pid: int) -> None:
 
 
 def reap() -> None:
-    """Take note of children that have ended."""
+    """Reap the children that have ended, so that they do not stay as zombies."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -1,8 +1,8 @@
-"""What a file of rows is written with: `Rows` collects them, a `Run` notes what one of them has seen.
+"""Classes for the files in `rows/`: `Rows` collects the rows of a library, and `Run` records the results of one row.
 
-A row is an ordinary program around somebody else's library, in a function. It runs unchanged on two sides: with
-torch's FSDP2, and with `composable_shard.install()` called before anything else was imported. What it notes on both
-sides is compared; see `_compare.py` for the verdicts.
+A row is a function with an ordinary program that uses another library. The same program runs with two
+implementations: with torch's FSDP2, and with `composable_shard.install()` called before anything else is imported.
+The recorded values are compared; `_compare.py` defines the verdicts.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-TORCH, OURS = "torch", "ours"  # the two sides
-AGREES = "agrees with the unsharded model"  # under which a run lists what does
+TORCH, OURS = "torch", "ours"  # the two implementations
+AGREES = "agrees with the unsharded model"  # name of the recorded list of values that passed `Run.agrees`
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,14 @@ class Row:
     """One program.
 
     Attributes:
-        title: what it does, in the words of the table.
-        program: the function; every rank calls it in a process of its own.
-        world: the number of ranks.
-        timeout: seconds until a rank is taken to hang, on either side.
-        tolerance: the largest difference allowed, relative to the largest magnitude of the tensor or number; 0: bits.
+        title: a description of the program, printed in the table.
+        program: the function. Each rank calls it in its own process.
+        world: the world size.
+        timeout: seconds until a rank counts as hanging, with either implementation.
+        tolerance: the largest difference allowed, relative to the largest magnitude of the tensor or number. 0 means
+            bitwise identical.
         why: the reason for a tolerance.
-        sharded: whether the program has a sharded model to show (`Run.sharded`).
+        sharded: whether the program must call `Run.sharded` with a sharded model.
     """
 
     title: str
@@ -54,9 +55,10 @@ class Rows:
     """The rows of one library.
 
     Args:
-        library: the heading of its table.
-        environment: the file of pinned requirements in environments/, without ``.txt``; "torch": the project's own.
-        versions: distributions whose versions the table names.
+        library: the heading of the library's table.
+        environment: the name of a file of pinned requirements in environments/, without ``.txt``; "torch" means the
+            project's own environment.
+        versions: distributions whose versions are printed in the table.
     """
 
     library: str
@@ -65,7 +67,7 @@ class Rows:
     all: list[Row] = field(default_factory=list)
 
     def __call__(self, title: str, **settings: Any) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
-        """Decorates the program of a row; `settings` are those of `Row`."""
+        """Return a decorator that adds a program as a row; `settings` are fields of `Row`."""
 
         def add(program: Callable[[Run], None]) -> Callable[[Run], None]:
             self.add(title, program, **settings)
@@ -74,9 +76,9 @@ class Rows:
         return add
 
     def add(self, title: str, program: Callable[[Run], None], **settings: Any) -> None:
-        """Adds a row, for those that are made in a loop."""
+        """Add a row. Use this method instead of the decorator to add rows in a loop."""
         if any(row.title == title for row in self.all):
-            raise ValueError(f"{self.library}: two rows are called {title!r}")
+            raise ValueError(f"{self.library}: two rows have the title {title!r}")
         self.all.append(Row(title, program, **settings))
 
 
@@ -84,11 +86,11 @@ class Run:
     """One run of a row on one rank.
 
     Attributes:
-        side: `TORCH` or `OURS`. Programs do not look at it, except to name where a library forces a difference.
+        side: `TORCH` or `OURS`. Programs read it only where a library requires a difference.
         rank: this process's rank.
-        world: how many there are.
+        world: the world size.
         folder: an empty folder that all ranks of this run share; the working directory.
-        noted: what is compared between the sides, by name: tensors, numbers, strings and containers of them.
+        noted: the recorded values by name: tensors, numbers, strings and containers of them.
     """
 
     def __init__(self, side: str, rank: int, world: int, folder: Path) -> None:
@@ -96,37 +98,37 @@ class Run:
         self.noted: dict[str, Any] = {}
 
     def note(self, name: str, value: Any) -> None:
-        """Keep a value for the comparison. DTensors are gathered, so every rank has to call it."""
+        """Record a value for the comparison. DTensors are gathered, so all ranks must call this method."""
         if name in self.noted:
-            raise ValueError(f"{name!r} was noted before")
+            raise ValueError(f"a value named {name!r} is already recorded")
         self.noted[name] = plain(value)
 
     def sharded(self, model: nn.Module, name: str = "sharded") -> None:
-        """Note which parameters are DTensors, and make sure that this side's engine manages the model."""
+        """Record the placements of DTensor parameters, and check that this run's implementation sharded the model."""
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         ours = [module for module in sharded if _is_ours(module)]
         if not sharded:
-            raise AssertionError("nothing is sharded: no module of the model is an FSDPModule")
+            raise AssertionError("the model is not sharded: none of its modules is an FSDPModule")
         if len(ours) != (len(sharded) if self.side == OURS else 0):
-            raise AssertionError(f"{len(ours)} of {len(sharded)} sharded modules are composable_shard's")
+            raise AssertionError(f"{len(ours)} of {len(sharded)} sharded modules belong to composable_shard")
         placed = {n: str(p.placements) for n, p in model.named_parameters() if isinstance(p, DTensor)}
         if not placed:
             raise AssertionError("no parameter of the model is a DTensor")
         self.note(name, placed)
 
     def weights(self, model: nn.Module, name: str = "weights") -> None:
-        """Note all parameters and buffers, whole."""
+        """Record all unsharded parameters and buffers."""
         self.note(name, {**dict(model.named_parameters()), **dict(model.named_buffers())})
 
     def gradients(self, model: nn.Module, name: str = "gradients") -> None:
-        """Note all gradients, whole; None where there is none."""
+        """Record all unsharded gradients; None for a parameter without a gradient."""
         self.note(name, {n: p.grad for n, p in model.named_parameters()})
 
     def files(self, folder: str | Path, name: str = "files", ignore: Iterable[str] = ()) -> None:
-        """Note the contents of all files below a folder, on rank 0, which others must have finished writing.
+        """Record the contents of all files below a folder on rank 0, after all ranks have called this method.
 
         Args:
-            ignore: endings of names of files whose content differs from run to run (logs, times); names are compared.
+            ignore: suffixes of files whose content differs between runs (logs, times). Only their names are compared.
         """
         torch.distributed.barrier()
         if self.rank == 0:
@@ -134,10 +136,10 @@ class Run:
         torch.distributed.barrier()
 
     def agrees(self, name: str, value: Any, unsharded: Any, tolerance: float = 1e-5) -> None:
-        """Compare with what the unsharded model gave in this very process.
+        """Check a value against that of the unsharded model, computed in the same process.
 
         Raises:
-            AssertionError: a difference above `tolerance`, relative to the largest magnitude.
+            AssertionError: a difference is greater than `tolerance`, relative to the largest magnitude.
         """
         from _compare import differences
 
@@ -148,15 +150,13 @@ class Run:
 
 
 def plain(value: Any) -> Any:
-    """The value without DTensors, subclasses of tensors and devices: what `torch.load` reads back safely."""
+    """Convert a value to types that `torch.load(weights_only=True)` accepts (no DTensors, subclasses, devices)."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, nn.Parameter):
-            for name in (
-                "get_original_weight",
-                "dequantize",
-            ):  # of NF4, where the other one is another function; of most
+            # NF4 tensors have both methods, and their `dequantize` does something else. Others have only `dequantize`.
+            for name in ("get_original_weight", "dequantize"):
                 if hasattr(value, name):
                     value = getattr(value, name)()
                     break
@@ -175,7 +175,7 @@ def _is_ours(module: nn.Module) -> bool:
 
 
 def _contents(folder: Path, ignore: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Names of files relative to the folder, with what is in them as far as it can be compared."""
+    """Yield the relative name and the comparable content of each file and each distributed checkpoint."""
     for path in sorted(folder.rglob("*")):
         if path.is_dir():
             if (path / ".metadata").exists():

@@ -1,11 +1,12 @@
-"""What runs in the environment of a file of rows.
+"""List, run and judge the rows of a file, inside the environment that the file requires.
 
-    python _worker.py list FILE                     # its rows and versions, as JSON
-    python _worker.py torch|ours FILE FOLDER INDEX...   # runs rows on one side
-    python _worker.py judge FILE FOLDER INDEX...    # the verdicts, as JSON
+    python _worker.py list FILE                         # print the rows and versions as JSON
+    python _worker.py torch|ours FILE FOLDER INDEX...   # run rows with one implementation
+    python _worker.py judge FILE FOLDER INDEX...        # print the verdicts as JSON
 
-The libraries are imported once; each rank of each row is a fork of this process, which has touched no process group
-and no thread pool. What ranks note, and how they fail, lies in FOLDER/SIDE/INDEX afterwards, with their output.
+The libraries are imported once. Each rank of each row is a fork of this process, which has not used a process group or
+a thread pool. The recorded values, errors and output of the ranks are stored in FOLDER/torch/INDEX and
+FOLDER/ours/INDEX.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 def run_row(row: Row, side: str, folder: Path) -> None:
-    """Runs one row on all of its ranks, and ends those that hang."""
+    """Run all ranks of one row, and kill ranks that hang."""
     shared = folder / "files"
     shared.mkdir(parents=True)
     port = free_port()
@@ -64,19 +65,19 @@ def run_row(row: Row, side: str, folder: Path) -> None:
             if status and failed_at is None:
                 failed_at = time.monotonic()
         now = time.monotonic()
-        # Whoever waits for a rank that has failed gets some time to say so itself.
+        # Ranks that wait for a failed rank get 5 seconds to report their own error.
         if ranks and (now > ends_at or (failed_at is not None and now > failed_at + 5)):
             for pid, rank in ranks.items():
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 if failed_at is None:
-                    (folder / f"error{rank}.txt").write_text(f"hangs: not done after {row.timeout:g} seconds")
+                    (folder / f"error{rank}.txt").write_text(f"hangs: not finished after {row.timeout:g} seconds")
             return
         time.sleep(0.01)
 
 
 def fork(row: Row, side: str, rank: int, folder: Path, port: int) -> int:
-    """Starts one rank; returns its process id."""
+    """Start one rank and return its process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -95,7 +96,7 @@ def fork(row: Row, side: str, rank: int, folder: Path, port: int) -> int:
 
 
 def run_rank(row: Row, side: str, rank: int, folder: Path, port: int) -> int:
-    """Runs the program of a row as one rank; returns the exit status."""
+    """Run the program of a row as one rank and return the exit status."""
     import torch
 
     os.environ |= {
@@ -113,7 +114,7 @@ def run_rank(row: Row, side: str, rank: int, folder: Path, port: int) -> int:
     try:
         row.program(run)
         if row.sharded and not any(name.startswith("sharded") for name in run.noted):
-            raise AssertionError("the row never showed that a model was sharded (Run.sharded)")
+            raise AssertionError("the row did not check that a model is sharded; call Run.sharded")
         torch.save(run.noted, folder / f"noted{rank}.pt")
     except BaseException as error:
         traceback.print_exc()
@@ -124,7 +125,7 @@ def run_rank(row: Row, side: str, rank: int, folder: Path, port: int) -> int:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a free port. Another process can still bind it before the ranks do."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

@@ -26,7 +26,7 @@ from _queue_entries import QUEUE, Entry, Part, QueueError, find_entry
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results" / "gpu"
-STATUS = ROOT / "docs" / "status.md"
+PAGE = ROOT / "bench" / "README.md"  # It contains the table of measured entries.
 SOURCES = ("bench", "composable_shard", "tests", "tutorials")  # Measurements depend on the *.py files of these folders.
 MAX_COMMITS = 500  # Number of commits in which `store` looks for the sources of a run.
 TABLE_MARKERS = "<!-- gpu queue: begin -->\n", "<!-- gpu queue: end -->\n"
@@ -297,8 +297,8 @@ def sort_parts(names: Iterable[str], entry: Entry) -> tuple[str, ...]:
     return tuple(name for name in entry.part_names if name in names)
 
 
-def status_table(release: str, results: Path = RESULTS) -> str:
-    """Return the table of `docs/status.md` with the measurements of each entry."""
+def measured_table(release: str, results: Path = RESULTS) -> str:
+    """Return the table of `bench/README.md` with the measurements of each entry."""
     lines = ["| entry of the GPU queue | measured on |", "|---|---|"]
     for entry in QUEUE:
         texts = [each.describe() for each in read_outcomes(entry, release, (results,)) if each.parts]
@@ -315,6 +315,6 @@ def replace_table(page: str, table: str) -> str:
     return before + TABLE_MARKERS[0] + "\n" + table + "\n" + TABLE_MARKERS[1] + after
 
 
-def write_status() -> None:
-    """Update the table in `docs/status.md`."""
-    STATUS.write_text(replace_table(STATUS.read_text(), status_table(read_release_line())))
+def write_table() -> None:
+    """Update the table in `bench/README.md`."""
+    PAGE.write_text(replace_table(PAGE.read_text(), measured_table(read_release_line())))

@@ -34,7 +34,7 @@ from _queue_results import (
     result_file,
     sort_parts,
     store,
-    write_status,
+    write_table,
 )
 from _queue_run import Run, check_gpu
 
@@ -118,8 +118,8 @@ def run_entry(options: argparse.Namespace) -> int:
 def record(file: Path) -> int:
     run = read_document(file)
     stored = store(run)
-    write_status()
-    print(f"wrote {os.path.relpath(stored, ROOT)} and the table in docs/status.md: commit both")
+    write_table()
+    print(f"wrote {os.path.relpath(stored, ROOT)} and the table in bench/README.md: commit both")
     if failed := [name for name, part in run["parts"].items() if part["exit"]]:
         print(
             f"failed: {', '.join(failed)}. `next` shows failed parts after all others; fix them, then run them by name"
@@ -140,7 +140,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     listing = commands.add_parser("list", help="show all entries and their measurements")
     for each in (following, listing):
         each.add_argument("--gpu", type=str.lower, help=kind)
-    commands.add_parser("table", help="update the table in docs/status.md after entries were changed")
+    commands.add_parser("table", help="update the table in bench/README.md after entries were changed")
     running = commands.add_parser("run", help="run an entry on this machine's GPU")
     running.add_argument("name", nargs="?", help="entry to run (default: the next one)")
     running.add_argument("--parts", help="comma-separated names of parts (default: those that were not measured)")
@@ -153,7 +153,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     running.add_argument("--dry", action="store_true", help="use tiny settings on the CPU; results cannot be recorded")
     for each in (following, running):
         each.add_argument("--seconds", type=float, default=LIMIT_S, help=within)
-    recording = commands.add_parser("record", help="store the results of a run, and update docs/status.md")
+    recording = commands.add_parser("record", help="store the results of a run, and update bench/README.md")
     recording.add_argument("file", type=Path, help="OUT/<entry>.json")
     return parser.parse_args(argv)
 
@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.command == "record":
             return record(options.file)
         if options.command == "table":
-            write_status()
+            write_table()
             return 0
         gpu = detect_gpu()
         kind = options.gpu or (gpu.kind if gpu else None)

@@ -1,7 +1,7 @@
-"""FSDP2 of Accelerate, and of Transformers' Trainer, on a CPU.
+"""Enable FSDP2 of Accelerate, and of Transformers' Trainer, on a CPU.
 
-Accelerate looks for an accelerator before it looks at its FSDP plugin, and without one it ends with DDP. Here it is
-told that its processes are of the kind that they are on accelerators. All that follows from that is its own code.
+Without an accelerator, Accelerate ignores its FSDP plugin and uses DDP. This module sets the distributed type that
+Accelerate uses on accelerators. All other code of Accelerate runs unchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 
 
 def fsdp2_on_cpu() -> None:
-    """What `accelerate launch` and a device do: a process group, the device, and a distributed type that may shard."""
+    """Set the device, process group and distributed type, so that Accelerate uses FSDP2 as it does on GPUs."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     if not dist.is_initialized():
         dist.init_process_group("gloo")

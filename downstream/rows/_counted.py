@@ -1,8 +1,8 @@
-"""Runs a script as it is, on a rank of a launcher, and counts the bytes of its tensors.
+"""Run an unchanged script on a rank of a launcher, and count the bytes of its live tensors.
 
     torchrun --nproc-per-node 2 _counted.py ours|torch OUT SCRIPT [ARGUMENT ...]
 
-The most that there was at once is written to OUT, by rank 0.
+Rank 0 writes the peak to OUT, in bytes.
 """
 
 import os
@@ -16,7 +16,7 @@ from composable_shard._torch.tracing import shapes_apart
 from composable_shard.cli.program import run_program
 from composable_shard.planner.live import LiveBytes
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # others are fake, or around such
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # other subclasses are fake tensors, or wrap plain tensors
 
 
 if __name__ == "__main__":

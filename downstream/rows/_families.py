@@ -1,4 +1,4 @@
-"""Families of models of Transformers, tiny and with random weights, sharded block by block."""
+"""Model families of Transformers, tiny and with random weights, with one parameter group per block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from _rows import Rows, Run
 VOCABULARY = 99
 BATCH, LENGTH = 2, 12
 
-# What decoders of the Llama kind are given; widths that two ranks cannot share evenly where the model allows them.
+# Configuration of Llama-like decoders. Where the model permits it, two ranks cannot split the widths evenly.
 DECODER: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 40,
@@ -33,7 +33,7 @@ DECODER: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Grouped matrix products want rows of 16 bytes.
+# Grouped matrix products require rows that are a multiple of 16 bytes.
 EXPERTS: dict[str, Any] = DECODER | {"intermediate_size": 72, "num_experts": 4, "num_experts_per_tok": 2}
 EXPERTS["num_local_experts"] = 4
 ENCODER: dict[str, Any] = {
@@ -83,7 +83,7 @@ def text() -> dict[str, Any]:
 
 
 def plain_text() -> dict[str, Any]:
-    """The same without padding, for models that keep a state."""
+    """A batch for a causal model without padding, for models with a recurrent state."""
     ids = tokens()
     return {"input_ids": ids, "labels": ids}
 
@@ -133,7 +133,7 @@ def llava_chat() -> dict[str, Any]:
 def qwen_chat() -> dict[str, Any]:
     ids = torch.randint(3, 80, (BATCH, LENGTH))
     ids[:, 1] = 93
-    ids[:, 2:6] = 90  # 4 x 4 patches, merged two by two
+    ids[:, 2:6] = 90  # 4 x 4 patches, merged in squares of 2 x 2
     ids[:, 6] = 94
     grid = torch.tensor([[1, 4, 4]] * BATCH)
     patches = torch.randn(BATCH * 16, 3 * 2 * 4 * 4)
@@ -161,16 +161,17 @@ def mllama_chat() -> dict[str, Any]:
     }
 
 
-# Of a row whose blocks all read one tensor, the output of an encoder: FSDP2 passes what a block is given through a node
-# of autograd, so the tensor's gradients are summed in each block first.
+# Settings of a row in which several blocks read the same tensor (the output of an encoder). FSDP2 passes the inputs of
+# each block through an autograd node, so it sums the gradients of the tensor within each block first.
 SUMS = {
     "tolerance": 1e-4,
-    "why": "FSDP2 sums gradients of what several blocks read block by block; ours has the bits of the unsharded model",
+    "why": "FSDP2 sums the gradients of an input shared by blocks within each block first; "
+    "ours is bitwise identical to the unsharded model",
 }
 
 
 def with_biases(model: nn.Module) -> None:
-    """Biases that are not zero: those of keys get no gradients but rounding errors."""
+    """Initialize biases with random values. The gradients of key biases are only rounding errors."""
     for name, each in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(each, std=0.1)
@@ -178,19 +179,19 @@ def with_biases(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model.
+    """A model family.
 
     Attributes:
-        title: the row's.
-        model: the class, by its name in Transformers.
-        config: the configuration, or a class's name and its arguments.
-        blocks: classes of modules that are sharded on their own, by name.
-        batch: makes a batch.
-        settings: of the row.
-        prepare: what is done to the model before it is sharded.
-        alike: whether all ranks have the same random numbers (models that leave out layers by chance).
-        sgd: whether SGD trains it: AdamW makes steps of full size of gradients that are rounding errors alone.
-        reference: whether its weights are compared with those of the unsharded model, which has no dropout then.
+        title: the title of the row.
+        model: the name of the model class in Transformers.
+        config: the name of the configuration class, and its arguments.
+        blocks: the names of the module classes that get their own parameter group.
+        batch: a function that returns a batch.
+        settings: the settings of the row.
+        prepare: a function that changes the model before it is sharded.
+        alike: whether all ranks use the same random numbers (for models that skip layers at random).
+        sgd: whether to train with SGD. AdamW would turn gradients that are only rounding errors into full-size steps.
+        reference: whether to compare the weights with those of the unsharded model. The model must not use dropout.
     """
 
     title: str
@@ -218,7 +219,7 @@ class Family:
 
 
 def shard(model: nn.Module, blocks: tuple[str, ...], **settings: Any) -> nn.Module:
-    """As torch's tutorial does: each block, then the model."""
+    """Shard each block, then the model, like torch's FSDP2 tutorial."""
     found = [module for module in model.modules() if type(module).__name__ in blocks]
     assert {type(module).__name__ for module in found} == set(blocks), blocks
     for module in found:
@@ -227,7 +228,7 @@ def shard(model: nn.Module, blocks: tuple[str, ...], **settings: Any) -> nn.Modu
 
 
 def program(family: Family, run: Run) -> None:
-    """Three steps, an evaluation, and one more step."""
+    """Train three steps, evaluate, and train one more step."""
     dist.init_process_group("gloo")
     model = shard(family.make(), family.blocks)
     run.sharded(model)
@@ -272,15 +273,15 @@ def program(family: Family, run: Run) -> None:
 
 
 def checkpointed(reentrant: bool) -> Callable[[nn.Module], None]:
-    """Gradient checkpoints of Transformers."""
+    """Return a function that enables activation checkpointing of Transformers."""
     return lambda model: model.gradient_checkpointing_enable({"use_reentrant": reentrant})
 
 
 def compiled(backend: str, *blocks: str) -> Callable[[nn.Module], None]:
-    """Each block compiled, as torch's recipes do."""
+    """Return a function that compiles each block, as torch's recipes do."""
 
     def prepare(model: nn.Module) -> None:
-        torch._inductor.config.compile_threads = 1  # a pool of processes does not go with forked ranks
+        torch._inductor.config.compile_threads = 1  # a process pool does not work in forked ranks
         for module in model.modules():
             if type(module).__name__ in blocks:
                 module.compile(backend=backend)
@@ -560,7 +561,7 @@ VARIANTS = [
         ("Qwen3-MoE", "Qwen3MoeForCausalLM", QWEN3_MOE, ("Qwen3MoeDecoderLayer",), text),
         ("Whisper", "WhisperForConditionalGeneration", WHISPER, ("WhisperEncoderLayer", "WhisperDecoderLayer"), speech),
     )
-    if not (reentrant and title == "Whisper")  # Whisper's own: backward fails without sharding, too
+    if not (reentrant and title == "Whisper")  # backward of Whisper also fails without sharding
 ] + [
     Family(
         f"{title}, blocks compiled, {backend}",
@@ -588,6 +589,6 @@ VARIANTS = [
 
 
 def add(rows: Rows) -> None:
-    """Adds a row for each family that this version of Transformers has."""
+    """Add a row for each family and each variant."""
     for family in [*FAMILIES, *VARIANTS]:
         rows.add(family.title, lambda run, family=family: program(family, run), **family.settings)

@@ -1,4 +1,4 @@
-"""A script as users have it: a loop around a model of Transformers that recomputes activations, sharded by FSDP2.
+"""A typical user script: a training loop for a model of Transformers with activation checkpointing and FSDP2.
 
 torchrun --nproc-per-node 2 _script_loop.py STEPS
 """

@@ -1,4 +1,4 @@
-"""A script as users have it: a Trainer of Transformers that shards by FSDP2. Rows estimate, count and trace it.
+"""A typical user script: Transformers' Trainer with FSDP2. Rows estimate, count and trace its memory.
 
 torchrun --nproc-per-node 2 _script_trainer.py STEPS
 """

@@ -1,4 +1,4 @@
-"""Transformers' Trainer with FSDP2, and `generate` of sharded models."""
+"""Rows for Transformers' Trainer with FSDP2, and for `generate` of sharded models."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def t5() -> nn.Module:
 
 
 class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Random tokens, the same ones on all ranks; the sampler shares them out."""
+    """Random tokens, the same on all ranks. The sampler distributes them."""
 
     def __init__(self, count: int, length: int = 12, labels: int | None = None) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -75,11 +75,10 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def arguments(config: dict[str, Any] | None = None, kind: Any = TrainingArguments, **changes: Any) -> Any:
-    """Arguments with FSDP2, one group a block."""
+    """Return training arguments with FSDP2 and one parameter group per block."""
     fsdp2_on_cpu()
-    os.environ["FSDP_VERSION"] = (
-        "2"  # as `accelerate launch --fsdp_version 2` has it; Transformers 4 knows no other way
-    )
+    # `accelerate launch --fsdp_version 2` sets this variable. Transformers 4 has no other setting.
+    os.environ["FSDP_VERSION"] = "2"
     os.environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"
     settings: dict[str, Any] = {
         "output_dir": "out",
@@ -102,13 +101,13 @@ def arguments(config: dict[str, Any] | None = None, kind: Any = TrainingArgument
 
 
 def curve(trainer: Trainer) -> list[dict[str, float]]:
-    """What the trainer has logged, without times."""
+    """Return the log of the trainer without times."""
     names = ("loss", "grad_norm", "learning_rate", "epoch", "step", "eval_loss")
     return [{name: float(entry[name]) for name in names if name in entry} for entry in trainer.state.log_history]
 
 
 def trains(run: Run, model: nn.Module, args: Any, kind: Any = Trainer, samples: int = 24, **more: Any) -> Trainer:
-    """Trains, evaluates, predicts, and trains on."""
+    """Train, evaluate and predict; return the trainer."""
     data, test = more.pop("data", Samples(samples)), more.pop("test", Samples(5))
     trainer = kind(model=model, args=args, train_dataset=data, eval_dataset=test, **more)
     trainer.train()
@@ -122,7 +121,7 @@ def trains(run: Run, model: nn.Module, args: Any, kind: Any = Trainer, samples: 
 
 
 def reshard(model: nn.Module) -> None:
-    """Give up what an evaluation has left gathered: FSDP2 keeps the last groups, ours none."""
+    """Reshard all groups. After an evaluation FSDP2 keeps the last groups unsharded; composable_shard keeps none."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -133,7 +132,7 @@ def plain(run: Run) -> None:
 
 
 def twice(run: Run, between: bool) -> None:
-    """Trains for six steps in two goes; with an evaluation between them, which leaves some weights gathered."""
+    """Train twice. If `between`, check that an evaluation between the two does not change the weights."""
     trainer = Trainer(model=llama(), args=arguments(), train_dataset=Samples(24), eval_dataset=Samples(5))
     trainer.train()
     trainer.train()
@@ -185,13 +184,13 @@ def efficient(run: Run) -> None:
 
 
 def compiled(run: Run, backend: str) -> None:
-    torch._inductor.config.compile_threads = 1  # a pool of processes does not go with forked ranks
+    torch._inductor.config.compile_threads = 1  # a process pool does not work in forked ranks
     args = arguments(torch_compile=True, torch_compile_backend=backend, max_steps=2)
     trains(run, llama(), args)
 
 
 def resumes(run: Run, kind: str, make: Any) -> None:
-    """Six steps in one go, and the last three once more from the checkpoint after the third."""
+    """Train six steps, then repeat the last three from the checkpoint that was saved after step 3."""
     os.environ["FSDP_STATE_DICT_TYPE"] = kind
     settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
     args = arguments({"state_dict_type": kind}, **settings)
@@ -221,7 +220,7 @@ def saves(run: Run) -> None:
 
 
 class Halves(TrainerCallback):
-    """Stops after the second step, as a callback of a user's may."""
+    """Stop the training after the second step, as a user's callback may do."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop = state.global_step == 2
@@ -233,7 +232,7 @@ def callbacks(run: Run) -> None:
 
 
 def lora(run: Run, late: bool) -> None:
-    """Adapters on a model of `from_config`: by PEFT around it, or by Transformers within it."""
+    """Train LoRA adapters, added with `add_adapter` of Transformers if `late`, else with `get_peft_model` of PEFT."""
     model = llama()
     config = LoraConfig(r=3, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
     if late:
@@ -253,7 +252,7 @@ def shard(model: nn.Module, *blocks: str) -> nn.Module:
 
 
 def late_lora(run: Run) -> None:
-    """A model of `from_config` is sharded and trained; then come adapters, which are sharded, too."""
+    """Shard and train a model, then add adapters to it, shard them, and train them."""
     dist.init_process_group("gloo")
     model = shard(llama(), "LlamaDecoderLayer")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -296,7 +295,7 @@ def bert_to_bert() -> nn.Module:
     model = EncoderDecoderModel(config)
     for name, each in model.named_parameters():
         if name.endswith("bias"):
-            nn.init.normal_(each, std=0.1)  # those of keys get no gradients but rounding errors
+            nn.init.normal_(each, std=0.1)  # gradients of key biases are only rounding errors
     for each in (model.config, model.generation_config):
         each.decoder_start_token_id, each.eos_token_id, each.pad_token_id, each.bos_token_id = 1, 2, 0, 1
     return model
@@ -306,15 +305,15 @@ def predicts_with_generate(run: Run, make: Any, block: str) -> None:
     settings: dict[str, Any] = {"predict_with_generate": True, "generation_max_length": 7, "optim": "sgd"}
     settings |= {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.1}
     args = arguments({"transformer_layer_cls_to_wrap": [block]}, Seq2SeqTrainingArguments, **settings)
-    # `generate` calls the encoder alone, whose weights are shards, unless it is a forward of the model. Transformers 5
-    # makes it one; for Transformers 4 users do.
+    # `generate` calls the encoder directly. The encoder's parameters in the root group are only gathered if `generate`
+    # is registered as a forward method of the model. Transformers 5 registers it; with Transformers 4 the user must.
     trains(
         run, make(), args, Generating if FOUR else Seq2SeqTrainer, data=Samples(24, labels=8), test=Samples(5, labels=8)
     )
 
 
 class Generating(Seq2SeqTrainer):
-    """Makes `generate` a forward of the sharded model before it is used."""
+    """Register `generate` as a forward method of the sharded model before the first evaluation."""
 
     def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
         if not hasattr(self.model, "registered"):
@@ -324,7 +323,7 @@ class Generating(Seq2SeqTrainer):
 
 
 def generates(run: Run, make: Any, blocks: tuple[str, ...], register: bool, **settings: Any) -> None:
-    """Prompts of other lengths on each rank, which therefore end at other times; then a step of training."""
+    """Generate from prompts of different lengths, so that ranks finish at different times; then train one step."""
     dist.init_process_group("gloo")
     whole = make().eval()
     model = shard(make(), *blocks)
@@ -355,7 +354,7 @@ def generates(run: Run, make: Any, blocks: tuple[str, ...], register: bool, **se
 
 
 def add(rows: Rows) -> None:
-    """Adds the rows of both versions."""
+    """Add the rows that Transformers 4 and 5 share."""
     slow = {"timeout": 400.0}
     rows.add("Trainer: train, evaluate, predict", plain)
     rows.add("Trainer: train twice", partial(twice, between=False))
@@ -380,8 +379,11 @@ def add(rows: Rows) -> None:
     rows.add("Trainer: LoRA by get_peft_model after from_config", partial(lora, late=False))
     rows.add("Trainer: LoRA by add_adapter after from_config", partial(lora, late=True))
     rows.add("LoRA added to a model that is sharded and trained already", late_lora)
-    sums = "FSDP2 sums gradients of what several blocks read block by block; ours has the bits of the unsharded model"
-    # Each version has ties in the other model whose ends Accelerate gives to several groups.
+    sums = (
+        "FSDP2 sums the gradients of an input shared by blocks within each block first; "
+        "ours is bitwise identical to the unsharded model"
+    )
+    # In each version, one of the two models has tied weights that Accelerate assigns to several groups. Use the other.
     make, block = (t5, "T5Block") if FOUR else (bert_to_bert, "BertLayer")
     how = partial(predicts_with_generate, make=make, block=block)
     rows.add(f"Seq2SeqTrainer: predict_with_generate, {make.__name__}", how, tolerance=1e-4, why=sums)
@@ -399,7 +401,7 @@ def add(rows: Rows) -> None:
 
 
 def pretrained_folder(make: Any) -> Path:
-    """A folder with a model in pieces, written by rank 0."""
+    """Save a model on rank 0 in several files, and return the folder."""
     folder = Path("pretrained")
     if dist.get_rank() == 0:
         make().save_pretrained(folder, max_shard_size="20KB")

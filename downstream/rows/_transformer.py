@@ -1,4 +1,4 @@
-"""A small decoder for the rows about torch itself, and how it is trained with and without sharding."""
+"""A small decoder for the rows about torch itself, with functions to train it with and without sharding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._dynamo  # optimizers import it at their first step: once, here, and not in every rank of every row
+import torch._dynamo  # optimizers import it in their first step; import it once, before the ranks are forked
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a decoder; those that are here are odd where they can be, so that shards are uneven."""
+    """Sizes of a decoder. The defaults are odd where possible, so that shards are uneven."""
 
     vocabulary: int = 29
     dim: int = 15
@@ -30,11 +30,11 @@ class Config:
 
 
 UNEVEN = Config()
-EVEN = Config(vocabulary=32, dim=16, hidden=24, head_dim=4)  # for what needs sizes that divide
+EVEN = Config(vocabulary=32, dim=16, hidden=24, head_dim=4)  # for features that require evenly divisible sizes
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotary position embeddings on (batch, length, heads, head_dim)."""
+    """Apply rotary position embeddings to a tensor of shape (batch, length, heads, head_dim)."""
     length, dim = x.shape[1], x.shape[-1]
     frequencies = 10000.0 ** (-torch.arange(0, dim, 2, device=x.device) / dim)
     angles = torch.arange(length, device=x.device)[:, None] * frequencies
@@ -44,7 +44,7 @@ def rotated(x: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped key and value heads. How many heads there are follows from the projections."""
+    """Causal attention with grouped key and value heads. The projections determine the number of heads."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward behind norms, with dropout on the way back to the residual stream."""
+    """Attention and feed-forward with pre-normalization, residual connections, and dropout before each addition."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -112,13 +112,13 @@ class Transformer(nn.Module):
 
 
 def transformer(config: Config = UNEVEN) -> Transformer:
-    """A decoder with the same weights on every rank."""
+    """Return a decoder with the same weights on every rank."""
     torch.manual_seed(0)
     return Transformer(config)
 
 
 def shard(model: Any, **settings: Any) -> Any:
-    """Shard every block and then the rest, as the tutorials do."""
+    """Shard every block, then the model, as the tutorials do."""
     for block in model.blocks:
         fully_shard(block, **settings)
     fully_shard(model, **settings)
@@ -126,25 +126,25 @@ def shard(model: Any, **settings: Any) -> Any:
 
 
 def tokens_of(step: int, rank: int, config: Config = UNEVEN, length: int = 9, batch: int = 2) -> Tensor:
-    """Tokens, which differ by step and rank."""
+    """Return tokens of shape (batch, length) that depend on step and rank."""
     generator = torch.Generator().manual_seed(101 * step + rank)
     return torch.randint(0, config.vocabulary, (batch, length), generator=generator)
 
 
 def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Cross entropy of each next token."""
+    """Return the mean cross entropy of the next tokens."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def loss_of(model: Any, step: int, rank: int) -> Tensor:
-    """The loss of a step, with dropout that depends on step and rank alone."""
+    """Return the loss of a step. The dropout depends only on step and rank."""
     torch.manual_seed(1000 + 101 * step + rank)
     tokens = tokens_of(step, rank, getattr(model, "config", UNEVEN))
     return next_token_loss(model(tokens), tokens)
 
 
 def average_gradients(parameters: Iterable[Tensor], group: Any = None) -> None:
-    """What data parallelism without sharding does after backward: the mean of gradients over ranks."""
+    """Average the gradients over ranks, as data parallelism without sharding does after backward."""
     for parameter in parameters:
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad, group=group)
@@ -159,7 +159,7 @@ def train(
     sharded: bool = True,
     before_step: Callable[[], Any] | None = None,
 ) -> list[float]:
-    """Some steps; returns their losses. Of a model that is not sharded the gradients are averaged by hand."""
+    """Train `steps` and return their losses. If `sharded` is false, average the gradients explicitly."""
     losses = []
     for step in steps:
         loss = loss_of(model, step, rank)
@@ -175,7 +175,7 @@ def train(
 
 
 def evaluate(model: Any, rank: int, step: int = 99) -> Tensor:
-    """The output in evaluation."""
+    """Return the output in evaluation mode, then switch back to training mode."""
     model.eval()
     with torch.no_grad():
         out = model(tokens_of(step, rank, getattr(model, "config", UNEVEN)))
@@ -184,5 +184,5 @@ def evaluate(model: Any, rank: int, step: int = 99) -> Tensor:
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters, gathered."""
+    """Return copies of all unsharded parameters by name."""
     return {name: getattr(p, "full_tensor", p.detach)().detach().clone() for name, p in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Accelerate with its FSDP2 plugin: what its guides tell people to write around a model of Transformers."""
+"""Rows for Accelerate with its FSDP2 plugin: the training code of its guides, with models of Transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VOCABULARY = 97
 
 
 def llama(**changes: Any) -> LlamaForCausalLM:
-    """Grouped heads, rotary embeddings, RMSNorm; odd widths, so that shards are uneven."""
+    """Return a Llama model with grouped heads, and with odd widths so that shards are uneven."""
     torch.manual_seed(0)
     settings: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -48,21 +48,21 @@ def llama(**changes: Any) -> LlamaForCausalLM:
 
 
 def gpt2(**changes: Any) -> GPT2LMHeadModel:
-    """A tied head, and dropout everywhere."""
+    """Return a GPT-2 model, which has a tied head and dropout in all layers."""
     torch.manual_seed(0)
     settings: dict[str, Any] = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 36, "n_layer": 2, "n_head": 4}
     return GPT2LMHeadModel(GPT2Config(**settings | changes))
 
 
 def batches(count: int = 6, size: int = 2, length: int = 12) -> DataLoader:
-    """A loader of so many batches a rank (with two ranks)."""
+    """Return a loader with `count` batches per rank, for two ranks."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, VOCABULARY, (count * size * 2, length), generator=generator)
     return DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=size)
 
 
 def accelerator_of(plugin: dict[str, Any] | None = None, **settings: Any) -> Accelerator:
-    """An accelerator with FSDP2, one group a block."""
+    """Return an accelerator with FSDP2 and one parameter group per block."""
     fsdp2_on_cpu()
     set_seed(0)
     chosen = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True}
@@ -74,7 +74,7 @@ def adamw(model: nn.Module, rate: float = 0.01) -> torch.optim.Optimizer:
 
 
 def train(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Any, clip: float | None = None) -> Any:
-    """The loop of Accelerate's guide; returns losses, and norms before clipping."""
+    """Run the loop of Accelerate's guide; return the losses, and the gradient norms before clipping."""
     losses, norms = [], []
     model.train()
     set_seed(5, device_specific=True)
@@ -91,7 +91,7 @@ def train(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: An
 
 
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: Any) -> torch.Tensor:
-    """Logits of all samples, on every rank."""
+    """Return the logits of all samples, on every rank."""
     model.eval()
     found = []
     with torch.no_grad():
@@ -101,7 +101,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Any) -> torch.T
 
 
 def trains(run: Run, accelerator: Accelerator, model: nn.Module, clip: float | None = 0.5, count: int = 4) -> Any:
-    """Prepares, trains, evaluates, trains once more, and notes it all; returns what was prepared."""
+    """Prepare, train, evaluate, train again, and record the results; return the prepared model, optimizer and loader."""
     model, optimizer, loader, test = accelerator.prepare(model, adamw(model), batches(count), batches(1))
     run.sharded(model)
     run.note("training", train(accelerator, model, optimizer, loader, clip))
@@ -142,7 +142,7 @@ def keeps(run: Run) -> None:
 
 
 class Mixer(nn.Module):
-    """A block that is no model of Transformers: a sequence of layers that mixes tokens, then widths."""
+    """A block that is not from Transformers: one feed-forward layer over positions, then one over features."""
 
     def __init__(self, width: int, length: int) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def offloads(run: Run) -> None:
 
 
 def unsharded(run: Run, model: nn.Module, count: int) -> nn.Module:
-    """The model trained by one process on the batches of all ranks."""
+    """Train the unsharded model on the batches of all ranks in this process, and return it."""
     optimizer = adamw(model)
     turns = iter(batches(count))
     for together in zip(*[turns] * run.world, strict=True):
@@ -260,7 +260,7 @@ def bf16_policy(run: Run) -> None:
 @rows("mixed_precision='fp16' with a gradient scaler")
 def fp16(run: Run) -> None:
     accelerator = accelerator_of(mixed_precision="fp16")
-    # Accelerate leaves both out on a CPU.
+    # Accelerate sets neither on a CPU.
     accelerator.scaler = get_fsdp2_grad_scaler(device="cpu", init_scale=2.0**17, growth_interval=2)
     accelerator.native_amp = True
     _, optimizer, _ = trains(run, accelerator, llama(), count=6)
@@ -312,7 +312,7 @@ def efficient_pretrained(run: Run) -> None:
 
 
 def resumes(run: Run, kind: str, make: Any) -> None:
-    """Trains, saves, trains on; then loads, and trains on in the same way."""
+    """Train, save, and continue training; then load, continue again, and check that the losses are equal."""
     accelerator = accelerator_of({"state_dict_type": kind})
     model = make()
     model, optimizer, loader = accelerator.prepare(model, adamw(model), batches(3))
@@ -343,7 +343,7 @@ for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
 
 
 def loads(run: Run, kind: str) -> None:
-    """Loads into a model and an optimizer that were made anew, and trains on."""
+    """Load a checkpoint into a new model and a new optimizer, and continue training."""
     accelerator = accelerator_of({"state_dict_type": kind})
     model = llama()
     model, optimizer, loader = accelerator.prepare(model, adamw(model), batches(3))
@@ -457,7 +457,7 @@ def executable(run: Run) -> None:
 
     def scarce(module: nn.Module, args: Any) -> None:
         if args[0].shape[0] > 2:
-            raise RuntimeError("CUDA out of memory. (a rehearsal)")
+            raise RuntimeError("CUDA out of memory. (simulated)")
 
     model.model.layers[1].mlp.register_forward_pre_hook(scarce)
     tried = []
@@ -466,7 +466,7 @@ def executable(run: Run) -> None:
     def attempt(batch_size: int) -> Any:
         tried.append(batch_size)
         if tried[1:]:
-            model.reset_iter_state()  # FSDP2 asks for it after an exception
+            model.reset_iter_state()  # FSDP2 requires this call after an exception
         return train(accelerator, model, optimizer, accelerator.prepare(batches(3, batch_size)))
 
     run.note("training", attempt())
@@ -487,7 +487,7 @@ def dispatches(run: Run) -> None:
 
 
 def compiles(run: Run, **dynamo: Any) -> None:
-    torch._inductor.config.compile_threads = 1  # a pool of processes does not go with forked ranks
+    torch._inductor.config.compile_threads = 1  # a process pool does not work in forked ranks
     trains(run, accelerator_of(dynamo_plugin=TorchDynamoPlugin(**dynamo)), llama(), count=2)
 
 

@@ -1,4 +1,4 @@
-"""bitsandbytes: frozen weights in 4 and 8 bits under adapters of PEFT, by hand and with Transformers' Trainer."""
+"""Rows for bitsandbytes: frozen 4-bit and 8-bit weights with PEFT adapters, in a custom loop and with Trainer."""
 
 import copy
 import logging
@@ -22,16 +22,16 @@ from _rows import Rows, Run
 rows = Rows(
     "bitsandbytes: QLoRA", environment="quantized", versions=("bitsandbytes", "peft", "transformers", "accelerate")
 )
-# In an evaluation on a CPU with AVX512-BF16, bitsandbytes packs 4-bit weights into another layout and expects whole
-# weights, so it fails with any sharding. Accelerators have no such path; these rows switch it off.
+# In an evaluation on a CPU with AVX512-BF16, bitsandbytes packs 4-bit weights into another layout, which requires
+# unsharded weights. This fails with any sharding. The path does not exist on accelerators, so these rows disable it.
 bnb.nn.modules.has_avx512bf16 = lambda: False
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it speaks of every cast
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs a warning for every cast
 WIDTH, WIDE = 64, 96
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 def layer(inputs: int, outputs: int, bits: int, **settings: Any) -> nn.Module:
-    """A frozen layer, quantized."""
+    """Return a frozen quantized layer."""
     whole = nn.Linear(inputs, outputs)
     if bits == 8:
         made = bnb.nn.Linear8bitLt(inputs, outputs, has_fp16_weights=False)
@@ -61,7 +61,7 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(Block(wide, bits=bits, **settings) for _ in range(3))
         self.head = nn.Linear(WIDTH, 5)
         self.checkpoints = checkpoints
-        setattr(self, f"is_loaded_in_{bits}bit", True)  # as PEFT asks
+        setattr(self, f"is_loaded_in_{bits}bit", True)  # PEFT reads this attribute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -90,7 +90,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    """All ranks have one batch, so that the mean of their gradients is the gradient of each, to the bit."""
+    """Train on the same batch on all ranks: the mean of the gradients is bitwise identical to that of one rank."""
     losses = []
     for step in steps:
         torch.manual_seed(step)
@@ -115,7 +115,7 @@ def trained(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def life(run: Run, given: dict[str, Any] | None = None, mesh: tuple[int, int] | None = None, **settings: Any) -> None:
-    """Three steps, an evaluation, a step: as the unsharded model, to the bit, and so are the bytes of the base."""
+    """Train, evaluate and train again. Losses, adapters and quantized bytes must equal those of the unsharded model."""
     dist.init_process_group("gloo")
     given = dict(given or {})
     if mesh is not None:
@@ -125,7 +125,8 @@ def life(run: Run, given: dict[str, Any] | None = None, mesh: tuple[int, int] | 
     optimizers = sgd(model), sgd(whole)
     run.agrees("losses", train(model, optimizers[0], range(3)), train(whole, optimizers[1], range(3)), 0.0)
     run.agrees("evaluated", evaluated(model), evaluated(whole), 0.0)
-    run.agrees("losses after it", train(model, optimizers[0], range(3, 4)), train(whole, optimizers[1], range(3, 4)), 0)
+    steps = range(3, 4)
+    run.agrees("losses after evaluation", train(model, optimizers[0], steps), train(whole, optimizers[1], steps), 0.0)
     run.agrees("adapters", trained(model), trained(whole), 0.0)
     for name, base in whole.named_parameters():
         if not base.requires_grad and base.element_size() != base.numel():
@@ -162,7 +163,7 @@ def float32_under_bfloat16(run: Run) -> None:
         model = shard(adapted(quant_storage=storage), mp_policy=BF16)
         losses.append(train(model, sgd(model), range(3)))
     run.sharded(model)
-    run.agrees("losses", losses[1], losses[0], 0.0)  # float32 is a storage like another
+    run.agrees("losses", losses[1], losses[0], 0.0)  # float32 storage is not cast to bfloat16
 
 
 @rows("4 bits: a state dict has the statistics of every weight")
@@ -218,7 +219,7 @@ def merge(run: Run, bits: int) -> None:
 
 
 def loaded(run: Run, bits: int, **settings: Any) -> nn.Module:
-    """A model of a folder, quantized while it is loaded, with adapters."""
+    """Load a model from a folder with quantization, and add adapters."""
     folder = f"pretrained{run.rank}"
     llama(hidden_size=64, intermediate_size=96, head_dim=16).save_pretrained(folder)
     if bits == 4:

@@ -1,7 +1,7 @@
-"""Optimizers of 8 bits over shards whose cuts respect the blocks of their states: as over the unsharded model.
+"""Rows for 8-bit optimizers on shards that consist of whole quantization blocks of the optimizer state.
 
-torch has no such placement, so its side fails; ours compares with the optimizer of the unsharded model. Both libraries
-work on plain tensors: they get this rank's part of each parameter, in the same memory.
+The result is compared with the optimizer of the unsharded model. FSDP2 has no such placement, so it fails. Both
+libraries require plain tensors, so they get the local shard of each parameter, which shares its memory.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from composable_shard import Ragged
 
 rows = Rows("8-bit optimizers", environment="opt8", versions=("bitsandbytes", "torchao", "torch"))
 
-BLOCK = 256  # elements that have a scale of their own, in both libraries
-# Shards of whole blocks, of unequal size; torchao leaves tensors of fewer than 4096 elements as they are.
+BLOCK = 256  # elements per scale, in both libraries
+# Shards consist of whole blocks and differ in size. torchao does not quantize states of fewer than 4096 elements.
 SIZES = Config(vocabulary=66, dim=128, hidden=134, head_dim=32)
 
 Make = Callable[[list[Any]], torch.optim.Optimizer]
 
 
 def respecting(parameter: nn.Parameter) -> Ragged | None:
-    """So many rows as are whole blocks."""
+    """Return a placement that cuts only between whole blocks: a multiple of rows that fills blocks."""
     width = parameter[0].numel() if parameter.ndim > 1 else 1
     return Ragged(BLOCK // math.gcd(BLOCK, width))
 
 
 def compare(run: Run, make: Make) -> None:
-    """Train the sharded model, and with its gradients the unsharded one."""
+    """Train the sharded model, and train the unsharded model with the same gradients."""
     dist.init_process_group("gloo")
     plain = transformer(SIZES)
     model = shard(transformer(SIZES), shard_placement_fn=respecting)
@@ -57,7 +57,7 @@ def compare(run: Run, make: Make) -> None:
 
 
 def stored(value: Any) -> torch.Tensor:
-    """The 8-bit tensor of a state, or none."""
+    """Return the 8-bit tensor of a state, or an empty tensor if the state is not quantized."""
     value = getattr(value, "codes", value)
     return value if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 else torch.empty(0)
 
@@ -71,7 +71,7 @@ for each in (bitsandbytes.optim.AdamW8bit, bitsandbytes.optim.Lion8bit):
 
 
 def eager(params: list[Any]) -> torch.optim.Optimizer:
-    torch.compiler.set_stance("force_eager")  # it would compile a step for each shape
+    torch.compiler.set_stance("force_eager")  # torchao would compile a step for each shape
     return torchao.optim.AdamW8bit(params, lr=torch.tensor(1e-2), block_size=BLOCK)
 
 

@@ -1,4 +1,4 @@
-"""Lightning: ModelParallelStrategy of its Trainer and of Fabric, with FSDP2."""
+"""Rows for Lightning: ModelParallelStrategy of its Trainer and of Fabric, with FSDP2."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +33,7 @@ VOCABULARY, LENGTH = 97, 12
 
 
 class Attention(nn.Module):
-    """Grouped heads with rotary positions."""
+    """Attention with grouped heads and rotary position embeddings."""
 
     def __init__(self, dim: int, heads: int = 4, groups: int = 2, size: int = 10) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
     def likeliest(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Another method than forward."""
+        """Return the most likely next tokens. The method is not `forward`, so Fabric requires that it is marked."""
         return self(tokens)[:, -1].argmax(-1)
 
 
@@ -116,18 +116,18 @@ def loader(count: int = 16) -> DataLoader[torch.Tensor]:
 
 
 def sharded(model: nn.Module, mesh: DeviceMesh, **settings: Any) -> nn.Module:
-    """Each block, then the rest."""
+    """Shard each block, then the model."""
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["data_parallel"], **settings)
     return fully_shard(model, mesh=mesh["data_parallel"], **settings)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Trainer.
+# Trainer
 
 
 class Module(L.LightningModule):
-    """A language model as the guide on ModelParallelStrategy has it."""
+    """A language model that follows the guide for ModelParallelStrategy."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Module(L.LightningModule):
 
 
 class WithoutDropout(Module):
-    """What it computes does not depend on what was drawn before."""
+    """A module whose results do not depend on the state of the random number generator."""
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -193,7 +193,7 @@ def trainer(world: int = 2, tensor: int = 1, whole: bool = False, **changes: Any
 
 
 def fits(run: Run, made: L.Trainer, module: L.LightningModule) -> None:
-    """Fits, with sanity checks before and a validation after the second step, validates, and fits on."""
+    """Fit (with sanity checks and validation), validate, and fit two more steps."""
     torch.manual_seed(run.rank)
     made.fit(module, loader(), loader(6))
     run.sharded(module)
@@ -203,7 +203,7 @@ def fits(run: Run, made: L.Trainer, module: L.LightningModule) -> None:
     torch.manual_seed(run.rank)
     made.fit(module, loader(), loader(6))
     run.note("losses", module.seen)
-    run.weights(module, "weights at last")
+    run.weights(module, "final weights")
 
 
 @rows("Trainer: fit, validate, test, predict, fit again")
@@ -360,7 +360,7 @@ def turns(run: Run, checks: int) -> None:
     torch.manual_seed(0)
     alone = Transformer(dropout=0.0)
     alternating = optimizers(alone)
-    for tokens in map(torch.cat, zip(*given, strict=True)):  # those of both ranks
+    for tokens in map(torch.cat, zip(*given, strict=True)):  # the batches of both ranks
         for optimizer in alternating:
             own = optimizer.param_groups[0]["params"]
             for p, grad in zip(own, torch.autograd.grad(loss_of(alone, tokens), own), strict=True):
@@ -433,7 +433,7 @@ def two_models(run: Run) -> None:
 
     made, module = trainer(max_steps=6, limit_val_batches=0), Both()
     made.fit(module, loader())
-    module.model.reshard()  # it was evaluated last
+    module.model.reshard()  # the last forward, without backward, left it unsharded
     run.sharded(module)
     run.note("losses", module.seen)
     run.weights(module)
@@ -442,7 +442,7 @@ def two_models(run: Run) -> None:
     torch.manual_seed(0)
     alone = Transformer(dropout=0.0), critic()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in alone]
-    for tokens in map(torch.cat, zip(*given, strict=True)):  # those of both ranks
+    for tokens in map(torch.cat, zip(*given, strict=True)):  # the batches of both ranks
         for optimizer, loss_of_both in zip(optimizers, (first_loss, other_loss), strict=True):
             for each in optimizers:
                 each.zero_grad()
@@ -455,7 +455,7 @@ def two_models(run: Run) -> None:
 @rows("Trainer: an average of the weights (WeightAveraging)")
 def averages(run: Run) -> None:
     class Watched(Module):
-        """Keeps the average by itself, too."""
+        """A module that also computes the average itself."""
 
         def on_train_batch_end(self, *_: Any) -> None:
             now = {name: p.detach().full_tensor().clone() for name, p in self.model.named_parameters()}
@@ -481,7 +481,7 @@ def callbacks(run: Run) -> None:
     module = Module()
     torch.manual_seed(run.rank)
     made.fit(module, loader(8), loader(6))
-    module.model.reshard()  # it was evaluated last
+    module.model.reshard()  # the last validation left it unsharded
     run.sharded(module)
     run.note("losses", module.seen)
     run.note("stopped", made.global_step)
@@ -491,9 +491,9 @@ def callbacks(run: Run) -> None:
 
 
 def resumes(run: Run, whole: bool, module: type[Module] = Module) -> None:
-    """Four steps in one go, and the last two once more from the checkpoint after the second."""
+    """Train four steps, then repeat the last two from the checkpoint that was saved after step 2."""
     weights = []
-    for path in (None, "saved/step=2.ckpt"):  # the end of an epoch
+    for path in (None, "saved/step=2.ckpt"):  # step 2 is the end of an epoch
         keeps = ModelCheckpoint("saved", "{step}", every_n_train_steps=2, save_top_k=-1)
         more = {"callbacks": [keeps], "enable_checkpointing": True} if path is None else {}
         made, fitted = trainer(whole=whole, max_steps=4, limit_val_batches=0, **more), module()
@@ -504,7 +504,7 @@ def resumes(run: Run, whole: bool, module: type[Module] = Module) -> None:
         run.note(name, fitted.seen)
         run.weights(fitted, f"weights, {name}")
         weights.append(run.noted[f"weights, {name}"])
-        if path is None and whole and run.rank == 0:  # the rest tells of folders
+        if path is None and whole and run.rank == 0:  # other entries contain paths
             saved = torch.load("saved/step=2.ckpt")
             run.note(
                 "saved", {name: saved[name] for name in ("state_dict", "optimizer_states", "lr_schedulers", "loops")}
@@ -540,7 +540,7 @@ def validates_checkpoint(run: Run) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Fabric.
+# Fabric
 
 
 def fabric(
@@ -563,7 +563,7 @@ def seeded(**settings: Any) -> nn.Module:
 
 
 def set_up(made: L.Fabric, model: nn.Module, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """As the guide has it: the module first, then an optimizer of what it has become."""
+    """Set up the module, then an optimizer for its sharded parameters, as the guide does."""
     model = made.setup_module(model, **settings)
     return model, made.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.01))
 
@@ -595,11 +595,11 @@ def evaluated(run: Run, model: nn.Module) -> torch.Tensor:
 
 
 def trains(run: Run, made: L.Fabric, model: nn.Module, optimizer: Any, **settings: Any) -> None:
-    """Trains, evaluates, continues training."""
+    """Train, evaluate, and continue training."""
     run.note("losses", steps_of(run, made, model, optimizer, range(3), **settings))
     run.sharded(model)
     run.note("evaluated", evaluated(run, model))
-    run.note("losses on", steps_of(run, made, model, optimizer, range(3, 4), **settings))
+    run.note("losses after evaluation", steps_of(run, made, model, optimizer, range(3, 4), **settings))
     run.weights(model)
 
 
@@ -696,7 +696,7 @@ def saves(run: Run, whole: bool) -> None:
     run.note("step", state["step"])
     run.note("evaluated", evaluated(run, again))
     run.agrees("evaluated", evaluated(run, again), evaluated(run, model), tolerance=0)
-    run.note("losses on", steps_of(run, made, again, its_optimizer, range(2, 4)))
+    run.note("losses after loading", steps_of(run, made, again, its_optimizer, range(2, 4)))
     steps_of(run, made, model, optimizer, range(2, 4))
     run.weights(again)
     run.agrees("weights", dict(again.named_parameters()), dict(model.named_parameters()), tolerance=0)

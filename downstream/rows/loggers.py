@@ -1,6 +1,6 @@
-"""`log_to` with TensorBoard, Weights & Biases (offline) and JSON lines; what was written is read back.
+"""Rows for `log_to` with TensorBoard, Weights & Biases (offline) and JSON lines. The written metrics are read back.
 
-On torch's side the loop writes by itself, as one does without `log_to`.
+With FSDP2 the training loop calls the loggers directly, as users do without `log_to`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from _rows import OURS, Rows, Run
 
 rows = Rows("Loggers", environment="loggers", versions=("tensorboard", "wandb"))
 
-Read = dict[int, dict[str, float]]  # by step and name
-OWN = ("step", "time")  # of a line of JSON, beside its figures
+Read = dict[int, dict[str, float]]  # metrics by step and name
+OWN = ("step", "time")  # fields of a JSON line that are not metrics
 
 
 class Loggers:
-    """All three, on rank 0; the others have none."""
+    """The three loggers, on rank 0. Other ranks have no loggers."""
 
     def __init__(self, run: Run) -> None:
         self._writes = run.rank == 0
@@ -71,13 +71,13 @@ def of_tensorboard() -> Read:
     return read
 
 
-BLOCK, OF_FILE, OF_PART = 1 << 15, 7, struct.Struct("<IHB")  # bytes of a block, and the headers
-WRITTEN_S = 20.0  # in which its files must be complete
-WHOLE, LAST = 1, 4  # kinds of parts; others go on
+BLOCK, OF_FILE, OF_PART = 1 << 15, 7, struct.Struct("<IHB")  # bytes per block, bytes of the file header, and the header of a part
+WRITTEN_S = 20.0  # seconds until the files of Weights & Biases must be complete
+WHOLE, LAST = 1, 4  # types of parts that complete a record; other parts are continued
 
 
 def records(path: Path) -> Iterator[Record]:
-    """Of a file of Weights & Biases: a log as of LevelDB, whose parts cross no end of a block."""
+    """Yield the records of a file of Weights & Biases. The format is a LevelDB log: no part crosses the end of a block."""
     content, at, record = path.read_bytes(), OF_FILE, b""
     while at + OF_PART.size <= len(content):
         if BLOCK - at % BLOCK < OF_PART.size:
@@ -92,7 +92,10 @@ def records(path: Path) -> Iterator[Record]:
 
 
 def of_wandb() -> Read:
-    """What its files hold; its own process may write the end of a run some time after `finish` has returned."""
+    """Read the metrics from the files of Weights & Biases.
+
+    Its own process may write the end of a run after `finish` has returned, so this function waits for it.
+    """
     paths = sorted(Path("wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     until = time.monotonic() + WRITTEN_S
     while True:
@@ -116,7 +119,7 @@ def of_lines() -> Read:
 
 
 def singles(read: Read) -> Read:
-    """In single precision, in which TensorBoard keeps numbers."""
+    """Round to single precision, in which TensorBoard stores numbers."""
     return {
         step: {name: torch.tensor(value, dtype=torch.float32).item() for name, value in sorted(figures.items())}
         for step, figures in sorted(read.items())
@@ -158,7 +161,7 @@ def by_log(model: nn.Module, loggers: Loggers, done: int) -> Iterator[Log]:
     with cs.log_to(model, loggers.all, done=done) as log:
         yield lambda loss, norm, rate: log.step(loss=loss, grad_norm=norm, tokens=18, lr=rate)
     if log.failures:
-        raise AssertionError(f"loggers have failed {log.failures} times")
+        raise AssertionError(f"loggers failed {log.failures} times")
 
 
 @contextmanager
@@ -172,15 +175,15 @@ def by_hand(loggers: Loggers, done: int) -> Iterator[Log]:
 
 
 def check(run: Run, given: Read) -> None:
-    """All three hold what was given, and are alike in all else."""
+    """Check that all three loggers stored the given metrics, and that their other metrics are equal."""
     read = {"TensorBoard": of_tensorboard(), "Weights & Biases": of_wandb(), "JSON lines": of_lines()}
     for name, figures in read.items():
         if singles(figures) != singles(read["JSON lines"]):
-            raise AssertionError(f"{name}: {figures}, but lines of JSON have {read['JSON lines']}")
+            raise AssertionError(f"{name} contains {figures}, but the JSON lines contain {read['JSON lines']}")
         kept = {step: {key: value for key, value in at.items() if key in given[1]} for step, at in figures.items()}
         if singles(kept) != singles(given):
-            raise AssertionError(f"{name}: {kept}, but given was {given}")
+            raise AssertionError(f"{name} contains {kept}, but the given metrics are {given}")
     run.note("read", [list(figures) for figures in read.values()])
     names = {name for figures in read["JSON lines"].values() for name in figures}
     if run.side == OURS and not {"pool/peak_bytes", "step/seconds", "step/tokens_per_second"} <= names:
-        raise AssertionError(f"nothing of the library is among {names}")
+        raise AssertionError(f"metrics of composable_shard are missing from {names}")

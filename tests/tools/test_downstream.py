@@ -35,13 +35,19 @@ def test_equal_values_have_no_differences():
 
 
 def test_differences_have_a_position_and_a_size():
-    before = {"losses": [1.0, 2.0], "weight": torch.tensor([1.0, -4.0]), "removed": 1, "kind": 1, "shape": torch.ones(2)}
-    after = {"losses": [1.0, 2.5], "weight": torch.tensor([1.0, -3.0]), "new": 1, "kind": "1", "shape": torch.ones(3)}
+    before = {
+        "losses": [1.0, 2.0],
+        "weight": torch.tensor([1.0, -4.0]),
+        "removed": 1,
+        "type": 1,
+        "shape": torch.ones(2),
+    }
+    after = {"losses": [1.0, 2.5], "weight": torch.tensor([1.0, -3.0]), "new": 1, "type": "1", "shape": torch.ones(3)}
     assert texts(before, after) == [
         "losses[1]: 2.0 became 2.5",
         "weight: differ by 2.5e-01 of the largest magnitude",
         "removed: is missing",
-        "kind: 1 became '1'",
+        "type: 1 became '1'",
         "shape: (2,) torch.float32 became (3,) torch.float32",
         "new: is there in addition",
     ]

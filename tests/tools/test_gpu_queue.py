@@ -350,7 +350,7 @@ def test_results_are_stored_by_part_and_the_queue_continues_with_missing_parts(r
     assert following("h100") == ("gpu-bound-steps", ("eager", "blocks"))
     [outcomes] = _queue_results.read_outcomes(first, "0.1", (results,))
     assert outcomes.describe() == f"direct: {run}; packed: {run.replace('28,', '29,')}; failed: direct"
-    table = _queue_results.status_table("0.1", results)
+    table = _queue_results.measured_table("0.1", results)
     assert f"| `host-overhead` | {outcomes.describe()} |" in table
     assert "| `gpu-bound-steps` | not yet |" in table
 
@@ -398,14 +398,14 @@ def test_results_of_a_cpu_and_unknown_entries_are_not_stored(repository, tmp_pat
     assert list(tmp_path.glob("*.json")) == []
 
 
-def test_record_stores_the_run_and_updates_the_status_page(repository, tmp_path, monkeypatch, capsys):
-    results, page, run = tmp_path / "results", tmp_path / "status.md", tmp_path / "run.json"
+def test_record_stores_the_run_and_updates_the_table(repository, tmp_path, monkeypatch, capsys):
+    results, page, run = tmp_path / "results", tmp_path / "README.md", tmp_path / "run.json"
     page.write_text(f"before\n{''.join(_queue_results.TABLE_MARKERS)}after\n")
     entry = QUEUE[0]
     outcomes = {"direct": outcome(entry.parts[0]), "packed": outcome(entry.parts[1], status=1, figures=None)}
     run.write_text(json.dumps(run_of(entry, repository, **outcomes)))
     monkeypatch.setattr(gpu_queue, "store", lambda document: _queue_results.store(document, results, repository))
-    monkeypatch.setattr(_queue_results, "STATUS", page)
+    monkeypatch.setattr(_queue_results, "PAGE", page)
     assert gpu_queue.main(["record", str(run)]) == 0
     assert (results / f"host-overhead-{KIND}.json").exists()
     assert "failed: packed. `next` shows failed parts after all others" in capsys.readouterr().out
@@ -424,9 +424,9 @@ def test_next_shows_the_command_its_time_limit_and_the_result_file():
     assert "run host-overhead --parts direct --out OUT\n" in shown
 
 
-def test_the_status_page_matches_the_stored_results():
-    page = _queue_results.STATUS.read_text()
-    table = _queue_results.status_table(_queue_results.read_release_line())
+def test_the_table_matches_the_stored_results():
+    page = _queue_results.PAGE.read_text()
+    table = _queue_results.measured_table(_queue_results.read_release_line())
     assert page == _queue_results.replace_table(page, table), "run `python bench/card/gpu_queue.py table`"
     with pytest.raises(QueueError, match="has no lines"):
         _queue_results.replace_table("a page", table)
