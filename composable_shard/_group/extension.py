@@ -262,7 +262,8 @@ class ExtensionBucket(Bucket):
         super().arrived()
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
-        leaves, self.here, self.readable = self.here, None, False
+        leaves, self.here = self.here, None
+        super().lose()  # marks the weights unreadable; their memory is the members'
         self.writes.end_reads()
         if leaves is not None:
             leaves.give_up()
