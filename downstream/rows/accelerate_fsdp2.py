@@ -101,7 +101,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Any) -> torch.T
 
 
 def trains(run: Run, accelerator: Accelerator, model: nn.Module, clip: float | None = 0.5, count: int = 4) -> Any:
-    """Prepare, train, evaluate, train again, and record the results; return the prepared model, optimizer and loader."""
+    """Prepare, train, evaluate, train again, and record the results; return model, optimizer and loader."""
     model, optimizer, loader, test = accelerator.prepare(model, adamw(model), batches(count), batches(1))
     run.sharded(model)
     run.note("training", train(accelerator, model, optimizer, loader, clip))

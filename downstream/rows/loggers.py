@@ -71,13 +71,13 @@ def of_tensorboard() -> Read:
     return read
 
 
-BLOCK, OF_FILE, OF_PART = 1 << 15, 7, struct.Struct("<IHB")  # bytes per block, bytes of the file header, and the header of a part
+BLOCK, OF_FILE, OF_PART = 1 << 15, 7, struct.Struct("<IHB")  # bytes of a block and a file header; a part's header
 WRITTEN_S = 20.0  # seconds until the files of Weights & Biases must be complete
 WHOLE, LAST = 1, 4  # types of parts that complete a record; other parts are continued
 
 
 def records(path: Path) -> Iterator[Record]:
-    """Yield the records of a file of Weights & Biases. The format is a LevelDB log: no part crosses the end of a block."""
+    """Yield the records of a Weights & Biases file, a LevelDB log in which no part crosses the end of a block."""
     content, at, record = path.read_bytes(), OF_FILE, b""
     while at + OF_PART.size <= len(content):
         if BLOCK - at % BLOCK < OF_PART.size:

@@ -1,4 +1,4 @@
-"""ms-swift: its training commands with FSDP2, on full models and with adapters."""
+"""Rows for ms-swift: its training commands with FSDP2, on full models and with adapters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCABULARY = len(SPECIAL) + len(BYTES)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One byte, one token."""
+    """Return a tokenizer with one token per byte."""
     made = Tokenizer(models.BPE({word: i for i, word in enumerate([*SPECIAL, *BYTES])}, []))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     made.add_special_tokens(SPECIAL)
@@ -36,7 +36,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def checkpoint(run: Run, tied: bool = False) -> str:
-    """A folder with a small Qwen2 and its tokenizer, as it would come from a hub; rank 0 writes it."""
+    """Save a small Qwen2 and its tokenizer on rank 0, as if downloaded from a hub, and return the folder."""
     where = Path("qwen2")
     if run.rank == 0 and not where.exists():
         torch.manual_seed(0)
@@ -61,7 +61,7 @@ def said(source: random.Random) -> list[dict[str, str]]:
 
 
 def written(run: Run, name: str, one: Callable[[random.Random], dict[str, Any]], count: int = 24) -> str:
-    """A data set of so many lines, each of them `one`; rank 0 writes it."""
+    """Write a data set with `count` lines on rank 0 and return its name; `one` returns the content of a line."""
     fsdp2_on_cpu()
     if run.rank == 0:
         source = random.Random(2)
@@ -75,7 +75,7 @@ def conversations(run: Run) -> str:
 
 
 def preferences(run: Run) -> str:
-    """Conversations with a second answer, which is worse."""
+    """Write a data set of conversations with a rejected second answer, and return its name."""
 
     def one(source: random.Random) -> dict[str, Any]:
         return {"messages": said(source), "rejected_response": words(source)}
@@ -84,7 +84,7 @@ def preferences(run: Run) -> str:
 
 
 def arguments(run: Run, plugin: dict[str, Any] | None = None, tied: bool = False, **changes: Any) -> list[str]:
-    """Words of a command line, with the file of FSDP2 that `--fsdp fsdp2` names, and changes to it."""
+    """Return the words of a command line with the preset of `--fsdp fsdp2`, in which `plugin` replaces settings."""
     fsdp2_on_cpu()
     preset = json.loads((Path(swift.__file__).parent / "config" / "fsdp2.json").read_text())
     preset["fsdp_config"] |= plugin or {}
@@ -95,8 +95,8 @@ def arguments(run: Run, plugin: dict[str, Any] | None = None, tied: bool = False
         "dataset": None,
         "tuner_type": "full",
         "torch_dtype": "float32",
-        "fp16": "false",  # else mixed precision with a scaler, for weights in float32
-        "use_hf": "true",  # else it asks a hub for the folder
+        "fp16": "false",  # the default for float32 weights is mixed precision with a gradient scaler
+        "use_hf": "true",  # otherwise ms-swift looks up the folder on its own hub
         "attn_impl": "sdpa",
         "max_steps": 4,
         "per_device_train_batch_size": 2,
@@ -119,7 +119,7 @@ def arguments(run: Run, plugin: dict[str, Any] | None = None, tied: bool = False
 
 
 def trains(run: Run, words: list[str], command: Any = SwiftSft, name: str = "") -> Any:
-    """What a command of `swift` does with these words; notes losses and weights, and returns the trainer."""
+    """Run a command of `swift` with these words, record losses and weights, and return the trainer."""
 
     class Command(command):
         def train(self, trainer: Any) -> Any:
@@ -136,20 +136,20 @@ def trains(run: Run, words: list[str], command: Any = SwiftSft, name: str = "") 
 
 
 def reshard(model: nn.Module) -> None:
-    """Torch leaves some modules gathered after an evaluation."""
+    """Reshard all modules. FSDP2 keeps some of them unsharded after an evaluation."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def curve(trainer: Any) -> list[dict[str, Any]]:
-    """What the trainer has logged, without times and memory."""
+    """Return the log of the trainer without times and memory."""
     varying = ("runtime", "per_second", "time", "speed", "memory", "global_step")
     return [{k: v for k, v in entry.items() if not any(w in k for w in varying)} for entry in trainer.state.log_history]
 
 
 ADAPTER = {"tuner_type": "lora", "lora_rank": 3, "lora_alpha": 6, "target_modules": "all-linear"}
-# Files with times, or with the path of the model.
+# Suffixes of files that contain times or the path of the model.
 VARYING = ("args.json", "adapter_config.json", "training_args.bin", "trainer_state.json", ".jsonl", ".pth")
 EVALUATED = {"split_dataset_ratio": 0.2, "eval_strategy": "steps", "eval_steps": 3}
 SAVED = {"save_strategy": "steps", "save_steps": 2}

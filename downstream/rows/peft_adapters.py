@@ -1,4 +1,4 @@
-"""PEFT: adapters on a sharded model, trained, merged, switched, saved and loaded."""
+"""Rows for PEFT: train, merge, switch, save and load adapters on a sharded model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +49,7 @@ def llama(**settings: Any) -> LlamaForCausalLM:
 
 
 def gpt_oss() -> GptOssForCausalLM:
-    """A mixture of experts whose weights are parameters without a `Linear`."""
+    """Return a mixture-of-experts model whose expert weights are parameters outside of `Linear` modules."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
@@ -57,7 +57,7 @@ def gpt_oss() -> GptOssForCausalLM:
 
 
 def adapted(config: peft.PeftConfig, base: nn.Module | None = None, **settings: Any) -> PeftModel:
-    """A model with an adapter whose every part has an effect from the start."""
+    """Return a model with an adapter. The random initialization makes every part of it change the output."""
     base = llama() if base is None else base
     torch.manual_seed(1)
     return get_peft_model(base, config, **settings)
@@ -68,7 +68,7 @@ def lora(**settings: Any) -> LoraConfig:
 
 
 def shard(model: nn.Module, **settings: Any) -> nn.Module:
-    """Each block, then the rest, as in every tutorial."""
+    """Shard each block, then the model, as all tutorials do."""
     for module in model.modules():
         if type(module).__name__.endswith("DecoderLayer"):
             fully_shard(module, **settings)
@@ -76,7 +76,7 @@ def shard(model: nn.Module, **settings: Any) -> nn.Module:
 
 
 def batch(rank: int, step: int) -> dict[str, torch.Tensor]:
-    """The tokens of a rank in a step; it also sets the state of the generator that dropout uses."""
+    """Return the batch of a rank in a step. The seed also determines the dropout of the step."""
     torch.manual_seed(100 * step + rank)
     tokens = torch.randint(3, VOCABULARY, (2, 11))
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
@@ -87,7 +87,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    """Trains with this rank's batches; returns the losses."""
+    """Train with the batches of this rank and return the losses."""
     model.train()
     losses = []
     for step in steps:
@@ -100,7 +100,7 @@ def train(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, steps: r
 
 
 def train_alone(world: int, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Trains an unsharded model with the batches of all ranks."""
+    """Train an unsharded model with the batches of all ranks."""
     model.train()
     for step in steps:
         for rank in range(world):
@@ -117,7 +117,7 @@ def logits(model: nn.Module, step: int = 99, **settings: Any) -> torch.Tensor:
 
 
 def whole(model: nn.Module) -> dict[str, Any]:
-    """All of a sharded model's weights, on every rank."""
+    """Return the full state dict of a sharded model on every rank."""
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
@@ -130,7 +130,7 @@ def start() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Every kind of adapter: train, evaluate, train on.
+# Every type of adapter: train, evaluate, continue training
 
 METHODS: dict[str, Callable[[], peft.PeftConfig]] = {
     "LoRA": lambda: lora(),
@@ -175,7 +175,7 @@ def trains(config: Callable[[], peft.PeftConfig]) -> Callable[[Run], None]:
         run.note("evaluated", logits(model))
         run.note("losses after evaluation", train(run, model, optimizer, range(3, 4)))
         run.weights(model)
-        if not model.active_peft_config.is_prompt_learning:  # else PEFT runs its encoder, outside of any forward
+        if not model.active_peft_config.is_prompt_learning:  # PEFT would run the prompt encoder outside of any forward
             run.note("adapter", gathered(get_peft_model_state_dict(model)))
 
     return program
@@ -194,7 +194,7 @@ def vector_bank(run: Run) -> None:
     optimizer = adamw(model)
     run.note("losses", train(run, model, optimizer, range(3)))
     run.note("evaluated", logits(model))
-    run.note("losses on", train(run, model, optimizer, range(3, 4)))
+    run.note("later losses", train(run, model, optimizer, range(3, 4)))
     run.weights(model)
 
 
@@ -221,7 +221,7 @@ def adalora(run: Run) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Merging.
+# Merging
 
 
 def merges(config: Callable[[], peft.PeftConfig]) -> Callable[[Run], None]:
@@ -233,16 +233,16 @@ def merges(config: Callable[[], peft.PeftConfig]) -> Callable[[Run], None]:
         optimizer = adamw(model)
         run.note("losses", train(run, model, optimizer, range(2)))
         train_alone(run.world, alone, adamw(alone), range(2))
-        run.note("apart", logits(model))
+        run.note("unmerged", logits(model))
         model.merge_adapter()
         alone.merge_adapter()
         run.note("merged", logits(model))
         run.agrees("merged", logits(model), logits(alone))
         model.unmerge_adapter()
         alone.unmerge_adapter()
-        run.note("apart again", logits(model))
-        run.agrees("apart again", logits(model), logits(alone))
-        run.note("losses on", train(run, model, optimizer, range(2, 3)))
+        run.note("unmerged again", logits(model))
+        run.agrees("unmerged again", logits(model), logits(alone))
+        run.note("later losses", train(run, model, optimizer, range(2, 3)))
         run.weights(model)
 
     return program
@@ -265,7 +265,7 @@ def merges_and_unloads(config: Callable[[], peft.PeftConfig]) -> Callable[[Run],
     return program
 
 
-for name in ("LoRA", "LoHa"):  # others assign the `data` of weights, which DTensors do not follow
+for name in ("LoRA", "LoHa"):  # others assign to `weight.data`, which does not work with DTensors
     rows.add(f"{name}: merge_adapter, unmerge_adapter, continues training", merges(METHODS[name]))
     rows.add(f"{name}: merge_and_unload after training", merges_and_unloads(METHODS[name]))
 
@@ -315,7 +315,7 @@ def unloads(run: Run) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Several adapters.
+# Several adapters
 
 
 @rows("disable_adapter around an evaluation between steps")
@@ -388,7 +388,7 @@ def both(run: Run) -> None:
     optimizer = adamw(model)
     run.note("losses", train(run, model, optimizer, range(3)))
     run.note("evaluated", logits(model))
-    run.note("losses on", train(run, model, optimizer, range(3, 4)))
+    run.note("later losses", train(run, model, optimizer, range(3, 4)))
     run.weights(model)
 
 
@@ -423,7 +423,7 @@ def weighted(run: Run) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is trained beside adapters, and what is tied.
+# Weights trained in addition to adapters, and tied weights
 
 
 @rows("modules_to_save: head, embeddings and norms are trained in full")
@@ -438,7 +438,7 @@ def modules_to_save(run: Run) -> None:
     with model.disable_adapter():
         run.note("base", logits(model))
         run.agrees("base", logits(model), logits(llama()))
-    run.note("losses on", train(run, model, optimizer, range(3, 4)))
+    run.note("later losses", train(run, model, optimizer, range(3, 4)))
     run.weights(model)
     run.note("adapter", gathered(get_peft_model_state_dict(model)))
 
@@ -451,7 +451,7 @@ def tied(run: Run) -> None:
     optimizer = adamw(model)
     run.note("losses", train(run, model, optimizer, range(3)))
     run.note("evaluated", logits(model))
-    run.note("losses on", train(run, model, optimizer, range(3, 4)))
+    run.note("later losses", train(run, model, optimizer, range(3, 4)))
     run.weights(model)
 
 
@@ -506,7 +506,7 @@ def target_parameters(run: Run) -> None:
     train_alone(run.world, alone, adamw(alone), range(3))
     run.note("evaluated", logits(model))
     run.agrees("evaluated", logits(model), logits(alone))
-    run.note("losses on", train(run, model, optimizer, range(3, 4)))
+    run.note("later losses", train(run, model, optimizer, range(3, 4)))
     run.weights(model)
 
 
@@ -528,7 +528,7 @@ def layer_replication(run: Run) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How it is trained.
+# Training settings
 
 
 @rows("gradient checkpointing with enable_input_require_grads")
@@ -542,7 +542,7 @@ def checkpointing(run: Run) -> None:
     optimizer = adamw(model)
     run.note("losses", train(run, model, optimizer, range(3)))
     run.note("evaluated", logits(model))
-    run.note("losses on", train(run, model, optimizer, range(3, 4)))
+    run.note("later losses", train(run, model, optimizer, range(3, 4)))
     run.weights(model)
 
 
@@ -557,7 +557,7 @@ def reentrant(run: Run) -> None:
     optimizer = adamw(model)
     run.note("losses", train(run, model, optimizer, range(3)))
     run.note("evaluated", logits(model))
-    run.note("losses on", train(run, model, optimizer, range(3, 4)))
+    run.note("later losses", train(run, model, optimizer, range(3, 4)))
     run.weights(model)
 
 
@@ -570,7 +570,7 @@ def mixed_precision(run: Run) -> None:
     optimizer = adamw(model)
     run.note("losses", train(run, model, optimizer, range(3)))
     run.note("evaluated", logits(model))
-    run.note("losses on", train(run, model, optimizer, range(3, 4)))
+    run.note("later losses", train(run, model, optimizer, range(3, 4)))
     run.weights(model)
 
 
@@ -648,7 +648,7 @@ def stays(run: Run) -> None:
     optimizer = adamw(model)
     run.note("losses", train(run, model, optimizer, range(2)))
     run.note("evaluated", logits(model))
-    run.note("losses on", train(run, model, optimizer, range(2, 3)))
+    run.note("later losses", train(run, model, optimizer, range(2, 3)))
     run.weights(model)
 
 
@@ -684,7 +684,7 @@ def compiled(run: Run) -> None:
     optimizer = adamw(model)
     run.note("losses", train(run, model, optimizer, range(2)))
     run.note("evaluated", logits(model))
-    run.note("losses on", train(run, model, optimizer, range(2, 3)))
+    run.note("later losses", train(run, model, optimizer, range(2, 3)))
     run.weights(model)
 
 
@@ -709,7 +709,7 @@ def generates(run: Run) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Files.
+# Files
 
 
 @rows("save_pretrained of the full state, from_pretrained, sharded again, continues training")
@@ -730,7 +730,7 @@ def saves(run: Run) -> None:
     optimizer = adamw(again)
     run.note("evaluated", logits(again))
     run.agrees("evaluated", logits(again), logits(model))
-    run.note("losses on", train(run, again, optimizer, range(2, 4)))
+    run.note("later losses", train(run, again, optimizer, range(2, 4)))
     run.weights(again)
 
 
@@ -762,7 +762,7 @@ def sets_before(run: Run) -> None:
     run.sharded(again)
     run.note("evaluated", logits(again))
     run.agrees("evaluated", logits(again), logits(model))
-    run.note("losses on", train(run, again, adamw(again), range(2, 4)))
+    run.note("later losses", train(run, again, adamw(again), range(2, 4)))
     run.weights(again)
 
 
@@ -775,11 +775,11 @@ def sets_sharded(run: Run) -> None:
     run.note("losses", train(run, model, optimizer, range(1)))
     kept = {name: each.clone() for name, each in get_peft_model_state_dict(model).items()}
     before = logits(model)
-    run.note("losses lost", train(run, model, optimizer, range(1, 2)))
+    run.note("discarded losses", train(run, model, optimizer, range(1, 2)))
     run.note("unexpected", set_peft_model_state_dict(model, kept).unexpected_keys)
     run.note("evaluated", logits(model))
     run.agrees("evaluated", logits(model), before)
-    run.note("losses on", train(run, model, optimizer, range(1, 2)))
+    run.note("later losses", train(run, model, optimizer, range(1, 2)))
     run.weights(model)
 
 
@@ -792,7 +792,7 @@ def sets_whole(run: Run) -> None:
     run.note("losses", train(run, model, optimizer, range(1)))
     train_alone(run.world, alone, adamw(alone), range(1))
     kept = {name: each.clone() for name, each in gathered(get_peft_model_state_dict(model)).items()}
-    run.note("losses lost", train(run, model, optimizer, range(1, 2)))
+    run.note("discarded losses", train(run, model, optimizer, range(1, 2)))
     set_peft_model_state_dict(model, kept)
     run.note("evaluated", logits(model))
     run.agrees("evaluated", logits(model), logits(alone), tolerance=1e-4)
@@ -816,7 +816,7 @@ def trained_state(run: Run) -> None:
     set_optimizer_state_dict(again, its_optimizer, moments, options=loading)
     run.note("evaluated", logits(again))
     run.agrees("evaluated", logits(again), logits(model))
-    run.note("losses on", train(run, again, its_optimizer, range(2, 4)))
+    run.note("later losses", train(run, again, its_optimizer, range(2, 4)))
     run.weights(again)
 
 
@@ -835,7 +835,7 @@ def distributed_checkpoint(run: Run) -> None:
     set_peft_model_state_dict(again, state)
     run.note("evaluated", logits(again))
     run.agrees("evaluated", logits(again), logits(model))
-    run.note("losses on", train(run, again, adamw(again), range(2, 4)))
+    run.note("later losses", train(run, again, adamw(again), range(2, 4)))
     run.weights(again)
 
 
@@ -853,16 +853,16 @@ def loads_beside(run: Run) -> None:
     optimizer = adamw(model)
     run.note("losses", train(run, model, optimizer, range(2)))
     run.note("evaluated", logits(model))
-    run.note("losses on", train(run, model, optimizer, range(2, 3)))
+    run.note("later losses", train(run, model, optimizer, range(2, 3)))
     run.weights(model)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Adapters that come after sharding.
+# Adapters added after sharding
 
 
 def average_replicas(model: nn.Module) -> None:
-    """Adapters that nothing shards are replicas, whose gradients a program averages itself."""
+    """Average the gradients of unsharded adapters with hooks. These adapters are replicas on all ranks."""
 
     def average(param: nn.Parameter) -> None:
         dist.all_reduce(param.grad)
@@ -894,7 +894,7 @@ def added_late(config: Callable[[], peft.PeftConfig]) -> Callable[[Run], None]:
         train_alone(run.world, alone, adamw(alone), range(3))
         run.note("evaluated", logits(model))
         run.agrees("evaluated", logits(model), logits(alone), tolerance=1e-4)
-        run.note("losses on", train(run, model, adamw(model), range(3, 4)))
+        run.note("later losses", train(run, model, adamw(model), range(3, 4)))
         run.weights(model)
 
     return program
@@ -923,7 +923,7 @@ def sharded_late(run: Run) -> None:
     train_alone(run.world, alone, adamw(alone), range(3))
     run.note("evaluated", logits(model))
     run.agrees("evaluated", logits(model), logits(alone), tolerance=1e-4)
-    run.note("losses on", train(run, model, optimizer, range(3, 4)))
+    run.note("later losses", train(run, model, optimizer, range(3, 4)))
     run.weights(model)
 
 

@@ -1,4 +1,4 @@
-"""The planner and the command line with models and trainers of Transformers: `advise`, `estimate` and `trace`."""
+"""Rows for `advise`, `estimate` and `trace` with models and trainers of Transformers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ rows = Rows(
 SCRIPTS = Path(__file__).parent
 STEPS = "3"
 LIMIT_S = 240.0
-SETTINGS = {"world": 1, "sharded": False, "timeout": LIMIT_S + 60}  # what shards belongs to commands that rows start
+SETTINGS = {"world": 1, "sharded": False, "timeout": LIMIT_S + 60}  # the started processes shard
 CLOSE = 0.05
 
 
 def llama() -> nn.Module:
-    """Heads in groups, as in all larger ones."""
+    """Return a Llama model with grouped heads, like all larger Llama models."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 128}
     sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "vocab_size": 512}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
@@ -52,8 +52,8 @@ def check_close(what: str, estimated: int, counted: int) -> None:
 
 
 def compare(run: Run, make: Callable[[], nn.Module], checkpointings: tuple[Any, ...]) -> None:
-    """What `advise` says beside steps that run with fake tensors."""
-    machine = replace(KNOWN["h100"], backend="fake")  # whose collectives need no more memory, as in a rehearsal
+    """Compare the estimates of `advise` with the memory counted in steps that run with fake tensors."""
+    machine = replace(KNOWN["h100"], backend="fake")  # its collectives need no memory, like in counted steps
     advice = cs.advise(make, devices=8, machine=machine, batch=4, sequence=128, precision="float32")
     estimated = {each.strategy: each.memory.peak for each in advice.estimates}
     for checkpointing in checkpointings:
@@ -74,7 +74,7 @@ def advised_with_adapters(run: Run) -> None:
 
 
 def estimate_and_count(run: Run, script: str) -> None:
-    """The estimate of a script on two devices, and what its tensors take on two ranks of gloo."""
+    """Compare the estimate of a script on two devices with the bytes of its tensors on two ranks with gloo."""
     command = [sys.executable, "-m", "composable_shard", "estimate", "--json", "--devices", "2"]
     command += ["--install"] if run.side == OURS else []
     with launched_by(run, LIMIT_S) as launched:
@@ -85,7 +85,7 @@ def estimate_and_count(run: Run, script: str) -> None:
     seen = next(json.loads(line) for line in lines if line.startswith('{"ranks"'))
     check_close(script, seen["total"], int(Path("counted").read_text()))
     if (seen["peak"]["unsharded"] > 0) != (run.side == OURS):
-        raise AssertionError(f"another engine has sharded it: {seen}")
+        raise AssertionError(f"the model was not sharded by {run.side!r}: {seen}")
     run.note("seen", [seen["steps"], seen["peak"]["parameters"], seen["peak"]["optimizer"], seen["guessed"]])
 
 
@@ -111,7 +111,7 @@ def traced(run: Run) -> None:
     files = sorted(path.name for path in Path("trace").rglob("*"))
     missing = {"explanation.txt", "plan.json", "record.json", "step.json"} - {*files}
     if missing:
-        raise AssertionError(f"no {missing}, but {files}")
+        raise AssertionError(f"files {missing} are missing; found {files}")
     events = json.loads(Path("trace/step.json").read_text())["traceEvents"]
     if not any("model.layers.1" in str(event.get("name")) for event in events):
-        raise AssertionError("the trace has no group of a block")
+        raise AssertionError("the trace has no event for the group of block 1")

@@ -1,6 +1,6 @@
-"""torch.distributed.checkpoint: its functions for state dicts with every option, and files written and read.
+"""Rows for torch.distributed.checkpoint: its state dict functions with every option, and its file formats.
 
-What is loaded into another model has to be what was saved, and both have to train on alike.
+Each row loads the saved state into another model. Both models must then have equal weights and train identically.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def started(model: Any) -> torch.optim.Optimizer:
 
 
 def trained(run: Run, config: Config = UNEVEN, frozen: bool = False, **settings: Any) -> tuple[Any, Any]:
-    """A sharded model after two steps, and its optimizer."""
+    """Train a sharded model for two steps; return it and its optimizer."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     model = transformer(config)
@@ -64,7 +64,7 @@ def trained(run: Run, config: Config = UNEVEN, frozen: bool = False, **settings:
 
 
 def other(config: Config = UNEVEN, frozen: bool = False, seed: int = 1, **settings: Any) -> tuple[Any, Any]:
-    """One with other weights, and a new optimizer."""
+    """Return a sharded model with other weights, and a new optimizer."""
     torch.manual_seed(seed)
     model = transformer(config)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def other(config: Config = UNEVEN, frozen: bool = False, seed: int = 1, **settin
 
 
 def alike(run: Run, model: Any, optimizer: Any, loaded: Any, its_optimizer: Any, name: str = "") -> None:
-    """Both have the same weights, train on alike, and give the same in evaluation."""
+    """Check that both models have equal weights and train identically; record losses, weights and an evaluation."""
     run.agrees("loaded weights", whole(loaded), whole(model), 0.0)
     losses = [train(each, of, run.rank, range(2, 4)) for each, of in ((model, optimizer), (loaded, its_optimizer))]
     run.agrees("later losses", losses[1], losses[0], 0.0)
@@ -89,7 +89,7 @@ def alike(run: Run, model: Any, optimizer: Any, loaded: Any, its_optimizer: Any,
 
 
 def kinds(value: Any) -> Any:
-    """What a state dict is made of: types, shapes and placements."""
+    """Describe the types, shapes and placements in a state dict."""
     if isinstance(value, dict):
         return {str(key): kinds(each) for key, each in value.items()}
     if isinstance(value, DTensor):
@@ -99,19 +99,19 @@ def kinds(value: Any) -> Any:
     return [kinds(each) for each in value] if isinstance(value, list | tuple) else type(value).__name__
 
 
-# ---- the functions for state dicts
+# ---- state dict functions
 
 
 def round_trip(run: Run, get: dict[str, Any], put: dict[str, Any], config: Config = UNEVEN) -> None:
     frozen = bool(get.get("ignore_frozen_params"))
     model, optimizer = trained(run, config, frozen)
     states = dsd.get_state_dict(model, optimizer, options=StateDictOptions(**get))
-    run.note("kinds", [kinds(each) for each in states])
+    run.note("types", [kinds(each) for each in states])
     run.note("states", list(states))
     weights, moments = copy.deepcopy(states)
     loaded, its_optimizer = other(config, frozen)
     options = StateDictOptions(**put)
-    if put.get("broadcast_from_rank0"):  # set_state_dict takes no empty states
+    if put.get("broadcast_from_rank0"):  # set_state_dict rejects empty states
         first = run.rank == 0
         found = dsd.set_model_state_dict(loaded, weights if first else {}, options=options)
         dsd.set_optimizer_state_dict(loaded, its_optimizer, moments if first else {}, options=options)
@@ -133,7 +133,7 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"ignore_frozen_params": True}, {"strict": False}),
     (ON_ALL | {"ignore_frozen_params": True}, FROM_FIRST | {"strict": False}),
     ({"flatten_optimizer_state_dict": True}, {"flatten_optimizer_state_dict": True}),
-    # torch takes full states that are flat if it is not told so.
+    # torch accepts flat full states also without the option.
     (ON_ALL | {"flatten_optimizer_state_dict": True}, ON_ALL),
     (ON_ALL | {"flatten_optimizer_state_dict": True, "cpu_offload": True}, FROM_FIRST),
 ]
@@ -175,7 +175,7 @@ def submodules(run: Run) -> None:
         options = StateDictOptions(keep_submodule_prefixes=keep)
         part = model.blocks[1]
         weights = dsd.get_model_state_dict(model, submodules={part}, options=options)
-        run.note(f"kinds {keep}", kinds(weights))
+        run.note(f"types {keep}", kinds(weights))
         loaded, _ = other()
         dsd.set_model_state_dict(
             loaded,
@@ -205,7 +205,7 @@ def strict(run: Run) -> None:
             text = str(error)
             run.note(f"error {get}", ["norm.weight" in text, "novel.weight" in text])
         else:
-            raise AssertionError("strict is not")
+            raise AssertionError("strict=True did not raise an error")
 
 
 @rows("broadcast_from_rank0 into a model on the meta device, sharded before")
@@ -216,7 +216,7 @@ def from_meta(run: Run) -> None:
     )
     with torch.device("meta"):
         loaded = shard(transformer())
-    weights, moments = copy.deepcopy((weights, moments))  # or both would count one optimizer's steps
+    weights, moments = copy.deepcopy((weights, moments))  # both optimizers would share step counters
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dsd.set_model_state_dict(loaded, weights, options=options)
     run.note("devices", sorted({str(p.device) for p in loaded.parameters()}))
@@ -227,7 +227,7 @@ def from_meta(run: Run) -> None:
 
 
 class Renamed(nn.Module):
-    """An embedding whose weight has a shorter name in state dicts, by hooks and `_fqn_modifiers`."""
+    """An embedding whose hooks and `_fqn_modifiers` shorten the name of its weight in state dicts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ def modifiers(run: Run) -> None:
 
 
 class Counted(nn.Module):
-    """Has a buffer that is saved, one that is not, a parameter that is frozen, and state of another kind."""
+    """A model with persistent and non-persistent buffers, a frozen parameter, and extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -511,13 +511,13 @@ def asynchronously(run: Run, **settings: Any) -> None:
     model, optimizer = trained(run)
     before = whole(model)
     settings = {name: value() if callable(value) else value for name, value in settings.items()}
-    # Training has a group of its own, as its collectives and those of the checkpoint run at the same time.
+    # The checkpoint needs its own process group, because its collectives run at the same time as those of training.
     settings["process_group"] = dist.new_group()
     answer = dcp.async_save(states_of(model, optimizer), checkpoint_id=run.folder / "saved", **settings)
     if hasattr(answer, "staging_completion"):
         answer.staging_completion.result()
         answer = answer.upload_completion
-    train(model, optimizer, run.rank, range(5, 7))  # while files are written
+    train(model, optimizer, run.rank, range(5, 7))  # train while the files are written
     answer.result()
     dist.barrier()
     loaded, its_optimizer = other()
@@ -593,7 +593,7 @@ def partially(run: Run) -> None:
 
 
 class Training(Stateful):
-    """As in torch's tutorial: model and optimizer under one name."""
+    """The state of model and optimizer under one name, as in torch's tutorial."""
 
     def __init__(self, model: Any, optimizer: Any) -> None:
         self.model, self.optimizer, self.step = model, optimizer, 0
@@ -649,7 +649,7 @@ def formats(run: Run) -> None:
     load_into(loaded, its_optimizer, state)
     run.agrees("weights", whole(loaded), whole(model), 0.0)
     third, _ = other()
-    weights = transformer().state_dict()  # this reader of torch's knows plain tensors only
+    weights = transformer().state_dict()  # this reader of torch supports only plain tensors
     if run.rank == 0:
         torch.save(torch.load(one_file, weights_only=False)["model"], run.folder / "model.pt")
     dist.barrier()
@@ -679,7 +679,7 @@ def filesystems(run: Run) -> None:
 
 
 def into_other_meshes(run: Run, config: Config) -> None:
-    """Every mesh writes, and every mesh reads what the others have written."""
+    """Save on every mesh, and load each checkpoint on every other mesh and into an unsharded model."""
     dist.init_process_group("gloo")
     flat = init_device_mesh("cpu", (4,))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -700,7 +700,7 @@ def into_other_meshes(run: Run, config: Config) -> None:
         optimizer = started(model)
         torch.manual_seed(3)
         for p in model.parameters():
-            p.grad = p.detach() * 0.1  # the same on every mesh, whatever the order of sums
+            p.grad = p.detach() * 0.1  # equal on every mesh, without a reduction
         optimizer.step()
         optimizer.zero_grad()
         run.sharded(model, f"sharded {name}")
@@ -753,7 +753,7 @@ def plain_functions(run: Run) -> None:
     model.register_state_dict_post_hook(lambda module, state, prefix, meta: seen.append(f"after {len(state)}"))
     kept = model.state_dict(keep_vars=True, prefix="net.")
     run.note("variables", [isinstance(each, nn.Parameter) for each in kept.values()])
-    run.note("kinds", kinds(kept))
+    run.note("types", kinds(kept))
     loaded, _ = other()
     loaded.register_load_state_dict_post_hook(lambda module, keys: seen.append(f"loaded {keys}"))
     found = loaded.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint in Hugging Face's format: sharded, whole and consolidated safetensors."""
+"""Rows for torch.distributed.checkpoint with safetensors: sharded, full and consolidated files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def trained(run: Run) -> Any:
 
 
 def other() -> Any:
-    """A sharded model with other weights."""
+    """Return a sharded model with other weights."""
     model = transformer()
     with torch.no_grad():
         for p in model.parameters():
@@ -39,7 +39,7 @@ def other() -> Any:
 
 
 def reads(run: Run, model: Any, folder: Path) -> None:
-    """Sharded and unsharded models read what was written."""
+    """Load the files into a sharded and an unsharded model, and compare the weights."""
     loaded = other()
     state = loaded.state_dict()
     dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))

@@ -1,7 +1,7 @@
-"""torch.optim: every optimizer it has, in every variant, over shards that are uneven or empty; schedulers and states.
+"""Rows for torch.optim: every optimizer in every variant, over uneven and empty shards; schedulers and states.
 
-Each row trains the same model unsharded beside the sharded one, in the same process, and compares. Where torch refuses
-a variant for the unsharded model, it has to refuse it for the sharded one with the same words.
+Each row trains the sharded and the unsharded model in the same process, and compares them. If a variant raises an
+error for the unsharded model, it must raise an error of the same type for the sharded model.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ FLAGS = ("foreach", "fused", "capturable", "amsgrad", "maximize", "differentiabl
 
 
 def optimizers() -> Iterator[tuple[str, type[torch.optim.Optimizer]]]:
-    """All optimizers of torch.optim."""
+    """Yield all optimizers of torch.optim with their names."""
     for name, kind in sorted(vars(torch.optim).items()):
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
             yield name, kind
 
 
 def variants(kind: type[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
-    """The settings that an optimizer knows, one at a time, and some of them together."""
+    """Yield each setting that an optimizer supports alone, and some combinations."""
     known = inspect.signature(kind).parameters
     yield {}
     for flag in FLAGS:
@@ -62,7 +62,7 @@ def variants(kind: type[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
 
 
 class Net(nn.Module):
-    """Three layers; by default of widths that no world divides, with fewer rows than there are ranks."""
+    """Three layers. The default widths are not divisible by the world size; some have fewer rows than ranks."""
 
     def __init__(self, matrices: bool, widths: tuple[int, ...]) -> None:
         super().__init__()
@@ -86,9 +86,10 @@ def sharded_and_plain(matrices: bool = False, widths: tuple[int, ...] = (7, 3, 1
 
 
 def steps(model: Any, make: Make, rank: int, plain: bool) -> list[float]:
-    """Trains. Every rank has data of its own in a world of two, and the same data in larger ones.
+    """Train four steps and return the losses.
 
-    The mean of two numbers, or of equal numbers, does not depend on the order in which they are added.
+    With two ranks, each rank has its own data. With more ranks, all ranks have the same data. In both cases the mean
+    does not depend on the order of the additions.
     """
     optimizer = make(model.parameters())
     rank = rank if dist.get_world_size() == 2 else 0
@@ -102,7 +103,7 @@ def steps(model: Any, make: Make, rank: int, plain: bool) -> list[float]:
             loss.backward()
             if plain:
                 average_gradients(model.parameters())
-            mean = loss.detach().clone()  # a line search has to take the same decisions on all ranks
+            mean = loss.detach().clone()  # a line search must take the same decisions on all ranks
             dist.all_reduce(mean)
             return mean / dist.get_world_size()
 
@@ -136,7 +137,7 @@ def trains_as_the_unsharded(run: Run, name: str, make: Make, **settings: Any) ->
         except type(refusal) as same:
             run.note("refusals", [str(each).splitlines()[0] for each in (refusal, same)])
             return
-        raise AssertionError(f"refused without sharding alone: {refusal}") from refusal
+        raise AssertionError(f"only the unsharded model raises an error: {refusal}") from refusal
     losses = steps(model, make, run.rank, plain=False)
     run.note("losses", losses)
     run.weights(model)
@@ -153,7 +154,7 @@ def add(name: str, kind: type[torch.optim.Optimizer]) -> None:
     make = made(kind, SETTINGS.get(name, {}))
     program = partial(trains_as_the_unsharded, name=name, make=make)
     rows.add(f"{name}() where some ranks have empty shards", program, world=4)
-    if name in NOT_ELEMENTWISE:  # torch refuses some of them on uneven shards
+    if name in NOT_ELEMENTWISE:  # some of them raise an error on uneven shards
         program = partial(program, widths=(8, 4, 2))
         rows.add(f"{name}() on shards of equal sizes", program)
 
@@ -162,11 +163,11 @@ for found in optimizers():
     add(*found)
 
 
-# ---- on a transformer: schedulers, groups, states, steps in backward
+# ---- with a transformer: schedulers, parameter groups, states, steps in backward
 
 
 def both(config: Any = None) -> tuple[Any, Any]:
-    """A sharded transformer, and the same one unsharded."""
+    """Return a sharded and an unsharded transformer with equal weights."""
     dist.init_process_group("gloo")
     model = transformer()
     plain = copy.deepcopy(model)
@@ -174,7 +175,7 @@ def both(config: Any = None) -> tuple[Any, Any]:
 
 
 def compare(run: Run, model: Any, plain: Any) -> None:
-    """Sharded and unsharded are equal to the bit, in training and in evaluation."""
+    """Check that weights and evaluation of the two models are bitwise identical, and record them."""
     run.agrees("weights", whole(model), whole(plain), 0.0)
     run.weights(model)
     out = evaluate(model, run.rank)
@@ -330,7 +331,7 @@ def saved(run: Run) -> None:
 
 @rows("an optimizer of the unsharded model loads its states for the sharded one")
 def handed_over(run: Run) -> None:
-    """torch copies the plain states as they are; the first step has to fail, as shapes do not fit."""
+    """Load plain states, which torch copies unchanged. The first step must fail because the shapes do not match."""
     model, plain = both()
     run.sharded(model)
     first = torch.optim.AdamW(plain.parameters(), lr=0.01)
@@ -440,7 +441,7 @@ def accumulated(run: Run) -> None:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=False)
         run.weights(model, f"weights {sync}")
-        # With sync the sums are made in another order than without.
+        # With sync, gradients are reduced before they are added, so the order of additions differs.
         run.agrees("weights", whole(model), whole(plain), 1e-4 if sync else 0.0)
 
 

@@ -1,6 +1,7 @@
-"""torch's other kinds of parallelism with sharding, and the settings of `fully_shard`, beside the unsharded model.
+"""Rows for torch's other parallelisms with sharding, and for the settings of `fully_shard`.
 
-There is no row about `context_parallel`: torch has no such attention for CPUs.
+Each row compares with the unsharded model. There is no row for `context_parallel`, because torch does not implement its
+attention for CPUs.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ rows = Rows("torch's parallelism and fully_shard's settings", environment="torch
 
 ADAM = partial(torch.optim.AdamW, lr=0.01)
 NO_DROPOUT = Config(dropout=0.0)
-ORDER = "gloo adds the gradients of more than two ranks in another order"
+ORDER = "on gloo, FSDP2 and ours add the gradients of more than two ranks in different orders"
 
 
 def compare(
@@ -65,10 +66,10 @@ def compare(
     tolerance: float = 0.0,
     before: Callable[[Any], Any] = lambda model: None,
 ) -> None:
-    """Both train; what they give is compared, and noted for the other side.
+    """Train the sharded and the unsharded model, compare them, and record the results.
 
     Args:
-        before: is called with the sharded model when it has an optimizer.
+        before: a function that is called with the sharded model after its optimizer is created.
     """
     run.sharded(model)
     rank = run.rank
@@ -85,11 +86,11 @@ def compare(
     run.note("evaluation", out)
 
 
-# ---- tensor and sequence parallel on a mesh of two axes
+# ---- tensor and sequence parallelism on a two-dimensional mesh
 
 
 def parallelize(model: Any, mesh: Any, sequence: bool) -> None:
-    """As torch's tutorial on two-dimensional parallelism does for Llama."""
+    """Apply tensor parallelism like torch's tutorial on two-dimensional parallelism does for Llama."""
     along = Shard(1) if sequence else Replicate()
     into = PrepareModuleInput(input_layouts=(along,), desired_input_layouts=(Replicate(),))
     parallelize_module(
@@ -295,7 +296,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 def precise(run: Run, policy: dict[str, Any], **settings: Any) -> None:
     dist.init_process_group("gloo")
     model = transformer()
-    for block in model.blocks:  # their outputs are the inputs of modules that cast none
+    for block in model.blocks:  # blocks keep no output_dtype: the next module may not cast its inputs
         inner = MixedPrecisionPolicy(**{name: value for name, value in policy.items() if name != "output_dtype"})
         fully_shard(block, mp_policy=inner, **settings)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(**policy), **settings)
@@ -306,7 +307,7 @@ def precise(run: Run, policy: dict[str, Any], **settings: Any) -> None:
         model.set_requires_gradient_sync(step != 1)
         loss_of(model, step, run.rank).backward()
         run.gradients(model, f"gradients {step}")
-    run.note("kinds", kinds)
+    run.note("dtypes", kinds)
     model.set_requires_gradient_sync(True)
     run.note("losses", train(model, ADAM(model.parameters()), run.rank))
     run.weights(model)
@@ -355,7 +356,7 @@ for pins in (True, False):
 
 
 class Generator(nn.Module):
-    """A model with methods beside forward, as those that generate have."""
+    """A model with other methods in addition to `forward`, like models with `generate`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -377,7 +378,7 @@ class Generator(nn.Module):
 @rows(
     "register_fsdp_forward_method, in training and under no_grad",
     tolerance=1e-6,
-    why="the gradients of each forward are reduced by themselves, and added as shards; FSDP2 adds them before",
+    why="ours reduces the gradients of each forward separately; FSDP2 adds the gradients before it reduces them",
 )
 def methods(run: Run) -> None:
     dist.init_process_group("gloo")

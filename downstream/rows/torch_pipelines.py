@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining: every schedule over stages whose blocks are sharded, beside the unsharded model."""
+"""Rows for torch.distributed.pipelining: every schedule with sharded stages, compared with the unsharded model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PLACES = {  # the stages of each pipeline rank
 
 
 class Stage(nn.Module):
-    """Some blocks of a decoder; the first stage has the embedding, the last one norm and head."""
+    """Some blocks of a decoder. The first stage also has the embedding, the last stage the norm and the head."""
 
     def __init__(self, config: Config, index: int, stages: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def batch(step: int, dp_rank: int, microbatches: int) -> Tensor:
 
 
 class Training:
-    """The stages of this rank, their schedule, and the whole model unsharded beside them."""
+    """The sharded stages of this rank, their schedule, and the full unsharded model for comparison."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Training:
         self.optimizers = [torch.optim.AdamW(s.parameters(), lr=0.01) for s in (*self.stages.values(), self.plain)]
 
     def step(self, step: int) -> list[float]:
-        """One step of the pipeline; the losses of its microbatches, if the last stage is here."""
+        """Run one step of the pipeline. Return the losses of the microbatches, or [] without the last stage."""
         tokens = batch(step, self.dp_rank, self.microbatches)
         last = self.count - 1 in self.own
         losses: list[Tensor] | None = [] if last else None
@@ -118,7 +118,7 @@ class Training:
         return [loss.item() for loss in losses or []]
 
     def unsharded_step(self, step: int) -> list[float]:
-        """The same of the whole model on this rank; gradients are averaged among data-parallel ranks."""
+        """Run the same step with the unsharded model, average gradients over data-parallel ranks, return losses."""
         losses = []
         for tokens in batch(step, self.dp_rank, self.microbatches).chunk(self.microbatches):
             loss = self.loss_fn(self.plain(tokens), tokens)
@@ -157,7 +157,7 @@ def by_schedule(run: Run, name: str, **settings: Any) -> None:
 
 
 def missing() -> list[str]:
-    """Schedules of torch that no row is about."""
+    """Return the names of the schedules of torch without a row."""
     known = {get_schedule_class(name) for name in PLACES}
     known |= {of_torch.PipelineScheduleMulti, of_torch.PipelineScheduleSingle, of_torch._PipelineScheduleRuntime}
     known |= {of_torch._PipelineSchedule, of_torch._ScheduleForwardOnly}

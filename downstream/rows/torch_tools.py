@@ -1,4 +1,4 @@
-"""torch's tools around sharded models: checkpoints of activations, transforms, compilers, counters and recorders."""
+"""Rows for torch's tools with sharded models: activation checkpointing, torch.func, compilers, counters, recorders."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def both(config: Config = UNEVEN, **settings: Any) -> tuple[Any, Any]:
-    """A sharded transformer, and the same one unsharded."""
+    """Return a sharded and an unsharded transformer with equal weights."""
     dist.init_process_group("gloo")
     model = transformer(config)
     plain = copy.deepcopy(model)
@@ -54,7 +54,7 @@ def both(config: Config = UNEVEN, **settings: Any) -> tuple[Any, Any]:
 
 
 def trains(run: Run, model: Any, plain: Any, tolerance: float = 0.0, make: Any = SGD) -> None:
-    """Both train; what they give is compared, and noted for the other side."""
+    """Train the sharded and the unsharded model, compare them, and record the results."""
     run.sharded(model)
     losses = train(model, make(model.parameters()), run.rank)
     wanted = train(plain, make(plain.parameters()), run.rank, sharded=False)
@@ -67,7 +67,7 @@ def trains(run: Run, model: Any, plain: Any, tolerance: float = 0.0, make: Any =
     run.note("evaluation", out)
 
 
-# ---- checkpoints of activations
+# ---- activation checkpointing
 
 
 def save_products(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -79,7 +79,7 @@ def selective(policy: Any) -> Callable[[], Any]:
 
 
 def around_blocks(**settings: Any) -> Callable[[Any], Any]:
-    """Blocks are called through torch.utils.checkpoint, as a model's own forward would."""
+    """Return a function that changes the model's forward to call each block through torch.utils.checkpoint."""
 
     def prepare(model: Any) -> None:
         def forward(tokens: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def around_blocks(**settings: Any) -> Callable[[Any], Any]:
 
 
 def in_blocks(**settings: Any) -> Callable[[Any], Any]:
-    """Each block checkpoints its own parts: the checkpoint is inside of the sharded module."""
+    """Return a function that changes each block to checkpoint its own parts, inside the sharded module."""
 
     def prepare(model: Any) -> None:
         for block in model.blocks:
@@ -207,7 +207,7 @@ def without_generators(run: Run) -> None:
 
 
 class Transformed(nn.Module):
-    """A layer that applies a transform to its own body."""
+    """A module that applies a transform to its submodule `body`."""
 
     def __init__(self, transform: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ TRANSFORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 def transformed(run: Run, transform: Callable[[Any, Tensor], Tensor]) -> None:
-    """The transform is in the forward of a sharded module, over what it is made of."""
+    """Apply the transform in the forward of a sharded module, to a submodule."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(5, 5), Transformed(transform), nn.Linear(5, 3))
@@ -285,7 +285,7 @@ for title, transform in TRANSFORMS.items():
 
 
 def around(run: Run, transform: Callable[[Any, Tensor], Any]) -> None:
-    """The transform is around the whole sharded model."""
+    """Apply the transform to the whole sharded model."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
@@ -386,7 +386,7 @@ COMPILED: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "torch.compile(model, fullgraph=True) of the sharded model": (of_all("aot_eager", fullgraph=True), True),
 }
 for title, (compile_it, late) in COMPILED.items():
-    # Inductor has random numbers of its own.
+    # Inductor uses another random number generator.
     config = Config(dropout=0.0) if "Inductor" in title else UNEVEN
     rows.add(title, partial(compiled, compile_it=compile_it, late=late, config=config), timeout=400)
 
@@ -418,7 +418,7 @@ def exported_unsharded(run: Run) -> None:
 
 
 def as_fsdp2_communicates() -> None:
-    """Tools that count collectives see those of torch itself on this transport; it means nothing to torch's FSDP2."""
+    """Select the transport that uses torch's collectives, which tools can count. FSDP2 ignores the variable."""
     os.environ["COMPOSABLE_SHARD_TRANSPORT"] = "torch"
 
 
@@ -438,7 +438,7 @@ def communication(run: Run) -> None:
 
 @rows("FSDPMemTracker: bytes of parameters, gradients, optimizer state and activations")
 def memory(run: Run) -> None:
-    model, _ = both(EVEN)  # shards of uneven sizes are padded in FSDP2, and not here
+    model, _ = both(EVEN)  # FSDP2 pads uneven shards, composable_shard does not
     run.sharded(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     tokens = tokens_of(0, run.rank, EVEN)
@@ -473,7 +473,7 @@ def profiled(run: Run) -> None:
     ) as profiler:
         optimizer = SGD(model.parameters())
         for step in range(3):
-            with record_function("forward of mine"):
+            with record_function("user forward"):
                 loss = loss_of(model, step, run.rank)
             loss.backward()
             optimizer.step()
@@ -485,7 +485,7 @@ def profiled(run: Run) -> None:
         "FSDP::post_forward",
         "FSDP::pre_backward",
         "FSDP::root_pre_forward",
-        "forward of mine",
+        "user forward",
     )
     run.note("ranges", sorted(name for name in found if name.startswith(names)))
     profiler.export_chrome_trace(str(run.folder / f"trace{run.rank}.json"))
@@ -555,7 +555,7 @@ def hooks(run: Run) -> None:
 
             module.register_forward_pre_hook(tell("before"), with_kwargs=True)
             module.register_forward_hook(tell("after"), always_call=True)
-            if name not in ("", "embed"):  # their inputs are no tensors with gradients
+            if name not in ("", "embed"):  # their inputs do not require gradients
                 module.register_full_backward_pre_hook(tell("before backward"))
                 module.register_full_backward_hook(tell("after backward"))
         loss_of(each, 0, run.rank).backward()
@@ -623,7 +623,7 @@ for title, backward in (("autograd.backward of two losses", two_losses), ("a los
         title,
         partial(backwards, backward=backward),
         tolerance=1e-6,
-        why="the gradients of each forward are reduced by themselves, and added as shards; FSDP2 adds them before",
+        why="ours reduces the gradients of each forward separately; FSDP2 adds the gradients before it reduces them",
     )
 
 

@@ -1,4 +1,4 @@
-"""torch.nn.utils, torch.optim.swa_utils and torch.amp around sharded models, beside the unsharded model."""
+"""Rows for torch.nn.utils, torch.optim.swa_utils and torch.amp: sharded models compared with unsharded ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ rows = Rows("torch.nn.utils, swa_utils, amp", environment="torch", versions=("to
 
 
 def both(config: Config = UNEVEN, **settings: Any) -> tuple[Any, Any]:
-    """A sharded transformer, and the same one unsharded."""
+    """Return a sharded and an unsharded transformer with equal weights."""
     dist.init_process_group("gloo")
     model = transformer(config)
     plain = copy.deepcopy(model)
@@ -36,7 +36,7 @@ def full(value: Any) -> Any:
 
 
 def clips(run: Run, clip: Callable[[Any], Any]) -> None:
-    """Norms are sums over ranks, which are added in another order than those of one process."""
+    """Compare norms and clipped gradients. Norms are added in another order across ranks than in one process."""
     model, plain = both()
     run.sharded(model)
     for step in range(3):
@@ -142,7 +142,7 @@ def vector_of_sharded(run: Run) -> None:
 
 
 class Net(nn.Module):
-    """Layers that are sharded one by one; the second one gets the parametrization."""
+    """Three layers, each its own group. The second layer gets the parametrization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def train_net(run: Run, model: Any, plain: Any, make: Any = torch.optim.AdamW, t
 
 
 class Symmetric(nn.Module):
-    """As in torch's tutorial, for matrices of any shape: the sign of a weight does not change."""
+    """A parametrization that replaces weights by their absolute values. It supports matrices of any shape."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight.abs()
@@ -300,7 +300,7 @@ def pruned_after(run: Run) -> None:
     train_net(run, model, plain)
 
 
-# ---- averages
+# ---- averaged models
 
 
 Averaging = Callable[[Any], Any]
@@ -375,11 +375,11 @@ def batch_norm(run: Run) -> None:
     run.agrees("evaluation", model(loader[0]), plain(loader[0]))
 
 
-# ---- scaled losses
+# ---- gradient scaling
 
 
 def scaled(run: Run, dtype: torch.dtype | None, autocast: bool, optimizer: Any) -> None:
-    """In step 1 the loss of rank 1 is infinite, so that all ranks have to skip the step."""
+    """Train with a gradient scaler. The loss of rank 1 in step 1 is infinite, so all ranks must skip that step."""
     policy = MixedPrecisionPolicy(param_dtype=dtype) if dtype else MixedPrecisionPolicy()
     model, plain = both(mp_policy=policy)
     run.sharded(model)

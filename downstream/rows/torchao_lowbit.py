@@ -1,4 +1,4 @@
-"""torchao: float8 and int8 training, NF4, quantization-aware training and optimizers of few bits."""
+"""Rows for torchao: float8 and int8 training, NF4, quantization-aware training and low-bit optimizers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +29,7 @@ from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 
 from _rows import Rows, Run
 
-# Checkpoints that hold these are read with weights_only: torchao adds its stable classes itself.
+# Checkpoints with these classes are loaded with weights_only=True. torchao registers only its stable classes.
 torch.serialization.add_safe_globals(
     [
         BitNetTrainingLinearWeight,
@@ -45,7 +45,7 @@ VOCABULARY, WIDTH, HEADS, LENGTH = 128, 64, 4, 10
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped heads and rotary positions."""
+    """Causal attention with grouped heads and rotary position embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a gated feed-forward layer of the given width."""
+    """Attention, then a gated feed-forward layer of width `wide`."""
 
     def __init__(self, wide: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Llama(nn.Module):
 
 
 def inner(module: nn.Module, name: str) -> bool:
-    """Which layers are converted: all but the head, as torchao's pages say."""
+    """Return whether to convert a layer: all linear layers except the head, as torchao recommends."""
     return isinstance(module, nn.Linear) and name != "head"
 
 
@@ -131,7 +131,7 @@ def train(
 ) -> list[float]:
     losses = []
     for step in steps:
-        torch.manual_seed(1000 + step)  # for those that round at random
+        torch.manual_seed(1000 + step)  # for stochastic rounding
         tokens, labels = batch(run, step)
         loss = functional.cross_entropy(model(tokens).flatten(0, 1).float(), labels.flatten())
         loss.backward()
@@ -151,7 +151,7 @@ def evaluated(run: Run, model: nn.Module) -> torch.Tensor:
 
 
 def nothing(model: nn.Module) -> None:
-    """For what needs no conversion, and no call after a step."""
+    """Do nothing: no conversion, or no call after a step."""
 
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -166,7 +166,16 @@ def life(
     gathers: bool = True,
     **given: Any,
 ) -> nn.Module:
-    """Three steps, an evaluation, a step; what is saved then goes into another model, and both take a step."""
+    """Train, evaluate and train again; then save, load into another model, and train both.
+
+    Args:
+        convert: a function that converts the model before it is sharded.
+        optimize: a function that returns an optimizer for parameters.
+        after: a function that is called with the model after each step.
+        saves: whether to save and load a checkpoint.
+        gathers: whether to record full weights; otherwise each rank records its shards.
+        given: arguments of `build`.
+    """
 
     def note(one: nn.Module, name: str) -> None:
         if gathers:
@@ -209,7 +218,7 @@ def lived(run: Run, given: dict[str, Any]) -> None:
 
 
 def eager(optimizer: type[torch.optim.Optimizer], **given: Any) -> Callable[..., torch.optim.Optimizer]:
-    """The optimizer without the compiler, which it calls once for each shape."""
+    """Return a function that makes the optimizer without torch.compile, which would compile once per shape."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         torch.compiler.set_stance("force_eager")
@@ -232,7 +241,7 @@ add(
     convert=GATHERED,
     after=precompute_float8_dynamic_scale_for_fsdp,
 )
-# With uneven shards, torchao gathers its subclasses nowhere: they do not pad what they hand to FSDP2.
+# torchao cannot gather its subclasses with uneven shards, because they do not pad the tensors for FSDP2.
 add("float8 training, uneven shards, weights gathered in full", convert=float8, wide=131)
 add("float8 training, bfloat16 for the rest", convert=GATHERED, after=precompute_float8_dynamic_scale_for_fsdp, **HALF)
 add(
@@ -268,8 +277,8 @@ add("int8 mixed-precision training, float gradients of weights", convert=partial
 add("int8 mixed-precision training, bfloat16", convert=int8, **HALF)
 STOCHASTIC = eager(AdamWStochastic)
 
-# torchao cannot gather these outside of FSDP2 under this torch: each rank notes its own part.
-OWN = {"convert": int8_weights, "gathers": False, "saves": False}  # nor write a distributed checkpoint
+# With this version of torch, torchao can gather these weights only in FSDP2, so each rank records its shards.
+OWN = {"convert": int8_weights, "gathers": False, "saves": False}  # distributed checkpoints fail too
 add("int8 weights, rounded at random", optimize=STOCHASTIC, **OWN)
 add("int8 weights, rounded at random, bfloat16", optimize=STOCHASTIC, dtype=torch.bfloat16, **OWN)
 add("int8 weights, AdamW8bit", optimize=eager(AdamW8bit), **OWN)
@@ -292,7 +301,7 @@ add("BitNet training, scales computed after each step", convert=bitnet, after=pr
 
 
 class Adapted(nn.Module):
-    """A frozen layer in NF4 with a trained one of low rank beside it."""
+    """A frozen NF4 layer with a trained low-rank layer in parallel."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()

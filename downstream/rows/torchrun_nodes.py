@@ -1,4 +1,4 @@
-"""torchrun: agents on loopback in the place of nodes, ranks and agents that are killed, and what goes on then."""
+"""Rows for torchrun: several agents on loopback instead of nodes; restarts after ranks or agents are killed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ rows = Rows("torchrun", environment="torch")
 LIMIT_S = 300.0
 SETTINGS = {"world": 1, "sharded": False, "timeout": LIMIT_S + 60}  # of rows whose ranks belong to a launcher
 STEPS = 40
-# Else torchrun 2.13 keeps one store for all starts, in which ranks may find the addresses of those that were killed.
+# By default, torchrun 2.13 shares one store between restarts, so ranks may read the addresses of killed ranks.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-# So that ranks are killed between the 22nd and the last step, and go on after the 20th on both sides.
+# Ranks are killed between step 22 and the last step, so both implementations resume from the checkpoint of step 20.
 LONG_STEPS = ["--steps", str(STEPS), "--save-every", "20", "--pause", "0.1"]
 
 
@@ -29,7 +29,7 @@ def endpoint() -> str:
 
 
 def agent(where: str, is_host: bool, *arguments: str) -> list[str]:
-    """The command of one node's torchrun, up to the script."""
+    """Return the torchrun command of one node, without the script."""
     settings = f"last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8,is_host={int(is_host)}"
     rendezvous = ["--rdzv-backend=c10d", "--rdzv-id=rows", f"--rdzv-endpoint={where}", f"--rdzv-conf={settings}"]
     return [*TORCHRUN, "--local-addr=127.0.0.1", *rendezvous, *arguments]
@@ -46,11 +46,11 @@ def two_nodes(run: Run) -> None:
     described = ranks(run, Path("run"), 4)
     node_of = [each["node"] for each in described]
     if sorted(node_of) != [0, 0, 1, 1]:
-        raise AssertionError(f"not two ranks on each of two nodes: {node_of}")
+        raise AssertionError(f"expected two ranks on each of two nodes, got nodes {node_of}")
     for rank, each in enumerate(described):
         sharing, reducing = ({node_of[other] for other in each["groups"][name]} for name in ("shard", "replicate"))
         if sharing != {node_of[rank]} or reducing != {0, 1}:
-            raise AssertionError(f"rank {rank}: shards on nodes {sharing}, replicas on nodes {reducing}")
+            raise AssertionError(f"rank {rank} shards over nodes {sharing} and replicates over nodes {reducing}")
     run.note("groups", [each["groups"] for each in described])
     run.note("placements", [each["placements"] for each in described])
     run.note("losses", losses(Path("run")))
@@ -65,11 +65,11 @@ def killed_rank(run: Run) -> None:
             own = ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=3", "--monitor-interval=0.2"]
             process = launched.start([*agent(endpoint(), True, *own), *job], **OWN_STORE)
             if kills:
-                launched.wait_until(is_step(22, Path(name)), "step 22 is over", process)
+                launched.wait_until(is_step(22, Path(name)), "step 22 is finished", process)
                 kill(ranks(run, Path(name), 2)[1]["pid"])
             launched.finish(process)
     if len(_job.read_steps(Path("cut"))) <= STEPS:
-        raise AssertionError("no step was done again: the rank was killed too late, or not at all")
+        raise AssertionError("no step was repeated: the rank was killed too late, or not at all")
     run.note("placements", ranks(run, Path("cut"), 2)[0]["placements"])
     run.note("losses", losses(Path("cut")))
     run.agrees("losses", run.noted["losses"], losses(Path("whole")), tolerance=0)
@@ -83,14 +83,14 @@ def lost_node(run: Run) -> None:
     with launched_by(run, LIMIT_S) as launched:
         commands = [[*agent(where, is_host, *elastic), *job] for is_host in (True, False)]
         first, second = (launched.start(command, **OWN_STORE) for command in commands)
-        launched.wait_until(is_step(22, Path("run")), "step 22 is over", first, second)
+        launched.wait_until(is_step(22, Path("run")), "step 22 is finished", first, second)
         for pid in [*descendants(second.pid), second.pid]:
             kill(pid)
         launched.finish(first)
     steps = _job.read_steps(Path("run"))
-    run.note("ranks", {f"step {step['step']}": step["ranks"] for step in steps})  # of the last time that it was done
+    run.note("ranks", {f"step {step['step']}": step["ranks"] for step in steps})  # of the last repetition of each step
     if [step["ranks"] for step in steps if step["step"] in (20, 21, 40)] != [2, 2, 1, 1]:
-        raise AssertionError(f"not 20 steps on two ranks and 20 on one: {steps}")
+        raise AssertionError(f"expected 20 steps on two ranks and 20 on one, got {steps}")
     run.note("placements", ranks(run, Path("run"), 1)[0]["placements"])
     run.note("losses", losses(Path("run"), tolerance=1e-4))
     run.agrees("losses", run.noted["losses"], unsharded_losses(STEPS), tolerance=1e-4)

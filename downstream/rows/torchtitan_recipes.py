@@ -1,4 +1,4 @@
-"""torchtitan: its trainer, models, parallelisms and checkpoints, on a CPU."""
+"""Rows for torchtitan: its trainer, models, parallelisms and checkpoints, on a CPU."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
 class Processor:
-    """What torchtitan asks of an accelerator's module (`torch.cuda`), for machines that have none."""
+    """A replacement for the accelerator module that torchtitan uses (`torch.cuda`), for machines without one."""
 
     current_device = staticmethod(lambda: 0)
     device_count = staticmethod(lambda: 1)
@@ -30,7 +30,7 @@ class Processor:
     Stream = torch.cpu.Stream
 
 
-tools.device_type, tools.device_module = "cpu", Processor  # before its other modules take them from there
+tools.device_type, tools.device_module = "cpu", Processor  # before other modules import them
 
 from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
@@ -58,7 +58,7 @@ VOCABULARY, LENGTH, WIDTH = 61, 12, 48
 
 
 class Letters(BaseTokenizer):
-    """Each byte is a token."""
+    """A tokenizer with one token per byte."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -79,7 +79,7 @@ class Letters(BaseTokenizer):
 
 
 class Batches(BaseDataLoader):
-    """Random tokens, others on each rank; it remembers where it was."""
+    """Random tokens that differ between ranks. The state dict contains the position."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -116,7 +116,7 @@ def llama(tied: bool = False, layers: int = 3) -> ModelSpec:
         attn_backend="flex",
     )
     for block in blocks:
-        block.attention.inner_attention = ScaledDotProductAttention.Config()  # the others want an accelerator
+        block.attention.inner_attention = ScaledDotProductAttention.Config()  # others require an accelerator
     spec.model = llama3.Llama3Model.Config(
         dim=WIDTH,
         vocab_size=VOCABULARY,
@@ -153,7 +153,7 @@ def config(spec: ModelSpec, **given: Any) -> Trainer.Config:
 
 
 def trained(run: Run, settings: Trainer.Config, steps: int = 3) -> Trainer:
-    """torchtitan's trainer after some steps, an evaluation and one step more."""
+    """Train `steps`, evaluate, and train one more step; return torchtitan's trainer."""
     trainer = Trainer(settings)
     model = trainer.model_parts[0]
     run.sharded(model)
@@ -171,7 +171,7 @@ def trained(run: Run, settings: Trainer.Config, steps: int = 3) -> Trainer:
 
 
 def watched(trainer: Trainer) -> list[list[float]]:
-    """The loss and the norm of the gradients of each step from now on."""
+    """Return a list to which each later step appends its mean loss, maximum loss and gradient norm."""
     seen: list[list[float]] = []
     log = trainer.metrics_processor.log
 
@@ -184,7 +184,7 @@ def watched(trainer: Trainer) -> list[list[float]]:
 
 
 def evaluated(trainer: Trainer) -> torch.Tensor:
-    """What the model says of a batch of this rank."""
+    """Return the output of the model for a batch of this rank, in evaluation mode."""
     model = trainer.model_parts[0]
     model.eval()
     given = next(iter(Batches(Batches.Config(), dp_rank=50 + dist.get_rank(), seq_len=LENGTH, local_batch_size=2)))
@@ -198,10 +198,10 @@ def evaluated(trainer: Trainer) -> torch.Tensor:
 def alone(
     run: Run, settings: Trainer.Config, steps: int, state: dict[str, torch.Tensor]
 ) -> tuple[list[float], nn.Module]:
-    """The unsharded model after the same steps from these weights: with the tokens of all ranks in one process."""
+    """Train the unsharded model from `state` on the batches of all ranks; return the losses and the model."""
     model = settings.model_spec.model.build()
     with torch.no_grad():
-        model.init_weights()  # for its buffers
+        model.init_weights()  # initializes the buffers
     model.load_state_dict(state)
     optimizers = settings.optimizer.build(model_parts=[model])
     schedules = settings.lr_scheduler.build(optimizers=optimizers, training_steps=settings.training.steps)
@@ -226,7 +226,7 @@ def alone(
 
 
 def as_alone(run: Run, settings: Trainer.Config) -> None:
-    """Where torch's side fails: three steps agree with those of the unsharded model."""
+    """Check that three steps agree with the unsharded model, for settings with which FSDP2 fails."""
     settings.optimizer = GENTLE
     trainer = Trainer(settings)
     model = trainer.model_parts[0]
@@ -242,7 +242,8 @@ def as_alone(run: Run, settings: Trainer.Config) -> None:
     run.agrees("weights", dict(model.named_parameters()), dict(unsharded.named_parameters()))
 
 
-GENTLE = default_adamw(lr=1e-2, eps=1e-2)  # Adam makes much of small differences in small gradients; with this, less
+# The large epsilon keeps Adam from amplifying small differences in small gradients.
+GENTLE = default_adamw(lr=1e-2, eps=1e-2)
 
 
 @rows("llama3 by its trainer, gradients divided by its own loss (gloo has no scaled sum)")
@@ -250,9 +251,9 @@ def unscaled(run: Run) -> None:
     as_alone(run, config(llama()))
 
 
-# On gloo, torch's FSDP2 needs `set_force_sum_reduction_for_comms` with torchtitan's gradient_divide_factor of 1.
+# On gloo, FSDP2 requires `set_force_sum_reduction_for_comms` for torchtitan's gradient_divide_factor of 1.
 def summed(spec: ModelSpec) -> ModelSpec:
-    """The model, where gradients are summed without a factor in the collective."""
+    """Return the spec, changed so that collectives sum gradients without a scaling factor."""
     parallelize = spec.parallelize_fn
 
     def parallelized(model: nn.Module, **given: Any) -> nn.Module:
@@ -267,7 +268,7 @@ def summed(spec: ModelSpec) -> ModelSpec:
 
 
 def deepseek(predicted: int = 0, experts: int = 6) -> ModelSpec:
-    """Latent attention, a dense block and two of shared and routed experts."""
+    """Return a DeepSeek-V3 spec: latent attention, one dense block, two blocks with shared and routed experts."""
     spec = deepseek_v3.model_registry("debugmodel")
     layers = deepseek_v3._build_dsv3_layers(
         n_layers=3,
@@ -310,7 +311,7 @@ def deepseek(predicted: int = 0, experts: int = 6) -> ModelSpec:
 
 
 def add(title: str, make: Any, world: int = 2, timeout: float = 180.0, row: Any = None, **given: Any) -> None:
-    """A row of the trainer with these settings."""
+    """Add a row that runs the trainer with these settings."""
 
     def program(run: Run) -> None:
         trained(run, config(summed(make()), **given))
@@ -361,7 +362,7 @@ add(
 
 @rows("llama3: offload to the CPU")
 def offloaded(run: Run) -> None:
-    dist.init_process_group("gloo")  # torchtitan would ask for the backend of the CPU twice
+    dist.init_process_group("gloo")  # torchtitan would request the CPU backend twice
     as_alone(run, config(summed(llama()), training={"enable_cpu_offload": True}))
 
 
@@ -385,10 +386,11 @@ add(
 )
 add("deepseek v3: latent attention, experts in the blocks' groups", deepseek)
 add("deepseek v3: full activation checkpoints", deepseek, activation_checkpoint=FullAC.Config())
-# gloo adds the gradients of four ranks in an order of its own: hence the tolerance, and the large epsilon.
-ORDER = {"tolerance": 1e-5, "why": "sums of four ranks, added in another order"}
-# Where a module runs several times in a forward, torch adds the gradients of its uses and reduces the sum.
-USES = {"tolerance": 1e-5, "why": "gradients of each call are reduced, then added; torch adds them first"}
+# FSDP2 and composable_shard add the gradients of four ranks in different orders on gloo. Rows with this setting need a
+# tolerance and a large epsilon.
+ORDER = {"tolerance": 1e-5, "why": "on gloo, FSDP2 and ours add the gradients of four ranks in different orders"}
+# If a module runs several times in a forward, FSDP2 adds the gradients of all calls and reduces the sum.
+USES = {"tolerance": 1e-5, "why": "ours reduces the gradients of each call and then adds them; FSDP2 adds them first"}
 
 add(
     "deepseek v3: more ranks than experts, which are cut along dim 1",
@@ -440,7 +442,7 @@ def saving(**given: Any) -> CheckpointManager.Config:
 
 
 def continued(run: Run, make: Any, spec: Any = llama) -> None:
-    """Four steps with a checkpoint after the second and the last; then two trainers, one of them fresh, go on."""
+    """Train four steps with checkpoints after steps 2 and 4; then repeat steps 3 and 4 in a new trainer."""
     one = Trainer(make(summed(spec())))
     run.sharded(one.model_parts[0])
     seen = watched(one)
@@ -477,12 +479,13 @@ def checkpoint_experts(run: Run) -> None:
     continued(run, partial(config, checkpoint=saving(), parallelism={"expert_parallel_degree": 2}), deepseek)
 
 
-# Beside that, torch adds the gradients of the hidden states, which two modules take, in another order than the
-# unsharded model does; ours has the unsharded model's bits in all but the embedding and the head, which run twice.
+# The embedding and the head run twice, as in USES. In addition, two modules read the hidden states, and FSDP2 adds the
+# gradients of these states in another order than the unsharded model. With composable_shard, all parameters except the
+# embedding and the head are bitwise identical to those of the unsharded model.
 @rows(
     "deepseek v3: it predicts two tokens (MTP), with one embedding and one head",
     tolerance=1e-5,
-    why="the embedding and the head run twice, and torch adds activations' gradients in another order",
+    why="the embedding and the head run twice, and FSDP2 adds the gradients of activations in a different order",
 )
 def predicting(run: Run) -> None:
     trained(run, config(summed(deepseek(predicted=1)), loss=MTPLoss.Config(), optimizer=GENTLE))
@@ -508,13 +511,19 @@ def several(run: Run) -> None:
     trained(run, settings)
 
 
-# What torchtitan's pages and its users write by hand around its models.
+# Explicit training loops around torchtitan's models, as in its documentation.
 
 
 def by_hand(
     run: Run, model: nn.Module, accumulate: int = 1, synced: bool = True, chunks: int = 0, divide: float | None = None
 ) -> None:
-    """A loop without the trainer: tokens in, the norm clipped by torchtitan's function, AdamW."""
+    """Train in a loop without the trainer, with torchtitan's `clip_grad_norm_` and AdamW.
+
+    Args:
+        accumulate: the number of batches per step.
+        synced: whether each backward reduces gradients; otherwise only the last one of a step does.
+        chunks: the number of chunks in which the head is called; 0 calls it with the whole sequence.
+    """
     run.sharded(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
     seen = []
@@ -552,7 +561,7 @@ def by_hand(
 
 
 def blocks(run: Run, layered: bool = False, **given: Any) -> nn.Module:
-    """The llama of torchtitan, sharded by hand: blocks, then the last layers in one group."""
+    """Shard the llama of torchtitan explicitly: embedding, blocks, norm and head in one group, then the root."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -627,7 +636,7 @@ def replicated(run: Run) -> None:
 
 
 class EveryOther(SelectiveAC):
-    """Checkpoints of every second block, as `selective` by layer was."""
+    """Activation checkpointing of every second block, like the former layer-wise `selective` mode."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):

@@ -1,4 +1,4 @@
-"""torchtune: what its distributed recipes do, from sharding to the checkpoint, on models of its builders."""
+"""Rows for torchtune: the steps of its distributed recipes, from sharding to checkpoints, with its model builders."""
 
 import os
 from collections.abc import Callable
@@ -50,7 +50,7 @@ Build = Callable[[], nn.Module]
 
 
 def filled(build: Build) -> dict[str, torch.Tensor]:
-    """A checkpoint: the weights of the model, as files would have them."""
+    """Return a checkpoint with random weights for the model, with the names that files have."""
     torch.manual_seed(0)
     model = build()
     state = model.state_dict()
@@ -70,7 +70,7 @@ def prepared(
     adapters: dict[str, torch.Tensor] | None = None,
     **given: Any,
 ) -> nn.Module:
-    """The model as the recipes set it up: made on meta, sharded, then filled from rank 0's checkpoint."""
+    """Set up the model like the recipes: create it on meta, shard it, and load a full checkpoint."""
     with training.set_default_dtype(dtype), torch.device("meta"):
         model = build()
     lora = any(isinstance(each, LoRALinear | DoRALinear) for each in model.modules())
@@ -109,8 +109,8 @@ class Loop:
     """The training loop of torchtune's recipes.
 
     Args:
-        accumulate: batches for each step.
-        within: whether optimizers run in backward, one for each parameter.
+        accumulate: the number of batches per step.
+        within: whether to use one optimizer per parameter, which runs in backward.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Loop:
         return [loss.item(), torch.cat(logits if isinstance(logits, list) else [logits], dim=1)]
 
     def saved(self) -> dict[str, Any]:
-        """The full state of the optimizers, on rank 0, as the checkpoint client of the recipes gathers it."""
+        """Return the full optimizer state on rank 0, gathered like in the checkpoint client of the recipes."""
         first = self.run.rank == 0
         if self.optimizer:
             return training.get_full_optimizer_state_dict(self.model, self.optimizer, first, device=CPU)
@@ -193,7 +193,7 @@ class Loop:
 
 
 def batch(run: Run, step: int, part: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels, some of them ignored, of another number on each rank."""
+    """Return tokens and labels. The number of ignored labels differs between ranks."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * part + run.rank)
     tokens = torch.randint(SIZES["vocab_size"], (2, 12), generator=generator)
     labels = tokens.clone()
@@ -202,14 +202,14 @@ def batch(run: Run, step: int, part: int = 0) -> tuple[torch.Tensor, torch.Tenso
 
 
 def from_first(*values: Any) -> list[Any]:
-    """The values of rank 0, on all ranks."""
+    """Broadcast the values of rank 0 to all ranks."""
     box = list(values)
     dist.broadcast_object_list(box)
     return box
 
 
 def life(run: Run, build: Build, settings: dict[str, Any], loop: dict[str, Any], saves: bool = True) -> nn.Module:
-    """Three steps, an evaluation, a step; then a checkpoint, from which another model and optimizer go on."""
+    """Train, evaluate and train again; then save, load into another model and optimizer, and train both."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     model = prepared(build, **settings)
@@ -242,7 +242,7 @@ def add(
     row: dict[str, Any] | None = None,
     **settings: Any,
 ) -> None:
-    """A row of `life` with these settings."""
+    """Add a row that runs `life` with these settings."""
 
     def program(run: Run) -> None:
         life(run, build, settings, loop or {}, saves)
@@ -254,14 +254,14 @@ FULL = partial(llama3, **SIZES, attn_dropout=0.1)
 PLAIN = partial(llama3, **SIZES)
 LORA = partial(lora_llama3, **SIZES, **ADAPTERS, lora_dropout=0.1)
 DORA = partial(lora_llama3, **SIZES, **ADAPTERS, use_dora=True)
-WIDE = SIZES | {"embed_dim": 256, "intermediate_dim": 256}  # NF4 has blocks of 64 values, and those come in 256s
+WIDE = SIZES | {"embed_dim": 256, "intermediate_dim": 256}  # NF4 has blocks of 64 values in groups of 256
 QLORA = partial(lora_llama3, **WIDE, **ADAPTERS, quantize_base=True)
 
 add("full finetuning of llama3, its checkpoint and another run from it", FULL)
 add(
     "separate groups for embedding and output (custom_sharded_layers), the output called for each chunk",
     FULL,
-    row={"tolerance": 1e-5, "why": "gradients of each call are reduced, then added; torch adds them first"},
+    row={"tolerance": 1e-5, "why": "ours reduces the gradients of each call and then adds them; FSDP2 adds them first"},
     apart=("tok_embeddings", "output"),
 )
 add("not resharded after forward", FULL, reshard_after_forward=False)
@@ -289,7 +289,7 @@ add(
 
 
 def backend(name: str) -> None:
-    os.environ["TORCH_COMPILE_BACKEND"] = name  # what torchtune reads
+    os.environ["TORCH_COMPILE_BACKEND"] = name  # torchtune reads this variable
 
 
 @rows("compile_model and compile_loss, aot_eager", timeout=300)
@@ -318,7 +318,7 @@ def offloaded(run: Run) -> None:
 
 
 def alone(run: Run, steps: int) -> dict[str, torch.Tensor]:
-    """The weights of the unsharded model after steps on the tokens of all ranks."""
+    """Train the unsharded model on the batches of all ranks, and return its state dict."""
     model = PLAIN()
     model.load_state_dict(filled(PLAIN))
     optimizer = MOMENTUM(model.parameters())

@@ -1,4 +1,4 @@
-"""tutorials/train.py with models of Transformers and adapters of PEFT, beside an ordinary loop around `fully_shard`."""
+"""Rows for tutorials/train.py with models of Transformers and adapters of PEFT, compared with a `fully_shard` loop."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ TEXT = "It was the best of times, it was the worst of times, it was the age of w
 
 
 class NoInterrupt(Interrupt):
-    """Of a rank, whose signals are its launcher's."""
+    """An `Interrupt` without signal handlers, because the launcher handles signals."""
 
     def __init__(self) -> None:
         self.asked = self._wait = False
 
 
 def folder(run: Run, *, weights: bool = False, tokenizer: bool = False, vocabulary: int = 300, **changes: Any) -> Path:
-    """A folder of Hugging Face with the configuration of a small Llama with grouped heads; rank 0 writes it."""
+    """Write a Hugging Face folder with a small Llama configuration on rank 0, and a text; return the folder."""
     where = Path("llama")
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     sizes = {"hidden_size": 48, "intermediate_size": 75, "num_hidden_layers": 2, "vocab_size": vocabulary}
@@ -64,7 +64,7 @@ def folder(run: Run, *, weights: bool = False, tokenizer: bool = False, vocabula
 
 
 def write_tokenizer(where: Path) -> None:
-    """One of 280 tokens, which is trained on the text."""
+    """Train a tokenizer with 280 tokens on the text, and save it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -74,14 +74,14 @@ def write_tokenizer(where: Path) -> None:
 
 
 def asked(run: Run, model: Path, *more: str) -> tuple[Any, Any]:
-    """The script's options, and the model that they name."""
+    """Parse and check options of the script; return them and the blueprint of the model."""
     settings = ["--model", str(model), "--data", "text", "--sequence", str(SEQUENCE), "--steps", str(STEPS)]
     settings += ["--batch", "2", "--evaluation", "16", "--sample", "5", "--learning-rate", "0.01"]
     return check(script.parse([*settings, *more]), run.world)
 
 
 def by_script(run: Run, out: str, model: Path, *more: str) -> list[float]:
-    """The losses of the script, run in this process."""
+    """Run the script in this process and return its losses."""
     options, plan = asked(run, model, "--out", out, *more)
     if script.run(options, plan, torch.device("cpu"), NoInterrupt()):
         raise AssertionError("the script was interrupted")
@@ -91,9 +91,9 @@ def by_script(run: Run, out: str, model: Path, *more: str) -> list[float]:
 
 
 def by_loop(run: Run, model: Path, *more: str) -> tuple[nn.Module, list[float]]:
-    """The same training as anyone would write it around torch's `fully_shard`, and the model that it gives."""
+    """Run the same training as a typical loop with `fully_shard`; return the trained model and the losses."""
     options, plan = asked(run, model, *more)
-    options.strategy = "none"  # as the script fills it, not sharded
+    options.strategy = "none"  # the script loads the weights but does not shard
     trained = script.prepare(options, plan, torch.device("cpu")).model
     for module in list(trained.modules()):
         if type(module).__name__ == "LlamaDecoderLayer":
@@ -122,7 +122,7 @@ def check_losses(run: Run, script_losses: list[float], loop_losses: list[float])
     run.note("losses of the loop", loop_losses)
     run.agrees("losses of the script", script_losses, loop_losses, tolerance=1e-6)
     if loop_losses[-1] > loop_losses[0] - 0.3:
-        raise AssertionError(f"it does not learn: {loop_losses}")
+        raise AssertionError(f"the losses do not decrease: {loop_losses}")
 
 
 def some_tokens() -> torch.Tensor:
@@ -175,14 +175,14 @@ def adapters(run: Run) -> None:
     saved = [key for key in manifest["tensors"] if key.startswith("model.")]
     run.note("saved", saved)
     if not all("lora_" in key for key in saved):
-        raise AssertionError(f"more than adapters was saved: {saved}")
-    dist.barrier()  # all ranks have read it
+        raise AssertionError(f"tensors other than adapters were saved: {saved}")
+    dist.barrier()  # all ranks have read the manifest before it is moved
     if run.rank == 0:
         Path("cut/checkpoints").mkdir(parents=True)
         Path("run/checkpoints/step-00000003").rename("cut/checkpoints/step-00000003")
     dist.barrier()
     goes_on = by_script(run, "cut", where, *given)
-    run.agrees("losses that go on", goes_on, losses[3:], tolerance=1e-6)
+    run.agrees("losses after resuming", goes_on, losses[3:], tolerance=1e-6)
 
 
 @rows(
@@ -197,14 +197,14 @@ def mistakes(run: Run) -> None:
         other = Path(f"{number}-{run.rank}.json")
         other.write_text(text)
         said.append(refusal(run, other))
-    run.note("said", said)
+    run.note("errors", said)
     expected = [
-        "--model llama: its vocabulary of 200 is too small for the 256 bytes that the text is made of",
-        "--model 0-0.json: model_type 'vit' is no language model that predicts the next token",
-        "--model 1-0.json: model_type 'no_such_kind' is unknown to this version of Transformers",
+        "--model llama: a vocabulary of 200 is too small for text of 256 different bytes",
+        "--model 0-0.json: model_type 'vit' is not a causal language model",
+        "--model 1-0.json: this version of Transformers does not support 'no_such_kind' models",
     ]
     if run.rank == 0 and [line.partition(": ")[2] for line in said] != expected:
-        raise AssertionError(f"not what was expected: {said}")
+        raise AssertionError(f"unexpected error messages: {said}")
 
 
 def refusal(run: Run, model: Path) -> str:
@@ -212,4 +212,4 @@ def refusal(run: Run, model: Path) -> str:
         asked(run, model)
     except SystemExit as problem:
         return str(problem)
-    raise AssertionError("it was not refused")
+    raise AssertionError(f"the script accepted the invalid model {model}")

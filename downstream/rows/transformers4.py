@@ -1,4 +1,4 @@
-"""Transformers 4: Trainer, `generate` and folders of weights."""
+"""Rows for Transformers 4: Trainer, `generate` and weight folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transformers 5: its own sharding at load time (`DistributedConfig`), Trainer and `generate`."""
+"""Rows for Transformers 5: sharding at load time (`DistributedConfig`), Trainer and `generate`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ rows = Rows(
 
 
 def experts(kind: Any = MixtralConfig) -> nn.Module:
-    """Four experts a block; widths whose rows are multiples of 16 bytes, as grouped matrix products want them."""
+    """Return a model with four experts per block. Its rows are multiples of 16 bytes for grouped matrix products."""
     torch.manual_seed(0)
     settings: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 40, "intermediate_size": 72}
     settings |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
@@ -31,12 +31,12 @@ def experts(kind: Any = MixtralConfig) -> nn.Module:
 
 
 def even_llama(**changes: Any) -> nn.Module:
-    """Widths that tensor parallelism can share."""
+    """Return a Llama model whose widths tensor parallelism can split evenly."""
     return _trainer.llama(hidden_size=40, intermediate_size=72, vocab_size=VOCABULARY + 1, **changes)
 
 
 def load(make: Any, **config: Any) -> nn.Module:
-    """A model of a folder, which each rank reads its shards of."""
+    """Load a model from a folder. Each rank reads only its shards."""
     dist.init_process_group("gloo")
     folder = pretrained_folder(make)
     settings = config.pop("settings", {})
@@ -44,16 +44,17 @@ def load(make: Any, **config: Any) -> nn.Module:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Where differences of rounding are allowed, which AdamW makes larger."""
+    """Return SGD, for rows with rounding differences. AdamW would amplify them."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)  # one at a time: their meshes may differ
+    # foreach=False, because the meshes of parameters may differ.
+    return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, *data: int, count: int = 3) -> list[float]:
-    """Trains on the mean loss of batches, one for each number; returns the losses."""
+    """Train on the mean loss of one batch per seed in `data`; return the losses."""
     found = []
     model.train()
     for step in range(count):
@@ -78,7 +79,7 @@ def evaluated(model: nn.Module) -> torch.Tensor:
 
 
 def trains(run: Run, make: Any, data: int | None = None, reference: bool = False, **config: Any) -> nn.Module:
-    """Loads, trains, evaluates, continues training; compares with the unsharded model, if asked for."""
+    """Load, train, evaluate and train again; if `reference`, compare with the unsharded model."""
     model = load(make, **config)
     run.sharded(model)
     optimizer = sgd(model) if reference else adamw(model)
@@ -86,7 +87,7 @@ def trains(run: Run, make: Any, data: int | None = None, reference: bool = False
     run.note("loaded", evaluated(model))
     run.note("training", steps(model, optimizer, data))
     run.note("logits", evaluated(model))
-    run.note("training on", steps(model, optimizer, data, count=1))
+    run.note("training after evaluation", steps(model, optimizer, data, count=1))
     run.weights(model)
     if reference:
         whole = make()
@@ -161,7 +162,7 @@ def expert_parallel(run: Run) -> None:
     "from_pretrained with ep_size and copies of the experts, four ranks",
     world=4,
     tolerance=1e-4,
-    why="on gloo FSDP2 sums the gradients of four ranks along a ring, ours in the order of the ranks",
+    why="on gloo, FSDP2 sums the gradients of four ranks along a ring, ours in rank order",
 )
 def expert_parallel_copies(run: Run) -> None:
     trains(run, experts, reference=True, fsdp_size=4, ep_size=2, ep_implementation="all_to_all")
@@ -204,7 +205,7 @@ def generates(run: Run) -> None:
 
 
 def by_trainer(run: Run, adapter: bool = False, **changes: Any) -> None:
-    """The Trainer leaves a model alone that was sharded at load time."""
+    """Train a model that was sharded at load time. The Trainer does not shard it again."""
     args = _trainer.arguments(fsdp=None, fsdp_config=None, **changes)
     folder = pretrained_folder(_trainer.llama)
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))

@@ -1,4 +1,4 @@
-"""Transformers and PEFT read what `composable_shard.checkpoint` writes of a sharded model, and the other way round."""
+"""Rows that exchange files between `composable_shard.checkpoint` and Transformers or PEFT, in both directions."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def imported(run: Run) -> None:
     shard(model)
     found = checkpoint.import_safetensors(folder, model)
     run.note("not found", [found.missing, found.unexpected])
-    model.model.rotary_emb = llama(0).model.rotary_emb  # its buffers are in no file
+    model.model.rotary_emb = llama(0).model.rotary_emb  # no file contains its buffers
     run.sharded(model)
     run.agrees("logits", logits(model.eval(), run.rank), logits(whole, run.rank), 1e-6)
     run.weights(model)

@@ -1,4 +1,4 @@
-"""Transformers 5: families of models, trained with `fully_shard` of each block."""
+"""Rows for the model families of Transformers 5, trained with one parameter group per block."""
 
 from __future__ import annotations
 

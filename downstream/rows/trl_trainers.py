@@ -1,4 +1,4 @@
-"""TRL: its trainers with FSDP2, on full models and with adapters."""
+"""Rows for TRL: its trainers with FSDP2, on full models and with adapters."""
 
 import os
 import random
@@ -48,7 +48,7 @@ TEMPLATE = """\
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One word, one token."""
+    """Return a tokenizer with one token per word."""
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"unk_token": "<unk>", "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
@@ -124,9 +124,9 @@ def prompts(count: int = 24) -> Dataset:
 
 
 def arguments(kind: Any, plugin: dict[str, Any] | None = None, **changes: Any) -> Any:
-    """Arguments with FSDP2, one group a block."""
+    """Return training arguments with FSDP2 and one parameter group per block."""
     fsdp2_on_cpu()
-    os.environ["FSDP_VERSION"] = "2"  # as `accelerate launch --fsdp_version 2` has it
+    os.environ["FSDP_VERSION"] = "2"  # `accelerate launch --fsdp_version 2` sets this variable
     os.environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"
     settings: dict[str, Any] = {
         "output_dir": "out",
@@ -152,13 +152,13 @@ def arguments(kind: Any, plugin: dict[str, Any] | None = None, **changes: Any) -
 
 
 def curve(trainer: Any) -> list[dict[str, Any]]:
-    """What the trainer has logged, without times."""
+    """Return the log of the trainer without times."""
     timed = ("runtime", "per_second", "time", "total_flos", "num_tokens", "profiling")
     return [{k: v for k, v in entry.items() if not any(w in k for w in timed)} for entry in trainer.state.log_history]
 
 
 def trains(run: Run, trainer: Any) -> Any:
-    """Trains, with an evaluation before the last step."""
+    """Train and record the results. Most arguments include an evaluation before the last step."""
     trainer.train()
     run.sharded(trainer.model)
     run.note("training", curve(trainer))
@@ -182,7 +182,10 @@ def sft(run: Run) -> None:
 
 @rows("SFT evaluates and is called to train on")
 def sft_on(run: Run) -> None:
-    """The second call makes an optimizer for a model that has just been evaluated; evaluating changes no weight."""
+    """Train twice, with and without an evaluation in between, and check that the weights are equal.
+
+    The second `train` call creates an optimizer for a model that was just evaluated.
+    """
     args = arguments(SFTConfig, max_steps=2)
     weights = []
     for evaluates in (True, False):
@@ -301,7 +304,7 @@ def saves(run: Run, **more: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Preferences.
+# Preferences
 
 
 def prefers(run: Run, kind: Any, args: Any, data: Dataset | None = None, **more: Any) -> Any:
@@ -330,7 +333,7 @@ def dpo_other(run: Run) -> None:
 def dpo_precomputed(run: Run) -> None:
     args = arguments(DPOConfig, precompute_ref_log_probs=True)
     if run.rank == 0:
-        preferences().save_to_disk("preferences")  # what is computed lies beside it, for all ranks
+        preferences().save_to_disk("preferences")  # stored next to it: the computed log probabilities, for all ranks
     dist.barrier()
     prefers(run, DPOTrainer, args, Dataset.load_from_disk("preferences"), ref_model=llama())
 
@@ -389,11 +392,11 @@ def reward_lora(run: Run) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Online: the trained model generates.
+# Online training: the trained model generates completions
 
 
 def short_words(completions: list[str], **_: Any) -> list[float]:
-    """A reward for words of low numbers."""
+    """Return the rewards: the number of words that start with "w1", divided by 8."""
     return [sum(word.startswith("w1") for word in text.split()) / 8 for text in completions]
 
 
@@ -401,7 +404,7 @@ def explores(run: Run, kind: Any, args: Any, **more: Any) -> Any:
     if run.rank == 0:
         llama(attn_implementation="eager").save_pretrained("pretrained")
     dist.barrier()
-    model = LlamaForCausalLM.from_pretrained("pretrained")  # a reference is read from there, too
+    model = LlamaForCausalLM.from_pretrained("pretrained")  # TRL also loads the reference model from this folder
     made = kind(
         model, args=args, reward_funcs=short_words, train_dataset=prompts(), processing_class=tokenizer(), **more
     )
