@@ -107,7 +107,7 @@ def _of_the_class(tensor: torch.Tensor) -> set[str]:
 
 
 _attributes = attrgetter("__dict__")
-_ONLY_OWN = {3}  # number of attributes if users set none: torch's `_is_param`, and the two of `mark`
+_ONLY_OWN = {3}  # number of attributes if users set none: torch's `_is_param`, and the two of `prepare`
 # Exhausts an iterator, such as a `map` with side effects: a loop over a group's parameters without bytecode.
 run_all = deque[Any](maxlen=0).extend
 
@@ -144,7 +144,7 @@ class ShardedParam:
         self.kept: list[weakref.ref[torch.Tensor]] = []
         self.hooks = ParamHooks()
         self._whole: weakref.ref[nn.Parameter] | None = None
-        self.mark()
+        self.prepare()
         _all.add(self)
 
     def note_kept(self, copy: torch.Tensor) -> None:
@@ -201,7 +201,7 @@ class ShardedParam:
             made.replace(copy.deepcopy(whole, memo))
         return made
 
-    def mark(self) -> None:
+    def prepare(self) -> None:
         """Set the name of the sharded parameter, and make its sizes static for graphs."""
         self.rename(self.fqn)
         for tensor in (self.sharded, self.local):

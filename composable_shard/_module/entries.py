@@ -243,7 +243,7 @@ class ModuleEntries:
         for index, param in replaced.items():
             self.params[index].sharded = self._shards[index] = param
             if not torch.compiler.is_compiling():
-                self.params[index].mark()
+                self.params[index].prepare()
         self._storages, self._pieces = [], []
 
     def _is_known(self, param: Any, index: int) -> bool:
