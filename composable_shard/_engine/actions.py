@@ -203,17 +203,17 @@ class Actions:
         self._act(WAIT, group, group.finish_gather)
         self.gathered.add(group)
 
-    def drop(self, group: ParamGroup, look: bool = True) -> None:
+    def drop(self, group: ParamGroup, check_edits: bool = True) -> None:
         """Reshard a group, whatever its phase is, and install its sharded parameters.
 
         Args:
-            group: that is resharded.
-            look: whether to look for edits of unsharded parameters.
+            group: the group to reshard.
+            check_edits: whether an in-place edit of its unsharded parameters is an error.
 
         Raises:
             StaleStateError: an unsharded parameter was edited in place. The group is resharded then, too.
         """
-        edited = self.find_edits(group) if look and group.is_written() else ()
+        edited = self.find_edits(group) if check_edits and group.is_written() else ()
         self.staying.discard(group)
         if (entries := group.entries()) is not None:
             entries.hide()
@@ -229,7 +229,7 @@ class Actions:
         try:
             return changed(group.buckets, partial(self._gather_again, group))
         except BaseException:
-            self.drop(group, look=False)
+            self.drop(group, check_edits=False)
             raise
 
     def _gather_again(self, group: ParamGroup) -> None:
@@ -288,7 +288,7 @@ class Actions:
         for group in self.groups:
             if failed and group.is_written():
                 group.forget_writes()
-                self.drop(group, look=False)
+                self.drop(group, check_edits=False)
             if group.phase is not SHARDED and not group.stay.pinned and (group.phase is GATHERING or not keeps):
                 self.drop(group)
         if keeps:
@@ -299,7 +299,7 @@ class Actions:
         for group in self.groups:
             if not group.running and (group.is_written() or not group.stay.pinned):
                 group.forget_writes()  # what has failed was said
-                self.drop(group, look=False)
+                self.drop(group, check_edits=False)
 
     def pin(self, group: ParamGroup, wait: bool) -> None:
         """Gather a group and keep it until `reshard`, its next use, or a change of its parameters."""
@@ -440,7 +440,7 @@ class Actions:
         self.end_forward(group, stays)
         # A checkpoint may also stop a recomputation in backward by an error.
         if written and current_backward() < 0:
-            self.drop(group, look=False)
+            self.drop(group, check_edits=False)
 
     def _shrink(self, group: ParamGroup) -> None:
         """Keep pieces of a group's weights, and show these to its modules."""

@@ -369,7 +369,7 @@ class Engine:
         edited = self._do.find_edits(group) if written else ()
         self._do.end_forward(group, stays)
         if edited:
-            self._do.drop(group, look=False)  # what was edited must not be read again
+            self._do.drop(group, check_edits=False)  # what was edited must not be read again
             raise lost_edit(edited)
 
     # ---- backward

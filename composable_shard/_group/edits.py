@@ -66,7 +66,7 @@ class Writes:
         rewritten: by index, versions of the weights that were written to until the backward of a use began.
         looked_at: the outputs of a use, if the running backward has read a weight of it; else None.
         noted: the outputs of the use that backward has reached, of which `rewritten` tells; None if there is none.
-        unwritten: `looked_at`, if none of the weights was written to; else None.
+        unwritten: the outputs of a use whose weights were not written to, so that reads need no check; else None.
         sums_next: indices of the weights whose sums the next gather takes.
     """
 
@@ -128,13 +128,13 @@ class Writes:
         self.unwritten = None if rewritten else shown
 
     def look_at(self, shown: Sequence[torch.Tensor], leaves: Leaves | None) -> dict[int, int]:
-        """A weight of a use is read: see what was written to, once, as a look costs as much as reading it.
+        """Check for writes when a weight is read; once per use without writes, as a check costs as much as a read.
 
         Args:
             shown, leaves: as of `begin_reads`.
 
         Returns:
-            `rewritten`. If it is empty, other reads of this use need not look, see `unwritten`.
+            `rewritten`. If it is empty, later reads of this use need no check; see `unwritten`.
         """
         if shown is not self.noted:
             self.begin_reads(shown, leaves)
@@ -144,7 +144,7 @@ class Writes:
         return self.rewritten
 
     def await_read(self) -> None:
-        """Have the next read of a weight come to `look_at`."""
+        """Make the next read of a weight call `look_at`, which notes that the use has been read."""
         self.unwritten = None
 
     def end_reads(self) -> None:

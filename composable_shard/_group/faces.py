@@ -336,7 +336,7 @@ class Faces:
 
     def note_kept(self, shown: Sequence[torch.Tensor]) -> None:
         """These outputs of a node, which are installed, are about to be replaced: note those that user code holds."""
-        counts = list(map(getrefcount, shown))  # before `enumerate` holds any
+        counts = list(map(getrefcount, shown))  # first, because `enumerate` holds references too
         self._keep(itertools.compress(enumerate(shown), map(gt, counts, self._counts)))
 
     def _note_users(self, face: Face, dropped: Sequence[torch.Tensor], leaves: Leaves | None) -> None:

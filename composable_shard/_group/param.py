@@ -82,7 +82,7 @@ def lend_attributes(tensor: torch.Tensor, param: torch.Tensor) -> None:
 def lent_attributes(params: Iterable[torch.Tensor]) -> list[dict[str, Any]]:
     """The same attributes of many parameters whose classes set none."""
     attributes = list(map(dict.copy, map(_attributes, params)))
-    # Whether users have set any is told by their number, at a tenth of the host time that their names take.
+    # The number of attributes shows whether users set any. Comparing names would take several times the host time.
     if set(map(len, attributes)) != _ONLY_OWN and not FUSED_ACCUMULATION.isdisjoint(chain.from_iterable(attributes)):
         for names in attributes:
             for name in FUSED_ACCUMULATION.intersection(names):
@@ -107,7 +107,7 @@ def _of_the_class(tensor: torch.Tensor) -> set[str]:
 
 
 _attributes = attrgetter("__dict__")
-_ONLY_OWN = {3}  # how many attributes a parameter has if users set none: torch's `_is_param` and the two of `prepare`
+_ONLY_OWN = {3}  # number of attributes if users set none: torch's `_is_param` and the two of `prepare`
 # Exhausts an iterator, such as a `map` with side effects: a loop over a group's parameters without bytecode.
 run_all = deque[Any](maxlen=0).extend
 
@@ -202,7 +202,7 @@ class ShardedParam:
         return made
 
     def prepare(self) -> None:
-        """Give the sharded parameter its name and, because a graph is made for its sizes, have Dynamo fix these."""
+        """Set the name of the sharded parameter, and make its sizes static, because graphs are compiled for them."""
         self.rename(self.fqn)
         for tensor in (self.sharded, self.local):
             fix_sizes(tensor)

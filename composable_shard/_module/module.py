@@ -579,7 +579,7 @@ def _ended(module: nn.Module, state: ShardState, output: Any) -> Any:
             node = tensor.grad_fn
             if node is not None:
                 node.register_prehook(partial(engine.before_backward, use, outputs))
-                HANDLES.ours += 1  # without a call of `give`: host time of each step
+                HANDLES.ours += 1  # a call of `give` would cost host time in each step
     return output
 
 
