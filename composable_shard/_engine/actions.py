@@ -205,17 +205,17 @@ class Actions:
         self._act(WAIT, group, group.finish_gather)
         self.gathered.add(group)
 
-    def drop(self, group: ParamGroup, look: bool = True) -> None:
+    def drop(self, group: ParamGroup, check_edits: bool = True) -> None:
         """Reshard a group in any phase, and install its sharded parameters.
 
         Args:
             group: the group to reshard.
-            look: whether to check for in-place edits of unsharded parameters.
+            check_edits: whether to check for in-place edits of unsharded parameters.
 
         Raises:
             StaleStateError: an unsharded parameter was edited in place. The group is still resharded.
         """
-        edited = self.find_edits(group) if look and group.is_written() else ()
+        edited = self.find_edits(group) if check_edits and group.is_written() else ()
         self.staying.discard(group)
         if (entries := group.entries()) is not None:
             entries.hide()
@@ -231,7 +231,7 @@ class Actions:
         try:
             return changed(group.buckets, partial(self._gather_again, group))
         except BaseException:
-            self.drop(group, look=False)
+            self.drop(group, check_edits=False)
             raise
 
     def _gather_again(self, group: ParamGroup) -> None:
@@ -290,7 +290,7 @@ class Actions:
         for group in self.groups:
             if failed and group.is_written():
                 group.forget_writes()
-                self.drop(group, look=False)
+                self.drop(group, check_edits=False)
             if group.phase is not SHARDED and not group.stay.pinned and (group.phase is GATHERING or not keeps):
                 self.drop(group)
         if keeps:
@@ -301,7 +301,7 @@ class Actions:
         for group in self.groups:
             if not group.running and (group.is_written() or not group.stay.pinned):
                 group.forget_writes()  # the failure was reported already
-                self.drop(group, look=False)
+                self.drop(group, check_edits=False)
 
     def pin(self, group: ParamGroup, wait: bool) -> None:
         """Gather a group and keep it unsharded until `reshard`, its next use, or a change of its parameters."""
@@ -442,7 +442,7 @@ class Actions:
         self.end_forward(group, stays)
         # A checkpoint also stops a recomputation in backward early by raising an exception.
         if written and current_backward() < 0:
-            self.drop(group, look=False)
+            self.drop(group, check_edits=False)
 
     def _shrink(self, group: ParamGroup) -> None:
         """Keep pieces of a group's unsharded parameters, and install these pieces in the modules."""

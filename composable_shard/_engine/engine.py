@@ -373,7 +373,7 @@ class Engine:
         edited = self._do.find_edits(group) if written else ()
         self._do.end_forward(group, stays)
         if edited:
-            self._do.drop(group, look=False)  # edited weights must not be read again
+            self._do.drop(group, check_edits=False)  # edited weights must not be read again
             raise lost_edit(edited)
 
     # ---- backward

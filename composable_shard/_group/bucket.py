@@ -377,7 +377,7 @@ class GatherBucket(Bucket):
         slot, leaves = self.slot, self.here
         self.slot = self.here = None
         self.readable = False
-        if self.writes.noted is not None:
+        if self.writes.noted is not None:  # else no backward has reached a use, and a call would cost host time
             self.writes.end_reads()
         if slot is None:
             return

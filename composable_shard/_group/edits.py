@@ -144,7 +144,7 @@ class Writes:
         return self.rewritten
 
     def await_read(self) -> None:
-        """Make the next read of a parameter call `look_at`."""
+        """Make the next read of a parameter call `look_at`, which notes that backward has read the use."""
         self.unwritten = None
 
     def end_reads(self) -> None:

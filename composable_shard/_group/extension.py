@@ -263,7 +263,7 @@ class ExtensionBucket(Bucket):
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         leaves, self.here = self.here, None
-        super().lose()  # marks the weights unreadable; their memory is the members'
+        super().lose()  # marks the weights as unreadable; the members own their memory
         self.writes.end_reads()
         if leaves is not None:
             leaves.give_up()

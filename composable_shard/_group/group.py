@@ -373,7 +373,7 @@ class ParamGroup:
         """
         was_resident = self.phase is RESIDENT
         self._set_phase(SHARDED)
-        if not again and (self.stay.pinned or self.stay.kept):
+        if not again and (self.stay.pinned or self.stay.kept):  # rare; a call would cost host time in each step
             self.stay.end()
         if was_resident:
             for resident in self.residents:

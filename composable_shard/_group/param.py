@@ -82,7 +82,7 @@ def lend_attributes(tensor: torch.Tensor, param: torch.Tensor) -> None:
 def lent_attributes(params: Iterable[torch.Tensor]) -> list[dict[str, Any]]:
     """Return these attributes of many parameters whose classes set none."""
     attributes = list(map(dict.copy, map(_attributes, params)))
-    # Their number shows whether users set any. Comparing names takes ten times the host time.
+    # Their number shows whether users set any. Comparing names would take several times the host time.
     if set(map(len, attributes)) != _ONLY_OWN and not FUSED_ACCUMULATION.isdisjoint(chain.from_iterable(attributes)):
         for names in attributes:
             for name in FUSED_ACCUMULATION.intersection(names):
@@ -202,7 +202,7 @@ class ShardedParam:
         return made
 
     def prepare(self) -> None:
-        """Set the name of the sharded parameter, and make its sizes static for graphs."""
+        """Set the name of the sharded parameter, and make its sizes static, because graphs are compiled for them."""
         self.rename(self.fqn)
         for tensor in (self.sharded, self.local):
             fix_sizes(tensor)

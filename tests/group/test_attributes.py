@@ -138,18 +138,19 @@ def test_gradients_of_fused_layers_are_reduced(rank, world, reshard):
 
 
 @distributed(world=2)
-def test_the_only_attribute_of_parameters_that_were_loaded_in_the_place_of_others(rank, world):
-    plain, ours, _ = models()
+def test_fused_layers_train_after_a_load_has_replaced_their_parameters(rank, world):
+    plain, ours, theirs = models()
     shard(ours, fully_shard)
-    steps(plain, (ours,), rank, world)
-    loaded = {name: value.clone() for name, value in ours.state_dict().items()}
-    before = ours[0].up
-    ours.load_state_dict(loaded, assign=True)
-    assert ours[0].up is not before
-    for first in (2, 4):  # at the first forward they are adopted
-        for block in ours:
-            block.up.main_grad, block.down.main_grad = torch.zeros(24, 16), torch.zeros(16, 24)
-        steps(plain, (ours,), rank, world, first)
+    shard(theirs, ENGINES["fsdp2"])
+    steps(plain, (ours, theirs), rank, world)
+    for model in (ours, theirs):
+        before = model[0].up
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+        assert model[0].up is not before
+    for first in (2, 4):  # the first forward adopts the new parameters
+        for param in (*ours.parameters(), *theirs.parameters()):  # all, so that none differs from the others
+            param.main_grad = torch.zeros(param.shape)
+        steps(plain, (ours, theirs), rank, world, first)
 
 
 @pytest.mark.matrix
