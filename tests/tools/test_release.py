@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -304,6 +305,20 @@ def test_a_release_sets_the_version_adds_its_section_and_deletes_the_fragments(t
     preparing.prepare(tree, "98.1.0.dev0")
     assert '\nversion = "98.1.0.dev0"\n' in (tree / "pyproject.toml").read_text()
     assert (tree / "CHANGELOG.md").read_text() == page
+
+
+def test_a_release_dates_the_section_that_was_written_for_it(tree):
+    page = tree / "CHANGELOG.md"
+    page.write_text("# Changelog\n\n## 98.0.0 (unreleased)\n\n- Highlights.\n")
+    with pytest.raises(ValueError, match=r"move these fragments into it: \+a.added.md, \+b.fixed.md"):
+        preparing.prepare(tree, "98.0.0")
+    assert "(unreleased)" in page.read_text()
+    assert "98.0.0" not in (tree / "pyproject.toml").read_text()
+    for fragment in (tree / "changelog.d").glob("+*"):
+        fragment.unlink()
+    preparing.prepare(tree, "98.0.0")
+    assert re.fullmatch(r"# Changelog\n\n## 98.0.0 \(20\d\d-\d\d-\d\d\)\n\n- Highlights.\n", page.read_text())
+    assert '\nversion = "98.0.0"\n' in (tree / "pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize(

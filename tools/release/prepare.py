@@ -1,6 +1,6 @@
 """Prepare a release in the working tree: set the version in pyproject.toml and write the section in CHANGELOG.md.
 
-    make release VERSION=0.1.0        # moves the fragments of changelog.d into CHANGELOG.md
+    make release VERSION=0.1.0        # moves the fragments of changelog.d into CHANGELOG.md, or dates a written section
     make release VERSION=0.2.0.dev0   # after the release: sets only the version
 
 Nothing is committed, tagged or uploaded. CONTRIBUTING.md describes all steps of a release.
@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -47,17 +48,33 @@ def with_version(text: str, version: str) -> str:
     return _LINE.sub(f'version = "{version}"', text)
 
 
+def with_date(page: str, version: str) -> str | None:
+    """Return CHANGELOG.md with today's date in a section "VERSION (unreleased)". None if there is no such section."""
+    heading = f"## {version} (unreleased)\n"
+    return page.replace(heading, f"## {version} ({date.today()})\n") if heading in page else None
+
+
 def prepare(root: Path, version: str) -> None:
     """Set the version, and for a release also write the changelog, in the files of `root`.
 
+    A release needs either fragments in changelog.d, or a section "VERSION (unreleased)" in CHANGELOG.md.
+
     Raises:
-        ValueError: this cannot be the next version, or there are no changelog fragments for a release.
+        ValueError: this cannot be the next version, or a release has neither fragments nor a section, or both.
         subprocess.CalledProcessError: towncrier failed. The version is unchanged.
     """
     page = root / "pyproject.toml"
     text = with_version(page.read_text(), version)
     if ".dev" not in version:
-        if not list((root / "changelog.d").glob("*.*.md")):
+        changelog, fragments = root / "CHANGELOG.md", sorted((root / "changelog.d").glob("*.*.md"))
+        if dated := with_date(changelog.read_text(), version):
+            if fragments:
+                names = ", ".join(fragment.name for fragment in fragments)
+                raise ValueError(f"CHANGELOG.md has a section for {version}: move these fragments into it: {names}")
+            changelog.write_text(dated)
+            page.write_text(text)
+            return
+        if not fragments:
             raise ValueError("changelog.d has no fragments, so there is no change to release")
         command = [sys.executable, "-m", "towncrier", "build", "--yes", "--version", version]
         subprocess.run(command, cwd=root, check=True, stdout=sys.stderr)
