@@ -21,7 +21,7 @@ help:
 	@echo "make demo    train a small GPT on two processes (options: DEMO='--strategy zero2')"
 	@echo "make test    run linters, type checks, import contracts and tests (JOBS=4: four jobs, each with worker processes)"
 	@echo "make matrix  run the larger test sweeps"
-	@echo "make downstream  run other libraries with composable_shard and with FSDP2 (ONLY=accelerate)"
+	@echo "make downstream  run other libraries with composable_shard and with FSDP2 (ONLY=accelerate_fsdp2)"
 	@echo "make bench   run the benchmarks, about an hour; writes JSON and charts to $(RESULTS)/ (BENCH='--only memory')"
 	@echo "make release-check  install wheel and sdist in new environments and check them (RELEASE=--all)"
 	@echo "make release VERSION=0.1.0  set the version and write the section in CHANGELOG.md; commits nothing"

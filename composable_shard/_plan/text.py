@@ -41,7 +41,7 @@ def plan_text(
         phases: name and order of each phase that was seen. The order is empty if it is that of the plan.
     """
     params = sum(p.numel for g in groups for p in g.params)
-    title = f"plan: {len(groups)} groups, {params:,} parameters, {joined(g.mesh for g in groups)}"
+    title = f"plan: {count(len(groups), 'group')}, {count(params, 'parameter')}, {joined(g.mesh for g in groups)}"
     lines = [title, *table(_rows(groups, schedule, predicted))]
     lines.append(f"peak of unsharded parameters and communication in a training step: {mib(predicted.peak)}")
     lines += [] if schedule is None else _memory_lines(predicted)
@@ -124,6 +124,11 @@ def first_names(names: Sequence[str], most: int) -> str:
     """Join names for a message: all names, or the first `most` and the number of the others if that is above 1."""
     more = len(names) - most
     return ", ".join(names) if more < 2 else f"{', '.join(names[:most])} and {more} more"
+
+
+def count(number: int, noun: str) -> str:
+    """Format a number of things."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def mib(nbytes: int) -> str:

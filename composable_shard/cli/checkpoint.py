@@ -13,10 +13,11 @@ from typing import Any
 
 from .. import checkpoint
 from .._errors import CheckpointError, ComposableShardError
+from .._plan.text import count
 from ..checkpoint._convert import export_safetensors, reshard
 from ..checkpoint._describe import Info, TensorInfo, describe, grouped
 from ..checkpoint._format.manifest import DTYPES
-from .terminal import add_debug, aligned, count, in_bytes, printable, progress, say_error, size
+from .terminal import add_debug, aligned, in_bytes, printable, progress, say_error, size
 
 NAME = "checkpoint"
 DESCRIPTION = """\

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import ComposableShardError, ShardConfigError, ShardConfigValueError
+from .._plan.text import count
 from ..planner import measuring, ranks
 from ..planner.link_fit import LinkFit
 from ..planner.measuring import QUICK, Collective, Figure, Measurement, Settings
 from ..planner.ranks import Place, Progress
-from .terminal import Table, add_debug, count, in_bytes, in_seconds, printable, progress, say_error, show
+from .terminal import Table, add_debug, in_bytes, in_seconds, printable, progress, say_error, show
 
 NAME = "measure-links"
 DESCRIPTION = """\

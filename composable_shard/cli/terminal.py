@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from .._plan.text import table
+from .._plan.text import count, table
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,6 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> Itera
 def printable(text: str) -> str:
     """Replace control characters, which could control the terminal, by their escape sequences."""
     return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
-
-
-def count(number: int, noun: str) -> str:
-    """Format a number of things."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def in_bytes(size: float) -> str:

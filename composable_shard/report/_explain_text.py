@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from composable_shard._plan.plan import ShardPlan
 from composable_shard._plan.schedule import ROOT_NAME, Kind
-from composable_shard._plan.text import first_names, mib, table
+from composable_shard._plan.text import count, first_names, mib, table
 from composable_shard._plan.waits import Cause, Wait
 from composable_shard.report._changes import Change
 from composable_shard.report._measured import GroupSeconds, Measured
@@ -84,7 +84,8 @@ def _summary(step: Explanation) -> Iterator[str]:
     gathers = _sum([wait for wait in step.waits if wait.kind is Kind.UNSHARD])
     budget = "no budget" if plan.pool.budget is None else f"budget {mib(plan.pool.budget)}"
     ranks = max((group.shard_size for group in plan.groups), default=1)
-    yield f"{len(plan.groups)} groups over {ranks} ranks, prefetch {plan.prefetch}, {budget}; {step.times_from}"
+    size = f"{count(len(plan.groups), 'group')} over {count(ranks, 'rank')}"
+    yield f"{size}, prefetch {plan.prefetch}, {budget}; {step.times_from}"
     parts = f"{ms(step.compute)} compute, {ms(gathers)} exposed gathers, {ms(waited - gathers)} exposed reductions"
     yield f"step    {ms(step.seconds)} ms: {parts}"
     link = f"communication {ms(step.link)}, or {ms(step.least_link)} if all weights are kept"
