@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import composable_shard as cs
-from _pictures import BLUE, GREY, PALE, SAND, picture
+from _pictures import BLUE, PALE, SAND, picture
 from composable_shard import PoolPolicy, PrefetchPolicy, report, testing
 
 RANKS = 8
@@ -34,6 +34,7 @@ WIDTH = 64
 # Hidden width and forward time (ms) of each block. As in mixture-of-experts models, large blocks take no longer than
 # small ones, because each token uses few of their weights.
 BLOCKS = ((64, 0.6), (64, 0.6), (64, 0.6), (512, 0.6), (64, 0.6), (64, 0.6), (512, 0.6), (64, 0.6))
+ACTIONS = {"all-gather": "UNSHARD", "reduce-scatter": "REDUCE"}  # the actions that issue collectives
 STEPS = 5  # the first step records the order of the groups; `auto` measures the next two
 
 
@@ -191,33 +192,24 @@ def draw_times(axes, run: Run) -> None:
 
 
 def draw_step(run: Run, path: Path) -> None:
-    """Plot one step, one row per group: all-gather until its wait, time unsharded, and reduction."""
-    begun: dict[tuple[str, str], float] = {}
-    bars: dict[str, list[tuple[int, float, float]]] = {}
-    rows = {"": len(BLOCKS)} | {f"blocks.{i}": len(BLOCKS) - 1 - i for i in range(len(BLOCKS))}
-    stages = {  # label: (first action, last action)
-        "gather": ("UNSHARD", "WAIT"),
-        "gathered": ("WAIT", "RESHARD"),
-        "reduction": ("REDUCE", "REDUCED"),
-    }
-    for span in run.record.spans:
-        for label, (first, last) in stages.items():
-            if span.kind == last and (label, span.fqn) in begun:
-                bars.setdefault(label, []).append((rows[span.fqn], begun.pop((label, span.fqn)), span.end))
-            if span.kind == first:
-                begun[label, span.fqn] = span.end if label == "gathered" else span.begin
-        if span.kind in ("FORWARD", "BACKWARD") and span.fqn:
-            bars.setdefault("forward, backward", []).append((rows[span.fqn], span.begin, span.end))
-    colors = {"gather": PALE, "gathered": GREY, "forward, backward": BLUE, "reduction": SAND}
-    with picture(path, 9, 3.2) as axes:
-        for label, color in colors.items():
-            for row, begin, end in bars[label]:
-                axes.broken_barh([(1e3 * begin, 1e3 * (end - begin))], (row + 0.15, 0.7), facecolor=color, label=label)
-                label = "_"  # one legend entry per label
-        axes.set_yticks([row + 0.5 for row in rows.values()], [name or "root" for name in rows])
+    """Plot one step over time: all-gathers, compute and reduce-scatters, with the block of each."""
+    spans, events = run.record.spans, run.collectives
+    rows = {"reduce-scatter": SAND, "compute": BLUE, "all-gather": PALE}
+    with picture(path, 9, 2.2) as axes:
+        for row, (label, color) in enumerate(rows.items()):
+            if label == "compute":
+                bars = [(x.fqn, x.begin, x.end) for x in spans if x.fqn and x.kind in ("FORWARD", "BACKWARD")]
+            else:  # each of these actions issued one collective
+                issued = [span.fqn for span in spans if span.kind == ACTIONS[label]]
+                done = [event for event in events if event.kind == label.replace("-", "_")]
+                bars = [(fqn, event.start_s, event.finish_s) for fqn, event in zip(issued, done, strict=True)]
+            for fqn, begin, end in ((fqn, 1e3 * begin, 1e3 * end) for fqn, begin, end in bars):
+                axes.broken_barh([(begin, end - begin)], (row + 0.1, 0.8), facecolor=color, edgecolor="white")
+                text = {"color": "white" if color == BLUE else "black", "ha": "center", "va": "center", "fontsize": 8}
+                axes.text((begin + end) / 2, row + 0.5, fqn.removeprefix("blocks."), **text)
+        axes.set_yticks([row + 0.5 for row in range(len(rows))], list(rows))
         axes.tick_params(labelsize=8)
-        axes.set_xlabel("milliseconds of a training step")
-        axes.legend(ncols=4, frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+        axes.set_xlabel("milliseconds of a training step; the numbers are those of the blocks", fontsize=8)
 
 
 def main(arguments: list[str] | None = None) -> int:

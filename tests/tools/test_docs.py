@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from _launched import finish
@@ -422,3 +424,20 @@ def test_the_script_named_on_the_first_page_creates_its_picture():
     (picture,) = re.findall(r"!\[[^\]]*\]\(docs/(\w+\.png)\)", text)
     (script,) = re.findall(r"`python (tutorials/\w+\.py)`", text)
     assert f'"{picture}"' in (ROOT / script).read_text()
+
+
+def test_the_picture_of_a_sharded_weight_shows_the_elements_that_each_rank_stores(tmp_path):
+    spec = importlib.util.spec_from_file_location("draw_owners", ROOT / "tools" / "draw_owners.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    shard, hsdp, columns, rows = (tool.owners(*layout) for layout in tool.LAYOUTS.values())
+    every = torch.ones(tool.ROWS, tool.COLUMNS, dtype=torch.int64)
+    for layout, copies in ((shard, 1), (hsdp, 2), (columns, 1), (rows, 1)):
+        assert torch.equal(layout.sum(0), copies * every)
+    assert [rank[:, 0].sum().item() for rank in shard] == [3, 3, 3, 1]
+    assert torch.equal(hsdp[0], hsdp[2])
+    assert torch.equal(hsdp[1], hsdp[3])
+    assert (columns[0] | columns[2]).any(1).tolist() == 5 * [True] + 5 * [False]  # tp rank 0 has the first outputs
+    assert (rows[0] | rows[2]).any(0).tolist() == 4 * [True] + 4 * [False]  # tp rank 0 has the first inputs
+    assert tool.main([str(tmp_path / "owners.png")]) == 0
+    assert (tmp_path / "owners.png").read_bytes().startswith(b"\x89PNG")
