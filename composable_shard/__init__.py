@@ -11,7 +11,7 @@ from ._api import fully_shard as fully_shard
 from ._api import last_record as last_record
 from ._artifacts import load_cache_artifacts as load_cache_artifacts
 from ._artifacts import save_cache_artifacts as save_cache_artifacts
-from ._compile import compile as compile  # noqa: A004 - for torch.compile
+from ._compile import compile as compile  # noqa: A004 - named like torch.compile
 from ._compile import keep_from_dynamo as _keep_from_dynamo
 from ._debug import set_debug as set_debug
 from ._errors import ArtifactMismatchError as ArtifactMismatchError
@@ -112,7 +112,7 @@ _LOADED_WHEN_USED = {
     "planner": "planner",
     "report": "report",
     "testing": "testing",
-}  # public name -> the submodule that defines it, or that it is
+}  # public name -> the submodule that defines it; a submodule's own name -> the submodule
 
 _keep_from_dynamo(_sys.modules, __name__)
 __all__ = sorted(

@@ -84,7 +84,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy | None = MixedPrecisionPolicy(),  # noqa: B008 - frozen, the signature users know
+    mp_policy: MixedPrecisionPolicy | None = MixedPrecisionPolicy(),  # noqa: B008 - frozen, and torch's signature
     offload_policy: OffloadPolicy | CPUOffload | Literal[False] | None = OffloadPolicy(),  # noqa: B008 - likewise
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
@@ -121,9 +121,9 @@ def fully_shard(
             (for example those of experts) become a separate group.
         mp_policy: dtypes of the gathered parameters, of the reduction, and of inputs and outputs of forward. An input
             container (a dict, a list, a dataclass) is copied if a tensor in it is cast; otherwise forward receives the
-            container itself. After forward, items that forward has written into the copy are written into the caller's
-            container; the tensors that were in it are unchanged. Outputs are copied in the same way, without writing
-            back. None casts nothing.
+            container itself. Items that forward writes into the copy are written back into the caller's container after
+            forward; its other tensors are unchanged. Containers of outputs are copied in the same way, but nothing is
+            written back. None casts nothing.
         offload_policy: `CPUOffloadPolicy` keeps shards, gradients and optimizer state on the CPU, and copies shards to
             the accelerator before each gather. Without an accelerator it has no effect. `HostOffloadPolicy` offloads
             some of these, and `DiskOffloadPolicy` keeps the optimizer state on disk; see `offload_optimizer`. None and
@@ -131,8 +131,8 @@ def fully_shard(
             true, else it offloads nothing.
         ignored_params: parameters not to shard: a set or another iterable. None and buffers in it are skipped.
         dp_mesh_dims: a `DataParallelMeshDims`, which names the axes of `mesh` to shard over and to replicate over.
-            All parameters must then be DTensors on all of `mesh` that are replicated over these axes. In forward they
-            have this placement again. Several axes to shard over count as one, and so do several to replicate over.
+            All parameters must then be DTensors on the whole `mesh`, replicated over these axes. In forward they have
+            this placement again. Several axes to shard over count as one axis, and so do several to replicate over.
 
     Returns:
         `module`, whose class is now a subclass of `FSDPModule` and of its original class.
@@ -140,7 +140,7 @@ def fully_shard(
     Raises:
         ShardConfigTypeError: an argument has a wrong type (also a TypeError).
         ShardConfigValueError: a module or a parameter cannot be sharded (also a ValueError).
-        MixedShardingError: torch's own `fully_shard` has sharded a module, or one inside of it (also a ValueError).
+        MixedShardingError: torch's own `fully_shard` has sharded `module` or a module inside of it (also a ValueError).
     """
     modules = _modules(module)
     reshard, precision, offload = _reshard(reshard_after_forward), as_precision(mp_policy), as_offload(offload_policy)
@@ -166,7 +166,7 @@ fully_shard.state = state_facade  # type: ignore[attr-defined]  # torch's `fully
 
 
 def _shard(modules: list[nn.Module], placements: Placements, options: Options, ignored: set[int]) -> ShardState:
-    """Shard all parameters of the modules that no other call has sharded, and make their state."""
+    """Shard the parameters of the modules, except those that earlier calls have sharded, and make the state."""
     managed = [taken for each in modules for taken in _managed(each)]
     params = [param for prefix, owner in managed for param in _params_of(prefix, owner, ignored)]
     cuts = _cuts(params, placements)
@@ -328,7 +328,7 @@ def _check_unmanaged(name: str, param: nn.Parameter) -> None:
 
 @dataclass
 class _Share:
-    """The parameters of a call on one mesh; see `Declaration`."""
+    """The parameters that one call of `fully_shard` shards on one mesh; see `Declaration`."""
 
     info: MeshInfo
     label: str
@@ -344,7 +344,7 @@ class _Share:
 
 
 def _cuts(params: list[Found], placements: Placements) -> dict[int, Cut]:
-    """Decide how to shard each parameter, by id."""
+    """Decide how to shard each parameter. The result is keyed by the parameters' ids."""
     cuts: dict[int, Cut] = {}
     for owner, name, fqn, param in params:
         check_use(owner, name, fqn)
@@ -355,7 +355,7 @@ def _cuts(params: list[Found], placements: Placements) -> dict[int, Cut]:
 
 
 def _shares(own: MeshInfo, cuts: dict[int, Cut], reshard: bool | int | None) -> dict[MeshInfo, _Share]:
-    """Make a share for each mesh that a call uses; the share of its own mesh is the first."""
+    """Make a share for each mesh that a call uses. The first share is that of `own`, the mesh of the call."""
     shares: dict[MeshInfo, _Share] = {}
     for info in dict.fromkeys([own, *(cut.info for cut in cuts.values())]):
         label = "/".join(info.mesh.mesh_dim_names or ()) or "another mesh" if shares else ""
@@ -413,7 +413,7 @@ def _attach(module: nn.Module, state: ShardState, index: int) -> None:
     cls = type(module)
     if cls not in _classes:
         names = {"__module__": cls.__module__, "_leads_to_torchs": cls._call_impl is nn.Module._call_impl}
-        _classes.setdefault(cls, type(f"FSDP{cls.__name__}", (FSDPModule, cls), names))  # the same one in all threads
+        _classes.setdefault(cls, type(f"FSDP{cls.__name__}", (FSDPModule, cls), names))  # one class for all threads
     module.__class__ = _classes[cls]
     module.__dict__[STATE] = state
     module.__dict__[PLACE] = index

@@ -32,9 +32,9 @@ def save_cache_artifacts(model: nn.Module, path: str | os.PathLike[str]) -> int:
     """Save the compiled code of this process to a file, from which other processes fill their compile caches.
 
     Call it after a forward and a backward of the compiled model. It issues no collective, so one rank may call it
-    alone. The process can also be one rank of a simulated world (`composable_shard.testing.fake`); then only a single
-    process ever compiles. The file contains a header, by which `load_cache_artifacts` checks that the file fits, and
-    the result of `torch.compiler.save_cache_artifacts`, which covers everything that the process has compiled.
+    alone. The process can also be one rank of a simulated world (`composable_shard.testing.fake`). Then no process of
+    the real job has to compile. The file contains a header, by which `load_cache_artifacts` checks that the file fits,
+    and the result of `torch.compiler.save_cache_artifacts`, which covers everything that the process has compiled.
 
     Args:
         model: the sharded model, compiled or not.
@@ -120,7 +120,7 @@ def _about(model: nn.Module) -> dict[str, Any]:
 
 
 def _differences(here: dict[str, Any], saved: dict[str, Any]) -> Iterator[str]:
-    """Describe the differences of two descriptions in words; for the model, only the first difference."""
+    """Yield the differences between two descriptions, in words. For plans and models, yield only the first one."""
     for name in ("torch", "Python", "composable_shard", "device"):
         if here[name] != saved[name]:
             yield f"{name}: {here[name]} here, {saved[name]} in the file"

@@ -42,8 +42,8 @@ def compile(  # noqa: A001 - named like the function of torch that it wraps
     - ``fullgraph=True`` is the default, so that a graph break is an error that shows the frame.
     - Communication overlaps with compute under Inductor and ``aot_eager``. By default, a gather is launched one group
       ahead, and the graph waits for a reduction after the launch of the next one. The model's policies and plan can
-      change this. Overlap takes the memory of these buffers. Under Inductor, ``reorder_for_peak_memory`` and
-      ``reorder_for_locality`` would undo it, so they are off unless ``options`` sets them.
+      change this. Overlap needs memory for the buffers in flight. Under Inductor, ``reorder_for_peak_memory`` and
+      ``reorder_for_locality`` would undo the overlap, so they are off unless ``options`` sets them.
     - Graphs are checked for gathered weights that should not be saved for backward. The check also runs under
       ``aot_eager`` and under callables that `torch._dynamo` lists as AOTAutograd backends. With plain `torch.compile`
       it runs under Inductor only.
@@ -120,8 +120,9 @@ def aot_eager() -> Callable[..., Any]:
 def keep_from_dynamo(modules: Mapping[str, ModuleType], package: str) -> None:
     """Keep Dynamo from compiling the runtime's functions when compiled code calls them.
 
-    For example, autograd calls saved-tensor hooks while a compiled part of a module runs. Only the functions that call
-    a sharded module are compiled; the runtime functions that they call are traced with them.
+    For example, autograd calls saved-tensor hooks while a compiled part of a module runs. The exceptions are the
+    functions that call a sharded module. Dynamo compiles these, and traces the runtime functions that they call as part
+    of them.
     """
     for name, module in list(modules.items()):
         if name == package or name.startswith(f"{package}."):

@@ -8,11 +8,11 @@
     │   ├── ShardConfigAttributeError ... a missing or read-only attribute of a module's state (also an AttributeError)
     │   ├── MixedShardingError      a mix of modules of torch's FSDP2 and of this library     (also a ValueError)
     │   ├── PoolBudgetError         a memory budget that is too small for a group             (also a ValueError)
-    │   ├── ArtifactMismatchError   a file of code that was compiled for something else       (also a ValueError)
+    │   ├── ArtifactMismatchError   compiled code in a file does not fit this model or rank   (also a ValueError)
     │   └── ...                     variants that are also the type that torch's FSDP2 raises for the same mistake
     ├── RankMismatchError           ranks have different plans, or do different things        (also a RuntimeError)
     ├── PeerLostError               another rank has ended, failed, or cannot be reached      (also a RuntimeError)
-    ├── StaleStateError             weights were changed where or when the change is lost     (also a RuntimeError)
+    ├── StaleStateError             a change of weights would be lost, or came too early      (also a RuntimeError)
     ├── SavedTensorModifiedError    a tensor that backward reads was modified in place        (also a RuntimeError)
     ├── OffloadError                state on disk could not be written or read                (also a RuntimeError)
     ├── CheckpointError             a checkpoint could not be written or read                 (also a RuntimeError)
@@ -51,7 +51,7 @@ class ShardConfigTypeError(ShardConfigError, TypeError):
 
 
 class ShardConfigStateError(ShardConfigError, RuntimeError):
-    """A call came at the wrong time, or a model is not ready to run, which its first forward detects."""
+    """A call at the wrong time, or a model that is not ready to run, as its first forward detects."""
 
 
 class ShardConfigAttributeError(ShardConfigError, AttributeError):
@@ -78,7 +78,7 @@ class ShardConfigTypeValueError(ShardConfigTypeError, ShardConfigValueError):
 
 
 class ShardConfigTypeAssertionError(ShardConfigTypeError, AssertionError):
-    """A definition of the wrong type for which torch's FSDP2 raises an AssertionError."""
+    """Invalid methods of a tensor subclass (``fsdp_pre_all_gather``): torch's FSDP2 raises an AssertionError."""
 
 
 class ShardConfigStateAssertionError(ShardConfigStateError, AssertionError):

@@ -1,4 +1,4 @@
-"""The options of a group and the policies of a model: torch's own policies, and this library's, which are frozen."""
+"""The options of a parameter group, and the policies that users set: torch's and this library's."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Comms:
 
     Attributes:
         all_gather, reduce_scatter: objects with torch's interfaces `AllGather` and `ReduceScatter`.
-        reduce_group: the process group for reductions over the shard axis; None for the one of the mesh.
-        all_reduce_hook: called with the reduced gradients of a bucket (1D, averaged).
+        reduce_group: the process group for reductions over the shard axis; None for that of the mesh.
+        all_reduce_hook: called with the averaged gradients of a bucket, as a 1D tensor.
         hook_stream: the stream on which the hook runs; None for the stream of reductions.
     """
 
@@ -182,7 +182,7 @@ class Options:
             same.
         reduce_unused: reduce zeros for parameters that got no gradient.
         divide_factor: divisor of the sum of gradients over ranks; ``None`` means the number of ranks.
-        only_sums: never use the backend's mean.
+        only_sums: reduce by sums and divide separately, even if the backend can average.
         max_reductions: how many reductions of the engine may be in flight when one of this group is issued. ``None``
             means two on an accelerator. On a CPU it means that no reduction is in flight during a gather of backward
             (see `ParamGroup.reduces_first`).
@@ -206,13 +206,13 @@ class Options:
     comm_policy: CommPolicy = AS_IT_IS
 
     def reshards(self, is_root: bool) -> bool:
-        """Whether forward frees the unsharded parameters; by default, all except the root's."""
+        """Whether the unsharded parameters are freed after forward. By default they are, except the root's."""
         wanted = self.reshard_after_forward
         return not is_root if wanted is None else bool(wanted)
 
     @property
     def outlives_forward(self) -> tuple[bool, bool]:
-        """Whether gathered weights, or parts of them, may exist after their forward: (of other groups, of the root)."""
+        """Whether unsharded parameters, or parts of them, may exist after forward: (of other groups, of the root)."""
         wanted, given_up = self.reshard_after_forward, self.reshard_after_backward
         return not (given_up and (wanted is None or wanted is True)), not (given_up and wanted is True)
 
@@ -295,7 +295,7 @@ def as_offload(policy: Any) -> OffloadPolicy:
 
 
 def without_overrides(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """The policy without `param_dtype_override_fn` (torch 2.15), for parameters to which that assigns no dtype."""
+    """The policy without `param_dtype_override_fn` (torch 2.15), for parameters without an override."""
     return policy if overrides_of(policy) is None else replace(policy, param_dtype_override_fn=None)  # type: ignore[call-arg]
 
 
@@ -347,10 +347,11 @@ class PrefetchPolicy:
 
     @classmethod
     def auto(cls) -> PrefetchPolicy:
-        """Gather each group just early enough to hide its gather, by measured times; one group ahead until measured.
+        """Gather each group just early enough to hide its gather, based on measured times.
 
-        Groups also stay unsharded between forward and backward if that reduces exposed communication. The memory limit
-        is the budget of the `PoolPolicy` if there is one, else the memory that prefetching one group takes.
+        Until times are measured, gather one group ahead. Groups also stay unsharded between forward and backward if
+        that reduces exposed communication. The memory limit is the budget of the `PoolPolicy` if there is one, else the
+        memory that prefetching one group takes.
         """
         return cls("auto")
 
@@ -540,11 +541,11 @@ class Settings:
         return self.gives_up[int(is_root)] if self.stays is None else not self.stays  # 2.11 cannot trace a bool index
 
     def follow_plan(self, is_root: bool, keeps: bool | None) -> None:
-        """Apply a plan's decision whether the unsharded parameters stay after forward; None if it makes none."""
+        """Follow a plan: `keeps` is whether the unsharded parameters stay after forward; None: the options decide."""
         self.stays = keeps if keeps == self.gives_up[is_root] else None
 
     def change(self, **values: Any) -> None:
-        """Replace the current options by ones with these values."""
+        """Set these values in the current options."""
         self.current = replace(self.current, **values)
         self.gives_up = self.current.reshards(False), self.current.reshards(True)
         self.outlives = self.current.outlives_forward

@@ -67,8 +67,8 @@ def drift(model: nn.Module, *, all_steps: bool = False) -> tuple[str, ...]:
     Args:
         model: a sharded model.
         all_steps: False compares the last iteration. True returns the most recent differences that were detected since
-            the model was sharded: of orders (compared at each forward), of bytes (when a new peak is reached) and, with
-            `PrefetchPolicy.auto`, of times (when steps are measured again). `stats` counts them.
+            the model was sharded: in order (compared at each forward), in bytes (when a new peak is reached) and, with
+            `PrefetchPolicy.auto`, in times (when steps are measured again). `stats` counts them.
 
     Returns:
         The differences; empty if there are none.

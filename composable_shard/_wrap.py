@@ -36,14 +36,14 @@ def shard_by_class(
 
     Args:
         model: the model, changed in place.
-        classes: classes of the modules to shard as a group each, for example ``{Block}``.
+        classes: classes of modules, for example ``{Block}``. Each module of these classes becomes one group.
         strategy: ``none`` shards nothing. ``ddp`` replicates parameters and averages gradients by all-reduce.
             ``zero1`` keeps unsharded parameters from their first use to the optimizer's step, ``zero2`` until the
             end of backward, ``zero3`` frees them after each use. ``hsdp`` is ``zero3`` within each of `replicas`
             groups of ranks.
         replicas: for ``hsdp``: number of replicas, a divisor of the world size; with 1 it is ``zero3``.
         mesh: the mesh to use instead of the one that the strategy makes.
-        root: shard the model itself, too, for the parameters outside of all blocks.
+        root: whether to shard the model itself, too, so that parameters outside of these modules are sharded.
         comm_policy: formats in which weights and gradients are communicated; see `set_comm_policy`.
         options: further arguments of `fully_shard`.
 

@@ -98,7 +98,7 @@ def rank_main(rank: int, world: int, run: Run, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     try:
         train(rank, world, run)
-    except RuntimeError as error:  # connection to a killed rank
+    except RuntimeError as error:  # the connection to a killed rank was lost
         say(f"rank {rank} ended: {str(error).splitlines()[0][:90]}")
         sys.exit(1)
     dist.destroy_process_group()

@@ -11,7 +11,7 @@
 Checkpoints contain only the adapters and their optimizer state. The script draws two pictures to runs/06/:
 strategies.png (memory of each strategy for the large model) and lora.png (losses and memory of the small model).
 
-Adapters change three lines, marked 1 to 3 below. `_lora.py` creates them. Models of Transformers get adapters of PEFT
+Adapters change three lines, marked 1 to 3 below. `_lora.py` creates them. Models of Transformers use adapters of PEFT
 instead (see `train.py --lora`). For a base in 4 or 8 bits see docs/lora.md.
 """
 

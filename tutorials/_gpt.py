@@ -167,7 +167,7 @@ def python_sources() -> Iterator[tuple[str, bytes]]:
 
 
 def is_held_out(name: str, share: int = 20) -> bool:
-    """Return whether a file is held out, which is so for about one in `share` files.
+    """Return whether a file is held out. About one in `share` files is.
 
     It depends only on the name, so all ranks and runs agree.
     """

@@ -23,7 +23,7 @@ def with_adapters(model: nn.Module, blocks: Iterable[nn.Module], rank: int) -> n
     Models of Transformers get adapters of PEFT if it is installed.
     """
     peft = peft_or_none()
-    if peft is not None and hasattr(model, "add_adapter"):  # one of Transformers
+    if peft is not None and hasattr(model, "add_adapter"):  # a model of Transformers
         settings = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
         return peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
     model.requires_grad_(False)

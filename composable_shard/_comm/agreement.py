@@ -202,7 +202,10 @@ class Ballot:
         return Outcome.OPEN if self._round < len(self._among) else Outcome.ALL
 
     def _refused(self, lost: Sequence[int]) -> Outcome:
-        """Decide whether all ranks want some new plan in any of the process groups `lost` (indices) that voted no."""
+        """Return the outcome, given indices of the process groups in which not all ranks have voted for this plan.
+
+        It is `APART` if all ranks of one of them have voted for some new plan in the first round, else `SOME`.
+        """
         if not self._round:
             self._apart = [self._among[index] for index in lost if self._for_any[index].is_full()]
         return Outcome.APART if self._apart else Outcome.SOME

@@ -44,8 +44,8 @@ from .._torch.distributed import (
 )
 from .lanes import Awaitable
 
-BROADCAST_FROM_BYTES = 512 * 1024  # of a bucket: smaller ones are faster with gloo's own all-gather
-ALONE_FROM_BYTES = 64 * 1024  # of a piece: for a smaller piece, one message costs as much as one for all pieces
+BROADCAST_FROM_BYTES = 512 * 1024  # smaller buckets are faster with gloo's own all-gather
+ALONE_FROM_BYTES = 64 * 1024  # for a smaller piece, one message costs as much as one message for all pieces
 _AVERAGING = ("nccl", "xccl")  # backends whose reductions support ReduceOp.AVG
 _ON_LANE = ("nccl",)  # backends that run a collective on the current stream if it is not asynchronous
 PLAIN = "torch"  # the name of the transport that works with any process group
@@ -379,7 +379,7 @@ def transports_of(
 
     Args:
         group: the process group.
-        device: of the tensors.
+        device: the device of the tensors.
         given: the user's process group that `group` replaces. Calls to torch's public functions use it, because
             user code may watch for them.
     """
@@ -406,10 +406,10 @@ class Transports:
     """The transports of a parameter group; None where an axis has only one rank.
 
     Attributes:
-        gather, reduce: of the shard axis.
-        replicate: of the replicate axis.
-        small: of the few ranks that share the parameters between forward and backward (`reshard_after_forward` as an
-            integer), if requested.
+        gather, reduce: the transports of the shard axis.
+        replicate: the transport of the replicate axis.
+        small: the transport among the few ranks that share the parameters between forward and backward
+            (`reshard_after_forward` as an integer), if requested.
     """
 
     gather: Transport | None

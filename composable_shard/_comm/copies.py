@@ -101,7 +101,7 @@ class Split:
     """Copies all ranks' pieces out of a buffer by one operator: on an accelerator, one kernel instead of one per piece.
 
     Args:
-        layout: of the parameters in the buffer, all sharded along dim 0.
+        layout: the layout of the parameters in the buffer, all sharded along dim 0.
         like: a tensor of the buffer's dtype and device.
     """
 
@@ -246,7 +246,7 @@ class GradientCopies:
 
     Args:
         chunk: the layout of the gradients in a chunk and of the marks behind them.
-        dtype: of the bucket.
+        dtype: the dtype of the bucket.
         stored: dtypes of the parameters.
         rank, device: this rank's.
         streams: whether the device is an accelerator, on which the same operator can also convert gradients from

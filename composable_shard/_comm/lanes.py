@@ -179,7 +179,7 @@ class Launched(Job[T]):
     """A job of one collective that is already launched, with no work after it. It takes less host time than a `Job`.
 
     Args:
-        handle: of the collective.
+        handle: the handle of the collective.
         held: tensors that the collective reads or writes.
         result: returned by `finish`.
         when_done: as for a `Job`.

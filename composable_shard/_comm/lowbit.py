@@ -36,8 +36,8 @@ class LowBitGather(GatherCopies):
     compute with the same values.
 
     Args:
-        layout: with a parcel.
-        rank, transport, non_blocking: as of `GatherCopies`.
+        layout: the layout of the gather, with a parcel.
+        rank, transport, non_blocking: as for `GatherCopies`.
         like: a tensor of the compute dtype on the device.
     """
 
@@ -121,8 +121,8 @@ def _restore(numbers: Numbers, wholes: Sequence[Tensor], params: Sequence[ParamL
     """Make the parameters of a part from the numbers of all ranks.
 
     Args:
-        numbers: of all ranks.
-        wholes: of all parameters, (world, piece) each, or (world, *local shape) if sharded along a dim other than 0.
+        numbers: the numbers of all ranks.
+        wholes: the memory of all parameters, (world, piece) each, or (world, *local shape) if sharded along a dim other than 0.
         params: their layouts.
     """
     members = numbers.part.members
@@ -161,7 +161,7 @@ class _Chunks:
     """The positions of the members of parts in a chunk of a bucket. Members are the gradients, then the marks.
 
     Args:
-        layout: of the chunk.
+        layout: the layout of the chunk.
     """
 
     def __init__(self, layout: ReduceLayout) -> None:
@@ -260,7 +260,7 @@ class LowBitReduce(_Around):
 
     Args:
         inner: sends the bytes.
-        layout: of the reduction, with a parcel.
+        layout: the layout of the reduction, with a parcel.
         rounder: rounds the gradients.
     """
 
@@ -288,7 +288,7 @@ class LowBitReplicas(_Around):
     Args:
         inner: sends the bytes.
         ranks: number of replicas.
-        layout: of the preceding reduce-scatter.
+        layout: the layout of the preceding reduce-scatter.
         parcel: the layout of the bytes that a replica sends.
         rounder: rounds the sums.
     """
@@ -324,11 +324,11 @@ def compressed(
     """Replace transports of a reduction with those in fewer bits, where the policy and the layout allow it.
 
     Args:
-        transports, info: of the group.
-        layout, dtype: of the bucket.
+        transports, info: the transports and the mesh of the group.
+        layout, dtype: the layout and the dtype of the bucket.
         comm: the policy.
-        rounding: of the group.
-        names: of the parameters.
+        rounding: the rounding state of the group.
+        names: the names of the parameters.
     """
     how = [at.piece for at in layout.result.params], info.mesh.get_rank(), comm.error_feedback
     reduce, replicate = transports.reduce, transports.replicate

@@ -44,7 +44,7 @@ class MeshInfo:
 
     Attributes:
         mesh: the data-parallel mesh. It is also the mesh of the sharded DTensors if the parameters were plain tensors.
-        device: on which this rank computes.
+        device: the device on which this rank computes.
         shard_size, shard_rank, shard_group: size of the shard axis, this rank's index in it, and its process group
             (1, 0 and None if there is no such axis).
         replicate_size, replicate_group: size and process group of the replicate axis (1 and None if there is none).
@@ -261,7 +261,7 @@ def default_mesh() -> DeviceMesh:
     """Make a 1D mesh over the default process group (initialised if needed), on the accelerator if there is one.
 
     As in torch's FSDP2, the axis has no name. So the mesh equals the unnamed mesh that a user makes over all ranks.
-    Also, PEFT takes parameters on an axis with a name other than ``fsdp`` for tensor-parallel ones.
+    Also, PEFT treats parameters on an axis with a name other than ``fsdp`` as tensor-parallel.
     """
     ensure_process_group()
     return new_mesh(default_device_type(), (dist.get_world_size(),))

@@ -2,8 +2,8 @@
 
 gloo pairs collectives by their order alone. If one rank calls `full_tensor`, a barrier or a metric while another rank
 gathers, gloo pairs the two calls, and a rank reads data that was sent for a different call. So on gloo the library
-makes its own process group for each one that it is given. NCCL communicators use device memory, so with NCCL the
-library uses the given process group.
+makes its own process group for each one that it is given. With NCCL, an additional communicator would take device
+memory, so the library uses the given process group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORKED = (
     "process {} was forked from a training process and cannot use its connections: start processes before "
     "init_process_group, or with multiprocessing's 'spawn' method"
 )
-DESCRIPTION = "composable_shard"  # of the process groups made here
+DESCRIPTION = "composable_shard"  # description of the process groups made here
 
 
 class Meetings:
@@ -51,7 +51,7 @@ MEETINGS = Meetings()
 
 
 def expect_own_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Announce a later call of `own_group` for this group, so that peers learn if this rank ends before the call."""
+    """Announce a later call of `own_group` for this group: peers are notified if this rank ends before that call."""
     if group is not None and _gets_own(group, device) and group not in _of and group not in _of_parent:
         MEETINGS.expect(group, device)
 

@@ -41,9 +41,9 @@ def quantise(codes: Tensor, scales: Tensor, blocks: Tensor, form: str, noise: Te
     """Round numbers to a form.
 
     Args:
-        codes: of the shape of `blocks`, one byte each; filled.
-        scales: (..., 1) in float32; filled.
-        blocks: (..., block), of any floating dtype.
+        codes: filled with the result; has the shape of `blocks`, one byte per number.
+        scales: filled with the scales, (..., 1) in float32.
+        blocks: the numbers, (..., block), in any floating dtype.
         form: ``fp8`` or ``int8``.
         noise: random int16 of the shape of `blocks` for stochastic rounding; None to round to nearest.
     """
@@ -166,7 +166,7 @@ def rounded(tensor: Tensor, wire: Wire, dim: int = 0, dtype: torch.dtype | None 
         tensor: the whole parameter.
         wire: the format in which it is sent.
         dim: along which it is sharded.
-        dtype: of the result; None for the tensor's own.
+        dtype: the dtype of the result; None for the tensor's own.
     """
     dtype = dtype or tensor.dtype
     size, row = tensor.shape[dim], tensor.numel() // max(tensor.shape[dim], 1)
@@ -231,10 +231,10 @@ class Rounder:
     """Rounds the gradients of a bucket into parcels: stochastically, or with error feedback from earlier roundings.
 
     Args:
-        rounding: of the group.
-        names: of the parameters.
+        rounding: the rounding state of the group.
+        names: the names of the parameters.
         sizes: elements of a rank's piece of each parameter.
-        rank: of this process among all that reduce.
+        rank: the rank of this process among all that reduce.
         feedback: whether rounding errors are added to the next gradients.
     """
 
@@ -249,7 +249,7 @@ class Rounder:
 
         Args:
             to: the parts of parcels.
-            gradients: of each part, in the shape of its values.
+            gradients: the gradients of each part, in the shape of its values.
             marks: for each parameter, 1 if this rank has its gradient, else 0.
         """
         if self._feedback:

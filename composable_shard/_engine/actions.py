@@ -243,9 +243,9 @@ class Actions:
         """At the start of a root forward: adopt replaced parameters, and reshard outdated groups.
 
         Args:
-            waiting: whether the backward of an earlier forward may still run. If so, the groups that this forward left
-                unsharded stay unsharded for that backward. The caller decides this by the calls that the program makes
-                and not by which graphs are alive, because ranks may differ in the latter.
+            waiting: whether the backward of an earlier forward may still run. If so, the groups that the earlier
+                forward left unsharded stay unsharded for that backward. The caller decides this by the calls that the
+                program makes and not by which graphs are alive, because ranks may differ in the latter.
 
         Returns:
             whether any parameter was replaced.
@@ -319,7 +319,7 @@ class Actions:
         Args:
             repeated: groups that get gradients from several uses in it.
         """
-        if self._reductions:  # of a backward that the user ends manually
+        if self._reductions:  # from a backward that the user ends manually
             self.settle()
         self.repeated = repeated
         self.installed.open_backward()
@@ -431,7 +431,7 @@ class Actions:
             self.pool.rest()  # here as well, because the root's forward may compute the loss
 
     def end_failed_forward(self, group: ParamGroup, stays: bool, written: bool) -> None:
-        """Do the same as `end_forward` after a failure, but do not check for edits: other ranks may not have failed.
+        """Like `end_forward`, but after a failure, and without a check for edits: other ranks may not have failed.
 
         Args:
             group, stays: as in `end_forward`.
@@ -477,7 +477,7 @@ class Actions:
             self.catch_up()
         group = use.group
         self.staying.discard(group)
-        if len(group.buckets) == 1:  # with several buckets, only the handles of each bucket know its outputs
+        if len(group.buckets) == 1:  # with several buckets, only handles tell which outputs belong to which bucket
             bucket = group.buckets[0]
             bucket.writes.begin_reads(outputs, bucket.here)
         if self.order.forward.budget is not None:
@@ -616,7 +616,7 @@ class Actions:
         return not reduced.is_awaited and group not in self.repeated
 
     def _is_first(self, group: ParamGroup) -> bool:
-        """Whether the group has no gradient yet. Adding to an existing one frees the new one's memory immediately."""
+        """Whether the group has no gradient yet. If it has one, add now: this frees the new gradient's memory."""
         return group not in self._unset and not group.gradients.any_set()
 
     def _add_up(self, group: ParamGroup, reduced: GroupReduced) -> None:

@@ -49,6 +49,7 @@ class Budget:
 
         In a checkpoint, its group may still be resharded, because the recomputation gathers it again. There are two
         exceptions:
+
         - The root's group, because checkpoints within it read its weights at any time.
         - Groups with `reduce_unused`. Ranks that do not run the use gather for those that do. They read nothing, so
           they could not tell when the group may be resharded.

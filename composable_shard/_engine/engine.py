@@ -657,7 +657,7 @@ class Engine:
         if groups:
             self._iterations.end()
             if self._pass is None:
-                # Reductions of a backward that was not the last one. A graph's backward may be running.
+                # Reductions of a backward that was not the last one. If a graph's backward is running, keep the hooks.
                 self._gradients.settle(keeps_hooks=current_backward() >= 0)
             self.review.seat.stepped(optimizer, {group.fqn: group.having() for group in groups})
         for group in groups:

@@ -20,8 +20,8 @@ LeafHook = Callable[[torch.Tensor, ParamGroup, int], None]
 class Installed:
     """Installs tensors in the modules of one engine's groups.
 
-    With create_graph, modules see copies of a use's weights while its backward runs. Weights that a checkpoint in a
-    module recomputes with are then saved for another backward, and not through our hooks. They must therefore not be
+    With create_graph=True, modules see copies of a use's weights while its backward runs. If a checkpoint in a module
+    recomputes, autograd saves these weights for another backward, and not through our hooks. They must therefore not be
     in memory that the pool reuses.
 
     Args:

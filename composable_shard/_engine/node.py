@@ -129,7 +129,7 @@ class Uses:
 
     def __init__(self) -> None:
         self.in_forward: dict[ParamGroup, Use] = {}
-        self._count = 0  # of all uses so far
+        self._count = 0  # number of all uses so far
         self._live: dict[int, Use] = {}  # the uses whose graph is alive, by number, in the order of creation
         self.lost: list[Use] = []
 
@@ -248,8 +248,8 @@ class _Unshard(NotForCompiledAutograd):
         ctx.set_materialize_grads(False)
         outputs = tuple(map(_data, weights))  # a third of the time of `detach`
         group = lifeline.use.group
-        # Not done by `DTensor.from_local` after this node: that would sum gradients in their own dtype, while autograd
-        # casts the gradients of this node's outputs to the dtype of the output.
+        # The node itself makes the DTensors. `DTensor.from_local` after the node would sum gradients in their own
+        # dtype, while autograd casts the gradients of this node's outputs to the dtype of the output.
         if group.layout.wraps:
             outputs = group.wrapped(outputs)
         needed = ctx.needs_input_grad
@@ -303,7 +303,7 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
     group = use.group
     weights = group.weights_for_use()
     outputs = _apply(_Lifeline(owner, use), weights, owner.witness.leaf, *group.shards)
-    # The attribute `_is_param` is among them, so isinstance(out, nn.Parameter) holds.
+    # The attributes of the shards include `_is_param`, so isinstance(out, nn.Parameter) holds.
     if group.layout.extended:
         run_all(map(lend_attributes, outputs, group.shards))
     elif outputs[0].__dict__:  # fake tensors have attributes of their class there

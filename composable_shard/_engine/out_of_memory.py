@@ -20,7 +20,7 @@ from .._torch.distributed import local_tensor
 
 _TITLE = "memory of a sharded model on"
 _KINDS = torch.OutOfMemoryError, MemoryError
-_WORDS = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")  # of allocators and libraries
+_WORDS = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")  # in errors of allocators and libraries
 
 
 class Part(NamedTuple):

@@ -6,8 +6,8 @@ bytes: the peak of live bytes                   between two iterations, if the p
 time: measured costs (see `measuring.py`)       between two iterations, less often the longer the costs hold
 
 All ranks must follow the same plan. All ranks run a first forward, so they agree on its order by a collective. They
-measure times in the same iterations, and agree on these in the same way. Later, a rank that sees another order than
-planned votes for a new plan (`Ballot`), and follows the old one until all ranks have voted for the same plan. So a
+measure times in the same iterations, and agree on these in the same way. Later, a rank whose order differs from the
+planned one votes for a new plan (`Ballot`), and follows the old one until all ranks have voted for the same plan. So a
 single rank that deviates changes no plan, not even its own, and no rank waits for another.
 """
 
@@ -141,7 +141,8 @@ class Review:
     def _may_be_alone(self, planned: PhaseSchedule, seen: Record) -> bool:
         """Whether a single rank may deviate from the plan in this way.
 
-        It may if the groups that differ stay unsharded after forward, and are reduced in one order after backward.
+        It may if the groups that differ stay unsharded after forward, and all ranks reduce them in the same order
+        after backward.
         """
         expected, ran = Counter(planned.order), Counter(seen.order)
         moved = ran == expected
@@ -213,7 +214,7 @@ class Review:
             self.asked(plan, given=False)
 
     def converted(self) -> None:
-        """Parameters may have a new dtype: the next forward checks, and compares with other ranks only if so."""
+        """Note that parameters may have a new dtype. If one has, the next forward compares plans with other ranks."""
         self._may_differ = True
 
     def _take_changes(self) -> None:

@@ -33,7 +33,7 @@ class Stopwatch:
 
     Args:
         device: the groups' device. A serial stopwatch synchronizes an accelerator at each reading.
-        serial: as the attribute.
+        serial: see the attribute.
 
     Attributes:
         serial: whether each collective is waited for where it is issued.

@@ -170,7 +170,7 @@ def _write_where_asked(ledgers: Sequence[Noted], fault: FaultText | None, failur
         return
     try:
         write(path, ledgers, fault, failure)
-    except Exception as error:  # of any type: the user must see the fault itself
+    except Exception as error:  # no error here may hide the fault itself
         LOG.warning("%s: cannot write the ledgers of this rank (%s); %s names the folder", path, error, VARIABLE)
 
 

@@ -1,7 +1,7 @@
 """Detects Ctrl-C while a rank waits for others: Python handles signals only when the wait ends, which may be never.
 
 The wakeup file descriptor of `signal` is notified immediately. The interpreter writes the number of each signal to it
-as the signal arrives, in whatever call the main thread is.
+when the signal arrives, even while the main thread is in a long call.
 """
 
 from __future__ import annotations

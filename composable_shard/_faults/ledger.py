@@ -4,12 +4,12 @@ Each process group of this library has one. Before a rank issues a gather or a r
 It also notes each forward that gathers, and each optimizer step. If the notes of all ranks are equal, their collectives
 match.
 
-Training repeats itself. So a note is compared with the one that followed the last time (`_Log`), which is the same on
-all ranks because all earlier notes are. An expected note costs a fraction of a microsecond, and the rank continues. If
-a note is not expected, the rank *asks*: it writes the note to the store of the process group, and issues nothing until
-all ranks have reported their note for this place. If all ranks do the same, all of them ask, and all continue. A rank
-whose note was expected answers through its watcher (see `watch.py`). The notes then differ, which raises a
-`RankMismatchError` on all ranks.
+Training repeats itself. So each note is compared with the expected one: the note that last time followed the previous
+note (`_Log`). All ranks expect the same note, because all earlier notes are the same. An expected note costs a fraction
+of a microsecond, and the rank continues. If a note is not expected, the rank *asks*: it writes the note to the store of
+the process group, and issues nothing until all ranks have reported their note for this place. If all ranks do the same,
+all of them ask, and all continue. If a rank does what was expected, it does not ask, but answers through its watcher
+(see `watch.py`). Its note differs, which raises a `RankMismatchError` on all ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STEP, HOLD = "step ", "hold "  # prefixes of notes about past actions, and about
 _PAUSES = (0.0002, 0.01)  # seconds between two checks for an answer: the first and the longest pause
 _TOLD_S = 1.0  # how long a rank waits for the plan of another one, to report how they differ
 _LATE_S = 1.0  # a question that lasts longer is logged
-_NEWS_FOR_S = 10.0  # how long news are kept
+_NEWS_FOR_S = 10.0  # messages are deleted after this time
 _NEWS_AFTER = 0.02  # seconds that a rank waits for others to ask, too, before it notifies their watchers
 
 
@@ -99,7 +99,7 @@ class _News:
 class _Log:
     """The notes of this rank, and the note expected next: the one that followed the last time, or the planned one.
 
-    The oldest notes are discarded, but places count them, too.
+    The oldest notes are discarded. A place is the number of all earlier notes, including discarded ones.
 
     Attributes:
         notes: the notes that were not discarded.
@@ -215,7 +215,7 @@ class Ledger:
         self.plans: dict[str, ShardPlan] = {}
         self._on_fault = on_fault
         self._log = _Log()
-        self._asked: dict[int, str] = {}  # by place
+        self._asked: dict[int, str] = {}  # by place, the notes that this rank has asked about
         self._said = (-1, "")  # place and note of the last question or answer that all ranks have completed
         self._before: dict[str, bool] = {}  # notes to add before the next note; True for those that begin a forward
         self._is_held = False  # whether the next note takes the slow path: notes precede it, or there is a fault
@@ -272,7 +272,7 @@ class Ledger:
         )
 
     def begin(self, note: str) -> None:
-        """Begin a forward. It is noted with its first collective, because otherwise it does not concern other ranks."""
+        """Begin a forward. Its first collective adds the note: a forward without one does not concern other ranks."""
         self._before = {before: False for before, begins in self._before.items() if not begins} | {note: True}
         self._is_held = True
         if len(self._log.notes) > _MOST_NOTES:
@@ -449,7 +449,7 @@ class Ledger:
         self.hear(first.decode())
 
     def hear(self, poison: str) -> None:
-        """Take the fault that a rank has reported."""
+        """Record the fault that a rank has reported, as written by `Fault`'s `str`."""
         if self.fault is None:
             self.fault = Fault.parse(poison, pointer())
             self._is_held = True
@@ -488,7 +488,7 @@ class Ledger:
 
 
 class Meeting(Ledger):
-    """The ledger for the ranks of a user's process group to meet in, before they create one of this library.
+    """The ledger in which the ranks of a user's process group meet before they create the library's own one.
 
     It has one note. It detects a rank that fails before its first forward and therefore has no other ledger yet.
     """

@@ -100,6 +100,7 @@ def check_replicas(
     """Check that ranks agree bit for bit on all values that must be equal. Collective: call it on all ranks.
 
     Compared values:
+
     - parameters and buffers that are not sharded
     - the shards of parameters, over the replicas of a 2D mesh or of tensor parallelism
     - an optimizer's settings (for example learning rates), its step counts, and its state over replicas
@@ -123,7 +124,7 @@ def check_replicas(
     values = [*_values(model, optimizer, state, generators)]
     axes = _axes(model)
     for group in dict.fromkeys([*axes, *[group for value in values for group in value.groups]]):
-        here = _difference(group, [value for value in values if group in value.groups])  # on all its ranks
+        here = _difference(group, [value for value in values if group in value.groups])  # collective
         difference = difference or here
     for group in axes:  # ranks of other groups also raise the error
         difference = next(filter(None, _of_ranks(group, difference)), "")

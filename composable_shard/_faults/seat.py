@@ -209,7 +209,7 @@ def _begun(model: str, phase: str, plan: str) -> str:
 
 
 def _ledgers(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Ledger, ...]:
-    """The ledger of a process group. None for groups of one rank, of a simulated world, or implemented in Python."""
+    """The ledger of a process group; empty for groups of one rank, of a simulated world, or implemented in Python."""
     if group is None or group.size() == 1 or not is_native(group) or not is_shared(group, device):
         return ()
     return (ledger_of(own_group(group, device), device),)

@@ -1,9 +1,9 @@
 """The settings in the note of an optimizer step: its learning rates, and which parameters have a gradient.
 
-If learning rates or gradients differ between ranks, their weights diverge, and no collective shows it. A note that
-equals the last one costs nothing. But a schedule changes the rate in each step, and a new note asks all ranks. Changes
-therefore have a credit. When it is used up, only some of the notes contain the settings. All ranks count in the same
-way.
+If ranks differ in these settings, their weights diverge, and no collective shows it. A note that equals the last one
+costs nothing. But a learning rate schedule changes the rate in each step, and for each new note all ranks ask each
+other, which takes time. The number of changes in notes is therefore limited by a credit. When the credit is used up,
+only some of the notes contain the settings. All ranks count in the same way.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def sharded_state_of(optimizer: torch.optim.Optimizer) -> Mapping[torch.Tensor, 
 
 
 def put_sharded_state(optimizer: torch.optim.Optimizer, state: Mapping[torch.Tensor, Any]) -> None:
-    """Return the state of `sharded_state_of`, changed in place, to an optimizer that has not got it yet."""
+    """Pass the state of `sharded_state_of`, changed in place, back to an optimizer that stores it in another form."""
     put = getattr(optimizer, "put_sharded_state", None)
     if put is not None:
         put(state)

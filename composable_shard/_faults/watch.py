@@ -45,7 +45,7 @@ _LOOKS_FOR_MISSING = 4  # after this many looks, a missing message is skipped
 LOST_S = 3.0  # a rank with an older heartbeat is lost, if a wait of this rank has failed
 _ANSWERED_S = 2.0  # how long the store may take to answer
 _EXPLAINED_S = 6.0  # how long a failed wait waits for its explanation
-_JOINED_S = 5.0
+_JOINED_S = 5.0  # how long the end of the process waits for the watcher thread
 _VAIN_S = 0.5  # a wait that lasts longer may never end
 _TAG, _NEVER_SENT = 0x7FFF_0001, 0x7FFF_0002  # tags of messages that are never sent
 _QUIET_S = 1.5  # a rank with no heartbeat for longer may have ended
@@ -92,7 +92,7 @@ class _Ear:
         self.store = another_client(ledger.store)  # a separate connection, because waits on the other one are long
         self.heard = self.missed = 0
         self.asked: set[int] = set()
-        self.left: dict[int, _Left] = {}  # by index of a rank
+        self.left: dict[int, _Left] = {}  # by index of a rank, for the ranks that have left
         self.signs: dict[int, tuple[bytes, float]] = {}
         self.looks = 0
         self.broken_at = self.searched_since = 0.0

@@ -1,1 +1,1 @@
-"""Replaces the engine while torch.compile traces: puts gathers and reductions as operators into the graph."""
+"""The replacement of the engine under torch.compile: gathers and reductions become operators of the graph."""

@@ -41,7 +41,7 @@ def watch_edits(count: int) -> int:
 def edited(number: int) -> str:
     """Indices, separated by spaces, of the weights that were edited in place since `watch_edits` returned `number`.
 
-    Empty if the graph was broken since then, because the weights have left it.
+    Empty if the graph has broken since then, because the weights then belong to another compilation.
     """
     now = compilation()
     weights = () if now is None else _watched.get(now, {}).pop(number, ())

@@ -1,6 +1,6 @@
-"""Reads a compiled graph from its nodes: its sequence as short text, its gathers, and the tensors saved for backward.
+"""Describes a compiled graph by its nodes: a sequence of letters, its gathers, and the tensors saved for backward.
 
-A sequence has a letter for each node that counts, in the order of the graph: G all-gather, R reduce-scatter, A
+A sequence has a letter for each relevant node, in the order of the graph: G all-gather, R reduce-scatter, A
 all-reduce, X all-to-all, w a wait for one of them, m a matrix product, k gradients kept for a later backward, s reduced
 gradients handed over to `.grad`.
 """
@@ -71,7 +71,7 @@ _COMMUNICATES = ("_c10d_functional.", "composable_shard.")
 
 
 def letter_of(node: fx.Node) -> str:
-    """The letter of a node in a sequence; empty if it does not count."""
+    """The letter of a node in a sequence; empty if it has none."""
     name = name_of(node)
     if name in WAITS and isinstance(launch := node.args[0], fx.Node) and not letter_of(launch):
         return ""  # a copy on a single rank, without communication
@@ -109,7 +109,7 @@ class Gather:
     Attributes:
         fqn: the module whose weights are gathered.
         again: whether backward should gather again.
-        saved: how many bytes of the gathered weights are saved for backward anyway.
+        saved: bytes of the gathered weights that are saved for backward; should be 0 if `again` is set.
     """
 
     fqn: str
@@ -172,7 +172,7 @@ def _saved(graph: fx.Graph, outputs: int) -> list[fx.Node]:
 def _is_input(node: fx.Node) -> bool:
     """Whether a node is an input of its graph, or a view of one."""
     while name_of(node) in ("aten.view", "aten.detach", "aten.alias"):
-        (node, *_) = node.all_input_nodes  # sizes may follow the first input
+        (node, *_) = node.all_input_nodes  # the viewed tensor; other inputs of a view are sizes
     return node.op == "placeholder"
 
 
@@ -243,7 +243,7 @@ def course_in(graph: fx.Graph) -> tuple[CourseStep, ...]:
             course[-1] = step._replace(share=course[-1].share + step.share)
         elif step is not None:
             course.append(step)
-        if node.op != "output":  # saved weights stay
+        if node.op != "output":  # weights that are saved for backward are not resharded
             course += [CourseStep(Kind.RESHARD, module) for module in read_last.get(node, ())]
     return tuple(course)
 
@@ -317,7 +317,7 @@ def faults(forward: GraphReport) -> list[str]:
 
 
 def repeated_gathers(forward: GraphReport, backward: GraphReport) -> list[str]:
-    """Texts that describe gathers of a backward graph that should not be there."""
+    """Texts that describe gathers of a backward graph that were not requested."""
     wanted = Counter(gather.fqn for gather in forward.gathers if gather.again)
     counts = Counter(gather.fqn for gather in backward.gathers)
     return [

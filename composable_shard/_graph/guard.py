@@ -1,10 +1,10 @@
 """The guard: reads each graph that `torch.compile` makes of a sharded model, and warns if it is not as requested.
 
 Under Inductor the guard runs as the last pass (`torch._inductor.config.post_grad_custom_post_pass`), after the user's
-own pass if there is one. It is installed when a sharded model is first traced. It changes no graph, and ignores graphs
-without gathers. Like that of every pass, its version is part of the compile cache's key. Cached graphs were read when
-they were made; a graph with a fault contains a node that warns. With other backends, graphs are read when the model is
-compiled by `composable_shard.compile`.
+own pass if there is one. It is installed when a sharded model is first traced. It ignores graphs without gathers. Its
+version is part of the key of the compile cache, like that of every pass. Graphs from the cache are not read again: the
+guard has added a node that warns to each graph with a fault, when the graph was compiled. With other backends, graphs
+are read when the model is compiled by `composable_shard.compile`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class FailedGuard:
     Attributes:
         function: its name.
         place: the file and line in which it begins.
-        guard: the guard in torch's words, after the number of its compilation. A function that was compiled several
-            times has one for each compilation.
+        guard: the guard as torch prints it, after the number of its compilation. A function that was compiled several
+            times has a guard of each compilation.
     """
 
     function: str
@@ -192,14 +192,14 @@ def _is_guard(last_pass: Any) -> bool:
 
 
 def install() -> None:
-    """Put the guard after the passes that Inductor has."""
+    """Make Inductor run the guard after its own passes and after the user's pass, if there is one."""
     before = last_pass()
     if not _is_guard(before):
         set_last_pass(guard_pass(before))
 
 
 def guarded(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiler of an AOTAutograd backend, with communication placed and the graph read by the guard beforehand."""
+    """Wrap the compiler of an AOTAutograd backend: place the communication and run the guard before it compiles."""
 
     @functools.wraps(compiler)
     def compile_graph(module: fx.GraphModule, inputs: Any, **options: Any) -> Any:
@@ -248,7 +248,7 @@ def graphs_compiled(number: int) -> Sequence[GraphReport]:
 
 @run_while_tracing
 def begin_trace(schedule: str) -> int:
-    """Begin to trace a sharded module. The graphs of a compilation follow the schedule of its outermost one.
+    """Begin to trace a sharded module. The graphs of a compilation follow the schedule of its outermost module.
 
     Args:
         schedule: text of its `GraphSchedule`.

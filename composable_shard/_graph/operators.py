@@ -8,8 +8,9 @@ stay visible in the graph. A launch returns a token, and the wait for that token
 
 On a mesh with replicas, `all_reduce` takes the token of a reduce-scatter and returns that of the all-reduce that
 follows. Launches and waits are functional: no result shares memory with an argument. The wait of a gather also takes
-the shards, so the compiler keeps these alive. At run time they do the same as eager steps, with the transports, the
-copies and the pool of the group (`Exchange`). They find the group by the memory of one of its shards, the `anchor`.
+the shards, so the compiler keeps these alive. At run time the operators do the same as eager steps, with the
+transports, the copies and the pool of the group (`Exchange`). They find the group by the memory of one of its shards,
+the `anchor`.
 
 An operator takes no Python objects. While it is traced, it gets the facts about its group from a frozen `Layout`, which
 it finds by a digest of everything that determines the graph. So equal groups share compiled code, on all ranks if their
@@ -51,7 +52,7 @@ from . import registry
 _FILES = *sorted(Path(__file__).parent.glob("*.py")), Path(layouts.__file__), Path(compiler.__file__)
 CODE = hashlib.sha256(b"".join(file.read_bytes() for file in _FILES)).hexdigest()  # of all code that makes a graph
 REDUCE, KEEP, TAKE = 0, 1, 2  # what happens to gradients; TAKE: reduce them together with those that were kept
-STEPS, ADDS = 4, 8  # flags: the graph adds gradients to `.grad` itself; with ADDS more may follow
+STEPS, ADDS = 4, 8  # flags: the graph itself adds gradients to `.grad`; complete (STEPS), or more may follow (ADDS)
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class Layout:
         replicates: whether gradients are also averaged over replicas.
         device: the device on which weights are gathered, if shards are stored on another one; otherwise empty.
         ports: indices of the parameters whose gradients may have the dtype of reduction. For each, the operator
-            `unshard` returns a further output without memory. Its value is not used; its gradient is that of the
-            parameter. Autograd would cast a gradient of the parameter itself.
+            `unshard` returns a further output without memory. Its value is not used, but backward receives the gradient
+            of the parameter through it. Autograd would cast a gradient of the parameter itself.
         options: only their dtypes matter here.
     """
 
@@ -279,7 +280,7 @@ class _Flights(Generic[W]):
     def launch(self, work: W) -> torch.Tensor:
         """Return a token for work that was started. If the token is freed before a wait, the work is abandoned."""
         number = next(self._numbers)
-        token = torch.scalar_tensor(number, dtype=torch.int64, device="cpu")  # a third of the host time of `tensor`
+        token = torch.scalar_tensor(number, dtype=torch.int64, device="cpu")  # a third of the time of `torch.tensor`
         self._flying[number] = work, weakref.ref(token, functools.partial(self._lose, number))
         return token
 
@@ -346,7 +347,7 @@ def _wait_gradients(
     assert reduction is not None, "a compiled graph waits twice for one reduction"
     done = reduction.finish()
     pieces = [done[index][0] for index in wanted]
-    if compiler.results_are_checked():  # for example in the graph of a whole step
+    if compiler.results_are_checked():  # then results must not share a storage: for example, in a whole step
         pieces = list(map(alias, pieces))
     return [*pieces, torch.stack([done[index][1].to(torch.float32) for index in missing])] if missing else pieces
 

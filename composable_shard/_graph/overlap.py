@@ -1,9 +1,9 @@
 """Decides where a compiled graph launches its communication and where it waits, to overlap both with compute.
 
-AOTAutograd launches each gather where it is needed, and waits for each reduction immediately. Here, nodes are moved but
-data is not, so the graph still computes the same. The schedule is that of the plan and already includes policies and
-budgets: which groups are gathered when a module begins, and how many reductions are in flight. For modules that it does
-not name, for example in the graph of a part of a model, gathers are launched one module ahead, and each reduction is
+AOTAutograd launches each gather where it is needed, and waits for each reduction immediately. This pass only moves
+nodes, so the graph still computes the same. The schedule is that of the plan and already includes policies and budgets:
+which groups are gathered when a module begins, and how many reductions are in flight. For modules that are not in the
+schedule, for example in the graph of a part of a model, gathers are launched one module ahead, and each reduction is
 waited for after the launch of the next one. Every rank has the same graph, so collectives stay in the same order.
 
     forward     GwmGwmGwm        becomes    GwGmwGmwm, two ahead GGwGmwmwm
@@ -156,7 +156,7 @@ class _Order:
         return max(self.at[user] for node in weights_of(gather.launch) for user in node.users)
 
     def begin(self, module: str) -> int:
-        """The index where a module begins to compute; for the root the first, for modules not in the graph the last."""
+        """The index where a module begins to compute: the first for the root, the last for modules not in the graph."""
         return self.first if module == ROOT_NAME else self._computes.get(module, [self.last])[0]
 
     def ready(self, module: str) -> int:

@@ -48,7 +48,7 @@ _save_gathered.cache_hash = _OWN_CONTEXT  # without it, AOTAutograd does not cac
 
 
 def _about_users(record: logging.LogRecord) -> bool:
-    """Whether torch's warning about `context_fn` is about one of the user.
+    """Whether torch's warning about a `context_fn` is about that of a user.
 
     torch warns that a region under a `context_fn` must not contain in-place operators. The region of `_save_gathered`
     contains one operator, which is not in-place.
@@ -317,7 +317,7 @@ class TracedGroup:
         return None if group is None else group.exchange()
 
     def before_gather(self) -> None:
-        """Before a graph gathers the group: between two steps, let the engine place its memory in an arena if due."""
+        """Let the engine arrange its memory in an arena, if that is due, before a graph gathers the group."""
         group, between_steps = self._of_runtime(), self._between_steps and self._between_steps()
         if group is not None and between_steps is not None and group.exchange().pool.wants_arena:
             between_steps()
@@ -350,7 +350,7 @@ class TracedGroup:
             group.gradients.add({index: piece})
 
     def _set_hooks_aside(self) -> None:
-        """Take hooks from autograd until this pass ends: it has no gradients here, and would call hooks with None."""
+        """Take hooks from autograd until this backward ends, because autograd would call them with None as gradient."""
         group = self._of_runtime()
         if group is None:
             return
@@ -373,4 +373,4 @@ class TracedGroup:
             torch.autograd.graph.increment_version([param.local for param in self._params])
 
     def check_reduced(self, stepped: set[int]) -> None:
-        """Do nothing: the group of the eager runtime keeps gradients for graphs, too."""
+        """Do nothing: the group of the eager runtime also stores the gradients of graphs, and the engine checks it."""

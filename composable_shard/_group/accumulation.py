@@ -24,12 +24,12 @@ class AccumulatedGradients:
     """The accumulated gradients of one group, by the index of the parameter.
 
     Args:
-        params: of the group.
+        params: the parameters of the group.
         streams: whether they are on an accelerator.
 
     Attributes:
         whole: the unsharded gradients, including those that `zero_grad` has voided since. Other classes only read it.
-        pieces: the reduced pieces that wait for an all-reduce over replicas; likewise.
+        pieces: the reduced pieces that wait for an all-reduce over replicas. Other classes only read them.
         wanted: indices of the parameters that required gradients when some were accumulated; the same on all ranks.
             The next reduction includes these parameters even if they are frozen by then.
     """
@@ -54,8 +54,8 @@ class AccumulatedGradients:
         """Add unsharded gradients to the accumulated ones of their parameters, in the dtype of the reduction.
 
         Args:
-            gradients: by the index of the parameter.
-            dtypes: of the reduction, for all parameters of the group.
+            gradients: the gradients, by the index of the parameter.
+            dtypes: the dtype of the reduction, for each parameter of the group.
             lent: whether their memory may be overwritten after this call, like that of a graph's own tensors.
         """
         self._drop_voided()
@@ -88,9 +88,9 @@ class AccumulatedGradients:
         """Accumulate this rank's pieces of gradients that were reduced over the shard axis only.
 
         Args:
-            indices: of the parameters.
-            pieces: this rank's; later calls write to them.
-            used: their reduced marks, not 0 if any rank of the shard axis had a gradient.
+            indices: the indices of the parameters.
+            pieces: this rank's piece of each gradient; later calls write to these tensors.
+            used: the reduced mark of each gradient, not 0 if any rank of the shard axis had it.
         """
         self._drop_voided()
         self.wanted.update(indices)
@@ -117,7 +117,7 @@ class AccumulatedGradients:
     def held(self, stepped: Container[int]) -> list[str]:
         """Return the names of parameters, given by id, whose accumulated gradients `zero_grad` has not voided."""
         stepped_here = [index for index in self._held() if id(self._params[index].sharded) in stepped]
-        gone = self._marks.gone(stepped_here, or_untold=True)  # without evidence here, other ranks raise the error
+        gone = self._marks.gone(stepped_here, or_untold=True)  # ranks with evidence raise the error for those without
         return [self._params[index].fqn for index in stepped_here if index not in gone]
 
     def forget(self) -> None:
@@ -159,7 +159,7 @@ class AccumulatedGradients:
         # Not in place: the first gradient is autograd's, and other code may hold it.
         alike, unlike = _parted(others, lambda index: new[index].dtype is self.whole[index].dtype)
         made = list(torch._foreach_add(_of(self.whole, alike), _of(new, alike))) if alike else []
-        # In the dtype of the first, without converting the other one before, so that the sum is rounded only once.
+        # The sum has the dtype of the first. The other one is not converted before, so the sum is rounded only once.
         made += [self.whole[index].clone().add_(new[index]) for index in unlike]
         return dict(zip((*own, *alike, *unlike), (*_of(self.whole, own), *made), strict=True))
 

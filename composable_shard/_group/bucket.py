@@ -47,7 +47,7 @@ class Gatherer:
 
     Args:
         copies: the copies and the collective of a gather.
-        dtype: of the gathered parameters.
+        dtype: the dtype of the gathered parameters.
         for_landing: the pool's requests, in forward and backward, for the landing buffer that small parameters share;
             None if no parameters share one.
         pool, lane: the source of memory, and the queue of gathers.
@@ -97,7 +97,7 @@ class Gatherer:
     def start_into(
         self, wholes: Wholes, shards: list[torch.Tensor], after: Events, read: Sequence[Slot] = ()
     ) -> Job[None]:
-        """Do the same as `start` into any memory, given as the views that a gather fills."""
+        """Like `start`, but gather into any memory, given as the views that a gather fills."""
         leased: list[Slot] = []
         try:
             landing = None
@@ -151,7 +151,7 @@ class Bucket:
         self, params: Sequence[ShardedParam], dtype: torch.dtype, group: Callable[[], Any], faces: Faces | None = None
     ) -> None:
         self.group = group
-        self._faces = faces  # of parameters in slots
+        self._faces = faces  # None for parameters that are not in slots
         self.params = list(params)
         self._sharded = list(map(_sharded, params))
         self.fqns = [p.fqn for p in params]
@@ -159,7 +159,7 @@ class Bucket:
         self.slot: Slot | None = None
         self.at = 0
         self.readable = False
-        self._versions: list[int] = []  # of the shards, at the last gather
+        self._versions: list[int] = []  # versions of the shards at the last gather
         self.generation = self.saved = self.reads_left = self.gather_bytes = 0
         self.shown: Sequence[torch.Tensor] = ()
         self.here: Leaves | None = None
@@ -202,7 +202,7 @@ class Bucket:
         return not shown and self.here is not None and bool(self.here.written())
 
     def note_kept(self) -> None:
-        """Do the same as `end_use` at the end of a use's backward, when the outputs of its node may be installed."""
+        """Like `end_use`, but at the end of a use's backward, when the outputs of its node may be installed."""
         if self._faces is not None and self.writes.noted:
             self._faces.note_kept(self.writes.noted)
 
@@ -377,7 +377,7 @@ class GatherBucket(Bucket):
         slot, leaves = self.slot, self.here
         self.slot = self.here = None
         self.readable = False
-        if self.writes.noted is not None:  # else no backward has reached a use, and a call would cost host time
+        if self.writes.noted is not None:  # None: no backward has reached a use, and the call would cost host time
             self.writes.end_reads()
         if slot is None:
             return
@@ -405,11 +405,11 @@ class GatherBucket(Bucket):
         return self._sums_in_slot(here)
 
     def _read_before(self, written: dict[int, list[torch.Tensor]]) -> set[int]:
-        """Return those of these parameters whose leaf the forward has saved in an earlier version than the last.
+        """Return those of these parameters whose leaf autograd saved before the last write to it.
 
-        Backward would read the last version. For outputs of a node, backward detects that (`look_at`). For a leaf it
-        cannot, because resharding increases the version of a leaf. A write through a DTensor increases the version of
-        the DTensor and not that of its local tensor, from which handles are made.
+        Backward would read the values after that write. For outputs of a node, backward detects this (`look_at`). For a
+        leaf it cannot, because resharding increases the version of a leaf. A write through a DTensor increases the
+        version of the DTensor and not that of its local tensor, from which handles are made.
         """
         versions = {i: {each._version for each in w if not isinstance(each, DTensor)} for i, w in written.items()}
         packed = [(self.members[place], version) for place, version in self.writes.packed]

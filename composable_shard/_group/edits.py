@@ -42,7 +42,10 @@ class BitSums(NamedTuple):
 
 
 def bit_sums(weight: torch.Tensor) -> BitSums:
-    """Return the sums of a contiguous tensor of any dtype, whose last dim is a row; sums overflow."""
+    """Return the sums of a contiguous tensor of any dtype, whose last dim is a row.
+
+    Sums may overflow. This does not matter, because they are only compared with other sums.
+    """
     row = weight.shape[-1] if weight.ndim and weight.numel() else 1
     numbers = weight.detach().view(-1, row).view(torch.uint8)
     # Use the widest integers that fit: on a CPU, summing 8-byte ones is 20 times faster than converting 4 bytes to 8.
@@ -110,9 +113,10 @@ class Writes:
         self.packed.clear()
 
     def begin_reads(self, shown: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
-        """Note, when backward reaches a use, all writes until now, for all reads of the use's parameters.
+        """Note all writes so far when backward reaches a use. All reads of the use's parameters are checked against it.
 
-        A checkpoint may recompute before the first read. It repeats writes that were checked at the end of the forward.
+        The first read would be too late, because a checkpoint may recompute before it. The recomputation repeats
+        writes that were checked at the end of the forward.
 
         Args:
             shown: the outputs of the node. A write to an output before it was saved was checked. So a parameter was
@@ -183,7 +187,7 @@ def changed(buckets: Sequence[Edited], gather_again: Callable[[], None]) -> list
     Waits for the device if any version has increased.
 
     Args:
-        buckets: of one group.
+        buckets: the buckets of one group.
         gather_again: gathers the group again into the same memory; a collective.
 
     Raises:

@@ -64,7 +64,7 @@ class _Gathers:
     def start(self, shards: list[torch.Tensor]) -> _Gathering:
         """Begin to gather `shards`, the shards of the members."""
         pool, after = self._pool, (self._lane.mark(),)
-        if pool.owns or self._requests[0].refills:  # a slot of these loses its memory at release, even if referred to
+        if pool.owns or self._requests[0].refills:  # such a slot loses its memory at release, even if tensors use it
             memory = pool.memory.allocate(self._requests[0].nbytes)
             flat = memory.view(self._dtype)
             with plainly():
@@ -161,7 +161,7 @@ class Reduction:
     """The reductions of all buckets of a group, in flight.
 
     Args:
-        jobs: of each bucket.
+        jobs: the job of each bucket.
         on_host: whether the host waits for the results, because it reads them.
         pool: the source of the reductions' memory.
     """
@@ -206,10 +206,10 @@ class Exchange:
     Args:
         params: the group's parameters; they are not held.
         buckets: its gather buckets, and for each the indices of its parameters in the group.
-        info, transports: of the group.
+        info, transports: the mesh and the transports of the group.
         options: only the dtypes and the number of bits in which tensors are sent are used here.
-        pool: of its engine.
-        gather_lane, reduce_lane: of its engine.
+        pool: the pool of its engine.
+        gather_lane, reduce_lane: the lanes of its engine.
         notes, note: the notes of the group before its collectives, and its note before a gather.
         rounding: the state of rounding its gradients, if they are sent in fewer bits.
     """
@@ -259,7 +259,7 @@ class Exchange:
         """Begin to average unsharded gradients over the ranks.
 
         Args:
-            gradients: in the order of the group's parameters; None counts as zeros.
+            gradients: the gradients, in the order of the group's parameters; None counts as zeros.
             wanted: indices of the parameters whose gradients are reduced, the same on all ranks.
             factor, only_sums: the options `divide_factor` and `only_sums`.
         """

@@ -110,8 +110,8 @@ class _Extended:
         self._takes_all = _takes_all(param)
         self._metadata: Any = None
         self._sizes: list[torch.Size] = []
-        self._arriving = _Memory()  # of the outputs
-        self._handed_over = _Memory()  # of the tensors that `fsdp_post_all_gather` returned as owned
+        self._arriving = _Memory()  # the memory of the outputs
+        self._handed_over = _Memory()  # the memory of the tensors that `fsdp_post_all_gather` returned as owned
 
     def ask(self) -> bool:
         """Get the inputs from the shard and allocate the outputs.

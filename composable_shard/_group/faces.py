@@ -7,8 +7,8 @@ face's storages show whether such views exist.
 If an unsharded parameter itself outlives its forward, its reference count shows it. Counts are taken when the parameter
 is installed and right before it is replaced. Between the two, the runtime neither adds nor drops references, so any
 additional reference is the user's. The slot of such a parameter is reused: the parameter reads as NaN until the next
-gather, which makes it show the gathered values again. So a module may cache its weight. Under FSDP2 it may do so, too,
-because unsharded parameters are the same objects in all steps.
+gather, which makes it show the gathered values again. So a module may cache its weight, as under FSDP2, where unsharded
+parameters are the same objects in all steps.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _SHOWN = (torch.nn.Parameter, DTensor)  # classes of leaves that share the memor
 def weights_in(
     flat: torch.Tensor, dtype: torch.dtype, layout: BucketLayout, view: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Make views of the parameters in memory, given as bytes because `alias` cannot export every dtype (by dlpack).
+    """Make views of the parameters in some memory.
 
     Args:
-        flat: the memory.
-        dtype, layout: of the parameters.
+        flat: the memory, as bytes, because `alias` exports a part of it by dlpack, which does not support every dtype.
+        dtype, layout: the dtype and the layout of the parameters.
         view: makes a view from a parameter's bytes.
     """
     size = dtype.itemsize
@@ -286,7 +286,7 @@ class Faces:
         """Return the weights of a face in this slot without node outputs and kept views; a new one if there is none.
 
         Args:
-            slot: of the unsharded parameters.
+            slot: the slot of the unsharded parameters.
             for_use: whether a forward that begins now will read this face.
         """
         faces = self._of.setdefault(slot, [])

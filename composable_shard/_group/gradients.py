@@ -36,19 +36,19 @@ class GroupGradients:
     """Accumulates and reduces the gradients of one group, and holds its users' hooks while a backward runs.
 
     Args:
-        name: of the group, for messages.
+        name: the group's name, for messages.
         params: its parameters.
         shards: the sharded parameters, as users and optimizers see them.
         info: the sharding of the group.
         settings: its options.
         pool, lane: memory and lane of the reductions.
-        transports: of the group.
+        transports: the transports of the group.
         slots: sizes in bytes of the slots of its unsharded parameters, which reductions may use too.
         notes: the notes of the group before its collectives.
         rounding: the state of rounding its gradients, if they are sent in fewer bits.
 
     Attributes:
-        phase: of the gradients: none, accumulated or being reduced.
+        phase: the phase of the gradients: none, accumulated or being reduced.
         hooks_taken: whether hooks of its parameters were removed from autograd and not yet restored.
         buckets_of: the reduce buckets, by all that they depend on (parameters that train, dtypes, divisors).
     """
@@ -183,7 +183,7 @@ class GroupGradients:
         """Add unsharded gradients to the accumulated ones, which wait for a backward with gradient sync.
 
         Args:
-            gradients: in the order of the parameters; None for those that have none.
+            gradients: the gradients, in the order of the parameters; None where there is none.
             lent: whether their memory may be overwritten after this call.
         """
         options = self._settings.current
@@ -271,7 +271,8 @@ class GroupGradients:
 
         Args:
             gradients: the gradients.
-            alone: whether to reduce only these, over all ranks, whatever is accumulated or set.
+            alone: whether to reduce only these gradients, over all ranks, regardless of accumulated gradients and of
+                `requires_all_reduce`.
             holds: whether its memory stays leased until the wait for it, even on a stream.
         """
         whole = alone or self._transports.replicate is None or self._settings.current.requires_all_reduce
@@ -324,7 +325,7 @@ class GroupGradients:
         return GroupReduced(done, reduction.asked, self._to_await(reduction))
 
     def _to_await(self, reduction: Reduction) -> list[Job[Reduced]]:
-        """Return the jobs that copy results to the host, which must wait for these jobs before it reads the results."""
+        """Return the jobs that copy results to the host. The host must wait for them before it reads the results."""
         copied = self._lane.streams and reduction.whole and (self._info.offloads or reduction.asked)
         return [job for _, job in reduction.jobs] if copied else []
 

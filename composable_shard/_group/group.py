@@ -60,7 +60,7 @@ class GroupComm:
     """The meshes, transports and rounding with which a group communicates.
 
     Attributes:
-        info: its sharding.
+        info: the mesh over which it is sharded.
         transports: communicate its parameters and gradients.
         small: the mesh of the few ranks that keep its parameters between forward and backward; None if there is none.
         notes: the notes that it makes before its collectives, for comparison with other ranks.
@@ -84,7 +84,7 @@ class GroupLayout:
         extended: whether any parameter defines its own all-gather (see `extension.py`).
         packed: the state that its packed parameters carry, by index (see `packed.py`).
         gather_bytes: bytes that a gather leases.
-        weight_bytes: bytes of those that stay leased for the unsharded parameters after it.
+        weight_bytes: the part of `gather_bytes` that stays leased after the gather, for the unsharded parameters.
         note: the note of a gather in the ledgers.
     """
 
@@ -119,7 +119,7 @@ class Entries(Protocol):
         """Take over parameters that users have assigned over sharded ones; returns whether there were any."""
 
     def follow(self) -> None:
-        """Do the same as `adopt`. If it took over any, the next call of `adopt` returns True, too."""
+        """Like `adopt`, while Dynamo traces. If parameters were taken over, the next call of `adopt` returns True."""
 
 
 class ParamGroup:
@@ -133,13 +133,14 @@ class ParamGroup:
         comm: its meshes and transports.
         runtime: the pool and the lanes of its engine.
         entries: returns the `_parameters` entries of its modules; None if the modules were freed.
+
     Attributes:
         fqn, params, settings, is_root, entries: as given; compiled graphs follow the settings too.
         shards: the sharded parameters, as users and optimizers see them.
         buckets: the gather buckets, one per dtype; parameters that define their own all-gather have separate ones.
-        layout: facts of these buckets.
+        layout: the layout of these buckets.
         residents: for each gather bucket, the pieces that a few ranks keep of it; empty until `shrink` is called.
-        phase: of the parameters: sharded, gathering, unsharded or resident.
+        phase: the phase of the parameters: sharded, gathering, unsharded or resident.
         gradients: its gradients, accumulated or being reduced.
         running: number of forwards of its modules that have begun and not ended.
         used_in: number of the last forward of the root in which a node was made for this group.
@@ -223,7 +224,8 @@ class ParamGroup:
         """Iterate over the group's requests to the pool.
 
         Yields:
-            a purpose; True for backward's requests if forward has separate ones for that purpose; and the requests.
+            a purpose, whether these requests are for backward only, and the requests. Where forward and backward share
+            requests, the second value is False.
         """
         yield "small", False, [resident.for_pieces for resident in self.residents]
         yield "landing", False, [resident.for_landing for resident in self.residents]
@@ -258,23 +260,23 @@ class ParamGroup:
 
     @property
     def issues_in_wait(self) -> bool:
-        """Whether waiting for one of its reductions may issue the all-reduce, so that all ranks must wait alike."""
+        """Whether waiting for one of its reductions may issue an all-reduce. All ranks must then wait in one order."""
         return not self._runtime.gather_lane.streams and self._comm.transports.replicate is not None
 
     @property
     def reduces_first(self) -> bool:
         """Whether backward waits for reductions before it gathers this group.
 
-        Streams order both, so the buffers of a gather can reuse those of a reduction without a wait. On a CPU, only
-        waiting frees memory, and overlapped work competes for the same cores. On a mesh with replicas the answer is
-        always False, because the wait for a reduction may issue its all-reduce.
+        On an accelerator, streams order gathers and reductions, so a gather can reuse the buffers of a reduction
+        without a wait. On a CPU, only waiting frees memory, and overlapped work competes for the same cores. On a mesh
+        with replicas the result is always False, because the wait for a reduction may issue its all-reduce.
         """
         waits = not self._runtime.gather_lane.streams and self._comm.transports.replicate is None
         return waits and self.settings.current.max_reductions is None
 
     @property
     def gathers_in_backward(self) -> bool:
-        """Whether backward gathers the group before a handle is read: packed parameters may be read without one."""
+        """Whether backward gathers the group before a handle is read. Packed parameters may be read without handles."""
         return self.settings.current.unshard_in_backward or bool(self.layout.packed)
 
     @property
@@ -384,14 +386,14 @@ class ParamGroup:
             bucket.release(after, reserve)
 
     def is_written(self) -> bool:
-        """Whether unsharded parameters outside of a forward were written to since the gather, judging by versions."""
+        """Whether leaves (see `leaves`) were written to since the gather, judging by versions."""
         for bucket in self.buckets:  # noqa: SIM110 - a generator would take more host time
             if bucket.here is not None and bucket.here.written():
                 return True
         return False
 
     def check_unedited(self) -> None:
-        """Check, without a collective, that no unsharded parameter outside of a forward was edited.
+        """Check, without a collective, that no leaf (see `leaves`) was edited.
 
         Raises:
             StaleStateError: one was edited; or one was written to, and only a gather could tell whether it has changed.
@@ -473,7 +475,7 @@ class ParamGroup:
         """Note the node of a use: it was made, and its outputs are installed.
 
         Args:
-            outputs: of the node, in the order of `params`.
+            outputs: the outputs of the node, in the order of `params`.
             forward: number of the root's running forward; 0 for a recomputation.
         """
         if forward:

@@ -43,7 +43,7 @@ class ParamHooks:
         self._on_tensor: list[dict[int, Hook]] = []
         self._on_accumulated: list[dict[int, Hook]] = []
         self._node: _NodeHooks | None = None
-        self._node_was_asked = False  # whether hooks were looked for; the second look keeps the node, as hooks may come
+        self._node_was_asked = False  # whether hooks were looked for; from then on the node is kept, for later hooks
         self.handles_seen = HANDLES.of_others()
 
     def __bool__(self) -> bool:

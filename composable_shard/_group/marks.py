@@ -31,7 +31,7 @@ class GradientMarks:
     """The marks on `.grad` of the parameters of one group.
 
     Args:
-        params: of the group.
+        params: the parameters of the group.
         trusts: whether unchanged versions are enough, as on an accelerator.
     """
 
@@ -39,7 +39,7 @@ class GradientMarks:
         self._params = params
         self._trusts = trusts
         self._seen: dict[int, _State] = {}  # by index: the state of `.grad` when it was marked
-        self._made: dict[int, _State] = {}  # likewise, for each `.grad` that was made here
+        self._made: dict[int, _State] = {}  # by index: the state of each `.grad` that was made here
 
     def put(self, indices: Iterable[int]) -> None:
         """Mark the `.grad` of these parameters, whose gradients are accumulated; make a `.grad` where it is missing."""
@@ -59,9 +59,9 @@ class GradientMarks:
         """Return those of these parameters whose `.grad` was removed or set to zero since it was marked.
 
         Args:
-            indices: of the parameters.
+            indices: the indices of the parameters.
             or_untold: whether to include parameters without any evidence: their `.grad` is empty on this rank, and so
-                is that of all others.
+                are those of all other parameters of the group.
         """
         indices = list(indices)
         gone = {index for index in indices if self._is_gone(index)}
@@ -72,8 +72,8 @@ class GradientMarks:
         """Return those of these parameters that have a `.grad` but lost the mark on it."""
         same = {index: self._is_same(index) for index in self._seen if not self._is_gone(index)}
         survives = self._look(same)
-        # An empty piece has no mark. It gets the result of another parameter of the group whose versions have changed,
-        # too, or have not changed either: `zero_grad` sets all parameters to zero.
+        # An empty piece has no mark. It gets the result of another parameter of the group: of one whose versions have
+        # changed if its own have, else of one whose versions have not. This works because `zero_grad` clears all.
         others = {same[index]: mark for index, mark in survives.items()}
         shown = {index: survives.get(index, others.get(same[index])) for index in asked}
         kept = {index: same[index] and not or_untold if mark is None else mark for index, mark in shown.items()}
@@ -165,6 +165,6 @@ def _is(grad: torch.Tensor, state: _State) -> bool:
 
 
 def _survive(marks: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return for each mark 0 if `.grad` was set to zero."""
+    """Return for each mark an integer: 0 if `.grad` was set to zero, else another number."""
     first = torch.cat(list(marks))
     return first.view(_BITS[first.dtype.itemsize])  # 0 has no bit set, -0.0 has the sign bit

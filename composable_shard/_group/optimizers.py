@@ -55,7 +55,8 @@ def note_optimizer(optimizer: Optimizer) -> None:
 def state_of_optimizers(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that known optimizers store for these parameters, except those on disk."""
     optimizers = list(filter(None, map(call, _optimizers.valuerefs())))
-    apart = {id(optimizer.state): optimizer for optimizer in optimizers}.values()  # a wrapper shares its inner's state
+    # A wrapper shares its state with the optimizer that it wraps, so count each state once.
+    apart = {id(optimizer.state): optimizer for optimizer in optimizers}.values()
     params = list(params)
     held = [optimizer.state.get(param, {}) for optimizer in apart for param in in_memory(optimizer, params)]
     return tree_tensors(held)

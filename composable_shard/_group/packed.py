@@ -1,6 +1,6 @@
 """Packed parameters: frozen ones whose bytes are not numbers of their dtype, such as quantized weights.
 
-They are gathered as bytes, whatever the mixed-precision policy is. The rest of their state (scales, code books, the
+They are gathered as bytes, with any mixed-precision policy. The rest of their state (scales, code books, the
 shape of the layer) is in attributes of the parameter. `fully_shard` keeps these on the sharded parameter and sets them
 on the unsharded one. An attribute may also be the data itself under another name. On the unsharded parameter such an
 attribute is the gathered data. On the sharded one it is left out, because it would keep the full parameter on every
@@ -42,7 +42,7 @@ class Carried:
     states: tuple[str, ...]
 
     def of(self, sharded: torch.Tensor) -> Carried:
-        """Return the same for this sharded parameter; that of a copied module has copies of the attributes."""
+        """Return this state for a sharded parameter. That of a copied module has copies of the attributes."""
         kept = {name: sharded.__dict__[name] for name in self.attributes if name in sharded.__dict__}
         return replace(self, attributes=kept)
 
@@ -52,7 +52,7 @@ class Carried:
             sharded.__dict__[name] = self.attributes[name]
 
     def lend(self, whole: torch.Tensor) -> None:
-        """Set the own `states` and `data` of an unsharded parameter that has the sharded parameter's attributes."""
+        """Give an unsharded parameter, which has the sharded one's attributes, its own `states` and `data`."""
         for name in self.states:
             whole.__dict__[name] = copy.copy(whole.__dict__[name])
         for name in self.data:
@@ -70,7 +70,7 @@ class Carried:
         sharded.__dict__.update({name: whole.__dict__[name] for name in self.attributes if name in whole.__dict__})
 
     def lend_in_graph(self, whole: torch.Tensor) -> None:
-        """Do the same as `lend` while Dynamo traces, for a tensor that has no attributes yet."""
+        """Like `lend`, but while Dynamo traces, and for a tensor that has no attributes yet."""
         public = {name: value for name, value in self.attributes.items() if not name.startswith("_")}
         for name, value in {**public, **{name: whole.view(whole.shape) for name in self.data}}.items():
             setattr(whole, name, value)

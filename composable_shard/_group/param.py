@@ -38,7 +38,7 @@ def _cut(whole: torch.Tensor, info: MeshInfo, dim: int, rows: int = 1) -> torch.
     if not hasattr(whole, "fsdp_pre_all_gather"):
         piece = own_rows(whole, layout, info.shard_rank)
         return torch.empty(piece.shape, dtype=piece.dtype, device=device, pin_memory=pins).copy_(piece)
-    # A subclass must support the operations that torch's FSDP2 uses here, and no others.
+    # Use only the operations that torch's FSDP2 uses here, because a subclass may support no others.
     own = layout.rows_of(info.shard_rank)
     chunks = torch.chunk(whole, info.shard_size, dim)
     piece = whole.new_zeros(chunks[0].shape).narrow(dim, 0, own)
@@ -80,7 +80,7 @@ def lend_attributes(tensor: torch.Tensor, param: torch.Tensor) -> None:
 
 
 def lent_attributes(params: Iterable[torch.Tensor]) -> list[dict[str, Any]]:
-    """Return these attributes of many parameters whose classes set none."""
+    """Return the attributes that `lend_attributes` copies, for many parameters whose classes set none themselves."""
     attributes = list(map(dict.copy, map(_attributes, params)))
     # Their number shows whether users set any. Comparing names would take several times the host time.
     if set(map(len, attributes)) != _ONLY_OWN and not FUSED_ACCUMULATION.isdisjoint(chain.from_iterable(attributes)):

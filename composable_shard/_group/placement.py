@@ -42,8 +42,8 @@ class Parallel:
     """The placement of a parameter before it was sharded.
 
     Attributes:
-        mesh, placements: of the DTensor: on the mesh of the other parallelism, or on the full mesh.
-        shape, stride: of the whole DTensor.
+        mesh, placements: those of the DTensor, on the mesh of the other parallelism or on the full mesh.
+        shape, stride: those of the whole DTensor.
         full: the full mesh and our axes of it, if the DTensor is on one.
         wrapper: makes the DTensor from its local tensor in a graph, see `wrap`.
     """
@@ -59,11 +59,11 @@ class Parallel:
         return self  # process groups cannot be copied
 
     def wrap(self, local: torch.Tensor, port: torch.Tensor | None) -> DTensor:
-        """Make the DTensor that the unsharded parameter was from its local tensor, for a graph with a backward.
+        """Make the unsharded parameter, a DTensor, from its local tensor, for a graph with a backward.
 
-        The backward of `DTensor.from_local` gives a gradient the placements of the DTensor. On a full mesh it would sum
-        gradients that are partial over our axes, but that sum is left to the reduction that follows. Also, it would sum
-        in the dtype of the gradient.
+        `DTensor.from_local` is not used, because its backward gives a gradient the placements of the DTensor. On a full
+        mesh it would sum gradients that are partial over our axes, but that sum is left to the reduction that follows.
+        Also, it would sum in the dtype of the gradient.
 
         Args:
             local: the local tensor.
@@ -82,7 +82,7 @@ class Parallel:
         )
 
     def local_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's local tensor of a value of the whole parameter that all ranks have."""
+        """Return this rank's local tensor of `whole`, the value of the whole parameter, which all ranks pass in."""
         return distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None).to_local()
 
     def local_gradient(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -92,9 +92,9 @@ class Parallel:
         over other axes are computed here.
 
         Args:
-            gradient: of the DTensor; a plain tensor is already the local gradient.
-            dtype: of the later reduction. If a sum is needed and this dtype is wider than that of `gradient`, the sum
-                and the result are in this dtype. Otherwise the result has the dtype of `gradient`.
+            gradient: the gradient of the DTensor; a plain tensor is already the local gradient.
+            dtype: the dtype of the later reduction. If a sum is needed and this dtype is wider than that of `gradient`,
+                the sum and the result are in this dtype. Otherwise the result has the dtype of `gradient`.
         """
         if not isinstance(gradient, DTensor):
             return gradient
@@ -124,7 +124,7 @@ class Parallel:
         return Shard(dim) if factor == 1 else strided_shard(dim, factor)
 
     def _placed_in_full(self, full: FullMesh, info: MeshInfo, dim: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """Do the same as `placed` on a full mesh: several shard axes become one, behind the replicate axes."""
+        """Like `placed`, but on a full mesh: several shard axes become one, behind the replicate axes."""
         placements = list(self.placements)
         for axis in full.shard:
             placements[axis] = self._cut(dim, axis + 1)
@@ -376,7 +376,7 @@ def _check_can_shard(name: str, param: nn.Parameter, info: MeshInfo) -> None:
 
 
 def _check_ragged(name: str, param: nn.Parameter, parallel: Parallel | None, wanted: Ragged) -> None:
-    """Refuse a parameter that cannot be sharded at multiples of some rows.
+    """Refuse a parameter that cannot be sharded at multiples of `wanted.rows` rows.
 
     Raises:
         ShardConfigUnsupportedError: it is already a DTensor, or of a class that defines its own all-gather.

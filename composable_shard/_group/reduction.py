@@ -56,9 +56,9 @@ class Reduced:
     Splitting many results in a row takes half the time of splitting each when its reduction ends.
 
     Args:
-        copies: split the result.
+        copies: the object that splits the result.
         out: this rank's chunk of the reduced bucket, with the marks.
-        divisor: by which `out` must still be divided; None if there is no division.
+        divisor: the divisor by which `out` must still be divided; None if there is no division.
         others: copies of `out` in the dtypes of members that are not stored in the dtype of the reduction.
         marks: a copy of the marks on the host.
 
@@ -139,7 +139,7 @@ def _in_few_bits(
 
 
 def _divisor(factor: float) -> torch.Tensor | None:
-    """Make a divisor as a 0-dim CPU tensor: bitwise identical to a number, in a quarter of the host time."""
+    """Make a divisor as a 0-dim CPU tensor. Results are bitwise identical to a number's, in 1/4 of the host time."""
     return torch.tensor(factor, dtype=torch.float64) if factor != 1 else None
 
 
@@ -149,10 +149,10 @@ class ReduceBucket:
     Args:
         indices: the members' indices in the group.
         params: the members.
-        dtype: of the reduction.
+        dtype: the dtype of the reduction.
         info, transports, options, pool, lane: the group's.
         slots: sizes in bytes of the slots of unsharded parameters, see `reduce_layout`.
-        rounding: of the group.
+        rounding: the rounding state of the group.
 
     Attributes:
         indices: as given.
@@ -213,11 +213,11 @@ class ReduceBucket:
         """Begin to average unsharded gradients over the ranks; `free_queued` must follow.
 
         Args:
-            gradients: of all parameters of the group; None counts as zeros.
+            gradients: the gradients of all parameters of the group; None counts as zeros.
             partial: pieces, by index, of earlier reductions that stopped after the reduce-scatter; they are added.
             whole: False to stop after the reduce-scatter, without the all-reduce over replicas.
             asks: whether to copy the marks to the host.
-            holds: whether its memory stays leased until the wait for it, on every lane.
+            holds: whether its memory stays leased until the wait for it, even on a stream.
         """
         # The result outlives the step as `.grad`, so it is allocated here, on the stream that will read it.
         numel, like = self._layout.numel, self._copies.ones
@@ -478,7 +478,7 @@ def reduce_buckets(
         trains: for each, whether it requires a gradient.
         info, transports, options, pool, lane: the group's.
         slots: sizes in bytes of the slots of unsharded parameters. A reduction that nearly fits one requests its size.
-        rounding: of the group.
+        rounding: the rounding state of the group.
     """
     members: dict[torch.dtype, list[int]] = {}
     for index, (param, trained) in enumerate(zip(params, trains, strict=True)):

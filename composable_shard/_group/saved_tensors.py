@@ -66,9 +66,9 @@ class Handle(NamedTuple):
     place: Place | tuple[torch.Tensor, int]  # outside of the pool's memory: the view itself and the parameter's index
     owner: WeightOwner | None  # gathers the parameters; None if it was freed
     keeper: object  # freed with the last handle of its use
-    generation: int  # of the bucket when the view was saved
+    generation: int  # the bucket's generation when the view was saved
     shown: Sequence[torch.Tensor]  # the node outputs that were installed then, to detect edits of them
-    version: int  # of the view then; it is the version of the output, too
+    version: int  # the version of the view then, which is also the version of the output
 
 
 _Tensor, _data_ptr, _is_grad_enabled = torch.Tensor, torch.Tensor.data_ptr, torch.is_grad_enabled

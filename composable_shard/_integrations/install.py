@@ -107,7 +107,7 @@ def _hold(holder: Installation) -> None:
         _warn_of_others_before()
         _chosen[:] = _places_of(_TORCHS_FOR)
     _holders.add(holder)
-    for names, name in _places_of(_OURS_FOR):  # a later call also finds names that were set since to torch's functions
+    for names, name in _places_of(_OURS_FOR):  # a second call also finds names that were set since the first
         ours = _OURS_FOR.get(id(names.get(name)))
         if ours is not None:  # a module may be loaded under two names
             names[name] = ours
@@ -127,7 +127,7 @@ def _restore() -> None:
 def _places_of(functions: Mapping[int, Any]) -> list[Place]:
     """The places in loaded modules that refer to one of some functions, given by id; torch's public names are first.
 
-    Read the `__dict__` of modules instead of their attributes, because lazy modules import something when asked.
+    Read the `__dict__` of modules instead of their attributes, because an attribute of a lazy module imports others.
     """
     places: list[Place] = []
     for key, module in [(PUBLIC, sys.modules[PUBLIC]), *list(sys.modules.items())]:

@@ -54,7 +54,7 @@ class _Tree:
         self.of_root = set(family_of(root))
 
     def name_params(self) -> None:
-        """Rename each parameter to its first name in the root, whose `named_parameters` may be overridden."""
+        """Rename each parameter to its first name in the root's `named_parameters`, which a class may override."""
         first: dict[int, str] = {}
         for name, param in self.root.named_parameters(remove_duplicate=False):
             first.setdefault(id(param), name)
@@ -146,7 +146,7 @@ class _Tree:
     def install_shards(self) -> None:
         """Install the sharded parameters, and adopt those by which users have replaced them.
 
-        They may be unsharded, by an engine of another root that has not run.
+        An engine of another root, which has not run, may have unsharded them.
         """
         names = {id(module._parameters): name for name, module in reversed(self.modules)}
         recurrent = [module for _, module in self.modules if vars(module).get("_flat_weights_names")]
@@ -309,7 +309,7 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
         check_root(root)
     tree = _Tree(root)
     tree.check_ready()
-    tree.name_params()  # for errors of `install_shards`, which may tie parameters; so name them again after it
+    tree.name_params()  # for errors of `install_shards`; it may tie parameters, so they are named again after it
     tree.install_shards()
     tree.name_params()
     asked = [state.declaration for state in tree.states]

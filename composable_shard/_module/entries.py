@@ -26,7 +26,7 @@ Place = tuple[dict[str, nn.Parameter | None], str, int]  # a module's `_paramete
 
 
 class _Columns(NamedTuple):
-    """The columns of all places, over which every forward maps; `indices` is None if they are 0, 1, 2, ..."""
+    """All places as columns, because every forward maps over them; `indices` is None if they are 0, 1, 2, ..."""
 
     dicts: list[dict[str, nn.Parameter | None]]
     names: list[str]
@@ -74,7 +74,7 @@ class ModuleEntries:
         self._check_data()
 
     def __getstate__(self) -> dict[str, Any]:
-        # The engine of a copy sets the lists for its own modules.
+        # These refer to modules and tensors of the original. The copy's engine and `_check_data` set its own.
         return self.__dict__ | {"_recurrent": [], "_storages": [], "_pieces": [], "_before": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -252,7 +252,7 @@ class ModuleEntries:
         return param is self._shards[index] or (before is not None and before() is param)
 
     def _check_leaves(self) -> None:
-        """Refuse parameters that were assigned over leaves: code that later restores the leaves would undo that.
+        """Refuse parameters that were assigned over leaves: code that later restores the leaves would undo this.
 
         The parameter that was replaced last is accepted, because `torch.func.functional_call` restores it.
 

@@ -55,7 +55,7 @@ class Methods(TorchFSDPModule):
     raise, and the others cannot continue without them.
     """
 
-    _orig_cls_mro_index = 4  # FSDPLinear, FSDPModule, Methods, torch's FSDPModule, Linear
+    _orig_cls_mro_index = 4  # of Linear, for example: FSDPLinear, FSDPModule, Methods, torch's FSDPModule, Linear
 
     # ---- gradients
 
@@ -81,7 +81,7 @@ class Methods(TorchFSDPModule):
         """Set whether backward, on a mesh with replicas, all-reduces gradients over the replicas.
 
         While this is off, backward stops after the reduce-scatter and accumulates the sharded gradients separately from
-        `.grad`. A later backward with this setting on adds its own and all-reduces the sum over the replicas.
+        `.grad`. A later backward with this setting on adds its own gradients and all-reduces the sum over the replicas.
         `zero_grad` clears the accumulated gradients.
 
         Raises:
@@ -159,9 +159,9 @@ class Methods(TorchFSDPModule):
         Without it, as in FSDP2, a rank does not reduce a group that got no gradient at all, and ranks where the group
         got one wait for that rank forever. (If only some parameters of a group got gradients, no setting is needed.)
 
-        Set it on modules of experts, if a rank may use none of the experts of a group, and not on other modules: these
-        groups are reduced only after backward, in the same order on all ranks, and their unsharded gradients take
-        memory until then.
+        Set it on modules of experts, if a rank may use none of the experts of a group. Do not set it on other modules:
+        groups with this setting are reduced only after backward, in the same order on all ranks, and their unsharded
+        gradients take memory until then.
 
         All ranks must still run the same modules, because a group is gathered only if its modules run. If they cannot,
         call `unshard` on all ranks, before the forward, for each module that only some ranks will run, and keep its
@@ -209,9 +209,9 @@ class Methods(TorchFSDPModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether the unsharded parameters are freed after backward; False saves gathers while accumulating.
 
-        The setting at the end of a backward decides about its weights, even if it changes before the next forward. An
-        optimizer step always reshards them. After changing sharded parameters in another way, call `reshard`: changes
-        by foreach functions or through ``.data`` cannot be detected.
+        The setting at the end of a backward applies to the weights of this backward, even if it changes before the next
+        forward. An optimizer step always reshards them. If you change sharded parameters in another way, call `reshard`
+        afterwards, because changes by foreach functions or through ``.data`` cannot be detected.
 
         Raises:
             ShardConfigValueError: the value is not a bool, number, None or tensor of one element.
@@ -271,11 +271,11 @@ class Methods(TorchFSDPModule):
     # ---- communication
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather this module's parameters by `comm`, like torch's `AllGather`; None restores the default."""
+        """Gather this module's parameters with `comm`, an object like torch's `AllGather`; None for the default."""
         _set_comms(self, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce this module's gradients by `comm`, like torch's `ReduceScatter`; None restores the default."""
+        """Reduce this module's gradients with `comm`, an object like torch's `ReduceScatter`; None for the default."""
         _set_comms(self, reduce_scatter=comm)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:

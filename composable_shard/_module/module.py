@@ -185,8 +185,11 @@ class FSDPModule(Methods):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather this module's own parameters (not those of sharded modules below it).
 
-        They stay unsharded until `reshard` is called, until the module's next forward or backward or the model's next
-        backward reshards them, or until the values of the sharded parameters change.
+        They stay unsharded until one of these events:
+
+        - `reshard` is called.
+        - The module's next forward or backward, or the model's next backward, reshards them.
+        - The values of the sharded parameters change.
 
         Args:
             async_op: return immediately, with a handle whose `wait()` installs the unsharded parameters.
@@ -205,7 +208,7 @@ class FSDPModule(Methods):
 
 
 def _share(tensor: torch.Tensor) -> torch.Tensor:
-    """Move a tensor to shared memory; for a DTensor its local tensor, because torch's own way crashes the process."""
+    """Move a tensor to shared memory. For a DTensor, move its local tensor, because moving the DTensor crashes."""
     (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).share_memory_()  # type: ignore[no-untyped-call]
     return tensor
 
@@ -285,7 +288,7 @@ def _run(module: nn.Module, call: _Call | None, args: tuple[Any, ...], kwargs: d
 def _hooks_for(engine: Engine, group: ParamGroup | None, stays: bool) -> contextlib.AbstractContextManager[Any] | None:
     """The saved-tensor hooks of a call; None without gradients, or if those of the enclosing forward are enough.
 
-    Also None where hooks are forbidden, as in `torch.func.grad`: then autograd saves the weights with their memory.
+    Also None where hooks are forbidden, as in `torch.func.grad`. Autograd then saves the weights themselves.
 
     Args:
         engine: the module's engine.
@@ -302,8 +305,8 @@ def _hooks_for(engine: Engine, group: ParamGroup | None, stays: bool) -> context
 def _hooks_of_recomputation(state: ShardState) -> contextlib.AbstractContextManager[Any] | None:
     """The saved-tensor hooks of a recomputation that bypasses our `__call__`; None if the checkpoint has set hooks.
 
-    A reentrant checkpoint sets none. A non-reentrant one counts saved tensors by its own hooks. It must count as many
-    as in the original forward, in which its hooks were inside of ours.
+    A reentrant checkpoint sets no hooks. A non-reentrant one counts saved tensors with its own hooks, and must count as
+    many as in the original forward. There, its hooks were inside of ours, so ours must not be set inside of its hooks.
     """
     if state.bound is None or active_saved_tensors_hooks() is not None:
         return None
@@ -461,10 +464,10 @@ def _trace(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[s
 def _let_engine_surround_compiled_code(module: nn.Module) -> None:
     """Let the engine gather and reduce outside of the compiled code of a module on which `compile()` was called.
 
-    Torch then compiles `_call_impl`, including hooks, and runs the compiled code at every call of the module, also when
-    an activation checkpoint in the class's own `__call__` recomputes. The module's own communication is not in the
-    graph, so that layers of one class share their code. The communication of sharded modules inside of it is in the
-    graph.
+    For such a module, torch compiles `_call_impl`, including hooks, and runs the compiled code at every call of the
+    module, also when an activation checkpoint in the class's own `__call__` recomputes. The module's own communication
+    is not in the graph, so that layers of one class share their code. The communication of sharded modules inside of it
+    is in the graph.
     """
     compiled = module._compiled_call_impl
     if hasattr(compiled, "_surrounded"):
@@ -515,7 +518,8 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         args, kwargs = _mapped(partial(_move, state.inputs_to), args, kwargs, copies)
     if dtype is not None:
         args, kwargs = _cast_inputs(state, args, kwargs, dtype, copies)
-    if copies or state.copies:  # if an enclosing call has an entry, this call needs one as well, maybe an empty one
+    # `post_forward` removes the last entry. So if an enclosing call has one, this call needs one, too, even if empty.
+    if copies or state.copies:
         with_side_effects(partial(state.copies.append, copies))
     return args, kwargs
 
@@ -547,7 +551,7 @@ def _begin_traced(state: ShardState, module: nn.Module) -> None:
 
 
 def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """The hook after forward: let the engine reshard and register for backward, then cast the outputs."""
+    """The hook after forward: let the engine reshard and prepare backward, then cast the outputs."""
     state: ShardState = module.__dict__[STATE]
     way = state.way
     if way is TRACED:

@@ -19,8 +19,12 @@ def explain_sharded_read(error: BaseException, groups: Sequence[ParamGroup]) -> 
     """Add a note to the error of an operator that got an unexpected `DTensor`: which weights were sharded, what to do.
 
     The note is about the innermost module in the traceback that has sharded weights: first its own weights, then those
-    of its submodules. No note is added to other errors, or if there is no such module. No note is added either if the
-    error passed through the call of another sharded module, whose weights were unsharded then and are sharded again.
+    of its submodules. No note is added in three cases:
+
+    - The error is another one.
+    - There is no such module.
+    - The error passed through the call of another sharded module. Its weights were unsharded during that call, and are
+      sharded again now.
 
     Args:
         error: any error that has just ended the call of a sharded module. Its traceback begins with the frame of that

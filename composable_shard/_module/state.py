@@ -450,7 +450,7 @@ class ShardState:
                 each.bound.engine.after_forward(each.bound.group, failed=True)
 
     def overwritten(self) -> None:
-        """Prepare for a load of the sharded parameters: a pending backward must not use new values as the old ones."""
+        """Prepare for a load of the sharded parameters: a pending backward must not read new values instead of old."""
         self.release()
         for group in self.groups:
             group.stepped()

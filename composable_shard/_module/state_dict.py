@@ -81,7 +81,8 @@ def _after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, loca
         if value is not None and (state.entries.shown or not isinstance(value, DTensor)):
             state_dict[prefix + name] = value if value is param.sharded else param.sharded.detach()
     for state in {state: None for state, _, _ in params}:
-        state.show_sharded()  # callers of state_dict() then look up the optimizers' parameters by name
+        # After state_dict(), callers look up parameters by name, and must find those that optimizers hold.
+        state.show_sharded()
 
 
 def _is_placed_otherwise(given: DTensor, sharded: torch.Tensor) -> bool:

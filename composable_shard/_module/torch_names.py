@@ -224,7 +224,7 @@ class GroupFacade(_View):
     _event: _Event | None  # the current work
     _replacements: dict[str, Callable[..., None]]  # by moment: the method that a tool has set instead of ours
     _seen: weakref.WeakSet[Any]  # all methods that a tool has set since it registered its hooks
-    _gone: bool  # whether the tool has removed its hooks since
+    _gone: bool  # whether the tool has removed its hooks again
 
     _names: ClassVar[dict[str, Callable[[Any], Any]]] = {
         "_info": attrgetter("_own.declaration.info"),

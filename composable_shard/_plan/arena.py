@@ -6,7 +6,8 @@ lifetimes. A pool observes them at run time.
 
 1. Buffers are placed one at a time, each into the smallest sufficient gap between the buffers that it meets.
 2. Early buffers get the best offsets, so four orders are tried.
-3. The best order is varied at random within a work limit: a topmost buffer moves forward.
+3. The best order is varied at random, within a work limit: a buffer that ends at the top of the arena moves to an
+   earlier position in the order.
 4. Buffers of one name get one offset, unless separate offsets save enough memory.
 
 Arena bytes per byte of the lower bound, for chains of 2 to 24 groups, forward and backward:
@@ -18,10 +19,10 @@ Arena bytes per byte of the lower bound, for chains of 2 to 24 groups, forward a
     by bytes live at the same time                             1.04   1.31
     best of these four                                         1.01   1.18
     ... with 400 random changes                                1.005  1.07
-    ... with changes only to buffers live at the peak          1.002  1.03  (half the time)
+    ... with changes only to buffers live at the peak          1.002  1.03  (in half the time)
 
-These variants gained nothing: ordering by duration or by closing step, first fit, deterministic changes (always moving
-the topmost buffer to the front), and re-placing only buffers near the topmost one.
+These variants gained nothing: ordering by duration or by closing step, first fit, changes that are not random (always
+placing the topmost buffer first), and placing only the buffers near the topmost one again.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ def _meetings(count: int, arcs: Sequence[tuple[int, int, int]]) -> list[list[int
 
 _MOST_VISITS = 1_000_000  # limit of buffer pairs examined in all tries, about one second
 _MOST_TRIES = 1000  # random changes per share of `_CROWDED`
-_CROWDED = (0.95, 0.85)  # shares of the bound: only buffers that are ever live with more bytes are changed at random
+_CROWDED = (0.95, 0.85)  # shares of the bound: random changes move only buffers that are live with more bytes than this
 _ONE_PLACE = 1.02  # times the bound: up to this size, one offset per name is preferred to a smaller arena
 
 
@@ -327,7 +328,7 @@ class _Packing:
     def _moved_about(self, best: _Result, order: list[int], share: float, rng: Random) -> _Result:
         """The best arrangement after random changes to the buffers that are live near the peak of bytes.
 
-        Only these buffers are placed in each try. The other buffers are added when the try has improved.
+        Each try places only these buffers. The other buffers are placed after them, if the try is better than `best`.
         """
         crowded = [i for i in order if self.pressure[i] > share * self.bound]
         rest = [i for i in order if self.pressure[i] <= share * self.bound]
@@ -363,7 +364,7 @@ class _Packing:
         return best.height <= self.enough or self.visits > _MOST_VISITS
 
     def _changed(self, order: list[int], result: _Result, rng: Random) -> list[int]:
-        """The order with a topmost buffer moved forward, and sometimes also a buffer that it meets."""
+        """The order with a topmost buffer moved to an earlier position, and sometimes also a buffer that it meets."""
         top = _pick([i for i in order if result.offsets[i] + self.sizes[i] == result.height], rng)
         at = order.index(top)
         other = [i for i in order if i != top]

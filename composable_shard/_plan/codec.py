@@ -53,7 +53,7 @@ def read(kind: type[T], text: str, name: str, version: int) -> T:
 
 
 def _encode(value: Any) -> Any:
-    """Convert one object that `json` cannot encode. Nested objects are left to later calls.
+    """Convert one object that `json` cannot encode. `json` calls this function again for nested objects.
 
     Converting a plan of thousands of parameters in one call would create many objects for the cyclic garbage collector.
     """

@@ -21,7 +21,7 @@ class Sizes:
         reduction: the buffers of a reduction, leased until the reduction has been waited for.
         small: this rank's pieces of weights that are resharded to a few ranks between forward and backward.
         small_landing: additional buffers of a gather among these ranks.
-        frees_queued: whether the buffers of a reduction are leased only until the reduction is queued. This is so with
+        frees_queued: whether the buffers of a reduction are leased only until the reduction is queued. True with
             streams, because later work on the stream may reuse the buffers.
     """
 
@@ -39,7 +39,7 @@ class Sizes:
 
 
 def held(sizes: Mapping[str, Sizes], fqns: Container[str]) -> dict[str, Sizes]:
-    """Copy the sizes, with reductions of the groups `fqns` that keep their memory until they have been waited for."""
+    """Copy the sizes. Reductions of the groups `fqns` keep their memory until they have been waited for."""
     return {fqn: replace(size, frees_queued=False) if fqn in fqns else size for fqn, size in sizes.items()}
 
 
@@ -86,7 +86,7 @@ class Costs:
         forward, backward: seconds of compute per step of each group, summed over its uses, by FQN, sorted.
         gather, reduce: seconds of the gather and of the reduction for groups that do not follow the formula, by FQN,
             sorted.
-        streams: whether a stream waits for communication, as on an accelerator, instead of the host.
+        streams: whether streams wait for communication, as on a GPU. Otherwise the host waits.
 
     Raises:
         ShardConfigValueError: a number is negative or not finite, or the bandwidth is 0.

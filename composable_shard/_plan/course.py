@@ -75,7 +75,7 @@ class Flight(NamedTuple):
 
 
 def module_of(fqn: str) -> str:
-    """The name that a graph uses for the module of a group: the first of a list of modules, without the mesh."""
+    """The module name that a graph uses for a group: the first module in the group's FQN, without the mesh."""
     return fqn.partition(" on ")[0].partition(", ")[0] or ROOT_NAME
 
 
@@ -202,8 +202,8 @@ def exposed(compiled: Iterable[Flight], planned: Iterable[Flight]) -> Iterator[t
     """Find the collectives that are exposed in a compiled step and hidden in the plan.
 
     With times, a collective counts as exposed if its wait is longer than in the plan by more than half of its duration.
-    Without times, it counts as exposed if nothing computes between its launch and its wait. The plan does not know when
-    the root computes, so the root's compute alone does not hide a collective of the plan.
+    Without times, it counts as exposed if nothing computes between its launch and its wait. In a plan it is
+    unknown when the root computes, so the root's compute alone does not hide a collective of the plan.
     """
     others = {flight.key: flight for flight in planned}
     for mine in compiled:

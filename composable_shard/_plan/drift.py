@@ -13,7 +13,7 @@ from .simulation import Times
 
 _TIME_TOLERANCE = 0.25  # of the planned seconds
 _LEAST_TIME = 0.01  # of the planned compute of a step: smaller differences are ignored
-_TOLD = 32
+_TOLD = 32  # number of statements that a `DriftLog` stores
 
 
 class DriftLog:

@@ -7,7 +7,8 @@ To fit into a budget, the planner drops the following, in this order:
 3. weights that stay unsharded for the next backward of their group,
 4. weights that are kept after forward.
 
-The least budget that works is the bytes of the step without all of these: each group alone with its enclosing groups.
+The least budget that works is the peak of a step without any of these. In this step, at most one group and the groups
+that enclose it are unsharded at the same time.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from .simulation import Sizes, lifetimes, live_bytes
 # Each level: (1) reductions in flight, (2) whether backward waits for reductions before it gathers, (3) whether weights
 # stay unsharded for the next backward of their group.
 _LEVELS = ((MAX_REDUCTIONS, False, True), (1, False, True), (1, True, True))
-_LEAST = (1, True, False)  # only differs from the level before it if a group has successive uses
-SMALL = 160  # number of actions of a step up to which expensive searches with small expected gain also run
+_LEAST = (1, True, False)  # differs from the level before it only if a group has consecutive uses
+SMALL = 160  # actions of a step: expensive searches with a small expected gain run only up to this number
 
 
 class Gather(NamedTuple):

@@ -11,7 +11,7 @@ Listed = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class GraphSchedule:
-    """The part of a plan that compiled graphs follow. Modules are FQNs in the root; others have the defaults.
+    """The part of a plan that compiled graphs follow. Modules are FQNs in the root. Other modules have the defaults.
 
     Attributes:
         forward, backward: by module, the modules to gather when its forward or backward begins.

@@ -5,7 +5,7 @@ chooses how many gathers to issue at each event, in the order in which they are 
 for before the next one is issued. States with the same number of issued gathers and finished reductions have the same
 live bytes. A state is dropped in two cases:
 
-- Another state with the same numbers is at no time later (it dominates the state).
+- In another state with the same numbers, none of the times is later (it dominates the state).
 - The state cannot end in time, given the remaining compute and transfers.
 
 The result is therefore optimal, unless a width limits the number of states (a beam search).
@@ -86,7 +86,7 @@ def _sums_from(numbers: Sequence[float]) -> list[float]:
 
 
 class _Ahead(NamedTuple):
-    """Remaining seconds: compute including the reductions after it, and reductions on the link."""
+    """Remaining seconds: of compute and the reductions after it, and of reductions on the link."""
 
     compute: float
     reductions: float
@@ -303,7 +303,7 @@ class Optimum:
         yield after, _State(state.now, link, (*state.gathers, link), state.reductions, path)
 
     def _sifted(self, reached: Iterable[tuple[_Progress, _State]], ahead: _Ahead, latest: float) -> _States:
-        """Remove states that must end too late and dominated states. Keep at most `width` states."""
+        """Remove states that cannot end in time, and dominated states. Keep at most `width` states."""
         by_progress: dict[_Progress, dict[tuple[float, ...], tuple[float, _State]]] = {}
         for progress, state in reached:
             self.work += _STATE_WORK

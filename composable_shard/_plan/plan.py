@@ -242,7 +242,7 @@ class ShardPlan:
         pool: PoolPolicy | None = None,
         costs: Costs | None = None,
     ) -> ShardPlan:
-        """Copy this plan with a new schedule. None leaves an argument as it is in this plan.
+        """Copy this plan with a new schedule. An argument that is None keeps this plan's value.
 
         Args:
             prefetch: the new prefetch policy.
@@ -323,7 +323,7 @@ class ShardPlan:
             around=inside(self.around),
         )
 
-    # ---- as data
+    # ---- serialization
 
     def to_json(self) -> str:
         """The whole plan as JSON, for `from_json`."""
@@ -363,7 +363,7 @@ class ShardPlan:
         agreed = JSON_VERSION, self.groups, self.order, self.around, self.edges().telling(), phases
         return hashlib.sha256(repr(agreed).encode()).hexdigest()
 
-    # ---- compared
+    # ---- comparison
 
     def check(self, other: ShardPlan) -> None:
         """Check that this plan is for the same model and ranks as `other`, the plan of the model.

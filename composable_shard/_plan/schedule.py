@@ -1,8 +1,8 @@
 """A training step as a list of actions: their text form, and the list that a plan predicts.
 
 `training_step` predicts the actions of the eager engine for uses of groups in order, nested or not. The engine's record
-of such a step is the same list. Tests compare the two. The list is made by passes from list to list: forwards and
-backwards of the groups first, then reshards, gathers and reductions.
+of such a step is the same list. Tests compare the two. The list is built in passes: forwards and backwards of
+the groups first, then reshards, gathers and reductions are added.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Kind(StrEnum):
     """The type of an action on a group. Records do not contain `FORWARD`, `BACKWARD` and `ENDED`."""
 
     UNSHARD = "UNSHARD"  # the group's all-gather is issued
-    WAIT = "WAIT"  # ... and waited for: the parameters can be read
+    WAIT = "WAIT"  # the all-gather has been waited for: the parameters can be read
     RESHARD = "RESHARD"  # the unsharded parameters are freed
-    SHRINK = "SHRINK"  # the unsharded parameters are freed, but a few ranks keep pieces to gather them from
+    SHRINK = "SHRINK"  # the unsharded parameters are resharded to a few ranks; backward gathers among these
     REDUCE = "REDUCE"  # the reduction of the group's gradients is issued
-    REDUCED = "REDUCED"  # ... and waited for: `.grad` is set
+    REDUCED = "REDUCED"  # the reduction has been waited for: `.grad` is set
     FORWARD = "FORWARD"  # the group's forward begins
     BACKWARD = "BACKWARD"  # the group's backward begins
     ENDED = "ENDED"  # the group's most recent forward or backward ends, including all groups that run inside it
@@ -108,7 +108,7 @@ class Schedule:
         stays_for_next: whether weights stay unsharded between two consecutive backwards of one group.
         holds: groups whose reductions keep their memory until they have been waited for, even with streams. Otherwise
             work that is queued after a reduction may reuse its memory (`Sizes.frees_queued`), so compute must wait for
-            the reduction before it packs the next gradients there. In compiled graphs no reduction does.
+            the reduction before it packs the next gradients there. In compiled graphs no reduction keeps its memory.
     """
 
     forward: Edges
@@ -245,7 +245,7 @@ def one_ahead(steps: Sequence[Step]) -> Schedule:
     return Schedule(edges(forward_order(steps), ()), edges(backward_order(steps), kept), kept)
 
 
-# ---- passes, list -> list
+# ---- passes: each takes a list of actions and returns a new one
 
 
 def computes(steps: Sequence[Step], kind: Kind) -> list[Action]:

@@ -35,7 +35,7 @@ from .simulation import Sizes, Timeline, Times, held, lifetimes, live_bytes, sim
 _MOST_WORK = 1_200_000  # limit for one schedule, in comparisons (see `Optimum.work`): less than a second
 _ACTION_WORK = 10  # cost of generating an action, in comparisons
 _WIDTH = 16  # states of a search for one set of groups; more states did not help for the models of bench/overlap.py
-_REMEMBERED = 16  # cached schedules of `auto`: for phases of one order, and for plans made from the same times
+_REMEMBERED = 16  # cached schedules of `auto`, reused by phases of one order and by plans made from the same times
 _made: OrderedDict[object, Schedule] = OrderedDict()
 
 
@@ -93,9 +93,9 @@ def _least_exposed(
     with contextlib.suppress(PoolBudgetError):  # it may not fit if reductions keep their memory
         tries.append(Auto(steps, held(sizes, sizes), times, auto.budget).best())
     tries.sort(key=lambda each: each.exposed)
-    # The search does not know the offsets of buffers. With streams, compute also waits for memory: it cannot pack
-    # gradients into memory that an earlier reduction still reads. If that costs time, schedules are compared with an
-    # arena.
+    # The search ignores the offsets of buffers. With streams, compute also waits for memory: it cannot pack gradients
+    # into memory that an earlier reduction still reads. Schedules are therefore simulated again, with an arena, until
+    # one loses no time by this.
     bare = fitting(steps, sizes, budget)
     schedules = [*(each.schedule for each in tries), bare.under(by_depth(bare, 1), budget)[0]]
     enough = tries[0].exposed + auto.slack
@@ -140,7 +140,8 @@ class Auto:
         self.steps, self.sizes, self.times = steps, sizes, times
         bare = fitting(steps, sizes, budget)
         self.kept = bare.schedule.kept
-        # Groups that the settings keep stay kept. If not all of them fit into the budget, other groups may be better.
+        # Groups that the settings keep are always kept if all of them fit into the budget. Otherwise, keeping other
+        # groups may be better, so only the root is always kept.
         fits = self.kept == kept_by_setting(steps)
         self.fixed = {step.fqn for step in steps if step.fqn in self.kept and (fits or step.is_root)}
         self.budget = _one_ahead_bytes(steps, sizes) if budget is None else budget
@@ -231,7 +232,7 @@ class Auto:
         """The best schedule that keeps these groups, by heuristics. None if no schedule fits into the budget."""
         tries: list[_Try] = []
         most = float("inf")
-        same = all(step.reduces_first for step in self.steps)  # at every level
+        same = all(step.reduces_first for step in self.steps)  # backward then waits for reductions first at every level
         for level, (_, first, stays) in enumerate(levels(self.steps)):
             if same and first and stays:
                 continue

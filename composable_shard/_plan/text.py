@@ -127,7 +127,7 @@ def first_names(names: Sequence[str], most: int) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Format a number of things."""
+    """Format a number with its noun: ``1 group``, ``2 groups``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

@@ -48,7 +48,7 @@ def results_are_checked() -> bool:
 
 
 def failed_guards() -> Mapping[CodeType, Sequence[str]]:
-    """By code object, the failed guards, in words, that made Dynamo recompile it; empty if nothing was compiled."""
+    """By code object, the failed guards, as text, that made Dynamo recompile it; empty if nothing was compiled."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     failures: Mapping[CodeType, Sequence[str]] = getattr(utils, "guard_failures", {})
     return failures
@@ -79,8 +79,8 @@ def aot_backend(compiler: Callable[..., Any], name: str = "") -> Callable[..., A
 
     Args:
         compiler: compiles forward and backward graphs.
-        name: name under which to register the backend with Dynamo; it must be unique. Only after a registered backend
-            does Dynamo drop its references to parameters, which would keep `Module.to` from converting them.
+        name: name under which to register the backend with Dynamo; it must be unique. Dynamo drops its references to
+            parameters only if the backend is registered. These references would keep `Module.to` from converting them.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.registry import register_backend

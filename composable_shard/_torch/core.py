@@ -196,7 +196,7 @@ class NotForCompiledAutograd(torch.autograd.Function):
 
 
 def outputs_pass_for_leaves(function: type[torch.autograd.Function]) -> None:
-    """Allow `nn.Module` to register outputs of the function as parameters; it checks `if tensor.grad_fn:`."""
+    """Allow `nn.Module` to register outputs of the function as parameters: make `if tensor.grad_fn:` false for them."""
     function._backward_cls.__bool__ = lambda _: False  # type: ignore[attr-defined]
 
 
@@ -583,7 +583,7 @@ def _collect(tree: Any, tensors: list[torch.Tensor], visited: dict[int, Any]) ->
 
 
 def _hidden_parts(tree: Any) -> Sequence[Any]:
-    """The items of a container that forward receives and returns unchanged; nothing for other objects."""
+    """The items of a container that `map_tensors` does not support and passes unchanged; nothing for other objects."""
     if isinstance(tree, UserDict):
         return list(tree.values())
     if isinstance(tree, (UserList, deque)):

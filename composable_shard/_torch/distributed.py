@@ -131,8 +131,8 @@ _MANAGED = "_is_fsdp_managed_module"  # attribute that torch's FSDP sets on modu
 class _Mark:
     """An object that is true for every library, but false for Dynamo.
 
-    Dynamo does not guard the attributes of a marked module. It would then run outdated code for a module that was
-    changed after compilation.
+    Dynamo does not guard the attributes of a module whose mark is true for it. It would then run outdated code for a
+    module that was changed after compilation.
     """
 
     def __bool__(self) -> bool:

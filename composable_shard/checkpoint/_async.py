@@ -111,7 +111,7 @@ def _has_state_on_disk(layout: FileLayout) -> bool:
 
 
 def _written_now(pending: RunningSave, prepared: Prepared) -> Callable[[], SavedFile]:
-    """Write this rank's file now. The returned function gives the file or raises the error, when all ranks call it."""
+    """Write this rank's file now. Return a function that gives the file or raises the error when all ranks call it."""
     outcome: Future[SavedFile] = Future()
     try:
         see(prepared.attempt)

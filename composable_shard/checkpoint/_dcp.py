@@ -135,7 +135,7 @@ def export_dcp(
 def _agreed(
     ranks: Ranks, path: str | os.PathLike[str], state: Mapping[str, Any] | nn.Module, options: dict[str, bool]
 ) -> tuple[Path, set[str] | None]:
-    """Check that the options of an import are equal on all ranks. Gives the path and the entries that any rank loads.
+    """Check that the options of an import are equal on all ranks. Return the path and the entries that any rank loads.
 
     The entries are None if a rank loads all of them. Ranks may load different entries.
     """

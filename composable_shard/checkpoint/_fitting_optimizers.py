@@ -88,7 +88,7 @@ def _same_groups(
 
 
 def _decoded(target: Target, name: str, saved: Any, now: Any, parameter: torch.Tensor | None, plain: set[str]) -> Any:
-    """The state of a parameter, or state of no parameter, which the optimizer stores under a name."""
+    """The state that an optimizer stores by a parameter, or by a name if it belongs to no parameter."""
     if parameter is None:
         return decode(saved, now, target.fetch)
     values = decode(saved, now or {}, functools.partial(_fetch, target, parameter, plain))

@@ -16,7 +16,7 @@ from ._io.process import WriterProcess
 
 
 class RunningSave:
-    """A running save, as the code that writes it sees it.
+    """A running save, for the code that writes it.
 
     Args:
         step: step of the checkpoint.
@@ -170,7 +170,7 @@ def wait() -> None:
 
 
 def _at_exit(process: int) -> None:
-    if process != os.getpid():  # a fork
+    if process != os.getpid():  # a forked child, whose parent waits for the saves
         return
     for each in _backgrounds.values():
         try:

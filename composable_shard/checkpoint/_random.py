@@ -12,7 +12,7 @@ from ._state import PerRank
 
 
 class RandomState(PerRank):
-    """The random generators of Python, NumPy, torch's CPU and its current accelerator, of every rank.
+    """The random generators of every rank: of Python, of NumPy, and of torch for the CPU and the current accelerator.
 
     Put one into the state that you save and load. If the number of ranks changes, ranks that existed before continue
     with their own generators. New ranks are seeded from rank 0's generator and their rank.

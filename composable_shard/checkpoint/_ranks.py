@@ -139,7 +139,7 @@ class Ranks:
 
     def _judged(self, result: _T | None, own: BaseException | None, failures: list[_Described]) -> _T:
         if own is not None and not isinstance(own, Exception):
-            raise own  # an interrupt stays an interrupt here; the other ranks raise an error for it
+            raise own  # for example, KeyboardInterrupt: only this rank raises it unchanged
         failed = [(rank, each) for rank, each in enumerate(failures) if each is not None]
         if not failed:
             return cast(_T, result)

@@ -261,7 +261,7 @@ def _removed_if_it_fails(ranks: Ranks, attempt: commits.Attempt) -> Iterator[Non
 
 
 def see(attempt: commits.Attempt) -> None:
-    """Raise ShardConfigValueError where this rank does not see the directory that rank 0 has made."""
+    """Raise ShardConfigValueError if this rank does not see the directory that rank 0 has made."""
     if not attempt.partial.is_dir():
         raise ShardConfigValueError(
             f"directory: rank 0 has created {attempt.partial}, but this rank does not see it; all ranks must save to "

@@ -148,7 +148,7 @@ class ModuleContent:
 
     @staticmethod
     def of(module: nn.Module) -> ModuleContent:
-        """Read the state dict of a module. Its parameters are sharded afterwards."""
+        """Read the state dict of a module. This reshards its parameters."""
         state = Entries.of(module)
         tied = {name: each.first for name, each in state.tensors.items() if each.first != name and each.source}
         keys = {plain_name(key): key for key in state.order}
@@ -175,7 +175,7 @@ class Modules:
                     raise ShardConfigValueError(f"state: two entries are called {path}; rename one")
                 module = unwrapped(value)
                 with named(path, "state_dict"):
-                    self.contents[path] = ModuleContent.of(module)  # torch's FSDP2 reshards now
+                    self.contents[path] = ModuleContent.of(module)  # with torch's FSDP2, this call reshards
                 self.parameters.update({f"{path}.{name}": each for name, each in parameters_of(module).items()})
         self._keys: dict[int, str] = {}
         for key, parameter in self.parameters.items():
@@ -192,7 +192,7 @@ class OptimizerContent:
 
     Attributes:
         groups: parameter groups, with keys instead of parameters.
-        state: state by the keys of parameters. State of no parameter has the name that the optimizer uses for it.
+        state: state by the keys of parameters. State that belongs to no parameter has the optimizer's name for it.
     """
 
     groups: list[dict[str, Any]]

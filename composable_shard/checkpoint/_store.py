@@ -16,9 +16,9 @@ from .._torch.distributed import another_client, delete_key, shared_store
 from ._ranks import Ranks
 
 LOST_AFTER_S = 60.0  # a rank is lost if its process sends no heartbeat for this long
-_BEAT_S = 1.0  # between two heartbeats
-_READ_S = 5.0  # time for all ranks to read an error
-_SHORTEST_S, _LONGEST_S = 0.001, 0.05  # between two polls of the store
+_BEAT_S = 1.0  # seconds between two heartbeats
+_READ_S = 5.0  # seconds in which all ranks can read an error, before its key is deleted
+_SHORTEST_S, _LONGEST_S = 0.001, 0.05  # seconds between two polls of the store
 _CHUNK = 4 << 20  # bytes of a value under one key
 
 _T = TypeVar("_T")

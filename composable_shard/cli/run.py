@@ -76,15 +76,15 @@ def _keep_importable() -> None:
     home = Path(__file__).parents[1]
     others = 0 if sys.flags.safe_path else 1
     spec = PathFinder.find_spec(_KEY, sys.path[others:])
-    if spec is None or spec.origin != str(home / "__init__.py"):  # a checkout in the current directory
+    if spec is None or spec.origin != str(home / "__init__.py"):  # for example, a checkout in the current directory
         sys.path.insert(others, str(home.parent))
 
 
 class _InstallInChild:
     """Part of the configuration that multiprocessing passes to child processes. Unpickling it there calls `install`.
 
-    A spawned process imports the script before that. So if module-level code of the script calls functions of torch,
-    and does not only import them, it calls torch's own.
+    A spawned process imports the script before that. If module-level code of the script calls a function of FSDP2,
+    instead of only importing it, it therefore calls torch's own.
     """
 
     def __reduce__(self) -> tuple[Callable[[], _InstallInChild], tuple[()]]:

@@ -71,7 +71,7 @@ def check_takes_parts(name: str, param: torch.Tensor, made: Optimizer) -> None:
 
 
 def check_unchanged(inner: Optimizer, group: Mapping[str, Any], given: Mapping[str, Any], name: str) -> None:
-    """Check that a step has not changed the options of a param group. Its other parts would not see the change.
+    """Check that a step has not changed the options of a param group. Steps of its other parameters would ignore it.
 
     Args:
         inner: the optimizer.

@@ -247,7 +247,7 @@ class Route:
         return [(rank, part) for rank, part in enumerate(self.parts) if part is not None]
 
     def senders(self) -> list[tuple[int, Box]]:
-        """The holders without ranks whose part an earlier rank also holds."""
+        """One holder for each distinct part: the first rank that holds it."""
         return [(rank, part) for rank, part in self.holders() if part not in self.parts[:rank]]
 
     @property

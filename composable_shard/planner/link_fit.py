@@ -25,7 +25,7 @@ class LinkFit:
 
 
 def sent(nbytes: int, ranks: int) -> float:
-    """Bytes that a rank sends in a collective of `nbytes`, which is the total of all ranks."""
+    """Bytes that a rank sends in a collective of `nbytes`, summed over ranks."""
     return (ranks - 1) / ranks * nbytes
 
 

@@ -28,7 +28,7 @@ from .machine import Link, Machine
 from .ranks import Place, Progress, check_ranks, joined
 
 ON_RANK = f"{__name__}:measure_rank"
-UNSTEADY = 0.25  # a figure is unreliable if the middle half of its repetitions spreads over a larger part of the median
+UNSTEADY = 0.25  # a figure is unreliable if the interquartile range of its repetitions is a larger part of the median
 PARAMETERS = 4  # number of parameters in a measured gather, if the transport gathers large parameters separately
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WORST = 3  # number of unreliable figures that a warning names
@@ -51,7 +51,7 @@ class Settings:
         rounds: number of repetitions of each timing.
         seconds: short work is repeated within a timing as often as fits into this time.
         longest: limit of the seconds of a matrix product. On slow devices it gets fewer rows.
-        sizes: bytes of the collectives, in total of all ranks, in ascending order.
+        sizes: bytes of the collectives, summed over ranks, in ascending order.
         matrices: rows, inputs and outputs of a linear layer, on a CPU and on an accelerator.
         memory: bytes of each of the three tensors of an addition, on a CPU and on an accelerator.
     """
@@ -82,7 +82,7 @@ class Figure:
         name: its name.
         amount: bytes moved, or operations.
         seconds: the median of the repetitions, each on the slowest rank.
-        spread: the range of the middle half of the repetitions, relative to the median.
+        spread: the interquartile range of the repetitions, relative to the median.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Collective:
     Attributes:
         link: name of the link.
         name: gather or reduction.
-        nbytes: bytes of the collective, in total of all ranks.
+        nbytes: bytes of the collective, summed over ranks.
         ranks: number of ranks.
         transport: name of the transport of this library.
         figure: the measured times.

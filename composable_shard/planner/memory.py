@@ -1,6 +1,6 @@
-"""Bytes of a rank in a step, by category: those of a trace, those of a plan, and those that follow from the shards.
+"""Predict the bytes of a rank at each moment of a step, by category, from a trace, a plan, and the shards.
 
-Activations are those of the trace, moment by moment. Gradients grow by a shard after the backward of each group. The
+Activations are those of the trace. Gradients grow by a shard after the backward of each group. The
 pool of unsharded parameters and communication buffers is always as large as the plan's arena. In the first step there
 is no arena yet: only buffers of the same size share memory, and the optimizer has no state.
 """
@@ -83,8 +83,8 @@ class Memory:
 
     Attributes:
         peak: bytes by category at the moment of the largest total: the memory of tensors.
-        most: by category, the largest number of bytes at any moment of a later step, or of the first step if that adds
-            up to more.
+        most: by category, the largest number of bytes at any moment of a step: of the first step if these add up to
+            more, otherwise of a later one.
     """
 
     peak: Bytes
@@ -103,7 +103,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Bytes of the pool of unsharded parameters and communication buffers. The pool keeps its slots.
+    """Bytes of the pool of unsharded parameters and communication buffers. The pool keeps its slots allocated.
 
     Attributes:
         unsharded: bytes of unsharded parameters.
@@ -200,7 +200,7 @@ def pool_of(plan: ShardPlan, stays: bool) -> Pool:
         if action.kind in (Kind.FORWARD, Kind.BACKWARD):
             computes = action.kind.lower(), action.fqn
         elif action.kind is Kind.REDUCE:
-            computes = "", ""  # the memory that backward needs is free by now
+            computes = "", ""  # the backward of the group has ended and has freed its memory
         done += action.kind not in MARKS
         first[computes] = sums[done]
     return Pool(weights, beside, first, sums[-1])
@@ -209,8 +209,8 @@ def pool_of(plan: ShardPlan, stays: bool) -> Pool:
 def _without_arena(plan: ShardPlan, stays: bool) -> list[int]:
     """Bytes of the pool after each action of a first step.
 
-    Only buffers of the same size share memory, and none is returned. On an accelerator each buffer has its own memory,
-    which is returned.
+    On a CPU, or with `PoolPolicy.keep_idle`, only buffers of the same size share memory, and the pool returns none of
+    it. Otherwise each buffer has its own memory, which the pool returns when the buffer is free.
     """
     steps = len(plan.actions())
     # The memory of a reduction is in use until the reduction is waited for. Only an arena reuses it before that.

@@ -304,7 +304,7 @@ def repeated(traced: Profile, names: list[str]) -> Profile:
 
 
 def _uses(traced: Profile) -> dict[str, list[list[Segment]]]:
-    """The segments of each pass: first those of the root, then those of each use, followed by the root's."""
+    """By direction: the segments before the first use of a group, then those from each use up to the next."""
     uses: dict[str, list[list[Segment]]] = {FORWARD: [[]], BACKWARD: [[]]}
     for segment in traced.segments:
         if segment.begins and segment.group:

@@ -1,6 +1,6 @@
 """Ranks that measure: ranks of a launcher, or processes that this process starts, watches and ends.
 
-A rank that is started here communicates with its parent through a pipe, and meets the other ranks at the parent's
+A rank that is started here communicates with its parent through a pipe, and finds the other ranks through the parent's
 store. It ends when the pipe is closed, so it never outlives its parent. Its output goes to an unnamed file.
 """
 
@@ -340,7 +340,7 @@ def serve(pipe: Connection) -> None:
         pipe.send(("value", value))
     except BaseException as error:
         pipe.send(("failed", _reason(error)))
-        threading.Event().wait()  # until it is ended: closing sockets now would make others fail before they report
+        threading.Event().wait()  # wait until the parent ends this process: closed sockets would make peers fail
 
 
 def _reason(error: BaseException) -> str:

@@ -43,7 +43,7 @@ def _rounding(group: GroupPlan, form: str, numbers: int, joined: bool, streams: 
     if not group.comm_policy.error_feedback:
         return _DRAWN * numbers + at_once
     left = 4 * numbers if joined else 0
-    return left + max(_FED_BACK * numbers, 4 * numbers + at_once // 2)  # half of it, without random numbers
+    return left + max(_FED_BACK * numbers, 4 * numbers + at_once // 2)  # half of `at_once`, no random numbers
 
 
 def _at_once(numbers: int, streams: bool) -> int:

@@ -99,9 +99,9 @@ def _shard_bytes(param: ParamPlan, world: int) -> int:
 def _adam_seconds(trained: int, strategy: Strategy, machine: Machine) -> float:
     bandwidth = machine.host_memory_bandwidth if strategy.offloads else machine.memory_bandwidth
     seconds = ADAM_ACCESSES * trained / bandwidth
-    if strategy.state:  # meanwhile shards and gradients are copied to the host, and shards back
+    if strategy.state:  # during the step, shards and gradients are copied to the host, and shards back
         return max(seconds, ADAM_ON_LINK * trained / machine.host_link.bandwidth)
-    # Meanwhile both moments are read and written.
+    # During the step, both moments are read from disk and written to it.
     return max(seconds, ADAM_ON_DISK * trained / machine.disk_bandwidth) if strategy.disk else seconds
 
 

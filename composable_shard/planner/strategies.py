@@ -222,8 +222,8 @@ def off_device(strategy: Strategy, shards: Mapping[str, tuple[int, int]]) -> tup
 def reducing(plan: ShardPlan | None, strategy: Strategy, machine: Machine) -> Reducing:
     """Memory that reductions allocate outside the pool.
 
-    Over replicas, gloo needs scratch memory as large as the reduced gradients. In low precision it is the memory of the
-    sent and received values.
+    Over replicas, gloo needs scratch memory as large as the reduced gradients. In low precision, the scratch memory
+    contains the sent and received values instead.
     """
     groups = plan.groups if plan is not None else ()
     replicas = strategy.layout.replicas

@@ -44,7 +44,7 @@ def ring(machine: Machine, ranks: int, stride: int) -> Link:
 
 
 def sent(link: Link, ranks: int, nbytes: float) -> float:
-    """Seconds of a collective of `nbytes`, which is the total of all ranks."""
+    """Seconds of a collective of `nbytes`, summed over ranks."""
     return link.latency + (ranks - 1) / ranks * nbytes / link.bandwidth if ranks > 1 and nbytes else 0.0
 
 
@@ -145,7 +145,7 @@ def rounding_seconds(group: GroupPlan, form: str | None, accesses: int, machine:
     Args:
         group: the group.
         form: the format in which values are sent; None if they are not rounded.
-        accesses: bytes of memory accesses per element, in total of all ranks.
+        accesses: bytes of memory accesses per element, summed over ranks.
         machine: the machine.
     """
     if form is None or group.shard_size == 1:

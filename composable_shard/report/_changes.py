@@ -233,7 +233,7 @@ def _merged(plan: ShardPlan, pairs: Sequence[tuple[GroupPlan, GroupPlan]]) -> Sh
 def _merged_costs(
     plan: ShardPlan, costs: Costs, pairs: Sequence[tuple[GroupPlan, GroupPlan]], names: Mapping[str, str]
 ) -> Costs:
-    """The costs of merged groups. Compute times add up. The bytes of the smaller group cost the lowest rate."""
+    """The costs of merged groups. Compute times add up. The smaller group's bytes get the best measured rate."""
 
     def added(part: str) -> tuple[tuple[str, float], ...]:
         seconds: dict[str, float] = {}

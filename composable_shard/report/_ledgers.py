@@ -115,7 +115,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Column:
-    """Ranks that did the same in all actions shown. None where they did nothing, or their ledgers do not reach."""
+    """Ranks that did the same in all actions shown. None if they did nothing, or if their ledgers lack the place."""
 
     ranks: tuple[int, ...]
     actions: tuple[Action | None, ...]
@@ -128,7 +128,7 @@ class GroupStory:
     Attributes:
         name, description, device: of the process group.
         ranks: all its ranks.
-        alike: number of first actions in which the ranks agree.
+        alike: number of actions, from the first one on, in which the ranks agree.
         differ: whether ranks did different things after that, or were about to. If not, some did nothing more.
         parted: whether ranks differ, or some have done more than others.
         first: the place of the first action in `columns`.
@@ -175,7 +175,7 @@ def _end(ledger: LedgerTail) -> int:
 
 
 def _alike(ledgers: Sequence[LedgerTail]) -> tuple[int, bool]:
-    """The number of first actions in which ranks agree, and whether they differ after that."""
+    """The number of actions, from the first one on, in which ranks agree, and whether they differ after that."""
     begin, end = max(each.place - len(each.notes) for each in ledgers), min(map(_end, ledgers))
     distinct = {_notes(each, begin, end) for each in ledgers}  # few, even for many ranks
     for index, notes in enumerate(zip(*distinct, strict=True)):
@@ -270,7 +270,7 @@ class FaultExplanation:
         return failed
 
     def sections(self) -> Iterator[Section]:
-        """The sections of the text, from the whole to the parts."""
+        """The sections of the text, from the summary to the details."""
         missing = f"; {_silent(self.silent)}" if self.silent else ""
         yield Section("", [f"{_of(self.files)} of {self.world} ranks wrote their ledgers{missing}"])
         yield Section("Errors", [*_said(self)])

@@ -16,8 +16,8 @@ from composable_shard._plan.simulation import Costs
 
 _ENDS = {Kind.WAIT: Kind.UNSHARD, Kind.REDUCED: Kind.REDUCE}
 _LEAST_WAIT = 0.1  # fraction of a collective's time; a shorter wait may be copies and does not show when it finished
-_SLOWER = 1.25  # a group is slower if it takes longer than this multiple of the planned time ...
-_MATTERS = 0.01  # ... and at least this fraction of the planned compute of a step more
+_SLOWER = 1.25  # a group is slower if it takes longer than this multiple of the planned time,
+_MATTERS = 0.01  # and if the difference is at least this fraction of the planned compute of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,8 @@ def costs_of_record(plan: ShardPlan, record: Record) -> Costs:
     """Derive costs from the times of a step.
 
     If compute waited for a collective, the collective took from its issue, or from the end of the previous collective,
-    to the end of the wait. If it finished before, this time is an upper bound, and the median rate of the others is
-    used if that gives less.
+    to the end of the wait. If it finished before the wait, this time is an upper bound, and the median rate of
+    the others is used if that gives less.
 
     Raises:
         ShardConfigValueError: the record has no times, or lacks a group of the plan.

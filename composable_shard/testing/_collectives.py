@@ -48,7 +48,7 @@ class Call:
 
     Attributes:
         issued: description for messages.
-        inputs: tensors that this rank sends. Depending on the collective: one, or one or more per output or rank.
+        inputs: tensors that this rank sends. There is one, or at least one per output or per rank, depending on `kind`.
         outputs: tensors that receive the results, in the order of the values (see `values_of`).
         pieces: number of equal parts that each input is split into.
         must_agree: values that must be equal on all ranks of the group.

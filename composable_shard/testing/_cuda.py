@@ -1,7 +1,8 @@
 """A fabric's links on a GPU: each link is a stream, on which a collective sleeps for its modelled duration.
 
 The stream runs collectives in the order of issue, after the work that was queued on the caller's stream. So start and
-finish follow the model, on the device's clock. The time to copy the data comes on top. Not tested on a GPU yet.
+finish follow the model, on the device's clock. The time to copy the data is added to the modelled time. Not tested on
+a GPU yet.
 """
 
 from __future__ import annotations

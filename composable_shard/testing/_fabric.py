@@ -63,7 +63,7 @@ class Fabric:
 
     @property
     def aside_s(self) -> float:
-        """Seconds of real time that the simulation itself took. The clock was stopped meanwhile."""
+        """Seconds of real time that the simulation itself took. The clock is stopped during this time."""
         return self._clock.aside_s
 
     def now(self) -> float:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from .._errors import ShardConfigTypeError, ShardConfigValueError
 
-# For each collective: how often latency and transfer are counted, and whether each rank's own N-th is not transferred.
+# For each collective among N ranks: how many times its latency and its transfer count, and whether each rank keeps its
+# own 1/N of the data, which is then not transferred.
 _COSTS = {
     "all_gather": (1, True),
     "reduce_scatter": (1, True),

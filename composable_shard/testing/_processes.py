@@ -34,7 +34,7 @@ from ._spmd import Axes, check_world
 T = TypeVar("T")
 START_LIMIT_S = 180.0
 JOB_LIMIT_S = 90.0
-PEER_LIMIT_S = 5.0  # how long the other ranks may continue after one has failed
+PEER_LIMIT_S = 5.0  # seconds for which the other ranks may continue after one has failed
 MAX_GROUPS = 24  # number of process groups in a worker above which it gets a new default group
 BODY = "_body_of_each_rank"  # attribute of a function wrapped by `Processes.wrap`: the function that each rank runs
 _START = (
@@ -318,7 +318,7 @@ class Processes:
         def run(*args: Any, **kwargs: Any) -> list[T]:
             return self(body, *args, **kwargs)
 
-        del run.__wrapped__  # pytest would take the argument `world` from there for a fixture
+        del run.__wrapped__  # through it, pytest would find the argument `world` and take it for a fixture
         run.__dict__[BODY] = body
         return run
 

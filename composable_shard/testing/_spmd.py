@@ -137,7 +137,7 @@ class Spmd:
         def run(*args: Any, **kwargs: Any) -> list[T]:
             return self(body, *args, **kwargs)
 
-        del run.__wrapped__  # pytest would take the argument `world` from there for a fixture
+        del run.__wrapped__  # through it, pytest would find the argument `world` and take it for a fixture
         return run
 
     @contextlib.contextmanager

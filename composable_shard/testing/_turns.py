@@ -23,7 +23,7 @@ from .._errors import DeadlockError, WorldTimeoutError
 from ._torch import raise_in_thread
 
 _LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, threading.__file__))
-_GRACE_S = 1.0  # how long ranks have to end after the time limit
+_GRACE_S = 1.0  # seconds in which ranks must end after the time limit
 
 
 class Released(BaseException):

@@ -1,4 +1,4 @@
-"""Compute the boxes of a tensor that this rank holds, and which of the ranks with the same box writes it."""
+"""Compute which boxes of a tensor this rank holds, and which of the ranks that hold the same box writes it."""
 
 from __future__ import annotations
 

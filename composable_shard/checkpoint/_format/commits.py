@@ -79,7 +79,7 @@ def newest(directory: Path) -> Committed | None:
 
     Raises:
         CheckpointUnsafeError: LATEST is a link, or names a link or a path outside of the directory.
-        CheckpointCorruptError: LATEST has no name of a checkpoint, or its checkpoint does not exist.
+        CheckpointCorruptError: LATEST does not contain the name of a checkpoint, or this checkpoint does not exist.
     """
     path = directory / LATEST
     checkpoints = committed(directory)
@@ -214,7 +214,7 @@ def _refuse_again(directory: Path, step: int) -> None:
 
 
 def commit(attempt: Attempt, manifest: Manifest) -> None:
-    """Write the manifest, give the directory its final name, and let LATEST name it. All other files must be on disk.
+    """Write the manifest, rename the directory to its final name, and update LATEST. All other files must be on disk.
 
     All operations that need disk space come before the rename. If one fails before LATEST names the directory, the
     rename is undone.
@@ -258,7 +258,7 @@ def _readable(manifest: Manifest) -> bytes:
 
 
 def removable(directory: Path, keep: int) -> Iterator[Path]:
-    """Checkpoints to delete: all except the last saves of the `keep` newest steps, and the latest checkpoint."""
+    """Checkpoints to delete. The last saves of the `keep` newest steps and the latest checkpoint are kept."""
     checkpoints = committed(directory)
     latest = newest(directory)
     best = {each.step: each for each in checkpoints}  # the last save of each step

@@ -21,7 +21,7 @@ from ..._errors import CheckpointMismatchError, ShardConfigTypeError
 from .manifest import DTYPES, name_of
 
 Keep = Callable[[str, torch.Tensor], None]  # called with a tensor's key and the tensor
-Fetch = Callable[[str, Any], Any]  # called with a key and the present value or None; returns the tensor or generator
+Fetch = Callable[[str, Any], Any]  # called with a key and the current value or None; returns the tensor or generator
 _NUMBERS = re.compile(r"[<>|=]?[biufc][0-9]{1,2}", re.ASCII)  # NumPy's names of the dtypes of arrays that are saved
 
 
@@ -138,7 +138,7 @@ def decode(saved: Any, now: Any, fetch: Fetch) -> Any:
 
     Args:
         saved: result of `encode`.
-        now: present value, or None. Its matching tensors and its generators are filled in place.
+        now: current value, or None. Its matching tensors and its generators are filled in place.
         fetch: returns the tensor of a key. If its second argument is a generator, it restores the saved state in it or
             in another generator, and returns this generator.
 

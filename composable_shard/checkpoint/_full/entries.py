@@ -53,9 +53,9 @@ class Entry(NamedTuple):
         value: the tensor, detached.
         first: first name of the same tensor in the state dict. It differs from `name` if weights are tied.
         source: the parameter or buffer that it is, under any name. None if a hook has made it.
-        aliases: whether it shares memory with a parameter or a buffer of the model without being that tensor, possibly
-            renamed. Examples are a view that a hook has made, and a name that belongs to another parameter in the
-            model.
+        aliases: whether it shares memory with a parameter or a buffer of the model without being that tensor under its
+            own or a new name. Examples are a view that a hook has made, and a name that belongs to another parameter in
+            the model.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Entries:
 
     @classmethod
     def of(cls, model: nn.Module) -> Entries:
-        """Read the state dict of a model. Its parameters are sharded afterwards.
+        """Read the state dict of a model. This reshards its parameters.
 
         Raises:
             CheckpointError: two keys differ only in the parts that wrappers add, but have different values.
@@ -107,7 +107,7 @@ class Entries:
         for shard_state in states_with_parameters_in(model):
             shard_state.show_sharded()  # so that hooks and get_extra_state see the same parameters on all ranks
         with torch.no_grad():
-            state = model.state_dict()  # torch's FSDP2 reshards now
+            state = model.state_dict()  # with torch's FSDP2, this call reshards
         names = {key: plain_name(key) for key in state}
         sources = _Sources(model, names.values())
         entries = cls({}, {}, [], metadata_of(state))

@@ -44,8 +44,9 @@ def full_optimizer_state_dict(
     Returns:
         ``{"state": {fqn: {name: value}}, "param_groups": [{"params": [fqn, ...], "lr": ..., ...}]}``, the format of
         torch's `get_optimizer_state_dict` with ``full_state_dict=True``. Dtypes are those of the state. Parameters
-        without state, for example before the first step, have no entry. A tied weight has its first name. State of no
-        parameter, which some optimizers store under names, is this rank's, in a third entry "own_state".
+        without state, for example before the first step, have no entry. A tied weight has its first name. Some
+        optimizers also store state by a name instead of a parameter. A third entry "own_state" contains this state of
+        this rank.
 
     Raises:
         CheckpointError: the optimizer has a parameter that the model does not have, state on the meta device, or
@@ -99,7 +100,7 @@ def _saved_group(group: Mapping[str, Any], names: Mapping[nn.Parameter, str]) ->
 
 
 def _own_state(optimizer: torch.optim.Optimizer, device: torch.device | None) -> dict[str, Any]:
-    """A copy of state of no parameter, which some optimizers store under names."""
+    """A copy of the state that some optimizers store by a name instead of a parameter."""
     state: dict[Any, Any] = optimizer.state
     own = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
     for key, value in own.items():
@@ -137,7 +138,7 @@ def load_full_optimizer_state_dict(
     restored. A saved group may be split into several groups, but no group may have parameters of several saved groups.
     Hooks of the optimizer's `load_state_dict` are not called.
 
-    State of no parameter is replaced if `sd` has such state ("own_state"). Otherwise it is kept.
+    State that belongs to no parameter is replaced if `sd` has such state ("own_state"). Otherwise it is kept.
 
     Args:
         model: the model.
@@ -185,7 +186,7 @@ def _released(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[str
 
 
 def _replace_own(optimizer: torch.optim.Optimizer, own: Mapping[str, Any] | None) -> None:
-    """Replace the optimizer's state of no parameter, unless `own` is None."""
+    """Replace the optimizer's state that belongs to no parameter, unless `own` is None."""
     state: dict[Any, Any] = optimizer.state
     if own is None:
         return
@@ -203,7 +204,7 @@ def _restore(
     """Restore the hyperparameters of a group, and the state of its parameters except its larger tensors."""
     saved = offer.groups[offer.group_of[names[group["params"][0]]]] if group["params"] else {}
     group.update({key: _as_before(value, group.get(key)) for key, value in saved.items()})
-    on_device = group.get("fused") or group.get("capturable")  # AdamW's steps are then on the parameter's device
+    on_device = group.get("fused") or group.get("capturable")  # AdamW's `step` is then on the parameter's device
     for name in (names[param] for param in group["params"]):
         home = held.params[name].local.device if on_device else _CPU
         values = {key: offer.values[name, key] for key in fresh.get(name, ()) if (name, key) in offer.values}
@@ -256,7 +257,7 @@ class _Offer(NamedTuple):
         keys: names of the state of each parameter, in order.
         tensors: shapes and dtypes of tensors with one or more dimensions, by parameter and name.
         values: all other values: zero-dimensional tensors, and values that are not tensors.
-        own: state of no parameter, by name. None if no such state was saved.
+        own: state that belongs to no parameter, by name. None if no such state was saved.
         groups: hyperparameters of each group.
         group_of: index of each parameter's group.
         problems: reasons why the state cannot be loaded.

@@ -152,7 +152,7 @@ def _first_difference(one: Any, two: Any) -> str:
 
 
 def along(mesh: DeviceMesh, lead: int, axes: Iterable[int]) -> Iterator[tuple[dist.ProcessGroup, int]]:
-    """Yield this rank's process group on each axis of a mesh, and its rank with the lead's coordinate on this axis."""
+    """Yield this rank's process group on each axis of a mesh, and the rank in it with the lead's coordinate there."""
     own = mesh.get_coordinate()
     assert own is not None
     leads = (mesh.mesh == lead).nonzero()[0].tolist()

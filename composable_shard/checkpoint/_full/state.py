@@ -199,7 +199,7 @@ def _not_taken(model: nn.Module, held: Holdings, left: Mapping[str, Any]) -> lis
         now = Entries.of(model).values() if beside else {}
         return [name for name, value in beside.items() if name not in now or not are_alike(now[name], value)]
 
-    # All ranks take part, because hooks may load a value on some ranks only, and hooks of the state dict may fail.
+    # A collective, because hooks may load a value on some ranks only, and hooks of the state dict may fail on some.
     _, of_ranks = Together(held.ranks).together_and_tell(lost, lambda names: names)
     return [*dict.fromkeys(name for names in of_ranks for name in names)]
 

@@ -185,7 +185,7 @@ def opened(path: Path) -> Iterator[int]:
 
 def read_into(descriptor: int, view: memoryview, at: int, path: Path) -> int:
     """Read bytes of an open file at an offset, and return their number; 0 at the end of the file."""
-    try:  # not `_doing`, because it takes longer than to read a small tensor
+    try:  # without `_doing`, which would take longer than the read of a small tensor
         if observe is not None:
             observe("read", path)
         return read_at(descriptor, view, at)

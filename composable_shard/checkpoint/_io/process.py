@@ -91,7 +91,7 @@ class WriterProcess:
         return None if self._process is None else self._process.pid
 
     def write(self, path: Path, size: int, algorithm: str, tell: Callable[[int], None]) -> tuple[int, bytes]:
-        """Write the first `size` bytes of the shared memory to a file. They must not change meanwhile.
+        """Write the first `size` bytes of the shared memory to a file. They must not change during the call.
 
         Args:
             path: path of the file. It must not exist.

@@ -25,8 +25,8 @@ from .digests import BLOCK, Digester
 from .files import NewFile
 
 _STEP = 8 << 20  # bytes written at a time
-_TOLD_S = 0.05  # between two progress messages
-_NICE = 10
+_TOLD_S = 0.05  # seconds between two progress messages
+_NICE = 10  # added to the niceness, so that the writer takes less CPU time from training
 
 
 def write_stream(

@@ -90,7 +90,7 @@ def races(world: int = 4, rank: int = 0, *, mesh: Axes | None = None, check: boo
     """Find races on a CPU: accesses to the same memory from different streams that no event orders.
 
     On an accelerator, streams run concurrently. Work on one stream runs after earlier work on another stream only if it
-    waits for an event. If an event is missing, results are wrong now and then. Under `races`, all operators run in the
+    waits for an event. If an event is missing, results are occasionally wrong. Under `races`, all operators run in the
     order of the program, and each access is checked: do the events force this order? The answer does not depend on
     timing, so one run is enough. It is valid only for the operators that ran, in the order in which they ran:
 

@@ -105,7 +105,7 @@ class Clash:
 
 
 class _Block:
-    """An allocation: the stream that it is returned to, and the streams for which the allocator waits before."""
+    """An allocation: the stream that it is returned to, and the streams for which the allocator waits before reuse."""
 
     __slots__ = ("__weakref__", "address", "nbytes", "recorded", "stream")
 

@@ -30,7 +30,7 @@ class Network:
         self._of_group: dict[GroupKey, Stream] = {}
 
     def launch(self, key: GroupKey, group_rank: int, call: Call) -> Work:
-        """Launch a collective after the work of the current stream. A wait lets the waiting stream wait for it."""
+        """Launch a collective after the work of the current stream. A wait makes the current stream wait for it."""
         current = self._streams.current()
         stream = current if call.on_current else self._of_group.get(key)
         if stream is None:

@@ -74,7 +74,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        """Let the host wait for this stream. Later work of all streams is then ordered after it."""
+        """Make the host wait for this stream. Later work of all streams is then ordered after its work so far."""
         join(self._of.host.clock, self.clock)
 
     def query(self) -> bool:
