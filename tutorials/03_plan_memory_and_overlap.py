@@ -191,6 +191,16 @@ def draw_times(axes, run: Run) -> None:
     axes.set_title(f"{run.name}: {run.exposed_ms:.1f} ms exposed", fontsize=9, loc="left")
 
 
+def without(waits: list[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
+    """Return the parts of a span that are in none of the waits, which are sorted by time."""
+    parts = []
+    for first, last in waits:
+        if begin < last and first < end:
+            parts.append((begin, max(begin, first)))
+            begin = min(last, end)
+    return [(first, last) for first, last in [*parts, (begin, end)] if last > first]
+
+
 def draw_step(run: Run, path: Path) -> None:
     """Plot one step over time: all-gathers, compute and reduce-scatters, with the block of each."""
     spans, events = run.record.spans, run.collectives
@@ -198,7 +208,9 @@ def draw_step(run: Run, path: Path) -> None:
     with picture(path, 9, 2.2) as axes:
         for row, (label, color) in enumerate(rows.items()):
             if label == "compute":
-                bars = [(x.fqn, x.begin, x.end) for x in spans if x.fqn and x.kind in ("FORWARD", "BACKWARD")]
+                waits = [(x.begin, x.end) for x in spans if x.kind in ("WAIT", "REDUCED") and x.end > x.begin]
+                modules = [x for x in spans if x.fqn and x.kind in ("FORWARD", "BACKWARD")]
+                bars = [(x.fqn, *part) for x in modules for part in without(waits, x.begin, x.end)]
             else:  # each of these actions issued one collective
                 issued = [span.fqn for span in spans if span.kind == ACTIONS[label]]
                 done = [event for event in events if event.kind == label.replace("-", "_")]

@@ -122,7 +122,8 @@ def _restore(numbers: Numbers, wholes: Sequence[Tensor], params: Sequence[ParamL
 
     Args:
         numbers: the numbers of all ranks.
-        wholes: the memory of all parameters, (world, piece) each, or (world, *local shape) if sharded along a dim other than 0.
+        wholes: the memory of each parameter, (world, piece), or (world, *local shape) if it is sharded along a dim
+            other than 0.
         params: their layouts.
     """
     members = numbers.part.members

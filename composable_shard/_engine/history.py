@@ -20,8 +20,8 @@ class History:
         done: the actions of this iteration in one flat list: kind, FQN and live bytes of the first, then of the second,
             and so on.
         order: FQNs of the groups in the order in which their forwards began in this iteration.
-        around: pairs of FQNs: a group whose forward began while another group's forward was running, and the other group,
-            which encloses it. The root's own group does not count as enclosing.
+        around: pairs of FQNs: a group whose forward began while another group's forward was running, and that other
+            group, which encloses it. The root's own group does not count as enclosing.
     """
 
     def __init__(self) -> None:

@@ -20,7 +20,8 @@ from .._torch.distributed import local_tensor
 
 _TITLE = "memory of a sharded model on"
 _KINDS = torch.OutOfMemoryError, MemoryError
-_WORDS = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")  # in errors of allocators and libraries
+# Words in the errors of allocators and libraries.
+_WORDS = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")
 
 
 class Part(NamedTuple):

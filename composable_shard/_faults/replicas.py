@@ -124,7 +124,7 @@ def check_replicas(
     values = [*_values(model, optimizer, state, generators)]
     axes = _axes(model)
     for group in dict.fromkeys([*axes, *[group for value in values for group in value.groups]]):
-        here = _difference(group, [value for value in values if group in value.groups])  # collective
+        here = _difference(group, [value for value in values if group in value.groups])  # a collective: never skipped
         difference = difference or here
     for group in axes:  # ranks of other groups also raise the error
         difference = next(filter(None, _of_ranks(group, difference)), "")
