@@ -49,18 +49,27 @@ def test_every_row_of_the_migration_page_names_a_test_or_is_unsupported():
     assert [row for row in untested if not re.search("not supported|never run", row)] == []
 
 
-def sources():
-    """The private files of the package, as paths relative to it."""
-    paths = [*PACKAGE.glob("_*.py"), *PACKAGE.glob("_*/*.py")]
-    return {str(path.relative_to(PACKAGE)) for path in paths if path.name not in ("__init__.py", "__main__.py")}
+def tool(name):
+    """A script of tools/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_the_architecture_page_lists_exactly_the_existing_files():
-    table = (ROOT / "docs" / "architecture.md").read_text()
-    known = {name for name in sources() if not name.startswith("_integrations")}
-    listed = set(re.findall(r"`(_[\w/]+\.py)`", table)) - {"__main__.py"}
-    assert known - listed == set()
-    assert listed - known == set()
+def test_the_list_of_files_is_generated_from_their_docstrings():
+    page = (ROOT / "docs" / "files.md").read_text()
+    assert page == tool("list_files").page(), "run: python tools/list_files.py"
+    listed = re.findall(r"^\| `([\w/]+\.py)` \| (.*) \|$", page, flags=re.MULTILINE)
+    paths = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+    assert {name for name, _ in listed} == {str(path) for path in paths}
+    assert [name for name, purpose in listed if not purpose] == []
+
+
+def test_files_that_the_architecture_page_names_exist():
+    named = re.findall(r"`(\w+/[\w/]+\.py)`", (ROOT / "docs" / "architecture.md").read_text())
+    assert len(named) > 20
+    assert [name for name in named if not (PACKAGE / name).exists() and not (ROOT / name).exists()] == []
 
 
 def defined(source):
@@ -207,7 +216,7 @@ def test_the_settings_on_the_first_page_match_the_stored_commands():
 
 
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-NOT_GUIDES = ("docs/reference/", "docs/integrations_table.md", "bench/", "changelog.d/")
+NOT_GUIDES = ("docs/reference/", "docs/integrations_table.md", "docs/files.md", "bench/", "changelog.d/")
 
 
 def guides():
@@ -427,11 +436,9 @@ def test_the_script_named_on_the_first_page_creates_its_picture():
 
 
 def test_the_picture_of_a_sharded_weight_shows_the_elements_that_each_rank_stores(tmp_path):
-    spec = importlib.util.spec_from_file_location("draw_owners", ROOT / "tools" / "draw_owners.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    shard, hsdp, columns, rows = (tool.owners(*layout) for layout in tool.LAYOUTS.values())
-    every = torch.ones(tool.ROWS, tool.COLUMNS, dtype=torch.int64)
+    script = tool("draw_owners")
+    shard, hsdp, columns, rows = (script.owners(*layout) for layout in script.LAYOUTS.values())
+    every = torch.ones(script.ROWS, script.COLUMNS, dtype=torch.int64)
     for layout, copies in ((shard, 1), (hsdp, 2), (columns, 1), (rows, 1)):
         assert torch.equal(layout.sum(0), copies * every)
     assert [rank[:, 0].sum().item() for rank in shard] == [3, 3, 3, 1]
@@ -439,5 +446,5 @@ def test_the_picture_of_a_sharded_weight_shows_the_elements_that_each_rank_store
     assert torch.equal(hsdp[1], hsdp[3])
     assert (columns[0] | columns[2]).any(1).tolist() == 5 * [True] + 5 * [False]  # tp rank 0 has the first outputs
     assert (rows[0] | rows[2]).any(0).tolist() == 4 * [True] + 4 * [False]  # tp rank 0 has the first inputs
-    assert tool.main([str(tmp_path / "owners.png")]) == 0
+    assert script.main([str(tmp_path / "owners.png")]) == 0
     assert (tmp_path / "owners.png").read_bytes().startswith(b"\x89PNG")
