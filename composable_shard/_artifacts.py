@@ -103,7 +103,7 @@ def _about(model: nn.Module) -> dict[str, Any]:
             bound_of(module, agrees=False, runs=False)  # type: ignore[arg-type]  # graphs follow the engine's schedule
     states = states_below(model)
     if not states:
-        raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
+        raise ShardConfigValueError(f"model: {type(model).__name__} contains no sharded module; call fully_shard first")
     device = states[0].declaration.info.device
     on_card = device.type == "cuda"
     return {

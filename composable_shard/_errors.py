@@ -134,7 +134,9 @@ class ArtifactMismatchError(ShardConfigValueError):
     """
 
     def __init__(self, path: str, differences: tuple[str, ...]) -> None:
-        super().__init__(f"path: {path} contains code that was compiled for something else. {'; '.join(differences)}")
+        super().__init__(
+            f"path: the compiled code in {path} does not fit this model on this rank. {'; '.join(differences)}"
+        )
         self.differences = differences
 
 

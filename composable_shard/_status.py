@@ -40,7 +40,7 @@ def sharded_states(model: nn.Module) -> list[ShardState]:
     """
     states = states_below(model)
     if not states:
-        raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
+        raise ShardConfigValueError(f"model: {type(model).__name__} contains no sharded module; call fully_shard first")
     return states
 
 

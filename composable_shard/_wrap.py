@@ -59,7 +59,7 @@ def shard_by_class(
     modules = [module for module in _children_first(model) if isinstance(module, kinds) and module is not model]
     if not modules and not isinstance(model, kinds):
         names = ", ".join(kind.__name__ for kind in kinds)
-        raise ShardConfigValueError(f"classes: {type(model).__name__} holds no module of {names}")
+        raise ShardConfigValueError(f"classes: {type(model).__name__} contains no module of {names}")
     return _shard(model, modules, strategy, replicas, mesh, root, comm_policy, options)
 
 

@@ -136,7 +136,7 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Side]:
             side.step(windows)
             if i < 2:
                 side.seconds.clear()
-    say(f"\nmedian step time ({options.steps} steps of each, in turns):")
+    say(f"\nmedian step time ({options.steps} steps of each, interleaved):")
     for way, side in sides.items():
         say(f"  {way:<8} {side.median_ms:8.1f} ms")
     apart = max((max(step) - min(step)) / min(step) for step in zip(*(s.losses for s in sides.values()), strict=True))

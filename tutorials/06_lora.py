@@ -220,7 +220,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--memory", type=float, default=38, help="memory per rank for the planner, MiB")
     add("--shape", default="llama3-8b", help="large model for the planner")
     add("--devices", type=int, default=8, help="number of devices for the large model")
-    add("--machine", default="l40s", help="type of the devices, or a file of measure-links")
+    add("--machine", default="l40s", help="type of the devices, or a file written by measure-links")
     add("--strategy", help="strategy for the adapters; by default the recommended one")
     add("--replicas", type=int, default=1, help="replicas, with --strategy hsdp")
     add("--checkpointing", default="none", help="with --strategy: none, selective or full")

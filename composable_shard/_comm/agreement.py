@@ -253,6 +253,6 @@ def _mismatch(plan: ShardPlan, settings: Settings, group: dist.ProcessGroup, dif
     lines += _changes(set_on_first, set_on_other)
     many = "" if len(differ) == 1 else f" (and {len(differ) - 1} more ranks differ from rank {first})"
     return RankMismatchError(
-        f"ranks {first} and {other} have different plans{many}: {lines[0] if lines else 'they differ'}. Build and "
-        "shard the model identically on all ranks; print(make_plan(model)) shows the plan of a rank"
+        f"ranks {first} and {other} have different plans{many}: {lines[0] if lines else 'their digests differ'}. Build "
+        "and shard the model identically on all ranks; print(make_plan(model)) shows the plan of a rank"
     )

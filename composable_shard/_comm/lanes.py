@@ -44,7 +44,7 @@ class Lost:
         self._error = error
 
     def wait(self) -> None:
-        raise RuntimeError(f"a collective has failed before: {self._error}")
+        raise RuntimeError(f"this collective has already failed: {self._error}")
 
 
 class Waiting:

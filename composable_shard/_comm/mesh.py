@@ -152,7 +152,8 @@ def mesh_info_of_torch(given: Any, offload: OffloadPolicy | None) -> MeshInfo:
     mesh = given.mesh
     if given.shard_mesh_dim != mesh.ndim - 1 or mesh.ndim != (1 if given.replicate_mesh_dim is None else 2):
         raise ShardConfigValueError(
-            f"mesh_info: FSDPMeshInfo of a 1D mesh, or HSDPMeshInfo of a 2D mesh (replicate, shard), got {given}"
+            f"mesh_info: expected an FSDPMeshInfo of a 1D mesh or an HSDPMeshInfo of a 2D mesh (replicate, "
+            f"shard), got {given}"
         )
     return mesh_info(mesh, offload)
 

@@ -79,8 +79,9 @@ def _group_of(bucket: Bucket) -> ParamGroup:
 
 
 NO_CAPTURE = (
-    "a sharded model runs while a CUDA graph is being captured, but an eager step cannot be part of a graph: its lanes "
-    "wait for events from before the capture, its schedule depends on earlier steps, and the host takes part in it. "
+    "a sharded model runs while a CUDA graph is being captured, but an eager step cannot be part of a graph: its "
+    "streams wait for events from before the capture, its schedule depends on earlier steps, and it needs work on the "
+    "host. "
     "Capture the code between sharded modules only, or compile the model with "
     "torch.compile(mode='reduce-overhead'), which leaves the communication out of its CUDA graphs"
 )
@@ -590,7 +591,8 @@ class Engine:
         if self._pass is None and not any(passes_through(group.shards) for group in self.groups):
             return
         error = ShardConfigStateError(
-            f"rank {dist.get_rank()}: parameter {fqn}: got a gradient for the tensor that it was before fully_shard. "
+            f"rank {dist.get_rank()}: parameter {fqn}: backward computed a gradient for the tensor that it was before "
+            "fully_shard. "
             "The model still computes with that tensor, so the sharded parameter gets no gradient. A list, tuple, "
             "dict, closure or partial that was made before sharding holds it. Read the parameter from its module in "
             "forward instead (self.linear.weight), or pass it in ignored_params"

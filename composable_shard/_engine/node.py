@@ -273,8 +273,8 @@ class _Unshard(NotForCompiledAutograd):
     def refusal(node: Any) -> ShardConfigStateError:
         return ShardConfigStateError(
             f"group {node.lifeline.use.group.name}: compiled autograd cannot trace the backward of an eager forward, "
-            "because its hooks gather weights and reduce gradients; compile the model (`torch.compile(model)`), whose "
-            "backward is then called without tracing it, or run this backward without compiled autograd"
+            "because its hooks gather weights and reduce gradients; compile the model (`torch.compile(model)`), so "
+            "that its backward is called and not traced, or run this backward without compiled autograd"
         )
 
 

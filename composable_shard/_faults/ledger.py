@@ -529,7 +529,11 @@ def _advice(one: str, two: str) -> str:
             "the same number of times on all ranks, also for models that only some ranks use, and run the models in "
             "the same order"
         )
-    done = "Weights may differ since then" if one.startswith(STEP) and two.startswith(STEP) else "Neither was done"
+    done = (
+        "Weights may differ between ranks since then"
+        if one.startswith(STEP) and two.startswith(STEP)
+        else "Neither was done"
+    )
     return (
         f"{done}. Run the same modules, settings and optimizer steps on all ranks, in the same order. If only some "
         "ranks run a module, call unshard() for it on all of them"

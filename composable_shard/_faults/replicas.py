@@ -243,7 +243,7 @@ def _difference(group: dist.ProcessGroup, values: list[_Value]) -> str:
 
 
 def _shown(name: str, one: dict[str, Any], two: dict[str, Any]) -> str:
-    values = [prints.get(name, "not there") for prints in (one, two)]
+    values = [prints.get(name, "missing") for prints in (one, two)]
     if any(isinstance(value, int) and not isinstance(value, bool) and abs(value) > 1 << 32 for value in values):
         return name  # fingerprints mean nothing to users
     return f"{name} ({values[0]} and {values[1]})"

@@ -364,8 +364,8 @@ def _check_sets_gradients(anchor: torch.Tensor, what: str) -> None:
     if compiler.results_are_checked():
         name = registry.known(anchor).exchange().name
         raise ShardConfigStateError(
-            f"group with {name}: {what} cannot be part of a compiled step that includes the backward, after which "
-            "torch itself sets .grad; compile only the model, or run this step with the uncompiled model"
+            f"group with {name}: {what} cannot be part of a compiled step that includes the backward, because "
+            "torch sets .grad after such a step; compile only the model, or run this step with the uncompiled model"
         )
 
 

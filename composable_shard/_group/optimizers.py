@@ -115,7 +115,7 @@ def _check_are_of_the_model(params: Sequence[torch.Tensor]) -> None:
         )
     if old:
         raise ShardConfigStateError(
-            f"the optimizer holds {first_names(old, _NAMED)} as they were before fully_shard, and would not train the "
+            f"the optimizer holds {first_names(old, _NAMED)} from before fully_shard, so it would not train the "
             "model; build the optimizer after sharding, from model.parameters()"
         )
 

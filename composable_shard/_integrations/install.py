@@ -162,8 +162,9 @@ def _warn_of_others_before() -> None:
     ]
     if others:
         warnings.warn(
-            f"composable_shard.install: {'; '.join(others)}, not torch's own function, and is not replaced: its calls "
-            "do not use this library. Call install() before other code replaces it, or undo that replacement first",
+            f"composable_shard.install: {'; '.join(others)}, not torch's own function, so install() does not replace "
+            "it, and calls of it do not use this library. Call install() before other code replaces it, or undo that "
+            "replacement first",
             stacklevel=4,
         )
 
@@ -176,8 +177,8 @@ def _warn_of_others_since(places: list[Place]) -> None:
     ]
     if others:
         warnings.warn(
-            f"composable_shard.uninstall: {'; '.join(others)}, which other code has set since install(), and is not "
-            "replaced; that code can restore torch's function",
+            f"composable_shard.uninstall: {'; '.join(others)}, which other code has set since install(), so "
+            "uninstall() does not replace it; that code can restore torch's function",
             stacklevel=4,
         )
 

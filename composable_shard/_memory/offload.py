@@ -26,8 +26,8 @@ from .state_on_host import StateOnHost
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 _LOST = (
-    "the optimizer's state was lost when a step or a load failed ({}); create model and optimizer again, and load a "
-    "checkpoint"
+    "the optimizer's state was lost when a step or a load failed ({}); create the model and the optimizer again, and "
+    "load a checkpoint"
 )
 
 
@@ -302,7 +302,7 @@ class OffloadedOptimizer(Optimizer):
         for key in self.state:
             if not isinstance(key, torch.Tensor):
                 raise ShardConfigTypeError(
-                    f"optimizer: {type(self).__name__} keeps state under {key!r}, which is not a parameter; state can "
+                    f"optimizer: {type(self).__name__} has state for {key!r}, which is not a parameter; state can "
                     "only be offloaded if the optimizer steps each parameter independently"
                 )
 

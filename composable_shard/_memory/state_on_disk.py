@@ -360,7 +360,7 @@ class StateOnDisk:
             least = aligned(max(nbytes, int(self._ratio * largest)))
             raise PoolBudgetError(
                 f"DiskOffloadPolicy.memory: the state of {self._name_of(param)} has {nbytes:,} bytes and must fit into "
-                f"memory while it is stepped; memory={least} is the least that works for this optimizer",
+                f"memory while it is stepped; set memory to at least {least} for this optimizer",
                 self._name_of(param),
                 least,
             )

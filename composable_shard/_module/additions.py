@@ -34,7 +34,7 @@ def check_use(owner: nn.Module, name: str, fqn: str) -> None:
     where = f"parameter {fqn}: is the weight of an {type(owner).__name__} with"
     if owner.max_norm is not None:
         raise ShardConfigValueError(
-            f"{where} max_norm, which writes to it in forward, and writes to an unsharded copy are lost; set "
+            f"{where} max_norm, which modifies it in forward, and modifications of an unsharded copy are lost; set "
             "max_norm=None and clip the rows after the optimizer's step, or pass the weight in ignored_params"
         )
     if owner.sparse and owner.weight.requires_grad:

@@ -368,4 +368,4 @@ def _spec(tensor: Any) -> tuple[object, ...]:
 
 
 def _kind(value: object) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -199,7 +199,7 @@ def _process_groups(ranks: Ranks) -> list[dist.ProcessGroup]:
     states = states_below(ranks)
     if not states:
         raise ShardConfigValueError(
-            f"group: {type(ranks).__name__} holds no sharded module; pass the mesh of data parallelism, or call "
+            f"group: {type(ranks).__name__} contains no sharded module; pass the mesh of data parallelism, or call "
             "fully_shard first"
         )
     info = states[0].declaration.info

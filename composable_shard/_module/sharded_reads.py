@@ -53,7 +53,7 @@ def explain_meta_buffers(error: BaseException, module: nn.Module, is_root: bool)
     if names := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
         error.add_note(
             f"still on the meta device: {first_names(names, _NAMED)} (buffers). A load only fills tensors that are "
-            "in the files, so it skips buffers that are not persistent: compute their values like the model's "
+            "in the files, so it skips buffers that are not persistent: compute their values as the model's "
             "constructor does. model.to_empty(device=...) allocates them; call it before the load, because it discards "
             "the values of all weights"
         )
@@ -83,7 +83,7 @@ def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:
 def _note(names: list[str], reader: nn.Module) -> str:
     return (
         f"{_TITLE} {first_names(names, _NAMED)}, which {type(reader).__name__} could read. A weight is unsharded only "
-        "while the forward of its sharded module runs, that is the module that was passed to fully_shard. Call that "
+        "while the forward of its sharded module (the one passed to fully_shard) runs. Call that "
         "module instead of reading its weights, or do not shard it, so that its weights belong to an enclosing sharded "
         "module, or call its unshard() first"
     )

@@ -290,7 +290,7 @@ class ShardState:
         if self.bound is None or other.bound is None or other.bound.engine is not self.bound.engine:
             names = ", ".join(param.fqn for param in other.declaration.params)
             raise ShardConfigValueError(
-                f"modules to prefetch: the one with {names or 'no parameters'} is not below the same root; "
+                f"modules to prefetch: the module with {names or 'no parameters'} has another root; "
                 "list modules of one model"
             )
 

@@ -384,7 +384,7 @@ class GroupFacade(_View):
         if not event.done:
             raise ShardConfigStateError(
                 f"group {self._module_fqn}: {moment} was replaced by a method that does not call the original one, so "
-                "its weights are not gathered, or its gradients not reduced; call the original method"
+                "weights are not gathered or gradients are not reduced; call the original method"
             )
 
     def _do(self, moment: str) -> None:

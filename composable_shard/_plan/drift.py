@@ -74,7 +74,7 @@ def _orders(planned: Sequence[str], seen: Sequence[str]) -> list[str]:
     for number, (expected, fqn) in enumerate(zip(planned, seen, strict=False), 1):
         if expected != fqn:
             return [f"{_name(fqn)}: ran as forward {number}, but {_name(expected)} is planned"]
-    return [f"{_name(seen[-1])}: forwards ended after {len(seen)}, but {len(planned)} are planned"]
+    return [f"{_name(seen[-1])}: was the last of {len(seen)} forwards, but {len(planned)} are planned"]
 
 
 def _steps(plan: ShardPlan, record: Record) -> list[str]:

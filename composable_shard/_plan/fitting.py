@@ -231,9 +231,9 @@ def _check_budget(steps: Sequence[Step], sizes: Mapping[str, Sizes], budget: int
     around = next((step.around for step in steps if step.fqn == fqn), ())
     others = " and of ".join(("the root", *around))
     raise PoolBudgetError(
-        f"PoolPolicy(budget={budget}): {fqn or ROOT_NAME} cannot fit. The least budget that works is {least.peak} "
-        f"bytes: its weights take {size.weights} bytes, a gather another {size.landing} and a reduction another "
-        f"{size.reduction}, and the weights of {others} stay gathered at the same time. Raise the budget, or shard the "
+        f"PoolPolicy(budget={budget}): group {fqn or ROOT_NAME} does not fit. The least budget that works is "
+        f"{least.peak} bytes: its weights take {size.weights} bytes, its gather {size.landing} more and its reduction "
+        f"{size.reduction} more, while the weights of {others} are gathered, too. Raise the budget, or shard the "
         "modules of the group individually",
         fqn,
         least.peak,

@@ -107,7 +107,11 @@ def _schedule_lines(schedule: Schedule) -> list[str]:
     lines.append(f"  reductions in flight: {schedule.max_reductions}{others}{first}")
     if schedule.holds:
         lines.append(f"  reductions that keep their memory: {_listed([fqn or ROOT_NAME for fqn in schedule.holds])}")
-    return lines if schedule.stays_for_next else [*lines, "  weights are gathered again for each backward of a group"]
+    return (
+        lines
+        if schedule.stays_for_next
+        else [*lines, "  weights are resharded between consecutive backward passes of a group"]
+    )
 
 
 def _edges(schedule: Schedule) -> dict[str, str]:

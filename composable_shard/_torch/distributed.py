@@ -81,8 +81,8 @@ TORCHS_FUNCTIONS: dict[str, Any] = {
 
 # The remedy for a mix of modules of torch's FSDP2 and of this library.
 _ONE_KIND = (
-    "modules of the two cannot be inside of each other. Shard all modules by one of them: composable_shard.install(), "
-    "called before any code imports fully_shard from torch, replaces torch's function by ours"
+    "one model cannot contain modules sharded by torch and modules sharded by composable_shard. Shard all modules with "
+    "one of the two: call composable_shard.install() before any code imports fully_shard from torch"
 )
 
 # Torch's own function, even if users have replaced it: it is the key under which torch's code looks up a state.

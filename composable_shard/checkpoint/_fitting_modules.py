@@ -58,7 +58,9 @@ def _made_for(
         first = content.tied.get(name)
         if first in made:
             if target.key(f"{path}.{first}") != target.key(f"{path}.{name}"):
-                target.problems.append(f"{path}.{name}: is tied to {path}.{first} here, but not in the checkpoint")
+                target.problems.append(
+                    f"{path}.{name}: is tied to {path}.{first} in this model, but not in the checkpoint"
+                )
             made[name] = made[first]
         else:
             made[name] = _materialised(held, name) if held is not None and is_meta(tensor) else tensor

@@ -42,13 +42,18 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a shape, a config.json, or package.module:function")
     add("--devices", type=int, required=True, metavar="N", help="number of devices")
-    add("--machine", default="h100", metavar="NAME", help="a known machine, or a file of measure-links (default: h100)")
+    add(
+        "--machine",
+        default="h100",
+        metavar="NAME",
+        help="a known machine, or a file written by measure-links (default: h100)",
+    )
     add("--memory", type=size, metavar="SIZE", help="memory of a device, such as 40GiB (default: that of the machine)")
     add(
         "--host-memory",
         type=size,
         metavar="SIZE",
-        help="host memory per device: offload must fit into it, or uses the disk",
+        help="host memory per device; offload that does not fit into it uses the disk",
     )
     add("--intra-node", type=size, metavar="SIZE", help="bytes per second between devices of a node, such as 300GB")
     add("--inter-node", type=size, metavar="SIZE", help="bytes per second of a device to other nodes, such as 25GB")

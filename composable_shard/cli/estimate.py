@@ -23,8 +23,8 @@ Predict the peak memory of training on one of N devices, by category. Training s
 shapes but no memory, as rank 0 of N ranks whose other ranks do not exist. So no device is needed, and the model may be
 larger than this machine.
 
-WHAT is a training script with its arguments, or -m and a module. The script is not changed. It runs until its optimizer
-has stepped three times, reads its data and writes its logs. torch.save and checkpoints of this library and of
+WHAT is a training script with its arguments, or -m and a module. The script is not changed. It reads its data
+and writes its logs, and stops after three optimizer steps. torch.save and checkpoints of this library and of
 torch.distributed do nothing, and torch.compile does not compile.
 
 Or WHAT is a model, as for `advise`: a named shape, a shape as text, a config.json, or package.module:function.
@@ -163,7 +163,9 @@ def tables(seen: Rehearsal, disk_bandwidth: int | None = None) -> list[Table]:
         *(f"the output shape of {name} depends on values; the largest shape was assumed" for name in seen.guessed),
     ]
     if (seen.step, seen.phase) == (1, "forward"):
-        notes.append("the peak may be the unsharded model before it is sharded; make it on the meta device to avoid it")
+        notes.append(
+            "the peak may come from the model before it is sharded; create it on the meta device to avoid this"
+        )
     if seen.steps == 1:
         notes.append("the program has ended after one step; later steps have optimizer state and use more memory")
     return [

@@ -52,9 +52,14 @@ def add_command(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("plan", metavar="PLAN", type=Path, help="a file of make_plan(model).to_json(), or a folder of ledgers")
-    add("--record", metavar="FILE", type=Path, help="a file of last_record(model).to_json()")
-    add("--machine", metavar="NAME", help="use the links of a known machine, or of a file of measure-links")
+    add(
+        "plan",
+        metavar="PLAN",
+        type=Path,
+        help="a file with the output of make_plan(model).to_json(), or a folder of ledgers",
+    )
+    add("--record", metavar="FILE", type=Path, help="a file with the output of last_record(model).to_json()")
+    add("--machine", metavar="NAME", help="use the links of a known machine, or of a file written by measure-links")
     add("--budget", metavar="SIZE", type=size, help="memory limit for changes, such as 2GiB; the best plan is shown")
     add("--plot", metavar="FILE", type=Path, help="draw where the time goes")
     add("--json", action="store_true", help="print one JSON object, also for errors")

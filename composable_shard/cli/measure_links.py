@@ -32,7 +32,7 @@ examples:
   python -m composable_shard measure-links --ranks 2 --json machine.json
   torchrun --nnodes 2 --nproc-per-node 8 ... -m composable_shard measure-links --json machine.json
 
-exit codes: 0 done; 1 a rank failed, the time was not sufficient, or the file could not be written; 2 the arguments are
+exit codes: 0 done; 1 a rank failed, --timeout was reached, or the file could not be written; 2 the arguments are
 wrong; 130 interrupted. No process is left running.
 """
 _INTERRUPTED = 130

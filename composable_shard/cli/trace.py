@@ -18,7 +18,7 @@ Run an unchanged training script to the end of one of its steps, and write what 
 trace for ui.perfetto.dev or chrome://tracing (step.json), figures of memory and time (memory.png and time.png, which
 need matplotlib), the plan and the record, which `explain` reads, and the explanation, which is also printed.
 
-Under a launcher all ranks run the step, and rank 0 writes. The script is ended after the step. Its output goes to
+Under a launcher all ranks run the step, and rank 0 writes. The script is stopped after the step. Its output goes to
 stderr.
 """
 EXAMPLE = """\

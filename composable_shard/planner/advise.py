@@ -342,7 +342,7 @@ def _reason(chosen: Estimate, fitting: list[Estimate], estimates: list[Estimate]
     if others:
         best = others[0]
         ratio = chosen.tokens_per_second / best.tokens_per_second
-        text += f" The best alternative, {best.strategy}, reaches {1 / ratio:.2f} of this throughput."
+        text += f" The best alternative, {best.strategy}, reaches {1 / ratio:.0%} of this throughput."
     return text + _exchange(chosen.exchanged)
 
 

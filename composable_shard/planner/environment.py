@@ -274,7 +274,7 @@ def _transports(seen: Environment) -> Support:
     kinds = _accelerators(seen)
     backend = {"cuda": "nccl", "xpu": "xccl"}.get(kinds[0] if kinds else "", "gloo")
     forced = seen.variables.get("COMPOSABLE_SHARD_TRANSPORT")
-    ending = f"; COMPOSABLE_SHARD_TRANSPORT asks for {forced!r}" if forced else ""
+    ending = f"; COMPOSABLE_SHARD_TRANSPORT is set to {forced!r}" if forced else ""
     if not seen.backends[backend]:
         of = kinds[0] if kinds else "CPU"
         return Support("communication", "no", f"this build of torch lacks {backend}, the backend for {of}")

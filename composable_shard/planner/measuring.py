@@ -225,8 +225,8 @@ def _check_nodes(place: Place) -> None:
     )
     if most != -less or place.ranks % place.local_ranks or misplaced:
         raise ShardConfigValueError(
-            f"ranks: LOCAL_RANK and LOCAL_WORLD_SIZE do not fit {place.ranks} ranks, {place.local_ranks} of them on "
-            "this node; start the same number on each node, numbered node by node, as torchrun does"
+            f"ranks: LOCAL_RANK and LOCAL_WORLD_SIZE are inconsistent with {place.ranks} ranks, {place.local_ranks} of "
+            "them on this node; start the same number on each node, numbered node by node, as torchrun does"
         )
 
 
@@ -524,4 +524,4 @@ def _warnings(place: Place, links: Mapping[str, LinkFit], figures: Sequence[Figu
         )
     for link, fit in links.items():
         if fit.error > DOUBTFUL:
-            yield f"{link}: one latency and one bandwidth do not fit the times: errors up to {fit.error:.0%}"
+            yield f"{link}: the times do not follow latency + bytes / bandwidth: errors of up to {fit.error:.0%}"

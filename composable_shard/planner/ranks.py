@@ -279,8 +279,8 @@ def _collect(processes: Sequence[_Process], deadline: float, timeout: float, pro
     if pending:
         late = _named(*(each.rank for each in pending.values()))
         raise WorldTimeoutError(
-            f"{late} of {len(processes)} had no result within {timeout:g} s and were ended; the last progress of "
-            f"rank 0 was: {doing}. Increase the timeout, or measure less"
+            f"{late} of {len(processes)} returned no result within {timeout:g} s and were ended. The last progress "
+            f"of rank 0 was: {doing}. Increase the timeout, or measure less"
         )
     return values
 

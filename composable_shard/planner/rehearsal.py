@@ -231,7 +231,9 @@ class _Watch:
             ShardConfigStateError: no optimizer has stepped.
         """
         if not self._steps:
-            raise ShardConfigStateError("the program has ended before an optimizer stepped: it must train a model")
+            raise ShardConfigStateError(
+                "the program ended before any optimizer stepped: pass a program that trains a model"
+            )
         step, phase = self.counter.at
         return Rehearsal(ranks, self._steps, self._peak, step, phase, guessed, self._offloaded)
 

@@ -157,7 +157,7 @@ def why(wait: Wait, plan: ShardPlan) -> str:
 
 
 def _first(wait: Wait, plan: ShardPlan) -> str:
-    return f"no compute runs before it in the step, so nothing hides it; it takes {ms(wait.takes)} ms on the link"
+    return f"no compute precedes it in the step, so it is fully exposed; it takes {ms(wait.takes)} ms on the link"
 
 
 def _turn(wait: Wait, plan: ShardPlan) -> str:
@@ -170,16 +170,17 @@ def _turn(wait: Wait, plan: ShardPlan) -> str:
 def _latency(wait: Wait, plan: ShardPlan) -> str:
     nbytes = mib(plan.group(wait.fqn).unsharded_bytes)
     return (
-        f"a group of {nbytes} is small: {ms(wait.fixed)} of {ms(wait.takes)} ms on the link are latency, at the rate "
-        "of the large groups. Use fewer and larger groups"
+        f"the group is small ({nbytes}): {ms(wait.fixed)} of the {ms(wait.takes)} ms on the link are latency, compared "
+        "with the large groups. Use fewer and larger groups"
     )
 
 
 def _link(wait: Wait, plan: ShardPlan) -> str:
     before = _queued(wait, "waits {} there, then ")
     return (
-        f"the link was busy before: it {before}takes {ms(wait.takes)} ms, and {ms(wait.hidden)} ms of compute run "
-        f"between its issue, in {_name(wait.issued_in)}, and its use. The bandwidth of the link is the limit"
+        f"the link was busy with other collectives: it {before}takes {ms(wait.takes)} ms, but only {ms(wait.hidden)} "
+        f"ms of compute run between its issue, in {_name(wait.issued_in)}, and its use. The bandwidth of the link is "
+        "the limit"
     )
 
 
@@ -198,21 +199,21 @@ def _policy(wait: Wait, plan: ShardPlan) -> str:
 def _budget(wait: Wait, plan: ShardPlan) -> str:
     within = "the memory of depth(1)" if plan.pool.budget is None else f"the budget of {mib(plan.pool.budget)}"
     return (
-        f"{within} delays it: it is issued in {_name(wait.issued_in)}, {ms(wait.hidden)} ms of compute before its use, "
-        f"and takes {ms(wait.takes + wait.queued)} ms. Before that, the link was idle for {ms(wait.idle)} ms"
+        f"{within} delays it: it is issued in {_name(wait.issued_in)}, only {ms(wait.hidden)} ms of compute before its "
+        f"use, and takes {ms(wait.takes + wait.queued)} ms. Before that, the link was idle for {ms(wait.idle)} ms"
     )
 
 
 def _memory(wait: Wait, plan: ShardPlan) -> str:
     return (
-        f"its memory is in use until {ms(wait.hidden)} ms of compute before its use, and it takes "
+        f"memory for it becomes free only {ms(wait.hidden)} ms of compute before its use, and it takes "
         f"{ms(wait.takes + wait.queued)} ms. With more memory it could begin earlier"
     )
 
 
 def _last(wait: Wait, plan: ShardPlan) -> str:
     queued = _queued(wait, ", after it has waited {}")
-    return f"no compute follows it, so nothing hides the rest of it; it takes {ms(wait.takes)} ms{queued}"
+    return f"no compute follows it, so the rest of it is exposed; it takes {ms(wait.takes)} ms{queued}"
 
 
 def _in_flight(wait: Wait, plan: ShardPlan) -> str:

@@ -328,7 +328,7 @@ def _of(files: Sequence[RankLedgers]) -> str:
 
 
 def _silent(ranks: Sequence[int]) -> str:
-    return f"{_ranks(ranks)} wrote nothing: killed, ended without an error, or on another machine"
+    return f"{_ranks(ranks)} wrote no file: killed, ended without an error, or on another machine"
 
 
 def _said(step: FaultExplanation) -> Iterator[str]:
@@ -370,7 +370,7 @@ def _cells(actions: Sequence[Action | None]) -> Iterator[str]:
 def _parting(story: GroupStory) -> str:
     ranks = sorted(rank for column in story.columns for rank in column.ranks)
     if len(ranks) == 1:
-        return f"only rank {ranks[0]} wrote about it, after {story.alike:,} actions"
+        return f"only rank {ranks[0]} wrote a ledger of this process group, with {story.alike:,} actions"
     those = f"ranks {ranks[0]} and {ranks[1]}" if len(ranks) == 2 else _ranks(ranks)
     if not story.parted:
         return f"{those} agree in all of their {story.alike:,} actions"
@@ -393,8 +393,9 @@ def _advice(step: FaultExplanation) -> str:
     if first is not None and first.differ:
         few, *_, many = sorted([ranks for ranks, action in first.last if action is not None], key=len)
         return (
-            f"find out why {_ranks(few)} did something else than {_ranks(many)} in action {first.alike:,}: look for "
-            "code that depends on the rank or its data; run the same modules, settings and optimizer steps on all ranks"
+            f"find out why {_ranks(few)} and {_ranks(many)} issued different actions at action {first.alike:,}: look "
+            "for code that depends on the rank or its data; run the same modules, settings and optimizer steps on all "
+            "ranks"
         )
     if lost := sorted({rank for ranks in step.failed.values() for rank in ranks}):
         return f"fix the error of {_ranks(lost)}, and restart from a checkpoint"
@@ -404,5 +405,5 @@ def _advice(step: FaultExplanation) -> str:
             "log; then restart from a checkpoint"
         )
     if RankMismatchError.__name__ in kinds:
-        return "find out why some ranks have done less: code that runs on some ranks only, or takes long"
+        return "find out why some ranks issued fewer actions: look for code that runs on some ranks only, or takes long"
     return "read the output of the rank that the error names, and restart from a checkpoint"

@@ -230,7 +230,7 @@ EDITS = {
     "offset": (_move, cs.CheckpointCorruptError, r"has .* bytes, but at least 1,09"),
     "overlap": (_overlap, cs.CheckpointCorruptError, "t: its pieces do not cover it, or overlap"),
     "gap": (_larger, cs.CheckpointCorruptError, "t: its pieces do not cover it"),
-    "dtype": (_dtype, cs.CheckpointCorruptError, "has another tensor than t of dtype torch.int32"),
+    "dtype": (_dtype, cs.CheckpointCorruptError, "expected tensor t of dtype torch.int32"),
 }
 
 

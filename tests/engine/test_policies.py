@@ -123,7 +123,7 @@ def test_a_budget_that_is_too_small_is_an_error_before_any_action(rank, world):
     model = made(Uneven, shard_blocks, pool=cs.PoolPolicy(budget=4096))
     least = budget_of("least", made(Uneven, shard_blocks))
     for _ in range(2):
-        with pytest.raises(cs.PoolBudgetError, match=r"blocks\.2 cannot fit") as caught:
+        with pytest.raises(cs.PoolBudgetError, match=r"group blocks\.2 does not fit") as caught:
             model(*vectors(rank, 0))
         assert caught.value.least == least
     model.set_pool_policy(cs.PoolPolicy(budget=least))

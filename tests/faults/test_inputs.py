@@ -107,7 +107,7 @@ CASES = {
     tie_across_groups: (ValueError, r"attention\.q\.weight.* group, attention\.q\.weight; .*sharded by one call"),
     shard_the_list_of_blocks: (ValueError, "ModuleList"),
     leave_blocks_on_meta: (RuntimeError, r"blocks\.1\.attention\.q\.weight"),
-    step_an_optimizer_of_before: (RuntimeError, r"the optimizer holds .*weight.* as they were before fully_shard"),
+    step_an_optimizer_of_before: (RuntimeError, r"the optimizer holds .*weight.* from before fully_shard"),
     build_an_optimizer_of_unsharded_weights: (RuntimeError, r"head\.weight"),
     add_a_parameter_later: (RuntimeError, r"feed_forward\.scale: were added after fully_shard"),
     unshard_after_a_wrong_number_of_ranks: (ValueError, "reshard_after_forward"),

@@ -58,7 +58,7 @@ def test_a_step_with_values_of_only_one_rank_is_an_error_on_all_ranks(rank, worl
     if rank:
         case(run)
     run.optimizer.step()
-    differ(CASES[case] + ".*Weights may differ since then", world, run.forward)
+    differ(CASES[case] + ".*Weights may differ between ranks since then", world, run.forward)
 
 
 @pytest.mark.matrix

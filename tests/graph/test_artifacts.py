@@ -127,7 +127,7 @@ def test_an_invalid_or_incomplete_file_is_refused(rank, world):
     model = model_of()
     with pytest.raises(cs.ShardConfigValueError, match=r"was not written by save_cache_artifacts"):
         cs.load_cache_artifacts(model, SCRIPT)
-    with pytest.raises(cs.ShardConfigValueError, match="holds no sharded module"):
+    with pytest.raises(cs.ShardConfigValueError, match="contains no sharded module"):
         _about(torch.nn.Linear(2, 2))
 
 

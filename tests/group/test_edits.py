@@ -221,7 +221,9 @@ def test_the_error_for_an_edit_after_unshard_lists_all_times_when_it_may_have_ha
     with pytest.raises(SavedTensorModifiedError) as caught:
         loss.backward()
     message = str(caught.value)
-    assert message.startswith("parameter 1.weight: its unsharded copy was modified by an in-place operation after it ")
+    assert message.startswith(
+        "parameter 1.weight: its unsharded copy was modified in place between its gather and backward "
+    )
     assert "in a forward, after one, or before one by code that called unshard()" in message
     with contextlib.suppress(StaleStateError):  # the edit is lost here, unless backward has resharded already
         ours[1].reshard()

@@ -246,7 +246,9 @@ def test_one_full_graph_equals_eager(rank, world):
 def test_mistakes_are_errors(rank, world):
     dense, experts = meshes()
     odd = HSDPMeshInfo(experts, shard_mesh_dim=0, replicate_mesh_dim=1)
-    with pytest.raises(ValueError, match="mesh_info: FSDPMeshInfo of a 1D mesh, or HSDPMeshInfo of a 2D mesh"):
+    with pytest.raises(
+        ValueError, match="mesh_info: expected an FSDPMeshInfo of a 1D mesh or an HSDPMeshInfo of a 2D mesh"
+    ):
         fully_shard(make(), mesh=dense, shard_placement_fn=lambda p: ShardPlacementResult(None, odd))
     with pytest.raises(TypeError, match="mesh_info: expected FSDPMeshInfo or HSDPMeshInfo, got DeviceMesh"):
         fully_shard(make(), mesh=dense, shard_placement_fn=lambda p: ShardPlacementResult(None, dense))

@@ -625,7 +625,7 @@ class Apart(torch.optim.SGD):
     ("make", "message"),
     [
         (Nested, r"state 'past' of parameter 0 of group 0 is a list of tensors; only tensors can be stored on disk"),
-        (Apart, r"keeps state under 'all', which is not a parameter"),
+        (Apart, r"has state for 'all', which is not a parameter"),
     ],
 )
 def test_optimizers_that_do_not_step_parameters_independently_raise(tmp_path, make, message):

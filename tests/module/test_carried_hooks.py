@@ -235,7 +235,7 @@ def test_torchs_optimizer_in_backward_is_refused_if_applied_before_sharding(rank
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     fully_shard(model)
-    with pytest.raises(ShardConfigStateError, match="as they were before fully_shard"):
+    with pytest.raises(ShardConfigStateError, match="from before fully_shard"):
         model(torch.ones(2, 4)).sum().backward()
 
 

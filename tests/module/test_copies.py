@@ -224,7 +224,7 @@ def test_an_optimizer_that_was_built_before_sharding_fails_at_its_first_step(ran
     if when == "after sharding":
         optimizer.step()
         return
-    with pytest.raises(RuntimeError, match=r"the optimizer holds .*weight.* as they were before fully_shard") as caught:
+    with pytest.raises(RuntimeError, match=r"the optimizer holds .*weight.* from before fully_shard") as caught:
         optimizer.step()
     names = [name for name, _ in model.named_parameters()]
     assert f"the optimizer holds {', '.join(names[:5])} and" in str(caught.value)

@@ -268,7 +268,7 @@ def test_drift_describes_deviations_from_the_plan():
         """\
 blocks.2: ran as forward 1, but (root) is planned
 blocks.2: planned, but did not run
-blocks.0: forwards ended after 5, but 4 are planned
+blocks.0: was the last of 5 forwards, but 4 are planned
 (root): action 1 was REDUCED (root), but UNSHARD (root) is planned
 (root): REDUCED (root) was planned, but not done
 blocks.1: 1383424 bytes were live after UNSHARD blocks.1, but 1382912 are planned

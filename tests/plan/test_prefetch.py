@@ -152,7 +152,7 @@ def test_a_budget_drops_prefetching_before_reductions_in_flight_before_kept_weig
 def test_the_budget_error_names_the_group_that_needs_the_most():
     steps, sizes, _ = uniform()
     sizes["b2"] = Sizes(4096, 4096, 4096)
-    with pytest.raises(PoolBudgetError, match=r"b2 cannot fit.*8192 bytes") as caught:
+    with pytest.raises(PoolBudgetError, match=r"group b2 does not fit.*8192 bytes") as caught:
         scheduled(steps, sizes, PrefetchPolicy.depth(1), 5000)
     assert (caught.value.fqn, caught.value.least) == ("b2", 8192)
 

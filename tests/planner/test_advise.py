@@ -399,7 +399,7 @@ zero2, full checkpointing       yes     1.57    0.23       0.46   0.23    0.39  
 memory in GiB per device, maximum of each category; exposed: share of a step that is exposed communication
 
 Use zero2. It needs 1.8 GiB per device and reaches 81,586 tokens/s; 49% of a step is exposed communication.
-The best alternative, zero1, reaches 1.00 of this throughput.""",
+The best alternative, zero1, reaches 100% of this throughput.""",
     )
 
 

@@ -210,7 +210,7 @@ def test_communication_by_device_and_backend():
     other = replace(CUDA, devices=(*CPU.devices, Device("mtia", "Another", None, None)))
     assert support(other)["communication"][0] == "untested"
     forced = replace(CPU, variables={"COMPOSABLE_SHARD_TRANSPORT": "direct"})
-    assert support(forced)["communication"][1].endswith("; COMPOSABLE_SHARD_TRANSPORT asks for 'direct'")
+    assert support(forced)["communication"][1].endswith("; COMPOSABLE_SHARD_TRANSPORT is set to 'direct'")
 
 
 @pytest.mark.parametrize(("seen", "tool"), [(CPU, "C++ compiler"), (CPU, "Python.h"), (CUDA, "triton")])

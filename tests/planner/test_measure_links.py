@@ -85,7 +85,9 @@ def test_a_failure_names_dead_ranks_first_and_equal_errors_once():
 
 def test_ranks_that_take_too_long_are_ended():
     begin = time.monotonic()
-    with pytest.raises(WorldTimeoutError, match=r"ranks 0, 1 of 2 had no result within 0.5 s and were ended.*starting"):
+    with pytest.raises(
+        WorldTimeoutError, match=r"ranks 0, 1 of 2 returned no result within 0.5 s and were ended.*starting"
+    ):
         ranks.on_ranks("_measuring_ranks:sleep", 2, timeout=0.5)
     assert time.monotonic() - begin < 60
     assert "planner.ranks" not in commands(os.getpid())

@@ -186,7 +186,9 @@ def test_unreliable_figures_cause_warnings(on_one_node):
         "1 of 2 figures vary by more than 25% between repetitions, so other work may share this machine; the most "
         "variable: unsteady work (40%)"
     )
-    assert words[2].startswith("inside a node: one latency and one bandwidth do not fit the times: errors up to 90%")
+    assert words[2].startswith(
+        "inside a node: the times do not follow latency + bytes / bandwidth: errors of up to 90%"
+    )
     quiet = {INTRA: replace(measurement.links[INTRA], error=0.1)}
     assert list(measuring._warnings(Place(0, 2, 0, 1), quiet, [steady])) == []
 

@@ -200,7 +200,7 @@ UNKNOWN = r"the graphs of this model are not known.*watch_graphs\(\) around the 
 
 
 def test_missing_graphs_are_errors_that_explain_what_to_do(monkeypatch):
-    with pytest.raises(cs.ShardConfigValueError, match="Linear holds no sharded module"):
+    with pytest.raises(cs.ShardConfigValueError, match="Linear contains no sharded module"):
         compiled_step(nn.Linear(2, 2))
     monkeypatch.setattr(guard, "_MOST_COMPILATIONS", 1)
     with network():

@@ -63,9 +63,9 @@ Exposed communication
     blocks.3 0.205 ms: depth(1) issues it too late, when blocks.2 begins: 0.200 ms of compute for 0.405 ms on
     the link. Before that, the link was idle for 0.216 ms
   0.185 ms in backward for 2 reductions: blocks.0, (root)
-    blocks.0 0.142 ms: no compute follows it, so nothing hides the rest of it; it takes 0.142 ms
+    blocks.0 0.142 ms: no compute follows it, so the rest of it is exposed; it takes 0.142 ms
   0.043 ms in forward for the gather of (root)
-    no compute runs before it in the step, so nothing hides it; it takes 0.043 ms on the link
+    no compute precedes it in the step, so it is fully exposed; it takes 0.043 ms on the link
 
 What to change
      change                                                          step ms  saved  peak MiB  added
@@ -110,18 +110,18 @@ Where the time goes, in ms
 
 Exposed communication
   0.478 ms in backward for 2 gathers: blocks.3, blocks.1
-    blocks.3 0.405 ms: the budget of 1.62 MiB delays it: it is issued in blocks.3, 0.000 ms of compute before
-    its use, and takes 0.405 ms. Before that, the link was idle for 0.757 ms
+    blocks.3 0.405 ms: the budget of 1.62 MiB delays it: it is issued in blocks.3, only 0.000 ms of compute
+    before its use, and takes 0.405 ms. Before that, the link was idle for 0.757 ms
   0.405 ms in forward for the gather of blocks.3
-    the budget of 1.62 MiB delays it: it is issued in blocks.3, 0.000 ms of compute before its use, and takes
-    0.405 ms. Before that, the link was idle for 0.357 ms
+    the budget of 1.62 MiB delays it: it is issued in blocks.3, only 0.000 ms of compute before its use, and
+    takes 0.405 ms. Before that, the link was idle for 0.357 ms
   0.248 ms in backward for 2 reductions: blocks.3, blocks.4
     blocks.3 0.205 ms: backward gathers blocks.1 only after this reduction, the default on a CPU; it takes
     0.405 ms, partly hidden by 0.200 ms of compute
   0.185 ms in backward for 2 reductions: blocks.0, (root)
-    blocks.0 0.142 ms: no compute follows it, so nothing hides the rest of it; it takes 0.142 ms
+    blocks.0 0.142 ms: no compute follows it, so the rest of it is exposed; it takes 0.142 ms
   0.043 ms in forward for the gather of (root)
-    no compute runs before it in the step, so nothing hides it; it takes 0.043 ms on the link
+    no compute precedes it in the step, so it is fully exposed; it takes 0.043 ms on the link
   0.015 ms for the others
 
 """,

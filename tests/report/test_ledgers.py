@@ -72,8 +72,8 @@ Process group "0" of ranks 0-1 on cpu
       10  begin a forward of model 1 (train) (not agreed)  begin a forward of model 1 (no_grad) (not agreed)
 
 What to do
-  find out why rank 0 did something else than rank 1 in action 10: look for code that depends on the rank or
-  its data; run the same modules, settings and optimizer steps on all ranks
+  find out why rank 0 and rank 1 issued different actions at action 10: look for code that depends on the rank
+  or its data; run the same modules, settings and optimizer steps on all ranks
 """,
     )
 
@@ -91,7 +91,7 @@ def test_one_of_eight_ranks_differs_two_are_behind_and_one_wrote_nothing(tmp_pat
     assert_expected_inline(
         said(tmp_path, capsys),
         """\
-7 of 8 ranks wrote their ledgers; rank 3 wrote nothing: killed, ended without an error, or on another machine
+7 of 8 ranks wrote their ledgers; rank 3 wrote no file: killed, ended without an error, or on another machine
 
 Errors
   ranks 0-2, 4-7: RankMismatchError: ranks 0 and 1 do different things
@@ -99,7 +99,7 @@ Errors
 Process group "0" of ranks 0-7 on cpu
   ranks 0-2, 4-7 agree up to action 399; action 400: ranks 0-1, 4, 7: begin a forward of model 1 (no_grad);
   ranks 2, 6: nothing; rank 5: begin a forward of model 1 (train)
-  rank 3 wrote nothing: killed, ended without an error, or on another machine
+  rank 3 wrote no file: killed, ended without an error, or on another machine
   action  ranks 0-1, 4, 7                       ranks 2, 6  rank 5
      392  gather blocks.1 of model 1, 64 bytes  the same    the same
      393  gather blocks.2 of model 1, 64 bytes  the same    the same
@@ -115,8 +115,8 @@ Process group "0" of ranks 0-7 on cpu
      403  -                                     -           gather blocks.2 of model 1, 64 bytes
 
 What to do
-  find out why rank 5 did something else than ranks 0-1, 4, 7 in action 400: look for code that depends on the
-  rank or its data; run the same modules, settings and optimizer steps on all ranks
+  find out why rank 5 and ranks 0-1, 4, 7 issued different actions at action 400: look for code that depends
+  on the rank or its data; run the same modules, settings and optimizer steps on all ranks
 """,
     )
 
@@ -164,14 +164,14 @@ def test_a_killed_rank_is_named_although_the_others_agree(tmp_path, capsys):
     assert_expected_inline(
         said(tmp_path, capsys),
         """\
-1 of 2 ranks wrote their ledgers; rank 1 wrote nothing: killed, ended without an error, or on another machine
+1 of 2 ranks wrote their ledgers; rank 1 wrote no file: killed, ended without an error, or on another machine
 
 Errors
   rank 0: PeerLostError: rank 1 has given no sign of life for 3 s
 
 Process group "0" of ranks 0-1 on cpu
-  only rank 0 wrote about it, after 4 actions
-  rank 1 wrote nothing: killed, ended without an error, or on another machine
+  only rank 0 wrote a ledger of this process group, with 4 actions
+  rank 1 wrote no file: killed, ended without an error, or on another machine
   action  rank 0
        0  begin a forward of model 1 (train)
        1  gather blocks.0 of model 1, 64 bytes

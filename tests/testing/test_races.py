@@ -158,10 +158,10 @@ def test_freeing_memory_that_another_stream_uses_is_a_race_with_the_next_allocat
 float32 [4]: bytes 0 to 16 of the allocation, at 0x...
   first aten.sum.default reads on stream 'mine'
         test_races.py test_freeing_memory_that_another_stream_uses_is_a_race_with_the_next_allocation
-  then  aten.ones.default on stream 'compute' may be given the memory, which was freed
+  then  aten.ones.default on stream 'compute' may reuse the memory, which was freed
         test_races.py test_freeing_memory_that_another_stream_uses_is_a_race_with_the_next_allocation
   missing: stream 'compute' has to wait for an event that was recorded on stream 'mine' after aten.sum.default
-           before the tensor is freed, or the tensor needs record_stream of that stream""",
+           before the tensor is freed; or call tensor.record_stream for that stream""",
     )
 
 

@@ -297,7 +297,7 @@ def test_a_rank_that_does_not_end_is_stopped_and_its_stack_is_shown():
         (lambda: testing.fake(2, 2).__enter__(), ValueError, "has ranks 0 to 1"),
         (lambda: testing.processes(2)(lambda world: None), ValueError, "top level of a module"),
         (lambda: testing.assert_collectives(print, gathers=1), ValueError, "gathers is not a collective"),
-        (lambda: testing.trace(nn.Linear(2, 2), print), ValueError, "holds no sharded module"),
+        (lambda: testing.trace(nn.Linear(2, 2), print), ValueError, "contains no sharded module"),
         (lambda: testing.assert_peak_bytes(nn.Linear(2, 2)), RuntimeError, "has not finished an iteration"),
     ],
 )

@@ -215,6 +215,60 @@ def test_the_settings_on_the_first_page_match_the_stored_commands():
     assert "--width 1024" in commands["nccl-peaks"]
 
 
+FAULTS = {  # rows of the tables of faults, and the cases of bench/faults.py
+    "skips an optimizer step": ["one rank skips an optimizer step"],
+    "uses another learning rate, or drops a gradient": [
+        "one rank has another learning rate",
+        "one rank drops a gradient",
+    ],
+    "fails in forward and retries": ["one rank fails in a forward, and tries again"],
+    "skips a layer": ["one rank leaves a layer out"],
+    "skips a layer, or evaluates alone": ["one rank leaves a layer out", "one rank evaluates alone"],
+    "runs an extra microbatch": ["one rank runs a micro-batch more"],
+    "runs two models in another order": ["ranks run two models in another order"],
+    "exits, or fails in forward, in backward or between steps": [
+        "one rank ends",
+        "one rank fails in a forward",
+        "one rank fails in a backward",
+        "one rank fails between steps",
+    ],
+    "is killed": ["one rank is killed"],
+    "is later than the timeout": ["one rank is later than the limit"],
+    "is slow for some seconds": ["one rank is slow for some seconds"],
+    "raises the same exception in forward as the other rank, and both continue": [
+        "all ranks fail in a forward, and go on"
+    ],
+}
+OUTCOMES = {
+    "silent": "silently wrong",
+    "late": "timeout",
+    "abort": "process aborted",
+    "obscure": "gloo error",
+    "clear": "error",
+    "exact": "results unchanged",
+}
+
+
+def fault_outcome(cases, engine):
+    """The cell of a table of faults, from the stored results."""
+    results = json.loads((ROOT / "bench" / "results" / "faults-cpu-torch2.13.json").read_text())["results"]
+    chosen = [each for each in results if each["case"] in cases and each["engine"] == engine]
+    assert {each["case"] for each in chosen} == set(cases)
+    (ended,) = {each["ended"] for each in chosen}
+    if ended not in ("obscure", "clear"):
+        return OUTCOMES[ended]
+    times = [f"{each:.1f}" if each >= 0.1 else f"{each:.2f}" for each in sorted(each["seconds"] for each in chosen)]
+    return f"{OUTCOMES[ended]}, {' to '.join(dict.fromkeys((times[0], times[-1])))} s"
+
+
+@pytest.mark.parametrize(("page", "count"), [("README.md", 3), ("docs/errors.md", 11)])
+def test_the_tables_of_faults_match_the_stored_results(page, count):
+    table = {row[0]: row[1:] for row in rows(ROOT / page) if row[0] in FAULTS}
+    assert len(table) == count
+    expected = {name: [fault_outcome(FAULTS[name], engine) for engine in ("fsdp2", "ours")] for name in table}
+    assert table == expected
+
+
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
 NOT_GUIDES = ("docs/reference/", "docs/integrations_table.md", "docs/files.md", "bench/", "changelog.d/")
 

@@ -168,7 +168,7 @@ def test_the_tutorial_on_plans_reduces_exposed_communication_as_predicted(tmp_pa
     finally:
         torch.set_num_threads(threads)
     output = capsys.readouterr().out
-    assert "blocks.3 cannot fit. The least budget that works is 267264 bytes" in output
+    assert "group blocks.3 does not fit. The least budget that works is 267264 bytes" in output
     lines = output.splitlines()
     table = lines[next(i for i, line in enumerate(lines) if line.startswith("policy  ")) + 1 :]
     rows = {line[:26].rstrip(): line[26:].split()[:4] for line in table[: table.index("")]}

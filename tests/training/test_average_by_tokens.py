@@ -258,7 +258,7 @@ def test_average_by_tokens_is_traced_into_one_graph(rank, world):
         ),
         ((torch.ones(()), 2.5), cs.ShardConfigTypeError, "tokens: expected an int or a 0-dim tensor, got float"),
         ((torch.ones(()), 2, "dp"), cs.ShardConfigTypeError, "group: expected a sharded model, .* got str"),
-        ((torch.ones(()), 2, nn.Linear(2, 2)), cs.ShardConfigValueError, "group: Linear holds no sharded module"),
+        ((torch.ones(()), 2, nn.Linear(2, 2)), cs.ShardConfigValueError, "group: Linear contains no sharded module"),
     ],
 )
 def test_invalid_arguments_of_average_by_tokens_raise_an_error(arguments, error, message):

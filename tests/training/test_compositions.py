@@ -238,5 +238,5 @@ def test_errors_about_meshes_name_the_parameter_and_the_mesh(rank, world):
         return {"model": Text(layers=1), "shard_placement_fn": lambda p: ShardPlacementResult(None, info)}
 
     odd = HSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1)
-    refuses("parameter embed.weight: mesh_info: FSDPMeshInfo of a 1D mesh", mesh["dp"], **on(odd))
+    refuses("parameter embed.weight: mesh_info: expected an FSDPMeshInfo of a 1D mesh", mesh["dp"], **on(odd))
     refuses("parameter embed.weight: mesh_info: expected FSDPMeshInfo", mesh["dp"], kind=TypeError, **on(mesh))

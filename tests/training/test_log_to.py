@@ -301,7 +301,7 @@ def test_invalid_arguments_of_log_to_raise_an_error(rank, world):
     model = cs.fully_shard(nn.Linear(2, 2))
     with pytest.raises(cs.ShardConfigTypeError, match=r"logger: expected a path, .* add_scalar, log, write; got int"):
         cs.log_to(model, 3)
-    with pytest.raises(cs.ShardConfigValueError, match="Linear holds no sharded module"):
+    with pytest.raises(cs.ShardConfigValueError, match="Linear contains no sharded module"):
         cs.log_to(nn.Linear(2, 2), print)
     with pytest.raises(cs.ShardConfigValueError, match="every=0"):
         cs.log_to(model, print, every=0)

@@ -332,7 +332,9 @@ def _data_in(view: _View) -> tuple[zipfile.ZipInfo, int]:
 def _check_tensor(key: str, path: Path, tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Check that a tensor matches the metadata, and that its bytes are in row-major order."""
     if type(tensor) is not torch.Tensor or tensor.dtype != dtype or tuple(tensor.shape) != shape:
-        raise CheckpointCorruptError(f"{path}: has another tensor than {key} of dtype {dtype} and shape {shape}")
+        raise CheckpointCorruptError(
+            f"{path}: expected tensor {key} of dtype {dtype} and shape {shape}, found another tensor"
+        )
     if tensor.is_conj() or tensor.is_neg():
         raise CheckpointMismatchError(f"{path}: {key} is a conjugated or negated view; save `resolve_conj()` of it")
     if not tensor.is_contiguous():

@@ -67,7 +67,7 @@ def read_stored(path: Path) -> Stored:
     absent = [key for key in named or () if key not in tensors]
     if absent:
         listed = ", ".join(absent[:5])
-        raise CheckpointCorruptError(f"{directory}: its index names {listed}, but the files have no such tensor")
+        raise CheckpointCorruptError(f"{directory}: its index lists {listed}, but no file contains this tensor")
     return Stored(tensors, sizes)
 
 
@@ -86,7 +86,7 @@ def _read_headers(
                     f"{Path(tensors[key].pieces[0].file).name} has it, too" if key in tensors else "the index does not"
                 )
                 raise CheckpointCorruptError(
-                    f"{directory / name}: has {key}, but {where}; files of two exports are mixed"
+                    f"{directory / name}: contains {key}, but {where}; the directory mixes files of two exports"
                 )
             tensors[key] = tensor
     return tensors, sizes

@@ -298,7 +298,7 @@ def check(manifest: Manifest) -> None:
     _check_tensors(manifest)
     for alias, key in manifest.aliases.items():
         if key not in manifest.tensors or alias in manifest.tensors:
-            raise ValueError(f"{alias} is an alias of {key}, which is no tensor, or is a tensor itself")
+            raise ValueError(f"alias {alias} of {key}: {key} is not the key of a tensor, or {alias} is one itself")
     for name, values in manifest.per_rank.items():
         if not isinstance(values, list) or len(values) != manifest.ranks:
             raise ValueError(f"{name} has values of {len(values)} ranks, but {manifest.ranks} ranks saved")

@@ -98,13 +98,13 @@ class Race:
             f"  missing: {self.missing}",
         ]
         if self.reuses:
-            lines.append("           before the tensor is freed, or the tensor needs record_stream of that stream")
+            lines.append("           before the tensor is freed; or call tensor.record_stream for that stream")
         return "\n".join(lines)
 
     def _second(self) -> str:
         if not self.reuses:
             return str(self.then)
-        return f"{self.then.operator} on stream {self.then.stream!r} may be given the memory, which was freed"
+        return f"{self.then.operator} on stream {self.then.stream!r} may reuse the memory, which was freed"
 
 
 def _lines_of(place: Place) -> list[str]:
