@@ -268,6 +268,16 @@ def test_fewer_bits_save_more_of_a_step_on_slow_links_than_on_fast_ones(tmp_path
 
 
 @pytest.mark.matrix
+def test_the_loss_with_fewer_bits_is_compared_from_the_same_seeds(tmp_path: Path) -> None:
+    file = tmp_path / "lowbit_loss.json"
+    assert "minus fp32" in bench("lowbit_loss.py", "--steps=25", "--seeds=2", f"--json={file}", limit_s=240.0)
+    losses = {each["policy"]: each["losses"] for each in read(file)["results"]}
+    assert len(losses) == 6
+    assert len({str(each) for each in losses.values()}) == 6  # every policy changes the result
+    assert all(abs(a - b) < 0.05 for each in losses.values() for a, b in zip(each, losses["fp32"], strict=True))
+
+
+@pytest.mark.matrix
 def test_owned_optimizers_are_compared_with_gathered_matrices(tmp_path: Path) -> None:
     file = tmp_path / "optimizers.json"
     small = ["--world=2", "--width=64", "--layers=1", "--rounds=2", "--fabric=8", "--fabric-layers=1"]
