@@ -157,8 +157,8 @@ class Methods(TorchFSDPModule):
         that was gathered since the last backward or is still unsharded, even if the group got no gradient.
 
         Without it, a rank does not reduce a group that got no gradient at all. If the group got one on other ranks, all
-        ranks raise `RankMismatchError`; in FSDP2 they hang. (If only some parameters of a group got gradients, no setting
-        is needed.)
+        ranks raise `RankMismatchError`; in FSDP2 they hang. (If only some parameters of a group got gradients, no
+        setting is needed.)
 
         Set it on modules of experts, if a rank may use none of the experts of a group. Do not set it on other modules:
         groups with this setting are reduced only after backward, in the same order on all ranks, and their unsharded
