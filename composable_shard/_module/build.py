@@ -143,6 +143,12 @@ class _Tree:
                     f"runs inside of {kind}"
                 )
 
+    def unsharded_by_users(self) -> dict[ShardState, bool]:
+        """The states whose modules users have unsharded, and whether the unsharded parameters are installed."""
+        bound = {state: state.bound for state in self.states}
+        pinned = [state for state, part in bound.items() if part and part.group and part.group.stay.pinned]
+        return {state: state.entries.shown for state in pinned}
+
     def install_shards(self) -> None:
         """Install the sharded parameters, and adopt those by which users have replaced them.
 
@@ -310,6 +316,7 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
     tree = _Tree(root)
     tree.check_ready()
     tree.name_params()  # for errors of `install_shards`; it may tie parameters, so they are named again after it
+    unsharded = tree.unsharded_by_users() if agrees else {}
     tree.install_shards()
     tree.name_params()
     asked = [state.declaration for state in tree.states]
@@ -333,6 +340,8 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
     given = own.asked.plan is not None
     engine = Engine(tuple(groups.values()), plan, runtime, among, seat, follow_tools, without, listener, given)
     _agree_over_replicas(engine, plan, replicas_of(meshes), settings)
+    for state, installed in unsharded.items():  # in the groups of an engine that `install_shards` has resharded
+        engine.unshard(groups[state], wait=installed)
     if agrees:
         seat.plan(plan.actions(), engine.planned_notes())
     tree.bind(engine, groups)

@@ -66,15 +66,14 @@ _BUILDER = "_shard_builder"
 class UnshardHandle(TorchUnshardHandle):
     """A handle for an unshard that may still be in flight."""
 
-    def __init__(self, engine: Engine, groups: Sequence[ParamGroup]) -> None:
-        self._engine = engine
-        self._groups = groups
+    def __init__(self, states: Sequence[ShardState]) -> None:
+        self._states = states  # not their groups: the first forward of an enclosing root makes others
 
     def wait(self) -> None:
         """Wait, and install the unsharded parameters in the module; a no-op if they are installed or resharded."""
-        for group in self._groups:
-            if group.phase is GATHERING:
-                self._engine.unshard(group, wait=True)
+        for bound in [state.bound for state in self._states]:
+            if bound is not None and bound.group is not None and bound.group.phase is GATHERING:
+                bound.engine.unshard(bound.group, wait=True)
 
 
 def bound_of(module: nn.Module, agrees: bool = True, runs: bool = True) -> Bound:
@@ -196,10 +195,10 @@ class FSDPModule(Methods):
         """
         async_op = as_bool("async_op", async_op)
         engine = bound_of(self, runs=False).engine  # type: ignore[arg-type]
-        groups = self._own_state().groups
-        for group in groups:
+        state = self._own_state()
+        for group in state.groups:
             engine.unshard(group, wait=not async_op)
-        return UnshardHandle(engine, groups) if async_op else None
+        return UnshardHandle([*state.family]) if async_op else None
 
     def reshard(self) -> None:
         """Reshard this module's own parameters. Ignored while its forward runs."""

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from _blocks import TransformerBlock, rotary
@@ -81,6 +82,36 @@ def test_training_after_an_early_unshard_is_exact(rank, world, async_op, wait):
         return plain_step(run)
 
     check_parity(Case(model=Stack, train=train), rank, world)
+
+
+class Positions(torch.nn.Module):
+    """Adds learned positions, whose weight it reads from a sharded submodule, before a transformer block."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = torch.nn.Embedding(6, 16)
+        self.block = TransformerBlock(dim=16, heads=2, kv_heads=1, hidden=24, dropout=0.0)
+
+    def forward(self, x):
+        return self.block(x + self.positions.weight, *rotary(6, 8))
+
+
+@pytest.mark.parametrize("wait", ["unshard", "before forward", "in forward"])
+@distributed(world=2)
+def test_a_parent_reads_a_weight_that_was_unsharded_before_the_first_forward(rank, world, wait):
+    def loss_of(model, step):
+        if not isinstance(model, FSDPModule):
+            return model(noise(2, 6, 16, seed=step)).square().mean()
+        handle = model.positions.unshard(async_op=wait != "unshard")
+        if wait == "before forward":
+            handle.wait()
+        hooks = [model.register_forward_pre_hook(lambda *_: handle.wait())] if wait == "in forward" else []
+        loss = model(noise(2, 6, 16, seed=step)).square().mean()
+        for hook in hooks:
+            hook.remove()
+        return loss
+
+    train_alike(models_of(Positions), loss_of)
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])
