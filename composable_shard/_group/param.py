@@ -20,7 +20,7 @@ from .._comm.mesh import MeshInfo
 from .._errors import ShardConfigStateError
 from .._plan.layout import bucket_layout
 from .._policies import Options
-from .._torch.core import fix_sizes
+from .._torch.core import fix_sizes, unflattened
 from .._torch.distributed import dtensor_at, dtensor_like, local_tensor
 from .._torch.ragged import RaggedTensor
 from .hooks import ParamHooks
@@ -98,7 +98,10 @@ def _of_the_class(tensor: torch.Tensor) -> set[str]:
     if hasattr(tensor, "__tensor_flatten__"):
         inner, context = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in inner}
-        made = kind.__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+        try:
+            made = unflattened(kind, parts, context, tensor.shape, tensor.stride())
+        except Exception:  # FSDP2 does not call it, so a class works there even if its method does not
+            made = tensor.detach()
         owned = {*inner, *(context if isinstance(context, Mapping) else ())}
     else:
         made, owned = tensor.detach(), set()

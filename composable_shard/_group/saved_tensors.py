@@ -30,6 +30,7 @@ from .._torch.core import (
     never_trace,
     passed_by_checkpoints,
     saved_tensors_hooks_set_aside,
+    unflattened,
 )
 from .bucket import Bucket
 
@@ -262,9 +263,7 @@ def _restored(packed: Any) -> torch.Tensor:
         return _weight(packed)
     if isinstance(packed, _Flattened):
         inner = {name: _restored(part) for name, part in packed.inner.items()}
-        kind: Any = packed.kind
-        whole: torch.Tensor = kind.__tensor_unflatten__(inner, packed.context, packed.shape, packed.stride)
-        return whole
+        return unflattened(packed.kind, inner, packed.context, packed.shape, packed.stride)
     kept: torch.Tensor = packed[0] if type(packed) is tuple else packed
     return kept
 

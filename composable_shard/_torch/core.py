@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import sys
 import types
 from collections import OrderedDict, UserDict, UserList, deque
@@ -210,6 +211,29 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     if not has_memory(tensor):
         return tensor.detach()  # shares the storage
     return torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(tensor))
+
+
+def unflattened(
+    kind: Any, inner: dict[str, torch.Tensor], context: Any, shape: torch.Size, stride: tuple[int, ...]
+) -> torch.Tensor:
+    """Call `__tensor_unflatten__` of a tensor subclass with the arguments that its signature accepts.
+
+    Torch passes all four by position. FSDP2 never calls the method, so classes that it shards may differ.
+    """
+    method = kind.__tensor_unflatten__
+    forms: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = (
+        ((inner, context, shape, stride), {}),
+        ((inner, context), {"outer_size": shape, "outer_stride": stride}),
+        ((inner, context, shape), {}),
+        ((inner, context), {}),
+    )
+    signature = inspect.signature(method)
+    for args, kwargs in forms:
+        with contextlib.suppress(TypeError):
+            signature.bind(*args, **kwargs)
+            break
+    made: torch.Tensor = method(*args, **kwargs)
+    return made
 
 
 def storage_id(tensor: torch.Tensor) -> int:

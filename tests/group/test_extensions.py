@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -178,6 +179,40 @@ def test_training_is_bitwise_identical_to_fsdp2(rank, world, kind, reshard):
     assert isinstance(models["ours"].blocks[0].weight.to_local(), kind)
     train(models, rank)
     assert_at_rest(models["ours"])
+
+
+def unflatten_keywords(cls, tensors, context, *, outer_size, outer_stride):
+    assert len(outer_size) == len(outer_stride)
+    return cls(*tensors.values(), *([outer_size] if cls.__name__ == "Whole" else []))
+
+
+def unflatten_size(cls, tensors, context, size):
+    return unflatten_keywords(cls, tensors, context, outer_size=size, outer_stride=size)
+
+
+def unflatten_two(cls, tensors, context):
+    shape = next(iter(tensors.values())).shape
+    return unflatten_keywords(cls, tensors, context, outer_size=shape, outer_stride=shape)
+
+
+@pytest.mark.parametrize("kind", [Halved, InTwo])
+@pytest.mark.parametrize("unflatten", [unflatten_keywords, unflatten_size, unflatten_two])
+@distributed(world=2)
+def test_a_subclass_may_define_unflatten_with_other_arguments(rank, world, unflatten, kind):
+    with (
+        mock.patch.object(Wrapping, "__tensor_unflatten__", classmethod(unflatten)),
+        mock.patch.object(InTwo.Whole, "__tensor_unflatten__", classmethod(unflatten)),
+    ):
+        models = {side: shard(make(kind), engine) for side, engine in ENGINES.items()}
+        train(models, rank)
+        assert_at_rest(models["ours"])
+
+
+@distributed(world=2)
+def test_a_subclass_whose_unflatten_fails_is_sharded_as_with_fsdp2(rank, world):
+    with mock.patch.object(Wrapping, "__tensor_unflatten__", None):
+        models = {side: shard(make(Halved), engine) for side, engine in ENGINES.items()}
+        train(models, rank)
 
 
 @distributed(world=2)
