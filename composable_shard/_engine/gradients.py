@@ -96,7 +96,7 @@ class GradientFlow:
             for index, piece in self._do.reduce_now(use.group, wanted).items():
                 if fates[index] is Fate.RETURNED:
                     param = params[index]
-                    out[index] = param.hooks.on_tensor(dtensor_like(param.sharded, piece))
+                    out[index] = param.hooks.on_tensor(dtensor_like(param.sharded, piece), param.fqn)
                 else:
                     use.group.gradients.add({index: piece})
         return out

@@ -98,28 +98,31 @@ class ParamHooks:
         self._on_tensor, self._on_accumulated = left
         return any(left)
 
-    def on_tensor(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Call the tensor hooks with a reduced gradient (a DTensor), and return the changed gradient."""
+    def on_tensor(self, gradient: torch.Tensor, fqn: str) -> torch.Tensor:
+        """Call the tensor hooks with a reduced gradient (a DTensor), and return the changed gradient.
+
+        Errors of hooks get a note with the hook and the parameter's name `fqn`, also in `before` and `after`.
+        """
         for hooks in self._on_tensor:
             for hook in tuple(hooks.values()):
-                changed = hook(gradient)
+                changed = _call(hook, fqn, gradient)
                 gradient = gradient if changed is None else changed
         return gradient
 
-    def before(self, gradient: torch.Tensor) -> torch.Tensor:
+    def before(self, gradient: torch.Tensor, fqn: str) -> torch.Tensor:
         """Call all hooks that run before a gradient is added to `.grad`, and return the gradient as they changed it."""
-        gradient = self.on_tensor(gradient)
+        gradient = self.on_tensor(gradient, fqn)
         if self._node:
-            (gradient,) = _call_before(self._node.before, (gradient,))
+            (gradient,) = _call_before(self._node.before, (gradient,), fqn)
         return gradient
 
-    def after(self, sharded: torch.Tensor, gradient: torch.Tensor) -> None:
+    def after(self, sharded: torch.Tensor, gradient: torch.Tensor, fqn: str) -> None:
         """Call the hooks that run after the gradient was added to `.grad`."""
         for hooks in self._on_accumulated:
             for hook in tuple(hooks.values()):
-                hook(sharded)
+                _call(hook, fqn, sharded)
         if self._node:
-            _call_after(self._node.after, (), (gradient,))
+            _call_after(self._node.after, (), (gradient,), fqn=fqn)
 
 
 class _NodeHooks:
@@ -163,22 +166,47 @@ class _AfterReduction:
     """
 
     def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
+        self.hook = hook
 
     def __call__(self, *gradients: Sequence[torch.Tensor | None]) -> Any:
-        return None if all(each is None for each in gradients[-1]) else self._hook(*gradients)
+        return None if all(each is None for each in gradients[-1]) else self.hook(*gradients)
+
+
+def _call(hook: Callable[..., Any], fqn: str, *args: Any) -> Any:
+    """Call a user's hook on a parameter; an error gets a note with both names. `fqn` is empty if torch calls it."""
+    try:
+        return hook(*args)
+    except Exception as error:
+        if fqn:
+            error.add_note(
+                f"raised by the hook {_title_of(hook)} on parameter {fqn}. The gradient of a sharded parameter is a "
+                "DTensor: compute with other DTensors, or with its to_local(), which is this rank's shard"
+            )
+        raise
+
+
+def _title_of(hook: Callable[..., Any]) -> str:
+    """Return the name of a hook and where it is defined."""
+    if isinstance(hook, _AfterReduction):
+        return _title_of(hook.hook)
+    if isinstance(hook, partial):  # of a user, or the hooks from before sharding (`_NodeHooks.carry`)
+        carried = hook.func in (_call_before, _call_after)
+        return ", ".join(map(_title_of, hook.args[0].values())) if carried else _title_of(hook.func)
+    code = getattr(hook, "__code__", None)
+    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    return f"{getattr(hook, '__qualname__', type(hook).__qualname__)}{where}"
 
 
 def _call_before(
-    hooks: Mapping[int, Callable[..., Any]], gradients: tuple[torch.Tensor, ...]
+    hooks: Mapping[int, Callable[..., Any]], gradients: tuple[torch.Tensor, ...], fqn: str = ""
 ) -> tuple[torch.Tensor, ...]:
     for hook in tuple(hooks.values()):
-        changed = hook(gradients)
+        changed = _call(hook, fqn, gradients)
         if changed is not None:
             gradients = changed if isinstance(changed, tuple) else (changed,)
     return gradients
 
 
-def _call_after(hooks: Mapping[int, Callable[..., Any]], *gradients: tuple[torch.Tensor, ...]) -> None:
+def _call_after(hooks: Mapping[int, Callable[..., Any]], *gradients: tuple[torch.Tensor, ...], fqn: str = "") -> None:
     for hook in tuple(hooks.values()):
-        hook(*gradients)
+        _call(hook, fqn, *gradients)

@@ -242,10 +242,10 @@ class ShardedParam:
         """Add this rank's piece of a reduced gradient to `.grad`, and call the hooks."""
         sharded, hooks = self.sharded, self.hooks
         if hooks:
-            gradient = local_tensor(hooks.before(dtensor_like(sharded, gradient)))
+            gradient = local_tensor(hooks.before(dtensor_like(sharded, gradient), self.fqn))
         self.add(gradient)
         if hooks:
-            hooks.after(sharded, dtensor_like(sharded, gradient))
+            hooks.after(sharded, dtensor_like(sharded, gradient), self.fqn)
 
     def add(self, gradient: torch.Tensor) -> None:
         """Add this rank's piece of a part of the reduced gradient to `.grad`, without calling any hook."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -250,6 +251,54 @@ def test_node_hooks_run_in_compiled_steps(rank, world):
         loss_of(plain, step).backward()
         loss_of(compiled, step).backward()
         assert_same_values(model, plain)
+
+
+def mask(gradient):
+    return gradient * torch.ones(gradient.shape)  # a plain tensor of the unsharded shape
+
+
+def mask_all(gradients):
+    return (mask(gradients[0]),)
+
+
+def clip_after(param):
+    param.grad.add_(torch.ones(param.shape))
+
+
+def mask_after(_, gradients):
+    mask(gradients[0])
+
+
+HOOKS = {  # how to register a hook on a parameter or its node, and the hook
+    "tensor": (lambda param, node: param.register_hook(mask), "mask"),
+    "partial": (lambda param, node: param.register_hook(functools.partial(mask)), "mask"),
+    "accumulated": (lambda param, node: param.register_post_accumulate_grad_hook(clip_after), "clip_after"),
+    "before the node": (lambda param, node: node.register_prehook(mask_all), "mask_all"),
+    "after the node": (lambda param, node: node.register_hook(mask_after), "mask_after"),
+}
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("kind", HOOKS)
+@simulated(world=2)
+def test_an_error_in_a_hook_names_the_parameter_and_the_hook(rank, world, kind, before):
+    register, name = HOOKS[kind]
+    torch.manual_seed(0)
+    model = Transformer()
+    norm = model.blocks[1].attention_norm
+    if not before:
+        shard(model, fully_shard)
+    node = node_of(norm.weight)
+    register(norm.weight, node)
+    if before:
+        shard(model, fully_shard)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
+        loss_of(model).backward()
+    (note,) = [each for each in caught.value.__notes__ if "raised by the hook" in each]
+    assert f"raised by the hook {name} (" in note
+    assert f"{__file__}:" in note
+    assert "on parameter blocks.1.attention_norm.weight." in note
+    assert "to_local()" in note
 
 
 @pytest.mark.parametrize("own", [False, True])
