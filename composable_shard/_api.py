@@ -221,7 +221,8 @@ def _check_module(module: Any) -> None:
         )
     if state_of(module) is not None:
         raise ShardConfigAssertionError(
-            f"module: fully_shard has already been applied to this {kind}; it can only be applied to a module once"
+            "Each distinct composable distributed API can only be applied to a module once. fully_shard has already "
+            f"been applied to the following module: {kind}"
         )
     check_unmixed(module)
 
@@ -320,9 +321,9 @@ def _check_unmanaged(name: str, param: nn.Parameter) -> None:
             "call fully_shard on inner modules before outer ones"
         )
     raise ShardConfigValueError(
-        f"Parameter '{name}' is shared with a parameter already managed by another FSDP group, {other}; tied "
-        "parameters must be sharded by one call: shard only the module that contains both, or pass a list of the "
-        "modules that use them"
+        f"Parameter '{name}' is shared with a parameter already managed by another FSDP group. For shared/tied "
+        f"parameters, use fully_shard([module_a, module_b]) to place them in the same FSDP group, or shard only a "
+        f"module that contains both. The other parameter is {other}"
     )
 
 

@@ -146,6 +146,14 @@ RAN = r"been lazily initialized for 0\nFSDP requires running forward through the
 CUSTOM = r"cannot call set_allocate_memory_from_process_group\(\) when {} comm is custom: Comm"
 
 # By mistake: a function that makes it, and the words of torch's message that torch's tests match.
+TWICE = (
+    r"Each distinct composable distributed API can only be applied to a module once\. fully_shard has already been "
+    r"applied to the following module:"
+)
+TIED = (
+    r"Parameter '.*' is shared with a parameter already managed by another FSDP group\. For shared/tied parameters, "
+    r"use fully_shard\(\[module_a, module_b\]\) to place them in the same FSDP group"
+)
 MISTAKES = {
     "a container": (
         lambda e: e(nn.ModuleList([nn.Linear(2, 2)])),
@@ -160,8 +168,8 @@ MISTAKES = {
         lambda e: linear(e, mesh=init_device_mesh("cpu", (1, 2))),
         r"Please init the 2D mesh for HSDP with mesh_dim_names specified",
     ),
-    "sharded twice": (lambda e: e(e(nn.Linear(2, 2))), r"has already been applied"),
-    "sharded twice in a list": (lambda e: e([e(nn.Linear(2, 2)), nn.Linear(2, 2)]), r"has already been applied"),
+    "sharded twice": (lambda e: e(e(nn.Linear(2, 2))), TWICE),
+    "sharded twice in a list": (lambda e: e([e(nn.Linear(2, 2)), nn.Linear(2, 2)]), TWICE),
     "a scalar": (
         lambda e: e(Odd(torch.tensor(1.0))),
         r"doesn't support scalar parameters. Change odd to a 1D tensor with numel equal to 1",
@@ -197,7 +205,7 @@ MISTAKES = {
         lambda e: chain(e).set_reshard_after_forward(2),
         r"reshard_after_forward should be a bool, got <class 'int'>",
     ),
-    "tied across calls": (tied, r"Parameter '.*' is shared with a parameter already managed by another FSDP group"),
+    "tied across calls": (tied, TIED),
     "on meta": (on_meta, META),
     "a list as root": (list_as_root, r"FSDP requires a single root module but got "),
     "a child that ran first": (ran_before, RAN),
