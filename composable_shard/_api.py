@@ -27,7 +27,7 @@ from ._group.placement import Cut, PlacementFn, Placements
 from ._memory.offload import note_policy
 from ._module.additions import Top, WatchedEntries, check_use
 from ._module.entries import ModuleEntries, Place
-from ._module.module import FSDPModule, adopt_forward_methods, number, post_forward, pre_forward
+from ._module.module import adopt_forward_methods, class_of, number, post_forward, pre_forward
 from ._module.state import PLACE, STATE, Declaration, ShardState, state_of, states_below
 from ._module.state_dict import StateDictOwner, watch_state_dict
 from ._module.torch_names import OurHooks, show_to_torch, state_facade
@@ -413,8 +413,7 @@ def _move_buffers(modules: list[nn.Module], info: MeshInfo) -> None:
 def _attach(module: nn.Module, state: ShardState, index: int) -> None:
     cls = type(module)
     if cls not in _classes:
-        names = {"__module__": cls.__module__, "_leads_to_torchs": cls._call_impl is nn.Module._call_impl}
-        _classes.setdefault(cls, type(f"FSDP{cls.__name__}", (FSDPModule, cls), names))  # one class for all threads
+        _classes.setdefault(cls, class_of(cls))  # one class for all threads
     module.__class__ = _classes[cls]
     module.__dict__[STATE] = state
     module.__dict__[PLACE] = index

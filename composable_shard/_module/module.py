@@ -56,7 +56,7 @@ from .._torch.core import (
 from .._torch.distributed import local_tensor, registered_by_torch
 from .build import build_engine, check_root
 from .methods import Methods
-from .sharded_reads import explain_meta_buffers, explain_sharded_read
+from .sharded_reads import explain_meta_buffers, explain_sharded_read, explaining_methods
 from .state import EAGER, STATE, TRACED, Bound, ShardState, Way, states_below
 
 # Key in a root's `__dict__`: the id of the thread that builds its engine. It is set by `setdefault`, which is atomic.
@@ -206,6 +206,14 @@ class FSDPModule(Methods):
         state.release()
 
 
+def class_of(cls: type[nn.Module]) -> type[nn.Module]:
+    """Make the class of sharded modules whose original class is `cls`."""
+    methods = explaining_methods(cls, _run.__code__).items()
+    own: dict[str, Any] = {name: method for name, method in methods if not hasattr(FSDPModule, name)}
+    own |= {"__module__": cls.__module__, "_leads_to_torchs": cls._call_impl is nn.Module._call_impl}
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
+
+
 def _share(tensor: torch.Tensor) -> torch.Tensor:
     """Move a tensor to shared memory. For a DTensor, move its local tensor, because moving the DTensor crashes."""
     (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).share_memory_()  # type: ignore[no-untyped-call]
@@ -272,7 +280,7 @@ def _run(module: nn.Module, call: _Call | None, args: tuple[Any, ...], kwargs: d
     except BaseException as error:
         failed = True
         engine.failed(error)
-        explain_sharded_read(error, engine.groups)
+        explain_sharded_read(error, (param for group in engine.groups for param in group.params), _run.__code__)
         explain_meta_buffers(error, module, bound.is_root)
         state.abort(depth)
         del state.copies[copied:]

@@ -2,42 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CodeType, FunctionType, TracebackType
+from typing import Any
 
+import torch
 from torch import nn
 
-from .._group.group import ParamGroup
+from .._group.param import ShardedParam
 from .._plan.text import first_names
+from .state import ShardState, state_of, states_below
 
 _WORDS = "got mixed torch.Tensor and DTensor"  # torch's message for an operator that was given both
 _NAMED = 3  # number of weights or buffers that a note names
 _TITLE = "sharded at this point:"
 
 
-def explain_sharded_read(error: BaseException, groups: Sequence[ParamGroup]) -> None:
+def explain_sharded_read(
+    error: BaseException, params: Iterable[ShardedParam], call: CodeType, method: str = ""
+) -> None:
     """Add a note to the error of an operator that got an unexpected `DTensor`: which weights were sharded, what to do.
 
     The note is about the innermost module in the traceback that has sharded weights: first its own weights, then those
     of its submodules. No note is added in three cases:
 
-    - The error is another one.
+    - The error is another one, or has such a note.
     - There is no such module.
     - The error passed through the call of another sharded module. Its weights were unsharded during that call, and are
       sharded again now.
 
     Args:
-        error: any error that has just ended the call of a sharded module. Its traceback begins with the frame of that
-            call.
-        groups: the groups of the root.
+        error: any error that has just ended the call of a sharded module, or of a method of it. Its traceback begins
+            with the frame of that call.
+        params: the parameters to name.
+        call: the code that calls sharded modules.
+        method: name of the method, if the module's forward was not running.
     """
-    if _WORDS not in str(error) or error.__traceback__ is None or _was_seen(error.__traceback__):
+    if _WORDS not in str(error) or error.__traceback__ is None or _was_seen(error.__traceback__, call):
         return
-    names = {id(param.sharded): param.fqn for group in groups for param in group.params}
+    if any(note.startswith(_TITLE) for note in getattr(error, "__notes__", ())):
+        return
+    names = {id(param.sharded): param.fqn for param in params}
     for reader in reversed(list(_modules(error.__traceback__))):
         if read := _within(reader, names, recurse=False) or _within(reader, names, recurse=True):
-            error.add_note(_note(read, reader))
+            error.add_note(_note(read, reader, method))
             return
+
+
+def explaining_methods(cls: type[nn.Module], call: CodeType) -> dict[str, Callable[..., Any]]:
+    """The methods of a class that users may call instead of forward, with notes for errors about sharded weights.
+
+    Args:
+        cls: the class of a module that is being sharded.
+        call: the code that calls sharded modules.
+    """
+    found = {name: inspect.getattr_static(cls, name) for name in dir(cls) if not name.startswith("_")}
+    return {
+        name: _explaining(method, call)
+        for name, method in found.items()
+        if isinstance(method, FunctionType) and name != "forward" and not method.__module__.startswith("torch.")
+    }
+
+
+def _explaining(function: FunctionType, call: CodeType) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(self, *args, **kwargs)
+        try:
+            return function(self, *args, **kwargs)
+        except RuntimeError as error:
+            state: ShardState | None = state_of(self)
+            if state is not None and not state.open_calls:
+                params = [param for each in states_below(self) for param in each.declaration.params]
+                explain_sharded_read(error, params, call, function.__name__)
+            raise
+
+    return method
 
 
 def explain_meta_buffers(error: BaseException, module: nn.Module, is_root: bool) -> None:
@@ -64,9 +107,9 @@ def _within(reader: nn.Module, names: Mapping[int, str], recurse: bool) -> list[
     return [names[id(param)] for param in reader.parameters(recurse) if id(param) in names]
 
 
-def _was_seen(trace: TracebackType) -> bool:
+def _was_seen(trace: TracebackType, call: CodeType) -> bool:
     """Whether the error passed through the call of another, inner sharded module."""
-    call, within = trace.tb_frame.f_code, trace.tb_next
+    within = trace.tb_next
     while within is not None and within.tb_frame.f_code is not call:
         within = within.tb_next
     return within is not None
@@ -80,7 +123,13 @@ def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:
         trace = trace.tb_next
 
 
-def _note(names: list[str], reader: nn.Module) -> str:
+def _note(names: list[str], reader: nn.Module, method: str) -> str:
+    if method:
+        return (
+            f"{_TITLE} {first_names(names, _NAMED)}, which {type(reader).__name__} could read. {method} is not a "
+            f"forward of a sharded module. Call register_fsdp_forward_method(module, {method!r}) once, so that the "
+            "module's own weights are unsharded while it runs, or call unshard() first"
+        )
     return (
         f"{_TITLE} {first_names(names, _NAMED)}, which {type(reader).__name__} could read. A weight is unsharded only "
         "while the forward of its sharded module (the one passed to fully_shard) runs. Call that "

@@ -6,6 +6,8 @@ All are raised on every rank before any communication, so none of them hangs.
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import composable_shard
 from _engines import fully_shard
@@ -256,6 +259,79 @@ def test_a_note_names_a_weight_that_is_read_while_sharded(rank, world, through):
     model[1].forward = nn.Sequential(*parts).forward
     model(torch.randn(2, 4)).sum().backward()
     assert all(param.grad is not None for param in model[1].inner.parameters()), "training continues"
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def encode(self, ids, *, scale=1.0):
+        return self.blocks(self.embed(ids)) * scale
+
+    def forward(self, ids):
+        return self.encode(ids).sum()
+
+    def fail(self):
+        return 1 / 0
+
+    def compare(self):
+        return self.compare_with(torch.ones(5, 4))
+
+    def compare_with(self, other):
+        return self.embed.weight - other
+
+
+@pytest.mark.parametrize("is_root", [True, False])
+@simulated(world=2)
+def test_a_note_names_the_remedy_for_a_method_that_is_not_a_forward(rank, world, is_root):
+    torch.manual_seed(0)
+    plain = Encoder()
+    encoder = copy.deepcopy(plain)
+    for block in encoder.blocks:
+        fully_shard(block)
+    fully_shard(encoder)
+    if not is_root:
+        fully_shard(nn.Sequential(encoder, nn.Identity()))
+    ids = torch.tensor([1, 2])
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
+        encoder.encode(ids)
+    (note,) = caught.value.__notes__
+    assert "sharded at this point: embed.weight, which Embedding could read. encode is not a forward" in note
+    assert "Call register_fsdp_forward_method(module, 'encode') once" in note
+    composable_shard.register_fsdp_forward_method(encoder, "encode")
+    assert torch.equal(encoder.encode(ids, scale=2.0), plain.encode(ids, scale=2.0))
+
+
+@simulated(world=2)
+def test_methods_of_a_sharded_module_stay_methods(rank, world):
+    """Methods are wrapped so that their errors get notes."""
+    encoder = fully_shard(Encoder())
+    assert inspect.signature(encoder.encode) == inspect.signature(Encoder().encode)
+    assert type(encoder).encode.__qualname__ == "Encoder.encode"
+    with pytest.raises(ZeroDivisionError) as caught:
+        encoder.fail()
+    assert not hasattr(caught.value, "__notes__")
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
+        encoder.compare()
+    (note,) = caught.value.__notes__
+    assert "compare_with is not a forward" in note
+
+
+@simulated(world=2)
+def test_a_plain_input_of_a_tensor_parallel_weight_has_no_note(rank, world):
+    """The unsharded parameters of tensor-parallel layers are DTensors, too."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        parallelize_module(layer, mesh["tp"], ColwiseParallel())
+        layer.forward = lambda x, layer=layer: torch.ones(2, 4) @ layer.weight.t()
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
+        model(torch.randn(2, 4))
+    assert not hasattr(caught.value, "__notes__")
 
 
 class Rotated(nn.Module):
