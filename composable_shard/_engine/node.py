@@ -142,6 +142,10 @@ class Uses:
         use = self._live[self._count] = self.in_forward[group] = Use(group, self._count, made_in, forward, under_hooks)
         return use
 
+    def newest(self, group: ParamGroup) -> Use | None:
+        """The newest use of a group whose graph is alive."""
+        return next((use for use in reversed([*self._live.values()]) if use.group is group), None)
+
     def end_forward(self, group: ParamGroup) -> bool:
         """End a forward of a group; returns whether it belonged to a use."""
         use = self.in_forward.pop(group, None)

@@ -111,16 +111,20 @@ class FSDPModule(Methods):
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """Called by torch's own `Module.__call__`, which may have been reached without our `__call__`.
 
-        `torch.compile` calls the `__call__` that it saved before the module was sharded. Such a call starts over with
-        our `__call__`. An activation checkpoint around `super().__call__` also bypasses our `__call__` when it
-        recomputes. That call continues here, because the original call went through our `__call__`.
+        `torch.compile` calls the `__call__` that it saved before the module was sharded, and a checkpoint may call
+        `nn.Module.__call__`. Such a call runs the module here, and its recomputation, too. An activation checkpoint
+        around `super().__call__` also bypasses our `__call__`, but only when it recomputes. That call continues without
+        our hooks, because they were outside of the checkpoint's in the original call, which went through our
+        `__call__`.
         """
         state: ShardState = self.__dict__[STATE]
         call = super()._call_impl  # type: ignore[misc]
         if state.way is not EAGER or state.calls:
             return call(*args, **kwargs)
-        if torch.compiler.is_compiling() or current_backward() < 0:
+        if torch.compiler.is_compiling():
             return self(*args, **kwargs)
+        if current_backward() < 0 or state.recomputes_below():
+            return _run(self, partial(_call_below, call), args, kwargs)  # type: ignore[arg-type]
         copied = len(state.copies)
         try:
             with _hooks_of_recomputation(state) or _NO_HOOKS:
@@ -243,6 +247,14 @@ def _call_past(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...
     """`_call_whole` in eager mode, with the call counted so that `FSDPModule._call_impl` does not start over."""
     state: ShardState = module.__dict__[STATE]
     return state.counted(call, args, kwargs)
+
+
+def _call_below(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`_call_past` for a call that has bypassed our `__call__`: a recomputation of it must run the module here, too."""
+    state: ShardState = module.__dict__[STATE]
+    output = state.counted(call, args, kwargs)
+    state.ran_below()
+    return output
 
 
 _Call = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]

@@ -183,6 +183,7 @@ class ShardState:
         self.lanes: tuple[Lane, Lane] | None = None
         self.way = Way.EAGER
         self.calls = 0
+        self._below: weakref.WeakSet[Use] = weakref.WeakSet()
         self.asked = asked
         self.lists: tuple[ShardState, ...] = ()
         self.left: set[int] = set()
@@ -325,6 +326,17 @@ class ShardState:
             return call(*args, **kwargs)
         finally:
             self.calls -= 1
+
+    def ran_below(self) -> None:
+        """Note that the forward that has just ended was called below our `__call__` (see `FSDPModule._call_impl`)."""
+        if self.bound is not None:
+            uses = [self.bound.engine.uses.newest(group) for group in self.groups]
+            self._below.update(use for use in uses if use is not None)
+
+    def recomputes_below(self) -> bool:
+        """Whether the running backward recomputes such a forward."""
+        active = {} if self.bound is None else self.bound.engine.active
+        return any(active.get(group) in self._below for group in self.groups)
 
     @contextlib.contextmanager
     def around_compiled_code(self) -> Iterator[None]:

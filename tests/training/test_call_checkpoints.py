@@ -164,6 +164,54 @@ def compare(rank, plain, shard, step_fn=None, reference=True, atol=0.0, **option
         torch.testing.assert_close(losses(alike, 0), losses(plain, 0), rtol=1e-5, atol=1e-6)
 
 
+class CalledBelow(Transformer):
+    """A model that checkpoints `nn.Module.__call__` of its blocks, which bypasses their classes' own `__call__`."""
+
+    how: dict[str, object] = {"use_reentrant": False}  # noqa: RUF012
+    nested = False
+
+    def forward(self, tokens):
+        if not self.training:
+            return super().forward(tokens)
+        x = self.embed(tokens)
+        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        for block in self.blocks:
+            call = partial(torch.nn.Module.__call__, block)
+            if self.nested:
+                call = partial(checkpoint, call, **self.how)
+            x = checkpoint(call, x, cos, sin, **self.how)
+        return self.head(self.norm(x))
+
+
+class CalledBelowTwice(CalledBelow):
+    nested = True
+
+
+class CalledBelowReentrant(CalledBelow):
+    how = {"use_reentrant": True}  # noqa: RUF012
+
+
+class CalledBelowSelective(CalledBelow):
+    how = SelectiveBlock.how
+
+
+BELOW = (CalledBelow, CalledBelowTwice, CalledBelowReentrant, CalledBelowSelective)
+
+
+@pytest.mark.parametrize("shard", [shard_each, shard_list, shard_parts])
+@pytest.mark.parametrize("root", BELOW)
+@distributed(world=2)
+def test_a_checkpoint_around_the_modules_own_call_is_exact(rank, world, root, shard):
+    compare(rank, build(TransformerBlock, root), shard)
+
+
+@pytest.mark.parametrize("root", BELOW)
+@distributed(world=2)
+def test_such_a_checkpoint_keeps_a_class_that_overrides_call(rank, world, root):
+    """`nn.Module.__call__` runs neither the override nor the checkpoint in it."""
+    compare(rank, build(CheckpointedBlock, root), shard_each)
+
+
 KINDS = {
     each.__name__: each
     for each in (CheckpointedBlock, TwiceCheckpointedBlock, BoundBlock, ReentrantBlock, SelectiveBlock)
