@@ -179,6 +179,18 @@ class FSDPModule(Methods):
         number(made)  # type: ignore[arg-type]
         return made
 
+    def __copy__(self) -> FSDPModule:
+        """Copy the module, but not its parameters, submodules and state: the original and the copy share these."""
+        if (own := getattr(super(), "__copy__", None)) is not None:
+            return own()  # type: ignore[no-any-return]
+        made = object.__new__(type(self))
+        made.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_compiled_call_impl"})
+        for name, value in self.__dict__.items():
+            if isinstance(value, _ForwardMethod):
+                made.__dict__[name] = value.on(made)  # type: ignore[arg-type]
+        _numbered[self.__dict__[STATE].traced.unknown, id(made)] = made  # type: ignore[assignment]
+        return made
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardConfigStateError(
             f"{type(self).__name__}: a sharded module cannot be pickled; save its state_dict() "
@@ -378,9 +390,16 @@ class _ForwardMethod:
         module = self._module()
         assert module is not None
         made = copy.deepcopy(module, memo)
+        if self._takes_module:
+            return self.on(made)
+        return _ForwardMethod(made, self._name, copy.deepcopy(self.__wrapped__, memo))  # type: ignore[attr-defined]
+
+    def on(self, module: nn.Module) -> _ForwardMethod:
+        """The same method of a copy of the module."""
         function: Any = self.__wrapped__  # type: ignore[attr-defined]
-        method = types.MethodType(function, made) if self._takes_module else copy.deepcopy(function, memo)
-        return _ForwardMethod(made, self._name, method)
+        return _ForwardMethod(
+            module, self._name, types.MethodType(function, module) if self._takes_module else function
+        )
 
 
 def _forward_as(
@@ -439,14 +458,14 @@ def adopt_forward_methods(module: nn.Module) -> None:
 
 
 _numbers = itertools.count()
-_modules: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
+# By number and id: several modules have the same number, if they are shallow copies.
+_numbered: weakref.WeakValueDictionary[tuple[str, int], nn.Module] = weakref.WeakValueDictionary()
 
 
 def number(module: nn.Module) -> None:
     """Number a sharded module, so that `_find_root` can find it: Dynamo passes only constants to that function."""
-    here = str(next(_numbers))
-    _modules[here] = module
-    module.__dict__[STATE].traced.unknown = here
+    here = module.__dict__[STATE].traced.unknown = str(next(_numbers))
+    _numbered[here, id(module)] = module
 
 
 @run_while_tracing
@@ -458,7 +477,8 @@ def _find_root(unknown: str) -> bool:
     """
     put_rng_states_before_meshes()
     if unknown:
-        bound_of(_modules[unknown], agrees=False)  # no collective while Dynamo traces
+        module = next(module for (number, _), module in list(_numbered.items()) if number == unknown)
+        bound_of(module, agrees=False)  # no collective while Dynamo traces
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+import composable_shard as cs
 from _engines import ENGINES, fully_shard
 from _models import Stack, TiedText, shard_blocks, shard_lists, shard_root, tokens, vectors
 from _pool import distributed
@@ -121,6 +123,64 @@ def test_a_copy_can_keep_a_moving_average_of_the_weights(rank, world):
     for name, param in ema.named_parameters():
         torch.testing.assert_close(param.full_tensor(), plain_ema.get_parameter(name).detach())
     torch.testing.assert_close(ema(*vectors(0, 5)), plain_ema(*vectors(0, 5)))
+
+
+@pytest.mark.parametrize("run", ["eager", "compiled"])
+@pytest.mark.parametrize("gone", [False, True])
+@distributed(world=2)
+def test_a_shallow_copy_shares_parameters_and_engine_with_the_original(rank, world, gone, run):
+    model, plain = twins(shard=shard_blocks)
+    made = copy.copy(model)
+    assert type(made) is type(model)
+    assert made is not model
+    assert [*map(id, made.parameters())] == [*map(id, model.parameters())]
+    assert made.state_dict().keys() == plain.state_dict().keys()
+    made.tag = "copy"
+    assert not hasattr(model, "tag")
+    forward = torch.compile(made, backend="aot_eager", fullgraph=True) if run == "compiled" else made
+    optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (made, plain))
+    if gone:
+        del model
+        gc.collect()
+    for step in range(3):
+        loss = loss_of(forward if gone or step != 1 else model, step)
+        assert torch.equal(loss, loss_of(plain, step))
+        loss.backward()
+        loss_of(plain, step).backward()
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+    for (name, param), expected in zip(made.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.full_tensor(), expected, msg=name)
+    assert_at_rest(made)
+
+
+@distributed(world=2)
+def test_a_shallow_copy_runs_its_own_forward_methods(rank, world):
+    class Scaled(nn.Linear):
+        scale = 1.0
+
+        def scaled(self, x):
+            return self.scale * self(x)
+
+    torch.manual_seed(0)
+    plain = Scaled(4, 4)
+    model = fully_shard(copy.deepcopy(plain))
+    cs.register_fsdp_forward_method(model, "scaled")
+    made = copy.copy(model)
+    made.scale = 2.0
+    x = torch.ones(2, 4)
+    assert torch.equal(model.scaled(x), plain(x))
+    assert torch.equal(made.scaled(x), 2 * plain(x))
+
+
+@distributed(world=2)
+def test_a_class_may_define_its_own_shallow_copy(rank, world):
+    class Own(nn.Linear):
+        def __copy__(self):
+            return "own"
+
+    assert copy.copy(fully_shard(Own(4, 4))) == "own"
 
 
 @distributed(world=1)
