@@ -89,7 +89,12 @@ class _Ear:
 
     def __init__(self, ledger: Ledger, silence_s: float) -> None:
         self.ledger, self.silence_s = ledger, silence_s
-        self.store = another_client(ledger.store)  # a connection of its own: the other one's waits are long
+        try:
+            self.store = another_client(ledger.store)  # a connection of its own: the other one's waits are long
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"rank {dist.get_rank()}: {error}; look at its output, and start the job again"
+            ) from error
         self.heard = self.missed = 0
         self.asked: set[int] = set()
         self.left: dict[int, _Left] = {}  # by index of a rank
