@@ -365,11 +365,11 @@ class PoolPolicy:
 
     Attributes:
         budget: the largest number of bytes that may be leased at the same time on a rank: unsharded parameters, landing
-            buffers and reductions. None means no limit. The budget is a hard limit for planned training steps. In other
-            iterations, buffers in flight are freed first, but a gather that is needed immediately may exceed it. To
-            stay within the budget, the planner drops in this order: 1. prefetching, 2. reductions in flight, 3. weights
-            kept for the next backward of their group, 4. weights kept after forward. If the step still does not fit, it
-            raises a `PoolBudgetError`.
+            buffers and reductions. None means no limit. The budget is a hard limit for planned training steps and for
+            passes without gradients or gradient sync, with the exceptions that docs/memory.md lists. To stay within the
+            budget, the planner drops in this order: 1. prefetching, 2. reductions in flight, 3. weights kept for the
+            next backward of their group, 4. weights kept after forward. If the step still does not fit, it raises a
+            `PoolBudgetError`.
         mem_pool: CUDA only: allocate from a separate `torch.cuda.MemPool`, so that the pool and activations do not
             fragment each other's segments. On other devices, making the plan raises an error.
         keep_idle: whether the pool keeps unused memory. This matters most between forward and backward, where the loss

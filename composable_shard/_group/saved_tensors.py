@@ -277,9 +277,10 @@ def _stale(bucket: Bucket) -> StaleStateError:
 
 def _edited(fqn: str) -> SavedTensorModifiedError:
     return SavedTensorModifiedError(
-        f"parameter {fqn}: its unsharded copy was modified in place between its gather and backward (in forward, after "
-        "forward, or after unshard()). The sharded parameter does not have this edit, so the gradient would not match "
-        "its values. Edit the sharded parameter instead, between two steps, or compute with an edited copy"
+        f"parameter {fqn}: its unsharded copy was modified by an in-place operation between its gather and backward "
+        "(in forward, after forward, or after unshard()). The sharded parameter does not have this edit, so the "
+        "gradient would not match its values. Edit the sharded parameter instead, between two steps, or compute with "
+        "an edited copy"
     )
 
 

@@ -8,9 +8,11 @@ import gc
 import inspect
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import attrgetter
@@ -267,22 +269,45 @@ def prefixed(prefix: str, store: c10d.Store) -> c10d.Store:
 _clients: weakref.WeakSet[c10d.Store] = weakref.WeakSet()
 
 
-def another_client(store: c10d.Store) -> c10d.Store:
+CONNECT_S = 60.0  # time limit of a new connection to a store
+
+
+def another_client(store: c10d.Store, limit_s: float = CONNECT_S) -> c10d.Store:
     """The same store through a separate connection, for another thread; the store itself, if it has no `clone`.
 
     Classes of stores that are written in Python may lack `clone`. Then two threads call the same object. The store must
     support that, because backends have threads as well: its methods run under the GIL, and what they call without the
     GIL (for example a `TCPStore`) has its own lock. A wait of one thread can delay the other one, but not forever: our
     threads only read keys that exist, and waits by torch end at the store's timeout.
+
+    A thread makes the connection. If the process that hosts a `TCPStore` has ended, torch tries to connect for half an
+    hour or more, whatever the store's timeout is. The thread then stays behind.
+
+    Raises:
+        RuntimeError: there was no connection within `limit_s` seconds.
     """
+    connected: Future[c10d.Store] = Future()
+    threading.Thread(target=_connect, args=(store, connected), name="store-client", daemon=True).start()
     try:
-        made: c10d.Store = store.clone()  # type: ignore[attr-defined]
+        made = connected.result(limit_s)
+    except TimeoutError:
+        raise RuntimeError(
+            f"a new connection to the store was not made within {limit_s:g} s; the process that hosts it, which is "
+            "usually that of rank 0, may have ended"
+        ) from None
     except RuntimeError as error:
         if not _is_missing(error):
             raise
         return store
     _clients.add(made)
     return made
+
+
+def _connect(store: c10d.Store, connected: Future[c10d.Store]) -> None:
+    try:
+        connected.set_result(store.clone())  # type: ignore[attr-defined]
+    except BaseException as error:
+        connected.set_exception(error)
 
 
 def delete_key(store: c10d.Store, key: str) -> None:

@@ -50,7 +50,10 @@ class StoreRanks(Ranks):
         self._round = 0
         self._used: list[str] = []  # keys that rank 0 deletes
         self._ended = threading.Event()
-        self._store: Any = None if self.size == 1 else another_client(shared_store())
+        self._store: Any = None
+        if self.size > 1:
+            with self._reached():
+                self._store = another_client(shared_store(), LOST_AFTER_S)
         self._beats: dict[int, tuple[bytes, float]] = {}  # by rank: the last heartbeat and the seconds since it changed
         self._thread = threading.Thread(target=self._beat, name="checkpoint-beat", daemon=True)
 

@@ -116,7 +116,7 @@ def compiled_step(model: nn.Module) -> CompiledStep:
     """
     states = states_below(model)
     if not states:
-        raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
+        raise ShardConfigValueError(f"model: {type(model).__name__} contains no sharded module; call fully_shard first")
     number = next((state.compiled_as for state in states if state.compiled_as >= 0), None)
     if number is None:
         raise ShardConfigStateError(

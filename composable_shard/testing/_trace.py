@@ -102,11 +102,11 @@ def trace(model: nn.Module, step: Callable[[], object]) -> str:
     - ``COMPUTE blocks.3 again`` where activation checkpointing recomputes its forward
 
     Raises:
-        ShardConfigValueError: the model holds no sharded module.
+        ShardConfigValueError: the model contains no sharded module.
     """
     sharded = {name: module for name, module in model.named_modules() if state_of(module) is not None}
     if not sharded:
-        raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
+        raise ShardConfigValueError(f"model: {type(model).__name__} contains no sharded module; call fully_shard first")
     script = _Script()
     with contextlib.ExitStack() as stack:
         for name, module in sharded.items():

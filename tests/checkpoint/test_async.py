@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import composable_shard as cs
+from _launched import finish, free_port, start
 from _pool import distributed, simulated
 from checkpoint.test_save_and_load import assert_equal, content, run, train
 from composable_shard import checkpoint
@@ -208,11 +208,11 @@ writer = background().writer
 writer.start()
 if rank == dead:
     os.kill(writer.pid, signal.SIGSTOP)
-pending = checkpoint.async_save(directory, state, step=2)
-if rank == dead:
-    os.kill(writer.pid, signal.SIGCONT)
-    os.kill(os.getpid(), signal.SIGKILL)
 try:
+    pending = checkpoint.async_save(directory, state, step=2)
+    if rank == dead:
+        os.kill(writer.pid, signal.SIGCONT)
+        os.kill(os.getpid(), signal.SIGKILL)
     pending.result(60)
 except CheckpointError as error:
     print(error)
@@ -223,14 +223,10 @@ except CheckpointError as error:
 @pytest.mark.matrix
 @pytest.mark.parametrize("dead", [0, 1])
 def test_when_a_rank_is_killed_the_others_raise_and_the_old_checkpoint_is_intact(tmp_path, dead):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", DIES, *map(str, (tmp_path, rank, port, dead))], stdout=subprocess.PIPE)
-        for rank in (0, 1)
-    ]
-    said = [rank.communicate(timeout=120)[0].decode() for rank in ranks]
+    script, port = tmp_path / "dies.py", free_port()
+    script.write_text(DIES)
+    ranks = [start(script, tmp_path, rank, port, dead) for rank in (0, 1)]
+    said = [finish(rank, 120)[0] for rank in ranks]
     assert ranks[dead].returncode == -signal.SIGKILL
     assert ranks[1 - dead].returncode == 0
     reason = r"cannot be reached from rank 1" if dead == 0 else r"rank 1 sent no heartbeat for 3 s"

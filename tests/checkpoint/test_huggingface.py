@@ -243,7 +243,7 @@ def test_indices_and_links_to_other_directories_are_refused(tmp_path):
     with pytest.raises(cs.CheckpointCorruptError, match=r"part.safetensors is missing"):
         checkpoint.import_safetensors(inside, model)
     save_file({"a": torch.zeros(4), "b": torch.zeros(2)}, inside / "part.safetensors")
-    with pytest.raises(cs.CheckpointCorruptError, match="has b, but the index does not"):
+    with pytest.raises(cs.CheckpointCorruptError, match="contains b, but the index does not"):
         checkpoint.import_safetensors(inside, model)
     index.write_text(json.dumps({"weight_map": dict.fromkeys("abc", "part.safetensors")}))
     with pytest.raises(cs.CheckpointCorruptError, match="its index lists c, but no file contains this tensor"):

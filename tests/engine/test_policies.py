@@ -244,7 +244,7 @@ def test_policies_are_checked_for_type_and_accepted_by_the_root_only(rank, world
     with pytest.raises(cs.ShardConfigTypeError, match="plan: expected a ShardPlan, got str"):
         model.set_plan("plan.json")
     model.blocks[1].set_prefetch_policy(P.depth(2))
-    with pytest.raises(cs.ShardConfigStateError, match=r"blocks\.1: a policy or a plan was set on it"):
+    with pytest.raises(cs.ShardConfigStateError, match=r"blocks\.1: a policy or a plan was set on this module"):
         model(*vectors(0, 0))
     other = made(Stack, shard_blocks)
     other(*vectors(0, 0))

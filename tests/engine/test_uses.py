@@ -151,7 +151,7 @@ def test_a_use_wrongly_assumed_to_be_nested_costs_no_more_than_planned(rank, wor
 def test_the_least_budget_includes_and_names_enclosing_groups(rank, world):
     model, _ = twins(Stack, shard_nested, reshard_after_forward=True)
     train_step(model)
-    message = r"the weights of the root and of blocks\.\d stay gathered at the same time"
+    message = r"while the weights of the root and of blocks\.\d are gathered, too"
     with pytest.raises(cs.PoolBudgetError, match=message):
         model.set_pool_policy(cs.PoolPolicy(budget=1))
     plan = cs.make_plan(model)

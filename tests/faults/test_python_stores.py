@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -77,3 +80,29 @@ def test_the_watcher_keeps_running_while_another_thread_waits_for_a_key(store):
     waiting.join(10)
     assert not waiting.is_alive()
     assert ledger.fault is None
+
+
+HOSTS = """
+import sys, time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_connection_to_a_store_whose_host_has_died_fails_within_its_limit():
+    """Torch itself tries to connect for half an hour, whatever the limit of the store is."""
+    host = subprocess.Popen([sys.executable, "-c", HOSTS], stdout=subprocess.PIPE, text=True)
+    try:
+        port = int(host.stdout.readline())
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+        assert another_client(prefixed("a", store), 20.0) is not store
+    finally:
+        host.kill()
+        host.communicate()
+    begun = time.monotonic()
+    with pytest.raises(
+        RuntimeError, match=r"connection to the store was not made within 1 s; .* rank 0, may have ended"
+    ):
+        another_client(prefixed("a", store), 1.0)
+    assert time.monotonic() - begun < 10

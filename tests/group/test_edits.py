@@ -222,9 +222,9 @@ def test_the_error_for_an_edit_after_unshard_lists_all_times_when_it_may_have_ha
         loss.backward()
     message = str(caught.value)
     assert message.startswith(
-        "parameter 1.weight: its unsharded copy was modified in place between its gather and backward "
+        "parameter 1.weight: its unsharded copy was modified by an in-place operation between its gather and backward "
     )
-    assert "in a forward, after one, or before one by code that called unshard()" in message
+    assert "(in forward, after forward, or after unshard())" in message
     with contextlib.suppress(StaleStateError):  # the edit is lost here, unless backward has resharded already
         ours[1].reshard()
     for model in models.values():

@@ -368,7 +368,9 @@ def test_the_error_for_too_little_memory_states_the_least_that_works(tmp_path):
         train(model, optimizer, range(2))
         return optimizer
 
-    with pytest.raises(cs.PoolBudgetError, match=r"the state of parameter 0 of group 0 has .* is the least") as error:
+    with pytest.raises(
+        cs.PoolBudgetError, match=r"the state of parameter 0 of group 0 has .* set memory to at least"
+    ) as error:
         stepped(BLOCK)
     assert error.value.least > BLOCK
     assert stepped(error.value.least)._keeper.workspace.most == error.value.least
@@ -696,7 +698,7 @@ def test_a_load_with_too_little_memory_fails_on_all_ranks(rank, world, tmp_path)
     policy = cs.DiskOffloadPolicy(tmp_path, LEAST if rank == 0 else BLOCK)
     other = torch.optim.AdamW(model.parameters())
     cs.offload_optimizer(other, policy)
-    with pytest.raises(cs.ShardConfigValueError, match=r"rank 1: DiskOffloadPolicy.memory: .* is the least that works"):
+    with pytest.raises(cs.ShardConfigValueError, match=r"rank 1: DiskOffloadPolicy.memory: .* set memory to at least"):
         checkpoint.load(tmp_path / "saved", {"model": model, "optimizer": other})
     assert not other.state
 

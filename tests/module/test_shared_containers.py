@@ -244,7 +244,9 @@ def test_later_blocks_see_writes_to_a_shared_container(rank, world, policy):
         train_alike(lambda wrap=wrap: Sharing("dict", wrap), POLICIES[policy])
 
 
-@pytest.mark.parametrize("wrap", ["alone", more("in a dict in a list"), more("with a mask"), "with a tensor to cast"])
+@pytest.mark.parametrize(
+    "wrap", ["alone", more("in a dict in a list"), more("with a mask"), more("with a tensor to cast")]
+)
 @distributed(world=2)
 def test_later_blocks_see_writes_to_a_shared_container_that_is_cast(rank, world, wrap):
     for kind in KINDS:
@@ -296,7 +298,7 @@ def as_method(block, *args, **kwargs):
 Block.attend = Block.forward
 
 
-@pytest.mark.parametrize("kept", [None, torch.float32], ids=["as computed", "float32"])
+@pytest.mark.parametrize("kept", [None, more(torch.float32)], ids=["as computed", "float32"])
 @distributed(world=2)
 def test_recomputed_blocks_and_forward_methods_see_writes_to_a_shared_container(rank, world, kept):
     for run in (checkpointed(False), as_method):
