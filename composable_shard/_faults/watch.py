@@ -93,7 +93,7 @@ class _Ear:
             self.store = another_client(ledger.store)  # a connection of its own: the other one's waits are long
         except RuntimeError as error:
             raise PeerLostError(
-                f"rank {dist.get_rank()}: {error}; look at its output, and start the job again"
+                f"rank {dist.get_rank()}: {error}. Look at the output of rank 0, and start the job again"
             ) from error
         self.heard = self.missed = 0
         self.asked: set[int] = set()

@@ -267,7 +267,7 @@ def prefixed(prefix: str, store: c10d.Store) -> c10d.Store:
 _clients: weakref.WeakSet[c10d.Store] = weakref.WeakSet()
 
 
-CONNECT_S = 60.0  # limit of a new connection to a store
+CONNECT_S = 60.0  # within which a new connection to a store must be made
 
 
 def another_client(store: c10d.Store, limit_s: float = CONNECT_S) -> c10d.Store:
@@ -278,8 +278,8 @@ def another_client(store: c10d.Store, limit_s: float = CONNECT_S) -> c10d.Store:
     `TCPStore`, say) has a lock of its own. A wait of one thread can delay the other one, but not for ever: our threads
     only get keys that are there, and a wait by torch ends at the limit of the store.
 
-    A thread connects. If the process that hosts a `TCPStore` has ended, torch tries to connect for half an hour or
-    more, whatever the limit of the store is. This thread is then left behind.
+    The connection is made in a thread, because torch ignores the timeout of a `TCPStore` here: if the process that
+    hosts it has ended, torch retries for longer than that (its log names 30 minutes). The thread is then left behind.
 
     Raises:
         RuntimeError: the store was not reached within `limit_s` seconds.
@@ -302,9 +302,10 @@ def another_client(store: c10d.Store, limit_s: float = CONNECT_S) -> c10d.Store:
 
 
 def _connect(store: c10d.Store, connected: Future[c10d.Store]) -> None:
+    """Set the new connection, or the error, as the result."""
     try:
-        connected.set_result(store.clone())  # type: ignore[attr-defined]
-    except BaseException as error:
+        connected.set_result(store.clone())  # type: ignore[attr-defined]  # torch's stubs lack `clone`
+    except BaseException as error:  # raised in the thread that waits
         connected.set_exception(error)
 
 
