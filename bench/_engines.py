@@ -5,6 +5,7 @@ of their library.
 """
 
 import argparse
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -87,6 +88,15 @@ def _ours_unwatched(model: nn.Module, block: type[nn.Module], mesh: DeviceMesh) 
     built: Any = _ours(model, block, mesh)
     with mock.patch.object(seat, "_ledgers", return_value=()):
         built.unshard()  # creates the engine
+    built.reshard()
+    return built
+
+
+def _ours_torch_collectives(model: nn.Module, block: type[nn.Module], mesh: DeviceMesh) -> nn.Module:
+    """Ours with the collectives that FSDP2 uses."""
+    built: Any = _ours(model, block, mesh)
+    with mock.patch.dict(os.environ, COMPOSABLE_SHARD_TRANSPORT="torch"):
+        built.unshard()  # creates the engine, which chooses the collectives of each group
     built.reshard()
     return built
 
@@ -187,6 +197,7 @@ ENGINES: dict[str, Build] = {
     "ours": _ours,
     "ours-none-ahead": _ours_none_ahead,
     "ours-unwatched": _ours_unwatched,
+    "ours-torch-collectives": _ours_torch_collectives,
     "fsdp2": _fsdp2,
     "fsdp2-again": _fsdp2,
     "fsdp1": _fsdp1,

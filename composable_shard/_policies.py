@@ -351,7 +351,7 @@ class PrefetchPolicy:
 
         Until times are measured, gather one group ahead. Groups also stay unsharded between forward and backward if
         that reduces exposed communication. The memory limit is the budget of the `PoolPolicy` if there is one, else the
-        memory that prefetching one group takes.
+        peak that the plan of `depth(1)` predicts.
         """
         return cls("auto")
 

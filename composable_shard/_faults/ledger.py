@@ -416,8 +416,8 @@ class Ledger:
             what = f"ranks {self.ranks[0]} and {self.ranks[other]} have different plans: {'; '.join(lines)}"
         else:
             what = (
-                f"ranks {self.ranks[0]} and {self.ranks[other]} do different things: {one} is about to {said[0]}, and "
-                f"{two} to {said[other]}"
+                f"ranks {self.ranks[0]} and {self.ranks[other]} do different things: {one} {_tense(said[0])}, and "
+                f"{two} {_tense(said[other])}"
             )
         where = f" (action {place} of these ranks, forward {self._forwards})"
         self.poison(RankMismatchError, f"{what}{where}. {_advice(said[0], said[other])}")
@@ -432,7 +432,7 @@ class Ledger:
     def _absence(self, place: int, note: str, absent: Sequence[int]) -> tuple[type[ComposableShardError], str]:
         """The error type and text for ranks that wait for absent ones."""
         text = (
-            f"{_ranks(absent)} did not reach action {place}, where rank {dist.get_rank()} is about to {note}, within "
+            f"{_ranks(absent)} did not reach action {place}, where rank {dist.get_rank()} {_tense(note)}, within "
             f"{self.limit:.0f} s. All ranks must run the same modules: if one rank alone runs a forward, a save or a "
             "full_tensor, the others wait for it. If a rank is only slow, increase "
             "init_process_group(timeout=...)"
@@ -520,6 +520,18 @@ def _alike(place: int, note: str) -> str:
     return f"alike/{place}/{hashlib.sha256(note.encode()).hexdigest()[:16]}"
 
 
+def _is_past(note: str) -> bool:
+    """Whether a note is about an optimizer step. Steps are noted when they run, and compared later."""
+    return note.startswith(STEP)
+
+
+def _tense(note: str) -> str:
+    """What a rank did, has or is about to do, by its note."""
+    if _is_past(note):
+        return f"has stepped {note.removeprefix(STEP)}"
+    return f"holds {note.removeprefix(HOLD)}" if note.startswith(HOLD) else f"is about to {note}"
+
+
 def _advice(one: str, two: str) -> str:
     if one.startswith(HOLD) and two.startswith(HOLD):
         return "Seed and load all ranks in the same way, or call broadcast_state(model) to copy the first rank's values"
@@ -529,11 +541,7 @@ def _advice(one: str, two: str) -> str:
             "the same number of times on all ranks, also for models that only some ranks use, and run the models in "
             "the same order"
         )
-    done = (
-        "Weights may differ between ranks since then"
-        if one.startswith(STEP) and two.startswith(STEP)
-        else "Neither was done"
-    )
+    done = "Weights may differ between ranks since then" if _is_past(one) or _is_past(two) else "Neither was done"
     return (
         f"{done}. Run the same modules, settings and optimizer steps on all ranks, in the same order. If only some "
         "ranks run a module, call unshard() for it on all of them"

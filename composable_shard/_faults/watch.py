@@ -92,7 +92,9 @@ class _Ear:
         try:
             self.store = another_client(ledger.store)  # a separate connection, because waits on the other one are long
         except RuntimeError as error:
-            raise PeerLostError(f"rank {dist.get_rank()}: {error}; read its output, and restart the job") from error
+            raise PeerLostError(
+                f"rank {dist.get_rank()}: {error}. Look at the output of rank 0, and restart the job"
+            ) from error
         self.heard = self.missed = 0
         self.asked: set[int] = set()
         self.left: dict[int, _Left] = {}  # by index of a rank, for the ranks that have left

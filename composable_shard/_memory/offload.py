@@ -313,8 +313,8 @@ def offload_optimizer(optimizer: AnyOptimizer, policy: OffloadPolicy | None = No
     Call it once, before the first step and before you create learning rate schedulers. The optimizer's class is
     replaced by a subclass. Param groups, hooks, schedulers, state dicts and checkpoints work as before. Each step is
     bitwise identical to a step in memory. With `HostOffloadPolicy` it is identical to a step on the CPU, and Adam and
-    AdamW are fused unless `foreach` or `fused` is set. The optimizer must step each parameter independently. All
-    optimizers of torch except LBFGS do.
+    AdamW are fused unless `foreach` or `fused` is set. The optimizer must step each parameter independently. LBFGS
+    does not.
 
     With `DiskOffloadPolicy`, a step reads, steps and writes the state of some parameters at a time, in the order of the
     optimizer's parameters, which is that of the model. If a step or a load fails, the state is lost: the optimizer then

@@ -269,7 +269,7 @@ def prefixed(prefix: str, store: c10d.Store) -> c10d.Store:
 _clients: weakref.WeakSet[c10d.Store] = weakref.WeakSet()
 
 
-CONNECT_S = 60.0  # time limit of a new connection to a store
+CONNECT_S = 60.0  # within which a new connection to a store must be made
 
 
 def another_client(store: c10d.Store, limit_s: float = CONNECT_S) -> c10d.Store:
@@ -280,8 +280,8 @@ def another_client(store: c10d.Store, limit_s: float = CONNECT_S) -> c10d.Store:
     GIL (for example a `TCPStore`) has its own lock. A wait of one thread can delay the other one, but not forever: our
     threads only read keys that exist, and waits by torch end at the store's timeout.
 
-    A thread makes the connection. If the process that hosts a `TCPStore` has ended, torch tries to connect for half an
-    hour or more, whatever the store's timeout is. The thread then stays behind.
+    The connection is made in a thread, because torch ignores the timeout of a `TCPStore` here: if the process that
+    hosts it has ended, torch retries for longer than that (its log names 30 minutes). The thread is then left behind.
 
     Raises:
         RuntimeError: there was no connection within `limit_s` seconds.
@@ -304,9 +304,10 @@ def another_client(store: c10d.Store, limit_s: float = CONNECT_S) -> c10d.Store:
 
 
 def _connect(store: c10d.Store, connected: Future[c10d.Store]) -> None:
+    """Set the new connection, or the error, as the result."""
     try:
-        connected.set_result(store.clone())  # type: ignore[attr-defined]
-    except BaseException as error:
+        connected.set_result(store.clone())  # type: ignore[attr-defined]  # torch's stubs lack `clone`
+    except BaseException as error:  # raised in the thread that waits
         connected.set_exception(error)
 
 

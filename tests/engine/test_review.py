@@ -179,7 +179,9 @@ def test_gathering_different_modules_of_equal_size_is_an_error(rank, world, told
 def test_first_forwards_that_gather_differently_are_an_error_with_reduce_unused(rank, world):
     model = made(P.depth(0))
     model.set_reduce_scatter_unused_params(True)
-    with pytest.raises(cs.RankMismatchError, match=r"rank 0 is about to gather blocks.2 .* rank 1 to gather blocks.3"):
+    with pytest.raises(
+        cs.RankMismatchError, match=r"rank 0 is about to gather blocks.2 .* rank 1 is about to gather blocks.3"
+    ):
         model(*vectors(rank, 0), (0, 1, 2 + rank))
 
 

@@ -101,7 +101,7 @@ def test_ranks_that_differ_write_their_ledgers_and_a_later_fault_replaces_them(r
         assert (story.ranks, story.differ) == ((0, 1), True)
         assert f"(action {story.alike} of these ranks" in fault.text
         (_, first), (_, second) = story.last
-        assert f"rank 0 is about to {first.note}, and rank 1 to {second.note} (action" in fault.text
+        assert f"rank 0 is about to {first.note}, and rank 1 is about to {second.note} (action" in fault.text
         assert (first.mark, second.mark) == ("", "not agreed")  # one rank continued as before, the other asked
         assert heard.of("ERROR") == [f"rank {rank}: {fault.kind}: {fault.text}"]
 

@@ -42,9 +42,9 @@ def no_gradient(run):
 
 
 CASES = {
-    other_rate: "learning rate 0.001, 30 of 30 gradients, and rank 1 to step .*learning rate 0.5, 30 of 30",
-    other_rate_in_a_tensor: "learning rate 0.001, .* and rank 1 to step .*learning rate 0.5, ",
-    no_gradient: "30 of 30 gradients, and rank 1 to step .*29 of 30 gradients",
+    other_rate: "learning rate 0.001, 30 of 30 gradients, and rank 1 has stepped .*learning rate 0.5, 30 of 30",
+    other_rate_in_a_tensor: "learning rate 0.001, .* and rank 1 has stepped .*learning rate 0.5, ",
+    no_gradient: "30 of 30 gradients, and rank 1 has stepped .*29 of 30 gradients",
 }
 
 

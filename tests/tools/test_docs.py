@@ -27,13 +27,14 @@ REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 LINKED = [*PAGES, *REFERENCE, ROOT / "CONTRIBUTING.md", ROOT / "bench" / "README.md"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_file_named_on_a_page_exists(page):
-    text = page.read_text()
-    named = set(re.findall(r"(?:tests|bench|tutorials|docs)/[\w./-]+\.(?:py|md|json)", text))
-    assert named
-    missing = [name for name in named if not (ROOT / name).exists()]
-    assert missing == []
+def test_every_file_named_on_a_page_exists():
+    named = {
+        (page.name, name)
+        for page in PAGES
+        for name in re.findall(r"(?:tests|bench|tutorials|docs)/[\w./-]+\.(?:py|md|json)", page.read_text())
+    }
+    assert len(named) > 50
+    assert {(page, name) for page, name in named if not (ROOT / name).exists()} == set()
 
 
 def rows(page):
