@@ -21,16 +21,16 @@ from ._errors import (
     ShardConfigUnsupportedError,
     ShardConfigValueError,
 )
+from ._fsdp2.door import Door, registered
 from ._group.extension import is_extended
 from ._group.param import SHARDED_IN, ShardedParam, shard_parameter
 from ._group.placement import Cut, PlacementFn, Placements
 from ._memory.offload import note_policy
 from ._module.additions import Top, WatchedEntries, check_use
 from ._module.entries import ModuleEntries, Place
-from ._module.module import adopt_forward_methods, class_of, number, post_forward, pre_forward
+from ._module.module import class_of, number, post_forward, pre_forward
 from ._module.state import PLACE, STATE, Declaration, ShardState, state_of, states_below
 from ._module.state_dict import StateDictOwner, watch_state_dict
-from ._module.torch_names import OurHooks, show_to_torch, state_facade
 from ._plan.record import Record
 from ._policies import (
     CPUOffload,
@@ -158,11 +158,11 @@ def fully_shard(
     for part in (state, *state.others):
         for group in (part.declaration.info.shard_group, part.declaration.info.replicate_group):
             expect_own_group(group, part.declaration.info.device)
-    show_to_torch(modules, state, OurHooks(pre_forward, post_forward, adopt_forward_methods))
+    Door(modules, state)
     return module
 
 
-fully_shard.state = state_facade  # type: ignore[attr-defined]  # torch's `fully_shard` has this attribute
+fully_shard.state = registered  # type: ignore[attr-defined]  # torch's `fully_shard` has this attribute
 
 
 def _shard(modules: list[nn.Module], placements: Placements, options: Options, ignored: set[int]) -> ShardState:

@@ -60,7 +60,8 @@ from .order import Order
 from .out_of_memory import Part
 from .review import Review
 
-LISTENERS: weakref.WeakSet[Any] = weakref.WeakSet()  # each a `listeners.Listener`
+# Functions of code outside of the core. Each returns the classes that an engine and its parts should have, or None.
+CHOOSERS: list[Callable[[Engine], tuple[type, ...] | None]] = []
 
 
 def _group_of(bucket: Bucket) -> ParamGroup:
@@ -102,7 +103,7 @@ class Engine:
         among: the process groups of the meshes, with their devices.
         seat: the model's entry in the ledgers of these process groups.
         look: called with the engine when a forward or a backward begins and tools are active, or were. Tools may need
-            other classes for the engine and its parts (see `listeners.py`).
+            other classes for the engine and its parts (see `tools.py`).
         without_group: the entries of sharded modules that have no parameters of their own.
         listener: returns the function to call when the plan or a user's prefetch list has changed, or None.
         is_given: whether a user set the plan.
@@ -172,7 +173,7 @@ class Engine:
                     watch_leaf(weakref.ref(self), leaf, group, index)
 
     def parts(self) -> tuple[object, ...]:
-        """The engine, its `Actions` and its `GradientFlow`: the objects whose classes `listeners.py` replaces."""
+        """The engine, its `Actions` and its `GradientFlow`: the objects whose classes `tools.py` replaces."""
         return self, self._do, self._gradients
 
     def part(self) -> Part:
@@ -229,7 +230,7 @@ class Engine:
 
     def _follow_tools(self) -> None:
         """At the start of a forward or backward: if tools are active, or were, switch to the classes that they need."""
-        if LISTENERS or is_profiled() or self.profiled or self.pool.owns or is_logged():
+        if CHOOSERS or is_profiled() or self.profiled or is_logged():
             self._look(self)
 
     def failed(self, error: BaseException) -> None:
@@ -520,6 +521,12 @@ class Engine:
         # Such a pass does not end the pinning of groups that users unsharded.
         self._do.drop_after_backward(pinned=now is None or now.newest > 0)
 
+    def reduce_waiting(self, group: ParamGroup) -> None:
+        """Between backwards, with gradient sync on: reduce what a group has accumulated, and set `.grad`."""
+        if self._pass is None and current_backward() < 0:
+            with torch.no_grad():
+                self._gradients.finish_group(group)
+
     def reset(self) -> None:
         """Clean up after a failed forward or backward, and discard all accumulated gradients."""
         self._depth = 0
@@ -619,18 +626,16 @@ class Engine:
         if not group.running and group.phase is not SHARDED:
             self._do.drop(group)
 
-    def count_memory(self, wanted: bool) -> None:
-        """Set whether a tool counts memory on this rank. If so, each lease becomes a separate allocation.
+    def rebuild_if_idle(self) -> bool:
+        """Free all memory of the pool and rebuild all groups, if no work uses the memory. Returns whether it did.
 
-        This takes effect (`BufferPool.owns`) only while nothing is running, no graph may read weights and no reduction
-        is in flight. Ranks may differ in this setting, so no collective may depend on it.
+        It does nothing while a forward or backward is running, a graph may read weights, or a reduction is in flight.
         """
-        self.pool.count(wanted)
         busy = self._depth or self._pass is not None or current_backward() >= 0 or not self.uses.all_fired()
         if busy or any(group.gradients.phase is GradPhase.REDUCING for group in self.groups):
-            return
+            return False
         self._do.rebuild(self.groups)
-        self.pool.own(wanted)
+        return True
 
     def between_graphs(self) -> None:
         """Between compiled steps, when no memory is leased: place the pool's slots in an arena if that is due."""

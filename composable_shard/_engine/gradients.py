@@ -115,10 +115,7 @@ class GradientFlow:
         for group, gradients in self._outside_forward.items():
             self._reduce_or_accumulate(group, gradients)
         for group in groups:
-            options = group.settings.current
-            if group.gradients.await_reduction or (options.reduce_unused and self._wants_zeros(group)):
-                self.take_hooks(group)
-                self._do.reduce(group, group.gradients.take([None] * len(group.params)))
+            self._reduce_waiting(group)
         self._do.gathered.clear()
         self._outside_forward.clear()
         self._looked.clear()
@@ -126,6 +123,18 @@ class GradientFlow:
             self.settle()
         else:
             self._do.hand_out()
+
+    def finish_group(self, group: ParamGroup) -> None:
+        """Between backwards: reduce what a group has accumulated, and wait for all reductions."""
+        self._reduce_waiting(group)
+        self._do.gathered.discard(group)
+        self.settle()
+
+    def _reduce_waiting(self, group: ParamGroup) -> None:
+        options = group.settings.current
+        if group.gradients.await_reduction or (options.reduce_unused and self._wants_zeros(group)):
+            self.take_hooks(group)
+            self._do.reduce(group, group.gradients.take([None] * len(group.params)))
 
     def _wants_zeros(self, group: ParamGroup) -> bool:
         """Whether to reduce a group with `reduce_unused` that has no gradient, because other ranks may have some.

@@ -2,7 +2,7 @@
 
 While a profiler is active, or the logger ``composable_shard.engine`` has level DEBUG, the engine and its parts use the
 classes below, which put ranges around their work. The classes change when a forward or a backward begins
-(`listeners.follow_tools`), so steps without a profiler or log pay no cost.
+(`tools.follow_tools`), so steps without a profiler or log pay no cost.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class _Gathers:
     def start(self, shards: list[torch.Tensor]) -> _Gathering:
         """Begin to gather `shards`, the shards of the members."""
         pool, after = self._pool, (self._lane.mark(),)
-        if pool.owns or self._requests[0].refills:  # such a slot loses its memory at release, even if tensors use it
+        if pool.loses_memory(self._requests[0]):
             memory = pool.memory.allocate(self._requests[0].nbytes)
             flat = memory.view(self._dtype)
             with plainly():

@@ -130,12 +130,13 @@ class ShardedParam:
         kept: weak references to unsharded copies of it that user code has kept after a forward. Later gathers make
             these copies show the gathered values again (see `faces.py`).
         hooks: the users' hooks on it.
+        in_pre_all_gather: whether its `fsdp_pre_all_gather` is running.
         module: a weak reference to the module that has it; None until the root is known.
     """
 
     __slots__ = (
-        "__weakref__", "_cut", "_whole", "carried", "dim", "fqn", "hooks", "keeps_dtype", "kept", "module", "parallel",
-        "rows", "shape", "sharded",
+        "__weakref__", "_cut", "_whole", "carried", "dim", "fqn", "hooks", "in_pre_all_gather", "keeps_dtype", "kept",
+        "module", "parallel", "rows", "shape", "sharded",
     )  # fmt: skip
 
     def __init__(self, fqn: str, sharded: nn.Parameter, cut: Cut, shape: tuple[int, ...]) -> None:
@@ -146,6 +147,7 @@ class ShardedParam:
         self.module: weakref.ref[nn.Module] | None = None
         self.kept: list[weakref.ref[torch.Tensor]] = []
         self.hooks = ParamHooks()
+        self.in_pre_all_gather = False
         self._whole: weakref.ref[nn.Parameter] | None = None
         self.prepare()
         _all.add(self)

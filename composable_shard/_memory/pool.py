@@ -44,9 +44,6 @@ class BufferPool:
         lent_bytes: the part of `live_bytes` that stays leased only because user code on this rank keeps views.
         backward: whether a backward is running. Backward has its own requests, which may have other slots.
         places: the unique object for each `Place`.
-        counted: whether a tool counts memory, so that each lease must be visible to dispatch modes.
-        owns: whether each name has its own slot, which is allocated at each lease and freed at release. Tools that
-            count memory can then attribute it. Change this only right after `forget`.
         fallbacks: by name, the number of leases for which the arena had no free slot.
     """
 
@@ -65,7 +62,6 @@ class BufferPool:
         self._free: dict[int, list[Slot]] = {}
         self._counted_out: deque[tuple[Slot | None, Callable[[], bool]]] = deque()
         self.places = Places()
-        self.counted = self.owns = False
         self._own: dict[tuple[str, int, bool], Slot] = {}
 
     @property
@@ -107,14 +103,6 @@ class BufferPool:
         """
         self._lacks |= self.arena.keep_idle(self.memory.device.type == "cpu" if wanted is None else wanted)
 
-    def count(self, wanted: bool) -> None:
-        """Set `counted`."""
-        self.counted = wanted
-
-    def own(self, wanted: bool) -> None:
-        """Set `owns`. Call this only right after `forget`."""
-        self.owns = wanted
-
     def request(self, name: str, nbytes: int, backward: bool = False, refills: bool = False) -> Request:
         """The request for `nbytes` bytes under a name. All of its leases get the same slot, if possible."""
         key = name, slot_bytes(nbytes), backward, refills
@@ -145,13 +133,11 @@ class BufferPool:
             request = self.request(request.name + "'", request.nbytes, request.backward, request.refills)
         slot = request.slot
         if slot is None or slot.request is not None or (slot.rivals and _is_taken(slot)):
-            slot = self._own_slot(request) if self.owns or request.refills else self._unplanned(request)
+            slot = self._own_slot(request) if request.refills else self._unplanned(request)
         elif self.arena.dry and slot.region.is_dry:
             self.arena.fill(slot.region)
         if request.met is None or not live <= request.met:
             self._note_met(request)
-        if self.counted:
-            slot.show()
         live.add(request)
         slot.request, slot.owner = request, owner
         self.live_bytes += request.nbytes
@@ -168,6 +154,10 @@ class BufferPool:
             return self.arena.add(request)
         free = self._free.get(request.nbytes)
         return free.pop() if free else self._make(request.nbytes)
+
+    def loses_memory(self, request: Request) -> bool:
+        """Whether the slot of a request loses its memory at release, even if tensors use it."""
+        return request.refills
 
     def _own_slot(self, request: Request) -> Slot:
         """The slot of the request's name, shared by forward and backward. A new slot if it is leased."""
@@ -303,7 +293,7 @@ class BufferPool:
         if self._lacks and self._counted_out:
             self.reclaim()
         in_use = self.live_bytes or self.arena.busy
-        return self._lacks and bool(self._known) and not in_use and not self.owns
+        return self._lacks and bool(self._known) and not in_use
 
     def make_arena(self) -> None:
         """Replace all slots by those of a new arena. Requires that no slot is in use."""
@@ -319,7 +309,7 @@ class BufferPool:
             between: whether this is between a forward and its backward. The next arena has a separate region for the
                 requests that are leased now.
         """
-        if self.arena.keeps_idle or self.owns:
+        if self.arena.keeps_idle:
             return
         if self._counted_out:
             self.reclaim()
@@ -362,7 +352,7 @@ class BufferPool:
 
     def _forget_own(self) -> None:
         """Forget the slots of individual names, except slots of `refills` requests, which existing views refer to."""
-        self._own = {key: slot for key, slot in self._own.items() if key[2] and not self.owns}
+        self._own = {key: slot for key, slot in self._own.items() if key[2]}
 
     def forget(self) -> None:
         """Free all memory that is not leased, and forget which requests have met, because sizes are about to change."""

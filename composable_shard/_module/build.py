@@ -15,7 +15,7 @@ from .._comm.collectives import Transports
 from .._comm.lanes import has_streams, lane_for
 from .._comm.transports import TransportCache
 from .._engine.engine import Engine
-from .._engine.listeners import follow_tools
+from .._engine.tools import follow_tools
 from .._errors import ShardConfigStateError
 from .._faults.seat import Notes, Seat
 from .._group.extension import is_extended

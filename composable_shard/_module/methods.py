@@ -26,10 +26,9 @@ from .._errors import (
 from .._group.extension import is_extended
 from .._plan.plan import ShardPlan
 from .._policies import CommPolicy, Comms, PoolPolicy, PrefetchPolicy, as_bool, plain_value
-from .._torch.distributed import is_torchs_comm, process_group_allocation, symmetric_memory_gather
+from .._torch.distributed import is_torchs_comm, process_group_allocation, registered_state, symmetric_memory_gather
 from .additions import WatchedEntries
-from .state import STATE, ShardState, share_lanes, states_below
-from .torch_names import StateFacade, state_facade
+from .state import STATE, ShardState, change_settings, share_lanes, states_below
 
 
 class GradientReductionHandle:
@@ -436,10 +435,8 @@ class Methods(TorchFSDPModule):
             )
         bound.engine.reset()
 
-    def _get_fsdp_state(self) -> StateFacade:  # type: ignore[override]
-        facade = state_facade(self)  # type: ignore[arg-type]
-        assert facade is not None
-        return facade
+    def _get_fsdp_state(self) -> Any:
+        return registered_state(self)  # type: ignore[arg-type]
 
     def _own_state(self) -> ShardState:
         state: ShardState = self.__dict__[STATE]
@@ -461,12 +458,7 @@ def _states(module: Methods, recurse: bool) -> list[ShardState]:
 
 
 def _set(module: Methods, recurse: bool, **changes: Any) -> None:
-    states = _states(module, recurse)
-    for state in states:
-        state.declaration.settings.change(**changes)
-    planned = changes.keys() & {"reshard_after_forward", "max_reductions", "reduce_unused"}
-    for engine in {state.bound.engine for state in states if state.bound is not None} if planned else ():
-        engine.review.settings_changed()
+    change_settings(_states(module, recurse), **changes)
 
 
 def _set_comms(module: Methods, **changes: Any) -> None:

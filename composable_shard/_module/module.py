@@ -56,7 +56,7 @@ from .._torch.core import (
 from .._torch.distributed import local_tensor, registered_by_torch
 from .build import build_engine, check_root
 from .methods import Methods
-from .sharded_reads import explain_meta_buffers, explain_sharded_read, explaining_methods
+from .sharded_reads import explain_meta_buffers, explain_sharded_read, explaining_methods, unexplained
 from .state import EAGER, STATE, TRACED, Bound, ShardState, Way, states_below
 
 # Key in a root's `__dict__`: the id of the thread that builds its engine. It is set by `setdefault`, which is atomic.
@@ -376,7 +376,8 @@ class _ForwardMethod:
 
     def __init__(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
         self._takes_module = getattr(method, "__self__", None) is module and hasattr(method, "__func__")
-        functools.update_wrapper(self, method.__func__ if self._takes_module else method)  # type: ignore[attr-defined]
+        function = unexplained(method.__func__) if self._takes_module else method  # type: ignore[attr-defined]
+        functools.update_wrapper(self, function)
         self._module = weakref.ref(module)
         self._name = name
 

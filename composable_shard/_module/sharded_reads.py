@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ from .state import ShardState, state_of, states_below
 _WORDS = "got mixed torch.Tensor and DTensor"  # torch's message for an operator that was given both
 _NAMED = 3  # number of weights or buffers that a note names
 _TITLE = "sharded at this point:"
+_explains: weakref.WeakSet[Any] = weakref.WeakSet()  # the results of `_explaining`
 
 
 def explain_sharded_read(
@@ -80,7 +82,13 @@ def _explaining(function: FunctionType, call: CodeType) -> Callable[..., Any]:
                 explain_sharded_read(error, params, call, function.__name__)
             raise
 
+    _explains.add(method)
     return method
+
+
+def unexplained(method: Any) -> Any:
+    """The function of a class's author, if this is one of `explaining_methods`; else the argument."""
+    return method.__wrapped__ if isinstance(method, FunctionType) and method in _explains else method  # type: ignore[attr-defined]
 
 
 def explain_meta_buffers(error: BaseException, module: nn.Module, is_root: bool) -> None:

@@ -488,6 +488,16 @@ class ShardState:
             self.bound.engine.reshard(group)
 
 
+def change_settings(states: Iterable[ShardState], **changes: Any) -> None:
+    """Change settings of these states, and tell their engines if the plan depends on them."""
+    states = list(states)
+    for state in states:
+        state.declaration.settings.change(**changes)
+    planned = changes.keys() & {"reshard_after_forward", "max_reductions", "reduce_unused"}
+    for engine in {state.bound.engine for state in states if state.bound is not None} if planned else ():
+        engine.review.settings_changed()
+
+
 def share_lanes(states: Sequence[ShardState]) -> None:
     """Make the engines of these roots queue their communication on the same streams.
 

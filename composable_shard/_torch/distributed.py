@@ -27,6 +27,7 @@ from torch import nn
 from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as _collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -91,8 +92,13 @@ _ONE_KIND = (
 _FULLY_SHARD: Any = _torchs_fully_shard.__wrapped__  # type: ignore[attr-defined]
 
 
-def register_state(module: nn.Module, state: Any) -> None:
+class OurState(_TorchsState):
+    """Base of the states that torch finds for our modules; torch's own code checks for its class."""
+
+
+def register_state(module: nn.Module, state: OurState) -> None:
     """Register `state`, so that `torch.distributed.fsdp.fully_shard.state(module)` and other torch APIs find it."""
+    _module_state_mapping[module] = weakref.ref(state)
     module.__dict__.setdefault(STATE_KEY, {})[_FULLY_SHARD] = state
     applied = module.__dict__[REGISTRY_KEY] = _Applied(module.__dict__.get(REGISTRY_KEY, {}))
     applied[_FULLY_SHARD.__name__] = RegistryItem()
@@ -160,7 +166,8 @@ def check_unmixed(root: nn.Module) -> None:
     """
     kind = type(root).__name__
     for name, module in root.named_modules():
-        if isinstance(registered_state(module), _TorchsState) and isinstance(module, _TorchsModule):
+        state = registered_state(module)
+        if isinstance(state, _TorchsState) and not isinstance(state, OurState) and isinstance(module, _TorchsModule):
             where = f"module {name} of this {kind}" if name else f"module: this {kind}"
             raise MixedShardingError(f"{where} was sharded by torch's own fully_shard; {_ONE_KIND}")
     # Some libraries set the mark on a model that they have sharded by our function, so a registered state takes

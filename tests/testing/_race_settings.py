@@ -19,7 +19,7 @@ from _race_training import decoder
 from composable_shard import PoolPolicy, testing
 from composable_shard._comm.collectives import RankOrdered
 from composable_shard._comm.mesh import MeshInfo
-from composable_shard._engine.engine import LISTENERS
+from composable_shard._fsdp2 import listening
 from composable_shard._group.reduction import ReduceBucket
 from composable_shard._memory.offload import take_over
 from composable_shard._memory.state_on_host import StateOnHost
@@ -244,11 +244,11 @@ class Deaf:
 @contextlib.contextmanager
 def counting() -> Iterator[None]:
     tool = Deaf()
-    LISTENERS.add(tool)
+    listening.add(tool)
     try:
         yield
     finally:
-        LISTENERS.discard(tool)
+        listening.discard(tool)
 
 
 @contextlib.contextmanager

@@ -67,6 +67,11 @@ def test_the_list_of_files_is_generated_from_their_docstrings():
     assert [name for name, purpose in listed if not purpose] == []
 
 
+def test_the_page_of_private_names_is_generated_from_the_table():
+    page = (ROOT / "docs" / "fsdp2_names.md").read_text()
+    assert page == tool("list_fsdp2_names").page(), "run: python tools/list_fsdp2_names.py"
+
+
 def test_files_that_the_architecture_page_names_exist():
     named = re.findall(r"`(\w+/[\w/]+\.py)`", (ROOT / "docs" / "architecture.md").read_text())
     assert len(named) > 20
@@ -271,7 +276,8 @@ def test_the_tables_of_faults_match_the_stored_results(page, count):
 
 
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-NOT_GUIDES = ("docs/reference/", "docs/integrations_table.md", "docs/files.md", "bench/", "changelog.d/")
+GENERATED = ("docs/integrations_table.md", "docs/files.md", "docs/fsdp2_names.md")
+NOT_GUIDES = ("docs/reference/", *GENERATED, "bench/", "changelog.d/")
 
 
 def guides():

@@ -1,0 +1,27 @@
+"""Choose the classes of an engine and its parts, by the tools that are active.
+
+Steps without tools must cost nothing. An engine and its parts therefore change their classes when a forward or a
+backward begins. While a profiler is active, or actions are logged, they use the classes of `profiling.py`. Code outside
+of the core can choose other classes (`engine.CHOOSERS`). Otherwise they use the plain classes.
+"""
+
+from __future__ import annotations
+
+from .._torch.core import is_profiled
+from .actions import Actions, is_logged
+from .engine import CHOOSERS, Engine
+from .gradients import GradientFlow
+from .profiling import LoggedActions, ProfiledActions, ProfiledEngine, ProfiledFlow
+
+_PLAIN = Engine, Actions, GradientFlow
+_PROFILED = ProfiledEngine, ProfiledActions, ProfiledFlow
+_LOGGED = ProfiledEngine, LoggedActions, ProfiledFlow
+
+
+def follow_tools(engine: Engine) -> None:
+    """Give an engine and its parts the classes that the active tools need."""
+    chosen = [classes for choose in tuple(CHOOSERS) if (classes := choose(engine)) is not None]
+    classes = chosen[0] if chosen else _LOGGED if is_logged() else _PROFILED if is_profiled() else _PLAIN
+    if tuple(map(type, engine.parts())) != classes:
+        for part, kind in zip(engine.parts(), classes, strict=True):
+            part.__class__ = kind
