@@ -37,6 +37,7 @@ _HOST = 0  # the rank that hosts the store, unless a launcher hosts it
 _MOST_NOTES = 1 << 18  # above this number, half of the notes are discarded
 _MODEL = re.compile(r"model [\d.]+")
 STEP, HOLD = "step ", "hold "  # prefixes of notes about past actions, and about current values
+IN_HOOK = " in the hook "  # part of notes about collectives of users' hooks
 _PAUSES = (0.0002, 0.01)  # seconds between two checks for an answer: the first and the longest pause
 _TOLD_S = 1.0  # how long a rank waits for the plan of another one, to report how they differ
 _LATE_S = 1.0  # a question that lasts longer is logged
@@ -540,6 +541,11 @@ def _advice(one: str, two: str) -> str:
             "Neither was done. Models are numbered in the order in which fully_shard is called on their mesh. Call it "
             "the same number of times on all ranks, also for models that only some ranks use, and run the models in "
             "the same order"
+        )
+    if IN_HOOK in one or IN_HOOK in two:
+        return (
+            "Neither was done. Register the hook on all ranks, or compute with gradient.to_local(), this rank's shard: "
+            "operators on a DTensor, such as norm(), communicate"
         )
     done = "Weights may differ between ranks since then" if _is_past(one) or _is_past(two) else "Neither was done"
     return (

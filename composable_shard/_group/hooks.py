@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 
+from .._errors import ComposableShardError
+from .._faults.ledger import IN_HOOK
+from .._faults.watch import together
+from .._torch.collective_mode import CollectiveMode
 from .._torch.core import (
     HANDLES,
     Hook,
@@ -27,6 +31,8 @@ from .._torch.core import (
 
 # Attribute of an unsharded parameter that is a leaf: the id of the handle of our own hook on it.
 WATCHED = "_watched_by"
+# Modules whose hooks, such as those of optimizers, need no watch: their users register them on all ranks.
+_SAME_ON_ALL = ("composable_shard.", "torch.distributed.")
 
 
 class ParamHooks:
@@ -173,16 +179,29 @@ class _AfterReduction:
 
 
 def _call(hook: Callable[..., Any], fqn: str, *args: Any) -> Any:
-    """Call a user's hook on a parameter; an error gets a note with both names. `fqn` is empty if torch calls it."""
-    try:
+    """Call a user's hook on a parameter; an error gets a note with both names. `fqn` is empty if torch calls it.
+
+    Collectives in the hook are compared across ranks before they are issued. A hook that only some ranks have would
+    otherwise wait forever, in a process group that the library cannot close.
+    """
+    if not fqn:
         return hook(*args)
+    try:
+        if (getattr(hook, "__module__", None) or "").startswith(_SAME_ON_ALL):
+            return hook(*args)
+        with CollectiveMode(partial(_note_collective, hook, fqn)):
+            return hook(*args)
     except Exception as error:
-        if fqn:
+        if not isinstance(error, ComposableShardError):
             error.add_note(
                 f"raised by the hook {_title_of(hook)} on parameter {fqn}. The gradient of a sharded parameter is a "
                 "DTensor: compute with other DTensors, or with its to_local(), which is this rank's shard"
             )
         raise
+
+
+def _note_collective(hook: Callable[..., Any], fqn: str, name: str, ranks: Sequence[int]) -> None:
+    together(f"run {name}{IN_HOOK}{_title_of(hook)} on parameter {fqn}", ranks)
 
 
 def _title_of(hook: Callable[..., Any]) -> str:
