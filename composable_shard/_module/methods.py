@@ -5,6 +5,7 @@ Each method replaces the frozen `Options` of the affected groups. Forward and ba
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ from .._errors import (
     ShardConfigStateError,
     ShardConfigTypeError,
     ShardConfigTypeValueError,
+    ShardConfigUnsupportedError,
     ShardConfigValueError,
 )
 from .._group.extension import is_extended
@@ -563,3 +565,31 @@ def share_comm_ctx(modules: Iterable[Any]) -> None:
         ShardConfigStateError: one of the modules has run already.
     """
     share_lanes(_states_of(modules))
+
+
+# Methods of FSDP2 in versions of torch after 2.15, by name: what to do instead.
+_NEWER = {
+    "set_all_gather_layout": "the pool decides where gathered parameters are. Use set_custom_all_gather",
+    "set_all_gather_output_fn": "the pool decides where gathered parameters are. Use set_custom_all_gather",
+    "set_reduce_scatter_input_fn": "transports copy gradients themselves. Use set_custom_reduce_scatter",
+}
+
+
+def refuse_newer(cls: type, base: type) -> None:
+    """Make methods of torch's `FSDPModule` that `cls` does not override raise an error.
+
+    They belong to a newer version of torch, and would change state that modules of this library do not have.
+    """
+    for name, value in vars(base).items():
+        if inspect.isfunction(value) and not name.startswith("_") and getattr(cls, name) is value:
+            setattr(cls, name, _newer(name))
+
+
+def _newer(name: str) -> Callable[..., None]:
+    def refuse(_self: object, *_args: Any, **_kwargs: Any) -> None:
+        raise ShardConfigUnsupportedError(
+            f"{name}: a method of FSDP2 in torch {torch.__version__} that composable_shard does not support: "
+            f"{_NEWER.get(name, 'this version of the library was written for torch up to 2.15')}"
+        )
+
+    return refuse

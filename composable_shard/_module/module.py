@@ -55,7 +55,7 @@ from .._torch.core import (
 )
 from .._torch.distributed import local_tensor, registered_by_torch
 from .build import build_engine, check_root
-from .methods import Methods
+from .methods import Methods, refuse_newer
 from .sharded_reads import explain_meta_buffers, explain_sharded_read, explaining_methods, unexplained
 from .state import EAGER, STATE, TRACED, Bound, ShardState, Way, states_below
 
@@ -220,6 +220,9 @@ class FSDPModule(Methods):
         """Reshard this module's own parameters. Ignored while its forward runs."""
         state: ShardState = self.__dict__[STATE]
         state.release()
+
+
+refuse_newer(FSDPModule, TorchFSDPModule)
 
 
 def class_of(cls: type[nn.Module]) -> type[nn.Module]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.nn as nn
 import composable_shard
 from _engines import fully_shard
 from _pool import distributed
+from composable_shard._module.methods import refuse_newer
 
 # ---- the contract
 
@@ -114,6 +116,32 @@ def test_every_method_of_torch_is_overridden():
         if inspect.isfunction(value) and getattr(composable_shard.FSDPModule, name) is value
     }
     assert inherited == set()
+
+
+def test_methods_of_newer_versions_raise_an_error_that_names_the_version():
+    class Newer:
+        def set_all_gather_layout(self, layout):
+            raise AssertionError("torch's method was called")
+
+        def set_something_else(self):
+            raise AssertionError("torch's method was called")
+
+        def reshard(self):
+            raise AssertionError("torch's method was called")
+
+    class Ours(Newer):
+        def reshard(self):
+            return "ours"
+
+    refuse_newer(Ours, Newer)
+    assert Ours().reshard() == "ours"
+    version = re.escape(torch.__version__)
+    with pytest.raises(NotImplementedError, match=rf"^set_all_gather_layout: .* {version} .* set_custom_all_gather"):
+        Ours().set_all_gather_layout(None)
+    with pytest.raises(
+        composable_shard.ShardConfigError, match=r"set_something_else: .* written for torch up to 2\.15"
+    ):
+        Ours().set_something_else()
 
 
 @pytest.mark.parametrize(
