@@ -193,8 +193,8 @@ def _in_full(name: str, param: torch.Tensor, full: FullMesh) -> Parallel:
             "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh. Expected param's "
             f"DTensor mesh to be the same mesh passed to fully_shard, {full.mesh}, but got {given} for parameter "
             f"'{name.rpartition('.')[2]}' ({name}); distribute it (distribute_tensor, distribute_module), or pass the "
-            "data-parallel submesh without dp_mesh_dims. FSDP2 of torch 2.15 also takes plain parameters that spmd_types "
-            "has annotated; this library does not"
+            "data-parallel submesh without dp_mesh_dims. FSDP2 of torch 2.15 also takes plain parameters with "
+            "annotations of spmd_types; this library does not"
         )
     for axis in (*full.shard, *full.replicate):
         if not isinstance(param.placements[axis], Replicate):
