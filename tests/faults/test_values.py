@@ -133,7 +133,7 @@ def test_the_rolling_check_finds_a_buffer_changed_by_one_rank_and_skips_statisti
                 for _ in range(20):
                     model(data).sum().backward()
 
-            differ("hold buffer scale of fingerprint .*broadcast_state", world, go_on)
+            differ("holds buffer scale of fingerprint .*broadcast_state", world, go_on)
         finally:
             cs.set_debug(before)
 
@@ -157,7 +157,7 @@ def test_the_rolling_check_finds_a_shard_that_differs_between_replicas(rank, wor
             for _ in range(6):
                 model(data).sum().backward()
 
-        differ("hold parameter 2.weight of fingerprint", world, go_on)
+        differ("holds parameter 2.weight of fingerprint", world, go_on)
 
 
 @distributed(world=1)

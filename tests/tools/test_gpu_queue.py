@@ -303,7 +303,7 @@ def test_a_result_belongs_to_the_commit_that_has_its_sources(repository):
     assert older != sources
     assert _queue_results.find_commit(older, repository) == git(repository, "rev-parse", "HEAD~2")
     (repository / "composable_shard" / "more.py").write_text("b = 1\n")
-    with pytest.raises(QueueError, match=r"differ from HEAD: composable_shard/more\.py\. Commit them"):
+    with pytest.raises(QueueError, match=r"differ from HEAD: composable_shard/more\.py\. Commit the measured files"):
         _queue_results.find_commit(_queue_results.read_sources(repository), repository)
 
 

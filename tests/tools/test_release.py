@@ -151,7 +151,8 @@ def test_every_tutorial_is_run_or_listed_as_omitted():
 
 
 def test_the_script_of_the_first_page_is_extracted_from_the_package_description():
-    assert smoke.script_of((ROOT / "README.md").read_text().replace("\n", "\r\n")).startswith("import torch\n")
+    script = smoke.script_of((ROOT / "README.md").read_text().replace("\n", "\r\n"))
+    assert script.startswith("import os\n\nimport torch\n")
     with pytest.raises(RuntimeError, match="no script"):
         smoke.script_of("# A page\n")
 

@@ -201,7 +201,7 @@ def tutorials(it: Installation) -> str:
 
 def tests(it: Installation) -> str:
     """Collect all tests of the unpacked sdist, and run a few of them."""
-    it.install(f"{it.artifact}[{EXTRAS},dev]")
+    it.install(f"{it.artifact}[{EXTRAS},dev,docs]")
     inside = unpack(it.artifact, it.folder / "unpacked")
     pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
     collected = last_line(it.run(*pytest, "--collect-only", "-m", "", "tests", folder=inside))
