@@ -159,7 +159,7 @@ def memory_goes_back_on_another_stream(training: Training) -> None:
     side.wait_stream(compute)
     with torch.cuda.stream(side):
         plain_step(training)
-        state_of(training.model).bound.engine.count_memory(True)  # like a memory tracker: frees all slots
+        state_of(training.model).bound.engine.rebuild_if_idle()  # as for a memory tracker: frees all slots
         gc.collect()  # slots and the arena refer to each other
     torch.ones(4)  # on the compute stream, which has not waited for `side`
     compute.wait_stream(side)

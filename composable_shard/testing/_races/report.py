@@ -9,11 +9,15 @@ from types import CodeType
 
 import torch
 
+from ..._torch import collective_mode
 from .memory import Clash, Operator, Stack
 
 _SHOWN = 8
 _LIBRARY = Path(__file__).parents[2]
-_TESTING = str(Path(__file__).parents[1])
+_BETWEEN = (
+    str(Path(__file__).parents[1]),
+    collective_mode.__file__,
+)  # run between an operator and the code that calls it
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -145,7 +149,7 @@ def _place(stack: Stack) -> Place:
     for code, line in stack.lines:
         file = code.co_filename
         if file.startswith(str(_LIBRARY)):
-            library = library or ("" if file.startswith(_TESTING) else _line(code, line, _LIBRARY.parent))
+            library = library or ("" if file.startswith(_BETWEEN) else _line(code, line, _LIBRARY.parent))
         elif not file.startswith((_TORCH, "<frozen")):
             user = _line(code, line, Path(file).parent)
             break
