@@ -399,6 +399,7 @@ def _sharded(fqn: str, param: nn.Parameter, cut: Cut) -> ShardedParam:
     sharded = ShardedParam(fqn, made, cut, tuple(whole.shape))
     is_extended(sharded)  # raises an error if the parameter could not be gathered
     sharded.hooks.carry(param, made)
+    sharded.adopt_grad_dtype(param)
     return sharded
 
 

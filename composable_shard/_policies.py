@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 import os
@@ -81,6 +82,22 @@ def as_bool(name: str, value: Any) -> bool:
     if plain is None or isinstance(plain, numbers.Real):
         return bool(plain)
     raise ShardConfigTypeValueError(f"{name} should be a bool, got {type(value)}: {value!r}; pass True or False")
+
+
+class GradDtype(NamedTuple):
+    """The `grad_dtype` that users have set on a parameter (`torch.Tensor.grad_dtype`).
+
+    Attributes:
+        is_set: whether they have set it. torch before 2.15 does not tell apart the parameter's own dtype from no dtype.
+        dtype: the dtype of `.grad`; None for the dtype in which the gradient was computed and reduced.
+    """
+
+    is_set: bool = False
+    dtype: torch.dtype | None = None
+
+    def kept(self, stored: torch.dtype, reduced: torch.dtype) -> torch.dtype:
+        """Return the dtype of `.grad` of a parameter stored as `stored` whose gradient was reduced as `reduced`."""
+        return (self.dtype or reduced) if self.is_set else stored
 
 
 class Wire(NamedTuple):
@@ -227,9 +244,30 @@ class Options:
         wanted = self.mp_policy.param_dtype
         return wanted if wanted is not None and stored.is_floating_point else stored
 
-    def reduce_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """The dtype in which the gradient of a parameter stored as `stored` is reduced."""
-        return self.mp_policy.reduce_dtype or default_reduce_dtype(stored, self.compute_dtype(stored))
+    def sum_dtype(self, stored: torch.dtype, gathered: torch.dtype, asked: GradDtype) -> torch.dtype:
+        """The dtype in which gradients of a parameter are accumulated, and reduced if it is the only one of its group.
+
+        Args:
+            stored, gathered: the dtypes in which the parameter is stored and gathered.
+            asked: its `grad_dtype`.
+        """
+        own = asked.dtype or gathered if asked.is_set else default_reduce_dtype(stored, self.compute_dtype(stored))
+        return self.mp_policy.reduce_dtype or own
+
+
+def reduce_dtypes(sums: Sequence[torch.dtype], asked: Sequence[GradDtype]) -> list[torch.dtype]:
+    """Return the dtypes in which gradients that are reduced together are reduced.
+
+    Each is reduced in the dtype in which it is accumulated. But if `grad_dtype` was set on any parameter, all are
+    reduced in the dtype to which these dtypes promote, as in torch 2.15.
+
+    Args:
+        sums: `Options.sum_dtype` of each parameter.
+        asked: the `grad_dtype` of each.
+    """
+    if any(each.is_set for each in asked):
+        return [functools.reduce(torch.promote_types, sums)] * len(sums)
+    return list(sums)
 
 
 def as_precision(policy: Any) -> MixedPrecisionPolicy:

@@ -68,6 +68,7 @@ class GradientFlow:
         if any(map(getattr, gradients, repeat("is_sparse"), repeat(False))):
             raise _sparse(group, gradients)
         if options.reduce_unused:  # ranks may use different groups, or none: `finish` reduces in the same order on all
+            group.gradients.check_unused()
             group.gradients.accumulate(gradients)
         elif all(map(is_, gradients, repeat(None))):
             return
@@ -84,13 +85,13 @@ class GradientFlow:
         A zero-bubble pipeline does this in each microbatch and adds the results to `.grad` itself. With sync off, the
         results add nothing (`ShardedParam.nothing`), and the gradients are accumulated for a later reduction.
         """
-        params = use.group.params
+        params, options = use.group.params, use.group.options
         out: list[torch.Tensor | None] = [None] * len(params)
-        if not is_last and not use.group.options.requires_gradient_sync:
+        if not is_last and not options.requires_gradient_sync:
             use.group.gradients.accumulate(wanted)
             for index, (fate, gradient) in enumerate(zip(fates, wanted, strict=True)):
                 if fate is Fate.RETURNED and gradient is not None:
-                    out[index] = params[index].nothing()
+                    out[index] = params[index].nothing(options)
             return out
         if any(gradient is not None for gradient in wanted):
             for index, piece in self._do.reduce_now(use.group, wanted).items():

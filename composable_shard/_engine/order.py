@@ -11,6 +11,7 @@ from operator import attrgetter
 
 from .._errors import ShardConfigValueError
 from .._group.group import ParamGroup
+from .._group.param import reduced_as
 from .._memory.pool import BufferPool
 from .._plan.arena import ArenaSlot, Placed
 from .._plan.course import module_of
@@ -298,15 +299,16 @@ def _placed(group: ParamGroup, pool: BufferPool) -> Iterator[Placed]:
 def _described(plan: GroupPlan, group: ParamGroup) -> GroupPlan:
     """A group's part of a plan, with its current dtypes and options."""
     options = group.options
+    reduced = reduced_as(group.params, options)
     params = tuple(
         replace(
             each,
             stored=param.dtype,
             gathered=param.compute_dtype(options),
-            reduced=options.reduce_dtype(param.dtype),
+            reduced=dtype,
             trains=param.sharded.requires_grad,
         )
-        for each, param in zip(plan.params, group.params, strict=True)
+        for each, param, dtype in zip(plan.params, group.params, reduced, strict=True)
     )
     return replace(
         plan,

@@ -57,6 +57,8 @@ class ParamFacade(View):
         ),
         # dtypes, devices, meshes
         "orig_dtype": attrgetter("_param.dtype"),
+        "sharded_grad_dtype": lambda p: p._param.grad_dtype.dtype if p._param.grad_dtype.is_set else p._param.dtype,
+        "unsharded_grad_dtype": lambda p: p.reduce_dtype or p.sharded_grad_dtype,
         "offload_to_cpu": attrgetter("_group._info.offloads"),
         "pin_memory": attrgetter("_group._info.pins"),
         "mp_policy": attrgetter("_group.mp_policy"),

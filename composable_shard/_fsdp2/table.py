@@ -139,6 +139,7 @@ PARAM = (
     ),
     Row(("_spmd_mesh", "_spmd_placements", "shard_mesh", "mesh_info", "post_forward_mesh_info"), "torch", "read only"),
     Row(("is_dtensor", "orig_dtype", "param_dtype", "reduce_dtype", "mp_policy", "device"), "torch", "read only"),
+    Row(("sharded_grad_dtype", "unsharded_grad_dtype"), "torch 2.15", "read only"),
     Row(("offload_to_cpu", "pin_memory"), "AlloyLM", "read only"),
     Row(("sharded_state",), "torch", "read only"),
     Row(

@@ -44,7 +44,7 @@ from .._errors import ShardConfigStateError
 from .._group.exchange import Gather, Reduction
 from .._plan import layout as layouts
 from .._plan.layout import ParamLayout, bucket_layout
-from .._policies import Options
+from .._policies import GradDtype, Options, reduce_dtypes
 from .._torch import compiler
 from .._torch.core import alias, has_side_effect
 from . import registry
@@ -63,6 +63,7 @@ class Layout:
         shapes: the unsharded shapes.
         dims, rows: the dim along which each parameter is sharded, and the number of rows that shards are multiples of.
         keeps: whether each parameter is gathered in the dtype in which it is stored.
+        grad_dtypes: the `grad_dtype` of each.
         world: number of shards of each parameter.
         rank: the first rank whose shards have the same shapes as this rank's: such ranks share compiled code.
         replicates: whether gradients are also averaged over replicas.
@@ -77,6 +78,7 @@ class Layout:
     dims: tuple[int, ...]
     rows: tuple[int, ...]
     keeps: tuple[bool, ...]
+    grad_dtypes: tuple[GradDtype, ...]
     world: int
     rank: int
     replicates: bool
@@ -108,12 +110,23 @@ class Layout:
 
     def room_for_weights(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors for the unsharded parameters."""
-        pairs = zip(shards, self.keeps, strict=True)
-        dtypes = [s.dtype if keeps else self.options.compute_dtype(s.dtype) for s, keeps in pairs]
+        dtypes = [self._gathered(index, shard.dtype) for index, shard in enumerate(shards)]
         device = self.device or shards[0].device
         return [
             torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(self.shapes, dtypes, strict=True)
         ]
+
+    def _gathered(self, index: int, stored: torch.dtype) -> torch.dtype:
+        return stored if self.keeps[index] else self.options.compute_dtype(stored)
+
+    def sum_dtype(self, index: int, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of a parameter stored as `stored` are accumulated."""
+        return self.options.sum_dtype(stored, self._gathered(index, stored), self.grad_dtypes[index])
+
+    def reduced(self, stored: Mapping[int, torch.dtype]) -> dict[int, torch.dtype]:
+        """By index, the dtypes in which the gradients of parameters stored in these dtypes are reduced together."""
+        sums = [self.sum_dtype(index, dtype) for index, dtype in stored.items()]
+        return dict(zip(stored, reduce_dtypes(sums, [self.grad_dtypes[index] for index in stored]), strict=True))
 
     def room_for_pieces(
         self, like: torch.Tensor, wanted: Sequence[int], dtypes: Sequence[torch.dtype]
@@ -123,7 +136,7 @@ class Layout:
         Compilers rely on the resulting alignment.
         """
         offsets: dict[int, int] = {}
-        reduced = {index: self.options.reduce_dtype(dtype) for index, dtype in zip(wanted, dtypes, strict=True)}
+        reduced = self.reduced(dict(zip(wanted, dtypes, strict=True)))
         for bucket in {*reduced.values()}:
             members = [index for index in wanted if reduced[index] is bucket]
             shapes, cuts = (
@@ -134,9 +147,9 @@ class Layout:
             offsets.update(zip(members, (param.offset for param in placed.params), strict=True))
         pieces: list[torch.Tensor] = []
         for index, dtype in zip(wanted, dtypes, strict=True):
-            at = self.params[index]
+            at, kept = self.params[index], self.grad_dtypes[index].kept(dtype, reduced[index])
             shape, offset = at.local_shape(self.rank), offsets[index]
-            memory = like.new_empty(offset + at.rows_of(self.rank) * at.row, dtype=dtype)
+            memory = like.new_empty(offset + at.rows_of(self.rank) * at.row, dtype=kept)
             pieces.append(memory[offset:].view(shape))
         return pieces
 
@@ -220,9 +233,7 @@ class _Unshard(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         *outputs, mark = _gather(_layouts[key], shards, anchor)
         ctx.save_for_backward(anchor, *((mark,) if again else ()))
-        ports = {
-            i: _port(outputs[i], ctx.use.layout.options.reduce_dtype(shards[i].dtype)) for i in _layouts[key].ports
-        }
+        ports = {i: _port(outputs[i], _layouts[key].sum_dtype(i, shards[i].dtype)) for i in _layouts[key].ports}
         members = [*enumerate(outputs), *ports.items()]
         ctx.mark_non_differentiable(*[out for i, out in members if i not in stored])
         return *outputs, *ports.values()
@@ -238,9 +249,12 @@ class _Unshard(torch.autograd.Function):
             return (None,) * (2 + count)
         reduced = use.reduce(given, anchor)
         if use.fate & (STEPS | ADDS):
-            ops.hand_over([reduced[i] for i in given], anchor, list(given), bool(use.fate & STEPS))
+            ops.hand_over([reduced[i] for i in given], anchor, list(given), bool(use.fate & STEPS), _IN_BACKWARD)
             return (None,) * (2 + count)
-        return (None, None, *(reduced[i] if i in given else None for i in range(count)))
+        # Autograd would cast a gradient in another dtype than that of the shard.
+        if apart := [i for i in given if reduced[i].dtype is not use.stored[i]]:
+            ops.hand_over([reduced[i] for i in apart], anchor, apart, True, _IN_OTHER_DTYPE)
+        return (None, None, *(reduced[i] if i in given and i not in apart else None for i in range(count)))
 
 
 def _port(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -359,6 +373,10 @@ def _room_for_gradients(
     return [*pieces, anchor.new_empty(len(missing), dtype=torch.float32)] if missing else pieces
 
 
+_IN_BACKWARD = "an optimizer inside of backward"
+_IN_OTHER_DTYPE = "a parameter with a grad_dtype other than its own dtype"
+
+
 def _check_sets_gradients(anchor: torch.Tensor, what: str) -> None:
     """Raise an error if torch would overwrite `.grad` after the graph has run."""
     if compiler.results_are_checked():
@@ -387,8 +405,8 @@ def _settle(pieces: list[torch.Tensor], marks: torch.Tensor, anchor: torch.Tenso
                 owner.settle(index, piece.clone())
 
 
-def _hand_over(pieces: list[torch.Tensor], anchor: torch.Tensor, indices: list[int], complete: bool) -> None:
-    _check_sets_gradients(anchor, "an optimizer inside of backward")
+def _hand_over(pieces: list[torch.Tensor], anchor: torch.Tensor, indices: list[int], complete: bool, why: str) -> None:
+    _check_sets_gradients(anchor, why)
     if (owner := registry.known(anchor).owner()) is not None:
         for piece, index in zip(pieces, indices, strict=True):
             owner.settle(index, piece.clone(), complete)
@@ -458,7 +476,7 @@ _define(
 )
 _define("keep(Tensor[] gradients, Tensor anchor, int[] indices, int count) -> ()", _keep, _nothing)
 _define("settle(Tensor[] pieces, Tensor marks, Tensor anchor, int[] indices) -> ()", _settle, _nothing)
-_define("hand_over(Tensor[] pieces, Tensor anchor, int[] indices, bool complete) -> ()", _hand_over, _nothing)
+_define("hand_over(Tensor[] pieces, Tensor anchor, int[] indices, bool complete, str why) -> ()", _hand_over, _nothing)
 _define("touch(Tensor mark, Tensor gradient) -> ()", _nothing, _nothing)
 for _name in ("keep", "settle", "hand_over", "touch"):
     has_side_effect(getattr(torch.ops.composable_shard, _name).default)

@@ -27,7 +27,7 @@ from .._group.edits import lost_edit
 from .._group.exchange import Exchange
 from .._group.group import ParamGroup
 from .._group.optimizers import watch_steps
-from .._group.param import ShardedParam
+from .._group.param import ShardedParam, reduced_as
 from .._group.phases import SHARDED
 from .._plan.layout import first_alike
 from .._policies import Comms, Options, Settings
@@ -76,7 +76,7 @@ class Follower(Protocol):
 
 def _ports(params: Sequence[ShardedParam], options: Options) -> tuple[int, ...]:
     """Indices of DTensor parameters whose gradients are reduced in a wider dtype than they are computed in."""
-    dtypes = [(p.compute_dtype(options), options.reduce_dtype(p.dtype)) for p in params]
+    dtypes = [(p.compute_dtype(options), p.sum_dtype(options)) for p in params]
     wider = [own is not reduced and torch.promote_types(own, reduced) is reduced for own, reduced in dtypes]
     return tuple(i for i, p in enumerate(params) if p.parallel is not None and wider[i])
 
@@ -89,6 +89,7 @@ def _layout_of(params: Sequence[ShardedParam], info: MeshInfo, options: Options)
         dims=tuple(param.dim for param in params),
         rows=rows,
         keeps=tuple(param.keeps_dtype for param in params),
+        grad_dtypes=tuple(param.grad_dtype for param in params),
         world=info.shard_size,
         rank=first_alike([p.shape[p.dim] for p in params], info.shard_size, info.shard_rank, rows),
         replicates=info.replicate_size > 1,
@@ -163,12 +164,8 @@ class TracedGroup:
         self._settings = settings
         self._group: weakref.ref[ParamGroup] | None = None
         self._between_steps: weakref.WeakMethod[Callable[[], None]] | None = None
-        self._replicated = info.replicate_size > 1
-        layout = _layout_of(params, info, settings.current)
-        self._ports: list[int | None] = [None] * len(params)  # by parameter, the index of its port among the outputs
-        for place, index in enumerate(layout.ports, len(params)):
-            self._ports[index] = place
-        self.key = layout.register()
+        self._info = info
+        self._follow_dtypes()
         self.compiled = False
         self.watched = 0
         self.uses = 0
@@ -178,6 +175,19 @@ class TracedGroup:
         registry.add(self)
         watch_steps(self)
 
+    def _follow_dtypes(self) -> None:
+        """Make the layout, with the current `grad_dtype` of each parameter."""
+        params, options = self._params, self._settings.current
+        layout = _layout_of(params, self._info, options)
+        self._ports: list[int | None] = [None] * len(params)  # by parameter, the index of its port among the outputs
+        for place, index in enumerate(layout.ports, len(params)):
+            self._ports[index] = place
+        kept = [
+            p.grad_dtype.kept(p.dtype, reduced) for p, reduced in zip(params, reduced_as(params, options), strict=True)
+        ]
+        self._sets_gradients = any(p.dtype is not dtype for p, dtype in zip(params, kept, strict=True))
+        self.key = layout.register()
+
     def bind(self, group: ParamGroup | None, is_root: bool, between_steps: Callable[[], None]) -> None:
         """Bind the group of the eager runtime, because the root is now known.
 
@@ -186,6 +196,7 @@ class TracedGroup:
             is_root: whether this is the root's own group.
             between_steps: a method of the engine to call before a graph gathers, when no memory is leased.
         """
+        self._follow_dtypes()
         self._between_steps = weakref.WeakMethod(between_steps)
         self.unknown = ""
         self.is_root = is_root
@@ -221,11 +232,18 @@ class TracedGroup:
 
     def _check_can_trace(self) -> None:
         options = self._settings.current
-        partial_sums = self._replicated and options.requires_gradient_sync and not options.requires_all_reduce
+        partial_sums = (
+            self._info.replicate_size > 1 and options.requires_gradient_sync and not options.requires_all_reduce
+        )
         if partial_sums or options.comms != NO_COMMS:
             raise ShardConfigStateError(
                 "torch.compile: custom communication, all-reduce hooks and set_requires_all_reduce(False) work in "
                 "eager steps only; unset them, or run this step with the uncompiled model"
+            )
+        if self._sets_gradients and not GRAPHS_GIVE_NONE:
+            raise ShardConfigStateError(
+                "torch.compile: a grad_dtype other than the dtype of the parameter needs torch 2.13 or later, this is "
+                f"{torch.__version__}; compile the modules one by one with module.compile(), or do not compile"
             )
         if self._extended:
             raise ShardConfigStateError(
@@ -294,7 +312,8 @@ class TracedGroup:
                     f"{torch.__version__}; run such a microbatch with the uncompiled model"
                 )
             return KEEP
-        fate = TAKE if self._settings.accumulates else REDUCE
+        # Dynamo cannot trace while `.grad` has another dtype than its parameter, so one graph serves both cases then.
+        fate = TAKE if self._sets_gradients or self._settings.accumulates else REDUCE
         if not GRAPHS_GIVE_NONE or not self.uses:
             return fate
         return fate | (STEPS if self.uses == 1 else ADDS)

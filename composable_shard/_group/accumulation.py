@@ -25,6 +25,7 @@ class AccumulatedGradients:
 
     Args:
         params: the parameters of the group.
+        dtypes: returns the dtype of `.grad` of each parameter.
         streams: whether they are on an accelerator.
 
     Attributes:
@@ -34,9 +35,11 @@ class AccumulatedGradients:
             The next reduction includes these parameters even if they are frozen by then.
     """
 
-    def __init__(self, params: Sequence[ShardedParam], streams: bool) -> None:
+    def __init__(
+        self, params: Sequence[ShardedParam], dtypes: Callable[[], Sequence[torch.dtype]], streams: bool
+    ) -> None:
         self._params = params
-        self._marks = GradientMarks(params, streams)
+        self._marks = GradientMarks(params, dtypes, streams)
         self.whole: dict[int, torch.Tensor] = {}
         self._owned: set[int] = set()  # indices in `whole` of sums made here, which no other code holds
         self.pieces: Partial = {}

@@ -25,12 +25,12 @@ from .._comm.rounding import Rounding
 from .._faults.seat import Notes
 from .._memory.pool import BufferPool
 from .._memory.slots import Slot
-from .._policies import Options
+from .._policies import GradDtype, Options
 from .._torch.core import alias, plainly
 from .bucket import GatherBucket, Gatherer
 from .faces import Face, weights_in
 from .param import ShardedParam
-from .reduction import ReduceBucket, Reduced, free_queued
+from .reduction import ReduceBucket, Reduced, free_queued, reduce_buckets
 
 
 class _Facts(NamedTuple):
@@ -41,6 +41,12 @@ class _Facts(NamedTuple):
     dim: int
     dtype: torch.dtype
     rows: int
+    grad_dtype: GradDtype
+    sums: torch.dtype
+
+    def sum_dtype(self, options: Options, /) -> torch.dtype:
+        """Return the dtype in which its gradients are accumulated. The dtypes of the options do not change."""
+        return self.sums
 
 
 class _Gathers:
@@ -229,7 +235,9 @@ class Exchange:
         rounding: Rounding,
     ) -> None:
         self._notes, self._note, self._rounding = notes, note, rounding
-        self._facts = [_Facts(p.fqn, p.shape, p.dim, p.dtype, p.rows) for p in params]
+        self._facts = [
+            _Facts(p.fqn, p.shape, p.dim, p.dtype, p.rows, p.grad_dtype, p.sum_dtype(options)) for p in params
+        ]
         self._gathers = [_Gathers(bucket, members, pool, gather_lane) for bucket, members in buckets.items()]
         self._slots = [bucket.nbytes for bucket in buckets]
         self._info, self._transports, self._options = info, transports, options
@@ -284,14 +292,8 @@ class Exchange:
         buckets = self._reduces.get(key)
         if buckets is None:
             options = replace(self._options, divide_factor=factor, only_sums=only_sums)
-            members: dict[torch.dtype, list[int]] = {}
-            for index in wanted:
-                members.setdefault(options.reduce_dtype(self._facts[index].dtype), []).append(index)
             how = self._info, self._transports, options, self.pool, self._lane, self._slots, self._rounding
-            buckets = self._reduces[key] = [
-                ReduceBucket(indices, [self._facts[i] for i in indices], dtype, *how)
-                for dtype, indices in members.items()
-            ]
+            buckets = self._reduces[key] = reduce_buckets(self._facts, wanted, *how)
         return buckets
 
     def leave_slots(self) -> None:

@@ -18,17 +18,18 @@ from .._comm.copies import Gradients
 from .._comm.lanes import Job, Lane
 from .._comm.mesh import MeshInfo
 from .._comm.rounding import Rounding
-from .._errors import ShardConfigStateError
+from .._errors import ShardConfigStateError, ShardConfigValueError
 from .._faults.seat import Notes, ReductionNotes, summary
 from .._memory.pool import BufferPool
-from .._policies import Options, Settings
+from .._policies import Options, Settings, reduce_dtypes
 from .._torch.core import HANDLES, Hook, any_gradient_hooks, without_torch_function
 from .._torch.distributed import dtensor_of, local_tensor, new_dtensor, spec_of
 from .accumulation import AccumulatedGradients
-from .param import ShardedParam, run_all
+from .param import ShardedParam, reduced_as, run_all
 from .phases import TRANSITIONS, GradPhase, illegal
 from .reduction import GroupReduced, ReduceBucket, Reduced, Reduction, free_queued, reduce_buckets
 
+_UNMARKED = contextlib.nullcontext()
 _requires_grad, _sharded, _grad = map(attrgetter, ("requires_grad", "sharded", "grad"))
 
 
@@ -80,7 +81,7 @@ class GroupGradients:
         self._pool, self._lane = pool, lane
         self._shards, self._transports, self._slots = shards, transports, slots
         self.phase = GradPhase.NONE
-        self._accumulated = AccumulatedGradients(params, lane.streams)
+        self._accumulated = AccumulatedGradients(params, self._kept_dtypes, lane.streams)
         self._in_flight = 0  # reductions
         self.hooks_taken = False
         # Torch counts the handles of all hooks. This is the number of handles, without ours, at a time when no
@@ -148,11 +149,13 @@ class GroupGradients:
             pieces: the pieces.
             unused: parameters that had no gradient on any rank: their `.grad` stays None.
         """
-        if self._accumulated.whole or self._accumulated.pieces:
-            with self._accumulated.marked():
+        try:
+            with self._accumulated.marked() if self._accumulated.whole or self._accumulated.pieces else _UNMARKED:
                 self._add(pieces)
-        else:
-            self._add(pieces)
+        except RuntimeError:  # torch refuses a `.grad` of another dtype than `grad_dtype`
+            for index in pieces:
+                self._params[index].check_grad_dtype()
+            raise
         if unused:
             self._accumulated.unmake(unused)
 
@@ -190,9 +193,24 @@ class GroupGradients:
         self._accumulated.note_wanted()
         new = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
         if new:
-            self._accumulated.add(new, [options.reduce_dtype(param.dtype) for param in self._params], lent)
+            self._accumulated.add(new, [param.sum_dtype(options) for param in self._params], lent)
         if self._accumulated.whole:
             self._set_phase(GradPhase.ACCUMULATED)
+
+    def check_unused(self) -> None:
+        """Check that every gradient has a dtype even if no rank computes it, because it is then reduced as zeros.
+
+        Raises:
+            ShardConfigValueError: one has none.
+        """
+        policy = self._settings.current.mp_policy
+        free = [p.fqn for p in self._params if p.grad_dtype == (True, None) and p.sharded.requires_grad]
+        if free and policy.reduce_dtype is None:
+            raise ShardConfigValueError(  # as in torch
+                "Reducing unused parameters with grad_dtype=None requires an explicit MixedPrecisionPolicy.reduce_dtype "
+                f"so every rank can build zero gradients of the same dtype: {free[0]}. Set reduce_dtype to the dtype "
+                "its gradients already have."
+            )
 
     def accumulated(self, index: int) -> torch.Tensor | None:
         """Return the accumulated unsharded gradient of a parameter."""
@@ -253,7 +271,8 @@ class GroupGradients:
         buckets = self.buckets_of.get(key)
         if buckets is None:
             how = self._info, self._transports, options, self._pool, self._lane, self._slots, self._rounding
-            buckets = self.buckets_of[key] = reduce_buckets(self._params, trains, *how)
+            indices = [index for index, trained in enumerate(trains) if trained]
+            buckets = self.buckets_of[key] = reduce_buckets(self._params, indices, *how)
             self._notes.name(key, _reduced(self._params, trains, options))
         self._notes.choose(key)
         return buckets
@@ -261,6 +280,11 @@ class GroupGradients:
     def planned_note(self) -> str:
         """Return the note of a reduction of all parameters that currently require gradients."""
         return self._notes.in_words(_reduced(self._params, self._trains(), self._settings.current))
+
+    def _kept_dtypes(self) -> list[torch.dtype]:
+        """Return the dtype of `.grad` of each parameter."""
+        reduced = reduced_as(self._params, self._settings.current)
+        return [param.grad_dtype.kept(param.dtype, dtype) for param, dtype in zip(self._params, reduced, strict=True)]
 
     def _trains(self) -> tuple[bool, ...]:
         with without_torch_function():  # or each DTensor's `__torch_function__` would run
@@ -346,7 +370,7 @@ def _give_up(jobs: Iterable[Job[Reduced]]) -> None:
 def _reduced(params: Sequence[ShardedParam], trains: Sequence[bool], options: Options) -> str:
     """Describe a reduction for a note."""
     wanted = [param for param, trained in zip(params, trains, strict=True) if trained]
-    dtypes = [options.reduce_dtype(param.dtype) for param in wanted]
+    dtypes = reduce_dtypes([p.sum_dtype(options) for p in wanted], [p.grad_dtype for p in wanted])
     numels = [math.prod(param.shape) * dtype.itemsize for param, dtype in zip(wanted, dtypes, strict=True)]
     text = f"{len(wanted)} parameters, {summary(sum(numels), dtypes)}"
     return text if options.divide_factor is None else f"{text}, divided by {options.divide_factor}"

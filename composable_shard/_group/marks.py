@@ -11,7 +11,7 @@ are read. On an accelerator, unchanged versions are trusted, and a device-side a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -32,11 +32,14 @@ class GradientMarks:
 
     Args:
         params: the parameters of the group.
+        dtypes: returns the dtype of `.grad` of each parameter.
         trusts: whether unchanged versions are enough, as on an accelerator.
     """
 
-    def __init__(self, params: Sequence[ShardedParam], trusts: bool) -> None:
-        self._params = params
+    def __init__(
+        self, params: Sequence[ShardedParam], dtypes: Callable[[], Sequence[torch.dtype]], trusts: bool
+    ) -> None:
+        self._params, self._dtypes = params, dtypes
         self._trusts = trusts
         self._seen: dict[int, _State] = {}  # by index: the state of `.grad` when it was marked
         self._made: dict[int, _State] = {}  # by index: the state of each `.grad` that was made here
@@ -116,9 +119,11 @@ class GradientMarks:
 
     def _make(self, indices: Sequence[int]) -> None:
         """Set `.grad` to -0.0 everywhere. One operator makes all of one dtype, which share their memory."""
-        params = [self._params[index] for index in indices]
-        for dtype in dict.fromkeys(param.dtype for param in params):
-            alike = [param for param in params if param.dtype is dtype]
+        if not indices:
+            return
+        dtypes = self._dtypes()
+        for dtype in dict.fromkeys(dtypes[index] for index in indices):
+            alike = [self._params[index] for index in indices if dtypes[index] is dtype]
             sizes = [param.local.numel() for param in alike]
             flat = torch.full((sum(sizes),), -0.0, dtype=dtype, device=alike[0].local.device)
             for param, piece in zip(alike, torch.split(flat, sizes), strict=True):

@@ -6,7 +6,7 @@ import copy
 import inspect
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from .._comm.copies import own_rows
 from .._comm.mesh import MeshInfo
-from .._errors import ShardConfigStateError
+from .._errors import ShardConfigStateError, ShardConfigValueError
 from .._plan.layout import bucket_layout
-from .._policies import Options
-from .._torch.core import fix_sizes, unflattened
+from .._policies import GradDtype, Options, reduce_dtypes
+from .._torch.core import fix_sizes, grad_dtype_of, set_grad_dtype, unflattened
 from .._torch.distributed import dtensor_at, dtensor_like, local_tensor
 from .._torch.ragged import RaggedTensor
 from .hooks import ParamHooks
@@ -130,13 +130,14 @@ class ShardedParam:
         kept: weak references to unsharded copies of it that user code has kept after a forward. Later gathers make
             these copies show the gathered values again (see `faces.py`).
         hooks: the users' hooks on it.
+        grad_dtype: the `grad_dtype` that users have set on it or on the parameter from before sharding.
         in_pre_all_gather: whether its `fsdp_pre_all_gather` is running.
         module: a weak reference to the module that has it; None until the root is known.
     """
 
     __slots__ = (
-        "__weakref__", "_cut", "_whole", "carried", "dim", "fqn", "hooks", "in_pre_all_gather", "keeps_dtype", "kept",
-        "module", "parallel", "rows", "shape", "sharded",
+        "__weakref__", "_cut", "_whole", "carried", "dim", "fqn", "grad_dtype", "hooks", "in_pre_all_gather",
+        "keeps_dtype", "kept", "module", "parallel", "rows", "shape", "sharded",
     )  # fmt: skip
 
     def __init__(self, fqn: str, sharded: nn.Parameter, cut: Cut, shape: tuple[int, ...]) -> None:
@@ -149,6 +150,7 @@ class ShardedParam:
         self.hooks = ParamHooks()
         self.in_pre_all_gather = False
         self._whole: weakref.ref[nn.Parameter] | None = None
+        self.grad_dtype = GradDtype()
         self.prepare()
         _all.add(self)
 
@@ -195,6 +197,8 @@ class ShardedParam:
         if id(sharded) not in memo:  # torch's own copy of a DTensor fails if it has a gradient
             with torch.no_grad():
                 twin = nn.Parameter(dtensor_like(sharded, self.local.clone()), sharded.requires_grad)
+                if self.grad_dtype.is_set:
+                    set_grad_dtype(twin, self.grad_dtype.dtype)
                 if sharded.grad is not None:
                     twin.grad = dtensor_like(sharded, local_tensor(sharded.grad).clone())
             twin.__dict__.update(copy.deepcopy(sharded.__dict__, memo))
@@ -211,6 +215,27 @@ class ShardedParam:
         self.rename(self.fqn)
         for tensor in (self.sharded, self.local):
             fix_sizes(tensor)
+        self.adopt_grad_dtype()
+
+    def adopt_grad_dtype(self, source: torch.Tensor | None = None) -> None:
+        """Adopt the `grad_dtype` that users have set on `source`, by default the sharded parameter.
+
+        It cannot be unset, so a parameter that has replaced the sharded one gets it, as in FSDP2.
+
+        Raises:
+            ShardConfigValueError: it is not a dtype for gradients.
+        """
+        asked = GradDtype(*grad_dtype_of(self.sharded if source is None else source))
+        if not asked.is_set:
+            asked = self.grad_dtype
+        elif asked.dtype is not None and not (asked.dtype.is_floating_point or asked.dtype.is_complex):
+            raise ShardConfigValueError(
+                f"parameter {self.fqn}: has grad_dtype {asked.dtype}; set it to a floating-point dtype, or to None for "
+                "the dtype in which the gradient is computed"
+            )
+        if asked.is_set and grad_dtype_of(self.sharded) != asked:
+            set_grad_dtype(self.sharded, asked.dtype)
+        self.grad_dtype = asked
 
     @property
     def local(self) -> torch.Tensor:
@@ -227,11 +252,16 @@ class ShardedParam:
         stored = self.sharded.dtype
         return stored if self.keeps_dtype else options.compute_dtype(stored)
 
+    def sum_dtype(self, options: Options) -> torch.dtype:
+        """Return the dtype in which its gradients are accumulated."""
+        stored = self.sharded.dtype
+        return options.sum_dtype(stored, self.compute_dtype(options), self.grad_dtype)
+
     def local_gradient(self, gradient: torch.Tensor, options: Options) -> torch.Tensor:
         """Return the gradient of the gathered tensor, from that of the unsharded parameter as modules see it."""
         if self.parallel is None:
             return gradient
-        return self.parallel.local_gradient(gradient, options.reduce_dtype(self.dtype))
+        return self.parallel.local_gradient(gradient, self.sum_dtype(options))
 
     def piece_of(self, whole: torch.Tensor, info: MeshInfo) -> DTensor:
         """Return this rank's piece of an unsharded value of this parameter (or of its local tensor), placed like it."""
@@ -261,10 +291,32 @@ class ShardedParam:
         """Set `.grad`."""
         self.sharded.grad = gradient
 
-    def nothing(self) -> DTensor:
+    def check_grad_dtype(self) -> None:
+        """Check that `grad_dtype` was not changed since it was adopted.
+
+        Raises:
+            ShardConfigStateError: it was changed.
+        """
+        is_set, dtype = grad_dtype_of(self.sharded)
+        if is_set and (is_set, dtype) != self.grad_dtype:
+            raise ShardConfigStateError(
+                f"parameter {self.fqn}: grad_dtype was set to {dtype} after the first forward; set it before"
+            )
+
+    def nothing(self, options: Options) -> DTensor:
         """Return a gradient piece of -0.0: adding it changes no bit of a sum and no mark (see `marks.py`)."""
-        local = self.local
-        return dtensor_like(self.sharded, torch.full(local.shape, -0.0, dtype=local.dtype, device=local.device))
+        local, dtype = self.local, self.grad_dtype.kept(self.dtype, self.sum_dtype(options))
+        return dtensor_like(self.sharded, torch.full(local.shape, -0.0, dtype=dtype, device=local.device))
+
+
+def reduced_as(params: Sequence[ShardedParam], options: Options) -> list[torch.dtype]:
+    """Return the dtypes in which the gradients of a group's parameters are reduced."""
+    sums = [param.sum_dtype(options) for param in params]
+    trained = [index for index, param in enumerate(params) if param.sharded.requires_grad]
+    dtypes = reduce_dtypes([sums[index] for index in trained], [params[index].grad_dtype for index in trained])
+    for index, dtype in zip(trained, dtypes, strict=True):
+        sums[index] = dtype
+    return sums
 
 
 _all: weakref.WeakSet[ShardedParam] = weakref.WeakSet()

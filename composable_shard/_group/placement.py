@@ -347,17 +347,11 @@ def _check_can_shard(name: str, param: nn.Parameter, info: MeshInfo) -> None:
     """Refuse a parameter that cannot be sharded on `info`'s mesh.
 
     Raises:
-        ShardConfigValueError: it is a scalar, not contiguous, on a device other than this rank's, or requests gradients
-            of a dtype other than its own.
+        ShardConfigValueError: it is a scalar, not contiguous, or on a device other than this rank's.
         ShardConfigTypeError: it is a lazy parameter, which has no shape yet.
     """
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ShardConfigTypeError(f"parameter {name}: has no shape yet; run the lazy module once before sharding it")
-    if getattr(param, "grad_dtype", None) not in (None, param.dtype):
-        raise ShardConfigValueError(
-            f"parameter {name}: has grad_dtype {param.grad_dtype}, which is not supported; do not set it, so that "
-            "gradients are kept in the dtype of the parameter"
-        )
     if param.ndim == 0:
         raise ShardConfigValueError(
             f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1, or "

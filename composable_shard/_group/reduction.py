@@ -24,7 +24,7 @@ from .._comm.rounding import Rounding
 from .._memory.pool import BufferPool
 from .._memory.slots import Slot
 from .._plan.layout import ReduceLayout, reduce_layout
-from .._policies import AllReduceHook, Comms, Options, division
+from .._policies import AllReduceHook, Comms, GradDtype, Options, division, reduce_dtypes
 from .._torch.core import has_memory, plainly
 from .accumulation import Partial
 
@@ -48,6 +48,11 @@ class Reducible(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
+
+    @property
+    def grad_dtype(self) -> GradDtype: ...
+
+    def sum_dtype(self, options: Options, /) -> torch.dtype: ...
 
 
 class Reduced:
@@ -183,7 +188,7 @@ class ReduceBucket:
         self._shard, self._replicate = transports.reduce, transports.replicate
         self._mean, self._divide_before, self._divide_after = _division(dtype, info, transports, options)
         self._has_all = indices == list(range(len(indices)))
-        stored = [param.dtype for param in params]
+        stored = [param.grad_dtype.kept(param.dtype, dtype) for param in params]
         self._copies = GradientCopies(layout, dtype, stored, info.shard_rank, info.device, lane.streams)
         self._others = {*stored} - {dtype}
         self._hook = _on_stream(options.comms)
@@ -462,7 +467,7 @@ class GroupReduced:
 
 def reduce_buckets(
     params: Sequence[Reducible],
-    trains: Sequence[bool],
+    wanted: Sequence[int],
     info: MeshInfo,
     transports: Transports,
     options: Options,
@@ -475,14 +480,14 @@ def reduce_buckets(
 
     Args:
         params: the group's parameters.
-        trains: for each, whether it requires a gradient.
+        wanted: indices of those whose gradients are reduced.
         info, transports, options, pool, lane: the group's.
         slots: sizes in bytes of the slots of unsharded parameters. A reduction that nearly fits one requests its size.
         rounding: the rounding state of the group.
     """
     members: dict[torch.dtype, list[int]] = {}
-    for index, (param, trained) in enumerate(zip(params, trains, strict=True)):
-        if trained:
-            members.setdefault(options.reduce_dtype(param.dtype), []).append(index)
+    sums, asked = [params[i].sum_dtype(options) for i in wanted], [params[i].grad_dtype for i in wanted]
+    for index, dtype in zip(wanted, reduce_dtypes(sums, asked), strict=True):
+        members.setdefault(dtype, []).append(index)
     how = info, transports, options, pool, lane, slots, rounding
     return [ReduceBucket(indices, [params[i] for i in indices], dtype, *how) for dtype, indices in members.items()]

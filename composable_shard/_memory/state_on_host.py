@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._comm.lanes import Awaitable, Job, Steps, lane_for
+from .._torch.core import set_grad_dtype
 from .._torch.distributed import dtensor_at
 from .state_on_disk import local_part
 
@@ -118,6 +119,8 @@ class StateOnHost:
         for param in part:
             twin = nn.Parameter(self._copy(param.detach()), requires_grad=True)
             assert param.grad is not None
+            if param.grad.dtype is not param.dtype:
+                set_grad_dtype(twin, param.grad.dtype)
             twin.grad = self._copy(param.grad)
             twins.append(twin)
         yield from _nothing()

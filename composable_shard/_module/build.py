@@ -20,6 +20,7 @@ from .._errors import ShardConfigStateError
 from .._faults.seat import Notes, Seat
 from .._group.extension import is_extended
 from .._group.group import GroupComm, ParamGroup, Runtime
+from .._group.param import reduced_as
 from .._group.saved_tensors import give_way
 from .._memory.pool import BufferPool
 from .._plan.plan import GroupPlan, ParamPlan, ShardPlan
@@ -161,6 +162,8 @@ class _Tree:
             state.entries.keep_lists(recurrent)
             state.entries.name_modules(names)
             state.entries.adopt()
+            for param in state.declaration.params:
+                param.adopt_grad_dtype()
 
     def set_holders(self) -> None:
         """Set the module of each parameter."""
@@ -228,13 +231,13 @@ def _describe(fqn: str, asked: Declaration, is_root: bool, transports: Transport
                 shape=p.shape,
                 stored=p.dtype,
                 gathered=p.compute_dtype(options),
-                reduced=options.reduce_dtype(p.dtype),
+                reduced=reduced,
                 trains=p.sharded.requires_grad,
                 dim=p.dim,
                 rows=p.rows,
                 packed=p.carried is not None,
             )
-            for p in asked.params
+            for p, reduced in zip(asked.params, reduced_as(asked.params, options), strict=True)
         ),
         shard_size=asked.info.shard_size,
         mesh=str(asked.info),

@@ -418,6 +418,22 @@ def default_reduce_dtype(stored: torch.dtype, compute: torch.dtype) -> torch.dty
     return stored if _REDUCES_AS_STORED else compute
 
 
+def grad_dtype_of(param: torch.Tensor) -> tuple[bool, torch.dtype | None]:
+    """Whether `grad_dtype` was set on a parameter, and its value.
+
+    torch before 2.15 does not say whether it was set; there, the parameter's own dtype counts as not set.
+    """
+    with without_torch_function():
+        dtype: torch.dtype | None = param.grad_dtype
+        return getattr(param, "_has_grad_dtype_override", dtype is not param.dtype), dtype
+
+
+def set_grad_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Set the dtype that `.grad` of a parameter must have; None for any."""
+    with without_torch_function():
+        param.grad_dtype = dtype
+
+
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # attributes of a leaf with its two types of hooks
 _tensor_hooks, _post_accumulate_hooks = map(attrgetter, _HOOKS)
 

@@ -188,11 +188,3 @@ def test_a_third_dtype_is_an_error(rank, world):
     policy = kind(param_dtype=BF16, param_dtype_override_fn=lambda param: torch.float16)
     with pytest.raises(ValueError, match=r"override_fn: returned torch.float16 for parameter weight; expected"):
         fully_shard(Scaled(), mp_policy=policy)
-
-
-@distributed(world=1)
-def test_a_grad_dtype_other_than_the_parameters_is_an_error(rank, world):
-    model = Scaled()
-    model.scale.grad_dtype = BF16
-    with pytest.raises(ValueError, match=r"parameter scale: has grad_dtype torch.bfloat16, which is not supported"):
-        fully_shard(model)
