@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter, is_, is_not
 
 import torch
@@ -81,7 +82,7 @@ class GroupGradients:
         self._pool, self._lane = pool, lane
         self._shards, self._transports, self._slots = shards, transports, slots
         self.phase = GradPhase.NONE
-        self._accumulated = AccumulatedGradients(params, self._kept_dtypes, lane.streams)
+        self._accumulated = AccumulatedGradients(params, partial(_kept_dtypes, params, settings), lane.streams)
         self._in_flight = 0  # reductions
         self.hooks_taken = False
         # Torch counts the handles of all hooks. This is the number of handles, without ours, at a time when no
@@ -207,9 +208,9 @@ class GroupGradients:
         free = [p.fqn for p in self._params if p.grad_dtype == (True, None) and p.sharded.requires_grad]
         if free and policy.reduce_dtype is None:
             raise ShardConfigValueError(  # as in torch
-                "Reducing unused parameters with grad_dtype=None requires an explicit MixedPrecisionPolicy.reduce_dtype "
-                f"so every rank can build zero gradients of the same dtype: {free[0]}. Set reduce_dtype to the dtype "
-                "its gradients already have."
+                "Reducing unused parameters with grad_dtype=None requires an explicit "
+                "MixedPrecisionPolicy.reduce_dtype so every rank can build zero gradients of the same dtype: "
+                f"{free[0]}. Set reduce_dtype to the dtype its gradients already have."
             )
 
     def accumulated(self, index: int) -> torch.Tensor | None:
@@ -280,11 +281,6 @@ class GroupGradients:
     def planned_note(self) -> str:
         """Return the note of a reduction of all parameters that currently require gradients."""
         return self._notes.in_words(_reduced(self._params, self._trains(), self._settings.current))
-
-    def _kept_dtypes(self) -> list[torch.dtype]:
-        """Return the dtype of `.grad` of each parameter."""
-        reduced = reduced_as(self._params, self._settings.current)
-        return [param.grad_dtype.kept(param.dtype, dtype) for param, dtype in zip(self._params, reduced, strict=True)]
 
     def _trains(self) -> tuple[bool, ...]:
         with without_torch_function():  # or each DTensor's `__torch_function__` would run
@@ -365,6 +361,12 @@ def _give_up(jobs: Iterable[Job[Reduced]]) -> None:
     for job in jobs:
         with contextlib.suppress(Exception):
             job.finish()
+
+
+def _kept_dtypes(params: Sequence[ShardedParam], settings: Settings) -> list[torch.dtype]:
+    """Return the dtype of `.grad` of each parameter of a group."""
+    reduced = reduced_as(params, settings.current)
+    return [param.grad_dtype.kept(param.dtype, dtype) for param, dtype in zip(params, reduced, strict=True)]
 
 
 def _reduced(params: Sequence[ShardedParam], trains: Sequence[bool], options: Options) -> str:

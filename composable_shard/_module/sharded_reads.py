@@ -60,12 +60,16 @@ def explaining_methods(cls: type[nn.Module], call: CodeType) -> dict[str, Callab
         cls: the class of a module that is being sharded.
         call: the code that calls sharded modules.
     """
-    found = {name: inspect.getattr_static(cls, name) for name in dir(cls) if not name.startswith("_")}
+    public = {name: inspect.getattr_static(cls, name) for name in dir(cls) if not name.startswith("_")}
     return {
         name: _explaining(method, call)
-        for name, method in found.items()
-        if isinstance(method, FunctionType) and name != "forward" and not method.__module__.startswith("torch.")
+        for name, method in public.items()
+        if isinstance(method, FunctionType) and name != "forward" and not _is_of_torch(method)
     }
+
+
+def _is_of_torch(method: FunctionType) -> bool:
+    return (method.__module__ or "").startswith("torch.")  # a class that `exec` defines may have no module
 
 
 def _explaining(function: FunctionType, call: CodeType) -> Callable[..., Any]:

@@ -179,8 +179,8 @@ def test_the_training_state_can_be_set_to_idle_only(rank, world):
 # ---- names that code calls
 
 
-def trained_by_hand(model, rank, heads):
-    """Accumulate over two microbatches, then reduce each group by hand, as code with several heads does."""
+def trained_by_calls(model, rank, heads):
+    """Accumulate over two microbatches, then call `post_backward` for each group, as code with several heads does."""
     model.set_requires_gradient_sync(False)
     model.set_reshard_after_backward(False)
     for step in range(2):
@@ -210,7 +210,7 @@ def test_groups_can_be_reduced_by_hand_after_microbatches_without_sync(rank, wor
             engine(block)
         engine(model)
         for _ in range(2):
-            trained_by_hand(model, rank, all_groups)
+            trained_by_calls(model, rank, all_groups)
             gradients = [p.grad.full_tensor() for p in model.parameters()]
             torch.optim.SGD(model.parameters(), lr=0.1).step()
             model.zero_grad()
@@ -241,7 +241,7 @@ def test_a_group_that_is_not_reduced_by_hand_keeps_its_gradients(rank, world):
         for block in each.blocks:
             fully_shard(block)
         fully_shard(each)
-    trained_by_hand(model, rank, lambda model: [model.blocks[0]])
+    trained_by_calls(model, rank, lambda model: [model.blocks[0]])
     groups = [module._get_fsdp_state()._fsdp_param_group for module in all_groups(model)]
     waiting = [any(p.unsharded_accumulated_grad is not None for p in group.fsdp_params) for group in groups]
     assert waiting == [False] + [True] * len(model.blocks)
