@@ -126,9 +126,9 @@ def test_a_copy_can_keep_a_moving_average_of_the_weights(rank, world):
 
 
 @pytest.mark.parametrize("run", ["eager", "compiled"])
-@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("deleted", [False, True])
 @distributed(world=2)
-def test_a_shallow_copy_shares_parameters_and_engine_with_the_original(rank, world, gone, run):
+def test_a_shallow_copy_shares_parameters_and_engine_with_the_original(rank, world, deleted, run):
     model, plain = twins(shard=shard_blocks)
     made = copy.copy(model)
     assert type(made) is type(model)
@@ -139,11 +139,11 @@ def test_a_shallow_copy_shares_parameters_and_engine_with_the_original(rank, wor
     assert not hasattr(model, "tag")
     forward = torch.compile(made, backend="aot_eager", fullgraph=True) if run == "compiled" else made
     optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (made, plain))
-    if gone:
+    if deleted:
         del model
         gc.collect()
     for step in range(3):
-        loss = loss_of(forward if gone or step != 1 else model, step)
+        loss = loss_of(forward if deleted or step != 1 else model, step)
         assert torch.equal(loss, loss_of(plain, step))
         loss.backward()
         loss_of(plain, step).backward()
