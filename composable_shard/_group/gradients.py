@@ -30,7 +30,6 @@ from .param import ShardedParam, reduced_as, run_all
 from .phases import TRANSITIONS, GradPhase, illegal
 from .reduction import GroupReduced, ReduceBucket, Reduced, Reduction, free_queued, reduce_buckets
 
-_UNMARKED = contextlib.nullcontext()
 _requires_grad, _sharded, _grad = map(attrgetter, ("requires_grad", "sharded", "grad"))
 
 
@@ -151,7 +150,10 @@ class GroupGradients:
             unused: parameters that had no gradient on any rank: their `.grad` stays None.
         """
         try:
-            with self._accumulated.marked() if self._accumulated.whole or self._accumulated.pieces else _UNMARKED:
+            if self._accumulated.whole or self._accumulated.pieces:
+                with self._accumulated.marked():
+                    self._add(pieces)
+            else:
                 self._add(pieces)
         except RuntimeError:  # torch refuses a `.grad` of another dtype than `grad_dtype`
             for index in pieces:
