@@ -51,6 +51,7 @@ from tensordict import TensorDict  # noqa: E402
 from tokenizers import Tokenizer, models  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
@@ -361,16 +362,19 @@ def kept(run: Run) -> None:
     run.agrees("restored weights", run.noted["weights, restored"], run.noted["weights before"], tolerance=0)
 
 
-@rows("set_reshard_after_forward of verl, before and after an evaluation")
+@rows("set_reshard_after_forward of verl, between training steps")
 def resharding(run: Run) -> None:
-    engine = engine_of(run)
-    trains(run, engine, count=1, name=" first")
+    engine = trains(run, engine_of(run), count=1, name=" first")
+    tokens = torch.arange(12).view(2, 6) + run.rank
     for reshard in (False, True):
         set_reshard_after_forward(engine.module, reshard)
-        run.note(f"log probabilities {reshard}", infers(run, engine).values())
-        run.note(f"sharded parameters {reshard}", sum(hasattr(p, "placements") for p in engine.module.parameters()))
-        engine.module.reshard()
+        # With gradients: without them, composable_shard reshards all groups at the end of the forward.
+        output = engine.module(input_ids=tokens, use_cache=False).logits
+        layers = engine.module.model.layers.parameters()
+        run.note(f"sharded parameters {reshard}", sum(isinstance(each, DTensor) for each in layers))
+        output.float().logsumexp(-1).mean().backward()
         trains(run, engine, first=1 + reshard, count=1, name=f" {reshard}")
+        run.note(f"log probabilities {reshard}", infers(run, engine).values())
 
 
 class Abstract(nn.Module, ABC):
