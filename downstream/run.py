@@ -35,6 +35,7 @@ ROOT = HERE.parent
 RESULTS = HERE / "results.json"
 DEFECT = "DEFECT"
 TORCH = "2.13.0"
+NO_DEPS = "--no-deps "
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,22 @@ def python_of(environment: str, folder: Path, console: Console) -> str:
         subprocess.run([sys.executable, "-m", "venv", made], check=True)
         pip = [str(python), "-m", "pip", "install", "--quiet"]
         subprocess.run([*pip, f"torch=={TORCH}"], check=True)  # first, so that the requirements add no CUDA build
-        subprocess.run([*pip, "-r", asked, f"torch=={TORCH}"], check=True)
+        needed, alone = requirements(asked.read_text())
+        subprocess.run([*pip, *needed, f"torch=={TORCH}"], check=True)
+        if alone:
+            subprocess.run([*pip, "--no-deps", *alone], check=True)
         stamp.write_text(asked.read_text())
     return str(python)
+
+
+def requirements(text: str) -> tuple[list[str], list[str]]:
+    """Return the requirements in the text, and those of lines `--no-deps NAME==VERSION`.
+
+    Some libraries require packages that only run on GPUs. Their files list the other dependencies.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    alone = [line.removeprefix(NO_DEPS) for line in lines if line.startswith(NO_DEPS)]
+    return [line for line in lines if not line.startswith(NO_DEPS)], alone
 
 
 def run_part(part: Part, options: argparse.Namespace, console: Console) -> dict[str, Any]:
