@@ -35,6 +35,7 @@ ROOT = HERE.parent
 RESULTS = HERE / "results.json"
 DEFECT = "DEFECT"
 TORCH = "2.13.0"
+ALONE = "  # --no-deps"  # marks a requirement whose own requirements are not installed, for example CUDA-only packages
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,11 @@ def python_of(environment: str, folder: Path, console: Console) -> str:
         subprocess.run([sys.executable, "-m", "venv", made], check=True)
         pip = [str(python), "-m", "pip", "install", "--quiet"]
         subprocess.run([*pip, f"torch=={TORCH}"], check=True)  # first, so that the requirements add no CUDA build
-        subprocess.run([*pip, "-r", asked, f"torch=={TORCH}"], check=True)
+        lines = asked.read_text().splitlines()
+        alone = [line.removesuffix(ALONE) for line in lines if line.endswith(ALONE)]
+        subprocess.run([*pip, *(line for line in lines if not line.endswith(ALONE)), f"torch=={TORCH}"], check=True)
+        if alone:
+            subprocess.run([*pip, "--no-deps", *alone], check=True)
         stamp.write_text(asked.read_text())
     return str(python)
 
