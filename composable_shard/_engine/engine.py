@@ -34,7 +34,7 @@ from .._comm.agreement import Among
 from .._comm.copies import Gradients
 from .._errors import ShardConfigStateError
 from .._faults.seat import Seat
-from .._group.bucket import Bucket
+from .._group.bucket import Bucket, Saved
 from .._group.edits import lost_edit
 from .._group.group import Entries, ParamGroup, Runtime
 from .._group.hooks import WATCHED
@@ -432,12 +432,22 @@ class Engine:
     def _finish_later_uses(self, now: BackwardPass, use: Use) -> None:
         """Complete the uses that get no more gradients once backward has reached `use`.
 
-        Backward visits uses from the last to the first, so it has finished all uses that began after the forward of
-        `use` ended. Otherwise, a use whose node this pass does not run would stay active until backward ends.
+        Otherwise, a use whose node this pass does not run would stay active until backward ends.
         """
         for later in list(self.active.values()):
-            if later.number > use.last and not now.will_fire(later):
+            if self._is_past(later, use) and not now.will_fire(later):
                 self._complete(now, later, [None] * len(later.group.params))
+
+    def _is_past(self, other: Use, use: Use) -> bool:
+        """Whether backward, which has now reached `use`, needs the weights of `other`, an active use, no longer.
+
+        Backward visits uses from the last to the first, so it has finished all that began after the forward of `use`
+        ended. A recomputed use comes after those that earlier recomputations have made. If it is not within one of
+        them, backward has finished that one.
+        """
+        if other.number > use.last:
+            return True
+        return other.made_in >= 0 and other.last < use.number and not self.order.encloses(other.group, use.group)
 
     def fetch(self, bucket: Bucket) -> None:
         """Gather the group of a saved weight that backward unpacks, unless it is unsharded already."""
@@ -569,16 +579,16 @@ class Engine:
             use.forget()
         self._do.give_up_idle()
 
-    def on_handles_gone(self, use: Use) -> None:
-        """The last saved weight of a use of a frozen group was freed: end its backward, if one is running.
+    def on_handles_gone(self, use: Use, saved: Saved) -> None:
+        """The last saved weight of a use of a frozen group was freed: end its backward, if nothing else may read them.
 
-        This does not apply to groups with packed weights. Their backward may still read them, because layers keep views
-        of these weights that the engine does not see.
+        The backward of packed weights may still read them, because layers keep views of them that the engine does not
+        see. If modules have saved none of their weights, they may run in a checkpoint, whose recomputation reads them.
         """
         self.uses.graph_gone(use)
-        if use.group.layout.packed:
+        if self.active.get(use.group) is not use or self._pass is None or not self._pass.alive:
             return
-        if self.active.get(use.group) is use and self._pass is not None and self._pass.alive:
+        if not use.group.layout.packed and use.group.all_have_saved(saved):
             self._end_use(self._pass, use)
 
     def on_gradient_outside_forward(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from .._errors import ShardConfigStateError
+from .._group.bucket import Saved
 from .._group.group import ParamGroup
 from .._group.param import lend_attributes, lent_attributes, run_all
 from .._torch.core import (
@@ -187,8 +188,8 @@ class NodeOwner(Protocol):
     def on_gradients(self, use: Use, node: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Handle the gradients when the node of a use runs; returns the gradients for the sharded parameters."""
 
-    def on_handles_gone(self, use: Use) -> None:
-        """Handle that the last saved weight of a use of a frozen group was freed."""
+    def on_handles_gone(self, use: Use, saved: Saved) -> None:
+        """Handle that the last saved weight of a use of a frozen group was freed; `saved` are all that there were."""
 
 
 class _Lifeline:
@@ -205,16 +206,21 @@ class _Lifeline:
 
 
 class Keeper:
-    """Held by all handles of a use of a frozen group, which has no node; notifies the owner when the last is freed."""
+    """Held by all handles of a use of a frozen group, which has no node; notifies the owner when the last is freed.
 
-    __slots__ = ("_owner", "_use")
+    Attributes:
+        saved: the weights that have handles.
+    """
+
+    __slots__ = ("_owner", "_use", "saved")
 
     def __init__(self, owner: NodeOwner, use: Use) -> None:
         self._owner = owner
         self._use = use
+        self.saved: Saved = set()
 
     def __del__(self) -> None:
-        self._owner.on_handles_gone(self._use)
+        self._owner.on_handles_gone(self._use, self.saved)
 
 
 class Witness:

@@ -256,6 +256,13 @@ class Order:
             self._next, listed = index + 1, forwards[index][1]
         return self.explicit.get((False, group), listed) if self.explicit else listed
 
+    def encloses(self, outer: ParamGroup, inner: ParamGroup) -> bool:
+        """Whether the modules of `inner` are in those of `outer`."""
+        around, fqn = dict(self.plan.around), inner.fqn
+        while fqn in around and fqn != outer.fqn:
+            fqn = around[fqn]
+        return outer.is_root or fqn == outer.fqn
+
     def all_have_begun(self) -> bool:
         """Whether the forward of the last group of the schedule has begun."""
         return self._next >= len(self.forward.forward)

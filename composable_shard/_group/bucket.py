@@ -42,6 +42,9 @@ class _Members(dict[Place, int]):
         return index
 
 
+Saved = set[tuple["Bucket", Place | int]]  # parameters with handles; an int is an index, outside of the pool's memory
+
+
 class Gatherer:
     """Queues the gathers of one bucket. Views are made once per slot and kept, so each step only repeats the copies.
 
@@ -169,6 +172,10 @@ class Bucket:
     def weights(self) -> list[torch.Tensor]:
         """The unsharded parameters, without autograd history."""
         raise NotImplementedError
+
+    def name_of(self, place: Place | int) -> str:
+        """Return the name of the parameter at a place, or with an index."""
+        return self.fqns[place if isinstance(place, int) else self.members[place]]  # type: ignore[attr-defined]
 
     def weights_for_use(self) -> list[torch.Tensor]:
         """Return the unsharded parameters for a forward that begins; `begin_use` must follow when its node is made."""

@@ -18,6 +18,7 @@ from operator import attrgetter, methodcaller
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from .._comm.collectives import Transports
 from .._comm.lanes import Job, Lane
@@ -30,7 +31,7 @@ from .._memory.slots import Request
 from .._plan.schedule import ROOT_NAME
 from .._policies import Options, Settings
 from .._torch.distributed import local_tensor
-from .bucket import Bucket, GatherBucket, gather_bucket
+from .bucket import Bucket, GatherBucket, Saved, gather_bucket
 from .edits import changed, lost_edit
 from .exchange import Exchange
 from .extension import ExtensionBucket, is_extended
@@ -283,6 +284,19 @@ class ParamGroup:
     def trains(self) -> bool:
         """Whether any parameter requires a gradient now."""
         return any(map(_requires_grad, self.shards))
+
+    def all_have_saved(self, saved: Saved) -> bool:
+        """Whether each module of the group has a parameter among these saved ones, or never saves any.
+
+        Embeddings save none. Parameters without a module belong to no forward.
+        """
+        names = {bucket.name_of(place) for bucket, place in saved}
+        holders: dict[int, bool] = {}
+        for param in self.params:
+            module = param.module() if param.module is not None else None
+            saves_none = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            holders[id(module)] = holders.get(id(module), saves_none) or param.fqn in names
+        return all(holders.values())
 
     # ---- parameters
 

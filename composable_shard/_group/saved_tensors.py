@@ -32,9 +32,15 @@ from .._torch.core import (
     saved_tensors_hooks_set_aside,
     unflattened,
 )
-from .bucket import Bucket
+from .bucket import Bucket, Saved
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class HandleKeeper(Protocol):
+    """An object that all handles of a use hold."""
+
+    saved: Saved
 
 
 class WeightOwner(Protocol):
@@ -56,7 +62,7 @@ class WeightOwner(Protocol):
         """Handle the event that backward has read half of the handles of a use."""
 
     @property
-    def keepers(self) -> Mapping[Bucket, object]:
+    def keepers(self) -> Mapping[Bucket, HandleKeeper]:
         """By bucket, an object that all new handles hold, so that its deletion shows that the last handle was freed."""
 
 
@@ -202,6 +208,8 @@ class _Hooks:
             if not bucket.shown:
                 bucket.writes.packed.append((place, tensor._version))
         keeper = self._keepers.get(bucket) if self._keepers else None
+        if keeper is not None:
+            keeper.saved.add((bucket, slot.index if type(slot) is Outside else place))
         return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown, tensor._version))
 
     def _flattened(self, tensor: Any) -> Any:

@@ -7,8 +7,10 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
-from _engines import fully_shard
+from _engines import ENGINES, fully_shard
 from _models import Stack, shard_blocks, shard_lists, shard_nested, vectors
 from _parity import Case, check_parity, plain_step
 from _pool import distributed
@@ -161,3 +163,90 @@ def test_a_frozen_group_reshards_after_its_backward(rank, world):
     model(*vectors(rank, 0)).sum().backward()
     after = dict(model.named_parameters())
     assert all(after[name] is param for name, param in before.items())
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a LoRA adapter."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+        self.a, self.b = nn.Linear(8, 3, bias=False), nn.Linear(3, 8, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+
+def again(function, x, reentrant):
+    return checkpoint(function, x, use_reentrant=reentrant) if x.requires_grad else function(x)
+
+
+class Layer(nn.Module):
+    """A frozen layer that checkpoints a part of itself, with an adapter in that part."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        self.norm, self.adapted = nn.RMSNorm(8).requires_grad_(False), Adapted()
+        self.out = nn.Linear(8, 8).requires_grad_(False)
+
+    def part(self, x):
+        return self.adapted(self.norm(x))
+
+    def forward(self, x):
+        return x + self.out(again(self.part, x, self.reentrant))
+
+
+class Adapters(nn.Module):
+    """A frozen model with adapters, whose layers may be checkpointed as a whole, too."""
+
+    def __init__(self, reentrant, outer):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 8).requires_grad_(False)
+        self.layers = nn.ModuleList(Layer(reentrant) for _ in range(4))
+        self.head = nn.Linear(8, 11).requires_grad_(False)
+        self.reentrant, self.outer = reentrant, outer
+        self.most = 0  # layers that were unsharded at the same time in backward
+
+    def forward(self, ids):
+        x = self.embed(ids).requires_grad_()
+        for layer in self.layers:
+            if x.requires_grad:
+                x.register_hook(self.count)
+            x = again(layer, x, self.reentrant) if self.outer else layer(x)
+        return self.head(x).clone()  # FSDP2 warns about views
+
+    def count(self, _):
+        self.most = max(self.most, sum(not isinstance(layer.out.weight, DTensor) for layer in self.layers))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved tensors", "reentrant"])
+@pytest.mark.parametrize("outer", [False, True], ids=["parts", "parts and layers"])
+@pytest.mark.parametrize("layers", [False, True], ids=["root", "layers"])
+@distributed(world=2)
+def test_recomputed_parts_of_a_frozen_group_read_its_weights(rank, world, reentrant, outer, layers):
+    """The adapters are groups of their own, so the groups of the layers, or of the root, are frozen."""
+    ids = torch.randint(11, (3, 5), generator=torch.Generator().manual_seed(0))
+    plain = Adapters(reentrant, outer)
+    models = {name: Adapters(reentrant, outer) for name in ENGINES}
+    for name, model in models.items():
+        for layer in model.layers:
+            ENGINES[name](layer.adapted.a)
+            ENGINES[name](layer.adapted.b)
+            if layers:
+                ENGINES[name](layer)
+        ENGINES[name](model)
+    for _ in range(2):  # the second step follows the plan of the first
+        for model in (plain, *models.values()):
+            model(ids).square().mean().backward()
+        for name, param in plain.named_parameters():
+            for model in models.values():
+                grad = model.get_parameter(name).grad
+                assert (grad is None) is (param.grad is None), name
+                if grad is not None:
+                    torch.testing.assert_close(grad.full_tensor(), param.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(models["ours"](ids), plain(ids))
+    if layers:
+        assert 0 < models["ours"].most <= 3, "the layer itself, the one before it, and the one that is prefetched"
