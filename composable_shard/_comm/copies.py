@@ -233,7 +233,7 @@ class Parts(NamedTuple):
     """The result of a reduction, cut into pieces.
 
     Attributes:
-        pieces: this rank's piece of each gradient, in the dtype in which the parameter is stored.
+        pieces: this rank's piece of each gradient, in the dtype of `.grad`.
         used: the reduced marks on the device, one per gradient: positive if any rank had that gradient.
     """
 
@@ -247,7 +247,7 @@ class GradientCopies:
     Args:
         chunk: the layout of the gradients in a chunk and of the marks behind them.
         dtype: the dtype of the bucket.
-        stored: dtypes of the parameters.
+        kept: for each parameter, the dtype of `.grad`.
         rank, device: this rank's.
         streams: whether the device is an accelerator, on which the same operator can also convert gradients from
             bfloat16 to float32.
@@ -260,20 +260,20 @@ class GradientCopies:
         self,
         chunk: ReduceLayout,
         dtype: torch.dtype,
-        stored: Sequence[torch.dtype],
+        kept: Sequence[torch.dtype],
         rank: int,
         device: torch.device,
         streams: bool = False,
     ) -> None:
         self._layout = layout = chunk.result
-        self._stored = stored
+        self._kept = kept
         self.ones = torch.ones(layout.world * chunk.marks, dtype=dtype, device=device)
         even = all(at.even and at.piece and at.dim == 0 for at in layout.params)
         fused = [dtype] if even else []
         if even and streams and dtype == torch.float32:
             fused.append(torch.bfloat16)
         # Dtypes of gradients that one operator can copy together, with the marks in the same dtype.
-        self._fused = [([each] * len(stored), self.ones.to(each)) for each in fused]
+        self._fused = [([each] * len(kept), self.ones.to(each)) for each in fused]
         # The result is split into this rank's piece of each parameter and the padding behind it, if any.
         self._sizes: list[int] = []
         self._own: list[int] = []  # indices of the pieces in `_sizes`
@@ -282,7 +282,7 @@ class GradientCopies:
             self._own.append(len(self._sizes))
             self._sizes += [own, at.piece - own] if own < at.piece else [own]
         self._used = len(self._sizes)  # index of the marks in `_sizes`
-        self._sizes += [size for size in (len(stored), chunk.marks - len(stored)) if size]
+        self._sizes += [size for size in (len(kept), chunk.marks - len(kept)) if size]
         # Meta tensors of the shapes that are not flat: `view_as` takes a third of the host time of `view`.
         shapes = {index: at.local_shape(rank) for index, at in enumerate(layout.params) if len(at.shape) != 1}
         with plainly():
@@ -300,19 +300,19 @@ class GradientCopies:
 
     def marks_on_host(self, out: torch.Tensor) -> torch.Tensor:
         """Copy the marks of a result to the host on the current stream; the host does not wait."""
-        marks = out.narrow(0, self._layout.numel, len(self._stored))
+        marks = out.narrow(0, self._layout.numel, len(self._kept))
         at_home = torch.empty(marks.shape, dtype=marks.dtype, pin_memory=out.device.type == "cuda")
         return at_home.copy_(marks, non_blocking=True)
 
     def cut(self, out: torch.Tensor, others: Mapping[torch.dtype, torch.Tensor]) -> Parts:
-        """Split a result; `others` has it converted to the dtypes of parameters that are stored in another dtype."""
+        """Split a result; `others` has it converted to other dtypes of `.grad`."""
         parts = list(torch.unsafe_split_with_sizes(out, self._sizes))  # the cheapest form of `split`
         used = parts[self._used]
         pieces = parts[: self._used] if len(self._own) == self._used else [parts[place] for place in self._own]
         for dtype, converted in others.items():
             parts = list(torch.unsafe_split_with_sizes(converted, self._sizes))
-            choices = zip(pieces, self._own, self._stored, strict=True)
-            pieces = [parts[place] if stored is dtype else piece for piece, place, stored in choices]
+            choices = zip(pieces, self._own, self._kept, strict=True)
+            pieces = [parts[place] if kept is dtype else piece for piece, place, kept in choices]
         for index, shaped in self._shaped.items():
             pieces[index] = pieces[index].view_as(shaped)
         return Parts(pieces, used)

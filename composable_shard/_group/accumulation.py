@@ -54,11 +54,11 @@ class AccumulatedGradients:
         self.wanted.update(index for index, param in enumerate(self._params) if param.sharded.requires_grad)
 
     def add(self, gradients: Mapping[int, torch.Tensor], dtypes: Sequence[torch.dtype], lent: bool = False) -> None:
-        """Add unsharded gradients to the accumulated ones of their parameters, in the dtype of the reduction.
+        """Add unsharded gradients to the accumulated ones of their parameters, in the dtype of accumulation.
 
         Args:
             gradients: the gradients, by the index of the parameter.
-            dtypes: the dtype of the reduction, for each parameter of the group.
+            dtypes: the dtype of accumulation, for each parameter of the group.
             lent: whether their memory may be overwritten after this call, like that of a graph's own tensors.
         """
         self._drop_voided()

@@ -155,12 +155,16 @@ class GroupGradients:
                     self._add(pieces)
             else:
                 self._add(pieces)
-        except RuntimeError:  # torch refuses a `.grad` of another dtype than `grad_dtype`
-            for index in pieces:
-                self._params[index].check_grad_dtype()
+        except RuntimeError:
+            self._check_grad_dtypes()
             raise
         if unused:
             self._accumulated.unmake(unused)
+
+    def _check_grad_dtypes(self) -> None:
+        """Explain torch's refusal to set a `.grad` of another dtype than `grad_dtype`, if it was changed too late."""
+        for param in self._params:
+            param.check_grad_dtype()
 
     def _add(self, pieces: Mapping[int, torch.Tensor]) -> None:
         params = list(map(self._params.__getitem__, pieces))
@@ -196,7 +200,11 @@ class GroupGradients:
         self._accumulated.note_wanted()
         new = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
         if new:
-            self._accumulated.add(new, [param.sum_dtype(options) for param in self._params], lent)
+            try:
+                self._accumulated.add(new, [param.sum_dtype(options) for param in self._params], lent)
+            except RuntimeError:
+                self._check_grad_dtypes()
+                raise
         if self._accumulated.whole:
             self._set_phase(GradPhase.ACCUMULATED)
 

@@ -8,7 +8,7 @@ leaf's autograd node cannot be removed. Each is wrapped, and the wrapper ignores
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -187,30 +187,41 @@ def _call(hook: Callable[..., Any], fqn: str, *args: Any) -> Any:
     if not fqn:
         return hook(*args)
     try:
-        if (getattr(hook, "__module__", None) or "").startswith(_SAME_ON_ALL):
+        if all((getattr(each, "__module__", None) or "").startswith(_SAME_ON_ALL) for each in _hooks_in(hook)):
             return hook(*args)
-        with CollectiveMode(partial(_note_collective, hook, fqn)):
+        with CollectiveMode(partial(_note_collective, fqn)):
             return hook(*args)
     except Exception as error:
-        if not isinstance(error, ComposableShardError):
-            error.add_note(
-                f"raised by the hook {_title_of(hook)} on parameter {fqn}. The gradient of a sharded parameter is a "
-                "DTensor: compute with other DTensors, or with its to_local(), which is this rank's shard"
-            )
+        advice = (
+            ". The gradient of a sharded parameter is a DTensor: compute with other DTensors, or with its to_local(), "
+            "which is this rank's shard"
+        )
+        titles = ", ".join(map(_title_of, _hooks_in(hook)))
+        known = isinstance(error, ComposableShardError)
+        error.add_note(f"raised by the hook {titles} on parameter {fqn}{'' if known else advice}")
         raise
 
 
-def _note_collective(hook: Callable[..., Any], fqn: str, name: str, ranks: Sequence[int]) -> None:
-    together(f"run {name}{IN_HOOK}{_title_of(hook)} on parameter {fqn}", ranks)
+def _note_collective(fqn: str, name: str, ranks: Sequence[int]) -> None:
+    # Ranks may run the same collective in different hooks, for example to log on one rank only.
+    together(f"run {name}{IN_HOOK}{fqn}", ranks)
+
+
+def _hooks_in(hook: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Yield the users' hooks that one hook calls: itself, if it is not ours."""
+    if isinstance(hook, _AfterReduction):
+        yield from _hooks_in(hook.hook)
+    elif isinstance(hook, partial) and hook.func in (_call_before, _call_after):  # see `_NodeHooks.carry`
+        for each in hook.args[0].values():
+            yield from _hooks_in(each)
+    else:
+        yield hook
 
 
 def _title_of(hook: Callable[..., Any]) -> str:
-    """Return the name of a hook and where it is defined."""
-    if isinstance(hook, _AfterReduction):
-        return _title_of(hook.hook)
-    if isinstance(hook, partial):  # of a user, or the hooks from before sharding (`_NodeHooks.carry`)
-        carried = hook.func in (_call_before, _call_after)
-        return ", ".join(map(_title_of, hook.args[0].values())) if carried else _title_of(hook.func)
+    """Return the name of a user's hook and where it is defined."""
+    if isinstance(hook, partial):
+        return _title_of(hook.func)
     code = getattr(hook, "__code__", None)
     where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
     return f"{getattr(hook, '__qualname__', type(hook).__qualname__)}{where}"

@@ -217,15 +217,20 @@ class ShardedParam:
             fix_sizes(tensor)
         self.adopt_grad_dtype()
 
-    def adopt_grad_dtype(self, source: torch.Tensor | None = None) -> None:
-        """Adopt the `grad_dtype` that users have set on `source`, by default the sharded parameter.
+    def adopt_grad_dtype(self, source: torch.Tensor | None = None, on: torch.Tensor | None = None) -> None:
+        """Adopt the `grad_dtype` that users have set.
 
         It cannot be unset, so a parameter that has replaced the sharded one gets it, as in FSDP2.
+
+        Args:
+            source: the parameter on which it may be set; by default `on`.
+            on: the parameter that gets it; by default the sharded one.
 
         Raises:
             ShardConfigValueError: it is not a dtype for gradients.
         """
-        asked = GradDtype(*grad_dtype_of(self.sharded if source is None else source))
+        on = self.sharded if on is None else on
+        asked = GradDtype(*grad_dtype_of(on if source is None else source))
         if not asked.is_set:
             asked = self.grad_dtype
         elif asked.dtype is not None and not (asked.dtype.is_floating_point or asked.dtype.is_complex):
@@ -233,8 +238,8 @@ class ShardedParam:
                 f"parameter {self.fqn}: has grad_dtype {asked.dtype}; set it to a floating-point dtype, or to None for "
                 "the dtype in which the gradient is computed"
             )
-        if asked.is_set and grad_dtype_of(self.sharded) != asked:
-            set_grad_dtype(self.sharded, asked.dtype)
+        if asked.is_set and grad_dtype_of(on) != asked:
+            set_grad_dtype(on, asked.dtype)
         self.grad_dtype = asked
 
     @property

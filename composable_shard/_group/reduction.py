@@ -64,7 +64,7 @@ class Reduced:
         copies: the object that splits the result.
         out: this rank's chunk of the reduced bucket, with the marks.
         divisor: the divisor by which `out` must still be divided; None if there is no division.
-        others: copies of `out` in the dtypes of members that are not stored in the dtype of the reduction.
+        others: copies of `out` in the dtypes of `.grad` that are not the dtype of the reduction.
         marks: a copy of the marks on the host.
 
     Attributes:
@@ -188,9 +188,9 @@ class ReduceBucket:
         self._shard, self._replicate = transports.reduce, transports.replicate
         self._mean, self._divide_before, self._divide_after = _division(dtype, info, transports, options)
         self._has_all = indices == list(range(len(indices)))
-        stored = [param.grad_dtype.kept(param.dtype, dtype) for param in params]
-        self._copies = GradientCopies(layout, dtype, stored, info.shard_rank, info.device, lane.streams)
-        self._others = {*stored} - {dtype}
+        of_grads = [param.grad_dtype.kept(param.dtype, dtype) for param in params]
+        self._copies = GradientCopies(layout, dtype, of_grads, info.shard_rank, info.device, lane.streams)
+        self._others = {*of_grads} - {dtype}
         self._hook = _on_stream(options.comms)
         # If both conditions below hold, the reduce-scatter is the only step, and is launched without the machinery for
         # several steps. A division after it needs no step on a CPU, which divides when it splits the result. On an
@@ -324,7 +324,7 @@ class ReduceBucket:
         return self._result(out, others, asks)
 
     def _result(self, out: torch.Tensor, others: dict[torch.dtype, torch.Tensor], asks: bool) -> Reduced:
-        """Make the result for storage: in the dtypes of the parameters, and offloaded if they are."""
+        """Make the result for `.grad`: in its dtypes, and offloaded if the parameters are."""
         converted = {dtype: self._at_home(other.copy_(out)) for dtype, other in others.items()}
         marks = self._copies.marks_on_host(out) if asks else None
         done = Reduced(self._copies, self._at_home(out), others=converted, marks=marks)

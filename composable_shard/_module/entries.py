@@ -206,6 +206,27 @@ class ModuleEntries:
                     "module that is not sharded for such calls"
                 )
 
+    def take_typed(self) -> dict[int, torch.Tensor | None]:
+        """Remove and return `.grad` of the parameters with `grad_dtype`, before a conversion; `return_typed` follows.
+
+        `Module._apply` would convert it to the dtype of the parameter, and it drops `grad_dtype`.
+        """
+        typed: dict[int, torch.Tensor | None] = {}
+        for index, param in enumerate(self.params):
+            param.adopt_grad_dtype()
+            if param.grad_dtype.is_set:
+                typed[index], param.sharded.grad = param.sharded.grad, None
+        return typed
+
+    def return_typed(self, typed: Mapping[int, torch.Tensor | None]) -> None:
+        """Set `grad_dtype`, and `.grad` in its own dtype, on the converted parameters."""
+        for names, name, index in self.places:
+            param = names.get(name)
+            if index in typed and param is not None:
+                self.params[index].adopt_grad_dtype(on=param)
+                if (grad := typed[index]) is not None and param.grad is None:
+                    param.grad = grad.to(param.device)
+
     def adopt(self) -> bool:
         """Adopt parameters by which a load or a conversion has replaced sharded ones.
 

@@ -135,12 +135,15 @@ class FSDPModule(Methods):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         state: ShardState = self.__dict__[STATE]
         state.release()
+        typed = [each.entries.take_typed() for each in state.family]
         try:
             return super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # skip torch's FSDPModule
         finally:
             for each in state.family:
                 each.entries.keep_carried()
                 each.entries.converted = True
+            for each, gradients in zip(state.family, typed, strict=True):
+                each.entries.return_typed(gradients)
             if state.bound is not None:
                 state.bound.engine.converted(state.groups)
 

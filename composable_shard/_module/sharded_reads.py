@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import CodeType, FunctionType, TracebackType
+from types import CodeType, FunctionType, MethodType, TracebackType
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from .state import ShardState, state_of, states_below
 _WORDS = "got mixed torch.Tensor and DTensor"  # torch's message for an operator that was given both
 _NAMED = 3  # number of weights or buffers that a note names
 _TITLE = "sharded at this point:"
-_explains: weakref.WeakSet[Any] = weakref.WeakSet()  # the results of `_explaining`
+_EXPLAINING = "_explaining_sharded_reads"  # attribute of a function: the function that adds notes to its errors
+_RUNS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def explain_sharded_read(
@@ -53,46 +53,76 @@ def explain_sharded_read(
             return
 
 
-def explaining_methods(cls: type[nn.Module], call: CodeType) -> dict[str, Callable[..., Any]]:
-    """The methods of a class that users may call instead of forward, with notes for errors about sharded weights.
+def explaining_methods(cls: type[nn.Module], call: CodeType) -> dict[str, ExplainingMethod]:
+    """Descriptors for the methods of a class that users may call instead of forward.
+
+    Generators and coroutines are left out: they run after the call.
 
     Args:
         cls: the class of a module that is being sharded.
         call: the code that calls sharded modules.
     """
     public = {name: inspect.getattr_static(cls, name) for name in dir(cls) if not name.startswith("_")}
-    return {
-        name: _explaining(method, call)
-        for name, method in public.items()
-        if isinstance(method, FunctionType) and name != "forward" and not _is_of_torch(method)
-    }
+    return {name: ExplainingMethod(name, call) for name, method in public.items() if _may_read(method, name)}
 
 
-def _is_of_torch(method: FunctionType) -> bool:
-    return (method.__module__ or "").startswith("torch.")  # a class that `exec` defines may have no module
+def _may_read(method: Any, name: str) -> bool:
+    if not isinstance(method, FunctionType) or name == "forward" or method.__code__.co_flags & _RUNS_LATER:
+        return False
+    return not (method.__module__ or "").startswith("torch.")  # a class that `exec` defines may have no module
 
 
-def _explaining(function: FunctionType, call: CodeType) -> Callable[..., Any]:
+class ExplainingMethod:
+    """A descriptor for a method of the users' class; errors about sharded weights get a note.
+
+    It looks the method up in that class each time, because users patch classes.
+
+    Args:
+        name: the method's name.
+        call: the code that calls sharded modules.
+    """
+
+    def __init__(self, name: str, call: CodeType) -> None:
+        self._name, self._call = name, call
+        self._owner: type = object
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._owner = owner
+
+    def __get__(self, module: nn.Module | None, kind: type) -> Any:
+        if module is None:
+            return getattr(super(self._owner, kind), self._name)
+        method = getattr(super(self._owner, module), self._name)
+        if torch.compiler.is_compiling() or type(method) is not MethodType:
+            return method
+        function = method.__func__
+        if not _may_read(function, self._name):
+            return method
+        explaining = function.__dict__.get(_EXPLAINING)
+        if explaining is None or explaining.__wrapped__ is not function:  # `functools.wraps` copies attributes
+            explaining = function.__dict__[_EXPLAINING] = _explained(function, self._call)
+        return MethodType(explaining, module)
+
+
+def _explained(function: Callable[..., Any], call: CodeType) -> Callable[..., Any]:
     @functools.wraps(function)
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return function(self, *args, **kwargs)
+    def method(*args: Any, **kwargs: Any) -> Any:
         try:
-            return function(self, *args, **kwargs)
+            return function(*args, **kwargs)
         except RuntimeError as error:
-            state: ShardState | None = state_of(self)
+            state: ShardState | None = state_of(args[0])
             if state is not None and not state.open_calls:
-                params = [param for each in states_below(self) for param in each.declaration.params]
+                params = [param for each in states_below(args[0]) for param in each.declaration.params]
                 explain_sharded_read(error, params, call, function.__name__)
             raise
 
-    _explains.add(method)
     return method
 
 
 def unexplained(method: Any) -> Any:
-    """The function of a class's author, if this is one of `explaining_methods`; else the argument."""
-    return method.__wrapped__ if isinstance(method, FunctionType) and method in _explains else method  # type: ignore[attr-defined]
+    """The function of a class's author, if this is the result of an `ExplainingMethod`; else the argument."""
+    wrapped = getattr(method, "__wrapped__", None)
+    return wrapped if isinstance(wrapped, FunctionType) and wrapped.__dict__.get(_EXPLAINING) is method else method
 
 
 def explain_meta_buffers(error: BaseException, module: nn.Module, is_root: bool) -> None:
@@ -138,13 +168,13 @@ def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:
 def _note(names: list[str], reader: nn.Module, method: str) -> str:
     if method:
         return (
-            f"{_TITLE} {first_names(names, _NAMED)}, which {type(reader).__name__} could read. {method} is not a "
+            f"{_TITLE} {first_names(names, _NAMED)}, which {type(reader).__name__} may have read. {method} is not a "
             f"forward of a sharded module. Call register_fsdp_forward_method(module, {method!r}) once, so that the "
             "module's own weights are unsharded while it runs, or call unshard() first"
         )
     return (
-        f"{_TITLE} {first_names(names, _NAMED)}, which {type(reader).__name__} could read. A weight is unsharded only "
-        "while the forward of its sharded module (the one passed to fully_shard) runs. Call that "
+        f"{_TITLE} {first_names(names, _NAMED)}, which {type(reader).__name__} may have read. A weight is unsharded "
+        "only while the forward of its sharded module (the one passed to fully_shard) runs. Call that "
         "module instead of reading its weights, or do not shard it, so that its weights belong to an enclosing sharded "
         "module, or call its unshard() first"
     )

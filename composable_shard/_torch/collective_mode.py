@@ -10,17 +10,24 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .distributed import exists
+
 _resolve: Callable[[str], dist.ProcessGroup] = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-_LOCAL = ("wait_tensor", "monitored_barrier_")  # operators of these namespaces that are no collectives
+# Operators of these namespaces that not all ranks of the group run.
+_NOT_OF_ALL = ("wait_tensor", "monitored_barrier_", "send", "recv_", "recv_any_source_")
 
 
 class CollectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls a function with the name and the ranks of each collective before it is issued, also those of DTensors.
 
+    Collectives of process groups that torch does not know, because they were made without it, are left out.
+
     Args:
         tell: the function; if it raises, the collective is not issued.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, tell: Callable[[str, Sequence[int]], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -34,9 +41,13 @@ class CollectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # the DTensor runs first, and its collectives come here
-        if func.namespace in _NAMESPACES and (name := func._schema.name.partition("::")[2]) not in _LOCAL:
+        if (
+            getattr(func, "namespace", "") in _NAMESPACES
+            and (name := func._schema.name.partition("::")[2]) not in _NOT_OF_ALL
+        ):
             for group in _groups([*args, *(kwargs or {}).values()]):
-                self._tell(name.strip("_"), dist.get_process_group_ranks(group))
+                if exists(group):
+                    self._tell(name.strip("_"), dist.get_process_group_ranks(group))
         return func(*args, **(kwargs or {}))
 
 

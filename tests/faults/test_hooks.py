@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 import composable_shard as cs
 from _blocks import Transformer, next_token_loss, token_batch
+from _engines import mesh_of
 from _pool import distributed
 
 
@@ -72,8 +74,7 @@ def train(model, rank, steps):
 
 
 @pytest.mark.parametrize("hook", COLLECTIVES, ids=lambda hook: hook.__name__)
-@pytest.mark.parametrize("kind", ["tensor", pytest.param("accumulated", marks=pytest.mark.matrix),
-                                  pytest.param("node", marks=pytest.mark.matrix)])  # fmt: skip
+@pytest.mark.parametrize("kind", ["tensor", pytest.param("accumulated", marks=pytest.mark.matrix), "node"])
 @distributed(world=2, limit_s=60.0)
 def test_a_collective_in_a_hook_of_one_rank_is_an_error_on_all_ranks(rank, world, kind, hook):
     model = sharded()
@@ -83,10 +84,12 @@ def test_a_collective_in_a_hook_of_one_rank_is_an_error_on_all_ranks(rank, world
         train(model, rank, 3)
     del kept
     text = str(caught.value)
+    notes = getattr(caught.value, "__notes__", ())
+    assert rank != 0 or any("test_hooks.py" in note for note in notes), "the note names the hook"
     assert "rank 0 is about to run" in text
     assert "on parameter blocks.1.attention_norm.weight, and rank 1 is about to" in text
     assert "Register the hook on all ranks, or compute with gradient.to_local()" in text
-    assert not any("compute with other DTensors" in note for note in getattr(caught.value, "__notes__", ()))
+    assert not any("compute with other DTensors" in note for note in notes)
 
 
 def note(seen, hook, gradient):
@@ -128,6 +131,73 @@ def test_a_hook_of_one_rank_may_use_its_shard_and_a_group_of_its_own(rank, world
     assert all(norm > 0 for norm in norms)
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine.grad.full_tensor(), theirs.grad.full_tensor())
+
+
+@distributed(world=2, limit_s=60.0)
+def test_a_hook_carried_from_before_sharding_is_compared(rank, world):
+    model = Transformer()
+    kept = on_node(model.blocks[1].attention_norm.weight, own_all_reduce) if rank == 0 else None
+    for block in model.blocks:
+        cs.fully_shard(block)
+    cs.fully_shard(model)
+    with pytest.raises(
+        cs.RankMismatchError, match=r"rank 0 is about to run allreduce in a hook on parameter blocks\.1"
+    ):
+        train(model, rank, 3)
+    del kept
+
+
+@distributed(world=4, limit_s=60.0)
+def test_a_collective_over_one_axis_of_replicas_is_compared(rank, world):
+    torch.manual_seed(0)
+    model = Transformer()
+    for module in (*model.blocks, model):
+        cs.fully_shard(module, mesh=mesh_of(2, 2))
+    if rank == 0:
+        model.blocks[1].attention_norm.weight.register_hook(full_gradient)
+    with pytest.raises(cs.ComposableShardError):
+        train(model, rank, 3)
+
+
+def log(gradient, norms):
+    norms.append(gradient.full_tensor().norm().item())
+
+
+def take_part(gradient):
+    gradient.full_tensor()
+
+
+def to_rank_0(gradient, norms):
+    own = gradient.to_local().norm().reshape(1)
+    if dist.get_rank() == 0:
+        dist.recv(own, 1)
+        norms.append(own.item())
+    else:
+        dist.send(own, 0)
+
+
+def in_own_group(gradient, norms):
+    """In a process group that was made without torch's registry."""
+    store = dist.PrefixStore(str(len(norms)), dist.distributed_c10d._get_default_store())
+    group = dist.ProcessGroupGloo(store, dist.get_rank(), 2, timedelta(seconds=20))
+    norm = gradient.to_local().norm().reshape(1)
+    group.allreduce([norm]).wait()
+    norms.append(norm.item())
+
+
+def branching(gradient, norms):
+    shard = gradient.to_local()
+    norms.append(torch.cond(shard.sum() > 0, lambda x: x + 1, lambda x: x - 1, (shard,)).norm().item())
+
+
+@pytest.mark.parametrize("kind", [log, to_rank_0, in_own_group, branching], ids=lambda kind: kind.__name__)
+@distributed(world=2, limit_s=60.0)
+def test_hooks_may_differ_between_ranks_and_communicate_in_other_ways(rank, world, kind):
+    model, norms = sharded(), []
+    weight = model.blocks[1].attention_norm.weight
+    weight.register_hook(take_part if kind is log and rank else lambda gradient: kind(gradient, norms))
+    train(model, rank, 3)
+    assert len(norms) == (0 if rank and kind in (log, to_rank_0) else 3)
 
 
 @distributed(world=2)

@@ -214,12 +214,30 @@ def test_copies_conversions_and_loads_keep_it(rank, world):
     train(model, rank)
     twin = copy.deepcopy(model)
     assert_gradients(twin, {name: param.grad.full_tensor() for name, param in model.named_parameters()})
-    twin.zero_grad()
-    twin.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-    for each in (twin, twin.to(BF16), twin.to(torch.float64).to(BF16)):
-        each.zero_grad()
-        train(each, rank)
-        assert_gradients(each, averages(make_model, world))
+    for convert in (
+        lambda: twin.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
+        lambda: twin.cpu(),
+        lambda: twin.to(torch.float64).to(BF16),
+    ):
+        twin.zero_grad()
+        train(twin, rank)
+        twin.zero_grad()
+        convert()
+        train(twin, rank)
+        assert_gradients(twin, averages(make_model, world))
+
+
+@pytest.mark.parametrize("name", SHARDS)
+@pytest.mark.parametrize("convert", ["cpu", "bfloat16"])
+@distributed(world=2)
+def test_conversions_keep_gradients_in_their_own_dtype(rank, world, name, convert):
+    make_model = functools.partial(make, grad_dtype=FP32)
+    model = shard(make_model(), SHARDS[name])
+    train(model, rank, batches=1)
+    getattr(model, convert)()
+    train(model, rank, step=1, batches=1)
+    first, second = (averages(make_model, world, step=step, batches=1) for step in range(2))
+    assert_gradients(model, {at: first[at] + second[at] for at in first})
 
 
 @distributed(world=2)
@@ -312,10 +330,10 @@ def test_a_change_after_the_first_forward_is_an_error(rank, world):
     train(model, rank, batches=1)
     model.zero_grad()
     set_on(model, torch.float16, norms_only)
-    with pytest.raises(
-        cs.ShardConfigStateError, match=r"parameter 2.weight: grad_dtype was set to torch.float16 after"
-    ):
-        loss_of(model, rank, 0).backward()
+    for sync in (True, False):
+        model.set_requires_gradient_sync(sync)
+        with pytest.raises(cs.ShardConfigStateError, match=r"2.weight: grad_dtype was set to torch.float16 after"):
+            loss_of(model, rank, 0).backward()
 
 
 @distributed(world=2)

@@ -254,7 +254,7 @@ def test_a_note_names_a_weight_that_is_read_while_sharded(rank, world, through):
         model(torch.randn(2, 4))
     (note,) = caught.value.__notes__
     expected = "1.reader.norm.0.weight, 1.reader.norm.0.bias" if through else "1.inner.weight, 1.inner.bias"
-    assert f"point: {expected}, which {'LayerNorm' if through else 'ReadsOfOthers'} could read" in note
+    assert f"point: {expected}, which {'LayerNorm' if through else 'ReadsOfOthers'} may have read" in note
     parts = model[1].inner, *((model[1].reader.norm,) if through else ())
     model[1].forward = nn.Sequential(*parts).forward
     model(torch.randn(2, 4)).sum().backward()
@@ -298,7 +298,7 @@ def test_a_note_names_the_remedy_for_a_method_that_is_not_a_forward(rank, world,
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
         encoder.encode(ids)
     (note,) = caught.value.__notes__
-    assert "sharded at this point: embed.weight, which Embedding could read. encode is not a forward" in note
+    assert "sharded at this point: embed.weight, which Embedding may have read. encode is not a forward" in note
     assert "Call register_fsdp_forward_method(module, 'encode') once" in note
     composable_shard.register_fsdp_forward_method(encoder, "encode")
     assert torch.equal(encoder.encode(ids, scale=2.0), plain.encode(ids, scale=2.0))
@@ -317,6 +317,55 @@ def test_methods_of_a_sharded_module_stay_methods(rank, world):
         encoder.compare()
     (note,) = caught.value.__notes__
     assert "compare_with is not a forward" in note
+
+
+class Scaling:
+    """A mixin, whose methods libraries patch."""
+
+    def scaled(self, x):
+        return x * 2
+
+    def pieces(self):
+        yield from self.parameters()
+
+    async def later(self):
+        return 1
+
+    def loss(prediction, target):  # noqa: N805 - called on the class
+        return prediction - target
+
+
+class Scaled(Scaling, nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.scaled(self.lin(x))
+
+
+@simulated(world=2)
+def test_patches_of_the_class_of_a_sharded_module_are_followed(rank, world):
+    """Libraries replace methods of classes by faster ones, before and after sharding."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    plain, x = Scaled(), torch.randn(2, 4)
+    model = fully_shard(copy.deepcopy(plain))
+    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), plain(x))
+    assert torch.equal(model(x), plain(x))
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(Scaling, "scaled", lambda self, x: x * 100)
+        for each in (model, fully_shard(copy.deepcopy(plain))):
+            assert torch.equal(each(x), plain.lin(x) * 100)
+        patches.delattr(Scaling, "scaled")
+        assert not hasattr(model, "scaled")
+    assert torch.equal(model(x), plain(x))
+    assert type(model).scaled is Scaling.scaled
+    assert type(model).loss(prediction=2, target=1) == 1
+    assert inspect.isgeneratorfunction(model.pieces)
+    assert inspect.iscoroutinefunction(model.later)
+    assert model.scaled == model.scaled
+    assert model.scaled.__self__ is model
 
 
 @simulated(world=2)
