@@ -625,6 +625,7 @@ class Engine:
 
     def unshard(self, group: ParamGroup, wait: bool) -> None:
         """Gather a group and keep it unsharded until `reshard`, its next use, or a change of its parameters."""
+        self._follow_tools()
         try:
             self._do.pin(group, wait)
         except BaseException as error:

@@ -22,7 +22,7 @@ from .._torch.distributed import ShardedState, TrainingState, data_parallel_mesh
 from . import listening
 from .listening import POST_BACKWARD, PRE_BACKWARD
 from .param import ParamFacade
-from .views import View, uniform
+from .views import View, check_idle, uniform
 
 if TYPE_CHECKING:
     from .state import CommContextFacade, StateFacade
@@ -53,6 +53,8 @@ class _Event:
 
 class GroupFacade(View):
     """A parameter group, under the names of torch's `FSDPParamGroup`."""
+
+    _title = "FSDPParamGroup"
 
     _state: weakref.ref[StateFacade]
     _own: ShardState
@@ -177,11 +179,13 @@ class GroupFacade(View):
 
     @property
     def _training_state(self) -> Any:
+        """The current phase. Setting IDLE has no effect, because an error needs no clean-up."""
         group, engine = self._group, self._engine
         if group is None or engine is None:
             return TrainingState.IDLE
         if any(param._param.in_pre_all_gather for param in self.fsdp_params):  # it may be a prefetch
-            if engine.in_backward:
+            recomputes = engine.in_forward and group not in engine.active
+            if engine.in_backward and not recomputes:
                 return TrainingState.PRE_BACKWARD
             return TrainingState.FORWARD if engine.in_forward else TrainingState.IDLE
         if group in engine.active:
@@ -189,6 +193,10 @@ class GroupFacade(View):
         if group.running:
             return TrainingState.FORWARD
         return TrainingState.POST_BACKWARD if group.gradients.phase is GradPhase.REDUCING else TrainingState.IDLE
+
+    @_training_state.setter
+    def _training_state(self, value: Any) -> None:
+        check_idle(value)
 
     # ---- actions
 

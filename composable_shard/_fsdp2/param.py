@@ -30,6 +30,8 @@ class UnshardedGradient(NamedTuple):
 class ParamFacade(View):
     """A parameter, under the names of torch's `FSDPParam`."""
 
+    _title = "FSDPParam"
+
     _known: weakref.ref[GroupFacade]  # the group's facade, which owns this one
     _param: ShardedParam
     _index: int
@@ -109,10 +111,16 @@ class ParamFacade(View):
 
     @property
     def _sharded_param_data(self) -> torch.Tensor:
-        """The shard as a 1D view. If other ranks have more rows, a copy that has zeros at its end."""
+        """The shard as a 1D view. If other ranks have more rows, a copy that has zeros at its end.
+
+        Writes to the copy raise an error, because they would not reach the shard.
+        """
         local, missing = self._param.local, self.padded_sharded_param_size.numel() - self._param.local.numel()
         flat = local.reshape(-1)
-        return torch.nn.functional.pad(flat, (0, missing)) if missing > 0 else flat
+        if missing <= 0:
+            return flat
+        with torch.inference_mode():  # torch refuses writes to tensors that were made in it
+            return torch.nn.functional.pad(flat, (0, missing))
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
         """Do nothing: gradients without gradient sync are always accumulated."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from .._errors import ShardConfigAssertionError, ShardConfigAttributeError, ShardConfigStateError
+from .._errors import ShardConfigAssertionError, ShardConfigStateError
 from .._module.build import build_engine
 from .._module.module import adopt_forward_methods, post_forward, pre_forward
 from .._module.state import ShardState, change_settings, share_lanes
@@ -17,17 +17,22 @@ from .._torch.distributed import OurState, TrainingState, called_by_forward_meth
 from .door import Door
 from .group import GroupFacade
 from .hooks import Hooks
-from .views import View, refuse_inherited
+from .views import View, check_idle, refuse_inherited
 
 
 class CommContextFacade(View):
     """The communication streams of a root, given by its `_own` state; several roots can share them."""
 
+    _title = "FSDPCommContext"
+
 
 class ContextFacade(View):
-    """State of the root, whose facade is `_top`, under the names of torch's `FSDPStateContext`."""
+    """State of the root, under the names of torch's `FSDPStateContext`; `_facade` returns the facade of the root."""
+
+    _title = "FSDPStateContext"
 
     _names: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        "_top": lambda c: c._facade(),
         "_engine": attrgetter("_top._engine"),
         "iter_forward_root": lambda c: c._top if c._engine is not None and c._engine.in_forward else None,
         "post_backward_final_callback_queued": lambda c: c._engine is not None and c._engine.in_backward,
@@ -45,12 +50,15 @@ class ContextFacade(View):
 class StateFacade(View, OurState):
     """The state of the modules of one call, under the names of torch's `FSDPState`."""
 
+    _title = "FSDPState"
+
     _own: ShardState
     _hooks: tuple[Hooks, Hooks]
     _known: list[weakref.ref[nn.Module]]
     _initialised: bool
     _fsdp_param_groups: list[GroupFacade]  # type: ignore[assignment]
     _comm: CommContextFacade
+    _context: ContextFacade  # as the root's
 
     _names: ClassVar[dict[str, Callable[[Any], Any]]] = {
         "_modules": lambda s: tuple(module for known in s._known if (module := known()) is not None),
@@ -59,7 +67,7 @@ class StateFacade(View, OurState):
         "_mp_policy": attrgetter("_own.declaration.settings.current.mp_policy"),
         "_states_to_forward_prefetch": lambda s: s._prefetched(backward=False),
         "_states_to_backward_prefetch": lambda s: s._prefetched(backward=True),
-        "_state_ctx": lambda s: ContextFacade(_top=s._root or s),
+        "_state_ctx": lambda s: (s._root or s)._context,
     }
 
     def open(self, _known: list[weakref.ref[nn.Module]], _own: ShardState) -> None:
@@ -71,6 +79,7 @@ class StateFacade(View, OurState):
         """
         own = [each for each in _own.family if each.declaration.params]
         self.__dict__.update(_known=_known, _own=_own, _initialised=False, _comm=CommContextFacade(_own=_own))
+        self.__dict__["_context"] = ContextFacade(_facade=weakref.ref(self))
         self.__dict__["_hooks"] = (Hooks(self, "_pre_forward", pre_forward), Hooks(self, "_post_forward", post_forward))
         self.__dict__["_fsdp_param_groups"] = [GroupFacade(self, each, index) for index, each in enumerate(own)]
 
@@ -117,8 +126,7 @@ class StateFacade(View, OurState):
 
     @_training_state.setter
     def _training_state(self, value: Any) -> None:
-        if value is not TrainingState.IDLE:
-            raise ShardConfigAttributeError(f"_training_state: can only be set to TrainingState.IDLE, got {value}")
+        check_idle(value)
 
     @property
     def _auto_reshard_after_forward(self) -> bool:
@@ -152,6 +160,8 @@ class StateFacade(View, OurState):
     def _lazy_init(self) -> None:
         """Build the engine, with the module as its root, if there is none yet."""
         if self._own.bound is None:
+            if not self._modules:
+                raise ShardConfigStateError("_lazy_init: the modules of this state have been deleted")
             build_engine(self._modules[0])
             self.__dict__["_initialised"] = True
 

@@ -78,7 +78,7 @@ GROUP = (
     Row(
         ("post_forward_mesh_info",),
         "DINOv3, verl, servers for reinforcement learning",
-        "can be set: None keeps parameters unsharded after forward, the mesh reshards them",
+        "can be set: None keeps parameters unsharded after a training forward, the mesh reshards them",
     ),
     Row(
         ("_reshard_after_forward", "_use_post_forward_mesh", "_is_hsdp", "reshard_after_backward"),
@@ -97,8 +97,9 @@ GROUP = (
     ),
     Row(
         ("_training_state",),
-        "TransformerEngine",
-        "the phase; in `fsdp_pre_all_gather` it is FORWARD or PRE_BACKWARD, also for a prefetch",
+        "TransformerEngine, verl",
+        "the phase; in `fsdp_pre_all_gather` it is FORWARD or PRE_BACKWARD, also for a prefetch; setting IDLE has no "
+        "effect",
     ),
     Row(
         ("is_sharded", "is_sharded_post_forward", "is_unsharded", "_sharded_state", "_all_gather_result"),
@@ -130,7 +131,7 @@ PARAM = (
     Row(
         ("_sharded_param_data", "padded_sharded_param_size"),
         "AlloyLM",
-        "the shard as a 1D view; a padded copy if other ranks have more rows than this one",
+        "the shard as a 1D view; if other ranks have more rows than this one, a padded copy that cannot be written",
     ),
     Row(
         ("sharded_size", "contiguous_sharded_stride", "_orig_size", "_contiguous_orig_stride", "fsdp_placement"),

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from .._errors import ShardConfigAttributeError
+from .._torch.distributed import TrainingState
 
 _SETTERS = {
     "reduce_grads": "set_requires_gradient_sync",
@@ -32,6 +33,7 @@ _SETTERS = {
 class View:
     """Base of the facades: attributes are read-only, except properties with a setter."""
 
+    _title: ClassVar[str]  # name of torch's class
     _names: ClassVar[dict[str, Callable[[Any], Any]]] = {}  # torch's name -> a function that computes it from a facade
 
     def __init__(self, **facts: Any) -> None:
@@ -54,7 +56,17 @@ class View:
             object.__setattr__(self, name, value)
             return
         use = f"; use the module's {_SETTERS[name]}" if name in _SETTERS else ""
-        raise ShardConfigAttributeError(f"{type(self).__name__}.{name}: is read-only{use}")
+        raise ShardConfigAttributeError(f"{self._title}.{name}: is read-only{use}")
+
+
+def check_idle(value: Any) -> None:
+    """Check the value to which code sets `_training_state`.
+
+    Raises:
+        ShardConfigAttributeError: it is not IDLE.
+    """
+    if value is not TrainingState.IDLE:
+        raise ShardConfigAttributeError(f"_training_state: can only be set to TrainingState.IDLE, got {value}")
 
 
 def uniform(dtypes: Iterable[torch.dtype | None]) -> torch.dtype | None:
@@ -70,7 +82,7 @@ def strides(size: torch.Size) -> tuple[int, ...]:
 def missing(view: View, name: str) -> ShardConfigAttributeError:
     """The error about an attribute that a facade does not have."""
     return ShardConfigAttributeError(
-        f"{type(view).__name__} has no {name!r}: it only has attributes of torch's FSDP2 state that this library "
+        f"{view._title} has no {name!r}: it only has attributes of torch's FSDP2 state that this library "
         "has as well; for other information see composable_shard.stats and last_record"
     )
 

@@ -199,12 +199,12 @@ class _Hooks:
             return None
         if bucket.is_complex and _is_lazy(tensor):
             return _copied(tensor)
+        bucket.saved += 1
         place: Any
         if type(slot) is Outside:
             place = (tensor.detach(), slot.index)
         else:
             place = self._places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
-            bucket.saved += 1
             if not bucket.shown:
                 bucket.writes.packed.append((place, tensor._version))
         keeper = self._keepers.get(bucket) if self._keepers else None

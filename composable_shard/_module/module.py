@@ -53,7 +53,7 @@ from .._torch.core import (
     tree_tensors,
     with_side_effects,
 )
-from .._torch.distributed import local_tensor, registered_by_torch
+from .._torch.distributed import local_tensor, register_copy, registered_by_torch
 from .build import build_engine, check_root
 from .methods import Methods, refuse_newer
 from .sharded_reads import explain_meta_buffers, explain_sharded_read, explaining_methods, unexplained
@@ -192,6 +192,7 @@ class FSDPModule(Methods):
             if isinstance(value, _ForwardMethod):
                 made.__dict__[name] = value.on(made)  # type: ignore[arg-type]
         _numbered[self.__dict__[STATE].traced.unknown, id(made)] = made  # type: ignore[assignment]
+        register_copy(made, self)  # type: ignore[arg-type]
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -220,20 +220,23 @@ def unflattened(
 
     Torch passes all four by position. FSDP2 never calls the method, so classes that it shards may differ.
     """
-    method = kind.__tensor_unflatten__
-    forms: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = (
-        ((inner, context, shape, stride), {}),
-        ((inner, context), {"outer_size": shape, "outer_stride": stride}),
-        ((inner, context, shape), {}),
-        ((inner, context), {}),
+    given = inner, context, shape, stride
+    positional, named = _accepted_by(kind)
+    made: torch.Tensor = kind.__tensor_unflatten__(
+        *given[:positional], **({"outer_size": shape, "outer_stride": stride} if named else {})
     )
-    signature = inspect.signature(method)
-    for args, kwargs in forms:
-        with contextlib.suppress(TypeError):
-            signature.bind(*args, **kwargs)
-            break
-    made: torch.Tensor = method(*args, **kwargs)
     return made
+
+
+@functools.cache
+def _accepted_by(kind: Any) -> tuple[int, bool]:
+    """How many arguments `__tensor_unflatten__` takes by position, and whether it takes the last two by name."""
+    signature = inspect.signature(kind.__tensor_unflatten__)
+    for positional, named in ((4, False), (2, True), (3, False)):
+        with contextlib.suppress(TypeError):
+            signature.bind(*range(positional), **({"outer_size": 0, "outer_stride": 0} if named else {}))
+            return positional, named
+    return 2, False
 
 
 def storage_id(tensor: torch.Tensor) -> int:

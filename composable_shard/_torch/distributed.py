@@ -93,7 +93,10 @@ _FULLY_SHARD: Any = _torchs_fully_shard.__wrapped__  # type: ignore[attr-defined
 
 
 class OurState(_TorchsState):
-    """Base of the states that torch finds for our modules; torch's own code checks for its class."""
+    """Base of the states that torch finds for our modules; torch's own code checks for its class.
+
+    The attribute `_known` has weak references to the modules.
+    """
 
 
 def register_state(module: nn.Module, state: OurState) -> None:
@@ -107,6 +110,14 @@ def register_state(module: nn.Module, state: OurState) -> None:
 def registered_state(module: nn.Module) -> Any:
     """The state that was registered for a module by `register_state`; None if there is none."""
     return module.__dict__.get(STATE_KEY, {}).get(_FULLY_SHARD)
+
+
+def register_copy(made: nn.Module, module: nn.Module) -> None:
+    """Register the state of a module for its shallow copy, too; the attributes of the copy are set already."""
+    state = registered_state(module)
+    if isinstance(state, OurState):
+        object.__getattribute__(state, "__dict__")["_known"].append(weakref.ref(made))
+        _module_state_mapping[made] = weakref.ref(state)
 
 
 # The code of the function by which torch's own `fully_shard` checks each inner module; None in other versions of torch.

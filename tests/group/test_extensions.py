@@ -336,6 +336,35 @@ def test_a_group_shared_with_plain_parameters_supports_accumulation_and_checkpoi
     train(models, rank)
 
 
+class Unchanged(Halved):
+    """A weight that is gathered as it is, and used in the memory of the gather's output."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.inner,), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        return None if out is not None else (outputs[0], outputs)
+
+
+@distributed(world=2)
+def test_a_checkpoint_of_unsharded_layers_around_sharded_ones_recomputes_them(rank, world):
+    models = {side: make(Unchanged) for side in ENGINES}
+    for side, engine in ENGINES.items():
+        layers = [nn.Sequential(nn.LayerNorm(8), block) for block in models[side].blocks]
+        for layer in layers:
+            engine(layer[1])
+            layer.requires_grad_()
+            layer[0].requires_grad_(False)
+        run = nn.ModuleList(layers)
+        for _ in range(2):
+            x = batch(rank, 0)
+            for layer in run:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+            x.square().mean().backward()
+    for mine, theirs in zip(*(m.parameters() for m in models.values()), strict=True):
+        assert torch.equal(value(mine.grad.to_local()), value(theirs.grad.to_local()))
+
+
 @distributed(world=2)
 def test_state_dicts_copies_and_no_grad_forwards_are_exact(rank, world):
     model, other = (shard(make(Halved), fully_shard) for _ in range(2))

@@ -16,6 +16,7 @@ from torch.distributed._composable_state import _get_module_state, _module_state
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from _blocks import Transformer, next_token_loss, token_batch
 from _engines import ENGINES, fully_shard, mesh_of
@@ -41,7 +42,7 @@ OURS = {  # helpers that are not names of torch
     "heard", "around", "open", "_names", "_own", "_known", "_hooks", "_initialised", "_comm", "_engine", "_group",
     "_info", "_options", "_of", "_trained", "_is_gathering", "_event", "_replacements", "_seen", "_gone", "_state",
     "_do", "_replace", "_listen", "_note_tool", "_pre_backward", "_post_backward", "_root", "_root_module",
-    "_prefetched", "_share", "_set_hooks", "_param", "_index", "_top", "_dtensor",
+    "_prefetched", "_share", "_set_hooks", "_param", "_index", "_top", "_dtensor", "_context", "_facade", "_title",
 }  # fmt: skip
 
 
@@ -160,20 +161,69 @@ def test_auto_reshard_after_forward_can_be_set_before_the_first_forward(rank, wo
     shard_blocks(model, ENGINES[engine])
     state = model._get_fsdp_state()
     assert state._auto_reshard_after_forward
+    loss = model(vectors(rank, 0)[0]).sum()
+    assert not isinstance(model.inp.weight, DTensor)
+    loss.backward()
     state._auto_reshard_after_forward = False  # reshard the root, too
-    with torch.no_grad():
-        model(vectors(rank, 0)[0])
-    assert isinstance(model.inp.weight, DTensor)
+    loss = model(vectors(rank, 1)[0]).sum()
+    assert isinstance(model.inp.weight, DTensor) is (engine == "ours"), "FSDP2 reads it before the first forward only"
+    loss.backward()
     assert not state._auto_reshard_after_forward
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@distributed(world=2)
+def test_auto_reshard_after_forward_that_is_set_first_reshards_the_root(rank, world, engine):
+    model = Stack()
+    shard_blocks(model, ENGINES[engine])
+    model._get_fsdp_state()._auto_reshard_after_forward = False
+    loss = model(vectors(rank, 0)[0]).sum()
+    assert isinstance(model.inp.weight, DTensor)
+    loss.backward()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@distributed(world=2)
+def test_models_can_be_moved_after_the_training_state_was_set_to_idle(rank, world, engine):
+    """verl does so before it offloads a model."""
+    model = Stack()
+    shard_blocks(model, ENGINES[engine])
+    model(vectors(rank, 0)[0]).sum().backward()
+    for module in model.modules():
+        state = _get_module_fsdp_state(module)
+        if state is not None:
+            state._training_state = TrainingState.IDLE
+            state._fsdp_param_group._training_state = TrainingState.IDLE
+    model.reshard()
+    model.cpu()
+    model(vectors(rank, 1)[0]).sum().backward()
 
 
 @distributed(world=1)
 def test_the_training_state_can_be_set_to_idle_only(rank, world):
+    state = fully_shard(nn.Linear(2, 2))._get_fsdp_state()
+    for each in (state, state._fsdp_param_group):
+        with pytest.raises(AttributeError, match=r"_training_state: can only be set to TrainingState\.IDLE"):
+            each._training_state = TrainingState.FORWARD
+    with pytest.raises(AttributeError, match=r"FSDPParamGroup\.reduce_grads: is read-only; use the module's set_req"):
+        state._fsdp_param_group.reduce_grads = False
+
+
+@distributed(world=1)
+def test_torch_finds_the_state_of_a_shallow_copy(rank, world):
     model = fully_shard(nn.Linear(2, 2))
-    state = model._get_fsdp_state()
-    state._training_state = TrainingState.IDLE
-    with pytest.raises(AttributeError, match=r"_training_state: can only be set to TrainingState\.IDLE"):
-        state._training_state = TrainingState.FORWARD
+    twin = copy.copy(model)
+    state = _get_module_fsdp_state(twin)
+    assert state is _get_module_fsdp_state(model)
+    assert state._modules == (model, twin)
+    assert state._state_ctx is state._state_ctx
+    again = copy.deepcopy(twin)
+    assert again in _get_module_fsdp_state(again)._modules
+    del model
+    gc.collect()
+    assert state._modules == (twin,)
+    state._lazy_init()
+    twin(torch.ones(1, 2)).sum().backward()
 
 
 # ---- names that code calls
@@ -265,6 +315,9 @@ def test_shards_are_also_one_dimensional(rank, world):
     if rank == 0:
         mine[0]._sharded_param_data.zero_()
         assert not models["ours"].weight.to_local().any()
+    else:
+        with pytest.raises(RuntimeError, match=r"Inplace update to inference tensor"):
+            mine[0]._sharded_param_data.zero_()
     for each in mine:
         each.accumulate_unsharded_grad_if_needed()
         each.to_accumulated_grad_if_needed()
@@ -330,6 +383,22 @@ class PhasedLinear(nn.Module):
 
     def forward(self, x):
         return x + (x @ self.weight).tanh()
+
+
+@distributed(world=2)
+def test_the_phase_of_a_recomputed_forward_is_forward(rank, world):
+    """A recomputation needs the form of weights that a forward multiplies by."""
+    Phased.seen = []
+    model = nn.Sequential(PhasedLinear(), PhasedLinear())
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=True)
+    fully_shard(model)
+    x = vectors(rank, 0)[0][:, :4].requires_grad_()
+    for layer in model:
+        x = checkpoint(layer, x, use_reentrant=True)
+    Phased.seen.clear()
+    x.sum().backward()
+    assert [phase for _, phase in Phased.seen] == ["FORWARD", "PRE_BACKWARD"] * 2
 
 
 @pytest.mark.parametrize("reshards", [True, False])

@@ -225,6 +225,32 @@ def test_a_tracked_step_has_the_same_results_even_if_only_one_rank_is_tracked(ra
     assert losses["none"][-1] < losses["none"][0]
 
 
+class Reads(nn.Module):
+    """Reads the weight of a submodule, which users unshard first."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions, self.layer = nn.Embedding(4, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x + self.positions.weight + self.positions(torch.arange(4)))
+
+
+@pytest.mark.parametrize("engine", [cs.fully_shard, fsdp2], ids=["ours", "fsdp2"])
+@distributed(world=1)
+def test_modules_may_be_unsharded_while_a_tracker_is_active(rank, world, engine):
+    model = Reads()
+    for module in (model.positions, model.layer, model):
+        engine(module, mesh=mesh_of(world))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for tracked in (False, True, False):
+        with FSDPMemTracker(model, optimizer) if tracked else nullcontext():
+            model.positions.unshard()
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @simulated(world=1)
 def test_after_a_tracker_hooks_and_classes_are_restored(rank, world):
     model = shard_transformer(cs.fully_shard, mesh_of(world), listed=True)
