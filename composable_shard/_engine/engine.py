@@ -442,8 +442,8 @@ class Engine:
         """Whether backward, which has now reached `use`, needs the weights of `other`, an active use, no longer.
 
         Backward visits uses from the last to the first, so it has finished all that began after the forward of `use`
-        ended. A recomputed use comes after those that earlier recomputations have made. If it is not within one of
-        them, backward has finished that one.
+        ended. Uses that a checkpoint recomputes are numbered in the order of backward. So if `other` was recomputed
+        before `use` began, backward has finished `other`, unless `use` is a recomputed part of it.
         """
         if other.number > use.last:
             return True
