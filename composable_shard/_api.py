@@ -21,7 +21,7 @@ from ._errors import (
     ShardConfigUnsupportedError,
     ShardConfigValueError,
 )
-from ._fsdp2.door import Door, registered
+from ._fsdp2.lazy_state import LazyState, registered
 from ._group.extension import is_extended
 from ._group.param import SHARDED_IN, ShardedParam, shard_parameter
 from ._group.placement import Cut, PlacementFn, Placements
@@ -158,7 +158,7 @@ def fully_shard(
     for part in (state, *state.others):
         for group in (part.declaration.info.shard_group, part.declaration.info.replicate_group):
             expect_own_group(group, part.declaration.info.device)
-    Door(modules, state)
+    LazyState(modules, state)  # registers itself for torch
     return module
 
 

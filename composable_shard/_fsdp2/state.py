@@ -14,9 +14,9 @@ from .._module.build import build_engine
 from .._module.module import adopt_forward_methods, post_forward, pre_forward
 from .._module.state import ShardState, change_settings, share_lanes
 from .._torch.distributed import OurState, TrainingState, called_by_forward_method, registered_state
-from .door import Door
 from .group import GroupFacade
 from .hooks import Hooks
+from .lazy_state import LazyState
 from .views import View, check_idle, refuse_inherited
 
 
@@ -70,8 +70,8 @@ class StateFacade(View, OurState):
         "_state_ctx": lambda s: (s._root or s)._context,
     }
 
-    def open(self, _known: list[weakref.ref[nn.Module]], _own: ShardState) -> None:
-        """Set the attributes of an object that was a `Door`.
+    def load(self, _known: list[weakref.ref[nn.Module]], _own: ShardState) -> None:
+        """Set the attributes of an object that was a `LazyState`.
 
         Args:
             _known: the modules of the call; held weakly, because they refer to this object.
@@ -83,8 +83,8 @@ class StateFacade(View, OurState):
         self.__dict__["_hooks"] = (Hooks(self, "_pre_forward", pre_forward), Hooks(self, "_post_forward", post_forward))
         self.__dict__["_fsdp_param_groups"] = [GroupFacade(self, each, index) for index, each in enumerate(own)]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Door:
-        return Door.__deepcopy__(self, memo)  # type: ignore[arg-type]  # the copy is closed again
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyState:
+        return LazyState.__deepcopy__(self, memo)  # type: ignore[arg-type]  # the copy is lazy again
 
     @property
     def _fsdp_param_group(self) -> GroupFacade | None:  # type: ignore[override]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _families import DECODER
 from llamafactory.v1.accelerator import helper
 from llamafactory.v1.accelerator.interface import DistributedInterface
 from llamafactory.v1.plugins.model_plugins.peft import merge_and_export_model
@@ -47,18 +48,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token=SPECIAL[0], eos_token=SPECIAL[2])
 
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 40,
-    "intermediate_size": 71,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "eos_token_id": 2,
-}
+SIZES: dict[str, Any] = DECODER | {"vocab_size": VOCABULARY, "head_dim": 10, "max_position_embeddings": 256}
 
 
 def qwen(tied: bool = False) -> nn.Module:

@@ -39,7 +39,7 @@ def facades_of(model):
 
 
 OURS = {  # helpers that are not names of torch
-    "heard", "around", "open", "_names", "_own", "_known", "_hooks", "_initialised", "_comm", "_engine", "_group",
+    "heard", "around", "load", "_names", "_own", "_known", "_hooks", "_initialised", "_comm", "_engine", "_group",
     "_info", "_options", "_of", "_trained", "_is_gathering", "_event", "_replacements", "_seen", "_gone", "_state",
     "_do", "_replace", "_listen", "_note_tool", "_pre_backward", "_post_backward", "_root", "_root_module",
     "_prefetched", "_share", "_set_hooks", "_param", "_index", "_top", "_dtensor", "_context", "_facade", "_title",
@@ -74,7 +74,7 @@ model = torch.nn.Linear(2, 2)
 composable_shard.fully_shard(model)
 model(torch.ones(1, 2)).sum().backward()
 loaded = [name for name in sys.modules if name.startswith("composable_shard._fsdp2")]
-assert sorted(loaded) == ["composable_shard._fsdp2", "composable_shard._fsdp2.door"], loaded
+assert sorted(loaded) == ["composable_shard._fsdp2", "composable_shard._fsdp2.lazy_state"], loaded
 assert model._get_fsdp_state()._is_root
 assert "composable_shard._fsdp2.state" in sys.modules
 torch.distributed.destroy_process_group()

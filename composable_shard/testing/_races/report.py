@@ -14,10 +14,8 @@ from .memory import Clash, Operator, Stack
 
 _SHOWN = 8
 _LIBRARY = Path(__file__).parents[2]
-_BETWEEN = (
-    str(Path(__file__).parents[1]),
-    collective_mode.__file__,
-)  # run between an operator and the code that calls it
+# These run between an operator and the code that calls it.
+_BETWEEN = str(Path(__file__).parents[1]), collective_mode.__file__
 _TORCH = str(Path(torch.__file__).parent)
 
 

@@ -14,7 +14,7 @@ from .._module.state import ShardState, state_of
 from .._torch.distributed import OurState, register_state, registered_state
 
 
-class Door(OurState):
+class LazyState(OurState):
     """Turns into a `StateFacade` when code first uses one of its attributes; that loads the facades.
 
     Args:
@@ -31,25 +31,25 @@ class Door(OurState):
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("__"):
             return object.__getattribute__(self, name)
-        return getattr(_opened(self), name)
+        return getattr(_loaded(self), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(_opened(self), name, value)
+        setattr(_loaded(self), name, value)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Door:
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyState:
         own = object.__getattribute__(self, "__dict__")
-        made = memo[id(self)] = Door.__new__(Door)
+        made = memo[id(self)] = LazyState.__new__(LazyState)
         modules = [copy.deepcopy(module, memo) for known in own["_known"] if (module := known()) is not None]
-        Door.__init__(made, modules, copy.deepcopy(own["_own"], memo))
+        LazyState.__init__(made, modules, copy.deepcopy(own["_own"], memo))
         return made
 
 
-def _opened(door: Door) -> Any:
-    own = dict(object.__getattribute__(door, "__dict__"))
+def _loaded(lazy: LazyState) -> Any:
+    own = dict(object.__getattribute__(lazy, "__dict__"))
     facade_class = import_module(".state", __package__).StateFacade  # imported here, because few programs need it
-    object.__setattr__(door, "__class__", facade_class)
-    facade: Any = door
-    facade.open(**own)
+    object.__setattr__(lazy, "__class__", facade_class)
+    facade: Any = lazy
+    facade.load(**own)
     return facade
 
 
