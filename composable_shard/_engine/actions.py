@@ -1,17 +1,16 @@
-"""Actions on parameter groups: gather, reduce and reshard, and the waits for gathers and reductions.
+"""Actions on parameter groups: gather, reduce and reshard, and the waits for gathers.
 
-In an eager step, only this file starts or waits for gathers and reductions, and only this file reshards. Every action
-is recorded. To *drop* a group means to reshard it and to install its sharded parameters in the modules.
+In an eager step, only this file starts gathers, waits for them and reshards. `reductions.py` does the same for
+reductions. Every action goes through `Recorder.act`. To *drop* a group means to reshard it and to install its sharded
+parameters in the modules.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
 
 import torch
 
@@ -19,28 +18,21 @@ from .._comm.copies import Gradients
 from .._group.edits import changed, lost_edit
 from .._group.group import Entries, ParamGroup, Runtime
 from .._group.phases import AWAY, GATHERING, RESIDENT, SHARDED, UNSHARDED
-from .._group.reduction import GroupReduced, Reduction
-from .._plan.record import Record
-from .._plan.schedule import MAX_REDUCTIONS, Kind
+from .._plan.schedule import Kind
 from .._torch.core import current_backward, set_grad_enabled
 from .budget import Budget, gathering
-from .history import History
 from .installed import Installed, LeafHook
 from .node import Outputs, Use
 from .order import Order
-from .out_of_memory import Part, explain
-from .stopwatch import Stopwatch
+from .recorder import Recorder
+from .reductions import Reductions
 
-T = TypeVar("T")
 LOG = logging.getLogger("composable_shard.engine")
 is_logged: Callable[[], bool] = partial(LOG.isEnabledFor, logging.DEBUG)
-UNSHARD, WAIT, RESHARD, REDUCE, REDUCED = Kind.UNSHARD, Kind.WAIT, Kind.RESHARD, Kind.REDUCE, Kind.REDUCED
-_AT_ONCE = 4  # set `.grad` for this many reduced groups together, which halves the host time compared with one by one
-_NOTHING = object()
 
 
 class Actions:
-    """Runs the actions of one engine's groups and records each one.
+    """Runs the actions of one engine's groups.
 
     Args:
         groups: all groups.
@@ -53,11 +45,10 @@ class Actions:
         groups, pool, order: all groups, their memory, and the current schedules.
         changed: the event recorded after the last parameter change. The next gather waits for it; None if a gather
             already has.
-        repeated: groups that get gradients from several uses in the current backward.
+        recorder: runs and records all actions.
+        reductions: the reductions in flight, and the finished ones whose `.grad` is not set yet.
         budget: decides which groups to reshard when a step that deviates from the plan needs memory.
         streams: whether a wait for communication blocks only streams and never the host.
-        watch: the stopwatch that times all actions; None if nothing is timed.
-        history: the actions so far; records are built from it.
         installed: tracks which tensors are installed in the modules.
         staying: groups that were not resharded at the end of a use's backward, because the group's next use, or one of
             its forwards that is still running, needs the unsharded parameters.
@@ -76,48 +67,17 @@ class Actions:
         self.pool = runtime.pool
         self.order = order
         self.changed: torch.Event | None = None
-        self.repeated: frozenset[ParamGroup] = frozenset()
         self.budget = Budget(groups, runtime.pool, order)
-        self.watch: Stopwatch | None = None
         self.streams = runtime.gather_lane.streams
-        self.history = History()
+        self.recorder = Recorder(groups, runtime.pool, order)
+        self.reductions = Reductions(self.recorder, runtime.pool, order)
         self.installed = Installed(watch_leaf)
         self._runtime = runtime
         self._without_group = list(map(weakref.ref, without_group))
-        self._ask_first: Callable[[], None] | None = None  # called before the first reduction
-        self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
         # Groups to gather after waiting for all reductions in flight; None if no gathers are held back.
         self._gathers_behind: Sequence[ParamGroup] | None = None
-        self._unset: dict[ParamGroup, GroupReduced] = {}  # finished reductions whose `.grad` is not set yet
-        # Finished reductions with values that the host must read. The host synchronizes once for all, after backward.
-        self._unread: list[tuple[ParamGroup, GroupReduced]] = []
-        # For groups with hooks and several uses in a backward: the hooks run once, on the sum over all uses.
-        self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}
         self.staying: set[ParamGroup] = set()
         self.gathered: set[ParamGroup] = set()
-
-    # ---- the record
-
-    def roll_record(self) -> None:
-        """End an iteration: its actions, if there are any, become the last record."""
-        if self.history.roll(() if self.watch is None else self.watch.spans) and self.watch is not None:
-            self.watch.take()
-
-    def record_so_far(self) -> Record | None:
-        """The record since the last one; None if there are no actions. The same object until more actions follow."""
-        return self.history.so_far(() if self.watch is None else self.watch.spans)
-
-    def before_first_reduction(self, ask: Callable[[], None]) -> None:
-        """Call `ask` before the next reduction. If it raises, call it again before the following one."""
-        self._ask_first = ask
-
-    def explain(self, error: BaseException) -> None:
-        """If the error means that memory ran out, add a note about the memory in use."""
-        explain(error, [Part(self.groups, self.pool, self.order.plan)])
-
-    def time_by(self, watch: Stopwatch | None) -> None:
-        """Time all actions with `watch` from now on; None turns timing off."""
-        self.watch = watch
 
     # ---- between passes
 
@@ -135,20 +95,6 @@ class Actions:
 
     # ---- issuing
 
-    def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], given: Any = _NOTHING) -> T:
-        """Call `work` (with `given`, if passed) and record the action. All actions of a rank go through this method."""
-        try:
-            if self.watch is not None:
-                result = self.watch.timed(kind, group.fqn, work, *(() if given is _NOTHING else (given,)))
-            else:  # `work(*args)` is slower: it would re-enter the interpreter
-                result = work() if given is _NOTHING else work(given)
-        except Exception as error:
-            self.explain(error)
-            raise
-        done = self.history.done
-        done += (kind, group.fqn, self.pool.live_bytes)  # a flat list: tuples would add work for the cycle collector
-        return result
-
     def parameters_changed(self, at: torch.Event | None = None) -> None:
         """Make later gathers wait for the event `at`; without one, for the work queued on the current stream so far."""
         self.changed = at or self._runtime.gather_lane.mark()
@@ -159,10 +105,10 @@ class Actions:
             if self.order.forward.kept and group in self.order.forward.kept:
                 group.note_versions()
             here = group.phase is RESIDENT  # then the gather reads nothing that an optimizer changes
-            self._act(UNSHARD, group, group.start_gather, self.changed)
+            self.recorder.act(Kind.UNSHARD, group, group.start_gather, self.changed)
             if not here:  # all gathers share one lane, so it waits for each event only once
                 self.changed = None
-            if self.watch is not None and self.watch.serial:
+            if self.recorder.watch is not None and self.recorder.watch.serial:
                 self._arrive(group)
 
     def prefetch(self, groups: Sequence[ParamGroup]) -> None:
@@ -194,15 +140,15 @@ class Actions:
 
         A step that follows the plan fits already. In other steps, first wait for reductions, then reshard groups.
         """
-        while self.budget.exceeded_by(nbytes) and any(each.leased_bytes for _, each in self._reductions):
-            self._settle_oldest()
+        while self.budget.exceeded_by(nbytes) and self.reductions.lease_memory:
+            self.reductions.wait_for_oldest()
         for group in self.budget.yielding(to, self.staying) if self.budget.exceeded_by(nbytes) else ():
             if self.budget.exceeded_by(nbytes):
                 self.drop(group)
 
     def _arrive(self, group: ParamGroup) -> None:
         """Wait for a gather in flight."""
-        self._act(WAIT, group, group.finish_gather)
+        self.recorder.act(Kind.WAIT, group, group.finish_gather)
         self.gathered.add(group)
 
     def drop(self, group: ParamGroup, check_edits: bool = True) -> None:
@@ -222,7 +168,7 @@ class Actions:
         if group.phase is GATHERING:
             self._arrive(group)
         if group.phase is not SHARDED:
-            self._act(RESHARD, group, group.reshard)
+            self.recorder.act(Kind.RESHARD, group, group.reshard)
         if edited:
             raise lost_edit(edited)
 
@@ -235,7 +181,7 @@ class Actions:
             raise
 
     def _gather_again(self, group: ParamGroup) -> None:
-        self._act(RESHARD, group, partial(group.reshard, again=True))
+        self.recorder.act(Kind.RESHARD, group, partial(group.reshard, again=True))
         self.ahead(group)
         self._arrive(group)
 
@@ -319,9 +265,9 @@ class Actions:
         Args:
             repeated: groups that get gradients from several uses in it.
         """
-        if self._reductions:  # from a backward that the user ends manually
-            self.settle()
-        self.repeated = repeated
+        if self.reductions.are_in_flight:  # from a backward that the user ends manually
+            self.reductions.finish()
+        self.reductions.repeated = repeated
         self.installed.open_backward()
         self.pool.backward = True
         self.order.begin_backward()
@@ -360,53 +306,33 @@ class Actions:
     def reduce(self, group: ParamGroup, gradients: Gradients) -> None:
         """Issue the reduction of a group's gradients. If too many reductions are in flight, wait for the oldest first.
 
-        `.grad` is set when this reduction has been waited for, or a little later by `hand_out`.
+        `.grad` is set when this reduction has been waited for, or a little later (see `reductions.py`).
         """
-        if self._reductions:
-            most = self._most_before(group)
-            while len(self._reductions) >= most:
-                self._settle_oldest()
+        self.reductions.make_way(group)
         if self.order.forward.budget is not None:
             self._make_room(group, group.gradients.reduce_bytes)
-        self._start_reduce(group, gradients)
-        if self.watch is not None and self.watch.serial:
-            self._settle_oldest()
-
-    def _most_before(self, group: ParamGroup) -> int:
-        """How many reductions may be in flight when this group's is issued; at least 1."""
-        large = group.gradients.reduce_bytes > self.pool.arena.least_large
-        # The arenas of ranks may differ, so this is allowed only if neither the wait nor the hooks issue collectives.
-        if large and not any(each.issues_in_wait or each.gradients.hooks_taken for each, _ in self._reductions):
-            return 1  # the allocator gets back the memory of earlier reductions before this one allocates
-        schedule, allowed = self.order.backward, group.settings.current.max_reductions
-        planned = schedule.in_flight.get(group, schedule.max_reductions)
-        return min(planned, allowed) if planned and allowed else planned or allowed or MAX_REDUCTIONS
-
-    def _start_reduce(self, group: ParamGroup, gradients: Gradients, alone: bool = False) -> None:
-        if self._ask_first is not None:
-            self._ask_first()
-            self._ask_first = None
-        start = group.gradients.start_reduce
-        if alone or group in self.order.backward.holds:
-            start = partial(start, alone=alone, holds=group in self.order.backward.holds)
-        reduction = self._act(REDUCE, group, start, gradients)
-        self._reductions.append((group, reduction))
-        self.history.lasted(reduction.queued_bytes)
+        self.reductions.start(group, gradients)
+        if self.recorder.watch is not None and self.recorder.watch.serial:
+            self.reductions.wait_for_oldest()
 
     def reduce_now(self, group: ParamGroup, gradients: Gradients) -> dict[int, torch.Tensor]:
         """Reduce and wait; does not set `.grad`. Returns this rank's shard of each gradient, by parameter index."""
-        self.settle()
+        self.reductions.finish()
         if self.order.forward.budget is not None:
             self._make_room(group, group.gradients.reduce_bytes)
-        self._start_reduce(group, gradients, alone=True)
-        _, reduction = self._reductions.pop()
-        return self._act(REDUCED, group, group.gradients.finish_reduce, reduction).pieces()
+        self.reductions.start(group, gradients, alone=True)
+        return self.reductions.finish_newest()
+
+    def discard_reductions(self) -> None:
+        """Wait for all reductions and discard their results, and issue no gathers behind them."""
+        self._gathers_behind = None
+        self.reductions.discard()
 
     def begin_forward(self, group: ParamGroup) -> None:
         """Begin the forward of a group, outside of any backward."""
-        self.history.begins(group)
-        if self.watch is not None:
-            self.watch.begin(Kind.FORWARD, group.fqn)
+        self.recorder.history.begins(group)
+        if self.recorder.watch is not None:
+            self.recorder.watch.begin(Kind.FORWARD, group.fqn)
 
     def end_forward(self, group: ParamGroup, stays: bool) -> None:
         """End the forward of a group: reshard it, keep it unsharded, or keep pieces of it (`ParamGroup.shrink`).
@@ -416,8 +342,8 @@ class Actions:
             stays: whether the forward was a recomputation in the group's own backward, which needs the unsharded
                 parameters next. Then the group is not resharded.
         """
-        if self.watch is not None:
-            self.watch.end(Kind.FORWARD)
+        if self.recorder.watch is not None:
+            self.recorder.watch.end(Kind.FORWARD)
         if stays:
             self.installed.show_copies(group)
             return
@@ -448,10 +374,10 @@ class Actions:
         """Keep pieces of a group's unsharded parameters, and install these pieces in the modules."""
         self.installed.hide(group)
         edited = self.find_edits(group) if group.is_written() else ()
-        self._act(Kind.SHRINK, group, group.shrink)
+        self.recorder.act(Kind.SHRINK, group, group.shrink)
         if edited:
             raise lost_edit(edited)
-        self.history.lasted(group.layout.weight_bytes)  # for a moment, full weights and pieces were both live
+        self.recorder.history.lasted(group.layout.weight_bytes)  # for a moment, full weights and pieces were both live
         if (entries := group.entries()) is not None:
             entries.lend(group.pieces())
 
@@ -482,7 +408,7 @@ class Actions:
             bucket.writes.begin_reads(outputs, bucket.here)
         if self.order.forward.budget is not None:
             self.budget.reached(use, outputs)
-        waits = bool(self._reductions) and self._wait_before(group, missed, following)
+        waits = self.reductions.are_in_flight and self._wait_before(group, missed, following)
         if missed:
             self.prefetch(missed)
         if group.gathers_in_backward or group.phase not in AWAY:
@@ -492,8 +418,8 @@ class Actions:
                 self.installed.copy(use, outputs)
         # If the root returns its last module's output, backward reaches that module before the root. The compute timed
         # now belongs to the module and must not be attributed to the root.
-        if self.watch is not None and not (group.is_root and self.watch.runs(Kind.BACKWARD)):
-            self.watch.begin(Kind.BACKWARD, group.fqn)
+        if self.recorder.watch is not None and not (group.is_root and self.recorder.watch.runs(Kind.BACKWARD)):
+            self.recorder.watch.begin(Kind.BACKWARD, group.fqn)
         if not waits:
             self.prefetch(following)
             return
@@ -572,75 +498,10 @@ class Actions:
         grad = torch.is_grad_enabled()  # True with create_graph
         set_grad_enabled(False)
         try:
-            while self._reductions:
-                self._settle_oldest()
+            self.reductions.wait_for_all()
         finally:
             set_grad_enabled(grad)
         self.prefetch(following)
-
-    def settle(self) -> None:
-        """Wait for all reductions and set `.grad`."""
-        while self._reductions:
-            self._settle_oldest()
-        self.hand_out()
-        unread, self._unread = self._unread, []
-        for group, reduced in unread:
-            group.gradients.add(reduced.pieces(), reduced.unused)
-        sums, self._sums = self._sums, {}
-        for group, pieces in sums.items():
-            group.gradients.add(pieces)
-
-    def _settle_oldest(self) -> None:
-        group, reduction = self._reductions.popleft()
-        reduced = self._act(REDUCED, group, group.gradients.finish_reduce, reduction)
-        waits = self.pool.backward and not group.gradients.hooks_taken
-        if waits and self._is_read_last(group, reduced):
-            self._unread.append((group, reduced))
-        else:
-            self._take(group, reduced, waits)
-
-    def _take(self, group: ParamGroup, reduced: GroupReduced, waits: bool) -> None:
-        """Set or accumulate `.grad`: now, or together with other groups if `waits`."""
-        if waits and reduced.is_uncut and self._is_first(group):
-            self._unset[group] = reduced
-            if len(self._unset) == _AT_ONCE:
-                self.hand_out()
-        elif group in self.repeated and any(param.hooks for param in group.params):
-            self._add_up(group, reduced)
-        else:
-            self.hand_out()
-            group.gradients.add(reduced.pieces(), reduced.unused)
-
-    def _is_read_last(self, group: ParamGroup, reduced: GroupReduced) -> bool:
-        """Whether the host would wait for an accelerator here. False if more results of the group will follow."""
-        return not reduced.is_awaited and group not in self.repeated
-
-    def _is_first(self, group: ParamGroup) -> bool:
-        """Whether the group has no gradient yet. If it has one, add now: this frees the new gradient's memory."""
-        return group not in self._unset and not group.gradients.any_set()
-
-    def _add_up(self, group: ParamGroup, reduced: GroupReduced) -> None:
-        """Add the reduced gradients of one use to the sum over all uses, on which the hooks will run."""
-        sums = self._sums.setdefault(group, {})
-        for each in filter(None, (self._unset.pop(group, None), reduced)):
-            for index, piece in each.pieces().items():
-                sums[index] = sums[index] + piece if index in sums else piece
-
-    def hand_out(self) -> None:
-        """Set `.grad` for the groups whose reduction has been waited for."""
-        unset, self._unset = self._unset, {}
-        for group, reduced in unset.items():
-            group.gradients.add(reduced.pieces(), reduced.unused)
-
-    def discard(self) -> None:
-        """Wait for all reductions and discard their results."""
-        self._sums.clear()
-        self._unset.clear()
-        self._unread.clear()
-        self._gathers_behind = None
-        while self._reductions:  # remove each before waiting: after a failure it must not be waited for again
-            group, reduction = self._reductions.popleft()
-            self._act(REDUCED, group, group.gradients.finish_reduce, reduction)
 
     def rebuild(self, groups: Sequence[ParamGroup]) -> None:
         """Re-create the buckets of those groups that are sharded, and free all memory that is not leased."""

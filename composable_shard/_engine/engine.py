@@ -173,8 +173,8 @@ class Engine:
                     watch_leaf(weakref.ref(self), leaf, group, index)
 
     def parts(self) -> tuple[object, ...]:
-        """The engine, its `Actions` and its `GradientFlow`: the objects whose classes `tools.py` replaces."""
-        return self, self._do, self._gradients
+        """The objects whose classes `tools.py` replaces, in the order in which it names them."""
+        return self, self._do, self._do.recorder, self._do.reductions, self._gradients
 
     def part(self) -> Part:
         """The memory users of this engine, for `out_of_memory.explain`."""
@@ -199,7 +199,7 @@ class Engine:
     def last_record(self) -> Record | None:
         """The record of the last finished iteration; None if there is none yet."""
         over = (not self._iterations.waiting or self.uses.all_fired()) and self._depth == 0 and self._pass is None
-        return (self._do.record_so_far() if over else None) or self._do.history.last
+        return (self._do.recorder.so_far() if over else None) or self._do.recorder.history.last
 
     def planned_notes(self) -> dict[str, tuple[str, str]]:
         """By FQN, the notes of each group's gather and reduction."""
@@ -237,7 +237,7 @@ class Engine:
         """Report a failed forward. After an interrupt (Ctrl-C), wait for nothing; the next forward cleans up."""
         self.review.seat.failed(error)
         if isinstance(error, Exception):
-            self._do.explain(error)
+            self._do.recorder.explain(error)
         else:
             self._iterations.interrupt()
 
@@ -256,7 +256,7 @@ class Engine:
         if self.uses.lost:
             self.uses.begin_iteration(waiting)
         if not waiting:
-            self._do.roll_record()
+            self._do.recorder.end_iteration()
         self._do.parameters_changed(self.changed_at)
         self.changed_at = None
         if self._do.drop_outdated(waiting):
@@ -505,8 +505,8 @@ class Engine:
         """End the outermost backward pass, which had no error."""
         if now is not self._pass:
             return
-        if self._do.watch is not None:
-            self._do.watch.end(Kind.BACKWARD)
+        if (watch := self._do.recorder.watch) is not None:
+            watch.end(Kind.BACKWARD)
         with torch.no_grad():
             if not self._depth:
                 self._end_abandoned()
@@ -619,7 +619,7 @@ class Engine:
 
     def before_first_reduction(self, ask: Callable[[], None]) -> None:
         """Call `ask` before the next reduction. If it raises, call it again before the following one."""
-        self._do.before_first_reduction(ask)
+        self._do.reductions.before_first(ask)
 
     # ---- requests of users
 

@@ -50,7 +50,7 @@ class GradientFlow:
         Args:
             keeps_hooks: whether not to return the hooks, because a backward is running that is not the engine's.
         """
-        self._do.settle()
+        self._do.reductions.finish()
         for group in () if keeps_hooks else self._do.groups:
             if group.gradients.hooks_taken:
                 group.gradients.give_hooks_back()
@@ -123,7 +123,7 @@ class GradientFlow:
         if wait:
             self.settle()
         else:
-            self._do.hand_out()
+            self._do.reductions.set_gradients()
 
     def finish_group(self, group: ParamGroup) -> None:
         """Between backwards: reduce what a group has accumulated, and wait for all reductions."""
@@ -151,7 +151,7 @@ class GradientFlow:
         """Discard the gradients of a failed backward."""
         self._outside_forward.clear()
         self._looked.clear()
-        self._do.discard()
+        self._do.discard_reductions()
         self.settle()  # nothing is in flight: returns the hooks to autograd
 
 

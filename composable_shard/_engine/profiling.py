@@ -18,11 +18,12 @@ from .._group.group import ParamGroup
 from .._group.phases import AWAY
 from .._plan.schedule import Action, Kind
 from .._torch.core import current_backward
-from .actions import _NOTHING, LOG, Actions
+from .actions import LOG, Actions
 from .backward import BackwardPass, Token
 from .engine import Engine
 from .gradients import GradientFlow
 from .node import Outputs, Use
+from .recorder import NO_ARGUMENT, Recorder
 
 T = TypeVar("T")
 _ACTIONS = {
@@ -41,15 +42,27 @@ def range_of(label: str, group: ParamGroup) -> AbstractContextManager[Any]:
     return record(f"{name} [pg={group.shard_size}]" if on_other_mesh or group.companions else name)
 
 
-class ProfiledActions(Actions):
-    """Actions in profiler ranges."""
+class ProfiledRecorder(Recorder):
+    """Runs actions in profiler ranges."""
 
-    def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], given: Any = _NOTHING) -> T:
+    def act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], argument: Any = NO_ARGUMENT) -> T:
         label = _ACTIONS.get(kind)
         if label is None:
-            return super()._act(kind, group, work, given)
+            return super().act(kind, group, work, argument)
         with range_of(label, group):
-            return super()._act(kind, group, work, given)
+            return super().act(kind, group, work, argument)
+
+
+class LoggedRecorder(ProfiledRecorder):
+    """Logs actions before they begin, in the notation of records: ``UNSHARD blocks.0``."""
+
+    def act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], argument: Any = NO_ARGUMENT) -> T:
+        LOG.debug("%s", Action(kind, group.fqn))
+        return super().act(kind, group, work, argument)
+
+
+class ProfiledActions(Actions):
+    """Actions in profiler ranges."""
 
     def prefetch(self, groups: Sequence[ParamGroup]) -> None:
         direction = "backward" if current_backward() >= 0 else "forward"
@@ -67,14 +80,6 @@ class ProfiledActions(Actions):
     def end_use(self, group: ParamGroup, following: ParamGroup | None) -> None:
         with range_of("post_backward_reshard", group):
             super().end_use(group, following)
-
-
-class LoggedActions(ProfiledActions):
-    """Actions that are logged before they begin, in the notation of records: ``UNSHARD blocks.0``."""
-
-    def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], given: Any = _NOTHING) -> T:
-        LOG.debug("%s", Action(kind, group.fqn))
-        return super()._act(kind, group, work, given)
 
 
 class ProfiledFlow(GradientFlow):

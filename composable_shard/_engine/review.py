@@ -88,7 +88,7 @@ class Review:
         self._phase = phase_of(grad, not groups or groups[0].settings.current.requires_gradient_sync, waiting)
         self._order.begin(self._phase, grad)
         self.seat.begin(self._phase)
-        self._begun = self._do.history.mark()
+        self._begun = self._do.recorder.history.mark()
         if self._vote is not None:
             self._vote[0].cast()
 
@@ -100,7 +100,7 @@ class Review:
             PoolBudgetError: a group does not fit in the order in which the forward ran.
         """
         self._forwards += 1
-        history = self._do.history
+        history = self._do.recorder.history
         if self._vote is not None:
             self._count_votes(_arrived(history.since(self._begun).actions))
         if not self._has_learned and not self._phase.startswith(NO_GRAD):
@@ -169,7 +169,7 @@ class Review:
 
     def _compare_bytes(self) -> None:
         """Log the peak of live bytes, which has grown, if it exceeds the planned peak."""
-        peak, plan, record = self._do.pool.peak_bytes, self._order.plan, self._do.history.last
+        peak, plan, record = self._do.pool.peak_bytes, self._order.plan, self._do.recorder.history.last
         self._most_bytes = peak
         if record is None or peak <= plan.peak_bytes:
             return

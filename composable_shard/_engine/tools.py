@@ -11,11 +11,14 @@ from .._torch.core import is_profiled
 from .actions import Actions, is_logged
 from .engine import CHOOSERS, Engine
 from .gradients import GradientFlow
-from .profiling import LoggedActions, ProfiledActions, ProfiledEngine, ProfiledFlow
+from .profiling import LoggedRecorder, ProfiledActions, ProfiledEngine, ProfiledFlow, ProfiledRecorder
+from .recorder import Recorder
+from .reductions import Reductions
 
-_PLAIN = Engine, Actions, GradientFlow
-_PROFILED = ProfiledEngine, ProfiledActions, ProfiledFlow
-_LOGGED = ProfiledEngine, LoggedActions, ProfiledFlow
+# In the order of `Engine.parts`.
+_PLAIN = Engine, Actions, Recorder, Reductions, GradientFlow
+_PROFILED = ProfiledEngine, ProfiledActions, ProfiledRecorder, Reductions, ProfiledFlow
+_LOGGED = ProfiledEngine, ProfiledActions, LoggedRecorder, Reductions, ProfiledFlow
 
 
 def follow_tools(engine: Engine) -> None:

@@ -15,7 +15,8 @@ from .._comm.copies import Gradients
 from .._engine.backward import BackwardPass
 from .._engine.engine import CHOOSERS, Engine
 from .._engine.node import Outputs, Use
-from .._engine.profiling import LoggedActions, ProfiledEngine, ProfiledFlow
+from .._engine.profiling import LoggedRecorder, ProfiledActions, ProfiledEngine, ProfiledFlow
+from .._engine.reductions import Reductions
 from .._group.group import ParamGroup
 from .._memory.pool import BufferPool
 from .._memory.slots import Request, Slot
@@ -50,34 +51,38 @@ def _tell(group: ParamGroup, moment: str, work: Callable[[], None], gradients: G
         listener.around(moment, work, gradients)
 
 
-class ListenedActions(LoggedActions):
-    """Actions that notify listeners."""
+class ListenedActions(ProfiledActions):
+    """Actions that notify listeners before a backward."""
 
     def begin_backward(
         self, use: Use, outputs: Outputs, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]
     ) -> None:
         _tell(use.group, PRE_BACKWARD, partial(super().begin_backward, use, outputs, missed, following))
 
-    def _start_reduce(self, group: ParamGroup, gradients: Gradients, alone: bool = False) -> None:
-        super()._start_reduce(group, gradients, alone)
+
+class ListenedReductions(Reductions):
+    """Reductions that notify listeners when `.grad` of a group is set."""
+
+    def start(self, group: ParamGroup, gradients: Gradients, alone: bool = False) -> None:
+        super().start(group, gradients, alone)
         _reduced.add(group)
 
-    def _settle_oldest(self) -> None:
-        super()._settle_oldest()
-        self.hand_out()
+    def wait_for_oldest(self) -> None:
+        super().wait_for_oldest()
+        self.set_gradients()
 
-    def hand_out(self) -> None:
-        super().hand_out()
+    def set_gradients(self) -> None:
+        super().set_gradients()
         self._tell_reduced()
 
-    def settle(self) -> None:
-        super().settle()
+    def finish(self) -> None:
+        super().finish()
         self._tell_reduced()
 
     def _tell_reduced(self) -> None:
-        flying = [group for group, _ in self._reductions]
-        for group in self.groups:
-            if group in _reduced and group not in flying and group not in self._sums:
+        in_flight = [group for group, _ in self._in_flight]
+        for group in self._recorder.groups:
+            if group in _reduced and group not in in_flight and group not in self._sums:
                 _reduced.discard(group)
                 _tell(group, POST_BACKWARD, _nothing)
 
@@ -144,7 +149,7 @@ def discard(listener: Listener) -> None:
     _listeners.discard(listener)
 
 
-_CLASSES = ListenedEngine, ListenedActions, ProfiledFlow
+_CLASSES = ListenedEngine, ListenedActions, LoggedRecorder, ListenedReductions, ProfiledFlow
 
 
 def _choose(engine: Engine) -> tuple[type, ...] | None:

@@ -419,11 +419,11 @@ class GroupReduced:
 
     Attributes:
         is_uncut: whether no result is split yet, so that this object needs no more memory than its pieces.
-        is_awaited: whether the host can read a result without waiting for an accelerator.
+        host_may_read: whether the host can read a result without waiting for an accelerator.
         unused: those of `asked` that had no gradient; valid once `pieces` was called.
     """
 
-    __slots__ = ("_asked", "_done", "_jobs", "is_awaited", "is_uncut", "unused")
+    __slots__ = ("_asked", "_done", "_jobs", "host_may_read", "is_uncut", "unused")
 
     def __init__(
         self,
@@ -433,7 +433,7 @@ class GroupReduced:
     ) -> None:
         self._done, self._asked, self._jobs = done, asked, jobs
         self.unused: list[int] = []
-        self.is_awaited = not jobs
+        self.host_may_read = not jobs
         self.is_uncut = True
         for _, reduced in done:
             self.is_uncut &= reduced.is_uncut
@@ -442,7 +442,7 @@ class GroupReduced:
         """Return this rank's pieces of the gradients, by the index of the parameter."""
         for job in self._jobs:
             job.wait_on_host()
-        self._jobs, self.is_awaited = (), True
+        self._jobs, self.host_may_read = (), True
         by_index: dict[int, torch.Tensor] = {}
         for indices, reduced in self._done:
             by_index.update(zip(indices, reduced.parts().pieces, strict=True))

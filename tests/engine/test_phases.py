@@ -33,7 +33,7 @@ class Turning(nn.Module):
 
 
 def gathers_of(engine, since):
-    done = engine._do.history.done[since:]
+    done = engine._do.recorder.history.done[since:]
     return [fqn for kind, fqn in zip(done[::3], done[1::3], strict=True) if kind is Kind.UNSHARD]
 
 
@@ -60,7 +60,7 @@ def test_an_evaluation_between_forward_and_backward_keeps_the_recomputations_sch
             loss = model(x).sum()
             evaluate()
             engine = engine_of(model)
-            before = len(engine._do.history.done)
+            before = len(engine._do.recorder.history.done)
             loss.backward()
         return gathers_of(engine, before)
 

@@ -130,7 +130,13 @@ def test_without_a_profiler_no_range_is_made(rank, world):
             torch.profiler.record_function.__init__ = theirs
     assert [name for name in made if name.startswith("FSDP")] == []
     engine = engine_of(model)
-    assert [type(part).__name__ for part in engine.parts()] == ["Engine", "Actions", "GradientFlow"]
+    assert [type(part).__name__ for part in engine.parts()] == [
+        "Engine",
+        "Actions",
+        "Recorder",
+        "Reductions",
+        "GradientFlow",
+    ]
 
 
 @distributed(world=1)

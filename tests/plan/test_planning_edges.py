@@ -126,7 +126,7 @@ def test_auto_warns_and_stops_if_no_step_can_be_measured(rank, world):
         each.blocks[1].requires_grad_(False)
     with pytest.warns(UserWarning, match="PrefetchPolicy.auto: none of 8 steps ran the forwards"):
         train(model, plain, 12)
-    assert not engine_of(model)._do.watch
+    assert not engine_of(model)._do.recorder.watch
     assert cs.make_plan(model).costs is None
 
 

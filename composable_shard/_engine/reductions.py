@@ -1,0 +1,172 @@
+"""The reductions of one engine's groups, from the reduce-scatter to `.grad`.
+
+A reduction is first *in flight*: `start` has issued its collectives, in the same order on all ranks. Reductions are
+waited for in that order, too. When one is waited for, its result goes to one of four places:
+
+    set at once     `.grad` is set or increased now, which frees the memory of the result
+    batch           first gradient of a group in a backward: `.grad` of several groups is set together (`set_gradients`)
+    unread          the host must read values, such as marks: all of them are read together, after backward
+    sums            a group with hooks has several uses in a backward: its hooks run once, on the sum, after backward
+
+`finish` waits for everything and empties all of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from .._comm.copies import Gradients
+from .._group.group import ParamGroup
+from .._group.reduction import GroupReduced, Reduction
+from .._memory.pool import BufferPool
+from .._plan.schedule import MAX_REDUCTIONS, Kind
+from .order import Order
+from .recorder import Recorder
+
+_BATCH = 4  # setting `.grad` for this many groups together takes half the host time of setting it one by one
+
+
+class Reductions:
+    """Issues reductions, limits how many are in flight, waits for them, and sets `.grad`.
+
+    Args:
+        recorder: runs and records the actions.
+        pool: the memory of the groups.
+        order: its backward schedule limits the reductions in flight.
+
+    Attributes:
+        repeated: groups that get gradients from several uses in the current backward.
+    """
+
+    def __init__(self, recorder: Recorder, pool: BufferPool, order: Order) -> None:
+        self._recorder = recorder
+        self._pool = pool
+        self._order = order
+        self.repeated: frozenset[ParamGroup] = frozenset()
+        self._before_first: Callable[[], None] | None = None
+        self._in_flight: deque[tuple[ParamGroup, Reduction]] = deque()
+        self._batch: dict[ParamGroup, GroupReduced] = {}
+        self._unread: list[tuple[ParamGroup, GroupReduced]] = []
+        self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}  # pieces by the index of the parameter
+
+    @property
+    def are_in_flight(self) -> bool:
+        """Whether any reduction was issued and not waited for."""
+        return bool(self._in_flight)
+
+    @property
+    def lease_memory(self) -> bool:
+        """Whether waiting for a reduction in flight would release memory of the pool."""
+        return any(reduction.leased_bytes for _, reduction in self._in_flight)
+
+    def before_first(self, call: Callable[[], None]) -> None:
+        """Call `call` before the next reduction. If it raises, call it again before the following one."""
+        self._before_first = call
+
+    # ---- start
+
+    def make_way(self, group: ParamGroup) -> None:
+        """Wait for the oldest reductions, until one of `group` may be issued without exceeding the limit."""
+        if self._in_flight:
+            most = self._most_in_flight_before(group)
+            while len(self._in_flight) >= most:
+                self.wait_for_oldest()
+
+    def _most_in_flight_before(self, group: ParamGroup) -> int:
+        """How many reductions may be in flight when this group's is issued; at least 1."""
+        large = group.gradients.reduce_bytes > self._pool.arena.least_large
+        # The arenas of ranks may differ, so this is allowed only if neither the wait nor the hooks issue collectives.
+        if large and not any(each.issues_in_wait or each.gradients.hooks_taken for each, _ in self._in_flight):
+            return 1  # the allocator gets back the memory of earlier reductions before this one allocates
+        schedule, allowed = self._order.backward, group.settings.current.max_reductions
+        planned = schedule.in_flight.get(group, schedule.max_reductions)
+        return min(planned, allowed) if planned and allowed else planned or allowed or MAX_REDUCTIONS
+
+    def start(self, group: ParamGroup, gradients: Gradients, alone: bool = False) -> None:
+        """Issue the reduction of a group's gradients.
+
+        Args:
+            group: the group.
+            gradients: unsharded gradients, in the order of the group's parameters.
+            alone: as for `GroupGradients.start_reduce`.
+        """
+        if self._before_first is not None:
+            self._before_first()
+            self._before_first = None
+        start = group.gradients.start_reduce
+        if alone or group in self._order.backward.holds:
+            start = partial(start, alone=alone, holds=group in self._order.backward.holds)
+        reduction = self._recorder.act(Kind.REDUCE, group, start, gradients)
+        self._in_flight.append((group, reduction))
+        self._recorder.history.lasted(reduction.queued_bytes)
+
+    def finish_newest(self) -> dict[int, torch.Tensor]:
+        """Wait for the reduction issued last, without setting `.grad`; return its pieces by parameter index."""
+        group, reduction = self._in_flight.pop()
+        return self._wait_for(group, reduction).pieces()
+
+    # ---- wait
+
+    def _wait_for(self, group: ParamGroup, reduction: Reduction) -> GroupReduced:
+        return self._recorder.act(Kind.REDUCED, group, group.gradients.finish_reduce, reduction)
+
+    def wait_for_oldest(self) -> None:
+        """Wait for the reduction issued first, and set `.grad` now or later (see the top of this file)."""
+        group, reduction = self._in_flight.popleft()
+        reduced = self._wait_for(group, reduction)
+        # Hooks may run now, so that they see gradients in the order of the reductions.
+        may_wait = self._pool.backward and not group.gradients.hooks_taken
+        if may_wait and not reduced.host_may_read and group not in self.repeated:
+            self._unread.append((group, reduced))
+        elif may_wait and reduced.is_uncut and group not in self._batch and not group.gradients.any_set():
+            self._batch[group] = reduced
+            if len(self._batch) == _BATCH:
+                self.set_gradients()
+        elif group in self.repeated and any(param.hooks for param in group.params):
+            self._add_to_sum(group, reduced)
+        else:
+            self.set_gradients()  # first the ones that were reduced earlier
+            group.gradients.add(reduced.pieces(), reduced.unused)
+
+    def wait_for_all(self) -> None:
+        """Wait for all reductions in flight."""
+        while self._in_flight:
+            self.wait_for_oldest()
+
+    def _add_to_sum(self, group: ParamGroup, reduced: GroupReduced) -> None:
+        """Add the gradients of one use to the sum over all uses."""
+        sums = self._sums.setdefault(group, {})
+        for each in filter(None, (self._batch.pop(group, None), reduced)):
+            for index, piece in each.pieces().items():
+                sums[index] = sums[index] + piece if index in sums else piece
+
+    # ---- set `.grad`
+
+    def set_gradients(self) -> None:
+        """Set `.grad` for the groups of the batch."""
+        batch, self._batch = self._batch, {}
+        for group, reduced in batch.items():
+            group.gradients.add(reduced.pieces(), reduced.unused)
+
+    def finish(self) -> None:
+        """Wait for all reductions, and set `.grad` for all groups."""
+        self.wait_for_all()
+        self.set_gradients()
+        unread, self._unread = self._unread, []
+        for group, reduced in unread:
+            group.gradients.add(reduced.pieces(), reduced.unused)
+        sums, self._sums = self._sums, {}
+        for group, pieces in sums.items():
+            group.gradients.add(pieces)
+
+    def discard(self) -> None:
+        """Wait for all reductions and discard their results."""
+        self._sums.clear()
+        self._batch.clear()
+        self._unread.clear()
+        while self._in_flight:  # remove each before waiting: after a failure it must not be waited for again
+            self._wait_for(*self._in_flight.popleft())
