@@ -1,15 +1,30 @@
-"""A running backward pass (`BackwardPass`), and the boundaries of iterations (`Iterations`).
+"""A running backward pass: which uses it will reach, in which order, and how far it has come.
 
-`BackwardPass` tracks which uses the pass will reach, in which order, and how far the pass has come.
+Autograd runs backwards from the last use to the first, but which groups are gathered and resharded also depends on how
+modules are nested. For example, let a root R contain blocks A and B, and let B contain a sharded C. One forward makes
+these uses, numbered when their forwards begin; `last` is the number of the newest use when a forward ends:
 
-`Iterations` decides where one iteration ends and the next begins. It decides by the calls that the program makes, never
-by which graphs are alive. All ranks make the same calls and therefore find the same iterations, even if only one rank
-keeps an output, and with it a graph whose backward never runs.
+    use     number   last     forward ran from ... to
+    R          1       4      |--------------------|
+    A          2       2         |--|
+    B          3       4               |--------|
+    C          4       4                 |----|
+
+Backward reaches an enclosing use before the uses in it, because its outputs come first. Sorted by `_backward_place`,
+which is (-last, number), the order is R (-4, 1), B (-4, 3), C (-4, 4), A (-2, 2). So B is gathered, then C, while B
+stays unsharded. The node of C runs first, then those of B, A and R, in the reverse order of creation. A use ends when
+its node has run: its group is resharded and its gradients are reduced.
+
+Two things make this harder:
+
+1. B may return the output of C unchanged. Then backward reaches C first, and B only right after it. B is *passed*: its
+   gather is issued where other ranks, on which backward reaches B first, issue it.
+2. With `reduce_unused`, other ranks may run nodes that this rank does not. Such a use is *idle* here. Its group is
+   gathered and resharded at the same places as there.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,13 +33,10 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from .._comm.copies import Gradients
-from .._errors import ShardConfigStateError
 from .._group.group import ParamGroup
 from .._torch.core import node_will_run, queue_backward_callback
 from .node import Use
 
-_MOST_WAITING = 256  # after this many forwards without a backward, none is expected any more
-_FORWARD = "forward"
 _forward_of, _group_of, _last_of, _number_of = map(attrgetter, ("forward", "group", "last", "number"))
 
 
@@ -303,80 +315,3 @@ class BackwardPass:
         out = [(use, self._ready[use]) for use in self._waiting if use in self._ready]
         self._ready.clear()
         return out
-
-
-def two_threads(where: str) -> ShardConfigStateError:
-    """The error for a thread that calls a model while another thread is in `where`, a part of a step."""
-    return ShardConfigStateError(
-        f"thread {threading.current_thread().name!r}: calls a sharded model while another thread is in {where}; run a "
-        "model in one thread at a time, or give each thread its own model"
-    )
-
-
-class Iterations:
-    """Counts the forwards of a root, and tracks the backwards that go through them.
-
-    Attributes:
-        forward: number of the last forward.
-        was_interrupted: whether an interrupt (Ctrl-C) ended the last forward.
-        has_run: whether a forward of any group has begun.
-    """
-
-    def __init__(self) -> None:
-        self.forward = 0
-        self.was_interrupted = self.has_run = False
-        self._thread = 0  # the thread in which the last forward began
-        self._inside: dict[str, int] = {}  # the thread of the running forward; a dict because `setdefault` is atomic
-        self._awaited = 0  # number of the last forward that a backward can go through
-        self._reached = 0  # number of the last forward that a backward went through
-
-    @property
-    def waiting(self) -> bool:
-        """Whether a forward waits for its backward. A backward also ends the wait of all earlier forwards."""
-        return 0 < self._awaited - self._reached < _MOST_WAITING
-
-    def begin(self) -> bool:
-        """Begin a forward. Returns whether an earlier one waits for its backward, so that both form one iteration."""
-        waiting = self.waiting
-        if not waiting:
-            self._reached = self.forward
-        self.forward += 1
-        self.was_interrupted = False
-        self._thread = threading.get_ident()
-        return waiting
-
-    def claim(self) -> None:
-        """Keep other threads out until `release`, because a forward is about to begin in this thread.
-
-        Raises:
-            ShardConfigStateError: another thread has claimed the model. Two threads never succeed at the same time.
-        """
-        here = threading.get_ident()
-        if self._inside.setdefault(_FORWARD, here) != here:
-            raise two_threads(f"forward {self.forward} of it, or in its backward")
-
-    def release(self) -> None:
-        """End the claim of `claim`."""
-        self._inside.pop(_FORWARD, None)
-
-    def check_thread(self) -> None:
-        """Raise ShardConfigStateError if the forward began in another thread than this one."""
-        if threading.get_ident() != self._thread:
-            raise two_threads(f"forward {self.forward} of it, or in its backward")
-
-    def interrupt(self) -> None:
-        """Note that an interrupt (Ctrl-C) ended the forward."""
-        self.was_interrupted = True
-
-    def await_backward(self, forward: int) -> None:
-        """Note that forward number `forward` uses parameters that require gradients, so a backward may follow."""
-        if forward > self._awaited:
-            self._awaited = forward
-
-    def reach(self, forward: int) -> None:
-        """Note that a backward goes through this forward (0: through none)."""
-        self._reached = max(self._reached, forward)
-
-    def end(self) -> None:
-        """Stop waiting for backwards, because one has failed or the parameters are about to change."""
-        self._reached = self.forward

@@ -53,8 +53,9 @@ from .._torch.core import (
     queue_backward_callback,
 )
 from .actions import Actions, is_logged
-from .backward import BackwardPass, Iterations, Passed, Token
+from .backward import BackwardPass, Passed, Token
 from .gradients import GradientFlow, watch_leaf, watch_replaced
+from .iterations import Iterations
 from .node import Keeper, Outputs, Use, Uses, Witness, unshard
 from .order import Order
 from .out_of_memory import Part

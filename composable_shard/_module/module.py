@@ -25,8 +25,8 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.tensor import DTensor
 
-from .._engine.backward import two_threads
 from .._engine.engine import Engine
+from .._engine.iterations import two_threads
 from .._engine.profiling import record
 from .._errors import ShardConfigStateError, ShardConfigValueError
 from .._graph.guard import begin_trace, same_graph, say_broken

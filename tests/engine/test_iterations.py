@@ -9,7 +9,7 @@ import composable_shard as cs
 from _models import vectors
 from _pool import distributed
 from _stepping import assert_same_gradients, counted_gathers, engine_of, train_step, twins
-from composable_shard._engine.backward import Iterations
+from composable_shard._engine.iterations import Iterations
 
 LIMIT_S = 60.0  # limits a hang if ranks disagree
 

@@ -209,7 +209,7 @@ class Gate(nn.Module):
 @pytest.mark.parametrize("ran", [False, True], ids=["first forward", "later"])
 @distributed(world=1)
 def test_all_but_one_of_the_threads_that_enter_a_model_together_get_an_error(rank, world, ran):
-    from composable_shard._engine import backward as _backward
+    from composable_shard._engine import iterations as _iterations
     from composable_shard._module import module as _module
 
     model = cs.fully_shard(Gate())
@@ -219,7 +219,7 @@ def test_all_but_one_of_the_threads_that_enter_a_model_together_get_an_error(ran
         model.others_are_out.clear()
     count = 4
     start, told, done = threading.Barrier(count), [], []
-    where = (_backward.Iterations, "claim") if ran else (_module, "build_engine")
+    where = (_iterations.Iterations, "claim") if ran else (_module, "build_engine")
     kept = getattr(*where)
 
     def all_meet_here(*args, **kwargs):  # each thread has checked, and none has begun
