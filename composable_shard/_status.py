@@ -187,7 +187,7 @@ def figures_of(engines: Sequence[Engine]) -> dict[str, float]:
 
     for engine in engines:
         pool, record = engine.pool, engine.last_record
-        pool.reclaim()
+        pool.collect()
         for name in ("live_bytes", "peak_bytes", "held_bytes", "arena_bytes", "allocations"):
             add(f"pool/{name}", getattr(pool, name))
         add("pool/fallbacks", sum(pool.fallbacks.values()))

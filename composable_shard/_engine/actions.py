@@ -240,7 +240,7 @@ class Actions:
             if group.phase is not SHARDED and not group.stay.pinned and (group.phase is GATHERING or not keeps):
                 self.drop(group)
         if keeps:
-            self.pool.rest(between=True)
+            self.pool.free_idle(between=True)
 
     def give_up_idle(self) -> None:
         """After a failure: reshard all groups whose forward is not running, except those that a user unsharded."""
@@ -266,7 +266,7 @@ class Actions:
             repeated: groups that get gradients from several uses in it.
         """
         if self.reductions.are_in_flight:  # from a backward that the user ends manually
-            self.reductions.finish()
+            self.reductions.finish_all()
         self.reductions.repeated = repeated
         self.installed.open_backward()
         self.pool.backward = True
@@ -301,7 +301,7 @@ class Actions:
             else:
                 self.installed.hide(group)
                 group.stay.keep()
-        self.pool.rest()
+        self.pool.free_idle()
 
     def reduce(self, group: ParamGroup, gradients: Gradients) -> None:
         """Issue the reduction of a group's gradients. If too many reductions are in flight, wait for the oldest first.
@@ -317,7 +317,7 @@ class Actions:
 
     def reduce_now(self, group: ParamGroup, gradients: Gradients) -> dict[int, torch.Tensor]:
         """Reduce and wait; does not set `.grad`. Returns this rank's shard of each gradient, by parameter index."""
-        self.reductions.finish()
+        self.reductions.finish_all()
         if self.order.forward.budget is not None:
             self._make_room(group, group.gradients.reduce_bytes)
         self.reductions.start(group, gradients, alone=True)
@@ -354,7 +354,7 @@ class Actions:
         elif group.phase is UNSHARDED:
             self._shrink(group)
         if not (self.pool.arena.keeps_idle or self.pool.backward) and self.order.all_have_begun():
-            self.pool.rest()  # here as well, because the root's forward may compute the loss
+            self.pool.free_idle()  # here as well, because the root's forward may compute the loss
 
     def end_failed_forward(self, group: ParamGroup, stays: bool, written: bool) -> None:
         """Like `end_forward`, but after a failure, and without a check for edits: other ranks may not have failed.
@@ -508,7 +508,7 @@ class Actions:
         for group in groups:
             if group.phase is SHARDED:
                 group.rebuild()
-        self.pool.forget()
+        self.pool.start_over()
 
     def plan_memory(self) -> None:
         """Between two steps: place the pool's slots in an arena, if all groups are sharded."""

@@ -50,7 +50,7 @@ class GradientFlow:
         Args:
             keeps_hooks: whether not to return the hooks, because a backward is running that is not the engine's.
         """
-        self._do.reductions.finish()
+        self._do.reductions.finish_all()
         for group in () if keeps_hooks else self._do.groups:
             if group.gradients.hooks_taken:
                 group.gradients.give_hooks_back()

@@ -3,12 +3,12 @@
 A reduction is first *in flight*: `start` has issued its collectives, in the same order on all ranks. Reductions are
 waited for in that order, too. When one is waited for, its result goes to one of four places:
 
-    set at once     `.grad` is set or increased now, which frees the memory of the result
+    (none)          `.grad` is set or increased now, which frees the memory of the result
     batch           first gradient of a group in a backward: `.grad` of several groups is set together (`set_gradients`)
     unread          the host must read values, such as marks: all of them are read together, after backward
     sums            a group with hooks has several uses in a backward: its hooks run once, on the sum, after backward
 
-`finish` waits for everything and empties all of them.
+`finish_all` waits for everything and empties all of them.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Reductions:
         for group, reduced in batch.items():
             group.gradients.add(reduced.pieces(), reduced.unused)
 
-    def finish(self) -> None:
+    def finish_all(self) -> None:
         """Wait for all reductions, and set `.grad` for all groups."""
         self.wait_for_all()
         self.set_gradients()

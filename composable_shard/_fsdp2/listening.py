@@ -75,8 +75,8 @@ class ListenedReductions(Reductions):
         super().set_gradients()
         self._tell_reduced()
 
-    def finish(self) -> None:
-        super().finish()
+    def finish_all(self) -> None:
+        super().finish_all()
         self._tell_reduced()
 
     def _tell_reduced(self) -> None:
@@ -110,8 +110,8 @@ class TrackedPool(BufferPool):
 
     shows = owns = False
 
-    def lease_for(self, request: Request, owner: weakref.ref[object] | None = None) -> Slot:
-        slot = super().lease_for(request, owner)
+    def lease(self, request: Request, owner: weakref.ref[object] | None = None) -> Slot:
+        slot = super().lease(request, owner)
         if self.shows:
             slot.show()
         return slot
@@ -126,9 +126,9 @@ class TrackedPool(BufferPool):
     def wants_arena(self) -> bool:
         return not self.owns and super().wants_arena
 
-    def rest(self, between: bool = False) -> None:
+    def free_idle(self, between: bool = False) -> None:
         if not self.owns:
-            super().rest(between)
+            super().free_idle(between)
 
     def _forget_own(self) -> None:
         if self.owns:

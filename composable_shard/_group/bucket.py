@@ -105,7 +105,7 @@ class Gatherer:
         try:
             landing = None
             if self.for_landing is not None:
-                leased.append(slot := self._pool.lease_for(self.for_landing[self._pool.backward]))
+                leased.append(slot := self._pool.lease(self.for_landing[self._pool.backward]))
                 after = *after, *slot.free_after
                 landing = self._landed.get(slot)
                 if landing is None:
@@ -114,7 +114,7 @@ class Gatherer:
             done = functools.partial(self._pool.release_all, [*leased, *read]) if leased or read else None
             return self._lane.start(self.copies.steps(wholes, landing, shards), after, shards, done)
         except BaseException:
-            self._pool.give_up(leased)
+            self._pool.release_failed(leased)
             raise
 
     def leave_slots(self) -> None:
@@ -359,9 +359,9 @@ class GatherBucket(Bucket):
         """Lease the slot into which parameters will be gathered, or resume the reserved one."""
         slot, self._reserved = self._reserved, None
         if slot is None:
-            slot = self._pool.lease_for(self.for_weights[self._pool.backward], self._self)
+            slot = self._pool.lease(self.for_weights[self._pool.backward], self._self)
         else:
-            self._pool.resume(slot, self._self)
+            self._pool.take_back(slot, self._self)
         assert self._faces is not None
         self.slot, self.at = slot, slot.begin
         self.here = self._faces.enter(slot)  # after the slot is noted: this may raise, and the slot must be released
@@ -395,7 +395,7 @@ class GatherBucket(Bucket):
         lent = (leaves is not None or faces.lent) and faces.are_kept(leaves)
         if lent or reserve:
             self._reserved = slot
-            self._pool.suspend(slot, after, lent=not reserve)
+            self._pool.retain(slot, after, lent=not reserve)
             return
         if faces.kept:
             faces.hide_kept(slot)
@@ -457,7 +457,7 @@ class GatherBucket(Bucket):
         if self._reserved is not None:
             if self._faces is not None and self._faces.kept:
                 self._faces.hide_kept(self._reserved)
-            self._pool.resume(self._reserved)
+            self._pool.take_back(self._reserved)
             self._pool.release(self._reserved, *self._reserved.free_after)
             self._reserved = None
 

@@ -76,11 +76,11 @@ class _Gathers:
             with plainly():
                 wholes = self._gatherer.copies.into(regions_in(flat, self._layout, self._layout.begins))
             return _Gathering(self, self._gatherer.start_into(wholes, shards, after), None, flat)
-        slot = pool.lease_for(self._requests[pool.backward])
+        slot = pool.lease(self._requests[pool.backward])
         try:
             return _Gathering(self, self._gatherer.start(slot, shards, (*after, *slot.free_after)), slot, None)
         except BaseException:
-            pool.give_up([slot])
+            pool.release_failed([slot])
             raise
 
     def _wait(self, gathering: _Gathering) -> None:
@@ -88,7 +88,7 @@ class _Gathers:
             gathering.job.finish()
         except Exception:  # not after an interrupt: the gather may still write to the slot, which then stays leased
             if gathering.slot is not None:
-                self._pool.give_up([gathering.slot])
+                self._pool.release_failed([gathering.slot])
             raise
 
     def finish(self, gathering: _Gathering) -> list[torch.Tensor]:
@@ -103,12 +103,12 @@ class _Gathers:
         if face is None or face.begin != slot.begin:
             face = self._faces[slot] = Face(slot, self._dtype, self._layout)
         weights = [weight.detach() for weight in face.weights]
-        self._pool.release_unused(slot, face.is_used)
+        self._pool.lend(slot, face.is_used)
         return weights
 
     def abandon(self, gathering: _Gathering) -> None:
         """Give the gather to the pool, which waits for it and reclaims its memory: no one uses the parameters."""
-        self._pool.abandon(partial(self._drop, gathering))
+        self._pool.finish_later(partial(self._drop, gathering))
 
     def _drop(self, gathering: _Gathering) -> None:
         self._wait(gathering)
@@ -203,7 +203,7 @@ class Reduction:
     def abandon(self) -> None:
         """Give the reductions to the pool, which waits for them and reclaims their memory: no one uses the pieces."""
         while self._jobs:
-            self._pool.abandon(self._jobs.pop(0)[1].finish)
+            self._pool.finish_later(self._jobs.pop(0)[1].finish)
 
 
 class Exchange:

@@ -261,7 +261,7 @@ class ExtensionBucket(Bucket):
             taken = [(index, member.take()) for index, member in enumerate(self._members)]
         by_id = {key: (storage, index) for index, storages in taken for key, storage in storages.items()}
         self._claims = [Outside(storage, self, index) for storage, index in by_id.values()]
-        self._pool.claim(self._claims)
+        self._pool.register(self._claims)
         self.here = Leaves([member.leaf for member in self._members if member.leaf is not None])
         super().arrived()
 
@@ -271,7 +271,7 @@ class ExtensionBucket(Bucket):
         self.writes.end_reads()
         if leaves is not None:
             leaves.give_up()
-        self._pool.unclaim(self._claims)
+        self._pool.unregister(self._claims)
         self._claims = []
         for member in self._members if not reserve else ():
             member.free()

@@ -229,10 +229,10 @@ class ReduceBucket:
         out = like.new_empty(numel)
         slots: list[Slot] = []
         frees = self._lane.frees_queued and not holds
-        when_done = functools.partial(self._pool.give_back if frees else self._pool.release_all, slots)
+        when_done = functools.partial(self._pool.finish_queued if frees else self._pool.release_all, slots)
         try:
             for request in self.requests:
-                slots.append(self._pool.lease_for(request))
+                slots.append(self._pool.lease(request))
             # Packed here, on the current stream, so autograd's gradients can be freed before the collective is done.
             with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
                 self._pack(gradients, out, slots)
@@ -242,7 +242,7 @@ class ReduceBucket:
                 job.occupy([(slot, after) for slot in slots])
             return job
         except BaseException:
-            self._pool.give_up(slots)
+            self._pool.release_failed(slots)
             raise
 
     def _queued(
@@ -386,7 +386,7 @@ def free_queued(pool: BufferPool, jobs: Iterable[tuple[ReduceBucket, Job[Reduced
     """
     leased = [each for _, job in jobs for each in job.occupied]
     for slot, _ in leased:
-        pool.release(slot, leased[-1][1], queued=True)
+        pool.release_queued(slot, leased[-1][1])
     return sum(slot.nbytes for slot, _ in leased)
 
 

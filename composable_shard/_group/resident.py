@@ -63,7 +63,7 @@ class Resident:
 
     def keep(self) -> None:
         """Copy this rank's pieces out of the gathered parameters."""
-        slot = self._slot = self._pool.lease_for(self.for_pieces)
+        slot = self._slot = self._pool.lease(self.for_pieces)
         for event in slot.free_after:
             event.wait()
         with torch.no_grad():

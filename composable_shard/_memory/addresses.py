@@ -39,12 +39,12 @@ class Addresses:
         self._slots = sorted(slots)
         self._changed()
 
-    def claim(self, outside: Sequence[Outside]) -> None:
+    def register(self, outside: Sequence[Outside]) -> None:
         """Add memory outside of the slots that contains weights."""
         self._outside += outside
         self._changed()
 
-    def unclaim(self, outside: Collection[Outside]) -> None:
+    def unregister(self, outside: Collection[Outside]) -> None:
         """Remove memory outside of the slots, which no longer contains weights."""
         self._outside = [each for each in self._outside if each not in outside]
         for each in outside:

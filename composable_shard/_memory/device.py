@@ -80,10 +80,10 @@ class DeviceMemory:
         event = self._lane.mark()
         return () if event is None else (event,)
 
-    def give_back(self, after: Iterable[torch.Event | None]) -> None:
-        """Make the current stream and all streams that have allocated wait for these events before memory is freed.
+    def wait_before_free(self, after: Iterable[torch.Event | None]) -> None:
+        """Make the current stream and all streams on which memory was allocated wait for these events.
 
-        The allocator may reuse the memory for work on any of these streams.
+        Call this before memory is freed. The allocator may reuse it for work on any of these streams, without an event.
         """
         for event in filter(None, after):
             event.wait()
@@ -94,4 +94,4 @@ class DeviceMemory:
         """Order the release of all memory after the work that is queued on these lanes."""
         with suppress(Exception):  # the device may no longer exist, for example at exit
             for lane in lanes:
-                self.give_back(lane.queued())
+                self.wait_before_free(lane.queued())

@@ -1,4 +1,4 @@
-"""The memory pool for unsharded parameters and communication buffers. Slots are leased, released and reused.
+"""The memory pool for unsharded parameters and communication buffers.
 
 In the first step, a released slot goes to a free list by size. The next lease of that size takes it, whatever its dtype
 or purpose. Meanwhile the pool records which requests are live at the same time. Between two steps it then makes an
@@ -9,6 +9,47 @@ even if their sizes differ. A name has the same address in forward and backward 
 The pool records all types of steps together (with and without gradients, recomputed, accumulated). Requests share
 memory only if no step had both live at the same time. A lease falls back to the free lists if it has no slot in the
 arena, or if its slot is taken. The pool counts such fallbacks, and the next arena includes them.
+
+States of a slot
+----------------
+
+    state      request  owner     left by
+    free       None     None      `lease`
+    leased     set      a bucket  `release`, `release_queued`, `retain`, `lend`, and `release_failed` after an error
+               set      None      (owner: the bucket whose weights are in the slot; None for other purposes)
+    queued     None     None      `finish_queued`, once the queued work was waited for; or `lease`
+    retained   set      None      `take_back`: leased again, for the same bucket
+    lent       set      None      `collect`: released when no tensor refers to the memory any more
+
+Only a slot with an owner is found by address, so handles never find weights that are resharded. Most slots have memory
+in all states. A slot that `resizes`, or that is alone in a large region, has none while it is free.
+
+Who records, who waits, who frees
+---------------------------------
+
+On a CPU there are no events: the host waits for a job before it releases the job's slots. On an accelerator, the host
+runs ahead of the streams, so a released slot may still be read or written. These rules keep it correct. In parentheses:
+the entry of `tests/testing/_race_mutants.py` that removes the code, so that a test finds the race.
+
+1. Who releases a slot passes an event that was recorded on the stream that used it, after its last use. It becomes
+   `Slot.free_after`. (weights-given-up-without-event, pieces-given-up-without-event, slots-freed-before-scatters)
+2. Who writes first to a leased slot makes its stream wait for `free_after`: a gather on the stream of gathers
+   (gathers-ignore-slots, gathers-ignore-landings), the packing of gradients on the current stream
+   (packing-ignores-slots), scratch memory on the stream of reductions (scratch-ignores-slots).
+3. Slots of the arena may overlap. `lease` adds the events of overlapping slots to `free_after` (rivals-carry-no-event).
+   It does not lease a slot while an overlapping one is leased.
+4. The allocator may return memory that earlier work of the current stream still uses, and the first writer is often
+   another stream. So new memory starts with an event of the current stream in `free_after` (new-slots-without-event,
+   own-slots-without-event, new-arenas-without-event, filled-without-event).
+5. Before memory goes back to the allocator, all streams on which the pool has allocated wait for `free_after`, because
+   the allocator gives it to them without an event (given-back-after-reading, emptied-early, drained-early,
+   allocating-streams-do-not-wait).
+6. A reduction releases its slots as soon as it is queued (`release_queued`), behind an event. Later work on any stream
+   can be ordered by that event. Freeing memory cannot, so such memory is freed after the wait (`finish_queued`).
+7. Which slots are leased is the same on all ranks, except lent ones, whose time of release depends on user code. No
+   decision about a collective may depend on them (`issued_bytes`).
+8. A gather reads shards, which an optimizer writes on another stream: see `Actions.parameters_changed`
+   (gathers-ignore-optimizer).
 """
 
 from __future__ import annotations
@@ -38,7 +79,7 @@ class BufferPool:
     Attributes:
         memory: allocates memory on the device.
         addresses: the index of weights by address.
-        live_bytes: leased bytes, and bytes of weights outside of the pool that were registered with `claim`.
+        live_bytes: leased bytes, and bytes of weights outside of the pool that were registered with `register`.
         peak_bytes: peak of `live_bytes`.
         arena: the slots that have a fixed place.
         lent_bytes: the part of `live_bytes` that stays leased only because user code on this rank keeps views.
@@ -60,7 +101,7 @@ class BufferPool:
         self.arena = Arena(self.memory, self.addresses)
         self._lacks = True
         self._free: dict[int, list[Slot]] = {}
-        self._counted_out: deque[tuple[Slot | None, Callable[[], bool]]] = deque()
+        self._lent: deque[tuple[Slot | None, Callable[[], bool]]] = deque()
         self.places = Places()
         self._own: dict[tuple[str, int, bool], Slot] = {}
 
@@ -115,27 +156,23 @@ class BufferPool:
         """The requests of forward and of backward. Index them with `self.backward`."""
         return self.request(name, nbytes, False, refills), self.request(name, nbytes, True, refills)
 
-    def lease(self, nbytes: int, name: str = "", owner: Any = None) -> Slot:
-        """`lease_for` with a request that is looked up or created by name and size."""
-        return self.lease_for(self.request(name, nbytes), None if owner is None else weakref.ref(owner))
-
-    def lease_for(self, request: Request, owner: weakref.ref[Any] | None = None) -> Slot:
+    def lease(self, request: Request, owner: weakref.ref[Any] | None = None) -> Slot:
         """Lease a slot of the requested size, with undefined content.
 
         Args:
             request: the request. If it is already leased, another request is used, with ``'`` appended to the name.
             owner: a weak reference to the bucket whose weights the slot will contain; None for other purposes.
         """
-        if self._counted_out:
-            self.reclaim()
+        if self._lent:
+            self.collect()
         live = self._live
         while request in live:
             request = self.request(request.name + "'", request.nbytes, request.backward, request.refills)
         slot = request.slot
         if slot is None or slot.request is not None or (slot.rivals and _is_taken(slot)):
             slot = self._own_slot(request) if request.refills else self._unplanned(request)
-        elif self.arena.dry and slot.region.is_dry:
-            self.arena.fill(slot.region)
+        elif self.arena.without_memory and not slot.region.has_memory:
+            self.arena.allocate(slot.region)
         if request.met is None or not live <= request.met:
             self._note_met(request)
         live.add(request)
@@ -176,15 +213,22 @@ class BufferPool:
             self._known[request] = None
         request.meet(self._live)
 
-    def release(self, slot: Slot, after: torch.Event | None = None, *, queued: bool = False) -> None:
-        """Release a slot. The next lease may write to it after the event `after`.
+    def release(self, slot: Slot, after: torch.Event | None = None) -> None:
+        """Release a leased slot. The next lease may write to it after the event `after`, the last use of the slot."""
+        self._end_lease(slot, after)
+        if slot.resizes or (slot.region is not None and slot.region.is_large):
+            self._free_memory((slot,))
 
-        Args:
-            slot: a leased slot.
-            after: event after the last work on the slot.
-            queued: whether that work is queued and has not been waited for. Freeing memory must wait for the last work
-                on it, so memory that is freed between leases is then kept until `give_back` or the next lease.
+    def release_queued(self, slot: Slot, after: torch.Event | None) -> None:
+        """Like `release`, but keep the memory until `finish_queued` or the next lease.
+
+        The last use of the slot is queued, and nothing has waited for it. The allocator could give freed memory to work
+        on a stream that does not wait, either.
         """
+        self._end_lease(slot, after)
+        self.arena.count_unfinished(1)
+
+    def _end_lease(self, slot: Slot, after: torch.Event | None) -> None:
         request = slot.request
         assert request is not None
         self._live.remove(request)
@@ -195,87 +239,87 @@ class BufferPool:
         self.live_bytes -= slot.nbytes
         if request.slot is not slot and not slot.resizes:
             self._free.setdefault(slot.nbytes, []).append(slot)
-        if queued:
-            self.arena.note_busy(1)
-        elif slot.resizes or (slot.region is not None and slot.region.is_large):
-            self._return((slot,))
 
-    def give_back(self, slots: Sequence[Slot], _after: torch.Event | None = None) -> None:
-        """Free the memory of slots that were released with ``queued=True``, once their work has been waited for.
+    def finish_queued(self, slots: Sequence[Slot], _after: torch.Event | None = None) -> None:
+        """Free the memory of slots of `release_queued`, once their work has been waited for.
 
         Slots that have been leased again keep their memory.
         """
-        self.arena.note_busy(-len(slots))
-        self._return(slots)
+        self.arena.count_unfinished(-len(slots))
+        self._free_memory(slots)
 
-    def _return(self, slots: Iterable[Slot]) -> None:
+    def _free_memory(self, slots: Iterable[Slot]) -> None:
         """Free the memory of those slots that are not leased and have memory only while they are leased."""
         for slot in slots:
             if slot.request is not None:
                 continue
             if slot.region is not None:
-                if slot.region.is_large and not slot.region.is_dry:
-                    self.arena.drain(slot.region)
+                if slot.region.is_large and slot.region.has_memory:
+                    self.arena.free(slot.region)
             elif slot.resizes and slot.has_memory:
-                self.memory.give_back(slot.drained())
+                self.memory.wait_before_free(slot.take_events())
                 self.addresses.remove(slot)
                 self._beside_bytes -= slot.nbytes
                 slot.resize(0)
 
-    def suspend(self, slot: Slot, after: torch.Event | None, lent: bool) -> None:
-        """Remove the owner of a slot that stays leased, so that handles no longer find its weights.
+    def retain(self, slot: Slot, after: torch.Event | None, lent: bool) -> None:
+        """Keep a slot leased for its next use, but without an owner, so that handles do not find its weights.
 
         Args:
             slot: the leased slot.
             after: event that the next writer must wait for.
-            lent: whether the slot stays leased only because user code keeps views of it.
+            lent: whether it is kept only because user code has views of it, so that other ranks may not keep it.
         """
-        slot.suspend(after, lent)
+        slot.retain(after, lent)
         self.lent_bytes += slot.nbytes if lent else 0
 
-    def resume(self, slot: Slot, owner: weakref.ref[Any] | None = None) -> None:
-        """Set the owner of a suspended slot again, as after a new lease."""
+    def take_back(self, slot: Slot, owner: weakref.ref[Any] | None = None) -> None:
+        """Use a retained slot as after a new lease."""
         self.lent_bytes -= slot.nbytes if slot.lent else 0
-        slot.resume(owner)
+        slot.take_back(owner)
 
-    def release_unused(self, slot: Slot, is_used: Callable[[], bool]) -> None:
-        """Release a slot when no tensor refers to its memory any more. Each lease checks this (`reclaim`).
+    def lend(self, slot: Slot, is_used: Callable[[], bool]) -> None:
+        """Let other code use a slot. `collect` releases it when no tensor refers to its memory any more.
 
         Args:
             slot: the leased slot. It counts as lent, because the time of its release may differ between ranks.
             is_used: returns whether any tensor refers to the memory.
         """
-        self.suspend(slot, None, lent=True)
-        self._counted_out.append((slot, is_used))
+        self.retain(slot, None, lent=True)
+        self._lent.append((slot, is_used))
 
-    def abandon(self, end: Callable[[], object]) -> None:
-        """End work whose result will not be used, before the next lease (`reclaim`).
+    def finish_later(self, end: Callable[[], object]) -> None:
+        """Before the next lease, end work whose result will not be used (`collect`).
 
         This may be called at any time, even by the garbage collector in the middle of another method.
 
         Args:
             end: waits for the work and releases its memory. Its exceptions are ignored.
         """
-        self._counted_out.append((None, partial(_ended, end)))
+        self._lent.append((None, partial(_ended, end)))
 
-    def reclaim(self) -> None:
-        """Release the slots of `release_unused` that are no longer used, and end abandoned work."""
-        counted = self._counted_out
-        for _ in range(len(counted)):
-            slot, is_used = each = counted.popleft()
+    def collect(self) -> None:
+        """Release lent slots that are no longer used, and end the work of `finish_later`. Each lease calls this."""
+        lent = self._lent
+        for _ in range(len(lent)):
+            slot, is_used = each = lent.popleft()
             if is_used():
-                counted.append(each)
+                lent.append(each)
             elif slot is not None:
-                self.resume(slot)
+                self.take_back(slot)
                 self.release(slot, *self.memory.queued())
 
     def release_all(self, slots: Sequence[Slot], after: torch.Event | None) -> None:
-        """`release` each of these slots."""
+        """Release each of these slots after the same event."""
         for slot in slots:
             self.release(slot, after)
 
-    def give_up(self, slots: Sequence[Slot]) -> None:
-        """Release these slots after a failure, if they are still leased, and wait for their pending events first."""
+    def release_failed(self, slots: Sequence[Slot]) -> None:
+        """Release those of these slots that are still leased, after an error in the code that leased them.
+
+        It may have failed before it waited for `free_after`. The current stream waits for these events, so that the new
+        event, recorded on it, is behind them.
+        """
         for slot in slots:
             if slot.request is not None:
                 slot.wait_until_free()
@@ -290,19 +334,19 @@ class BufferPool:
     @property
     def wants_arena(self) -> bool:
         """Whether a new arena would include new information, and can be made now because nothing is in use."""
-        if self._lacks and self._counted_out:
-            self.reclaim()
-        in_use = self.live_bytes or self.arena.busy
+        if self._lacks and self._lent:
+            self.collect()
+        in_use = self.live_bytes or self.arena.unfinished
         return self._lacks and bool(self._known) and not in_use
 
     def make_arena(self) -> None:
         """Replace all slots by those of a new arena. Requires that no slot is in use."""
-        self.empty()
+        self.free_all()
         self.memory.leave_segments()
         self.arena.make(list(self._known))
         self._lacks = False
 
-    def rest(self, between: bool = False) -> None:
+    def free_idle(self, between: bool = False) -> None:
         """Free the regions of the arena in which nothing is leased. Call this when no lease is about to follow.
 
         Args:
@@ -311,40 +355,40 @@ class BufferPool:
         """
         if self.arena.keeps_idle:
             return
-        if self._counted_out:
-            self.reclaim()
-        self._lacks |= between and self.arena.note_resting(self._live)
-        self.arena.rest()
+        if self._lent:
+            self.collect()
+        self._lacks |= between and self.arena.note_leased_between(self._live)
+        self.arena.free_idle()
 
     def span_of(self, request: Request) -> tuple[int, int] | None:
         """Offset and size in bytes of a request's slot in the arena; None if it has no slot."""
         slot = request.slot
         return None if slot is None else (slot.region.offset + slot.offset, slot.nbytes)
 
-    def claim(self, outside: Sequence[Outside]) -> None:
+    def register(self, outside: Sequence[Outside]) -> None:
         """Register weights in memory outside of the slots. Its bytes count as live, but not as held."""
-        self.addresses.claim(outside)
+        self.addresses.register(outside)
         self.live_bytes += sum(each.nbytes for each in outside)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def unclaim(self, outside: Sequence[Outside]) -> None:
+    def unregister(self, outside: Sequence[Outside]) -> None:
         """Unregister weights outside of the slots."""
-        self.addresses.unclaim(outside)
+        self.addresses.unregister(outside)
         self.live_bytes -= sum(each.nbytes for each in outside)
 
-    def empty(self) -> None:
+    def free_all(self) -> None:
         """Free the memory of all free slots, and of the arena unless some of it is leased."""
-        self.reclaim()
+        self.collect()
         freed = [slot for slots in self._free.values() for slot in slots]
         self._free.clear()
         self._forget_own()
-        if self.arena.is_free():
+        if self.arena.is_unused():
             self._lacks |= self.arena.is_planned
             freed += self.arena.slots
             for request in self._known:
                 request.give_slot(None)
-        self.memory.give_back([event for slot in freed for event in slot.free_after])
-        if self.arena.is_free():
+        self.memory.wait_before_free([event for slot in freed for event in slot.free_after])
+        if self.arena.is_unused():
             self.arena.clear()
         remaining = set(self.addresses).difference(freed)
         self.addresses.replace(remaining)
@@ -354,15 +398,15 @@ class BufferPool:
         """Forget the slots of individual names, except slots of `refills` requests, which existing views refer to."""
         self._own = {key: slot for key, slot in self._own.items() if key[2]}
 
-    def forget(self) -> None:
+    def start_over(self) -> None:
         """Free all memory that is not leased, and forget which requests have met, because sizes are about to change."""
-        self.empty()
+        self.free_all()
         for request in self._known.keys() - self._live:
             request.forget()
         self._known = {request: None for request in self._known if request in self._live}
         self.arena.forget()
         for request in self._live:
-            request.forget_met(self._live)
+            request.start_over(self._live)
         self._lacks = True
 
     def _make(self, nbytes: int, resizes: bool = False) -> Slot:

@@ -38,7 +38,7 @@ class Region:
         nbytes: size in bytes.
         storage: the storage of the memory and of all views of its slots.
         slots: the slots in the region. `at` contains them by span.
-        is_dry: whether the memory has been freed.
+        has_memory: False while the memory is freed.
     """
 
     def __init__(self, memory: torch.Tensor, offset: int, spans: Spans, free_after: Events, is_large: bool) -> None:
@@ -47,25 +47,25 @@ class Region:
         with plainly():
             self.at = {(begin, size): Slot(memory[begin : begin + size], free_after) for begin, size in {*spans}}
         self.slots = sorted(self.at.values())
-        self.is_dry = False
+        self.has_memory = True
         _find_rivals(self.slots)
         for slot in self.slots:
-            slot.lie_in(self)
+            slot.set_region(self)
 
-    def is_free(self) -> bool:
+    def is_unused(self) -> bool:
         """Whether no slot of the region is leased."""
         return all(slot.request is None for slot in self.slots)
 
-    def drain(self) -> Events:
+    def take_events(self) -> Events:
         """Prepare to free the memory. Returns the events after the last work on it."""
-        self.is_dry = True
-        return tuple(dict.fromkeys([event for slot in self.slots for event in slot.drained()]))
+        self.has_memory = False
+        return tuple(dict.fromkeys([event for slot in self.slots for event in slot.take_events()]))
 
-    def fill(self, free_after: Events) -> None:
+    def reallocated(self, free_after: Events) -> None:
         """Set up the slots for newly allocated memory, which may be written after these events."""
-        self.is_dry = False
+        self.has_memory = True
         for slot in self.slots:
-            slot.moved(free_after)
+            slot.reallocated(free_after)
         for slot in self.slots:
             slot.set_rivals(slot.rivals)
 
@@ -86,9 +86,9 @@ class Arena:
         least_large: size in bytes above which a request has memory only while it is leased.
         nbytes: bytes of all regions.
         held_bytes: bytes of all regions that have memory.
-        dry: number of regions without memory.
+        without_memory: number of regions without memory.
         allocations: number of regions that have been created.
-        busy: number of slots (in regions or not) with queued work that has not been waited for.
+        unfinished: number of slots (in regions or not) with queued work that has not been waited for.
     """
 
     def __init__(self, memory: DeviceMemory, addresses: Addresses) -> None:
@@ -97,15 +97,15 @@ class Arena:
         self._resting: dict[Request, None] = {}  # requests that stay leased between forward and backward
         self.slots: list[Slot] = []
         self.is_planned, self.keeps_idle, self.least_large = False, True, float("inf")
-        self.nbytes = self.held_bytes = self.dry = self.allocations = self.busy = 0
+        self.nbytes = self.held_bytes = self.without_memory = self.allocations = self.unfinished = 0
 
-    def note_busy(self, slots: int) -> None:
+    def count_unfinished(self, slots: int) -> None:
         """Add to the number of slots with queued work; a negative number means that work has been waited for."""
-        self.busy += slots
+        self.unfinished += slots
 
-    def is_free(self) -> bool:
+    def is_unused(self) -> bool:
         """Whether no slot is leased."""
-        return all(region.is_free() for region in self._regions)
+        return all(region.is_unused() for region in self._regions)
 
     def keep_idle(self, wanted: bool) -> bool:
         """Set `keeps_idle`. Returns whether the setting has changed."""
@@ -121,7 +121,7 @@ class Arena:
             self.least_large = _least_large(known, _end_of(spans))
             for is_large, part in _parted(known, self._resting, self.least_large):
                 if part:  # free each region right away, so that they are never all allocated
-                    self.drain(self._add(part, _packed(part), is_large))
+                    self.free(self._add(part, _packed(part), is_large))
         self.is_planned = True
 
     def add(self, request: Request) -> Slot:
@@ -141,37 +141,37 @@ class Arena:
         self.allocations += 1
         return region
 
-    def note_resting(self, live: set[Request]) -> bool:
+    def note_leased_between(self, live: set[Request]) -> bool:
         """Record that these requests stay leased between forward and backward. Returns whether any of them is new."""
         known = len(self._resting)
         self._resting |= dict.fromkeys(live)
         return len(self._resting) > known
 
-    def rest(self) -> None:
+    def free_idle(self) -> None:
         """Free the memory of all regions in which nothing is leased."""
         for region in self._regions:
-            if not region.is_dry:
-                self.drain(region)
+            if region.has_memory:
+                self.free(region)
 
-    def drain(self, region: Region) -> None:
+    def free(self, region: Region) -> None:
         """Free the memory of a region, unless something in it is leased."""
-        if not region.is_free():
+        if not region.is_unused():
             return
-        self._memory.give_back(region.drain())
+        self._memory.wait_before_free(region.take_events())
         self._addresses.replace(set(self._addresses).difference(region.slots))
         region.storage.resize_(0)
         self.held_bytes -= region.nbytes
-        self.dry += 1
+        self.without_memory += 1
 
-    def fill(self, region: Region) -> None:
-        """Allocate the memory of a dry region, because something in it is being leased."""
+    def allocate(self, region: Region) -> None:
+        """Allocate the memory of a region again, because something in it is being leased."""
         if region.is_large and self.is_planned:
-            self.rest()
+            self.free_idle()
         self._memory.fill(region.storage, region.nbytes)
-        region.fill(self._memory.queued())
+        region.reallocated(self._memory.queued())
         self._addresses.replace([*self._addresses, *region.slots])
         self.held_bytes += region.nbytes
-        self.dry -= 1
+        self.without_memory -= 1
 
     def clear(self) -> None:
         """Remove all slots. Requires that nothing is leased."""
@@ -179,7 +179,7 @@ class Arena:
             slot.leave()
         self.slots, self._regions = [], []
         self.is_planned, self.least_large = False, float("inf")
-        self.nbytes = self.held_bytes = self.dry = 0
+        self.nbytes = self.held_bytes = self.without_memory = 0
 
     def forget(self) -> None:
         """Forget which requests stay leased between forward and backward, because sizes are about to change."""

@@ -98,7 +98,7 @@ class Request:
         """Forget the slot and the requests in `met`, because sizes are about to change."""
         self.met = self.slot = None
 
-    def forget_met(self, live: set[Request]) -> None:
+    def start_over(self, live: set[Request]) -> None:
         """Variant of `forget` for a leased request: it keeps its slot, and has met the requests in `live`."""
         self.met = live - {self}
 
@@ -169,16 +169,16 @@ class Slot:
         """Offset in its allocation, in bytes."""
         return int(self._bytes[0].storage_offset())
 
-    def lie_in(self, region: Any) -> None:
+    def set_region(self, region: Any) -> None:
         """Set the `Region` of the arena that contains this slot."""
         self.region = region
 
-    def drained(self) -> Events:
+    def take_events(self) -> Events:
         """Prepare to free the memory. Returns the events after the last work on it."""
         after, self.free_after = self.free_after, ()
         return after
 
-    def moved(self, free_after: Events) -> None:
+    def reallocated(self, free_after: Events) -> None:
         """Update the addresses after the memory has been allocated again."""
         self.free_after = free_after
         self.begin = address_of(self._bytes[0])
@@ -201,12 +201,12 @@ class Slot:
         self.awaited.clear()
         self.reach = max([self.end, *[rival.end for rival in rivals]])
 
-    def suspend(self, after: torch.Event | None, lent: bool) -> None:
-        """Remove the owner of the weights. The slot stays leased. The next writer waits for `after`."""
+    def retain(self, after: torch.Event | None, lent: bool) -> None:
+        """Remove the owner. The slot stays leased. The next writer waits for `after`."""
         self.owner, self.lent = None, lent
         self.free_after = () if after is None else (after,)
 
-    def resume(self, owner: weakref.ref[Any] | None) -> None:
+    def take_back(self, owner: weakref.ref[Any] | None) -> None:
         """Set the owner of the weights again."""
         self.owner, self.lent = owner, False
 

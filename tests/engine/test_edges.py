@@ -177,15 +177,15 @@ def test_running_out_of_memory_in_a_gather_leaves_the_model_usable(rank, world):
     composable_shard.shard_by_class(model, {type(model.blocks[0])})
     model(*vectors(rank, 0))
     engine = next(iter(composable_shard._module.state.states_below(model))).bound.engine
-    lease = engine.pool.lease_for
+    lease = engine.pool.lease
 
     def fails(*args, **kwargs):
         raise torch.OutOfMemoryError("no memory")
 
-    engine.pool.lease_for = fails
+    engine.pool.lease = fails
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
         model(*vectors(rank, 0))
-    engine.pool.lease_for = lease
+    engine.pool.lease = lease
     out = model(*vectors(rank, 0))
     torch.testing.assert_close(out, plain(*vectors(rank, 0)), rtol=0, atol=0)
     out.sum().backward()

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from _engines import fully_shard
+from _leases import lease
 from _models import Block, Stack, generator, shard_blocks, shard_nested, vectors
 from _pool import distributed
 from _stepping import (
@@ -104,7 +105,7 @@ def test_an_output_that_is_a_view_of_weights_is_copied_without_gradients_too(ran
     with torch.no_grad():
         given = model(*vectors(0, 0))["weight"]
         model(*vectors(0, 1))
-    engine_of(model).pool.lease(given.nbytes).typed(torch.uint8).fill_(255)
+    lease(engine_of(model).pool, given.nbytes).typed(torch.uint8).fill_(255)
     assert torch.equal(given, want)
 
 

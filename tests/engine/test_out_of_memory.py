@@ -129,7 +129,7 @@ def test_a_gather_that_runs_out_of_memory_in_backward_has_the_note(rank, world):
     model, _ = twins(reshard_after_forward=True)
     train_step(model)
     loss = model(*vectors(0, 1)).square().mean()
-    engine_of(model).pool.forget()  # so that backward must allocate
+    engine_of(model).pool.start_over()  # so that backward must allocate
     assert_backward_explains(loss)
 
 

@@ -167,7 +167,7 @@ def agree(rank, kind, mp=None, lengths=(8, 8, 8), exact=("plain", "eager"), clos
         assert outputs["compiled"].dtype is outputs[side].dtype or side == "plain"
         torch.testing.assert_close(outputs["compiled"], outputs[side], **tolerance, check_dtype=False)
     pool = ours._shard_state.bound.engine.pool
-    pool.reclaim()
+    pool.collect()
     assert pool.live_bytes == 0
     return trained
 

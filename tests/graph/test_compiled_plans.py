@@ -191,7 +191,7 @@ def test_a_graph_stays_within_the_budget_including_kept_weights(blocks, stay):
             pool = pool_of(model)
             most.append(pool.peak_bytes)
             loss = run(torch.randn(3, WIDTH)).sum()
-            pool.reclaim()
+            pool.collect()
             kept.append(pool.live_bytes // WEIGHTS)
             assert kept[-1] == len(plan.edges().kept) - 1, name
             del loss

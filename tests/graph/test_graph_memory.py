@@ -40,7 +40,7 @@ def loss_of(model, rank, step):
 def leased(model):
     """Bytes that the pool has leased, none of which are in use between two steps."""
     gc.collect()
-    pool_of(model).reclaim()
+    pool_of(model).collect()
     return pool_of(model).live_bytes
 
 
@@ -60,7 +60,7 @@ def poisoned():
 def peak_of(model, step):
     """Peak of leased bytes while `step` runs."""
     pool = pool_of(model)
-    pool.reclaim()
+    pool.collect()
     pool.peak_bytes = pool.live_bytes
     step()
     return pool.peak_bytes

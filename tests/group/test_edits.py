@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from _blocks import Transformer, next_token_loss, token_batch
 from _engines import fully_shard
+from _leases import lease
 from _pool import simulated
 from _sides import assert_alike, models_of, noise, optimizers_of
 from _stepping import pool_of
@@ -266,8 +267,8 @@ VIEWS = {
 def overwrite(model):
     """Overwrite all memory that the pool would lease to others."""
     pool = pool_of(model)
-    others = [pool.lease(size) for size, free in list(pool._free.items()) for _ in list(free)]
-    others += [pool.lease_for(request) for request in list(pool._known) if request not in pool._live]
+    others = [lease(pool, size) for size, free in list(pool._free.items()) for _ in list(free)]
+    others += [pool.lease(request) for request in list(pool._known) if request not in pool._live]
     for slot in others:
         slot.typed(torch.uint8, written=True).fill_(255)
     for slot in others:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 
+from _leases import lease
 from _models import shard_blocks, vectors
 from _pool import distributed
 from _stepping import OneLinear, assert_same_gradients, pool_of, shard_whole, twins
@@ -204,7 +205,7 @@ def test_backward_is_exact_if_parameters_are_gathered_into_other_slots(rank, wor
     for step in range(3):
         loss = model(*vectors(0, step)).square().sum()
         pool = pool_of(model)
-        others = [pool.lease(slot.nbytes) for slot in list(pool.addresses) if slot.owner is None]
+        others = [lease(pool, slot.nbytes) for slot in list(pool.addresses) if slot.owner is None]
         for slot in others:
             slot.typed(torch.uint8).fill_(255)
         loss.backward()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import composable_shard as cs
 from _engines import fully_shard
+from _leases import lease
 from _models import Stack, shard_blocks, shard_nested, vectors
 from _pool import distributed
 from composable_shard._comm.lanes import Lane
@@ -44,15 +45,15 @@ def make_pool(lane=None):
 def test_views_of_a_refilled_slot_show_new_content_and_hold_no_memory_in_between():
     pool = make_pool()
     requests = pool.requests("packed", 1000, refills=True)
-    slot = pool.lease_for(requests[0])
+    slot = pool.lease(requests[0])
     view = slot.typed(torch.uint8)[:1000].view(10, 100)
     slot.typed(torch.uint8, written=True)[:1000].fill_(1)
     assert view.sum() == 1000
     pool.release(slot)
     assert view.untyped_storage().nbytes() == pool.held_bytes == pool.live_bytes == 0
-    other = pool.lease(4096, "other")
+    other = lease(pool, 4096, "other")
     pool.backward = True
-    again = pool.lease_for(requests[1])
+    again = pool.lease(requests[1])
     assert again is slot
     again.typed(torch.uint8, written=True)[:1000].fill_(2)
     assert view.sum() == 2000
@@ -60,21 +61,21 @@ def test_views_of_a_refilled_slot_show_new_content_and_hold_no_memory_in_between
     pool.release(other)
     pool.make_arena()
     assert (pool.arena_bytes, pool.span_of(requests[0])) == (4096, None)
-    assert pool.lease_for(requests[0]) is slot
+    assert pool.lease(requests[0]) is slot
 
 
 def test_the_repr_of_a_pool_shows_leased_slots_and_bytes():
     pool = make_pool()
     seen = [repr(pool)]
-    slots = [pool.lease(nbytes) for nbytes in (1, 512, 513)]
+    slots = [lease(pool, nbytes) for nbytes in (1, 512, 513)]
     seen.append(repr(pool))
     pool.release(slots[0])
     seen.append(repr(pool))
-    pool.lease(100)
+    lease(pool, 100)
     seen.append(repr(pool))
     pool.release(slots[2])
     seen.append(repr(pool))
-    pool.empty()
+    pool.free_all()
     seen.append(repr(pool))
     assert_expected_inline(
         "\n".join(seen),
@@ -90,37 +91,37 @@ BufferPool(2 slots leased, 1024 of 1024 bytes)""",
 
 def test_sizes_are_rounded_up_to_slots_and_zero_bytes_take_one_slot():
     pool = make_pool()
-    assert [pool.lease(n).nbytes for n in (0, 1, 512, 513, 4096)] == [512, 512, 512, 1024, 4096]
+    assert [lease(pool, n).nbytes for n in (0, 1, 512, 513, 4096)] == [512, 512, 512, 1024, 4096]
     assert pool.live_bytes == pool.peak_bytes == pool.held_bytes == 512 * 5 + 4096
 
 
 def test_a_released_slot_is_reused_only_for_its_size():
     pool = make_pool()
-    small, large = pool.lease(512), pool.lease(1024)
+    small, large = lease(pool, 512), lease(pool, 1024)
     pool.release(small)
-    assert pool.lease(1024) is not large
-    assert pool.lease(400) is small
+    assert lease(pool, 1024) is not large
+    assert lease(pool, 400) is small
     assert pool.allocations == 3
 
 
 def test_the_last_released_slot_is_leased_first():
     pool = make_pool()
-    slots = [pool.lease(512) for _ in range(3)]
+    slots = [lease(pool, 512) for _ in range(3)]
     for slot in slots:
         pool.release(slot)
-    assert [pool.lease(512) for _ in range(3)] == slots[::-1]
+    assert [lease(pool, 512) for _ in range(3)] == slots[::-1]
 
 
 def test_peak_bytes_are_the_maximum_of_live_bytes():
     pool = make_pool()
-    first = pool.lease(1024)
+    first = lease(pool, 1024)
     pool.release(first)
-    pool.lease(512)
+    lease(pool, 512)
     assert (pool.live_bytes, pool.peak_bytes, pool.held_bytes) == (512, 1024, 1536)
 
 
 def test_views_of_a_slot_in_different_dtypes_share_its_memory():
-    slot = make_pool().lease(512)
+    slot = lease(make_pool(), 512)
     as_float, as_half = slot.typed(torch.float32), slot.typed(torch.float16)
     assert as_float is slot.typed(torch.float32)
     assert as_float.data_ptr() == as_half.data_ptr() == slot.begin
@@ -130,7 +131,7 @@ def test_views_of_a_slot_in_different_dtypes_share_its_memory():
 def test_slots_created_in_inference_mode_can_be_used_for_training():
     pool = make_pool()
     with torch.inference_mode():
-        slot = pool.lease(512)
+        slot = lease(pool, 512)
         view = slot.typed(torch.float32)
     assert not slot.typed(torch.uint8).is_inference()
     assert not view.is_inference()
@@ -139,11 +140,11 @@ def test_slots_created_in_inference_mode_can_be_used_for_training():
 def test_the_next_writer_of_a_slot_gets_the_event_after_its_last_use():
     lane = MarkingLane()
     pool = make_pool(lane)
-    slot = pool.lease(512)
+    slot = lease(pool, 512)
     assert slot.free_after == (1,), "earlier work on the stream may still read new memory"
     event = object()
     pool.release(slot, event)
-    assert pool.lease(512).free_after == (event,)
+    assert lease(pool, 512).free_after == (event,)
 
 
 class Waited:
@@ -164,37 +165,37 @@ def test_memory_of_queued_work_is_kept_until_the_wait_or_the_next_lease(owns, ag
     if owns:  # a memory tracker counts the pool's memory
         pool.__class__, pool.owns = TrackedPool, True
     request = pool.request("reduction", 4096)
-    slot = pool.lease_for(request)
-    pool.release(slot, event, queued=True)
+    slot = pool.lease(request)
+    pool.release_queued(slot, event)
     assert (pool.live_bytes, pool.held_bytes, slot.free_after, event.waited) == (0, 4096, (event,), False)
     if again:
-        assert pool.lease_for(request) is slot
+        assert pool.lease(request) is slot
         assert slot.free_after == (event,)
-    pool.give_back([slot])
+    pool.finish_queued([slot])
     assert (pool.held_bytes, event.waited) == ((4096, False) if again else (0, True))
-    pool.give_back([slot])  # a second call has no effect
+    pool.finish_queued([slot])  # a second call has no effect
     if not again:
-        assert pool.lease_for(request) is slot
+        assert pool.lease(request) is slot
     assert (pool.live_bytes, pool.held_bytes, slot.has_memory) == (4096, 4096, True)
     pool.release(slot)
     assert (pool.live_bytes, pool.held_bytes) == (0, 0)
 
 
-def test_give_up_waits_for_earlier_work_on_the_slot():
+def test_a_failed_release_waits_for_earlier_work_on_the_slot():
     pool, event = make_pool(), Waited()
-    pool.release(pool.lease(512), event)
-    slot = pool.lease(512)
+    pool.release(lease(pool, 512), event)
+    slot = lease(pool, 512)
     assert not event.waited
-    pool.give_up([slot])
+    pool.release_failed([slot])
     assert (event.waited, pool.live_bytes) == (True, 0)
 
 
 def test_no_arena_is_made_while_queued_work_uses_a_slot():
     pool = make_pool()
-    slot = pool.lease(512)
-    pool.release(slot, None, queued=True)
+    slot = lease(pool, 512)
+    pool.release_queued(slot, None)
     assert (pool.live_bytes, pool.wants_arena) == (0, False)
-    pool.give_back([slot])
+    pool.finish_queued([slot])
     assert pool.wants_arena
 
 
@@ -203,7 +204,7 @@ def test_no_arena_is_made_while_queued_work_uses_a_slot():
 
 def test_find_returns_a_slot_for_its_first_and_last_byte():
     pool, owner = make_pool(), Owner()
-    slot = pool.lease(1024, "weights", owner)
+    slot = lease(pool, 1024, "weights", owner)
     assert pool.addresses.find(slot.begin) is slot
     assert pool.addresses.find(slot.end - 1) is slot
     assert pool.addresses.find(slot.begin - 1) is None
@@ -214,7 +215,7 @@ def test_find_returns_a_slot_for_its_first_and_last_byte():
 def test_find_ignores_free_slots_and_communication_buffers():
     pool, owner = make_pool(), Owner()
     assert pool.addresses.find(12345) is None
-    slot, landing = pool.lease(512, "weights", owner), pool.lease(512)
+    slot, landing = lease(pool, 512, "weights", owner), lease(pool, 512)
     assert pool.addresses.find(landing.begin) is None
     pool.release(slot)
     assert pool.addresses.find(slot.begin) is None
@@ -223,7 +224,7 @@ def test_find_ignores_free_slots_and_communication_buffers():
 def test_a_pool_does_not_keep_owners_alive():
     pool = make_pool()
     owner = Owner()
-    slot = pool.lease(512, "weights", owner)
+    slot = lease(pool, 512, "weights", owner)
     del owner
     assert slot.owner() is None
 
@@ -232,7 +233,7 @@ def test_a_pool_does_not_keep_owners_alive():
 @given(st.lists(st.tuples(st.integers(1, 2048), st.booleans()), max_size=12))
 def test_find_returns_the_slot_that_contains_an_address(sizes):
     pool, owner = make_pool(), Owner()
-    slots = [pool.lease(nbytes, "weights", owner if owned else None) for nbytes, owned in sizes]
+    slots = [lease(pool, nbytes, "weights", owner if owned else None) for nbytes, owned in sizes]
     for slot, (_, owned) in zip(slots, sizes, strict=True):
         for address in (slot.begin, slot.begin + slot.nbytes // 2, slot.end - 1):
             assert pool.addresses.find(address) is (slot if owned else None)
@@ -243,15 +244,15 @@ def test_find_returns_the_slot_that_contains_an_address(sizes):
 
 def test_empty_frees_free_slots_and_keeps_leased_slots():
     pool, owner = make_pool(), Owner()
-    kept, freed = pool.lease(512, "kept", owner), pool.lease(1024, "freed", owner)
+    kept, freed = lease(pool, 512, "kept", owner), lease(pool, 1024, "freed", owner)
     pool.release(freed)
-    pool.empty()
+    pool.free_all()
     assert (pool.live_bytes, pool.held_bytes) == (512, 512)
     assert pool.addresses.find(kept.begin) is kept
     assert pool.addresses.find(freed.begin) is None
-    assert pool.lease(1024) is not freed
+    assert lease(pool, 1024) is not freed
     pool.release(kept)
-    assert pool.lease(512) is kept
+    assert lease(pool, 512) is kept
 
 
 # ---- a real model
@@ -282,7 +283,7 @@ def test_no_slot_is_allocated_after_the_second_step(rank, world, shard, reshard)
 
 def leased(pool, *leases):
     """Lease these (name, bytes), and release them in the same order."""
-    slots = [pool.lease(nbytes, name) for name, nbytes in leases]
+    slots = [lease(pool, nbytes, name) for name, nbytes in leases]
     for slot in slots:
         pool.release(slot)
     return slots
@@ -308,11 +309,11 @@ def test_find_returns_the_leased_one_of_overlapping_slots_of_different_sizes():
     leased(pool, ("one", 512), ("two", 1024))
     pool.make_arena()
     assert pool.arena_bytes == 4096
-    large = pool.lease(4096, "large", owner)
+    large = lease(pool, 4096, "large", owner)
     for address in range(large.begin, large.end, 256):
         assert pool.addresses.find(address) is large
     pool.release(large)
-    one, two = pool.lease(512, "one", owner), pool.lease(1024, "two")
+    one, two = lease(pool, 512, "one", owner), lease(pool, 1024, "two")
     assert [pool.addresses.find(at) for at in (one.begin, one.end - 1, two.begin, large.end - 1)] == [
         one,
         one,
@@ -329,7 +330,7 @@ def test_views_of_slots_in_an_arena_start_at_the_slot():
     leased(pool, ("a", 1024), ("b", 2048))
     pool.make_arena()
     for name, nbytes in (("a", 1024), ("b", 2048)):
-        slot = pool.lease(nbytes, name)
+        slot = lease(pool, nbytes, name)
         view = slot.views[pool.places[torch.float32, 12, torch.Size([2, 5]), (5, 1)]]
         assert view.data_ptr() == slot.begin + 12
 
@@ -357,17 +358,17 @@ def test_a_forgotten_request_has_no_slot_in_the_old_arena():
     leased(pool, ("a", 1024), ("b", 2048))
     pool.make_arena()
     asked = pool.request("a", 1024)  # like a bucket that is still alive
-    held = pool.lease(2048, "b")
-    pool.forget()
+    held = lease(pool, 2048, "b")
+    pool.start_over()
     pool.release(held)
-    pool.forget()
+    pool.start_over()
     assert pool.held_bytes == 0
     owner = Owner()
-    slot = pool.lease_for(asked, owner)
+    slot = pool.lease(asked, owner)
     assert pool.held_bytes == 1024
     assert pool.addresses.find(slot.begin) is slot
     pool.release(slot)
-    assert (pool.live_bytes, pool.lease(1024) is slot) == (0, True)
+    assert (pool.live_bytes, lease(pool, 1024) is slot) == (0, True)
 
 
 def test_simultaneous_leases_of_one_name_have_separate_slots():
@@ -384,19 +385,19 @@ def test_the_next_writer_of_a_slot_waits_for_all_overlapping_slots():
     leased(pool, ("one", 512), ("two", 1024))
     pool.make_arena()
     for name, nbytes in (("one", 512), ("two", 1024)):
-        pool.release(pool.lease(nbytes, name), f"after {name}")
-    assert {"after one", "after two"} <= {*pool.lease(4096, "large").free_after}
+        pool.release(lease(pool, nbytes, name), f"after {name}")
+    assert {"after one", "after two"} <= {*lease(pool, 4096, "large").free_after}
 
 
 def test_an_emptied_pool_has_no_arena_until_the_next_make_arena():
     pool = make_pool()
     leased(pool, ("a", 512), ("b", 512))
     pool.make_arena()
-    kept = pool.lease(512, "a")
-    pool.forget()
+    kept = lease(pool, 512, "a")
+    pool.start_over()
     assert pool.held_bytes == 1024, "some of it is leased"
     pool.release(kept)
-    pool.forget()
+    pool.start_over()
     assert (pool.held_bytes, pool.arena_bytes) == (0, 0)
     leased(pool, ("a", 512))
     pool.make_arena()
@@ -413,7 +414,7 @@ def test_slots_that_are_leased_together_never_overlap(sizes, learned, then):
     for round_of in (learned, then):
         for name, opens in round_of:
             if opens and name not in live:
-                live[name] = pool.lease(512 * sizes[name], str(name))
+                live[name] = lease(pool, 512 * sizes[name], str(name))
             elif not opens and name in live:
                 pool.release(live.pop(name))
             spans = sorted((slot.begin, slot.end) for slot in live.values())
@@ -449,11 +450,11 @@ def test_the_old_arena_is_freed_before_a_new_one_is_made():
     """Slots and views form reference cycles. Their memory must not wait for the cyclic garbage collector."""
     pool = make_pool()
     requests = [pool.request(f"request {number}", 512 << number) for number in range(3)]
-    held = [pool.lease_for(request) for request in requests]
+    held = [pool.lease(request) for request in requests]
     pool.release_all(held, None)
     del held
     pool.make_arena()
-    pool.lease_for(requests[0])
+    pool.lease(requests[0])
     (slot,) = [slot for slot in pool.arena.slots if slot.request is not None]
     gone = weakref.ref(slot.region.storage)
     pool.release(slot)

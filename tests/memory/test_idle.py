@@ -82,15 +82,15 @@ def test_during_the_loss_the_pool_holds_only_leased_memory(rank, world):
 @simulated(world=2)
 def test_held_bytes_stay_close_to_live_bytes_from_the_first_step_on(rank, world):
     model = sharded(decoder())
-    most, lease_for = [], BufferPool.lease_for
+    most, lease = [], BufferPool.lease
 
     def leased(pool, *args):
-        slot = lease_for(pool, *args)
+        slot = lease(pool, *args)
         most.append(pool.held_bytes)
         return slot
 
     peaks = []
-    with patch.object(BufferPool, "lease_for", leased):
+    with patch.object(BufferPool, "lease", leased):
         for step in range(4):
             loss_of(model, step).backward()
             peaks.append(max(most))

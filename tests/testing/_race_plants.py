@@ -73,7 +73,7 @@ def unfenced(owner: Any, name: str) -> Plant:
 
     @contextlib.contextmanager
     def plant() -> Iterator[None]:
-        real, lease = getattr(owner, name), BufferPool.lease_for
+        real, lease = getattr(owner, name), BufferPool.lease
 
         def leased(self: BufferPool, *args: Any) -> Slot:
             slot = lease(self, *args)
@@ -81,7 +81,7 @@ def unfenced(owner: Any, name: str) -> Plant:
             return slot
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with mock.patch.object(BufferPool, "lease_for", leased):
+            with mock.patch.object(BufferPool, "lease", leased):
                 return real(*args, **kwargs)
 
         with mock.patch.object(owner, name, call):
@@ -110,7 +110,7 @@ def free_behind_first(real: Any, pool: BufferPool, jobs: Iterable[tuple[ReduceBu
     """Make the slots of several reductions free after the first reduction."""
     occupied = [each for _, job in jobs for each in job.occupied]
     for slot, _ in occupied:
-        pool.release(slot, occupied[0][1], queued=True)
+        pool.release_queued(slot, occupied[0][1])
     return sum(slot.nbytes for slot, _ in occupied)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from _leases import lease
 from _race_settings import Gathers, Halved
 from _race_training import Training, plain_step
 from composable_shard import PoolPolicy, testing
@@ -230,7 +231,7 @@ def reshard_between(model: Any, checked: testing.Checked) -> None:
         block.reshard()
         side, pool = checked.stream("other"), state_of(model).bound.engine.pool
         [resident] = state_of(block).bound.group.residents
-        slot = pool.lease_for(resident.for_pieces)
+        slot = pool.lease(resident.for_pieces)
         with side:
             for event in slot.free_after:
                 side.wait_event(event)
@@ -260,14 +261,14 @@ def reduce_on_two_streams(training: Training) -> None:
     with side, torch.no_grad():
         reduce_by(bucket, gradients)
         for request in bucket.requests[1:]:  # scratch memory
-            scratch = pool.lease_for(request)
+            scratch = pool.lease(request)
             scratch.typed(torch.uint8, written=True).zero_()
             pool.release(scratch, side.record_event())
     with torch.no_grad():
         reduce_by(bucket, gradients)
     side.wait_stream(compute)
     with side:
-        slot = pool.lease_for(bucket.requests[0])
+        slot = pool.lease(bucket.requests[0])
         slot.typed(torch.uint8, written=True).zero_()
     pool.release(slot, side.record_event())
     with torch.no_grad():
@@ -296,9 +297,9 @@ def gather_elsewhere(training: Training) -> None:
     """Gather the pieces that few ranks keep into a slot that was not used since the last step."""
     loss, pool = training.forward(), state_of(training.model).bound.engine.pool
     if training.number == 0:
-        pool.lease(512, "held")  # prevents an arena, in which slots wait for slots that they overlap
+        lease(pool, 512, "held")  # prevents an arena, in which slots wait for slots that they overlap
     [bucket] = state_of(training.model).bound.group.buckets
-    leased = pool.lease_for(bucket.for_weights[True])
+    leased = pool.lease(bucket.for_weights[True])
     loss.backward()
     pool.release(leased, torch.accelerator.current_stream().record_event())
     training.update()
@@ -325,9 +326,9 @@ def fail_to_reduce(training: Training) -> None:
     engine, group = state_of(training.model).bound.engine, state_of(training.model.blocks[1]).bound.group
 
     def assert_at_rest() -> None:
-        engine.pool.reclaim()
+        engine.pool.collect()
         assert not [request for request in engine.pool._live if request.name.startswith("reduction")]
-        assert engine.pool.arena.busy == 0
+        assert engine.pool.arena.unfinished == 0
 
     with second_fails(), pytest.raises(ZeroDivisionError):
         training.backward()

@@ -16,7 +16,7 @@ LIBRARY = Path(composable_shard.__file__).parent
 WINGS = ("_comm", "_memory", "_group", "_engine")
 ORDERS = {  # attributes by which the library orders streams
     *("mark", "queued", "wait", "wait_event", "wait_stream", "wait_for", "record", "synchronize", "finish"),
-    *("free_after", "changed", "drained", "give_back", "occupied", "occupy"),
+    *("free_after", "changed", "take_events", "wait_before_free", "occupied", "occupy"),
 }
 
 
