@@ -24,7 +24,7 @@ from .budget import Budget, gathering
 from .installed import Installed, LeafHook
 from .node import Outputs, Use
 from .order import Order
-from .recorder import Recorder
+from .recorder import RESHARD, UNSHARD, WAIT, Recorder
 from .reductions import Reductions
 
 LOG = logging.getLogger("composable_shard.engine")
@@ -105,7 +105,7 @@ class Actions:
             if self.order.forward.kept and group in self.order.forward.kept:
                 group.note_versions()
             here = group.phase is RESIDENT  # then the gather reads nothing that an optimizer changes
-            self.recorder.act(Kind.UNSHARD, group, group.start_gather, self.changed)
+            self.recorder.act(UNSHARD, group, group.start_gather, self.changed)
             if not here:  # all gathers share one lane, so it waits for each event only once
                 self.changed = None
             if self.recorder.watch is not None and self.recorder.watch.serial:
@@ -148,7 +148,7 @@ class Actions:
 
     def _arrive(self, group: ParamGroup) -> None:
         """Wait for a gather in flight."""
-        self.recorder.act(Kind.WAIT, group, group.finish_gather)
+        self.recorder.act(WAIT, group, group.finish_gather)
         self.gathered.add(group)
 
     def drop(self, group: ParamGroup, check_edits: bool = True) -> None:
@@ -168,7 +168,7 @@ class Actions:
         if group.phase is GATHERING:
             self._arrive(group)
         if group.phase is not SHARDED:
-            self.recorder.act(Kind.RESHARD, group, group.reshard)
+            self.recorder.act(RESHARD, group, group.reshard)
         if edited:
             raise lost_edit(edited)
 
@@ -181,7 +181,7 @@ class Actions:
             raise
 
     def _gather_again(self, group: ParamGroup) -> None:
-        self.recorder.act(Kind.RESHARD, group, partial(group.reshard, again=True))
+        self.recorder.act(RESHARD, group, partial(group.reshard, again=True))
         self.ahead(group)
         self._arrive(group)
 
@@ -265,7 +265,7 @@ class Actions:
         Args:
             repeated: groups that get gradients from several uses in it.
         """
-        if self.reductions.are_in_flight:  # from a backward that the user ends manually
+        if self.reductions.in_flight:  # from a backward that the user ends manually
             self.reductions.finish_all()
         self.reductions.repeated = repeated
         self.installed.open_backward()
@@ -308,7 +308,8 @@ class Actions:
 
         `.grad` is set when this reduction has been waited for, or a little later (see `reductions.py`).
         """
-        self.reductions.make_way(group)
+        if self.reductions.in_flight:
+            self.reductions.make_way(group)
         if self.order.forward.budget is not None:
             self._make_room(group, group.gradients.reduce_bytes)
         self.reductions.start(group, gradients)
@@ -408,7 +409,7 @@ class Actions:
             bucket.writes.begin_reads(outputs, bucket.here)
         if self.order.forward.budget is not None:
             self.budget.reached(use, outputs)
-        waits = self.reductions.are_in_flight and self._wait_before(group, missed, following)
+        waits = self.reductions.in_flight and self._wait_before(group, missed, following)
         if missed:
             self.prefetch(missed)
         if group.gathers_in_backward or group.phase not in AWAY:
@@ -498,7 +499,8 @@ class Actions:
         grad = torch.is_grad_enabled()  # True with create_graph
         set_grad_enabled(False)
         try:
-            self.reductions.wait_for_all()
+            while self.reductions.in_flight:
+                self.reductions.wait_for_oldest()
         finally:
             set_grad_enabled(grad)
         self.prefetch(following)

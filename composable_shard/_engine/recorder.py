@@ -16,6 +16,8 @@ from .stopwatch import Stopwatch
 
 T = TypeVar("T")
 NO_ARGUMENT = object()
+# The actions of a step. Looking up `Kind.UNSHARD` each time would cost host time.
+UNSHARD, WAIT, RESHARD, REDUCE, REDUCED = Kind.UNSHARD, Kind.WAIT, Kind.RESHARD, Kind.REDUCE, Kind.REDUCED
 
 
 class Recorder:

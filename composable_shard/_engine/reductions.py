@@ -23,9 +23,9 @@ from .._comm.copies import Gradients
 from .._group.group import ParamGroup
 from .._group.reduction import GroupReduced, Reduction
 from .._memory.pool import BufferPool
-from .._plan.schedule import MAX_REDUCTIONS, Kind
+from .._plan.schedule import MAX_REDUCTIONS
 from .order import Order
-from .recorder import Recorder
+from .recorder import REDUCE, REDUCED, Recorder
 
 _BATCH = 4  # setting `.grad` for this many groups together takes half the host time of setting it one by one
 
@@ -39,6 +39,7 @@ class Reductions:
         order: its backward schedule limits the reductions in flight.
 
     Attributes:
+        in_flight: the reductions that were issued and not waited for, with their groups, the oldest first.
         repeated: groups that get gradients from several uses in the current backward.
     """
 
@@ -48,20 +49,15 @@ class Reductions:
         self._order = order
         self.repeated: frozenset[ParamGroup] = frozenset()
         self._before_first: Callable[[], None] | None = None
-        self._in_flight: deque[tuple[ParamGroup, Reduction]] = deque()
+        self.in_flight: deque[tuple[ParamGroup, Reduction]] = deque()
         self._batch: dict[ParamGroup, GroupReduced] = {}
         self._unread: list[tuple[ParamGroup, GroupReduced]] = []
         self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}  # pieces by the index of the parameter
 
     @property
-    def are_in_flight(self) -> bool:
-        """Whether any reduction was issued and not waited for."""
-        return bool(self._in_flight)
-
-    @property
     def lease_memory(self) -> bool:
         """Whether waiting for a reduction in flight would release memory of the pool."""
-        return any(reduction.leased_bytes for _, reduction in self._in_flight)
+        return any(reduction.leased_bytes for _, reduction in self.in_flight)
 
     def before_first(self, call: Callable[[], None]) -> None:
         """Call `call` before the next reduction. If it raises, call it again before the following one."""
@@ -71,16 +67,15 @@ class Reductions:
 
     def make_way(self, group: ParamGroup) -> None:
         """Wait for the oldest reductions, until one of `group` may be issued without exceeding the limit."""
-        if self._in_flight:
-            most = self._most_in_flight_before(group)
-            while len(self._in_flight) >= most:
-                self.wait_for_oldest()
+        most = self._most_in_flight_before(group)
+        while len(self.in_flight) >= most:
+            self.wait_for_oldest()
 
     def _most_in_flight_before(self, group: ParamGroup) -> int:
         """How many reductions may be in flight when this group's is issued; at least 1."""
         large = group.gradients.reduce_bytes > self._pool.arena.least_large
         # The arenas of ranks may differ, so this is allowed only if neither the wait nor the hooks issue collectives.
-        if large and not any(each.issues_in_wait or each.gradients.hooks_taken for each, _ in self._in_flight):
+        if large and not any(each.issues_in_wait or each.gradients.hooks_taken for each, _ in self.in_flight):
             return 1  # the allocator gets back the memory of earlier reductions before this one allocates
         schedule, allowed = self._order.backward, group.settings.current.max_reductions
         planned = schedule.in_flight.get(group, schedule.max_reductions)
@@ -100,23 +95,23 @@ class Reductions:
         start = group.gradients.start_reduce
         if alone or group in self._order.backward.holds:
             start = partial(start, alone=alone, holds=group in self._order.backward.holds)
-        reduction = self._recorder.act(Kind.REDUCE, group, start, gradients)
-        self._in_flight.append((group, reduction))
+        reduction = self._recorder.act(REDUCE, group, start, gradients)
+        self.in_flight.append((group, reduction))
         self._recorder.history.lasted(reduction.queued_bytes)
 
     def finish_newest(self) -> dict[int, torch.Tensor]:
         """Wait for the reduction issued last, without setting `.grad`; return its pieces by parameter index."""
-        group, reduction = self._in_flight.pop()
+        group, reduction = self.in_flight.pop()
         return self._wait_for(group, reduction).pieces()
 
     # ---- wait
 
     def _wait_for(self, group: ParamGroup, reduction: Reduction) -> GroupReduced:
-        return self._recorder.act(Kind.REDUCED, group, group.gradients.finish_reduce, reduction)
+        return self._recorder.act(REDUCED, group, group.gradients.finish_reduce, reduction)
 
     def wait_for_oldest(self) -> None:
         """Wait for the reduction issued first, and set `.grad` now or later (see the top of this file)."""
-        group, reduction = self._in_flight.popleft()
+        group, reduction = self.in_flight.popleft()
         reduced = self._wait_for(group, reduction)
         # Hooks may run now, so that they see gradients in the order of the reductions.
         may_wait = self._pool.backward and not group.gradients.hooks_taken
@@ -131,11 +126,6 @@ class Reductions:
         else:
             self.set_gradients()  # first the ones that were reduced earlier
             group.gradients.add(reduced.pieces(), reduced.unused)
-
-    def wait_for_all(self) -> None:
-        """Wait for all reductions in flight."""
-        while self._in_flight:
-            self.wait_for_oldest()
 
     def _add_to_sum(self, group: ParamGroup, reduced: GroupReduced) -> None:
         """Add the gradients of one use to the sum over all uses."""
@@ -154,7 +144,8 @@ class Reductions:
 
     def finish_all(self) -> None:
         """Wait for all reductions, and set `.grad` for all groups."""
-        self.wait_for_all()
+        while self.in_flight:
+            self.wait_for_oldest()
         self.set_gradients()
         unread, self._unread = self._unread, []
         for group, reduced in unread:
@@ -168,5 +159,5 @@ class Reductions:
         self._sums.clear()
         self._batch.clear()
         self._unread.clear()
-        while self._in_flight:  # remove each before waiting: after a failure it must not be waited for again
-            self._wait_for(*self._in_flight.popleft())
+        while self.in_flight:  # remove each before waiting: after a failure it must not be waited for again
+            self._wait_for(*self.in_flight.popleft())

@@ -80,7 +80,7 @@ class ListenedReductions(Reductions):
         self._tell_reduced()
 
     def _tell_reduced(self) -> None:
-        in_flight = [group for group, _ in self._in_flight]
+        in_flight = [group for group, _ in self.in_flight]
         for group in self._recorder.groups:
             if group in _reduced and group not in in_flight and group not in self._sums:
                 _reduced.discard(group)

@@ -213,22 +213,14 @@ class BufferPool:
             self._known[request] = None
         request.meet(self._live)
 
-    def release(self, slot: Slot, after: torch.Event | None = None) -> None:
-        """Release a leased slot. The next lease may write to it after the event `after`, the last use of the slot."""
-        self._end_lease(slot, after)
-        if slot.resizes or (slot.region is not None and slot.region.is_large):
-            self._free_memory((slot,))
+    def release(self, slot: Slot, after: torch.Event | None = None, *, keep_memory: bool = False) -> None:
+        """Release a leased slot. The next lease may write to it after the event `after`, the last use of the slot.
 
-    def release_queued(self, slot: Slot, after: torch.Event | None) -> None:
-        """Like `release`, but keep the memory until `finish_queued` or the next lease.
-
-        The last use of the slot is queued, and nothing has waited for it. The allocator could give freed memory to work
-        on a stream that does not wait, either.
+        Args:
+            slot: the slot.
+            after: the event.
+            keep_memory: whether not to free the memory of a slot that has memory only while it is leased.
         """
-        self._end_lease(slot, after)
-        self.arena.count_unfinished(1)
-
-    def _end_lease(self, slot: Slot, after: torch.Event | None) -> None:
         request = slot.request
         assert request is not None
         self._live.remove(request)
@@ -239,6 +231,17 @@ class BufferPool:
         self.live_bytes -= slot.nbytes
         if request.slot is not slot and not slot.resizes:
             self._free.setdefault(slot.nbytes, []).append(slot)
+        if not keep_memory and (slot.resizes or (slot.region is not None and slot.region.is_large)):
+            self._free_memory((slot,))
+
+    def release_queued(self, slot: Slot, after: torch.Event | None) -> None:
+        """Like `release`, but keep the memory until `finish_queued` or the next lease.
+
+        The last use of the slot is queued, and nothing has waited for it. The allocator could give freed memory to work
+        on a stream that does not wait, either.
+        """
+        self.release(slot, after, keep_memory=True)
+        self.arena.count_unfinished(1)
 
     def finish_queued(self, slots: Sequence[Slot], _after: torch.Event | None = None) -> None:
         """Free the memory of slots of `release_queued`, once their work has been waited for.

@@ -318,7 +318,7 @@ PASSED_ON = {
     "DeviceMemory.queued": "only records events",
     "GatherBucket.forget": "BufferPool.release",
     "BufferPool.release_failed": "StreamLane._give_up",
-    "BufferPool._end_lease": "only stores events",
+    "BufferPool.release": "only stores events",
     "Job.__init__": "only stores events",
     "Launched.__init__": "only stores events",
     "Job.occupy": "only stores events",
