@@ -111,7 +111,7 @@ def noting(engine: str) -> Iterator[None]:
 
     with (
         replaced(GroupGradients, "start_reduce", note_gradients),
-        replaced(BufferPool, "lease_for", note_lease),
+        replaced(BufferPool, "lease", note_lease),
         replaced(BufferPool, "release", note_release),
     ):
         yield

@@ -39,6 +39,7 @@ from ._faults.replicas import check_replicas as check_replicas
 from ._integrations.install import install as install
 from ._integrations.install import uninstall as uninstall
 from ._memory.offload import offload_optimizer as offload_optimizer
+from ._module.forward_methods import register_fsdp_forward_method as register_fsdp_forward_method
 from ._module.gradients import average_by_tokens as average_by_tokens
 from ._module.gradients import clip_grad_norm_ as clip_grad_norm_
 from ._module.gradients import total_tokens as total_tokens
@@ -46,7 +47,6 @@ from ._module.methods import GradientReductionHandle as GradientReductionHandle
 from ._module.methods import share_comm_ctx as share_comm_ctx
 from ._module.module import FSDPModule as FSDPModule
 from ._module.module import UnshardHandle as UnshardHandle
-from ._module.module import register_fsdp_forward_method as register_fsdp_forward_method
 from ._plan.plan import ShardPlan as ShardPlan
 from ._plan.record import Record as Record
 from ._plan.schedule import Action as Action

@@ -27,8 +27,10 @@ from ._group.param import SHARDED_IN, ShardedParam, shard_parameter
 from ._group.placement import Cut, PlacementFn, Placements
 from ._memory.offload import note_policy
 from ._module.additions import Top, WatchedEntries, check_use
+from ._module.calls import number
 from ._module.entries import ModuleEntries, Place
-from ._module.module import class_of, number, post_forward, pre_forward
+from ._module.forward_hooks import post_forward, pre_forward
+from ._module.module import class_of
 from ._module.state import PLACE, STATE, Declaration, ShardState, state_of, states_below
 from ._module.state_dict import StateDictOwner, watch_state_dict
 from ._plan.record import Record

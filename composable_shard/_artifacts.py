@@ -18,7 +18,8 @@ from torch import nn
 
 from ._errors import ArtifactMismatchError, ShardConfigStateError, ShardConfigValueError
 from ._graph.operators import CODE
-from ._module.module import FSDPModule, bound_of
+from ._module.build import bound_of
+from ._module.module import FSDPModule
 from ._module.state import states_below
 from ._plan.group_plan import GroupPlan
 from ._plan.plan import ShardPlan

@@ -12,8 +12,8 @@ from types import FunctionType, ModuleType, TracebackType
 from typing import Any
 
 from .._api import fully_shard
+from .._module.forward_methods import register_fsdp_forward_method
 from .._module.methods import share_comm_ctx
-from .._module.module import register_fsdp_forward_method
 from .._torch.distributed import TORCHS_FUNCTIONS
 
 PUBLIC = "torch.distributed.fsdp"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from .._comm.collectives import Transports
 from .._comm.lanes import has_streams, lane_for
 from .._comm.transports import TransportCache
 from .._engine.engine import Engine
+from .._engine.iterations import two_threads
 from .._engine.tools import follow_tools
 from .._errors import ShardConfigStateError
 from .._faults.seat import Notes, Seat
@@ -25,8 +27,9 @@ from .._group.saved_tensors import give_way
 from .._memory.pool import BufferPool
 from .._plan.plan import GroupPlan, ParamPlan, ShardPlan
 from .._plan.schedule import ROOT_NAME
+from .._torch.core import apart_from_checkpoints
 from .._torch.distributed import check_unmixed
-from .state import Asked, Bound, Declaration, ShardState, family_of, state_of
+from .state import STATE, Asked, Bound, Declaration, ShardState, family_of, state_of
 
 
 class _Tree:
@@ -292,6 +295,26 @@ def _check_offloaded(asked: Sequence[Declaration]) -> None:
             'dict or call module.to_empty(device="cpu"). Found following parameters on non-CPU device: '
             f"{moved}"
         )
+
+
+# Key in a root's `__dict__`: the id of the thread that builds its engine. It is set by `setdefault`, which is atomic.
+_BUILDER = "_shard_builder"
+
+
+def bound_of(module: nn.Module, agrees: bool = True, runs: bool = True) -> Bound:
+    """Return a module's part in its engine. Build the engine if there is none; the arguments are `build_engine`'s."""
+    state: ShardState = module.__dict__[STATE]
+    if state.bound is None:
+        here = threading.get_ident()
+        if module.__dict__.setdefault(_BUILDER, here) != here:
+            raise two_threads("its first forward")
+        try:
+            if state.bound is None:  # else another thread has built the engine in the meantime
+                apart_from_checkpoints(build_engine)(module, agrees, runs)
+        finally:
+            module.__dict__.pop(_BUILDER, None)
+    assert state.bound is not None
+    return state.bound
 
 
 def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Engine:

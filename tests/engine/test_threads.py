@@ -210,7 +210,7 @@ class Gate(nn.Module):
 @distributed(world=1)
 def test_all_but_one_of_the_threads_that_enter_a_model_together_get_an_error(rank, world, ran):
     from composable_shard._engine import iterations as _iterations
-    from composable_shard._module import module as _module
+    from composable_shard._module import build as _module
 
     model = cs.fully_shard(Gate())
     if ran:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from _leases import lease
 from _pool import distributed
 from _sides import assert_alike, models_of, noise, optimizers_of
 from _stepping import pool_of
@@ -87,7 +88,7 @@ def test_views_kept_outside_the_saved_tensor_hooks_stay_valid(rank, world, kind)
         for name, model in models.items():
             loss = model(noise(3, 6, seed=step)).square().mean()
             if name == "ours":  # overwrite all memory that the pool would lease to others
-                others = [pool_of(model).lease(size) for size, free in pool_of(model)._free.items() for _ in free]
+                others = [lease(pool_of(model), size) for size, free in pool_of(model)._free.items() for _ in free]
                 for slot in others:
                     slot.typed(torch.uint8, written=True).fill_(255)
             loss.backward()

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from _blocks import TransformerBlock, rotary
 from _engines import ENGINES, fully_shard
+from _leases import lease
 from _pool import distributed, simulated
 from _stepping import assert_at_rest, pool_of
 from composable_shard._torch.core import map_tensors, tree_tensors
@@ -403,7 +404,7 @@ def test_views_of_weights_in_outputs_keep_their_values(rank, world, kind, grad):
     for _ in range(3):
         with torch.set_grad_enabled(grad):
             views, out = root(torch.ones(2, 6))
-        others = [pool_of(root).lease(size) for size, free in pool_of(root)._free.items() for _ in free]
+        others = [lease(pool_of(root), size) for size, free in pool_of(root)._free.items() for _ in free]
         for slot in others:  # overwrite all memory that the pool could lease
             slot.typed(torch.uint8, written=True).fill_(255)
         for view, want in zip(views, wanted, strict=True):

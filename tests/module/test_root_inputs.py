@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import composable_shard as cs
 from composable_shard import testing
-from composable_shard._module.module import STATE
+from composable_shard._module.state import STATE
 
 
 class Inner(nn.Module):

@@ -28,7 +28,7 @@ from _engines import ENGINES, fully_shard
 from _pool import distributed, more, simulated
 from _sides import noise, whole
 from _stepping import assert_at_rest
-from composable_shard._module.module import STATE
+from composable_shard._module.state import STATE
 from composable_shard._torch.core import map_tensors, return_writes
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
