@@ -16,8 +16,9 @@ import torch
 
 from .._comm.copies import Gradients
 from .._group.edits import changed, lost_edit
-from .._group.group import Entries, ParamGroup, Runtime
+from .._group.group import Entries, ParamGroup
 from .._group.phases import AWAY, GATHERING, RESIDENT, SHARDED, UNSHARDED
+from .._group.setup import Runtime
 from .._plan.schedule import Kind
 from .._torch.core import current_backward, set_grad_enabled
 from .budget import Budget, gathering

@@ -36,10 +36,11 @@ from .._errors import ShardConfigStateError
 from .._faults.seat import Seat
 from .._group.bucket import Bucket, Saved
 from .._group.edits import lost_edit
-from .._group.group import Entries, ParamGroup, Runtime
+from .._group.group import Entries, ParamGroup
 from .._group.hooks import WATCHED
 from .._group.optimizers import watch_steps
 from .._group.phases import SHARDED, UNSHARDED, GradPhase
+from .._group.setup import Runtime
 from .._plan.plan import ShardPlan
 from .._plan.record import Record
 from .._plan.schedule import Kind

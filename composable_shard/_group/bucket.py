@@ -27,6 +27,7 @@ from .._torch.distributed import local_tensor
 from .edits import BitSums, Writes, bit_sums, lost_edit
 from .faces import Faces, Leaves
 from .param import ShardedParam
+from .setup import GatherSetup
 
 _version, _shape, _dim, _rows, _sharded = map(attrgetter, ("_version", "shape", "dim", "rows", "sharded"))
 
@@ -126,13 +127,15 @@ class Gatherer:
 class Bucket:
     """Parameters of one group that one collective gathers, with the state that handles of them check.
 
+    A subclass decides how they are gathered and where: `GatherBucket` into a slot of the pool, `LowBitBucket` in fewer
+    bits, `ExtensionBucket` as the parameters themselves define it.
+
     Attributes:
         group: returns the group; None if it was freed.
         params: the parameters, as members of this bucket.
         fqns: their names.
         dtype: the dtype in which they are used. `is_complex` tells whether tensors of it may be lazy conjugates.
-        slot: the slot of the unsharded parameters, or of the running gather; None while sharded.
-        at: the address of the slot that was leased last; 0 if the unsharded parameters are in no slot.
+        address: the address of the memory that was gathered into last; 0 if it does not belong to the pool.
         readable: whether the gather is done, so that the unsharded parameters can be read.
         generation: how often the sharded parameters have changed; handles of an earlier generation are stale.
         shown: the node outputs of the use that runs forward now, by index; empty outside of a forward, or if modules
@@ -146,21 +149,17 @@ class Bucket:
     """
 
     __slots__ = (
-        "__weakref__", "_faces", "_sharded", "_versions", "at", "dtype", "fqns", "gather_bytes", "generation", "group",
-        "here", "is_complex", "params", "readable", "reads_left", "saved", "shown", "slot", "writes",
+        "__weakref__", "_sharded", "_versions", "address", "dtype", "fqns", "gather_bytes", "generation", "group",
+        "here", "is_complex", "params", "readable", "reads_left", "saved", "shown", "writes",
     )  # fmt: skip
 
-    def __init__(
-        self, params: Sequence[ShardedParam], dtype: torch.dtype, group: Callable[[], Any], faces: Faces | None = None
-    ) -> None:
+    def __init__(self, params: Sequence[ShardedParam], dtype: torch.dtype, group: Callable[[], Any]) -> None:
         self.group = group
-        self._faces = faces  # None for parameters that are not in slots
         self.params = list(params)
         self._sharded = list(map(_sharded, params))
         self.fqns = [p.fqn for p in params]
         self.dtype, self.is_complex = dtype, dtype.is_complex
-        self.slot: Slot | None = None
-        self.at = 0
+        self.address = 0
         self.readable = False
         self._versions: list[int] = []  # versions of the shards at the last gather
         self.generation = self.saved = self.reads_left = self.gather_bytes = 0
@@ -175,7 +174,8 @@ class Bucket:
 
     def name_of(self, place: Place | int) -> str:
         """Return the name of the parameter at a place, or with an index."""
-        return self.fqns[place if isinstance(place, int) else self.members[place]]  # type: ignore[attr-defined]
+        assert isinstance(place, int)
+        return self.fqns[place]
 
     def weights_for_use(self) -> list[torch.Tensor]:
         """Return the unsharded parameters for a forward that begins; `begin_use` must follow when its node is made."""
@@ -183,41 +183,29 @@ class Bucket:
 
     def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
         """Note the node of a use: these are its outputs for the members, and modules have them installed."""
-        if self._faces is not None:
-            self._faces.begin_use(outputs)
         self.shown = outputs
         self.writes.packed.clear()
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> bool:
-        """Note, while the outputs or leaves of a finished forward are still installed, whether other code keeps them.
-
-        A selective checkpoint may keep unsharded parameters. So may a function that puts them on its ``ctx``, or a
-        module that caches them. No handle stands for these tensors (see `faces.py`).
+        """Note the end of a forward, while the outputs of its node or the leaves are still installed.
 
         Args:
-            dropped: views that the caller is about to drop.
+            dropped: views of parameters that the caller is about to drop.
 
         Returns:
             whether the forward has written to unsharded parameters, judging by versions.
         """
         shown, self.shown = self.shown, ()
-        if self._faces is not None:
-            self._faces.end_use(shown, dropped, self.here)
         if any(map(_version, shown)):
             self.writes.note_shown(shown)
             return True
         return not shown and self.here is not None and bool(self.here.written())
 
     def note_kept(self) -> None:
-        """Like `end_use`, but at the end of a use's backward, when the outputs of its node may be installed."""
-        if self._faces is not None and self.writes.noted:
-            self._faces.note_kept(self.writes.noted)
+        """At the end of a use's backward, note which of its parameters other code keeps."""
 
     def leaves(self) -> list[torch.nn.Parameter]:
-        """Return the unsharded parameters as leaves: the same objects whenever the parameters are in the same slot."""
-        if self._faces is not None and self.slot is not None:
-            self.here = self._faces.use_leaves(self.slot)
-            self.writes.packed.clear()
+        """Return the unsharded parameters as leaves: the same objects whenever they are in the same memory."""
         assert self.here is not None
         return self.here.params
 
@@ -242,6 +230,9 @@ class Bucket:
         """Mark the gather as done: the unsharded parameters can be read."""
         self.readable = True
 
+    def await_memory(self) -> None:
+        """After a failure: make the current stream wait for earlier uses of the memory that was to be gathered into."""
+
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         """Release the unsharded parameters, if they are gathered.
 
@@ -253,7 +244,7 @@ class Bucket:
 
     def lose(self) -> None:
         """Drop the unsharded parameters without reusing their memory: an abandoned gather may still write to it."""
-        self.slot, self.readable = None, False
+        self.readable = False
 
     def forget(self) -> None:
         """Release memory that is reserved for the next gather: this bucket will not be used again."""
@@ -283,6 +274,7 @@ class GatherBucket(Bucket):
     """Parameters that are gathered unchanged, cast to one dtype, into a slot of the pool.
 
     Attributes:
+        slot: the slot of the unsharded parameters, or of the running gather; None while sharded.
         copies: the copies and the collective of a gather.
         places: the layout of the parameters in a slot.
         begins: offset of each parameter in a slot, in elements.
@@ -293,26 +285,21 @@ class GatherBucket(Bucket):
     """
 
     __slots__ = (
-        "_gatherer", "_pool", "_reserved", "_self", "_sums", "begins", "copies", "for_landing",
-        "for_weights", "members", "nbytes", "places",
+        "_faces", "_gatherer", "_pool", "_reserved", "_self", "_sums", "begins", "copies", "for_landing",
+        "for_weights", "members", "nbytes", "places", "slot",
     )  # fmt: skip
 
     def __init__(
-        self,
-        params: Sequence[ShardedParam],
-        dtype: torch.dtype,
-        group: Callable[[], Any],
-        info: MeshInfo,
-        transport: Transport | None,
-        pool: BufferPool,
-        lane: Lane,
-        wire: Wire | None = None,
+        self, params: Sequence[ShardedParam], dtype: torch.dtype, setup: GatherSetup, wire: Wire | None = None
     ) -> None:
+        info, transport, pool, lane = setup.info, setup.transport, setup.pool, setup.lane
         shapes, dims = list(map(_shape, params)), list(map(_dim, params))
         route = None if transport is None else transport.route
         rows = list(map(_rows, params))
         layout = gather_layout(shapes, info.shard_size, dtype.itemsize, dims, route, rows, wire)
-        super().__init__(params, dtype, group, Faces(dtype, layout.places, params))
+        super().__init__(params, dtype, setup.group)
+        self.slot: Slot | None = None
+        self._faces = Faces(dtype, layout.places, params)
         pieces = list(map(local_tensor, self._sharded))
         as_they_are = [not info.offloads and local.dtype == dtype and local.is_contiguous() for local in pieces]
         converted = [index for index, as_it_is in enumerate(as_they_are) if not as_it_is]
@@ -347,13 +334,37 @@ class GatherBucket(Bucket):
     @property
     def weights(self) -> list[torch.Tensor]:
         assert self.slot is not None
-        assert self._faces is not None
         return self._faces.idle(self.slot)
 
     def weights_for_use(self) -> list[torch.Tensor]:
         assert self.slot is not None
-        assert self._faces is not None
         return self._faces.idle(self.slot, for_use=True)
+
+    def name_of(self, place: Place | int) -> str:
+        assert isinstance(place, Place)
+        return self.fqns[self.members[place]]
+
+    # A selective checkpoint may keep unsharded parameters. So may a function that puts them on its ``ctx``, or a module
+    # that caches them. No handle stands for these tensors, so `Faces` finds them at the end of a use (see `faces.py`).
+
+    def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
+        self._faces.begin_use(outputs)
+        self.shown = outputs
+        self.writes.packed.clear()
+
+    def end_use(self, dropped: Sequence[torch.Tensor]) -> bool:
+        self._faces.end_use(self.shown, dropped, self.here)
+        return super().end_use(dropped)
+
+    def note_kept(self) -> None:
+        if self.writes.noted:
+            self._faces.note_kept(self.writes.noted)
+
+    def leaves(self) -> list[torch.nn.Parameter]:
+        if self.slot is not None:
+            self.here = self._faces.use_leaves(self.slot)
+            self.writes.packed.clear()
+        return super().leaves()
 
     def open(self) -> Slot:
         """Lease the slot into which parameters will be gathered, or resume the reserved one."""
@@ -362,8 +373,7 @@ class GatherBucket(Bucket):
             slot = self._pool.lease(self.for_weights[self._pool.backward], self._self)
         else:
             self._pool.take_back(slot, self._self)
-        assert self._faces is not None
-        self.slot, self.at = slot, slot.begin
+        self.slot, self.address = slot, slot.begin
         self.here = self._faces.enter(slot)  # after the slot is noted: this may raise, and the slot must be released
         return slot
 
@@ -391,7 +401,6 @@ class GatherBucket(Bucket):
         if self._sums is not None:
             self._check_unchanged(slot)
         faces = self._faces
-        assert faces is not None
         lent = (leaves is not None or faces.lent) and faces.are_kept(leaves)
         if lent or reserve:
             self._reserved = slot
@@ -401,9 +410,13 @@ class GatherBucket(Bucket):
             faces.hide_kept(slot)
         self._pool.release(slot, after)
 
+    def await_memory(self) -> None:
+        if self.slot is not None:
+            self.slot.wait_until_free()
+
     def lose(self) -> None:
         super().lose()
-        self._sums = None
+        self.slot = self._sums = None
 
     def sums(self, indices: Iterable[int]) -> dict[int, BitSums]:
         written = self.writes.risen(self.here)
@@ -455,7 +468,7 @@ class GatherBucket(Bucket):
 
     def forget(self) -> None:
         if self._reserved is not None:
-            if self._faces is not None and self._faces.kept:
+            if self._faces.kept:
                 self._faces.hide_kept(self._reserved)
             self._pool.take_back(self._reserved)
             self._pool.release(self._reserved, *self._reserved.free_after)
@@ -463,8 +476,7 @@ class GatherBucket(Bucket):
 
     def leave_slots(self) -> None:
         self._gatherer.leave_slots()
-        if self._faces is not None:
-            self._faces.clear()
+        self._faces.clear()
 
 
 class LowBitBucket(GatherBucket):
@@ -476,10 +488,10 @@ class LowBitBucket(GatherBucket):
 
     __slots__ = ("_low", "_sent")
 
-    def __init__(self, *contents: Any) -> None:
+    def __init__(self, params: Sequence[ShardedParam], dtype: torch.dtype, setup: GatherSetup, wire: Wire) -> None:
         self._sent = -1  # the generation of the shards when they were last rounded
         self._low: LowBitGather | None = None  # None if rounding makes nothing smaller
-        super().__init__(*contents)
+        super().__init__(params, dtype, setup, wire)
 
     def _copies(
         self,
@@ -504,8 +516,3 @@ class LowBitBucket(GatherBucket):
 
 def _are_packed(params: Sequence[ShardedParam]) -> bool:
     return all(param.carried is not None for param in params)
-
-
-def gather_bucket(*contents: Any) -> GatherBucket:
-    """Make the bucket for these arguments of `GatherBucket`; the last one is the wire format of the parameters."""
-    return GatherBucket(*contents) if contents[-1] is None else LowBitBucket(*contents)

@@ -17,11 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from .._comm.collectives import Transports
 from .._comm.copies import Gradients, regions_in
 from .._comm.lanes import Job, Lane
-from .._comm.mesh import MeshInfo
-from .._comm.rounding import Rounding
 from .._faults.seat import Notes
 from .._memory.pool import BufferPool
 from .._memory.slots import Slot
@@ -31,6 +28,7 @@ from .bucket import GatherBucket, Gatherer
 from .faces import Face, weights_in
 from .param import ShardedParam
 from .reduction import ReduceBucket, Reduced, free_queued, reduce_buckets
+from .setup import ReduceSetup
 
 
 class _Facts(NamedTuple):
@@ -212,38 +210,29 @@ class Exchange:
     Args:
         params: the group's parameters; they are not held.
         buckets: its gather buckets, and for each the indices of its parameters in the group.
-        info, transports: the mesh and the transports of the group.
-        options: only the dtypes and the number of bits in which tensors are sent are used here.
-        pool: the pool of its engine.
-        gather_lane, reduce_lane: the lanes of its engine.
+        gather_lane: the lane of its gathers.
+        setup: the meshes, transports, memory and options of its reductions. Of the options, only the dtypes and the
+            number of bits in which tensors are sent are used here.
         notes, note: the notes of the group before its collectives, and its note before a gather.
-        rounding: the state of rounding its gradients, if they are sent in fewer bits.
     """
 
     def __init__(
         self,
         params: Sequence[ShardedParam],
         buckets: Mapping[GatherBucket, Sequence[int]],
-        info: MeshInfo,
-        transports: Transports,
-        options: Options,
-        pool: BufferPool,
         gather_lane: Lane,
-        reduce_lane: Lane,
+        setup: ReduceSetup,
         notes: Notes,
         note: str,
-        rounding: Rounding,
     ) -> None:
-        self._notes, self._note, self._rounding = notes, note, rounding
+        self._notes, self._note = notes, note
         self._facts = [
-            _Facts(p.fqn, p.shape, p.dim, p.dtype, p.rows, p.grad_dtype, p.sum_dtype(options)) for p in params
+            _Facts(p.fqn, p.shape, p.dim, p.dtype, p.rows, p.grad_dtype, p.sum_dtype(setup.options)) for p in params
         ]
-        self._gathers = [_Gathers(bucket, members, pool, gather_lane) for bucket, members in buckets.items()]
-        self._slots = [bucket.nbytes for bucket in buckets]
-        self._info, self._transports, self._options = info, transports, options
-        self._lane = reduce_lane
+        self._gathers = [_Gathers(bucket, members, setup.pool, gather_lane) for bucket, members in buckets.items()]
+        self._setup = setup
         self._reduces: dict[tuple[object, ...], list[ReduceBucket]] = {}
-        self.pool = pool
+        self.pool = setup.pool
 
     @property
     def name(self) -> str:
@@ -276,7 +265,7 @@ class Exchange:
             for ledger in self._notes.reduces:
                 ledger.issue(note)
         jobs: list[tuple[ReduceBucket, Job[Reduced]]] = []
-        reduction = Reduction(jobs, self._info.offloads, self.pool)
+        reduction = Reduction(jobs, self._setup.info.offloads, self.pool)
         try:
             for bucket in self._reduce_buckets(tuple(wanted), factor, only_sums):
                 jobs.append((bucket, bucket.start(gradients)))
@@ -291,9 +280,8 @@ class Exchange:
         key = wanted, factor, only_sums
         buckets = self._reduces.get(key)
         if buckets is None:
-            options = replace(self._options, divide_factor=factor, only_sums=only_sums)
-            how = self._info, self._transports, options, self.pool, self._lane, self._slots, self._rounding
-            buckets = self._reduces[key] = reduce_buckets(self._facts, wanted, *how)
+            options = replace(self._setup.options, divide_factor=factor, only_sums=only_sums)
+            buckets = self._reduces[key] = reduce_buckets(self._facts, wanted, self._setup.under(options))
         return buckets
 
     def leave_slots(self) -> None:

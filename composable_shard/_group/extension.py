@@ -13,18 +13,16 @@ belongs to the shard and stays.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .._comm.collectives import Transport
 from .._comm.copies import GatherCopies
-from .._comm.lanes import Job, Lane
+from .._comm.lanes import Job
 from .._comm.mesh import MeshInfo
 from .._errors import ShardConfigAssertionError, ShardConfigTypeAssertionError
-from .._memory.pool import BufferPool
 from .._memory.slots import Outside
 from .._plan.layout import bucket_layout, gather_layout
 from .._policies import MixedPrecisionPolicy
@@ -33,6 +31,7 @@ from .._torch.distributed import local_tensor
 from .bucket import Bucket, Gatherer
 from .faces import LEAF_OF, Leaves
 from .param import ShardedParam
+from .setup import GatherSetup
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -211,19 +210,13 @@ class ExtensionBucket(Bucket):
         self,
         params: Sequence[ShardedParam],
         dtype: torch.dtype,
-        group: Callable[[], Any],
-        info: MeshInfo,
-        transport: Transport | None,
-        pool: BufferPool,
-        lane: Lane,
+        setup: GatherSetup,
         policy: MixedPrecisionPolicy,
     ) -> None:
-        super().__init__(params, dtype, group)
-        self._members = [_Extended(p, dtype, info, policy) for p in params]
-        self._info = info
-        self._transport = transport
-        self._pool = pool
-        self._lane = lane
+        super().__init__(params, dtype, setup.group)
+        self._members = [_Extended(p, dtype, setup.info, policy) for p in params]
+        self._info, self._transport = setup.info, setup.transport
+        self._pool, self._lane = setup.pool, setup.lane
         self._gatherers: dict[tuple[int, ...], Gatherer] = {}  # by the sizes of the inputs in bytes
         self._claims: list[Outside] = []
         self._abandoned: list[torch.Tensor] = []  # gathers may still write to these or send from these

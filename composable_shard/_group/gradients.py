@@ -14,14 +14,10 @@ from operator import attrgetter, is_, is_not
 
 import torch
 
-from .._comm.collectives import Transports
 from .._comm.copies import Gradients
-from .._comm.lanes import Job, Lane
-from .._comm.mesh import MeshInfo
-from .._comm.rounding import Rounding
+from .._comm.lanes import Job
 from .._errors import ShardConfigStateError, ShardConfigValueError
 from .._faults.seat import Notes, ReductionNotes, summary
-from .._memory.pool import BufferPool
 from .._policies import Options, Settings, reduce_dtypes
 from .._torch.core import HANDLES, Hook, any_gradient_hooks, without_torch_function
 from .._torch.distributed import dtensor_of, local_tensor, new_dtensor, spec_of
@@ -29,6 +25,7 @@ from .accumulation import AccumulatedGradients
 from .param import ShardedParam, reduced_as, run_all
 from .phases import TRANSITIONS, GradPhase, illegal
 from .reduction import GroupReduced, ReduceBucket, Reduced, Reduction, free_queued, reduce_buckets
+from .setup import ReduceSetup
 
 _requires_grad, _sharded, _grad = map(attrgetter, ("requires_grad", "sharded", "grad"))
 
@@ -40,13 +37,9 @@ class GroupGradients:
         name: the group's name, for messages.
         params: its parameters.
         shards: the sharded parameters, as users and optimizers see them.
-        info: the sharding of the group.
         settings: its options.
-        pool, lane: memory and lane of the reductions.
-        transports: the transports of the group.
-        slots: sizes in bytes of the slots of its unsharded parameters, which reductions may use too.
+        setup: the meshes, transports and memory of its reductions.
         notes: the notes of the group before its collectives.
-        rounding: the state of rounding its gradients, if they are sent in fewer bits.
 
     Attributes:
         phase: the phase of the gradients: none, accumulated or being reduced.
@@ -55,9 +48,8 @@ class GroupGradients:
     """
 
     __slots__ = (
-        "_accumulated", "_handles_seen", "_in_flight", "_info", "_lane", "_name", "_new", "_notes",
-        "_on_nodes", "_params", "_pool", "_rounding", "_settings", "_shards", "_slots", "_transports", "buckets_of",
-        "hooks_taken", "phase",
+        "_accumulated", "_handles_seen", "_in_flight", "_name", "_new", "_notes", "_on_nodes", "_params", "_settings",
+        "_setup", "_shards", "buckets_of", "hooks_taken", "phase",
     )  # fmt: skip
 
     def __init__(
@@ -65,23 +57,16 @@ class GroupGradients:
         name: str,
         params: Sequence[ShardedParam],
         shards: Sequence[torch.Tensor],
-        info: MeshInfo,
         settings: Settings,
-        pool: BufferPool,
-        lane: Lane,
-        transports: Transports,
-        slots: Sequence[int],
+        setup: ReduceSetup,
         notes: Notes,
-        rounding: Rounding,
     ) -> None:
-        self._notes, self._rounding = ReductionNotes(notes), rounding
+        self._notes = ReductionNotes(notes)
         self._name, self._params, self._settings = name, params, settings
-        self._info = info
         self._new = new_dtensor if all(param.rows == 1 for param in params) else dtensor_of
-        self._pool, self._lane = pool, lane
-        self._shards, self._transports, self._slots = shards, transports, slots
+        self._shards, self._setup = shards, setup
         self.phase = GradPhase.NONE
-        self._accumulated = AccumulatedGradients(params, partial(_kept_dtypes, params, settings), lane.streams)
+        self._accumulated = AccumulatedGradients(params, partial(_kept_dtypes, params, settings), setup.lane.streams)
         self._in_flight = 0  # reductions
         self.hooks_taken = False
         # Torch counts the handles of all hooks. This is the number of handles, without ours, at a time when no
@@ -90,13 +75,13 @@ class GroupGradients:
         self._on_nodes: list[dict[int, Hook]] | None = None
         self.buckets_of: dict[tuple[object, ...], list[ReduceBucket]] = {}
 
-    def rebuild(self, shards: Sequence[torch.Tensor], transports: Transports, slots: Sequence[int]) -> None:
+    def rebuild(self, shards: Sequence[torch.Tensor], setup: ReduceSetup) -> None:
         """Make buckets and look for hooks again, because parameters were converted or transports changed.
 
         Args:
-            shards, transports, slots: as for `__init__`.
+            shards, setup: as for `__init__`.
         """
-        self._shards, self._transports, self._slots = shards, transports, slots
+        self._shards, self._setup = shards, setup
         self._handles_seen, self._on_nodes = -1, None
         self.buckets_of.clear()
 
@@ -281,9 +266,8 @@ class GroupGradients:
         key = trains, options.mp_policy.reduce_dtype, options.divide_factor, options.only_sums
         buckets = self.buckets_of.get(key)
         if buckets is None:
-            how = self._info, self._transports, options, self._pool, self._lane, self._slots, self._rounding
             indices = [index for index, trained in enumerate(trains) if trained]
-            buckets = self.buckets_of[key] = reduce_buckets(self._params, indices, *how)
+            buckets = self.buckets_of[key] = reduce_buckets(self._params, indices, self._setup.under(options))
             self._notes.name(key, _reduced(self._params, trains, options))
         self._notes.choose(key)
         return buckets
@@ -305,7 +289,7 @@ class GroupGradients:
                 `requires_all_reduce`.
             holds: whether its memory stays leased until the wait for it, even on a stream.
         """
-        whole = alone or self._transports.replicate is None or self._settings.current.requires_all_reduce
+        whole = alone or self._setup.transports.replicate is None or self._settings.current.requires_all_reduce
         buckets = self._buckets()
         self._notes.issue(whole)
         partial = None if alone else self._accumulated.take_partial()
@@ -313,14 +297,14 @@ class GroupGradients:
         asked = self._asked(gradients, buckets) if whole else []
         try:
             for bucket in buckets:
-                asks = bool(asked) and self._lane.streams
+                asks = bool(asked) and self._setup.lane.streams
                 jobs.append((bucket, bucket.start(gradients, partial, whole, asks, holds)))
         except BaseException:
             self._notes.take_back()
-            free_queued(self._pool, jobs)
+            free_queued(self._setup.pool, jobs)
             _give_up(job for _, job in jobs)
             raise
-        queued = free_queued(self._pool, jobs)
+        queued = free_queued(self._setup.pool, jobs)
         self._set_phase(GradPhase.REDUCING)
         self._in_flight += 1
         return Reduction(jobs, asked, whole, queued, sum(bucket.nbytes for bucket in buckets) - queued)
@@ -356,7 +340,7 @@ class GroupGradients:
 
     def _to_await(self, reduction: Reduction) -> list[Job[Reduced]]:
         """Return the jobs that copy results to the host. The host must wait for them before it reads the results."""
-        copied = self._lane.streams and reduction.whole and (self._info.offloads or reduction.asked)
+        copied = self._setup.lane.streams and reduction.whole and (self._setup.info.offloads or reduction.asked)
         return [job for _, job in reduction.jobs] if copied else []
 
     def _accumulate_pieces(self, done: Sequence[tuple[list[int], Reduced]]) -> None:

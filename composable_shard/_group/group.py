@@ -13,7 +13,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter, methodcaller
 from typing import Protocol
 
@@ -21,17 +21,14 @@ import torch
 from torch import nn
 
 from .._comm.collectives import Transports
-from .._comm.lanes import Job, Lane
-from .._comm.mesh import MeshInfo
-from .._comm.rounding import Rounding
+from .._comm.lanes import Job
 from .._errors import PhaseError
-from .._faults.seat import NOTHING_NOTED, Notes, summary
-from .._memory.pool import BufferPool
+from .._faults.seat import summary
 from .._memory.slots import Request
 from .._plan.schedule import ROOT_NAME
 from .._policies import Options, Settings
 from .._torch.distributed import local_tensor
-from .bucket import Bucket, GatherBucket, Saved, gather_bucket
+from .bucket import Bucket, GatherBucket, LowBitBucket, Saved
 from .edits import changed, lost_edit
 from .exchange import Exchange
 from .extension import ExtensionBucket, is_extended
@@ -40,39 +37,12 @@ from .packed import Carried
 from .param import ShardedParam, lend_attributes, lent_attributes, run_all
 from .phases import AWAY, GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, ParamPhase, Stay, illegal
 from .resident import Resident
+from .setup import GatherSetup, GroupComm, ReduceSetup, Runtime
 
-_requires_grad, _sharded, _at, _weights = map(attrgetter, ("requires_grad", "sharded", "at", "weights"))
+_requires_grad, _sharded, _address, _weights = map(attrgetter, ("requires_grad", "sharded", "address", "weights"))
 _attributes = attrgetter("__dict__")
 _weights_for_use, _leaves = methodcaller("weights_for_use"), methodcaller("leaves")
 _is_outdated = methodcaller("is_outdated")
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """The pool and the lanes that all groups of one engine share."""
-
-    pool: BufferPool
-    gather_lane: Lane
-    reduce_lane: Lane
-
-
-@dataclass(frozen=True, eq=False)
-class GroupComm:
-    """The meshes, transports and rounding with which a group communicates.
-
-    Attributes:
-        info: the mesh over which it is sharded.
-        transports: communicate its parameters and gradients.
-        small: the mesh of the few ranks that keep its parameters between forward and backward; None if there is none.
-        notes: the notes that it makes before its collectives, for comparison with other ranks.
-        rounding: the state of rounding its gradients, if they are sent in fewer bits.
-    """
-
-    info: MeshInfo
-    transports: Transports
-    small: MeshInfo | None = None
-    notes: Notes = NOTHING_NOTED
-    rounding: Rounding = field(default_factory=Rounding)
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,8 +145,7 @@ class ParamGroup:
         self.residents: list[Resident] = []
         self.shards = [p.sharded for p in self.params]
         self.buckets, self.layout = self._laid_out()
-        own = self.name, self.params, self.shards, comm.info, settings, runtime.pool, runtime.reduce_lane
-        self.gradients = GroupGradients(*own, comm.transports, self._slot_bytes(), comm.notes, comm.rounding)
+        self.gradients = GroupGradients(self.name, self.params, self.shards, settings, self._reduce_setup(), comm.notes)
 
     def _laid_out(self) -> tuple[list[Bucket], GroupLayout]:
         """Make the gather buckets for the current parameters, and their layout."""
@@ -203,11 +172,17 @@ class ParamGroup:
         return by_kind
 
     def _bucket(self, params: list[ShardedParam], extended: bool, packed: bool, dtype: torch.dtype) -> Bucket:
-        options, run = self.options, self._runtime
-        how = weakref.ref(self), self._comm.info, self._comm.transports.gather, run.pool, run.gather_lane
+        options, comm, run = self.options, self._comm, self._runtime
+        setup = GatherSetup(weakref.ref(self), comm.info, comm.transports.gather, run.pool, run.gather_lane)
         if extended:
-            return ExtensionBucket(params, dtype, *how, options.mp_policy)
-        return gather_bucket(params, dtype, *how, None if packed else options.comm_policy.wire("gather", dtype))
+            return ExtensionBucket(params, dtype, setup, options.mp_policy)
+        wire = None if packed else options.comm_policy.wire("gather", dtype)
+        return GatherBucket(params, dtype, setup) if wire is None else LowBitBucket(params, dtype, setup, wire)
+
+    def _reduce_setup(self) -> ReduceSetup:
+        comm, run = self._comm, self._runtime
+        slots = [bucket.nbytes for bucket in self._in_slots()]
+        return ReduceSetup(comm.info, comm.transports, self.options, run.pool, run.reduce_lane, slots, comm.rounding)
 
     def _gather_note(self) -> str:
         dtypes = [p.compute_dtype(self.options) for p in self.params]
@@ -217,9 +192,6 @@ class ParamGroup:
     def _in_slots(self) -> list[GatherBucket]:
         """The buckets that gather into slots of the pool."""
         return [bucket for bucket in self.buckets if isinstance(bucket, GatherBucket)]
-
-    def _slot_bytes(self) -> list[int]:
-        return [bucket.nbytes for bucket in self._in_slots()]
 
     def requests(self) -> Iterator[tuple[str, bool, list[Request]]]:
         """Iterate over the group's requests to the pool.
@@ -335,8 +307,7 @@ class ParamGroup:
         self._gathers = []
         self.stay.end()
         for bucket in self.buckets:
-            if bucket.slot is not None:
-                bucket.slot.wait_until_free()
+            bucket.await_memory()
         after = self._runtime.gather_lane.mark()
         for bucket in self.buckets:
             bucket.release(after)
@@ -435,8 +406,9 @@ class ParamGroup:
         assert transport is not None
         self._set_phase(RESIDENT)
         if not self.residents:
-            how = small, transport, run.pool, run.gather_lane
-            self.residents = [Resident(bucket, *how) for bucket in self._in_slots()]
+            self.residents = [
+                Resident(bucket, small, transport, run.pool, run.gather_lane) for bucket in self._in_slots()
+            ]
         for resident in self.residents:
             resident.keep()
         after = run.gather_lane.mark()
@@ -464,7 +436,7 @@ class ParamGroup:
     @property
     def places(self) -> tuple[int, ...]:
         """The address of each bucket's unsharded parameters, which changes when the memory moves."""
-        return tuple(map(_at, self.buckets))
+        return tuple(map(_address, self.buckets))
 
     def weights(self) -> list[torch.Tensor]:
         """Return the unsharded parameters, in the order of `params`, without autograd history."""
@@ -548,7 +520,7 @@ class ParamGroup:
         self.shards = [p.sharded for p in self.params]
         self.buckets, self.layout = self._laid_out()
         self.residents, self._exchange = [], None
-        self.gradients.rebuild(self.shards, self._comm.transports, self._slot_bytes())
+        self.gradients.rebuild(self.shards, self._reduce_setup())
 
     def leave_slots(self) -> None:
         """Drop all views of slots, because the pool is about to replace its slots; only while sharded."""
@@ -564,9 +536,8 @@ class ParamGroup:
         if self._exchange is None:
             assert not self.layout.extended
             members = dict(zip(self._in_slots(), self.layout.members, strict=True))
-            comm, run = self._comm, self._runtime
-            how = comm.info, comm.transports, self.options, run.pool, run.gather_lane, run.reduce_lane
-            self._exchange = Exchange(self.params, members, *how, comm.notes, self.layout.note, comm.rounding)
+            lane, notes = self._runtime.gather_lane, self._comm.notes
+            self._exchange = Exchange(self.params, members, lane, self._reduce_setup(), notes, self.layout.note)
         return self._exchange
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ import torch
 
 from .._comm.collectives import Transports
 from .._comm.copies import GradientCopies, Parts
-from .._comm.lanes import Events, Job, Lane, Steps, WhenDone
+from .._comm.lanes import Events, Job, Steps, WhenDone
 from .._comm.lowbit import compressed
 from .._comm.mesh import MeshInfo
 from .._comm.rounding import Rounding
@@ -27,6 +27,7 @@ from .._plan.layout import ReduceLayout, reduce_layout
 from .._policies import AllReduceHook, Comms, GradDtype, Options, division, reduce_dtypes
 from .._torch.core import has_memory, plainly
 from .accumulation import Partial
+from .setup import ReduceSetup
 
 _AS_IT_IS = contextlib.nullcontext()
 
@@ -155,9 +156,7 @@ class ReduceBucket:
         indices: the members' indices in the group.
         params: the members.
         dtype: the dtype of the reduction.
-        info, transports, options, pool, lane: the group's.
-        slots: sizes in bytes of the slots of unsharded parameters, see `reduce_layout`.
-        rounding: the rounding state of the group.
+        setup: the meshes, transports, memory and options.
 
     Attributes:
         indices: as given.
@@ -170,21 +169,18 @@ class ReduceBucket:
         indices: list[int],
         params: Sequence[Reducible],
         dtype: torch.dtype,
-        info: MeshInfo,
-        transports: Transports,
-        options: Options,
-        pool: BufferPool,
-        lane: Lane,
-        slots: Sequence[int],
-        rounding: Rounding,
+        setup: ReduceSetup,
     ) -> None:
+        info, transports, options, pool, lane = setup.info, setup.transports, setup.options, setup.pool, setup.lane
         self.indices = indices
         self.dtype = dtype
         shapes, dims, rows = ([getattr(p, name) for p in params] for name in ("shape", "dim", "rows"))
         route = None if transports.reduce is None else transports.reduce.route
         wire = options.comm_policy.wire("reduce", dtype)
-        self._layout = layout = reduce_layout(shapes, info.shard_size, dtype.itemsize, dims, route, slots, rows, wire)
-        transports = _in_few_bits(transports, info, layout, options, dtype, rounding, params)
+        self._layout = layout = reduce_layout(
+            shapes, info.shard_size, dtype.itemsize, dims, route, setup.slots, rows, wire
+        )
+        transports = _in_few_bits(transports, info, layout, options, dtype, setup.rounding, params)
         self._shard, self._replicate = transports.reduce, transports.replicate
         self._mean, self._divide_before, self._divide_after = _division(dtype, info, transports, options)
         self._has_all = indices == list(range(len(indices)))
@@ -468,26 +464,17 @@ class GroupReduced:
 def reduce_buckets(
     params: Sequence[Reducible],
     wanted: Sequence[int],
-    info: MeshInfo,
-    transports: Transports,
-    options: Options,
-    pool: BufferPool,
-    lane: Lane,
-    slots: Sequence[int],
-    rounding: Rounding,
+    setup: ReduceSetup,
 ) -> list[ReduceBucket]:
     """Make the buckets of a group's gradients, one for each dtype of the reduction.
 
     Args:
         params: the group's parameters.
         wanted: indices of those whose gradients are reduced.
-        info, transports, options, pool, lane: the group's.
-        slots: sizes in bytes of the slots of unsharded parameters. A reduction that nearly fits one requests its size.
-        rounding: the rounding state of the group.
+        setup: the meshes, transports, memory and options.
     """
     members: dict[torch.dtype, list[int]] = {}
-    sums, asked = [params[i].sum_dtype(options) for i in wanted], [params[i].grad_dtype for i in wanted]
+    sums, asked = [params[i].sum_dtype(setup.options) for i in wanted], [params[i].grad_dtype for i in wanted]
     for index, dtype in zip(wanted, reduce_dtypes(sums, asked), strict=True):
         members.setdefault(dtype, []).append(index)
-    how = info, transports, options, pool, lane, slots, rounding
-    return [ReduceBucket(indices, [params[i] for i in indices], dtype, *how) for dtype, indices in members.items()]
+    return [ReduceBucket(indices, [params[i] for i in indices], dtype, setup) for dtype, indices in members.items()]

@@ -256,7 +256,7 @@ def _weight(handle: Handle) -> torch.Tensor:
         bucket.reads_left -= 1
         if not bucket.reads_left and owner is not None:
             owner.halfway()
-    view: torch.Tensor = bucket.slot.views[place] if type(place) is Place else place[0]  # type: ignore[union-attr, index]
+    view: torch.Tensor = bucket.slot.views[place] if type(place) is Place else place[0]  # type: ignore[attr-defined, index]
     # With grad mode on (create_graph), backward saves this view again, without hooks, so the view needs its own memory.
     return view.clone() if _is_grad_enabled() else view
 

@@ -21,9 +21,10 @@ from .._engine.tools import follow_tools
 from .._errors import ShardConfigStateError
 from .._faults.seat import Notes, Seat
 from .._group.extension import is_extended
-from .._group.group import GroupComm, ParamGroup, Runtime
+from .._group.group import ParamGroup
 from .._group.param import reduced_as
 from .._group.saved_tensors import give_way
+from .._group.setup import GroupComm, Runtime
 from .._memory.pool import BufferPool
 from .._plan.plan import GroupPlan, ParamPlan, ShardPlan
 from .._plan.schedule import ROOT_NAME
