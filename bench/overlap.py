@@ -232,7 +232,7 @@ def foreseen(case: Case, side: Side) -> dict[str, float | int | None]:
 @functools.cache
 def bound_of(plan: ShardPlan) -> float:
     """Return the least exposed communication in seconds within the plan's budget, if reductions keep their buffers."""
-    steps, sizes, times = plan.parts()
+    steps, sizes, times = plan.schedule_inputs()
     sizes = {fqn: dataclasses.replace(size, frees_queued=False) for fqn, size in sizes.items()}
     assert times is not None
     known = plan.predicted().exposed

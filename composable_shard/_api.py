@@ -27,7 +27,7 @@ from ._group.param import SHARDED_IN, ShardedParam, shard_parameter
 from ._group.placement import Cut, PlacementFn, Placements
 from ._memory.offload import note_policy
 from ._module.additions import Top, WatchedEntries, check_use
-from ._module.calls import number
+from ._module.calls import assign_number
 from ._module.entries import ModuleEntries, Place
 from ._module.forward_hooks import post_forward, pre_forward
 from ._module.module import class_of
@@ -144,8 +144,12 @@ def fully_shard(
         ShardConfigValueError: a module or a parameter cannot be sharded (also a ValueError).
         MixedShardingError: torch's own `fully_shard` has sharded `module` or a module inside of it (also a ValueError).
     """
-    modules = _modules(module)
-    reshard, precision, offload = _reshard(reshard_after_forward), as_precision(mp_policy), as_offload(offload_policy)
+    modules = _outermost(module)
+    reshard, precision, offload = (
+        _checked_reshard(reshard_after_forward),
+        as_precision(mp_policy),
+        as_offload(offload_policy),
+    )
     ignored = parameters_to_ignore(ignored_params)
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise ShardConfigTypeError(f"shard_placement_fn: expected a function, got {type(shard_placement_fn).__name__}")
@@ -156,7 +160,7 @@ def fully_shard(
     _move_buffers(modules, info)
     note_policy((param for part in (state, *state.others) for param in part.declaration.params), offload)
     for index, each in enumerate(modules):
-        _attach(each, state, index)
+        _add_class_and_hooks(each, state, index)
     for part in (state, *state.others):
         for group in (part.declaration.info.shard_group, part.declaration.info.replicate_group):
             expect_own_group(group, part.declaration.info.device)
@@ -169,11 +173,11 @@ fully_shard.state = registered  # type: ignore[attr-defined]  # torch's `fully_s
 
 def _shard(modules: list[nn.Module], placements: Placements, options: Options, ignored: set[int]) -> ShardState:
     """Shard the parameters of the modules, except those that earlier calls have sharded, and make the state."""
-    managed = [taken for each in modules for taken in _managed(each)]
-    params = [param for prefix, owner in managed for param in _params_of(prefix, owner, ignored)]
-    cuts = _cuts(params, placements)
-    shares = _shares(placements.info, cuts, options.reshard_after_forward)
-    _shard_all(params, shares, cuts)
+    managed = [taken for each in modules for taken in _modules_to_shard(each)]
+    params = [param for prefix, owner in managed for param in _own_params(prefix, owner, ignored)]
+    cuts = _choose_cuts(params, placements)
+    shares = _shares_by_mesh(placements.info, cuts, options.reshard_after_forward)
+    _install_sharded(params, shares, cuts)
     own, *others = shares.values()
     beside = tuple(
         ShardState(share.declaration(len(modules), options), ModuleEntries(share.places, share.params))
@@ -190,9 +194,9 @@ def _shard(modules: list[nn.Module], placements: Placements, options: Options, i
     return state
 
 
-def _modules(module: Any) -> list[nn.Module]:
+def _outermost(module: Any) -> list[nn.Module]:
     """The modules that a call shards as one group: the given modules that no other given module contains."""
-    modules = _listed(module)
+    modules = _as_list(module)
     for each in modules:
         _check_module(each)
     inner = {id(child) for each in modules for child in each.modules() if child is not each}
@@ -200,7 +204,7 @@ def _modules(module: Any) -> list[nn.Module]:
     return list(outermost.values())
 
 
-def _listed(module: Any) -> list[Any]:
+def _as_list(module: Any) -> list[Any]:
     several = isinstance(module, Collection) and not isinstance(module, (nn.Module, torch.Tensor, str))
     modules = list(module) if several else [module]
     if isinstance(module, Set) and len(modules) > 1 and not isinstance(module, KeysView):
@@ -233,12 +237,12 @@ def _mesh_of(modules: list[nn.Module], mesh: DeviceMesh | None, offload: Offload
     try:
         return mesh_info(mesh if mesh is not None else default_mesh(), offload, dims)
     except (ShardConfigTypeError, ShardConfigValueError) as error:
-        names = (fqn for each in modules for at in _managed(each) for _, _, fqn, _ in _params_of(*at, set()))
+        names = (fqn for each in modules for at in _modules_to_shard(each) for _, _, fqn, _ in _own_params(*at, set()))
         where = f"parameter {first} of {type(modules[0]).__name__}" if (first := next(names, "")) else "module"
         raise type(error)(f"{where}: {error}") from error
 
 
-def _reshard(value: Any) -> bool | int | None:
+def _checked_reshard(value: Any) -> bool | int | None:
     reshard = plain_value(value)
     if reshard is not None and not isinstance(reshard, int):
         raise ShardConfigTypeValueError(
@@ -275,7 +279,7 @@ def _no_parameters(params: Any, wrong: Any) -> ShardConfigTypeError:
     )
 
 
-def _small(reshard: bool | int | None, info: MeshInfo) -> tuple[bool | int | None, MeshInfo | None]:
+def _mesh_between_uses(reshard: bool | int | None, info: MeshInfo) -> tuple[bool | int | None, MeshInfo | None]:
     """Normalise `reshard_after_forward`; for a number of ranks, return the mesh of that many ranks as well."""
     if reshard is None or isinstance(reshard, bool):
         return reshard, None
@@ -291,10 +295,10 @@ def _small(reshard: bool | int | None, info: MeshInfo) -> tuple[bool | int | Non
     return (True, None) if reshard == info.shard_size else (reshard, small_mesh(info, reshard))
 
 
-Found = tuple[nn.Module, str, str, nn.Parameter]  # owner, name in it, name in the sharded module, parameter
+ParamEntry = tuple[nn.Module, str, str, nn.Parameter]  # owner, name in it, name in the sharded module, parameter
 
 
-def _managed(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _modules_to_shard(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules whose own parameters this call shards, with the prefix of their names."""
     seen: set[int] = set()
     to_do = [("", root)]
@@ -307,7 +311,7 @@ def _managed(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         to_do += [(f"{name}.{child}" if name else child, at) for child, at in reversed(list(module.named_children()))]
 
 
-def _params_of(name: str, module: nn.Module, ignored: set[int]) -> Iterator[Found]:
+def _own_params(name: str, module: nn.Module, ignored: set[int]) -> Iterator[ParamEntry]:
     for own, param in module._parameters.items():
         if param is not None and id(param) not in ignored:
             yield module, own, f"{name}.{own}" if name else own, param
@@ -330,7 +334,7 @@ def _check_unmanaged(name: str, param: nn.Parameter) -> None:
 
 
 @dataclass
-class _Share:
+class _MeshShare:
     """The parameters that one call of `fully_shard` shards on one mesh; see `Declaration`."""
 
     info: MeshInfo
@@ -346,7 +350,7 @@ class _Share:
         return Declaration(modules, tuple(self.params), self.info, settings, self.small, self.label, number)
 
 
-def _cuts(params: list[Found], placements: Placements) -> dict[int, Cut]:
+def _choose_cuts(params: list[ParamEntry], placements: Placements) -> dict[int, Cut]:
     """Decide how to shard each parameter. The result is keyed by the parameters' ids."""
     cuts: dict[int, Cut] = {}
     for owner, name, fqn, param in params:
@@ -357,25 +361,25 @@ def _cuts(params: list[Found], placements: Placements) -> dict[int, Cut]:
     return cuts
 
 
-def _shares(own: MeshInfo, cuts: dict[int, Cut], reshard: bool | int | None) -> dict[MeshInfo, _Share]:
+def _shares_by_mesh(own: MeshInfo, cuts: dict[int, Cut], reshard: bool | int | None) -> dict[MeshInfo, _MeshShare]:
     """Make a share for each mesh that a call uses. The first share is that of `own`, the mesh of the call."""
-    shares: dict[MeshInfo, _Share] = {}
+    shares: dict[MeshInfo, _MeshShare] = {}
     for info in dict.fromkeys([own, *(cut.info for cut in cuts.values())]):
         label = "/".join(info.mesh.mesh_dim_names or ()) or "another mesh" if shares else ""
         if label in [share.label for share in shares.values()]:
             label += f" ({len(shares)})"
-        shares[info] = _Share(info, label, *_small(reshard, info))
+        shares[info] = _MeshShare(info, label, *_mesh_between_uses(reshard, info))
     return shares
 
 
-def _shard_all(params: list[Found], shares: dict[MeshInfo, _Share], cuts: dict[int, Cut]) -> None:
+def _install_sharded(params: list[ParamEntry], shares: dict[MeshInfo, _MeshShare], cuts: dict[int, Cut]) -> None:
     """Shard all parameters, then install them in the modules. If sharding fails, the modules are unchanged."""
     made: dict[int, int] = {}
     for owner, name, fqn, param in params:
         share = shares[cuts[id(param)].info]
         if id(param) not in made:
             made[id(param)] = len(share.params)
-            share.params.append(_sharded(fqn, param, cuts[id(param)]))
+            share.params.append(_shard_one(fqn, param, cuts[id(param)]))
         share.places.append((owner._parameters, name, made[id(param)]))
     for share in shares.values():
         for names, name, index in share.places:
@@ -385,7 +389,7 @@ def _shard_all(params: list[Found], shares: dict[MeshInfo, _Share], cuts: dict[i
             names[name] = held.sharded
 
 
-def _sharded(fqn: str, param: nn.Parameter, cut: Cut) -> ShardedParam:
+def _shard_one(fqn: str, param: nn.Parameter, cut: Cut) -> ShardedParam:
     whole = param if cut.parallel is None else local_tensor(param)
     try:
         made = shard_parameter(fqn, param, cut)
@@ -413,14 +417,14 @@ def _move_buffers(modules: list[nn.Module], info: MeshInfo) -> None:
                     child._buffers[name] = buffer.to(info.device)
 
 
-def _attach(module: nn.Module, state: ShardState, index: int) -> None:
+def _add_class_and_hooks(module: nn.Module, state: ShardState, index: int) -> None:
     cls = type(module)
     if cls not in _classes:
         _classes.setdefault(cls, class_of(cls))  # one class for all threads
     module.__class__ = _classes[cls]
     module.__dict__[STATE] = state
     module.__dict__[PLACE] = index
-    number(module)
+    assign_number(module)
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(post_forward)
     HANDLES.give(2)

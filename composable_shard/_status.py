@@ -154,7 +154,7 @@ def explain_out_of_memory(model: nn.Module, *optimizers: Optimizer) -> Iterator[
     try:
         yield
     except Exception as error:
-        explain(error, [engine.part() for engine in engines_of(model)])
+        explain(error, [engine.memory_users() for engine in engines_of(model)])
         raise
 
 

@@ -139,7 +139,7 @@ def least_budget(model: Model) -> int:
 
 def schedule_text(plan: cs.ShardPlan) -> str:
     """Format a schedule in one line: prefetched groups, groups that stay gathered, reductions in flight."""
-    schedule = plan.edges()
+    schedule = plan.effective_schedule()
     ahead = max((len(groups) for _, groups in schedule.forward + schedule.backward), default=0)
     kept = [fqn.removeprefix("blocks.") for fqn in schedule.kept if fqn]
     blocks = "all blocks" if len(kept) == len(BLOCKS) else f"blocks {', '.join(kept)}" if kept else "none"

@@ -85,7 +85,7 @@ def agree(plan: ShardPlan, among: Among, settings: Settings | None = None) -> No
             and the first difference between their plans.
     """
     for group, device, fqns in among:
-        part = plan.part(fqns)
+        part = plan.restricted_to(fqns)
         of_part = {fqn: settings[fqn] for fqn in sorted(fqns) if settings and settings.get(fqn)}
         text = json.dumps([part.digest, of_part], sort_keys=True)
         digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
@@ -170,7 +170,7 @@ class Ballot:
         self.plan = plan
         self._among = among
         self._names = [f"plans/{name}/{forward}" for name in engine]
-        self._digests = [plan.part(fqns).digest for _, _, fqns in among]
+        self._digests = [plan.restricted_to(fqns).digest for _, _, fqns in among]
         self._round = 0
         self._for_this: list[Roll] = []  # this round's votes for this plan
         self._for_any: list[Roll] = []  # the first round's votes for any new plan

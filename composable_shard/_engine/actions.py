@@ -1,8 +1,7 @@
 """Actions on parameter groups: gather, reduce and reshard, and the waits for gathers.
 
 In an eager step, only this file starts gathers, waits for them and reshards. `reductions.py` does the same for
-reductions. Every action goes through `Recorder.act`. To *drop* a group means to reshard it and to install its sharded
-parameters in the modules.
+reductions. Every action goes through `Recorder.act`.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Actions:
         self._runtime = runtime
         self._without_group = list(map(weakref.ref, without_group))
         # Groups to gather after waiting for all reductions in flight; None if no gathers are held back.
-        self._gathers_behind: Sequence[ParamGroup] | None = None
+        self._held_gathers: Sequence[ParamGroup] | None = None
         self.staying: set[ParamGroup] = set()
         self.gathered: set[ParamGroup] = set()
 
@@ -88,11 +87,11 @@ class Actions:
             for bucket in group.buckets:
                 bucket.writes.end_reads()
 
-    def hide_idle(self) -> None:
+    def install_sharded(self) -> None:
         """Install the sharded parameters of all groups whose forward is not running."""
         for group in self.groups:
             if not group.running:
-                self.installed.hide(group)
+                self.installed.install_sharded(group)
 
     # ---- issuing
 
@@ -100,7 +99,7 @@ class Actions:
         """Make later gathers wait for the event `at`; without one, for the work queued on the current stream so far."""
         self.changed = at or self._runtime.gather_lane.mark()
 
-    def ahead(self, group: ParamGroup | None) -> None:
+    def issue_gather(self, group: ParamGroup | None) -> None:
         """Issue a group's gather without waiting for it, unless it is issued or complete already."""
         if group is not None and group.phase in AWAY:
             if self.order.forward.kept and group in self.order.forward.kept:
@@ -110,16 +109,16 @@ class Actions:
             if not here:  # all gathers share one lane, so it waits for each event only once
                 self.changed = None
             if self.recorder.watch is not None and self.recorder.watch.serial:
-                self._arrive(group)
+                self._wait_for_gather(group)
 
     def prefetch(self, groups: Sequence[ParamGroup]) -> None:
         """Prefetch these groups. Groups that do not fit in the budget are gathered later, when they are needed."""
         for group in groups:
             bounded = self.order.forward.budget is not None
             if group.phase in AWAY and not (bounded and self.budget.exceeded_by(gathering(group))):
-                self.ahead(group)
+                self.issue_gather(group)
 
-    def need(self, group: ParamGroup) -> None:
+    def gather(self, group: ParamGroup) -> None:
         """Make a group's unsharded parameters readable: gather them if necessary, and wait.
 
         A forward may write to shards, for example if a model updates its teacher after its student. The unsharded
@@ -129,12 +128,12 @@ class Actions:
         if group.phase in AWAY:
             if self.order.forward.budget is not None:
                 self._make_room(group, gathering(group))
-            self.ahead(group)
+            self.issue_gather(group)
         elif not (self.pool.backward or (torch.is_grad_enabled() and group.trains)) and group.is_outdated():
-            self.drop(group)
-            self.ahead(group)
+            self.reshard(group)
+            self.issue_gather(group)
         if group.phase is GATHERING:
-            self._arrive(group)
+            self._wait_for_gather(group)
 
     def _make_room(self, to: ParamGroup, nbytes: int) -> None:
         """Free memory until `nbytes` more for the group `to` fit in the budget, if possible.
@@ -145,14 +144,14 @@ class Actions:
             self.reductions.wait_for_oldest()
         for group in self.budget.yielding(to, self.staying) if self.budget.exceeded_by(nbytes) else ():
             if self.budget.exceeded_by(nbytes):
-                self.drop(group)
+                self.reshard(group)
 
-    def _arrive(self, group: ParamGroup) -> None:
+    def _wait_for_gather(self, group: ParamGroup) -> None:
         """Wait for a gather in flight."""
         self.recorder.act(WAIT, group, group.finish_gather)
         self.gathered.add(group)
 
-    def drop(self, group: ParamGroup, check_edits: bool = True) -> None:
+    def reshard(self, group: ParamGroup, check_edits: bool = True) -> None:
         """Reshard a group in any phase, and install its sharded parameters.
 
         Args:
@@ -165,9 +164,9 @@ class Actions:
         edited = self.find_edits(group) if check_edits and group.is_written() else ()
         self.staying.discard(group)
         if (entries := group.entries()) is not None:
-            entries.hide()
+            entries.install_sharded()
         if group.phase is GATHERING:
-            self._arrive(group)
+            self._wait_for_gather(group)
         if group.phase is not SHARDED:
             self.recorder.act(RESHARD, group, group.reshard)
         if edited:
@@ -176,17 +175,17 @@ class Actions:
     def find_edits(self, group: ParamGroup) -> list[str]:
         """FQNs of the unsharded parameters whose values changed, given that their versions did; see `edits.changed`."""
         try:
-            return changed(group.buckets, partial(self._gather_again, group))
+            return changed(group.buckets, partial(self._regather, group))
         except BaseException:
-            self.drop(group, check_edits=False)
+            self.reshard(group, check_edits=False)
             raise
 
-    def _gather_again(self, group: ParamGroup) -> None:
+    def _regather(self, group: ParamGroup) -> None:
         self.recorder.act(RESHARD, group, partial(group.reshard, again=True))
-        self.ahead(group)
-        self._arrive(group)
+        self.issue_gather(group)
+        self._wait_for_gather(group)
 
-    def drop_outdated(self, waiting: bool) -> bool:
+    def reshard_outdated(self, waiting: bool) -> bool:
         """At the start of a root forward: adopt replaced parameters, and reshard outdated groups.
 
         Args:
@@ -206,7 +205,7 @@ class Actions:
             if group.phase is SHARDED or group.running:
                 continue
             if adopted or not self._outlives(group, waiting) or group.is_stale():
-                self.drop(group)
+                self.reshard(group)
         return adopted
 
     def _outlives(self, group: ParamGroup, waiting: bool) -> bool:
@@ -227,7 +226,7 @@ class Actions:
             if (entries := known()) is not None:
                 entries.adopt()
 
-    def drop_after_forward(self, failed: bool) -> None:
+    def end_root_forward(self, failed: bool) -> None:
         """At the end of a root forward: reshard prefetched groups that were not used; without grad mode, all groups.
 
         Args:
@@ -237,28 +236,28 @@ class Actions:
         for group in self.groups:
             if failed and group.is_written():
                 group.forget_writes()
-                self.drop(group, check_edits=False)
+                self.reshard(group, check_edits=False)
             if group.phase is not SHARDED and not group.stay.pinned and (group.phase is GATHERING or not keeps):
-                self.drop(group)
+                self.reshard(group)
         if keeps:
             self.pool.free_idle(between=True)
 
-    def give_up_idle(self) -> None:
+    def reshard_idle(self) -> None:
         """After a failure: reshard all groups whose forward is not running, except those that a user unsharded."""
         for group in self.groups:
             if not group.running and (group.is_written() or not group.stay.pinned):
                 group.forget_writes()  # the failure was reported already
-                self.drop(group, check_edits=False)
+                self.reshard(group, check_edits=False)
 
     def pin(self, group: ParamGroup, wait: bool) -> None:
         """Gather a group and keep it unsharded until `reshard`, its next use, or a change of its parameters."""
         if group.phase in AWAY:
             self.parameters_changed()
         group.stay.pin()
-        self.ahead(group)
+        self.issue_gather(group)
         if wait:
-            self.need(group)
-            self.installed.show_leaves(group)
+            self.gather(group)
+            self.installed.install_leaves(group)
 
     def open_backward(self, repeated: frozenset[ParamGroup]) -> None:
         """Begin a backward pass.
@@ -282,7 +281,7 @@ class Actions:
         self.budget.unread.clear()
         self.pool.backward = False
 
-    def drop_after_backward(self, pinned: bool) -> None:
+    def end_root_backward(self, pinned: bool) -> None:
         """At the end of a backward: reshard groups that have `reshard_after_backward`, and prefetched, unused groups.
 
         Groups whose forward is running are skipped. All others stay unsharded, but their sharded parameters are
@@ -298,9 +297,9 @@ class Actions:
             if group.phase is SHARDED or group.running or (group.stay.pinned and not pinned):
                 continue
             if group.settings.current.reshard_after_backward or (group.phase is GATHERING and not group.stay.pinned):
-                self.drop(group)
+                self.reshard(group)
             else:
-                self.installed.hide(group)
+                self.installed.install_sharded(group)
                 group.stay.keep()
         self.pool.free_idle()
 
@@ -327,7 +326,7 @@ class Actions:
 
     def discard_reductions(self) -> None:
         """Wait for all reductions and discard their results, and issue no gathers behind them."""
-        self._gathers_behind = None
+        self._held_gathers = None
         self.reductions.discard()
 
     def begin_forward(self, group: ParamGroup) -> None:
@@ -347,12 +346,12 @@ class Actions:
         if self.recorder.watch is not None:
             self.recorder.watch.end(Kind.FORWARD)
         if stays:
-            self.installed.show_copies(group)
+            self.installed.install_copies(group)
             return
         if not self.order.forward.reshards(group):
-            self.installed.show_leaves(group)
+            self.installed.install_leaves(group)
         elif not group.shrinks:
-            self.drop(group)
+            self.reshard(group)
         elif group.phase is UNSHARDED:
             self._shrink(group)
         if not (self.pool.arena.keeps_idle or self.pool.backward) and self.order.all_have_begun():
@@ -370,18 +369,18 @@ class Actions:
         self.end_forward(group, stays)
         # A checkpoint also stops a recomputation in backward early by raising an exception.
         if written and current_backward() < 0:
-            self.drop(group, check_edits=False)
+            self.reshard(group, check_edits=False)
 
     def _shrink(self, group: ParamGroup) -> None:
         """Keep pieces of a group's unsharded parameters, and install these pieces in the modules."""
-        self.installed.hide(group)
+        self.installed.install_sharded(group)
         edited = self.find_edits(group) if group.is_written() else ()
         self.recorder.act(Kind.SHRINK, group, group.shrink)
         if edited:
             raise lost_edit(edited)
         self.recorder.history.lasted(group.layout.weight_bytes)  # for a moment, full weights and pieces were both live
         if (entries := group.entries()) is not None:
-            entries.lend(group.pieces())
+            entries.install_leaves(group.pieces())
 
     def begin_backward(
         self, use: Use, outputs: Outputs, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]
@@ -401,8 +400,8 @@ class Actions:
             missed: groups that the schedule gathers with earlier uses which backward skipped. They are gathered first.
             following: the groups to prefetch with this use.
         """
-        if self._gathers_behind is not None:
-            self.catch_up()
+        if self._held_gathers is not None:
+            self.issue_held_gathers()
         group = use.group
         self.staying.discard(group)
         if len(group.buckets) == 1:  # with several buckets, only handles tell which outputs belong to which bucket
@@ -410,14 +409,14 @@ class Actions:
             bucket.writes.begin_reads(outputs, bucket.here)
         if self.order.forward.budget is not None:
             self.budget.reached(use, outputs)
-        waits = self.reductions.in_flight and self._wait_before(group, missed, following)
+        waits = self.reductions.in_flight and self._holds_prefetches(group, missed, following)
         if missed:
             self.prefetch(missed)
         if group.gathers_in_backward or group.phase not in AWAY:
-            self.need(group)
-            self.installed.show_again(use, outputs)
+            self.gather(group)
+            self.installed.install_outputs(use, outputs)
             if torch.is_grad_enabled():
-                self.installed.copy(use, outputs)
+                self.installed.install_new_copies(use, outputs)
         # If the root returns its last module's output, backward reaches that module before the root. The compute timed
         # now belongs to the module and must not be attributed to the root.
         if self.recorder.watch is not None and not (group.is_root and self.recorder.watch.runs(Kind.BACKWARD)):
@@ -425,13 +424,15 @@ class Actions:
         if not waits:
             self.prefetch(following)
             return
-        self._gathers_behind = following
+        self._held_gathers = following
         if use.reads > 1:
             group.buckets[0].reads_left = use.reads // 2
         else:
-            self.catch_up()
+            self.issue_held_gathers()
 
-    def _wait_before(self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]) -> bool:
+    def _holds_prefetches(
+        self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]
+    ) -> bool:
         """Whether prefetches must be issued after the reductions in flight.
 
         If this group or a group in `missed` must be gathered now, wait for the reductions here.
@@ -439,8 +440,8 @@ class Actions:
         if not (self.order.backward.reduces_first or group.reduces_first):
             return False
         if group.phase in AWAY or any(each.phase in AWAY for each in missed):
-            self._gathers_behind = ()
-            self.catch_up()
+            self._held_gathers = ()
+            self.issue_held_gathers()
             return True
         return any(each.phase in AWAY for each in following)
 
@@ -450,51 +451,51 @@ class Actions:
         If it was resharded for the budget before a checkpoint recomputed, the outputs of the use's node are also
         installed again.
         """
-        self.need(group)
+        self.gather(group)
         if (reached := self.budget.unread.get(group)) is not None:
-            self.installed.show_again(*reached)
+            self.installed.install_outputs(*reached)
 
-    def pass_over(self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]) -> None:
-        """Issue the gathers of a use that backward skips (see `Engine._pass_over`, `begin_backward`)."""
+    def skip_use(self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]) -> None:
+        """Issue the gathers of a use that backward skips (see `Engine._skip`, `begin_backward`)."""
         self.budget.unread.pop(group, None)
         own = (group,) if group.gathers_in_backward else ()
-        self._settle_for(group, (*missed, *own))
+        self._issue_held_before(group, (*missed, *own))
         self.prefetch(missed)
         if own:
-            self.need(group)
-        self._settle_for(group, following)
+            self.gather(group)
+        self._issue_held_before(group, following)
         self.prefetch(following)
 
-    def _settle_for(self, group: ParamGroup, gathers: Sequence[ParamGroup]) -> None:
-        """Call `catch_up`. If these gathers must follow the reductions, wait for all reductions first."""
+    def _issue_held_before(self, group: ParamGroup, gathers: Sequence[ParamGroup]) -> None:
+        """Call `issue_held_gathers`. If these gathers must follow the reductions, wait for all reductions first."""
         first = self.order.backward.reduces_first or group.reduces_first
         if first and any(each.phase in AWAY for each in gathers):
-            self._gathers_behind = self._gathers_behind or ()
-        self.catch_up()
+            self._held_gathers = self._held_gathers or ()
+        self.issue_held_gathers()
 
     def end_use(self, group: ParamGroup, following: ParamGroup | None) -> None:
-        """End the backward of a use: drop its group, unless it must stay unsharded.
+        """End the backward of a use: reshard its group, unless it must stay unsharded.
 
         A group stays unsharded if its settings request it or if one of its forwards is still running. It also stays if
         it is `following`, the group whose backward is expected next, unless the schedule forbids that.
         """
-        if self._gathers_behind is not None:
-            self.catch_up()
+        if self._held_gathers is not None:
+            self.issue_held_gathers()
         self.installed.end_use(group)
         stays = group.running or (following is group and self.order.backward.stays_for_next)
         if not stays and group.settings.current.reshard_after_backward:
-            self.drop(group)
+            self.reshard(group)
             return
         for bucket in group.buckets:
             bucket.writes.end_reads()
         if stays:
             self.staying.add(group)
         else:
-            self.installed.hide(group)  # stays unsharded, but clipping and optimizers must see sharded parameters
+            self.installed.install_sharded(group)  # it stays unsharded, but clipping and optimizers must see shards
 
-    def catch_up(self) -> None:
+    def issue_held_gathers(self) -> None:
         """If gathers are held back behind reductions: wait for the reductions, then issue the gathers."""
-        following, self._gathers_behind = self._gathers_behind, None
+        following, self._held_gathers = self._held_gathers, None
         if following is None:
             return
         grad = torch.is_grad_enabled()  # True with create_graph

@@ -17,7 +17,7 @@ its node has run: its group is resharded and its gradients are reduced.
 
 Two things make this harder:
 
-1. B may return the output of C unchanged. Then backward reaches C first, and B only right after it. B is *passed*: its
+1. B may return the output of C unchanged. Then backward reaches C first, and B only right after it. B is *skipped*: its
    gather is issued where other ranks, on which backward reaches B first, issue it.
 2. With `reduce_unused`, other ranks may run nodes that this rank does not. Such a use is *idle* here. Its group is
    gathered and resharded at the same places as there.
@@ -55,7 +55,7 @@ def _backward_place(use: Use) -> tuple[int, int]:
     return -use.last, use.number
 
 
-class Passed(NamedTuple):
+class Skipped(NamedTuple):
     """A use that backward skips: its turn has come, but this rank reaches it only later, or never.
 
     A use whose node may run only on other ranks is reported twice: where its backward would begin, and where it would
@@ -100,7 +100,7 @@ class BackwardPass:
         repeated: groups that have several uses whose nodes the pass runs.
         forwards: numbers of the root forwards that the pass goes through.
         newest: the highest of these numbers; 0 if there are none.
-        gone_past: uses that backward skipped. Their gathers were issued then, and are not issued again.
+        skipped: uses that backward skipped. Their gathers were issued then, and are not issued again.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class BackwardPass:
         self.newest = max(self.forwards, default=0)
         self._idle: set[Use] = set()
         self._open: list[Use] = []  # skipped uses with enclosed uses that are still expected, the outermost first
-        self.gone_past: set[Use] = set()
+        self.skipped: set[Use] = set()
         self._edge = 0  # index in the schedule's list of backwards; `due` has returned all entries before it
         if len(expected) < len(live):
             expected = self._with_others(live)
@@ -242,23 +242,23 @@ class BackwardPass:
     # - Idle uses: their node does not run here, but may run on other ranks, which then gather the weights.
     # - Uses that return the output of an enclosed use: backward reaches them only right after the enclosed use.
 
-    def reach(self, use: Use | None) -> Iterable[Passed]:
+    def reach(self, use: Use | None) -> Iterable[Skipped]:
         """The uses that backward skipped on its way to `use`, or to the end of the pass (None).
 
         The result may be lazy: `next_group` counts a use as expected until the iterator has yielded it.
         """
         if self._open or (self._upcoming and self._upcoming[0] is not use):
-            return self._passed(use)
+            return self._skipped_until(use)
         if self._upcoming:
             self._upcoming.popleft()
         return ()
 
-    def leave(self, use: Use) -> Iterable[Passed]:
+    def leave(self, use: Use) -> Iterable[Skipped]:
         """The uses after `use` that backward skips, when the backward of `use` is about to end."""
         queue = self._upcoming
-        return self._passed_before(use) if self._open or (queue and queue[0].number > use.number) else ()
+        return self._skipped_before(use) if self._open or (queue and queue[0].number > use.number) else ()
 
-    def _passed(self, use: Use | None) -> Iterator[Passed]:
+    def _skipped_until(self, use: Use | None) -> Iterator[Skipped]:
         queue, place = self._upcoming, None if use is None else _backward_place(use)
         while queue and (place is None or _backward_place(queue[0]) <= place):
             first = queue.popleft()
@@ -270,26 +270,26 @@ class BackwardPass:
         """Whether `outer` encloses `use` and is reached only after it, because `outer` returns the output of `use`."""
         return use is not None and _is_around(outer, use) and outer in self._will_fire and outer not in self.entered
 
-    def _passed_before(self, use: Use) -> Iterator[Passed]:
+    def _skipped_before(self, use: Use) -> Iterator[Skipped]:
         queue = self._upcoming
         while queue and queue[0].number > use.number and queue[0] not in self._will_fire:
             first = queue.popleft()
             if first in self._idle:
                 yield from self._pass(first)
         while self._open and self._open[-1].number > use.number:
-            yield Passed(self._open.pop(), False, self.next_group())
+            yield Skipped(self._open.pop(), False, self.next_group())
 
-    def _pass(self, use: Use) -> Iterator[Passed]:
+    def _pass(self, use: Use) -> Iterator[Skipped]:
         yield from self._close(use)
         if use in self._idle:
             self._open.append(use)
-        yield Passed(use, True, None)
-        self.gone_past.add(use)
+        yield Skipped(use, True, None)
+        self.skipped.add(use)
 
-    def _close(self, use: Use | None) -> Iterator[Passed]:
+    def _close(self, use: Use | None) -> Iterator[Skipped]:
         """End the open uses that do not enclose `use`, the innermost first."""
         while self._open and not (use is not None and _is_around(self._open[-1], use)):
-            yield Passed(self._open.pop(), False, self.next_group() if use is None else use.group)
+            yield Skipped(self._open.pop(), False, self.next_group() if use is None else use.group)
 
     # All ranks must issue reductions in the same order. Autograd runs nodes in the reverse order of their creation, but
     # not strictly so with several devices. A use whose gradients arrive too early therefore waits for its turn.

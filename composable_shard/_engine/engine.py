@@ -54,12 +54,12 @@ from .._torch.core import (
     queue_backward_callback,
 )
 from .actions import Actions, is_logged
-from .backward import BackwardPass, Passed, Token
+from .backward import BackwardPass, Skipped, Token
 from .gradients import GradientFlow, watch_leaf, watch_replaced
 from .iterations import Iterations
 from .node import Keeper, Outputs, Use, Uses, Witness, unshard
 from .order import Order
-from .out_of_memory import Part
+from .out_of_memory import MemoryUsers
 from .review import Review
 
 # Functions of code outside of the core. Each returns the classes that an engine and its parts should have, or None.
@@ -104,8 +104,8 @@ class Engine:
         runtime: the pool and lanes that the groups were built with.
         among: the process groups of the meshes, with their devices.
         seat: the model's entry in the ledgers of these process groups.
-        look: called with the engine when a forward or a backward begins and tools are active, or were. Tools may need
-            other classes for the engine and its parts (see `tools.py`).
+        on_tools_changed: called with the engine when a forward or a backward begins and tools are active, or were.
+            Tools may need other classes for the engine and its parts (see `tools.py`).
         without_group: the entries of sharded modules that have no parameters of their own.
         listener: returns the function to call when the plan or a user's prefetch list has changed, or None.
         is_given: whether a user set the plan.
@@ -138,19 +138,19 @@ class Engine:
         runtime: Runtime,
         among: Among,
         seat: Seat,
-        look: Callable[[Engine], None],
+        on_tools_changed: Callable[[Engine], None],
         without_group: Sequence[Entries] = (),
         listener: Callable[[], Callable[[Order], None] | None] = lambda: None,
         is_given: bool = False,
     ) -> None:
-        self._look = look
+        self._on_tools_changed = on_tools_changed
         self.groups = groups
         self.pool = runtime.pool
         self.witness = Witness()
         self.order = Order(plan, groups, runtime.pool, listener)
-        self._do = Actions(groups, runtime, self.order, partial(watch_leaf, weakref.ref(self)), without_group)
-        self._gradients = GradientFlow(self._do)
-        self.review = Review(self.order, self._do, among, seat, is_given)
+        self._actions = Actions(groups, runtime, self.order, partial(watch_leaf, weakref.ref(self)), without_group)
+        self._gradients = GradientFlow(self._actions)
+        self.review = Review(self.order, self._actions, among, seat, is_given)
         self.uses = Uses()
         self.is_last_backward, self.ends_by_hand, self.under_hooks = True, False, False
         self.changed_at: torch.Event | None = None
@@ -176,11 +176,11 @@ class Engine:
 
     def parts(self) -> tuple[object, ...]:
         """The objects whose classes `tools.py` replaces, in the order in which it names them."""
-        return self, self._do, self._do.recorder, self._do.reductions, self._gradients
+        return self, self._actions, self._actions.recorder, self._actions.reductions, self._gradients
 
-    def part(self) -> Part:
+    def memory_users(self) -> MemoryUsers:
         """The memory users of this engine, for `out_of_memory.explain`."""
-        return Part(self.groups, self.pool, self.order.plan)
+        return MemoryUsers(self.groups, self.pool, self.order.plan)
 
     @property
     def has_run(self) -> bool:
@@ -201,7 +201,7 @@ class Engine:
     def last_record(self) -> Record | None:
         """The record of the last finished iteration; None if there is none yet."""
         over = (not self._iterations.waiting or self.uses.all_fired()) and self._depth == 0 and self._pass is None
-        return (self._do.recorder.so_far() if over else None) or self._do.recorder.history.last
+        return (self._actions.recorder.so_far() if over else None) or self._actions.recorder.history.last
 
     def planned_notes(self) -> dict[str, tuple[str, str]]:
         """By FQN, the notes of each group's gather and reduction."""
@@ -233,20 +233,20 @@ class Engine:
     def _follow_tools(self) -> None:
         """At the start of a forward or backward: if tools are active, or were, switch to the classes that they need."""
         if CHOOSERS or is_profiled() or self.profiled or is_logged():
-            self._look(self)
+            self._on_tools_changed(self)
 
     def failed(self, error: BaseException) -> None:
         """Report a failed forward. After an interrupt (Ctrl-C), wait for nothing; the next forward cleans up."""
         self.review.seat.failed(error)
         if isinstance(error, Exception):
-            self._do.recorder.explain(error)
+            self._actions.recorder.explain(error)
         else:
             self._iterations.interrupt()
 
     def show_sharded(self) -> None:
         """After the outermost forward failed: install the sharded parameters, so that the program can continue."""
         if self._depth == 1 and current_backward() < 0:
-            self._do.hide_idle()
+            self._actions.install_sharded()
 
     @apart_from_checkpoints
     def _begin_forward(self) -> None:
@@ -258,14 +258,14 @@ class Engine:
         if self.uses.lost:
             self.uses.begin_iteration(waiting)
         if not waiting:
-            self._do.recorder.end_iteration()
-        self._do.parameters_changed(self.changed_at)
+            self._actions.recorder.end_iteration()
+        self._actions.parameters_changed(self.changed_at)
         self.changed_at = None
-        if self._do.drop_outdated(waiting):
-            self._do.rebuild(self.groups)
+        if self._actions.reshard_outdated(waiting):
+            self._actions.rebuild(self.groups)
         elif not waiting:
             if self.pool.wants_arena and self.uses.all_fired():  # ranks may differ, so no collective may depend on it
-                self._do.plan_memory()
+                self._actions.plan_memory()
             self.review.between_steps()
         self.review.begin(torch.is_grad_enabled(), waiting)
 
@@ -287,7 +287,7 @@ class Engine:
     def _end_forward(self, learn_order: bool, failed: bool) -> None:
         self._end_abandoned(failed)  # for example, of a group with several modules that have not all run
         if not self._iterations.was_interrupted:
-            self._do.drop_after_forward(failed)
+            self._actions.end_root_forward(failed)
         if learn_order:
             self.review.end()
 
@@ -315,22 +315,22 @@ class Engine:
             self._open_pass(made_in)
             if group in self.active:  # recomputed in its own backward, which already installed the node's outputs
                 if group.phase is not UNSHARDED:
-                    self._do.gather_again(group)
-                self._do.installed.show_gathered(group)
+                    self._actions.gather_again(group)
+                self._actions.installed.install_gathered(group)
                 group.running += 1
                 return None
-        self._do.need(group)
+        self._actions.gather(group)
         self._iterations.has_run = True
         group.running += 1
         made: tuple[Use, Outputs] | None = None
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             made = self._begin_use(group, made_in)
         if made is None or not made[1]:
-            self._do.installed.show_leaves(group)
+            self._actions.installed.install_leaves(group)
         if made_in < 0:
-            self._do.begin_forward(group)
+            self._actions.begin_forward(group)
             if following := self.order.after(group):
-                self._do.prefetch(following)
+                self._actions.prefetch(following)
         return made
 
     def _begin_use(self, group: ParamGroup, made_in: int) -> tuple[Use, Outputs]:
@@ -343,7 +343,7 @@ class Engine:
         outputs = unshard(self, use)
         entries = group.entries()
         assert entries is not None  # its module is running
-        entries.show(outputs)
+        entries.install(outputs)
         group.begin_use(outputs, forward)
         if forward:
             self._iterations.await_backward(forward)
@@ -372,12 +372,12 @@ class Engine:
             self.keepers.pop(bucket, None)
         stays = group in self.active
         if failed:
-            self._do.end_failed_forward(group, stays, written)
+            self._actions.end_failed_forward(group, stays, written)
             return
-        edited = self._do.find_edits(group) if written else ()
-        self._do.end_forward(group, stays)
+        edited = self._actions.find_edits(group) if written else ()
+        self._actions.end_forward(group, stays)
         if edited:
-            self._do.drop(group, check_edits=False)  # edited weights must not be read again
+            self._actions.reshard(group, check_edits=False)  # edited weights must not be read again
             raise lost_edit(edited)
 
     # ---- backward
@@ -394,9 +394,9 @@ class Engine:
         if self._pass is None:
             self._follow_tools()
             token = Token()
-            self._pass = BackwardPass(number, token, self.uses, weakref.WeakMethod(self.on_pass_gone), use)
+            self._pass = BackwardPass(number, token, self.uses, weakref.WeakMethod(self.on_pass_ended), use)
             self._iterations.reach(self._pass.newest)
-            self._do.open_backward(self._pass.repeated)
+            self._actions.open_backward(self._pass.repeated)
             queue_backward_callback(partial(self._end_backward, self._pass, token))
         if self._pass.current != number:
             self._pass.note(number)
@@ -409,27 +409,27 @@ class Engine:
             return
         if self.active:
             self._finish_later_uses(now, use)
-        for passed in now.reach(use):
-            self._pass_over(now, passed)
+        for skipped in now.reach(use):
+            self._skip(now, skipped)
         now.entered.add(use)
         self.active[use.group] = use
         missed, following = self.order.before(use, now)
-        self._do.begin_backward(use, outputs, missed, following)
+        self._actions.begin_backward(use, outputs, missed, following)
 
-    def _pass_over(self, now: BackwardPass, passed: Passed) -> None:
+    def _skip(self, now: BackwardPass, skipped: Skipped) -> None:
         """Handle a use that backward skips: its node runs later in this pass, or only on other ranks.
 
         All ranks must issue the same gathers in the same order, and another rank may reach the use here. So this rank
         issues the gathers of that rank now, and reshards where that rank ends the use.
         """
-        if passed.begins:
-            self._do.pass_over(passed.use.group, *self.order.before(passed.use, now))
+        if skipped.begins:
+            self._actions.skip_use(skipped.use.group, *self.order.before(skipped.use, now))
         else:
-            self._do.end_use(passed.use.group, passed.following)
+            self._actions.end_use(skipped.use.group, skipped.following)
 
     def halfway(self) -> None:
         """Backward has read half of the saved weights of the use that it reached last: issue the held-back gathers."""
-        self._do.catch_up()
+        self._actions.issue_held_gathers()
 
     def _finish_later_uses(self, now: BackwardPass, use: Use) -> None:
         """Complete the uses that get no more gradients once backward has reached `use`.
@@ -458,8 +458,8 @@ class Engine:
             return
         if (number := current_backward()) >= 0:
             self._open_pass(number)
-            self._do.catch_up()
-        self._do.gather_again(group)
+            self._actions.issue_held_gathers()
+        self._actions.gather_again(group)
 
     def on_gradients(self, use: Use, node: Any, gradients: Gradients) -> list[torch.Tensor | None]:
         """Handle the gradients of a use when its node runs.
@@ -489,8 +489,8 @@ class Engine:
     def _complete(self, now: BackwardPass, use: Use, gradients: Gradients) -> None:
         """End a use whose last gradients have arrived, and pass their sum on."""
         total = use.complete(gradients)
-        for passed in now.leave(use):
-            self._pass_over(now, passed)
+        for skipped in now.leave(use):
+            self._skip(now, skipped)
         self._end_use(now, use)
         self._gradients.take(now, use, total)
 
@@ -498,25 +498,25 @@ class Engine:
         """End the backward of a use: reshard, unless its weights are needed again immediately."""
         if self.active.get(use.group) is use:
             del self.active[use.group]
-            self._do.budget.unread.pop(use.group, None)
+            self._actions.budget.unread.pop(use.group, None)
         if use.group.running and not self._depth:  # its checkpoint stopped a recomputation early
             use.group.running = 0
-        self._do.end_use(use.group, now.next_group())
+        self._actions.end_use(use.group, now.next_group())
 
     def _end_backward(self, now: BackwardPass, _token: Token) -> None:
         """End the outermost backward pass, which had no error."""
         if now is not self._pass:
             return
-        if (watch := self._do.recorder.watch) is not None:
+        if (watch := self._actions.recorder.watch) is not None:
             watch.end(Kind.BACKWARD)
         with torch.no_grad():
             if not self._depth:
                 self._end_abandoned()
-            self._do.catch_up()
+            self._actions.issue_held_gathers()
             for use in list(self.active.values()):
                 self._complete(now, use, [None] * len(use.group.params))
-            for passed in now.reach(None):
-                self._pass_over(now, passed)
+            for skipped in now.reach(None):
+                self._skip(now, skipped)
         self.end_backward_by_hand(not self.ends_by_hand, now)
         self._forget_pass()
 
@@ -531,7 +531,7 @@ class Engine:
             self._gradients.finish(now, self.groups, wait)
         # A pass may go through no forward of the model, for example if code outside reads unsharded weights for a loss.
         # Such a pass does not end the pinning of groups that users unsharded.
-        self._do.drop_after_backward(pinned=now is None or now.newest > 0)
+        self._actions.end_root_backward(pinned=now is None or now.newest > 0)
 
     def reduce_waiting(self, group: ParamGroup) -> None:
         """Between backwards, with gradient sync on: reduce what a group has accumulated, and set `.grad`."""
@@ -557,18 +557,18 @@ class Engine:
         if self._pass is not None and self.uses.lost:
             self.uses.forget(self._pass.forwards)
         self._pass = None
-        self._do.close_backward()
+        self._actions.close_backward()
         self.active.clear()
 
-    def on_pass_gone(self) -> None:
+    def on_pass_ended(self) -> None:
         """A pass has ended: if it failed, install the sharded parameters. `_recover` does the rest later."""
         if self._pass is not None and not self._pass.alive:
-            self._do.budget.unread.clear()
+            self._actions.budget.unread.clear()
             if not self._depth:  # an interrupted recomputation never reports its end
                 self._forget_running()
-            self._do.hide_idle()
-            self._do.installed.close_backward()
-            self._do.end_reads()
+            self._actions.install_sharded()
+            self._actions.installed.close_backward()
+            self._actions.end_reads()
             self.review.seat.failed("an error in its backward")
 
     def _recover(self) -> None:
@@ -579,7 +579,7 @@ class Engine:
         self.uses.forget()
         for use in self.uses:
             use.forget()
-        self._do.give_up_idle()
+        self._actions.reshard_idle()
 
     def on_handles_gone(self, use: Use, saved: Saved) -> None:
         """The last saved weight of a use of a frozen group was freed: end its backward, if nothing else may read them.
@@ -597,7 +597,7 @@ class Engine:
         """Take a gradient of an unsharded parameter that was read outside its module's forward."""
         self._open_pass(current_backward())
         if (entries := group.entries()) is not None:
-            entries.take_over()  # the parameter may have been thawed since it was gathered
+            entries.adopt_changes()  # the parameter may have been thawed since it was gathered
         self._gradients.add_outside_forward(group, index, gradient)
 
     def on_gradient_of_replaced(self, fqn: str) -> None:
@@ -621,7 +621,7 @@ class Engine:
 
     def before_first_reduction(self, ask: Callable[[], None]) -> None:
         """Call `ask` before the next reduction. If it raises, call it again before the following one."""
-        self._do.reductions.before_first(ask)
+        self._actions.reductions.before_first(ask)
 
     # ---- requests of users
 
@@ -629,7 +629,7 @@ class Engine:
         """Gather a group and keep it unsharded until `reshard`, its next use, or a change of its parameters."""
         self._follow_tools()
         try:
-            self._do.pin(group, wait)
+            self._actions.pin(group, wait)
         except BaseException as error:
             self.review.seat.failed(error)
             raise
@@ -637,7 +637,7 @@ class Engine:
     def reshard(self, group: ParamGroup) -> None:
         """Reshard a group, unless its forward is running."""
         if not group.running and group.phase is not SHARDED:
-            self._do.drop(group)
+            self._actions.reshard(group)
 
     def rebuild_if_idle(self) -> bool:
         """Free all memory of the pool and rebuild all groups, if no work uses the memory. Returns whether it did.
@@ -647,13 +647,13 @@ class Engine:
         busy = self._depth or self._pass is not None or current_backward() >= 0 or not self.uses.all_fired()
         if busy or any(group.gradients.phase is GradPhase.REDUCING for group in self.groups):
             return False
-        self._do.rebuild(self.groups)
+        self._actions.rebuild(self.groups)
         return True
 
     def between_graphs(self) -> None:
         """Between compiled steps, when no memory is leased: place the pool's slots in an arena if that is due."""
         if not self._depth and self._pass is None and self.pool.wants_arena and self.uses.all_fired():
-            self._do.plan_memory()
+            self._actions.plan_memory()
 
     def _watch(self, on: bool) -> None:
         self.review.measuring.watch(on)
@@ -665,7 +665,7 @@ class Engine:
         if self._depth or self._pass is not None or not self.uses.all_fired():
             return
         self._gradients.settle()
-        self._do.rebuild(groups)
+        self._actions.rebuild(groups)
         self.review.converted()
 
     def before_optimizer_step(self, stepped: set[int], optimizer: Optimizer | None = None) -> None:
@@ -683,7 +683,7 @@ class Engine:
         for group in groups:
             group.stepped()
             if not group.running and group.phase is not SHARDED:
-                self._do.drop(group)
+                self._actions.reshard(group)
 
     def check_reduced(self, stepped: set[int]) -> None:
         """Check that the gradients of these parameters, given by id, are reduced: an optimizer will read them."""

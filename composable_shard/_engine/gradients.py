@@ -34,7 +34,7 @@ class GradientFlow:
     """Decides when the gradients of each group are reduced; `Actions` reduces them."""
 
     def __init__(self, actions: Actions) -> None:
-        self._do = actions
+        self._actions = actions
         self._outside_forward: dict[ParamGroup, Gradients] = {}
         self._looked: set[ParamGroup] = set()  # groups that were searched for hooks, in this pass
 
@@ -50,8 +50,8 @@ class GradientFlow:
         Args:
             keeps_hooks: whether not to return the hooks, because a backward is running that is not the engine's.
         """
-        self._do.reductions.finish_all()
-        for group in () if keeps_hooks else self._do.groups:
+        self._actions.reductions.finish_all()
+        for group in () if keeps_hooks else self._actions.groups:
             if group.gradients.hooks_taken:
                 group.gradients.give_hooks_back()
 
@@ -75,7 +75,7 @@ class GradientFlow:
         elif options.requires_gradient_sync:
             if group not in self._looked:  # its node did not run
                 self.take_hooks(group)
-            self._do.reduce(group, group.gradients.take(gradients))
+            self._actions.reduce(group, group.gradients.take(gradients))
         else:
             group.gradients.accumulate(gradients)
 
@@ -94,7 +94,7 @@ class GradientFlow:
                     out[index] = params[index].nothing(options)
             return out
         if any(gradient is not None for gradient in wanted):
-            for index, piece in self._do.reduce_now(use.group, wanted).items():
+            for index, piece in self._actions.reduce_now(use.group, wanted).items():
                 if fates[index] is Fate.RETURNED:
                     param = params[index]
                     out[index] = param.hooks.on_tensor(dtensor_like(param.sharded, piece), param.fqn)
@@ -117,25 +117,25 @@ class GradientFlow:
             self._reduce_or_accumulate(group, gradients)
         for group in groups:
             self._reduce_waiting(group)
-        self._do.gathered.clear()
+        self._actions.gathered.clear()
         self._outside_forward.clear()
         self._looked.clear()
         if wait:
             self.settle()
         else:
-            self._do.reductions.set_gradients()
+            self._actions.reductions.set_gradients()
 
     def finish_group(self, group: ParamGroup) -> None:
         """Between backwards: reduce what a group has accumulated, and wait for all reductions."""
         self._reduce_waiting(group)
-        self._do.gathered.discard(group)
+        self._actions.gathered.discard(group)
         self.settle()
 
     def _reduce_waiting(self, group: ParamGroup) -> None:
         options = group.settings.current
         if group.gradients.await_reduction or (options.reduce_unused and self._wants_zeros(group)):
             self.take_hooks(group)
-            self._do.reduce(group, group.gradients.take([None] * len(group.params)))
+            self._actions.reduce(group, group.gradients.take([None] * len(group.params)))
 
     def _wants_zeros(self, group: ParamGroup) -> bool:
         """Whether to reduce a group with `reduce_unused` that has no gradient, because other ranks may have some.
@@ -145,13 +145,13 @@ class GradientFlow:
         """
         if not group.settings.current.requires_gradient_sync:
             return False
-        return group.trains and (group in self._do.gathered or group.phase is not SHARDED)
+        return group.trains and (group in self._actions.gathered or group.phase is not SHARDED)
 
     def discard(self) -> None:
         """Discard the gradients of a failed backward."""
         self._outside_forward.clear()
         self._looked.clear()
-        self._do.discard_reductions()
+        self._actions.discard_reductions()
         self.settle()  # nothing is in flight: returns the hooks to autograd
 
 

@@ -34,24 +34,24 @@ class Installed:
         self._copied: dict[ParamGroup, tuple[Use, Outputs, list[torch.Tensor]]] = {}
         self._are_hooks = False  # whether users have hooks, which may keep tensors that are installed in backward
 
-    def hide(self, group: ParamGroup) -> None:
+    def install_sharded(self, group: ParamGroup) -> None:
         """Install a group's sharded parameters."""
         if (entries := group.entries()) is not None:
-            entries.hide()
+            entries.install_sharded()
 
-    def show_leaves(self, group: ParamGroup) -> None:
+    def install_leaves(self, group: ParamGroup) -> None:
         """Install a group's unsharded parameters as leaves, without autograd history."""
         if (entries := group.entries()) is None:
             return
-        entries.take_over()
+        entries.adopt_changes()
         entries.note_assigned()
         leaves = group.leaves()
         for index, leaf in enumerate(leaves):
             if WATCHED not in leaf.__dict__ and (leaf.requires_grad or _may_train(leaf)):
                 self._watch_leaf(leaf, group, index)
-        entries.lend(leaves)
+        entries.install_leaves(leaves)
 
-    def show_again(self, use: Use, outputs: Outputs) -> None:
+    def install_outputs(self, use: Use, outputs: Outputs) -> None:
         """Install the outputs of a use's node again, for a recomputation; leaves if there is no node.
 
         If the weights were gathered into other memory than before, the outputs are redirected to it.
@@ -63,9 +63,9 @@ class Installed:
         entries = group.entries()
         if outputs and entries is not None:
             entries.note_assigned()
-            entries.show(outputs)
+            entries.install(outputs)
         elif entries is not None:
-            self.show_leaves(group)
+            self.install_leaves(group)
 
     def open_backward(self) -> None:
         """Begin a backward pass."""
@@ -74,7 +74,7 @@ class Installed:
     def end_use(self, group: ParamGroup) -> None:
         """End the backward of a use."""
         if self._copied:
-            self.show_gathered(group)
+            self.install_gathered(group)
             self._copied.pop(group, None)
         for bucket in group.buckets if self._are_hooks else ():
             bucket.note_kept()
@@ -85,16 +85,16 @@ class Installed:
 
     # ---- copies
 
-    def copy(self, use: Use, outputs: Outputs) -> None:
+    def install_new_copies(self, use: Use, outputs: Outputs) -> None:
         """Install copies of a use's weights in its modules, until `end_use`."""
         group = use.group
         shown = group.weights() if outputs else group.leaves()
         with to_keep():
             copies = [*map(torch.Tensor.clone, shown)] if outputs else [*map(_copy_of_leaf, shown)]
         self._copied[group] = use, outputs, copies
-        self.show_copies(group)
+        self.install_copies(group)
 
-    def show_copies(self, group: ParamGroup) -> None:
+    def install_copies(self, group: ParamGroup) -> None:
         """Install the copies of this group's weights, if there are any."""
         if (copied := self._copied.get(group)) is None:
             return
@@ -103,9 +103,9 @@ class Installed:
             _fill(group, outputs, copies)
             use.move(())
         elif (entries := group.entries()) is not None:
-            entries.show(copies)
+            entries.install(copies)
 
-    def show_gathered(self, group: ParamGroup) -> None:
+    def install_gathered(self, group: ParamGroup) -> None:
         """Install gathered weights instead of copies, for a call whose hooks save handles or at the end of the use."""
         if (copied := self._copied.get(group)) is None or group.phase is not UNSHARDED:
             return
@@ -114,7 +114,7 @@ class Installed:
             _fill(group, outputs, group.weights())
             use.move(group.places)
         else:
-            self.show_leaves(group)
+            self.install_leaves(group)
 
 
 def _fill(group: ParamGroup, outputs: Outputs, weights: Sequence[torch.Tensor]) -> None:

@@ -43,7 +43,7 @@ class Measuring:
 
     def __init__(self, actions: Actions) -> None:
         self.is_on = False
-        self._do = actions
+        self._actions = actions
         self._watch: Stopwatch | None = None  # a user's stopwatch, which times all steps that are not measured
         self._order: tuple[str, ...] = ()  # the order of the last steps that were measured or abandoned
         self._samples: list[Seconds] = []
@@ -52,9 +52,9 @@ class Measuring:
 
     def watch(self, on: bool) -> None:
         """Start or stop timing all actions for a user. While steps are measured, this takes effect afterwards."""
-        self._watch = Stopwatch(self._do.pool.memory.device) if on else None
+        self._watch = Stopwatch(self._actions.pool.memory.device) if on else None
         if not self.is_on:
-            self._do.recorder.time_by(self._watch)
+            self._actions.recorder.time_by(self._watch)
 
     def _is_due(self, plan: ShardPlan) -> bool:
         """Whether costs are missing, or a check of them is due. Each call counts as one iteration."""
@@ -83,7 +83,7 @@ class Measuring:
         if plan.order != self._order:
             self._order, self._tries, self._samples = plan.order, 0, []
         self._tries += self.is_on
-        record = self._do.recorder.history.last
+        record = self._actions.recorder.history.last
         if record is None or not _is_whole(plan, record):
             if self._tries > _TRIES:
                 self._give_up(plan)
@@ -91,7 +91,7 @@ class Measuring:
             return self._take(_seconds(plan, record))
         else:
             self.is_on = True
-            self._do.recorder.time_by(Stopwatch(self._do.pool.memory.device, serial=True))
+            self._actions.recorder.time_by(Stopwatch(self._actions.pool.memory.device, serial=True))
         return None
 
     def _take(self, seconds: Seconds) -> Seconds | None:
@@ -111,7 +111,7 @@ class Measuring:
 
     def _end(self) -> None:
         self.is_on, self._samples = False, []
-        self._do.recorder.time_by(self._watch)
+        self._actions.recorder.time_by(self._watch)
         if self._watch is not None:
             self._watch.take()  # its spans are from before the measured iterations
 

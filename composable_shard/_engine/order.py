@@ -131,7 +131,7 @@ class Order:
         self.lists_changed()
 
     def _check_names(self, plan: ShardPlan) -> None:
-        scheduled = (fqns for _, fqns in plan.edges().names())
+        scheduled = (fqns for _, fqns in plan.effective_schedule().names())
         names = chain(plan.order, *scheduled, *plan.own_orders.values())
         for fqn in names:
             if fqn not in self._by_fqn:
@@ -148,7 +148,7 @@ class Order:
 
     def _schedule(self, plan: ShardPlan) -> PhaseSchedule:
         named, schedule = self._by_fqn, plan.schedule
-        edges = {event: deque(uses) for event, uses in plan.edges().ahead().items()}
+        edges = {event: deque(uses) for event, uses in plan.effective_schedule().ahead().items()}
 
         def entries(kind: Kind, order: Iterable[str]) -> Iterator[tuple[ParamGroup, Sequence[ParamGroup]]]:
             for fqn in order:
@@ -192,7 +192,7 @@ class Order:
             reductions: whether it also specifies how many reductions may be in flight. It always does with a memory
                 budget.
         """
-        plan, edges = self.plan, self.plan.edges()
+        plan, edges = self.plan, self.plan.effective_schedule()
         ahead: tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]] = ({}, {})  # in forward, in backward
         if reductions or not plan.is_default:  # by default, graphs prefetch one module ahead, in their own order
             ahead = self._by_module(edges.forward), self._by_module(edges.backward)
@@ -274,7 +274,7 @@ class Order:
             the groups to gather before the use's own group, because skipped entries of the schedule list them, and the
             groups to prefetch after it.
         """
-        if now.gone_past and use in now.gone_past:
+        if now.skipped and use in now.skipped:
             return (), ()
         group, backwards = use.group, self.backward.backward
         missed: Sequence[ParamGroup] = ()

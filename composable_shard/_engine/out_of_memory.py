@@ -24,7 +24,7 @@ _KINDS = torch.OutOfMemoryError, MemoryError
 _WORDS = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")
 
 
-class Part(NamedTuple):
+class MemoryUsers(NamedTuple):
     """The groups of one engine, their memory, and the plan that the engine follows."""
 
     groups: Sequence[ParamGroup]
@@ -37,7 +37,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, _KINDS) or (isinstance(error, RuntimeError) and any(w in str(error) for w in _WORDS))
 
 
-def explain(error: BaseException, parts: Sequence[Part]) -> None:
+def explain(error: BaseException, parts: Sequence[MemoryUsers]) -> None:
     """Add a note to an error if memory has run out and the error has no such note yet.
 
     Args:
@@ -82,7 +82,7 @@ class _Held:
         allocator: the allocator's statistics; None if it has none.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[MemoryUsers]) -> None:
         self.parts = parts
         self.device = parts[0].pool.memory.device
         groups = [group for part in parts for group in part.groups]
@@ -119,7 +119,7 @@ def _bytes_by_device(tensors: Iterable[torch.Tensor]) -> Counter[str]:
     return counted
 
 
-def _lines(parts: Sequence[Part]) -> Iterator[str]:
+def _lines(parts: Sequence[MemoryUsers]) -> Iterator[str]:
     held = _Held(parts)
     rank = f"rank {dist.get_rank()}, " if dist.is_initialized() else ""
     yield f"{_TITLE} {rank}{held.device}:"
@@ -165,7 +165,7 @@ def _advice(held: _Held) -> Iterator[tuple[int, str]]:
         yield from _advice_for(part)
 
 
-def _advice_for(part: Part) -> Iterator[tuple[int, str]]:
+def _advice_for(part: MemoryUsers) -> Iterator[tuple[int, str]]:
     """Ways to use less memory for the pool of a part."""
     groups, pool, plan = part
     kept = [group for group in groups if not (group.is_root or group.options.reshards(False))]
@@ -175,7 +175,7 @@ def _advice_for(part: Part) -> Iterator[tuple[int, str]]:
         yield sum(nbytes) - max(nbytes), f"reshard_after_forward=True (ZeRO-3 instead of ZeRO-2) for {named}"
     if len(groups) == 1:
         yield pool.peak_bytes, "fully_shard on each block as well: now all parameters are one group, gathered together"
-    steps, sizes, _ = plan.parts()
+    steps, sizes, _ = plan.schedule_inputs()
     least = least_step(steps, sizes).peak
     if plan.pool.budget is None and pool.peak_bytes > least:
         yield pool.peak_bytes - least, f"a pool budget of at least PoolPolicy(budget={least})"

@@ -11,7 +11,7 @@ from .._plan.record import Record
 from .._plan.schedule import Kind
 from .history import History
 from .order import Order
-from .out_of_memory import Part, explain
+from .out_of_memory import MemoryUsers, explain
 from .stopwatch import Stopwatch
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class Recorder:
 
     def explain(self, error: BaseException) -> None:
         """If the error means that memory ran out, add a note about the memory in use."""
-        explain(error, [Part(self.groups, self._pool, self._order.plan)])
+        explain(error, [MemoryUsers(self.groups, self._pool, self._order.plan)])
 
     def end_iteration(self) -> None:
         """The actions of this iteration, if there are any, become the last record."""

@@ -59,7 +59,7 @@ class Review:
         self.replans = 0
         self.measuring = Measuring(actions)
         self._order = order
-        self._do = actions
+        self._actions = actions
         self._linked = among  # for times: includes simulated process groups, because simulated ranks differ in times
         self._among = real(among)
         self.seat = seat
@@ -84,11 +84,11 @@ class Review:
         """Begin a root forward; arguments as for `phase_of`."""
         if self._changed or self._may_differ:
             self._take_changes()
-        groups = self._do.groups
+        groups = self._actions.groups
         self._phase = phase_of(grad, not groups or groups[0].settings.current.requires_gradient_sync, waiting)
         self._order.begin(self._phase, grad)
         self.seat.begin(self._phase)
-        self._begun = self._do.recorder.history.mark()
+        self._begun = self._actions.recorder.history.mark()
         if self._vote is not None:
             self._vote[0].cast()
 
@@ -100,7 +100,7 @@ class Review:
             PoolBudgetError: a group does not fit in the order in which the forward ran.
         """
         self._forwards += 1
-        history = self._do.recorder.history
+        history = self._actions.recorder.history
         if self._vote is not None:
             self._count_votes(_arrived(history.since(self._begun).actions))
         if not self._has_learned and not self._phase.startswith(NO_GRAD):
@@ -120,7 +120,7 @@ class Review:
         With `reduce_unused`, ranks may run different modules, so they only agree on their gathers.
         """
         planned = self._order.plan
-        if any(group.options.reduce_unused for group in self._do.groups):
+        if any(group.options.reduce_unused for group in self._actions.groups):
             gathered = tuple(_gathers(seen))
             agree(replan(planned, Record((), (), gathered)) if gathered else planned, self._among)
             return
@@ -146,7 +146,7 @@ class Review:
         """
         expected, ran = Counter(planned.order), Counter(seen.order)
         moved = ran == expected
-        differing = [group for group in self._do.groups if moved or ran[group.fqn] != expected[group.fqn]]
+        differing = [group for group in self._actions.groups if moved or ran[group.fqn] != expected[group.fqn]]
         return all(group.options.reduce_unused and not group.settings.gives_up[group.is_root] for group in differing)
 
     def _count_votes(self, arrived: frozenset[str]) -> None:
@@ -162,14 +162,14 @@ class Review:
 
     def between_steps(self) -> None:
         """At the end of an iteration: compare its peak with the planned one if it has grown, and times if due."""
-        if self._do.pool.peak_bytes > self._most_bytes:
+        if self._actions.pool.peak_bytes > self._most_bytes:
             self._compare_bytes()
         if self._order.plan.prefetch.kind == "auto" or self.measuring.is_on:
             self._compare_times()
 
     def _compare_bytes(self) -> None:
         """Log the peak of live bytes, which has grown, if it exceeds the planned peak."""
-        peak, plan, record = self._do.pool.peak_bytes, self._order.plan, self._do.recorder.history.last
+        peak, plan, record = self._actions.pool.peak_bytes, self._order.plan, self._actions.recorder.history.last
         self._most_bytes = peak
         if record is None or peak <= plan.peak_bytes:
             return
@@ -185,7 +185,7 @@ class Review:
         if seconds is None:
             return
         agreed = dict(zip(seconds, slowest(list(seconds.values()), self._linked), strict=True))
-        costs = costs_of(plan, agreed, self._do.streams)
+        costs = costs_of(plan, agreed, self._actions.streams)
         if plan.costs is not None:
             drifted = time_drift(plan, replace(plan, costs=costs).times() or {})
             self.measuring.check_later()

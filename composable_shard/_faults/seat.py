@@ -128,7 +128,7 @@ class Seat:
     def follow(self, plan: ShardPlan) -> None:
         """Set the plan that the model follows from now on."""
         for ledger, fqns in self._served.items():
-            part = plan.part(fqns)
+            part = plan.restricted_to(fqns)
             self._plans[ledger] = part.digest[:8]
             while len(ledger.plans) >= _MOST_PLANS:
                 del ledger.plans[next(iter(ledger.plans))]

@@ -71,20 +71,23 @@ class GroupLayout:
 class Entries(Protocol):
     """The `_parameters` entries of a group's modules, in which a forward finds its parameters."""
 
-    def show(self, tensors: Sequence[torch.Tensor]) -> None:
+    def install(self, tensors: Sequence[torch.Tensor]) -> None:
         """Install these tensors, in the order of the group's parameters, instead of the sharded ones."""
 
-    def lend(self, leaves: Sequence[torch.Tensor]) -> None:
+    def install_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
         """Install leaves instead of the sharded parameters; users may freeze, unfreeze or hook these leaves."""
 
-    def take_over(self) -> None:
-        """Apply to the sharded parameters what users have done to the leaves; `show`, `hide` and `adopt` do it, too."""
+    def adopt_changes(self) -> None:
+        """Apply to the sharded parameters what users have done to the leaves.
 
-    def hide(self) -> None:
+        `install`, `install_sharded` and `adopt` do this, too.
+        """
+
+    def install_sharded(self) -> None:
         """Install the sharded parameters again."""
 
     def note_assigned(self) -> None:
-        """Note tensors that users have assigned over the installed ones; `hide` restores them for `adopt`."""
+        """Note tensors that users have assigned over installed ones. `install_sharded` restores them for `adopt`."""
 
     def adopt(self) -> bool:
         """Take over parameters that users have assigned over sharded ones; returns whether there were any."""

@@ -152,7 +152,7 @@ class _Tree:
         """The states whose modules users have unsharded, and whether the unsharded parameters are installed."""
         bound = {state: state.bound for state in self.states}
         pinned = [state for state, part in bound.items() if part and part.group and part.group.stay.pinned]
-        return {state: state.entries.shown for state in pinned}
+        return {state: state.entries.are_unsharded for state in pinned}
 
     def install_shards(self) -> None:
         """Install the sharded parameters, and adopt those by which users have replaced them.

@@ -185,7 +185,7 @@ def number_copy(made: nn.Module) -> None:
     _numbered[made.__dict__[STATE].traced.unknown, id(made)] = made
 
 
-def number(module: nn.Module) -> None:
+def assign_number(module: nn.Module) -> None:
     """Number a sharded module, so that `_find_root` can find it: Dynamo passes only constants to that function."""
     here = module.__dict__[STATE].traced.unknown = str(next(_numbers))
     _numbered[here, id(module)] = module

@@ -57,7 +57,7 @@ class ModuleEntries:
     def __init__(self, places: Sequence[Place], params: Sequence[ShardedParam]) -> None:
         self.params = params
         self.places = list(places)
-        self.shown = False
+        self.are_unsharded = False
         self.converted = False
         self._columns = _Columns.of(places)
         self._shards = [param.sharded for param in params]
@@ -100,18 +100,18 @@ class ModuleEntries:
         If parameters were replaced, set `converted`, so that `adopt` reports this to the engine in the next eager
         forward.
         """
-        if self.shown:
+        if self.are_unsharded:
             return
         if any([names.get(name) is not self._shards[index] for names, name, index in self.places]):  # noqa: C419
             self.adopt()
             self.converted = True
 
-    def show(self, tensors: Sequence[torch.Tensor], traced: bool = False) -> None:
+    def install(self, tensors: Sequence[torch.Tensor], traced: bool = False) -> None:
         """Install these tensors; with `traced`, in a loop that Dynamo can trace."""
         if self._lent and not traced:
-            self.take_over()
+            self.adopt_changes()
             self._lent = []
-        self.shown = True
+        self.are_unsharded = True
         self._installed = tensors
         if traced:
             for names, name, index in self.places:
@@ -123,13 +123,13 @@ class ModuleEntries:
             if (module := known()) is not None:
                 list_anew(module)
 
-    def lend(self, leaves: Sequence[torch.Tensor]) -> None:
+    def install_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
         """Install leaves, which users may freeze, unfreeze or hook instead of the sharded parameters."""
-        self.show(leaves)
+        self.install(leaves)
         self._lent = list(map(_requires_grad, leaves))
         self._handles_seen = HANDLES.of_others()
 
-    def take_over(self) -> None:
+    def adopt_changes(self) -> None:
         """Apply to the sharded parameters what users have changed on the installed leaves, if any are installed."""
         if not self._lent:
             return
@@ -145,7 +145,7 @@ class ModuleEntries:
                 param.hooks.take_over(leaf, param.sharded)
 
     def note_assigned(self) -> None:
-        """Note the tensors that users have assigned over installed ones: `hide` restores them, `adopt` checks them."""
+        """Note tensors that users have assigned over installed ones. `install_sharded` restores them for `adopt`."""
         if not self._hold(self._installed):
             self._assigned = [
                 (names, name, self._shard_of(now))
@@ -157,11 +157,11 @@ class ModuleEntries:
         """The sharded parameter for which `tensor` is installed; `tensor` itself if there is none."""
         return next((self._shards[index] for index, own in enumerate(self._installed) if own is tensor), tensor)
 
-    def hide(self, traced: bool = False) -> None:
-        """Install the sharded parameters again, then the tensors that users have assigned; `traced` as for `show`."""
-        if self.shown:
-            self.show(self._shards, traced)
-            self.shown = False
+    def install_sharded(self, traced: bool = False) -> None:
+        """Install the sharded parameters, then the tensors that users have assigned; `traced` as for `install`."""
+        if self.are_unsharded:
+            self.install(self._shards, traced)
+            self.are_unsharded = False
             for names, name, assigned in self._assigned:
                 names[name] = assigned
 
@@ -239,13 +239,13 @@ class ModuleEntries:
                 assigned.
         """
         self._check_leaves()
-        self.take_over()
+        self.adopt_changes()
         if not torch.compiler.is_compiling():
             self._check_data()
         if self._assigned:
-            self.hide()
+            self.install_sharded()
             self._assigned = []
-        if self.shown or self._hold(self._shards):
+        if self.are_unsharded or self._hold(self._shards):
             changed, self.converted = self.converted, False
             return changed
         tied = self._tie()

@@ -23,11 +23,11 @@ from .._torch.distributed import local_tensor, register_copy
 from .build import bound_of
 from .calls import (
     NO_HOOKS,
+    assign_number,
     call_below,
     call_class,
     call_counted,
     is_plain,
-    number,
     number_copy,
     recomputation_hooks,
     run,
@@ -115,7 +115,7 @@ class FSDPModule(Methods):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, including those of sharded parameters while the unsharded parameters are installed."""
         for state in states_below(self):  # type: ignore[arg-type]
-            for param in state.declaration.params if state.entries.shown else ():
+            for param in state.declaration.params if state.entries.are_unsharded else ():
                 grad = param.sharded.grad
                 if set_to_none:
                     param.sharded.grad = None
@@ -140,7 +140,7 @@ class FSDPModule(Methods):
         made = memo[id(self)] = object.__new__(type(self))
         compiled = {"_compiled_call_impl"}  # bound to this module; `nn.Module` does not copy it either
         made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in compiled}, memo))
-        number(made)  # type: ignore[arg-type]
+        assign_number(made)  # type: ignore[arg-type]
         return made
 
     def __copy__(self) -> FSDPModule:

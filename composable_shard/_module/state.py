@@ -362,21 +362,21 @@ class ShardState:
                 return
             self.left = set(range(self.declaration.modules))
         weights = self.traced.unshard(self.entries)
-        with_side_effects(partial(self.entries.show, weights, traced=True))
+        with_side_effects(partial(self.entries.install, weights, traced=True))
 
     def end_traced(self, module: nn.Module) -> None:
         """End a module's forward in a graph. For a list, install the shards when the last of its modules ends."""
         for each in self.family:
             each.left.discard(module.__dict__[PLACE])
             if not each.left:
-                with_side_effects(partial(each.entries.hide, traced=True))
+                with_side_effects(partial(each.entries.install_sharded, traced=True))
                 each.traced.check_edits()
 
     def finish_traced(self) -> None:
         """After the root has run, end the lists in which some modules did not run."""
         for state in self.lists:
             state.left.clear()
-            state.entries.hide(traced=True)
+            state.entries.install_sharded(traced=True)
 
     # ---- eager
 
@@ -479,7 +479,7 @@ class ShardState:
     def show_sharded(self) -> None:
         """Install the sharded parameters, unless a forward is running; the unsharded ones stay in memory."""
         if not any(group.running for group in self.groups):
-            self.entries.hide()
+            self.entries.install_sharded()
 
     def release(self) -> None:
         """Reshard the groups, so that the sharded parameters are installed."""

@@ -181,9 +181,9 @@ class ShardPlan:
 
     def timed(self) -> tuple[Action, ...]:
         """`actions`, with the beginnings and ends of forwards and backwards."""
-        return timed_step(self._steps(), self.edges(), self.phase)
+        return timed_step(self._steps(), self.effective_schedule(), self.phase)
 
-    def edges(self) -> Schedule:
+    def effective_schedule(self) -> Schedule:
         """The schedule, including the default schedule."""
         return self.schedule or self._one_ahead
 
@@ -279,12 +279,12 @@ class ShardPlan:
         return [steps[fqn] for fqn in self.order]
 
     def _sizes(self) -> dict[str, Sizes]:
-        return held(self._bare_sizes(), frozenset(self.edges().holds))
+        return held(self._bare_sizes(), frozenset(self.effective_schedule().holds))
 
     def _bare_sizes(self) -> dict[str, Sizes]:
         return {fqn: self.group(fqn).sizes for fqn in dict.fromkeys(self.order)}
 
-    def parts(self) -> tuple[list[Step], dict[str, Sizes], dict[str, Times] | None]:
+    def schedule_inputs(self) -> tuple[list[Step], dict[str, Sizes], dict[str, Times] | None]:
         """The inputs of a schedule: uses of groups in order, bytes of groups, and seconds if costs are known."""
         return self._steps(), self._bare_sizes(), self.times()
 
@@ -303,7 +303,7 @@ class ShardPlan:
         """The uses of groups in the planned order of their backwards."""
         return backward_order(self._steps())
 
-    def part(self, fqns: Set[str]) -> ShardPlan:
+    def restricted_to(self, fqns: Set[str]) -> ShardPlan:
         """The plan restricted to these groups."""
         if self._by_fqn.keys() <= fqns:
             return self
@@ -319,7 +319,7 @@ class ShardPlan:
             groups=tuple(group for group in self.groups if group.fqn in fqns),
             order=only(self.order),
             phases=tuple(Phase(p.name, only(p.order), p.around and inside(p.around)) for p in self.phases),
-            schedule=self.edges().part(fqns),
+            schedule=self.effective_schedule().part(fqns),
             around=inside(self.around),
         )
 
@@ -360,7 +360,7 @@ class ShardPlan:
         field of a plan depends on the rank: shard sizes are those of a rank without short pieces.
         """
         phases = [(phase.name, phase.order, phase.around) for phase in self._own_phases()]
-        agreed = JSON_VERSION, self.groups, self.order, self.around, self.edges().telling(), phases
+        agreed = JSON_VERSION, self.groups, self.order, self.around, self.effective_schedule().telling(), phases
         return hashlib.sha256(repr(agreed).encode()).hexdigest()
 
     # ---- comparison
@@ -385,7 +385,7 @@ class ShardPlan:
         for phase in dict.fromkeys([*self.own_orders, *other.own_orders]):
             lines += [f"{phase}: {line}" for line in order_changes(self.order_in(phase), other.order_in(phase))]
             lines += [f"{phase}: {line}" for line in around_changes(self.around_in(phase), other.around_in(phase))]
-        lines += schedule_changes(self.edges(), other.edges())
+        lines += schedule_changes(self.effective_schedule(), other.effective_schedule())
         for name, old, new in (("prefetch policy", self.prefetch, other.prefetch), ("pool", self.pool, other.pool)):
             lines += [f"{name}: {old} -> {new}"] if old != new else []
         lines += ["costs: differ"] if self.costs != other.costs else []

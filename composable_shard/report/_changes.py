@@ -153,7 +153,7 @@ def _kept(plan: ShardPlan, causes: set[Cause]) -> Iterator[_Candidate]:
     """Keep weights between forward and backward: those of the first backward, or all. `auto` tries that itself."""
     if plan.prefetch.kind == "auto":
         return
-    steps = plan.parts()[0]
+    steps = plan.schedule_inputs()[0]
     kept = kept_by_setting(steps)
     last = next((fqn for step in plan.backward_order() if (fqn := step.fqn) not in kept), None)
     if last is not None and Cause.TURN in causes:
@@ -185,9 +185,9 @@ def _reductions(plan: ShardPlan, causes: set[Cause]) -> Iterator[_Candidate]:
         what = "gather in backward while reductions are in flight, which share the cores of a CPU"
         yield _Candidate(what, "model.set_reduce_scatter_max_input_buffers(2)", _anew(plan, groups))
     if Cause.IN_FLIGHT in causes and plan.pool.budget is None:
-        schedule = plan.edges()
+        schedule = plan.effective_schedule()
         most = 2 * schedule.max_reductions
-        how = f"model.set_plan(replace(plan, schedule=replace(plan.edges(), max_reductions={most})))"
+        how = f"model.set_plan(replace(plan, schedule=replace(plan.effective_schedule(), max_reductions={most})))"
         more = replace(plan, schedule=replace(schedule, max_reductions=most, in_flight=()))
         yield _Candidate(f"allow {most} reductions in flight", how, more)
 

@@ -217,7 +217,7 @@ def _last(wait: Wait, plan: ShardPlan) -> str:
 
 
 def _in_flight(wait: Wait, plan: ShardPlan) -> str:
-    schedule = plan.edges()
+    schedule = plan.effective_schedule()
     most = dict(schedule.in_flight).get(wait.holds_up or "", schedule.max_reductions)
     limit = "one reduction" if most == 1 else f"{most} reductions"
     return (
@@ -227,7 +227,7 @@ def _in_flight(wait: Wait, plan: ShardPlan) -> str:
 
 
 def _reduces_first(wait: Wait, plan: ShardPlan) -> str:
-    saves = plan.edges().reduces_first
+    saves = plan.effective_schedule().reduces_first
     who = "to stay within the budget" if saves else "the default on a CPU"
     return f"backward gathers {_name(wait.holds_up or '')} only after this reduction, {who}; {_partly(wait)}"
 

@@ -41,7 +41,7 @@ def memory(plan: ShardPlan, path: str | Path, record: Record | None = None) -> N
         ImportError: matplotlib is missing.
     """
     actions, lives, arena = plan.actions(), plan.lifetimes(), plan.arena()
-    kept = frozenset(plan.edges().kept)
+    kept = frozenset(plan.effective_schedule().kept)
     with figure(path, width=10.0, height=7.0, rows=2) as (above, below):
         kinds = _by_kind(lives, kept, len(actions))
         _draw_bytes(above, kinds, record, plan.pool.budget)

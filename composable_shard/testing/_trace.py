@@ -52,7 +52,7 @@ class _Script:
         """Add the actions since the last call. The engine of `module` may have begun a new iteration."""
         state = state_of(module) if module is not None else None
         if state is not None and state.bound is not None:
-            done = state.bound.engine._do.recorder.history.done
+            done = state.bound.engine._actions.recorder.history.done
             self._written.setdefault(id(done), (done, 0))
         for key, (done, count) in self._written.items():
             new = zip(done[count::3], done[count + 1 :: 3], strict=True)
@@ -115,7 +115,7 @@ def trace(model: nn.Module, step: Callable[[], object]) -> str:
         for module in sharded.values():
             state = state_of(module)
             if state is not None and state.bound is not None:  # earlier actions are not part of this step
-                script.skip(state.bound.engine._do.recorder.history.done)
+                script.skip(state.bound.engine._actions.recorder.history.done)
         step()
         for module in sharded.values():
             script.catch_up(module)

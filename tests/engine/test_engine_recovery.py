@@ -262,7 +262,7 @@ def test_an_interrupt_during_cleanup_after_a_failure_leaves_the_next_step_exact(
     with pytest.raises(RuntimeError, match="boom"):
         train_step(model, 1)
     hook.remove()
-    in_flight = [reduction for _, reduction in engine_of(model)._do.reductions.in_flight]
+    in_flight = [reduction for _, reduction in engine_of(model)._actions.reductions.in_flight]
     assert len(in_flight) > 1
     bucket, job = in_flight[1].jobs[0]
 

@@ -33,7 +33,7 @@ class Turning(nn.Module):
 
 
 def gathers_of(engine, since):
-    done = engine._do.recorder.history.done[since:]
+    done = engine._actions.recorder.history.done[since:]
     return [fqn for kind, fqn in zip(done[::3], done[1::3], strict=True) if kind is Kind.UNSHARD]
 
 
@@ -54,13 +54,13 @@ def test_an_evaluation_between_forward_and_backward_keeps_the_recomputations_sch
             model(x).sum().backward()
             evaluate()
         plan = cs.make_plan(model)
-        everything = replace(plan.edges(), kept=tuple(filter(None, plan.order)), backward=())
+        everything = replace(plan.effective_schedule(), kept=tuple(filter(None, plan.order)), backward=())
         model.set_plan(replace(plan, schedule=everything))
         for _ in range(2):
             loss = model(x).sum()
             evaluate()
             engine = engine_of(model)
-            before = len(engine._do.recorder.history.done)
+            before = len(engine._actions.recorder.history.done)
             loss.backward()
         return gathers_of(engine, before)
 

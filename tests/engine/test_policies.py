@@ -142,7 +142,7 @@ def test_a_change_of_settings_makes_a_new_plan(rank, world):
     model.blocks[0].set_reshard_after_forward(False)
     train(model, rank, 3)
     plan, record = cs.make_plan(model), cs.last_record(model)
-    assert plan.edges().kept == ("blocks.0",)
+    assert plan.effective_schedule().kept == ("blocks.0",)
     assert record.actions == plan.actions()
     assert record.live_bytes == plan.live_bytes()
 
@@ -162,7 +162,7 @@ def test_a_plan_made_in_another_process_can_be_followed(rank, world):
     plan = cs.make_plan(model)
     budget = sum(group.unsharded_bytes for group in plan.groups)
     wanted = plan.with_policies(P.auto(), cs.PoolPolicy(budget=budget), costs(plan, gather={"blocks.2": 9.0}))
-    assert wanted.edges().kept != plan.edges().kept
+    assert wanted.effective_schedule().kept != plan.effective_schedule().kept
     model.set_plan(cs.ShardPlan.from_json(wanted.to_json()))
     train(model, rank, 3)
     assert cs.make_plan(model).diff(wanted) == ""

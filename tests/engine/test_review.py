@@ -366,7 +366,7 @@ def test_times_are_measured_again_and_drifted_times_lead_to_a_new_plan(monkeypat
         seen = []
         for _ in range(30):
             run(1)
-            seen.append(engine_of(model)._do.recorder.watch is not None)
+            seen.append(engine_of(model)._actions.recorder.watch is not None)
         assert sum(seen) <= 4, "measured less and less often"
 
 

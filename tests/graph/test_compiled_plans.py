@@ -94,7 +94,7 @@ def steps(run, model, count=2):
 def plan_of(model, **schedule):
     """A plan that prefetches one group ahead, with these changes of its schedule."""
     plan = cs.make_plan(model)
-    edges = dataclasses.replace(plan.edges(), **schedule)
+    edges = dataclasses.replace(plan.effective_schedule(), **schedule)
     away = {fqn for fqn in plan.order if fqn not in edges.kept}
     backward = tuple((at, tuple(fqn for fqn in those if fqn in away)) for at, those in edges.backward)
     return dataclasses.replace(plan, schedule=dataclasses.replace(edges, backward=backward))
@@ -193,7 +193,7 @@ def test_a_graph_stays_within_the_budget_including_kept_weights(blocks, stay):
             loss = run(torch.randn(3, WIDTH)).sum()
             pool.collect()
             kept.append(pool.live_bytes // WEIGHTS)
-            assert kept[-1] == len(plan.edges().kept) - 1, name
+            assert kept[-1] == len(plan.effective_schedule().kept) - 1, name
             del loss
     assert budget - 1.5 * WEIGHTS < max(most) <= budget, most
     assert max(kept) == stay, "weights that fit in memory are kept"

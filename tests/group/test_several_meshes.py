@@ -269,7 +269,7 @@ def test_groups_of_one_module_share_its_edges_and_the_stricter_limit_in_a_graph(
         plan = make_plan(model)
         own, on_experts = sorted(fqn for fqn in plan.order if fqn.partition(" on ")[0] == "0")
         edges = replace(
-            plan.edges(),
+            plan.effective_schedule(),
             forward=((own, ("1", on_experts)), (on_experts, ("2",))),
             in_flight=((own, 1), (on_experts, 3)),
         )

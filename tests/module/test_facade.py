@@ -441,7 +441,7 @@ def test_torchs_share_comm_ctx_shares_streams(rank, world):
         plain(x).square().mean().backward()
         for name, param in plain.named_parameters():
             torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
-    lanes = [model._own_state().bound.engine._do._runtime for model in models]
+    lanes = [model._own_state().bound.engine._actions._runtime for model in models]
     assert len({id(lane.gather_lane) for lane in lanes}) == len({id(lane.reduce_lane) for lane in lanes}) == 1
     contexts = {id(model._get_fsdp_state()._comm_ctx) for model in models}
     assert len(contexts) == 1

@@ -143,7 +143,7 @@ def test_roots_may_share_their_streams(rank, world):
         train_step(model)
         train_step(plain)
         assert_same_gradients(model, plain)
-    first, second = (engine_of(model)._do._runtime for model in models)
+    first, second = (engine_of(model)._actions._runtime for model in models)
     assert first.gather_lane is second.gather_lane
     assert first.reduce_lane is second.reduce_lane
     assert first.pool is not second.pool

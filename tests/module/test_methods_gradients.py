@@ -266,7 +266,7 @@ def test_a_backward_that_is_not_the_last_sets_all_gradients(rank, world):
     for each in (model, twin):
         backward(each, rank, 0)
     assert all(param.grad is not None for param in model.parameters())
-    assert not engine_of(model)._do.reductions.in_flight
+    assert not engine_of(model)._actions.reductions.in_flight
     for optimizer in optimizers:
         optimizer.step()
     for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):

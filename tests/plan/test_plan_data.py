@@ -226,7 +226,7 @@ def test_predicted_bytes_match_the_actions():
     plan = auto_plan()
     assert plan.predicted().peak == plan.peak_bytes == max(plan.live_bytes())
     assert plan.arena().bound == plan.peak_bytes
-    assert plan.predicted().kept == sum(plan.group(fqn).unsharded_bytes for fqn in plan.edges().kept)
+    assert plan.predicted().kept == sum(plan.group(fqn).unsharded_bytes for fqn in plan.effective_schedule().kept)
 
 
 def test_costs_without_a_group_raise_with_its_name():
@@ -280,7 +280,7 @@ def test_a_new_order_gets_a_new_schedule_under_the_same_policies():
     plan = auto_plan().with_policies(pool=PoolPolicy(3 * 2**20))
     other = replan(plan, Record((), (), ("", "blocks.2", "blocks.0", "blocks.1")))
     assert (other.prefetch, other.pool, other.costs) == (plan.prefetch, plan.pool, plan.costs)
-    assert dict(other.edges().forward)[""][0] == "blocks.2"
+    assert dict(other.effective_schedule().forward)[""][0] == "blocks.2"
     assert other.peak_bytes <= 3 * 2**20
     assert group_plan("", 64) == other.groups[0]
 

@@ -126,7 +126,7 @@ def test_auto_warns_and_stops_if_no_step_can_be_measured(rank, world):
         each.blocks[1].requires_grad_(False)
     with pytest.warns(UserWarning, match="PrefetchPolicy.auto: none of 8 steps ran the forwards"):
         train(model, plain, 12)
-    assert not engine_of(model)._do.recorder.watch
+    assert not engine_of(model)._actions.recorder.watch
     assert cs.make_plan(model).costs is None
 
 
@@ -145,14 +145,14 @@ def test_an_invalid_plan_changes_nothing(rank, world):
     model, plain = made(P.depth(2))
     train(model, plain, 2)
     before = cs.make_plan(model)
-    schedule = dataclasses.replace(before.edges(), kept=("nope",))
+    schedule = dataclasses.replace(before.effective_schedule(), kept=("nope",))
     for changes in ({"order": ("nope",)}, {"schedule": schedule}):
         with pytest.raises((cs.ShardConfigValueError, StopIteration)):
             model.set_plan(dataclasses.replace(before, **changes))
         assert cs.make_plan(model) is before
     train(model, plain, 1)
     with pytest.raises(cs.ShardConfigValueError, match="max_reductions=0"):
-        dataclasses.replace(before.edges(), max_reductions=0)
+        dataclasses.replace(before.effective_schedule(), max_reductions=0)
 
 
 @distributed(world=1)

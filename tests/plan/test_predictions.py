@@ -171,7 +171,8 @@ def test_a_phase_leases_the_bytes_of_its_plan_within_the_budget(phase, once, tur
         plan = cs.make_plan(model)
         own = plan.in_phase(phase)
         assert (phase in plan.own_orders) == turned
-        assert plan.pool.budget is None or (set(own.edges().kept) != set(plan.edges().kept)) == turned
+        kept, usual = (set(each.effective_schedule().kept) for each in (own, plan))
+        assert plan.pool.budget is None or (kept != usual) == turned
         record = cs.last_record(model)
         assert (record.actions, record.live_bytes) == (own.actions(), own.live_bytes())
         assert pool.peak_bytes == own.peak_bytes <= plan.peak_bytes <= (plan.pool.budget or plan.peak_bytes)
@@ -187,7 +188,7 @@ def test_a_second_forward_before_backward_stays_within_the_budget_and_computes_t
             (model(x) + model(2 * x)).square().mean().backward()
             seen.append([param.grad.to_local() for param in model.parameters()])
             plan, pool = cs.make_plan(model), engine_of(model).pool
-    assert len(plan.edges().kept) > 1, "weights of the first forward stay unsharded"
+    assert len(plan.effective_schedule().kept) > 1, "weights of the first forward stay unsharded"
     assert pool.peak_bytes <= plan.pool.budget
     assert all(map(torch.equal, *seen))
 
@@ -198,7 +199,7 @@ def test_each_group_has_the_planned_number_of_reductions_in_flight(clock):
         model = built(P.depth(2))
         plan = cs.make_plan(model)
         fewer = (("blocks.4", 1), ("blocks.1", 1))
-        schedule = replace(plan.with_policies(P.depth(2)).edges(), in_flight=fewer)
+        schedule = replace(plan.with_policies(P.depth(2)).effective_schedule(), in_flight=fewer)
         model.set_plan(replace(plan, schedule=schedule))
         train(model, sim, 3)
         record, followed = cs.last_record(model), cs.make_plan(model)

@@ -76,7 +76,7 @@ def test_the_figure_of_a_plan_shows_categories_offsets_and_the_budget(tmp_path, 
     plan = block_plan()
     budget = 8 * plan.peak_bytes
     plan = plan.with_policies(cs.PrefetchPolicy.auto(), cs.PoolPolicy(budget=budget), costs_of(plan, bandwidth=5e8))
-    assert plan.edges().kept != ("",)
+    assert plan.effective_schedule().kept != ("",)
     memory(plan, tmp_path / "plan.png", RECORD)
     assert is_picture(tmp_path / "plan.png")
     shown = {"weights kept after forward", "landing buffers", "reductions", "measured, peak 3.00 MiB"}

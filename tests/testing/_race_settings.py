@@ -34,7 +34,7 @@ def held(model: Any, checked: testing.Checked) -> None:
     """Every other reduction keeps its memory until it is waited for. The memory of the others is reused earlier."""
     plan = cs.make_plan(model)
     names = tuple(f"blocks.{index}" for index in range(0, len(model.blocks), 2))
-    model.set_plan(replace(plan, schedule=replace(plan.edges(), holds=names)))
+    model.set_plan(replace(plan, schedule=replace(plan.effective_schedule(), holds=names)))
 
 
 def idle_memory_goes_back(model: Any, checked: testing.Checked) -> None:

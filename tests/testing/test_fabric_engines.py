@@ -106,7 +106,7 @@ def test_reductions_held_by_a_schedule_keep_their_memory_until_they_are_waited_f
         peaks = []
         for x, holds in zip(batches(), ((), ("0", "1", "2"), ()), strict=True):
             plan = cs.make_plan(model)
-            model.set_plan(replace(plan, schedule=replace(plan.edges(), holds=holds)))
+            model.set_plan(replace(plan, schedule=replace(plan.effective_schedule(), holds=holds)))
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -27,7 +27,7 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     sharded = {
         id(state.entries.installed(index)): param.sharded
         for state in states_with_parameters_in(model)
-        if state.entries.shown
+        if state.entries.are_unsharded
         for index, param in enumerate(state.entries.params)
     }
     return {
