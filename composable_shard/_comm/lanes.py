@@ -239,7 +239,7 @@ class Lane:
         """Queue one collective behind the events `after` and keep `args` alive; the job returns `result`."""
         return Launched(collective(*args), args, result, when_done)
 
-    def mark(self) -> torch.Event | None:
+    def record_event(self) -> torch.Event | None:
         """Return an event behind all work queued on the current stream so far; None on a CPU."""
         return None
 
@@ -309,7 +309,7 @@ class StreamLane(Lane):
         job._event.record(self._stream)
         return job
 
-    def mark(self) -> torch.Event | None:
+    def record_event(self) -> torch.Event | None:
         event = torch.Event(self._stream.device)
         event.record(self.current())
         return event

@@ -97,7 +97,7 @@ class Actions:
 
     def parameters_changed(self, at: torch.Event | None = None) -> None:
         """Make later gathers wait for the event `at`; without one, for the work queued on the current stream so far."""
-        self.changed = at or self._runtime.gather_lane.mark()
+        self.changed = at or self._runtime.gather_lane.record_event()
 
     def issue_gather(self, group: ParamGroup | None) -> None:
         """Issue a group's gather without waiting for it, unless it is issued or complete already."""

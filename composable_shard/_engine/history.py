@@ -10,7 +10,7 @@ from .._plan.record import Record, Span
 from .._plan.schedule import Action
 
 _Parts = tuple[list[Any], list[str], list[tuple[str, str]], tuple[Span, ...]]  # arguments of `_record`
-Mark = tuple[int, int, int]  # lengths of `done`, `order` and `around` at some time
+Position = tuple[int, int, int]  # lengths of `done`, `order` and `around` at some time
 
 
 class History:
@@ -68,13 +68,13 @@ class History:
             self._so_far = _record(self.done, self.order, self.around, spans)
         return self._so_far
 
-    def mark(self) -> Mark:
-        """A mark of how far this iteration has come, to pass to `since`."""
+    def position(self) -> Position:
+        """How far this iteration has come; pass this to `since`."""
         return len(self.done), len(self.order), len(self.around)
 
-    def since(self, mark: Mark) -> Record:
-        """The record of the actions since `mark`, in the same iteration."""
-        done, order, around = mark
+    def since(self, begin: Position) -> Record:
+        """The record of the actions since `begin`, in the same iteration."""
+        done, order, around = begin
         return _record(self.done[done:], self.order[order:], self.around[around:], ())
 
 

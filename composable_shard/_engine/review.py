@@ -28,7 +28,7 @@ from .._plan.plan import ShardPlan, replan
 from .._plan.record import Record
 from .._plan.schedule import NO_GRAD, TRAIN, Action, Kind
 from .actions import Actions
-from .history import Mark
+from .history import Position
 from .measuring import Measuring, costs_of
 from .order import Order, PhaseSchedule, phase_of
 
@@ -69,7 +69,7 @@ class Review:
         self._forwards = 0  # how many root forwards ended without an error
         self._has_learned = False
         self._phase = ""
-        self._begun: Mark = (0, 0, 0)  # where in the history the current forward began
+        self._begun: Position = (0, 0, 0)  # where in the history the current forward began
         # Since the last forward: whether a user has changed the plan, and whether a conversion may have changed it.
         self._changed = self._may_differ = False
         # The open vote, and the function to call with its outcome.
@@ -88,7 +88,7 @@ class Review:
         self._phase = phase_of(grad, not groups or groups[0].settings.current.requires_gradient_sync, waiting)
         self._order.begin(self._phase, grad)
         self.seat.begin(self._phase)
-        self._begun = self._actions.recorder.history.mark()
+        self._begun = self._actions.recorder.history.position()
         if self._vote is not None:
             self._vote[0].cast()
 

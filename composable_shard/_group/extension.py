@@ -235,7 +235,7 @@ class ExtensionBucket(Bucket):
         inputs = [_bytes(tensor) for member in self._members for tensor in member.inputs]
         outputs = [_bytes(tensor) for member in self._members for tensor in member.outputs]
         gatherer = self._gatherer_of(tuple([tensor.numel() for tensor in inputs]))
-        return gatherer.start_into(gatherer.copies.into(outputs), inputs, (self._lane.mark(),))
+        return gatherer.start_into(gatherer.copies.into(outputs), inputs, (self._lane.record_event(),))
 
     def _gatherer_of(self, sizes: tuple[int, ...]) -> Gatherer:
         """Return the gatherer of inputs with these sizes in bytes; only the last one is kept."""

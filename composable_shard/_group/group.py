@@ -311,7 +311,7 @@ class ParamGroup:
         self.stay.end()
         for bucket in self.buckets:
             bucket.await_memory()
-        after = self._runtime.gather_lane.mark()
+        after = self._runtime.gather_lane.record_event()
         for bucket in self.buckets:
             bucket.release(after)
 
@@ -369,7 +369,7 @@ class ParamGroup:
             for resident in self.residents:
                 resident.release()
             return
-        after, reserve = self._runtime.gather_lane.mark(), again or self.settings.current.keep_storage
+        after, reserve = self._runtime.gather_lane.record_event(), again or self.settings.current.keep_storage
         for bucket in self.buckets:
             bucket.release(after, reserve)
 
@@ -414,7 +414,7 @@ class ParamGroup:
             ]
         for resident in self.residents:
             resident.keep()
-        after = run.gather_lane.mark()
+        after = run.gather_lane.record_event()
         for bucket in self.buckets:
             bucket.release(after)
 

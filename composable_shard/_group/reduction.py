@@ -251,7 +251,7 @@ class ReduceBucket:
         when_done: WhenDone,
     ) -> tuple[Job[Reduced], Job[Any]]:
         """Queue the reduction; returns its job, and the job after which its slots are no longer used."""
-        after = [self._lane.mark()]
+        after = [self._lane.record_event()]
         for slot in slots[1:]:
             after += slot.free_after
         if self._is_launched and whole and not (partial or asks):

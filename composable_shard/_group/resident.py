@@ -70,7 +70,7 @@ class Resident:
             weights = zip(self._bucket.weights, self._layout.params, strict=True)
             own = [own_rows(weight, at, self._info.shard_rank) for weight, at in weights]
             torch._foreach_copy_(self._pieces(slot, written=True), own)
-        self._kept_at = self._lane.mark()
+        self._kept_at = self._lane.record_event()
 
     def _pieces(self, slot: Slot, written: bool = False) -> list[torch.Tensor]:
         return own_pieces(slot.typed(self._bucket.dtype, written), self._layout, self._info.shard_rank)
@@ -108,5 +108,5 @@ class Resident:
     def release(self) -> None:
         """Release the pieces."""
         if self._slot is not None:
-            self._pool.release(self._slot, self._lane.mark())
+            self._pool.release(self._slot, self._lane.record_event())
             self._slot = None

@@ -71,13 +71,13 @@ class DeviceMemory:
             self._streams[stream] = None
         return nullcontext() if self._mem_pool is None else torch.cuda.use_mem_pool(self._mem_pool, self.device)
 
-    def queued(self) -> Events:
+    def record_events(self) -> Events:
         """Record an event after the work that is queued on the current stream.
 
         The first writer of new memory waits for this event, because earlier work on the stream may still read memory
         that the allocator returns.
         """
-        event = self._lane.mark()
+        event = self._lane.record_event()
         return () if event is None else (event,)
 
     def wait_before_free(self, after: Iterable[torch.Event | None]) -> None:

@@ -203,7 +203,7 @@ class BufferPool:
         if slot is None or slot.request is not None:
             slot = self._own[key] = self._make(request.nbytes, resizes=True)
         elif not slot.has_memory:
-            slot.resize(request.nbytes, self.memory.queued())
+            slot.resize(request.nbytes, self.memory.record_events())
             self._beside_bytes += slot.nbytes
             self.addresses.add(slot)
         return slot
@@ -310,7 +310,7 @@ class BufferPool:
                 lent.append(each)
             elif slot is not None:
                 self.take_back(slot)
-                self.release(slot, *self.memory.queued())
+                self.release(slot, *self.memory.record_events())
 
     def release_all(self, slots: Sequence[Slot], after: torch.Event | None) -> None:
         """Release each of these slots after the same event."""
@@ -326,13 +326,13 @@ class BufferPool:
         for slot in slots:
             if slot.request is not None:
                 slot.wait_until_free()
-                self.release(slot, *self.memory.queued())
+                self.release(slot, *self.memory.record_events())
 
     def _poisoned(self, slot: Slot, after: torch.Event | None) -> torch.Event | None:
         if after is not None:
             after.wait()
         _debug.poison(slot.typed(torch.uint8, written=True))
-        return next(iter(self.memory.queued()), None)
+        return next(iter(self.memory.record_events()), None)
 
     @property
     def wants_arena(self) -> bool:
@@ -415,7 +415,7 @@ class BufferPool:
     def _make(self, nbytes: int, resizes: bool = False) -> Slot:
         memory = self._allocate(nbytes)
         with plainly():
-            slot = Slot(memory, self.memory.queued(), resizes)
+            slot = Slot(memory, self.memory.record_events(), resizes)
         self.addresses.add(slot)
         return slot
 

@@ -46,7 +46,7 @@ def test_the_record_since_a_mark_has_only_later_actions():
     history = History()
     begin(history, first)
     history.done += (Kind.UNSHARD, "first", 8)
-    mark = history.mark()
+    mark = history.position()
     first.running = 0
     begin(history, second)
     history.done += (Kind.UNSHARD, "second", 16)

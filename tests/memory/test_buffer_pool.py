@@ -33,7 +33,7 @@ class MarkingLane(Lane):
     def __init__(self):
         self.marks = 0
 
-    def mark(self):
+    def record_event(self):
         self.marks += 1
         return self.marks
 

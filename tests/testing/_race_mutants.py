@@ -5,8 +5,8 @@ from __future__ import annotations
 from unittest import mock
 
 from _race_plants import (
-    NO_MARK,
-    NO_QUEUE,
+    NO_EVENT,
+    NO_EVENTS,
     NO_SYNC,
     NO_WAIT,
     Mutant,
@@ -89,12 +89,12 @@ MUTANTS = {
         "few-ranks",
     ),
     "weights-given-up-without-event": Mutant(
-        "ParamGroup.reshard", "weights are freed after their last reader", within(ParamGroup, "reshard", NO_MARK)
+        "ParamGroup.reshard", "weights are freed after their last reader", within(ParamGroup, "reshard", NO_EVENT)
     ),
     "weights-shrunk-without-event": Mutant(
         "ParamGroup.shrink",
         "weights of which few ranks keep pieces are freed after their last reader",
-        within(ParamGroup, "shrink", NO_MARK),
+        within(ParamGroup, "shrink", NO_EVENT),
         "few-ranks",
     ),
     "failed-gathers-go-on": Mutant(
@@ -110,7 +110,7 @@ MUTANTS = {
         "two-streams",
     ),
     "reductions-ignore-packing": Mutant(
-        "ReduceBucket._queued", "reductions wait for packed gradients", within(ReduceBucket, "_queued", NO_MARK)
+        "ReduceBucket._queued", "reductions wait for packed gradients", within(ReduceBucket, "_queued", NO_EVENT)
     ),
     "scratch-ignores-slots": Mutant(
         "ReduceBucket._queued",
@@ -151,13 +151,13 @@ MUTANTS = {
     "pieces-sent-early": Mutant(
         "Resident.start",
         "gathers wait for few ranks' pieces",
-        within(Resident, "keep", NO_MARK),
+        within(Resident, "keep", NO_EVENT),
         "few-ranks-elsewhere",
     ),
     "pieces-given-up-without-event": Mutant(
         "Resident.release",
         "few ranks' pieces are freed after their last reader",
-        within(Resident, "release", NO_MARK),
+        within(Resident, "release", NO_EVENT),
         "few-ranks-by-hand",
     ),
     "extensions-ignore-optimizer": Mutant(
@@ -169,11 +169,11 @@ MUTANTS = {
     "extensions-sent-early": Mutant(
         "ExtensionBucket.start",
         "gathers wait for the tensors that extensions create",
-        within(ExtensionBucket, "start", NO_MARK),
+        within(ExtensionBucket, "start", NO_EVENT),
         "extensions",
     ),
     "graphs-gather-early": Mutant(
-        "_Gathers.start", "gathers of graphs wait for their shards", within(_Gathers, "start", NO_MARK), "graph"
+        "_Gathers.start", "gathers of graphs wait for their shards", within(_Gathers, "start", NO_EVENT), "graph"
     ),
     "graphs-drop-early": Mutant(
         "_Gathers._drop",
@@ -209,30 +209,30 @@ MUTANTS = {
     "poisoned-without-event": Mutant(
         "BufferPool._poisoned",
         "memory is freed after it was poisoned",
-        within(BufferPool, "_poisoned", NO_QUEUE),
+        within(BufferPool, "_poisoned", NO_EVENTS),
         "debugging",
     ),
     "new-slots-without-event": Mutant(
         "BufferPool._make",
         "new slots are written after earlier uses of their memory",
-        within(BufferPool, "_make", NO_QUEUE),
+        within(BufferPool, "_make", NO_EVENTS),
     ),
     "own-slots-without-event": Mutant(
         "BufferPool._own_slot",
         "memory that a slot gets again is written after earlier uses of it",
-        within(BufferPool, "_own_slot", NO_QUEUE),
+        within(BufferPool, "_own_slot", NO_EVENTS),
         "counted-memory",
     ),
     "new-arenas-without-event": Mutant(
         "Arena._add",
         "new arenas are written after earlier uses of their memory",
-        within(Arena, "_add", NO_QUEUE),
+        within(Arena, "_add", NO_EVENTS),
         "optimizer-event",
     ),
     "filled-without-event": Mutant(
         "Arena.allocate",
         "filled regions are written after earlier uses of their memory",
-        within(Arena, "allocate", NO_QUEUE),
+        within(Arena, "allocate", NO_EVENTS),
         "idle-memory",
     ),
     "emptied-early": Mutant(
@@ -262,7 +262,7 @@ MUTANTS = {
     "copied-to-host-at-once": Mutant(
         "StateOnHost.step",
         "gradients are copied to the host after they are reduced",
-        within(StateOnHost, "step", NO_MARK),
+        within(StateOnHost, "step", NO_EVENT),
         "steps-on-host",
     ),
     "host-steps-at-once": Mutant(
@@ -304,7 +304,7 @@ COVERED = {
         "BufferPool.collect",
         "memory of graphs is freed after its last reader; the next gather of a graph waits for the current stream, and "
         "a gather of an eager forward waits for the beginning of the forward",
-        within(BufferPool, "collect", NO_QUEUE),
+        within(BufferPool, "collect", NO_EVENTS),
         "graph",
     ),
 }
@@ -313,9 +313,9 @@ COVERED = {
 PASSED_ON = {
     "Job._advance": "Waiting.wait",
     "Launched._advance": "Waiting.wait",
-    "StreamLane.mark": "only records an event",
+    "StreamLane.record_event": "only records an event",
     "StreamLane.queued": "DeviceMemory.leave",
-    "DeviceMemory.queued": "only records events",
+    "DeviceMemory.record_events": "only records events",
     "GatherBucket.forget": "BufferPool.release",
     "BufferPool.release_failed": "StreamLane._give_up",
     "BufferPool.release": "only stores events",
@@ -338,7 +338,6 @@ PASSED_ON = {
     "Actions.__init__": "only stores an event",
     "Actions.ahead": "Actions.parameters_changed",
     "Engine.end_backward_by_hand": "Job.finish",
-    "Review.begin": "no wait: a position in the record",
     "RankOrdered._share_sum": "gloo: the host waits for its handles",
     "Roll.is_full": "the host waits before a vote",
     "Stopwatch._read": "the host waits to read a clock",

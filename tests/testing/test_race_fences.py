@@ -15,7 +15,18 @@ from _race_training import perform
 LIBRARY = Path(composable_shard.__file__).parent
 WINGS = ("_comm", "_memory", "_group", "_engine")
 ORDERS = {  # attributes by which the library orders streams
-    *("mark", "queued", "wait", "wait_event", "wait_stream", "wait_for", "record", "synchronize", "finish"),
+    *(
+        "record_event",
+        "record_events",
+        "queued",
+        "wait",
+        "wait_event",
+        "wait_stream",
+        "wait_for",
+        "record",
+        "synchronize",
+        "finish",
+    ),
     *("free_after", "changed", "take_events", "wait_before_free", "occupied", "occupy"),
 }
 
