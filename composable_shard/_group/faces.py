@@ -229,7 +229,7 @@ class Faces:
     def enter(self, slot: Slot) -> Leaves | None:
         """Prepare a gather into this slot; returns the leaves there, if any were made.
 
-        If the slot's memory has moved (see `BufferPool.rest`), faces over the former memory are dropped.
+        If the slot's memory has moved (see `BufferPool.free_idle`), faces over the former memory are dropped.
         """
         if self._begins.get(slot) != slot.begin:
             self._begins[slot] = slot.begin

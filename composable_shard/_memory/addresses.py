@@ -56,7 +56,8 @@ class Addresses:
         index = bisect_right(self._begins, address)
         slot = self._slots[index - 1] if index else None
         if slot is not None and address < slot.reach:
-            for each in (slot, *slot.rivals):  # any other slot with this address is a rival
+            # `slot` begins last before the address. Any other slot that contains the address overlaps it: a rival.
+            for each in (slot, *slot.rivals):
                 if each.begin <= address < each.end and each.owner is not None:
                     return each
         for outside in self._outside:

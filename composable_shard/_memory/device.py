@@ -43,11 +43,11 @@ class DeviceMemory:
         self._mem_pool = torch.cuda.MemPool() if wanted else None
         return True
 
-    def leave_segments(self) -> None:
-        """Return the allocator's free segments to the device. Call this after all memory has been freed.
+    def return_segments(self) -> None:
+        """Return the allocator's free segments to the device, before an arena is allocated and after the old one was freed.
 
-        The next allocations have other sizes. Without this call, the allocator would keep the old segments and also
-        reserve new ones.
+        The arena has another size than what was freed. Without this call, the allocator would keep the old segments and
+        reserve new ones. On CUDA this also empties the cache of user code (`torch.cuda.empty_cache`).
         """
         if self._mem_pool is not None:
             self._mem_pool = torch.cuda.MemPool()
@@ -66,16 +66,15 @@ class DeviceMemory:
             storage.resize_(nbytes)
 
     def _allocating(self) -> contextlib.AbstractContextManager[None]:
-        """Context for an allocation: record the current stream, and select the `MemPool` if there is one."""
+        """Context for an allocation: remember the current stream, and select the `MemPool` if there is one."""
         if (stream := self._lane.current()) is not None:
             self._streams[stream] = None
         return nullcontext() if self._mem_pool is None else torch.cuda.use_mem_pool(self._mem_pool, self.device)
 
     def record_events(self) -> Events:
-        """Record an event after the work that is queued on the current stream.
+        """Record an event behind the work that is queued on the current stream; none on a CPU.
 
-        The first writer of new memory waits for this event, because earlier work on the stream may still read memory
-        that the allocator returns.
+        The first writer of new memory waits for it (rule 4 in `pool.py`).
         """
         event = self._lane.record_event()
         return () if event is None else (event,)
@@ -91,7 +90,7 @@ class DeviceMemory:
                 stream.wait_event(event)
 
     def leave(self, *lanes: Lane) -> None:
-        """Order the release of all memory after the work that is queued on these lanes."""
+        """Wait for the work queued on these lanes before the memory is freed, because its owner is being deleted."""
         with suppress(Exception):  # the device may no longer exist, for example at exit
             for lane in lanes:
                 self.wait_before_free(lane.queued())

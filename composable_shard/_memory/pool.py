@@ -1,55 +1,67 @@
 """The memory pool for unsharded parameters and communication buffers.
 
-In the first step, a released slot goes to a free list by size. The next lease of that size takes it, whatever its dtype
-or purpose. Meanwhile the pool records which requests are live at the same time. Between two steps it then makes an
-*arena*: one allocation in which each request has a fixed slot. Requests that were never live at the same time may
-overlap. For example, the weights of one layer, the gather of the next and the gradients of a third can share memory,
-even if their sizes differ. A name has the same address in forward and backward if that needs no extra memory (`pack`).
+Code asks for memory under a name (`Request`) and gets a *slot* until it releases it.
 
-The pool records all types of steps together (with and without gradients, recomputed, accumulated). Requests share
-memory only if no step had both live at the same time. A lease falls back to the free lists if it has no slot in the
-arena, or if its slot is taken. The pool counts such fallbacks, and the next arena includes them.
+Before the first step has ended, slots are separate allocations. Meanwhile the pool records which requests are leased at
+the same time. Between two steps it then makes an *arena*, in which each request has a fixed slot. Requests that were
+never leased at the same time may overlap. For example, the weights of one layer, the gather of the next and the
+gradients of a third can share memory, even if their sizes differ. A name has the same address in forward and backward
+unless that needs more memory (`_plan/arena.py: pack`).
+
+The pool records all types of steps together (with and without gradients, recomputed, accumulated). A lease falls back
+to a separate slot if its request has no slot in the arena, or if an overlapping slot is leased. The pool counts such
+fallbacks, and the next arena includes them.
 
 States of a slot
 ----------------
 
-    state      request  owner     left by
-    free       None     None      `lease`
-    leased     set      a bucket  `release`, `release_queued`, `retain`, `lend`, and `release_failed` after an error
-               set      None      (owner: the bucket whose weights are in the slot; None for other purposes)
-    queued     None     None      `finish_queued`, once the queued work was waited for; or `lease`
-    retained   set      None      `take_back`: leased again, for the same bucket
-    lent       set      None      `collect`: released when no tensor refers to the memory any more
+    state      request   owner       next state, by
+    free       None      None        leased: `lease`
+    leased     set       see below   free: `release`; queued: `release_queued`; retained: `retain`; lent: `lend`;
+                                     after an error, free: `release_failed`
+    queued     None      None        free: `finish_queued`, once the queued work was waited for; leased: `lease`
+    retained   set       None        leased: `take_back`, by the same bucket
+    lent       set       None        free: `collect`, when no tensor refers to the memory any more
 
-Only a slot with an owner is found by address, so handles never find weights that are resharded. Most slots have memory
-in all states. A slot that `resizes`, or that is alone in a large region, has none while it is free.
+The owner of a leased slot is the bucket whose weights are in it; other purposes have none. Handles find weights only in
+slots with an owner, so never in resharded ones. A queued slot looks like a free one: only the caller knows which slots
+it must pass to `finish_queued`, and the arena counts them.
+
+Most slots keep their memory while they are free. Two kinds do not: slots that *resize* (`Request.refills`), and slots
+in a region of their own, which are larger than most others or were made before the arena (`regions.py`).
 
 Who records, who waits, who frees
 ---------------------------------
 
-On a CPU there are no events: the host waits for a job before it releases the job's slots. On an accelerator, the host
-runs ahead of the streams, so a released slot may still be read or written. These rules keep it correct. In parentheses:
-the entry of `tests/testing/_race_mutants.py` that removes the code, so that a test finds the race.
+On a CPU there are no events: the host waits for a job before it releases the slots of the job. On an accelerator, the
+host runs ahead of the streams, so a released slot may still be read or written. The rules:
 
-1. Who releases a slot passes an event that was recorded on the stream that used it, after its last use. It becomes
-   `Slot.free_after`. (weights-given-up-without-event, pieces-given-up-without-event, slots-freed-before-scatters)
-2. Who writes first to a leased slot makes its stream wait for `free_after`: a gather on the stream of gathers
-   (gathers-ignore-slots, gathers-ignore-landings), the packing of gradients on the current stream
-   (packing-ignores-slots), scratch memory on the stream of reductions (scratch-ignores-slots).
-3. Slots of the arena may overlap. `lease` adds the events of overlapping slots to `free_after` (rivals-carry-no-event).
-   It does not lease a slot while an overlapping one is leased.
-4. The allocator may return memory that earlier work of the current stream still uses, and the first writer is often
-   another stream. So new memory starts with an event of the current stream in `free_after` (new-slots-without-event,
-   own-slots-without-event, new-arenas-without-event, filled-without-event).
-5. Before memory goes back to the allocator, all streams on which the pool has allocated wait for `free_after`, because
-   the allocator gives it to them without an event (given-back-after-reading, emptied-early, drained-early,
-   allocating-streams-do-not-wait).
-6. A reduction releases its slots as soon as it is queued (`release_queued`), behind an event. Later work on any stream
-   can be ordered by that event. Freeing memory cannot, so such memory is freed after the wait (`finish_queued`).
-7. Which slots are leased is the same on all ranks, except lent ones, whose time of release depends on user code. No
-   decision about a collective may depend on them (`issued_bytes`).
-8. A gather reads shards, which an optimizer writes on another stream: see `Actions.parameters_changed`
-   (gathers-ignore-optimizer).
+1. Whoever releases a slot passes an event behind the last use of it. The event becomes `Slot.free_after`. Gathered
+   weights are read by compute, so this event is recorded on the current stream, after the module or its backward has
+   been queued there. Code that reads weights on another stream must make the current stream wait for it.
+2. Whoever writes first to a leased slot makes the writing stream wait for `free_after`: a gather on the stream of
+   gathers, the packing of gradients on the current stream, scratch memory on the stream of reductions.
+3. Slots of the arena may overlap. `lease` adds the events of overlapping slots to `free_after`. It does not lease a
+   slot while an overlapping one is leased.
+4. The allocator may hand out memory that queued work of the current stream still uses, because it orders memory by
+   stream. The first writer is often another stream. So the `free_after` of a new slot is an event of the current stream.
+5. The allocator hands freed memory to the streams on which it was allocated, without an event. So all these streams
+   wait for `free_after` before memory is freed.
+6. A reduction releases its slots as soon as it is queued (`release_queued`), behind an event. A later writer waits for
+   that event on its own stream. Freeing would make the compute stream wait (rule 5), so such memory is freed only
+   after the reduction was waited for (`finish_queued`).
+7. Whether a slot is lent or retained for user code depends on what this rank's user code keeps. No decision about a
+   collective may depend on it (`issued_bytes`).
+8. A gather reads shards, which an optimizer writes on another stream: see `Actions.parameters_changed`.
+
+`tests/testing/_race_mutants.py` removes each of these waits and events, so that a test finds the race:
+
+    1  weights-given-up-without-event, pieces-given-up-without-event, slots-freed-before-scatters
+    2  gathers-ignore-slots, gathers-ignore-landings, packing-ignores-slots, scratch-ignores-slots
+    3  rivals-carry-no-event
+    4  new-slots-without-event, own-slots-without-event, new-arenas-without-event, filled-without-event
+    5  given-back-after-reading, emptied-early, drained-early, allocating-streams-do-not-wait
+    8  gathers-ignore-optimizer
 """
 
 from __future__ import annotations
@@ -83,7 +95,8 @@ class BufferPool:
         peak_bytes: peak of `live_bytes`.
         arena: the slots that have a fixed place.
         lent_bytes: the part of `live_bytes` that stays leased only because user code on this rank keeps views.
-        backward: whether a backward is running. Backward has its own requests, which may have other slots.
+        backward: whether a backward is running. A name has one request in forward and another one in backward, whose
+            slots may differ.
         places: the unique object for each `Place`.
         fallbacks: by name, the number of leases for which the arena had no free slot.
     """
@@ -193,7 +206,10 @@ class BufferPool:
         return free.pop() if free else self._make(request.nbytes)
 
     def loses_memory(self, request: Request) -> bool:
-        """Whether the slot of a request loses its memory at release, even if tensors use it."""
+        """Whether the slot of a request loses its memory at release, even if tensors use it.
+
+        A pool whose memory a tool counts (`_fsdp2/listening.py`) does this for all requests.
+        """
         return request.refills
 
     def _own_slot(self, request: Request) -> Slot:
@@ -219,7 +235,7 @@ class BufferPool:
         Args:
             slot: the slot.
             after: the event.
-            keep_memory: whether not to free the memory of a slot that has memory only while it is leased.
+            keep_memory: if True, a slot that has memory only while it is leased keeps it for now.
         """
         request = slot.request
         assert request is not None
@@ -237,8 +253,7 @@ class BufferPool:
     def release_queued(self, slot: Slot, after: torch.Event | None) -> None:
         """Like `release`, but keep the memory until `finish_queued` or the next lease.
 
-        The last use of the slot is queued, and nothing has waited for it. The allocator could give freed memory to work
-        on a stream that does not wait, either.
+        The last use of the slot is queued, and nothing has waited for it (rule 6).
         """
         self.release(slot, after, keep_memory=True)
         self.arena.count_unfinished(1)
@@ -246,7 +261,7 @@ class BufferPool:
     def finish_queued(self, slots: Sequence[Slot], _after: torch.Event | None = None) -> None:
         """Free the memory of slots of `release_queued`, once their work has been waited for.
 
-        Slots that have been leased again keep their memory.
+        Slots that have been leased again keep their memory. `_after` is unused: a job passes it to `when_done`.
         """
         self.arena.count_unfinished(-len(slots))
         self._free_memory(slots)
@@ -292,7 +307,7 @@ class BufferPool:
         self._lent.append((slot, is_used))
 
     def finish_later(self, end: Callable[[], object]) -> None:
-        """Before the next lease, end work whose result will not be used (`collect`).
+        """Finish work whose result nobody will use, before the next lease (`collect`).
 
         This may be called at any time, even by the garbage collector in the middle of another method.
 
@@ -320,8 +335,8 @@ class BufferPool:
     def release_failed(self, slots: Sequence[Slot]) -> None:
         """Release those of these slots that are still leased, after an error in the code that leased them.
 
-        It may have failed before it waited for `free_after`. The current stream waits for these events, so that the new
-        event, recorded on it, is behind them.
+        That code may have failed before it waited for `free_after`. Now the current stream waits, so the event that is
+        recorded on it for the release is behind these events, too.
         """
         for slot in slots:
             if slot.request is not None:
@@ -345,7 +360,7 @@ class BufferPool:
     def make_arena(self) -> None:
         """Replace all slots by those of a new arena. Requires that no slot is in use."""
         self.free_all()
-        self.memory.leave_segments()
+        self.memory.return_segments()
         self.arena.make(list(self._known))
         self._lacks = False
 
@@ -353,8 +368,8 @@ class BufferPool:
         """Free the regions of the arena in which nothing is leased. Call this when no lease is about to follow.
 
         Args:
-            between: whether this is between a forward and its backward. The next arena has a separate region for the
-                requests that are leased now.
+            between: whether this is the end of a forward whose backward follows. The next arena has a separate region
+                for the requests that are leased now, so that all other memory can be freed while the loss is computed.
         """
         if self.arena.keeps_idle:
             return
@@ -398,11 +413,11 @@ class BufferPool:
         self._beside_bytes = sum([slot.nbytes for slot in remaining.difference(self.arena.slots)])
 
     def _forget_own(self) -> None:
-        """Forget the slots of individual names, except slots of `refills` requests, which existing views refer to."""
+        """Forget slots of single requests. Existing views refer to slots of `refills` requests, so these are kept."""
         self._own = {key: slot for key, slot in self._own.items() if key[2]}
 
     def start_over(self) -> None:
-        """Free all memory that is not leased, and forget which requests have met, because sizes are about to change."""
+        """Free all memory that is not leased, and forget which requests were leased together: sizes will change."""
         self.free_all()
         for request in self._known.keys() - self._live:
             request.forget()

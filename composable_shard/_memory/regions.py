@@ -33,8 +33,9 @@ class Region:
 
     Attributes:
         offset: offset in the arena, in bytes.
-        is_large: whether the region is for one request that is much larger than others. Its memory is freed when the
-            request is released, or when the work that was queued on it has been waited for.
+        is_large: whether the region belongs to one request. Its memory is freed when the request is released, or when
+            the work that was queued on it has been waited for. It is for requests that are much larger than others, and
+            for all requests before the arena is made.
         nbytes: size in bytes.
         storage: the storage of the memory and of all views of its slots.
         slots: the slots in the region. `at` contains them by span.
@@ -73,7 +74,7 @@ class Region:
 class Arena:
     """The slots of a pool that have a fixed place.
 
-    Before the first step, an arena with `keeps_idle=False` has one region per request.
+    Before `make`, an arena with `keeps_idle=False` has one region per request.
 
     Args:
         memory: allocates the memory.
@@ -88,7 +89,7 @@ class Arena:
         held_bytes: bytes of all regions that have memory.
         without_memory: number of regions without memory.
         allocations: number of regions that have been created.
-        unfinished: number of slots (in regions or not) with queued work that has not been waited for.
+        unfinished: number of slots of the pool with queued work that has not been waited for.
     """
 
     def __init__(self, memory: DeviceMemory, addresses: Addresses) -> None:
@@ -120,7 +121,8 @@ class Arena:
         else:
             self.least_large = _least_large(known, _end_of(spans))
             for is_large, part in _parted(known, self._resting, self.least_large):
-                if part:  # free each region right away, so that they are never all allocated
+                if part:
+                    # A region allocates its memory. Free it right away, so that not all regions are allocated together.
                     self.free(self._add(part, _packed(part), is_large))
         self.is_planned = True
 
@@ -166,7 +168,7 @@ class Arena:
     def allocate(self, region: Region) -> None:
         """Allocate the memory of a region again, because something in it is being leased."""
         if region.is_large and self.is_planned:
-            self.free_idle()
+            self.free_idle()  # a large request and the rest of the arena are rarely needed together
         self._memory.fill(region.storage, region.nbytes)
         region.reallocated(self._memory.record_events())
         self._addresses.replace([*self._addresses, *region.slots])
@@ -186,7 +188,8 @@ class Arena:
         self._resting.clear()
 
 
-_LARGE_SHARE, _LARGE_RATIO = 1 / 3, 1.5  # large requests exceed this share of the arena and this multiple of the median
+# Large requests exceed this share of the arena that all requests would have, and this multiple of their median.
+_LARGE_SHARE, _LARGE_RATIO = 1 / 3, 1.5
 
 
 def _packed(known: Sequence[Request]) -> list[tuple[int, int]]:

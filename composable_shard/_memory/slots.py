@@ -67,8 +67,8 @@ class Request:
         name: the purpose, including a parameter's name.
         nbytes: size of the slot in bytes, a multiple of 512.
         backward: whether this is the request of backward. Forward has its own request for the same purpose.
-        refills: whether views of the slot must show the data of the next gather. Such a request has its own slot, which
-            has memory only while it is leased.
+        refills: whether existing views of the slot must show the data of the next gather, as views of packed weights
+            that layers keep. Such a request has a slot of its own. The slot has memory only while it is leased.
         slot: the slot in the arena, or None.
         met: all requests that were ever leased at the same time; None before the first lease.
     """
@@ -99,7 +99,7 @@ class Request:
         self.met = self.slot = None
 
     def start_over(self, live: set[Request]) -> None:
-        """Variant of `forget` for a leased request: it keeps its slot, and has met the requests in `live`."""
+        """Like `forget` for a leased request, which keeps its slot: it has only met the other leased requests."""
         self.met = live - {self}
 
 
@@ -117,11 +117,10 @@ class Slot:
         free_after: the events after the last work on the slot. The next writer waits for them.
         begin, end, nbytes: the half-open address range of the memory, and its size in bytes.
         rivals: other slots of the arena that overlap this slot.
-        awaited: by rival, the rival's events that a writer of this slot waits for or has waited for.
+        awaited: by rival, the events of the rival that are in `free_after`, or that an earlier writer has waited for.
         region: the region of the arena that contains the slot, or None.
         reach: the highest `end` of this slot and its rivals.
-        resizes: whether the memory is freed when the slot is released, or when the work that was queued on it has been
-            waited for. The next lease allocates new memory.
+        resizes: whether the slot has memory only while it is leased (and while released work is queued on it).
     """
 
     __slots__ = (
@@ -187,7 +186,7 @@ class Slot:
     def leave(self) -> None:
         """Drop the memory, because the arena no longer exists.
 
-        Clearing the references frees the memory immediately. Otherwise it would wait for the cyclic garbage collector.
+        Slots, regions and rivals refer to each other. Without this, the memory would wait for the garbage collector.
         """
         self.region, self.rivals = None, ()
         self.awaited.clear()
@@ -218,7 +217,8 @@ class Slot:
     def wait_for(self, rival: Slot) -> None:
         """Make the next writer also wait for the last work on an overlapping slot.
 
-        Events that an earlier writer of this slot has waited for are skipped. They precede the events of this slot.
+        Events that an earlier writer of this slot has waited for are skipped: the event of that writer's release is
+        behind them.
         """
         events, before = rival.free_after, self.awaited.get(rival, ())
         if events is not before:
@@ -233,7 +233,7 @@ class Slot:
         self.end = self.reach = self.begin + nbytes
 
     def show(self) -> None:
-        """Run an operator on the memory, so that dispatch modes that count memory see it."""
+        """Run an operator on the memory, so that dispatch modes of memory trackers see it."""
         with to_keep():
             self._bytes[0].detach()
 
@@ -243,10 +243,9 @@ class Slot:
     def typed(self, dtype: torch.dtype, written: bool = False) -> torch.Tensor:
         """The slot as a 1D tensor of `dtype`.
 
-        Gathers and reductions write only through tensors with ``written=True``. These are aliases with their own
-        version counter, so autograd does not treat a write as a modification of saved weights. Such an error would be
-        wrong, because the saved weights have been resharded, are read through handles, or have moved with their group
-        to another slot.
+        Gathers and reductions write only through tensors with ``written=True``, which have their own version counter.
+        Otherwise autograd would report that saved weights were modified. They are read through handles, which find the
+        weights in their current slot, so writes to a released slot do them no harm.
         """
         view = self._typed.get((dtype, written))
         if view is None:

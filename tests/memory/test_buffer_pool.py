@@ -439,10 +439,10 @@ def test_each_arena_has_its_own_mem_pool(monkeypatch):
     memory.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "MemPool", MemPool)
     assert memory.use_mem_pool(True)
-    memory.leave_segments()
+    memory.return_segments()
     assert [pool() is None for pool in made] == [True, False]
     assert memory.use_mem_pool(False)
-    memory.leave_segments()
+    memory.return_segments()
     assert [pool() is None for pool in made] == [True, True]
 
 
