@@ -43,15 +43,15 @@ class Actions:
 
     Attributes:
         groups, pool, order: all groups, their memory, and the current schedules.
-        changed: the event recorded after the last parameter change. The next gather waits for it; None if a gather
-            already has.
+        changed: the event behind the last change of sharded parameters, for example by an optimizer. The next gather
+            waits for it. None if a gather has waited for it: later gathers follow that one on the same lane.
         recorder: runs and records all actions.
         reductions: the reductions in flight, and the finished ones whose `.grad` is not set yet.
         budget: decides which groups to reshard when a step that deviates from the plan needs memory.
         streams: whether a wait for communication blocks only streams and never the host.
         installed: tracks which tensors are installed in the modules.
-        staying: groups that were not resharded at the end of a use's backward, because the group's next use, or one of
-            its forwards that is still running, needs the unsharded parameters.
+        staying: groups whose unsharded parameters are needed again within the running backward. They were not resharded
+            when the backward of a use ended, because the next use is of the same group or its forward is running.
         gathered: groups that were gathered since the last backward ended; the same on all ranks.
     """
 
@@ -74,15 +74,15 @@ class Actions:
         self.installed = Installed(watch_leaf)
         self._runtime = runtime
         self._without_group = list(map(weakref.ref, without_group))
-        # Groups to gather after waiting for all reductions in flight; None if no gathers are held back.
-        self._held_gathers: Sequence[ParamGroup] | None = None
+        # Groups to prefetch once all reductions in flight have been waited for; None if no prefetch is held back.
+        self._held_prefetches: Sequence[ParamGroup] | None = None
         self.staying: set[ParamGroup] = set()
         self.gathered: set[ParamGroup] = set()
 
     # ---- between passes
 
     def end_reads(self) -> None:
-        """Release the outputs of nodes when no backward reads weights; otherwise they would keep the engine alive."""
+        """Let go of the outputs of nodes: no backward reads weights any more. Their graphs hold the engine."""
         for group in self.groups:
             for bucket in group.buckets:
                 bucket.writes.end_reads()
@@ -96,19 +96,19 @@ class Actions:
     # ---- issuing
 
     def parameters_changed(self, at: torch.Event | None = None) -> None:
-        """Make later gathers wait for the event `at`; without one, for the work queued on the current stream so far."""
+        """Make the next gather wait for the event `at`; without one, for the work now queued on the current stream."""
         self.changed = at or self._runtime.gather_lane.record_event()
 
     def issue_gather(self, group: ParamGroup | None) -> None:
         """Issue a group's gather without waiting for it, unless it is issued or complete already."""
         if group is not None and group.phase in AWAY:
             if self.order.forward.kept and group in self.order.forward.kept:
-                group.note_versions()
-            here = group.phase is RESIDENT  # then the gather reads nothing that an optimizer changes
+                group.note_versions()  # to find out at the next root forward whether they are outdated
+            reads_shards = group.phase is not RESIDENT  # few ranks gather from pieces, which no optimizer changes
             self.recorder.act(UNSHARD, group, group.start_gather, self.changed)
-            if not here:  # all gathers share one lane, so it waits for each event only once
+            if reads_shards:
                 self.changed = None
-            if self.recorder.watch is not None and self.recorder.watch.serial:
+            if self.recorder.watch is not None and self.recorder.watch.serial:  # it times each collective separately
                 self._wait_for_gather(group)
 
     def prefetch(self, groups: Sequence[ParamGroup]) -> None:
@@ -121,9 +121,9 @@ class Actions:
     def gather(self, group: ParamGroup) -> None:
         """Make a group's unsharded parameters readable: gather them if necessary, and wait.
 
-        A forward may write to shards, for example if a model updates its teacher after its student. The unsharded
-        parameters from before are outdated then. They are gathered again here unless a backward follows, which detects
-        the change itself.
+        A forward may write to shards, for example if a model updates its teacher after its student. Unsharded
+        parameters from before are then outdated, and are gathered again. If a backward may follow, they are left as
+        they are: handles of the old values would become stale, and backward raises an error about that.
         """
         if group.phase in AWAY:
             if self.order.forward.budget is not None:
@@ -138,9 +138,10 @@ class Actions:
     def _make_room(self, to: ParamGroup, nbytes: int) -> None:
         """Free memory until `nbytes` more for the group `to` fit in the budget, if possible.
 
-        A step that follows the plan fits already. In other steps, first wait for reductions, then reshard groups.
+        A step that follows the plan fits, so this changes nothing. In other steps, first wait for reductions, then
+        reshard groups.
         """
-        while self.budget.exceeded_by(nbytes) and self.reductions.lease_memory:
+        while self.budget.exceeded_by(nbytes) and self.reductions.have_memory:
             self.reductions.wait_for_oldest()
         for group in self.budget.yielding(to, self.staying) if self.budget.exceeded_by(nbytes) else ():
             if self.budget.exceeded_by(nbytes):
@@ -166,14 +167,18 @@ class Actions:
         if (entries := group.entries()) is not None:
             entries.install_sharded()
         if group.phase is GATHERING:
-            self._wait_for_gather(group)
+            self._wait_for_gather(group)  # the gather writes to the memory that is released here
         if group.phase is not SHARDED:
             self.recorder.act(RESHARD, group, group.reshard)
         if edited:
             raise lost_edit(edited)
 
     def find_edits(self, group: ParamGroup) -> list[str]:
-        """FQNs of the unsharded parameters whose values changed, given that their versions did; see `edits.changed`."""
+        """FQNs of the unsharded parameters whose values user code has changed (`edits.changed`).
+
+        Their versions have changed. A write of equal values also changes versions, so the values are gathered again and
+        compared.
+        """
         try:
             return changed(group.buckets, partial(self._regather, group))
         except BaseException:
@@ -189,9 +194,8 @@ class Actions:
         """At the start of a root forward: adopt replaced parameters, and reshard outdated groups.
 
         Args:
-            waiting: whether the backward of an earlier forward may still run. If so, the groups that the earlier
-                forward left unsharded stay unsharded for that backward. The caller decides this by the calls that the
-                program makes and not by which graphs are alive, because ranks may differ in the latter.
+            waiting: whether the backward of an earlier forward may still run (`Iterations.waiting`). If so, the groups
+                that the earlier forward left unsharded stay unsharded for that backward.
 
         Returns:
             whether any parameter was replaced.
@@ -212,12 +216,12 @@ class Actions:
         """Whether a root forward that begins now may use the unsharded parameters of this group."""
         if group.stay.pinned:
             return True
-        # Foreach functions do not increase versions, so a swap of weights by them before an evaluation goes unnoticed.
-        # An evaluation reshards all groups when it ends, so none need to be kept for it.
+        # Code often swaps weights before an evaluation (EMA). Foreach functions do not increase versions, so such a
+        # swap would go unnoticed. An evaluation therefore gathers all groups anew.
         if not torch.is_grad_enabled():
             return False
-        # `stay.kept` stores the setting from the backward that kept the weights: the current setting is True again in
-        # the last of several microbatches.
+        # `stay.kept`, because the setting may have changed since the backward that kept the weights: for the last of
+        # several microbatches, it is True again.
         return waiting or group.stay.kept or not group.settings.current.reshard_after_backward
 
     def _adopt_without_group(self) -> None:
@@ -230,7 +234,8 @@ class Actions:
         """At the end of a root forward: reshard prefetched groups that were not used; without grad mode, all groups.
 
         Args:
-            failed: whether the forward raised an error. Then nothing is done that requires other ranks.
+            failed: whether the forward raised an error. Then no collective is issued, because other ranks may not have
+                failed: edited weights are not gathered again for a comparison.
         """
         keeps = torch.is_grad_enabled()
         for group in self.groups:
@@ -239,7 +244,7 @@ class Actions:
                 self.reshard(group, check_edits=False)
             if group.phase is not SHARDED and not group.stay.pinned and (group.phase is GATHERING or not keeps):
                 self.reshard(group)
-        if keeps:
+        if keeps:  # the loss comes next. Without grad mode, the next forward does, which would allocate it again
             self.pool.free_idle(between=True)
 
     def reshard_idle(self) -> None:
@@ -252,7 +257,7 @@ class Actions:
     def pin(self, group: ParamGroup, wait: bool) -> None:
         """Gather a group and keep it unsharded until `reshard`, its next use, or a change of its parameters."""
         if group.phase in AWAY:
-            self.parameters_changed()
+            self.parameters_changed()  # users call this between steps, after any change that they have made
         group.stay.pin()
         self.issue_gather(group)
         if wait:
@@ -281,20 +286,20 @@ class Actions:
         self.budget.unread.clear()
         self.pool.backward = False
 
-    def end_root_backward(self, pinned: bool) -> None:
+    def end_root_backward(self, ends_pins: bool) -> None:
         """At the end of a backward: reshard groups that have `reshard_after_backward`, and prefetched, unused groups.
 
-        Groups whose forward is running are skipped. All others stay unsharded, but their sharded parameters are
-        installed.
+        Other groups stay unsharded, but their sharded parameters are installed, which clipping and optimizers read.
+        Groups whose forward is running are left alone.
 
         Args:
-            pinned: whether groups that a user unsharded are treated like all others. A rank that has not run such a
-                group must end with it sharded, like the ranks that have: otherwise clipping would miss its gradients.
+            ends_pins: whether groups that a user unsharded are treated like all others, as at the end of their own use.
+                The group of a user may have no use on this rank, but on others. All ranks must end alike.
         """
         self.staying.clear()
         self.budget.unread.clear()
         for group in self.groups:
-            if group.phase is SHARDED or group.running or (group.stay.pinned and not pinned):
+            if group.phase is SHARDED or group.running or (group.stay.pinned and not ends_pins):
                 continue
             if group.settings.current.reshard_after_backward or (group.phase is GATHERING and not group.stay.pinned):
                 self.reshard(group)
@@ -318,7 +323,7 @@ class Actions:
 
     def reduce_now(self, group: ParamGroup, gradients: Gradients) -> dict[int, torch.Tensor]:
         """Reduce and wait; does not set `.grad`. Returns this rank's shard of each gradient, by parameter index."""
-        self.reductions.finish_all()
+        self.reductions.finish_all()  # reductions are waited for in the order of issue
         if self.order.forward.budget is not None:
             self._make_room(group, group.gradients.reduce_bytes)
         self.reductions.start(group, gradients, alone=True)
@@ -326,7 +331,7 @@ class Actions:
 
     def discard_reductions(self) -> None:
         """Wait for all reductions and discard their results, and issue no gathers behind them."""
-        self._held_gathers = None
+        self._held_prefetches = None
         self.reductions.discard()
 
     def begin_forward(self, group: ParamGroup) -> None:
@@ -355,7 +360,7 @@ class Actions:
         elif group.phase is UNSHARDED:
             self._shrink(group)
         if not (self.pool.arena.keeps_idle or self.pool.backward) and self.order.all_have_begun():
-            self.pool.free_idle()  # here as well, because the root's forward may compute the loss
+            self.pool.free_idle()  # not only at the end of the root's forward, because that may compute the loss
 
     def end_failed_forward(self, group: ParamGroup, stays: bool, written: bool) -> None:
         """Like `end_forward`, but after a failure, and without a check for edits: other ranks may not have failed.
@@ -367,7 +372,7 @@ class Actions:
         written |= group.is_written()
         group.forget_writes()
         self.end_forward(group, stays)
-        # A checkpoint also stops a recomputation in backward early by raising an exception.
+        # In backward, a checkpoint stops a recomputation early by an exception. That is no failure.
         if written and current_backward() < 0:
             self.reshard(group, check_edits=False)
 
@@ -378,7 +383,7 @@ class Actions:
         self.recorder.act(Kind.SHRINK, group, group.shrink)
         if edited:
             raise lost_edit(edited)
-        self.recorder.history.lasted(group.layout.weight_bytes)  # for a moment, full weights and pieces were both live
+        self.recorder.history.add_bytes(group.layout.weight_bytes)  # they were live together with the pieces
         if (entries := group.entries()) is not None:
             entries.install_leaves(group.pieces())
 
@@ -387,11 +392,15 @@ class Actions:
     ) -> None:
         """Begin the backward of a use: gather and install its unsharded parameters, and prefetch the next groups.
 
-        With `reduces_first`, gathers can reuse a reduction's memory only after the host has waited for that reduction.
-        So all reductions in flight are waited for before anything is gathered. If this use or a group in `missed` must
-        be gathered, the wait happens here. Otherwise, the wait happens when half of the use's saved weights have been
-        read. Prefetches are then issued at that point in both cases, so reductions overlap with the first half of the
-        use's backward, and prefetched gathers overlap with the second half.
+        With `reduces_first` (on a CPU), a gather can reuse the memory of a reduction only after the host has waited for
+        that reduction. So all reductions in flight are waited for before anything is gathered:
+
+        - If the use's group, or one in `missed`, must be gathered: here.
+        - Otherwise: when half of the use's saved weights have been read (`issue_held_prefetches`). The reductions
+          overlap with the first half of the use's backward.
+
+        In both cases, the next groups are prefetched when half of the weights have been read, so their gathers overlap
+        with the second half.
 
         Args:
             use: the use.
@@ -400,16 +409,21 @@ class Actions:
             missed: groups that the schedule gathers with earlier uses which backward skipped. They are gathered first.
             following: the groups to prefetch with this use.
         """
-        if self._held_gathers is not None:
-            self.issue_held_gathers()
+        if self._held_prefetches is not None:
+            self.issue_held_prefetches()
         group = use.group
         self.staying.discard(group)
-        if len(group.buckets) == 1:  # with several buckets, only handles tell which outputs belong to which bucket
+        if len(group.buckets) == 1:  # with several buckets, the first handle that is read tells its bucket's outputs
             bucket = group.buckets[0]
             bucket.writes.begin_reads(outputs, bucket.here)
         if self.order.forward.budget is not None:
             self.budget.reached(use, outputs)
-        waits = self.reductions.in_flight and self._holds_prefetches(group, missed, following)
+        holds = False  # whether to hold back the prefetches
+        if self.reductions.in_flight and (self.order.backward.reduces_first or group.reduces_first):
+            gathers_now = group.phase in AWAY or any(each.phase in AWAY for each in missed)
+            if gathers_now:
+                self._wait_for_reductions()
+            holds = gathers_now or any(each.phase in AWAY for each in following)
         if missed:
             self.prefetch(missed)
         if group.gathers_in_backward or group.phase not in AWAY:
@@ -417,46 +431,31 @@ class Actions:
             self.installed.install_outputs(use, outputs)
             if torch.is_grad_enabled():
                 self.installed.install_new_copies(use, outputs)
-        # If the root returns its last module's output, backward reaches that module before the root. The compute timed
-        # now belongs to the module and must not be attributed to the root.
+        # If the root returns the output of its last module, backward reaches that module first and the root right after
+        # it. The compute that follows is the module's.
         if self.recorder.watch is not None and not (group.is_root and self.recorder.watch.runs(Kind.BACKWARD)):
             self.recorder.watch.begin(Kind.BACKWARD, group.fqn)
-        if not waits:
+        if not holds:
             self.prefetch(following)
             return
-        self._held_gathers = following
+        self._held_prefetches = following
         if use.reads > 1:
             group.buckets[0].reads_left = use.reads // 2
         else:
-            self.issue_held_gathers()
-
-    def _holds_prefetches(
-        self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]
-    ) -> bool:
-        """Whether prefetches must be issued after the reductions in flight.
-
-        If this group or a group in `missed` must be gathered now, wait for the reductions here.
-        """
-        if not (self.order.backward.reduces_first or group.reduces_first):
-            return False
-        if group.phase in AWAY or any(each.phase in AWAY for each in missed):
-            self._held_gathers = ()
-            self.issue_held_gathers()
-            return True
-        return any(each.phase in AWAY for each in following)
+            self.issue_held_prefetches()
 
     def gather_again(self, group: ParamGroup) -> None:
-        """Make a group readable again that may have been resharded since backward reached it.
+        """Make a group readable again that the budget, or user code, may have resharded since backward reached it.
 
-        If it was resharded for the budget before a checkpoint recomputed, the outputs of the use's node are also
-        installed again.
+        If the budget resharded it before a checkpoint has recomputed (`Budget.unread`), the outputs of its use's node
+        are also installed again.
         """
         self.gather(group)
         if (reached := self.budget.unread.get(group)) is not None:
             self.installed.install_outputs(*reached)
 
     def skip_use(self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]) -> None:
-        """Issue the gathers of a use that backward skips (see `Engine._skip`, `begin_backward`)."""
+        """Gather for a use that backward skips, in the order in which `begin_backward` gathers on other ranks."""
         self.budget.unread.pop(group, None)
         own = (group,) if group.gathers_in_backward else ()
         self._issue_held_before(group, (*missed, *own))
@@ -467,20 +466,23 @@ class Actions:
         self.prefetch(following)
 
     def _issue_held_before(self, group: ParamGroup, gathers: Sequence[ParamGroup]) -> None:
-        """Call `issue_held_gathers`. If these gathers must follow the reductions, wait for all reductions first."""
+        """Issue the prefetches held back, before `gathers`. If gathers must follow reductions, wait for these first."""
         first = self.order.backward.reduces_first or group.reduces_first
         if first and any(each.phase in AWAY for each in gathers):
-            self._held_gathers = self._held_gathers or ()
-        self.issue_held_gathers()
+            self._wait_for_reductions()
+        self.issue_held_prefetches()
 
     def end_use(self, group: ParamGroup, following: ParamGroup | None) -> None:
         """End the backward of a use: reshard its group, unless it must stay unsharded.
 
-        A group stays unsharded if its settings request it or if one of its forwards is still running. It also stays if
-        it is `following`, the group whose backward is expected next, unless the schedule forbids that.
+        It stays unsharded in three cases:
+
+        - One of its forwards is still running.
+        - It is `following`, the group whose backward is expected next, and the schedule allows that.
+        - Its settings request it.
         """
-        if self._held_gathers is not None:
-            self.issue_held_gathers()
+        if self._held_prefetches is not None:
+            self.issue_held_prefetches()
         self.installed.end_use(group)
         stays = group.running or (following is group and self.order.backward.stays_for_next)
         if not stays and group.settings.current.reshard_after_backward:
@@ -493,19 +495,21 @@ class Actions:
         else:
             self.installed.install_sharded(group)  # it stays unsharded, but clipping and optimizers must see shards
 
-    def issue_held_gathers(self) -> None:
-        """If gathers are held back behind reductions: wait for the reductions, then issue the gathers."""
-        following, self._held_gathers = self._held_gathers, None
-        if following is None:
-            return
-        grad = torch.is_grad_enabled()  # True with create_graph
+    def issue_held_prefetches(self) -> None:
+        """If prefetches are held back: wait for all reductions in flight, then issue the prefetches."""
+        following, self._held_prefetches = self._held_prefetches, None
+        if following is not None:
+            self._wait_for_reductions()
+            self.prefetch(following)
+
+    def _wait_for_reductions(self) -> None:
+        grad = torch.is_grad_enabled()  # True in a backward with create_graph; setting `.grad` must not be recorded
         set_grad_enabled(False)
         try:
             while self.reductions.in_flight:
                 self.reductions.wait_for_oldest()
         finally:
             set_grad_enabled(grad)
-        self.prefetch(following)
 
     def rebuild(self, groups: Sequence[ParamGroup]) -> None:
         """Re-create the buckets of those groups that are sharded, and free all memory that is not leased."""

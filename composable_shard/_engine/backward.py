@@ -41,13 +41,17 @@ _forward_of, _group_of, _last_of, _number_of = map(attrgetter, ("forward", "grou
 
 
 class Token:
-    """Held by a callback that autograd drops when a backward pass ends or fails. A freed token means an ended pass."""
+    """Tells whether a backward pass is still running.
+
+    Only a callback that is queued in autograd holds it. Autograd runs or drops the callback when the pass ends or
+    fails, so a weak reference to the token is dead then.
+    """
 
     __slots__ = ("__weakref__",)
 
 
 def _end(token: Token) -> None:
-    """Do nothing. Autograd holds the token through this callback until a nested pass ends."""
+    """Do nothing: the callback of a nested pass only holds the token."""
 
 
 def _backward_place(use: Use) -> tuple[int, int]:
@@ -90,11 +94,12 @@ class BackwardPass:
         token: an object that is freed when the pass ends, successfully or not.
         uses: all uses that a backward may go through, in the order of creation.
         on_end: returns the function to call when the token is freed, or None.
-        opened_by: the use that backward reached first, if known.
+        opened_by: the use that backward reached first, if known. Its forward belongs to the pass even if no node will
+            run, as for a frozen group.
 
     Attributes:
         number: number of the outermost pass.
-        current: number of the innermost pass that was noted last.
+        current: number of the pass, possibly a nested one, that the engine has seen last.
         alive: whether the pass is still running.
         entered: uses that the pass has reached.
         repeated: groups that have several uses whose nodes the pass runs.
@@ -135,12 +140,13 @@ class BackwardPass:
         self.forwards = set(map(_forward_of, expected if opened_by is None else [*expected, opened_by]))
         self.newest = max(self.forwards, default=0)
         self._idle: set[Use] = set()
-        self._open: list[Use] = []  # skipped uses with enclosed uses that are still expected, the outermost first
+        self._open: list[Use] = []  # idle uses that were skipped and have not ended, the outermost first
         self.skipped: set[Use] = set()
-        self._edge = 0  # index in the schedule's list of backwards; `due` has returned all entries before it
+        self._next_entry = 0  # index in the schedule's list of backwards; `due` has returned all entries before it
         if len(expected) < len(live):
             expected = self._with_others(live)
-        self._upcoming = deque(sorted(expected, key=_last_of, reverse=True))  # see `_backward_place`
+        # In the order of `_backward_place`: the sort is stable, and `expected` is sorted by number.
+        self._upcoming = deque(sorted(expected, key=_last_of, reverse=True))
         self._ready: dict[Use, Gradients] = {}
         groups = list(map(_group_of, self._waiting))
         self.repeated = frozenset() if len(set(groups)) == len(groups) else _repeated(groups)
@@ -164,7 +170,7 @@ class BackwardPass:
         return sorted(expected, key=_number_of)
 
     def note(self, number: int) -> int:
-        """Note that the pass `number` is running; returns its nesting depth, 0 for the outermost."""
+        """Note that the pass `number` is running; returns its nesting depth: 0 for the outermost, -1 if it is over."""
         if self.current == number:
             return len(self._stack) - 1
         self._stack = [(each, token) for each, token in self._stack if token() is not None]
@@ -182,9 +188,10 @@ class BackwardPass:
     def completes(self, use: Use, number: int) -> bool:
         """Whether the gradients that arrive in the pass `number` are the last ones of `use`.
 
-        If the use's forward did not run in a backward pass, the last ones arrive in the outermost pass. If a pass
-        recomputed it, they arrive in a pass nested directly in that one. A pass nested more deeply belongs to a
-        checkpoint within the module, and more gradients may follow.
+        A reentrant checkpoint runs a nested pass for what it has recomputed. The gradients of a use arrive in the
+        outermost pass, or if pass number `made_in` recomputed the use, in the pass nested directly in that one. More
+        deeply nested passes belong to checkpoints within the module. They bring a part of the gradients, and more
+        follow.
         """
         if number == self.number == self.current and len(self._stack) == 1:
             return True
@@ -231,11 +238,11 @@ class BackwardPass:
         Returns:
             the groups to gather for the skipped entries, and the groups to gather for the entry of `group`.
         """
-        begin = self._edge
+        begin = self._next_entry
         index = next((i for i in range(begin, len(backwards)) if backwards[i][0] is group), -1)
         if index < 0:
             return [], ()
-        self._edge = index + 1
+        self._next_entry = index + 1
         return [other for _, ahead in backwards[begin:index] for other in ahead], backwards[index][1]
 
     # Backward skips two types of uses:
@@ -245,7 +252,8 @@ class BackwardPass:
     def reach(self, use: Use | None) -> Iterable[Skipped]:
         """The uses that backward skipped on its way to `use`, or to the end of the pass (None).
 
-        The result may be lazy: `next_group` counts a use as expected until the iterator has yielded it.
+        The result may be an iterator that changes this object as it is consumed: a use counts as expected
+        (`next_group`) until it has been yielded. So handle each use before the next one is taken.
         """
         if self._open or (self._upcoming and self._upcoming[0] is not use):
             return self._skipped_until(use)

@@ -24,9 +24,11 @@ class Budget:
 
     Attributes:
         unread: while a backward runs, the groups that may be resharded because backward has read none of their weights
-            yet. The value is None if the group stayed unsharded after forward and backward has not reached it. If
-            backward has reached a use of the group in a checkpoint, the value is that use and the outputs of its node:
-            the checkpoint recomputes the forward before anything is read, which gathers the weights again.
+            yet. There are two kinds:
+
+            - Groups that stayed unsharded after forward and that backward has not reached: None.
+            - Groups of which backward has reached a use in a checkpoint: that use, and the outputs of its node. The
+              checkpoint will recompute the forward before it reads, and that forward gathers the weights again.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], pool: BufferPool, order: Order) -> None:
@@ -58,20 +60,20 @@ class Budget:
         if use.under_hooks and options.unshard_in_backward and not (options.reduce_unused or group.is_root):
             self.unread[group] = use, outputs
             for bucket in group.buckets:
-                bucket.writes.await_read()
+                bucket.writes.await_read()  # from the first read on, the group may no longer be resharded
         else:
             self.unread.pop(group, None)
 
     def yielding(self, to: ParamGroup, staying: Container[ParamGroup]) -> list[ParamGroup]:
-        """The groups that may be resharded to gather the group `to`, in the order in which to reshard them.
+        """The groups that may be resharded to make room for the group `to`, in the order in which to reshard them.
 
         1. Prefetched groups.
         2. Groups that stayed unsharded after forward; in a backward, only those whose weights it has not read yet.
         3. Groups that stay unsharded for another use (`staying`).
 
         Args:
-            to: the group that needs memory. In backward, groups that enclose it stay unsharded, because a part of
-                their backward may be running.
+            to: the group that needs memory for a gather or a reduction. In backward, the groups that enclose it stay
+                unsharded: their backward has begun, and continues around that of `to`.
             staying: the groups that stay unsharded for their next use.
         """
         around = self._enclosing(to) if self._pool.backward else ()

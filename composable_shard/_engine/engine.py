@@ -62,7 +62,8 @@ from .order import Order
 from .out_of_memory import MemoryUsers
 from .review import Review
 
-# Functions of code outside of the core. Each returns the classes that an engine and its parts should have, or None.
+# Functions of packages above the engine (`_fsdp2`). Each returns the classes that an engine and its parts should have,
+# or None for no change; see `tools.py`.
 CHOOSERS: list[Callable[[Engine], tuple[type, ...] | None]] = []
 
 
@@ -118,14 +119,15 @@ class Engine:
         uses: the uses that a backward may still go through.
         pool: the memory of all groups.
         witness: reports to nodes what autograd will do with their gradients.
-        keepers: for each bucket of a frozen group whose forward is running, the object that all its new handles hold.
-            Its deletion notifies the engine that the last handle was freed.
+        keepers: for each bucket of a frozen group whose forward is running, an object that all handles made in this
+            forward hold. When it is deleted, the last of these handles was freed.
         under_hooks: whether the last forward that began runs under saved-tensor hooks of other code, such as a
             checkpoint.
-        is_last_backward: whether `torch.autograd.grad` reduces immediately although gradient sync is off. It never
-            does if the caller ends backward.
-        ends_by_hand: whether the caller ends backward (`end_backward_by_hand`).
-        changed_at: an event that a user recorded after the last parameter change; used for one forward.
+        is_last_backward: set by `set_is_last_backward` for `torch.autograd.grad`: with True, it reduces immediately
+            even if gradient sync is off. It never does if the caller finishes backward.
+        ends_by_hand: whether the caller finishes each backward (`finish_backward`), as a pipeline does.
+        changed_at: an event that a user recorded after the last parameter change (`set_post_optim_event`). The next
+            forward uses it instead of recording one.
         profiled: whether the engine's work runs in profiler ranges (see `profiling.py`).
     """
 
@@ -256,7 +258,7 @@ class Engine:
             self._recover()
         waiting = self._iterations.begin()
         if self.uses.lost:
-            self.uses.begin_iteration(waiting)
+            self.uses.forget_lost(waiting)
         if not waiting:
             self._actions.recorder.end_iteration()
         self._actions.parameters_changed(self.changed_at)
@@ -264,7 +266,8 @@ class Engine:
         if self._actions.reshard_outdated(waiting):
             self._actions.rebuild(self.groups)
         elif not waiting:
-            if self.pool.wants_arena and self.uses.all_fired():  # ranks may differ, so no collective may depend on it
+            # Ranks may differ in which graphs are alive. Making an arena needs no collective, so that does no harm.
+            if self.pool.wants_arena and self.uses.all_fired():
                 self._actions.plan_memory()
             self.review.between_steps()
         self.review.begin(torch.is_grad_enabled(), waiting)
@@ -313,7 +316,7 @@ class Engine:
         made_in = current_backward()
         if made_in >= 0:
             self._open_pass(made_in)
-            if group in self.active:  # recomputed in its own backward, which already installed the node's outputs
+            if group in self.active:  # a checkpoint recomputes it within its own backward: this is no new use
                 if group.phase is not UNSHARDED:
                     self._actions.gather_again(group)
                 self._actions.installed.install_gathered(group)
@@ -325,9 +328,9 @@ class Engine:
         made: tuple[Use, Outputs] | None = None
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             made = self._begin_use(group, made_in)
-        if made is None or not made[1]:
+        if made is None or not made[1]:  # there is no node whose outputs could be installed
             self._actions.installed.install_leaves(group)
-        if made_in < 0:
+        if made_in < 0:  # recomputations are part of a backward, which has prefetches of its own
             self._actions.begin_forward(group)
             if following := self.order.after(group):
                 self._actions.prefetch(following)
@@ -367,7 +370,7 @@ class Engine:
             return
         written = False
         if self.uses.end_forward(group) or not torch.is_grad_enabled():
-            written = group.end_use(copied)  # outputs may hold views of weights in objects that were not searched
+            written = group.end_use(copied)  # user code may keep views of weights
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
         stays = group in self.active
@@ -375,9 +378,9 @@ class Engine:
             self._actions.end_failed_forward(group, stays, written)
             return
         edited = self._actions.find_edits(group) if written else ()
-        self._actions.end_forward(group, stays)
+        self._actions.end_forward(group, stays)  # also after an edit: it ends timers and installs the right tensors
         if edited:
-            self._actions.reshard(group, check_edits=False)  # edited weights must not be read again
+            self._actions.reshard(group, check_edits=False)  # if it stayed unsharded: nobody may read edited weights
             raise lost_edit(edited)
 
     # ---- backward
@@ -429,7 +432,7 @@ class Engine:
 
     def halfway(self) -> None:
         """Backward has read half of the saved weights of the use that it reached last: issue the held-back gathers."""
-        self._actions.issue_held_gathers()
+        self._actions.issue_held_prefetches()
 
     def _finish_later_uses(self, now: BackwardPass, use: Use) -> None:
         """Complete the uses that get no more gradients once backward has reached `use`.
@@ -441,11 +444,13 @@ class Engine:
                 self._complete(now, later, [None] * len(later.group.params))
 
     def _is_past(self, other: Use, use: Use) -> bool:
-        """Whether backward, which has now reached `use`, needs the weights of `other`, an active use, no longer.
+        """Whether backward, which has now reached `use`, is done with `other`, a use that it has reached before.
 
-        Backward visits uses from the last to the first, so it has finished all that began after the forward of `use`
-        ended. Uses that a checkpoint recomputes are numbered in the order of backward. So if `other` was recomputed
-        before `use` began, backward has finished `other`, unless `use` is a recomputed part of it.
+        1. Backward visits uses from the last to the first. So it is done with all uses that began after the forward of
+           `use` had ended.
+        2. Uses that checkpoints recompute are numbered when they are recomputed, so in the order of backward. If the
+           recomputation of `other` had ended before `use` began, backward is done with `other`. The exception is a
+           `use` within `other`, which a checkpoint inside of `other` recomputes.
         """
         if other.number > use.last:
             return True
@@ -458,7 +463,7 @@ class Engine:
             return
         if (number := current_backward()) >= 0:
             self._open_pass(number)
-            self._actions.issue_held_gathers()
+            self._actions.issue_held_prefetches()  # like these, this gather must follow the reductions in flight
         self._actions.gather_again(group)
 
     def on_gradients(self, use: Use, node: Any, gradients: Gradients) -> list[torch.Tensor | None]:
@@ -499,28 +504,29 @@ class Engine:
         if self.active.get(use.group) is use:
             del self.active[use.group]
             self._actions.budget.unread.pop(use.group, None)
-        if use.group.running and not self._depth:  # its checkpoint stopped a recomputation early
+        # A checkpoint stops a recomputation as soon as all tensors are recomputed, so its end is not reported.
+        if use.group.running and not self._depth:
             use.group.running = 0
         self._actions.end_use(use.group, now.next_group())
 
     def _end_backward(self, now: BackwardPass, _token: Token) -> None:
         """End the outermost backward pass, which had no error."""
-        if now is not self._pass:
+        if now is not self._pass:  # the pass failed, and the engine has recovered since
             return
         if (watch := self._actions.recorder.watch) is not None:
             watch.end(Kind.BACKWARD)
         with torch.no_grad():
             if not self._depth:
                 self._end_abandoned()
-            self._actions.issue_held_gathers()
+            self._actions.issue_held_prefetches()
             for use in list(self.active.values()):
                 self._complete(now, use, [None] * len(use.group.params))
             for skipped in now.reach(None):
                 self._skip(now, skipped)
-        self.end_backward_by_hand(not self.ends_by_hand, now)
+        self.finish_backward(not self.ends_by_hand, now)
         self._forget_pass()
 
-    def end_backward_by_hand(self, wait: bool = True, now: BackwardPass | None = None) -> None:
+    def finish_backward(self, wait: bool = True, now: BackwardPass | None = None) -> None:
         """Reduce the remaining gradients, then reshard.
 
         Args:
@@ -530,8 +536,8 @@ class Engine:
         with torch.no_grad():
             self._gradients.finish(now, self.groups, wait)
         # A pass may go through no forward of the model, for example if code outside reads unsharded weights for a loss.
-        # Such a pass does not end the pinning of groups that users unsharded.
-        self._actions.end_root_backward(pinned=now is None or now.newest > 0)
+        # Groups that users unsharded stay unsharded after such a pass.
+        self._actions.end_root_backward(ends_pins=now is None or now.newest > 0)
 
     def reduce_waiting(self, group: ParamGroup) -> None:
         """Between backwards, with gradient sync on: reduce what a group has accumulated, and set `.grad`."""
@@ -621,7 +627,7 @@ class Engine:
 
     def before_first_reduction(self, ask: Callable[[], None]) -> None:
         """Call `ask` before the next reduction. If it raises, call it again before the following one."""
-        self._actions.reductions.before_first(ask)
+        self._actions.reductions.call_before_next(ask)
 
     # ---- requests of users
 

@@ -73,7 +73,7 @@ class GradientFlow:
         elif all(map(is_, gradients, repeat(None))):
             return
         elif options.requires_gradient_sync:
-            if group not in self._looked:  # its node did not run
+            if group not in self._looked:  # its node did not run: the gradient is from outside forward
                 self.take_hooks(group)
             self._actions.reduce(group, group.gradients.take(gradients))
         else:
@@ -82,8 +82,9 @@ class GradientFlow:
     def returned(self, use: Use, fates: Sequence[Fate], wanted: Gradients, is_last: bool) -> list[torch.Tensor | None]:
         """Reduce immediately. Returns the shards that the caller of `torch.autograd.grad` asked for, else None.
 
-        A zero-bubble pipeline does this in each microbatch and adds the results to `.grad` itself. With sync off, the
-        results add nothing (`ShardedParam.nothing`), and the gradients are accumulated for a later reduction.
+        A zero-bubble pipeline does this in each microbatch and adds the results to `.grad` itself. If gradient sync is
+        off and the backward is not the last one (`is_last`), the gradients are accumulated for a later reduction, and
+        the results are -0.0, which changes no sum.
         """
         params, options = use.group.params, use.group.options
         out: list[torch.Tensor | None] = [None] * len(params)
@@ -141,7 +142,7 @@ class GradientFlow:
         """Whether to reduce a group with `reduce_unused` that has no gradient, because other ranks may have some.
 
         This is the case if gradient sync is on and the group trains. In addition, it must have been gathered since the
-        last backward, or still be unsharded.
+        last backward, or still be unsharded from before. Both are the same on all ranks, unlike which rank used it.
         """
         if not group.settings.current.requires_gradient_sync:
             return False
@@ -172,7 +173,7 @@ class ReplacedOwner(Protocol):
 def watch_replaced(owner: Callable[[], ReplacedOwner | None], whole: torch.Tensor) -> None:
     """Make the owner refuse gradients of `whole`, a parameter from before sharding."""
     if whole.requires_grad:
-        # The sharded parameter may share the dictionary of hooks, so the hook checks whose gradient it gets.
+        # The sharded parameter may share this tensor's dictionary of hooks. So the hook checks whose gradient it gets.
         hook = functools.partial(_refuse_replaced, owner, weakref.ref(whole))
         whole.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         HANDLES.give()
@@ -188,7 +189,7 @@ def _refuse_replaced(
 
 def watch_leaf(owner: Callable[[], LeafOwner | None], leaf: torch.Tensor, group: ParamGroup, index: int) -> None:
     """Pass gradients of `leaf`, the unsharded parameter `index` of `group`, to the owner instead of to `leaf.grad`."""
-    if (before := leaf.__dict__.get(WATCHED)) is not None:  # the hook of an earlier engine would take the gradient
+    if (before := leaf.__dict__.get(WATCHED)) is not None:  # of an earlier engine, whose hook would take the gradient
         (leaf._post_accumulate_grad_hooks or {}).pop(before, None)
     # A partial object is small. A closure for each parameter would need three more objects, for its cells.
     hand_on = functools.partial(_hand_on, owner, weakref.ref(group), index)

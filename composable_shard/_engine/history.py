@@ -28,7 +28,9 @@ class History:
         self.done: list[Any] = []
         self.order: list[str] = []
         self.around: list[tuple[str, str]] = []
-        self._begun: list[ParamGroup] = []  # the outermost first; the last ones may have ended since
+        self._begun: list[
+            ParamGroup
+        ] = []  # groups whose forwards are nested, the outermost first; `begins` removes ended ones
         self._last: Record | _Parts | None = None
         self._so_far: Record | None = None
 
@@ -42,8 +44,8 @@ class History:
         self.order.append(group.fqn)
         begun.append(group)
 
-    def lasted(self, nbytes: int) -> None:
-        """Correct the last action: while it ran, `nbytes` more were live than recorded."""
+    def add_bytes(self, nbytes: int) -> None:
+        """Add to the bytes recorded for the last action: while it ran, `nbytes` more were live than after it."""
         self.done[-1] += nbytes
 
     def roll(self, spans: tuple[Span, ...]) -> bool:

@@ -20,9 +20,9 @@ LeafHook = Callable[[torch.Tensor, ParamGroup, int], None]
 class Installed:
     """Installs tensors in the modules of one engine's groups.
 
-    With create_graph=True, modules see copies of a use's weights while its backward runs. If a checkpoint in a module
-    recomputes, autograd saves these weights for another backward, and not through our hooks. They must therefore not be
-    in memory that the pool reuses.
+    In a backward with create_graph=True, modules see copies of the weights. If a checkpoint in a module recomputes its
+    forward there, autograd saves the weights that the module sees for yet another backward, without our saved-tensor
+    hooks. Weights in a slot would be overwritten before that backward.
 
     Args:
         watch_leaf: called once for every unsharded leaf that users can read from a module outside its forward.
@@ -32,7 +32,8 @@ class Installed:
         self._watch_leaf = watch_leaf
         # By group: the use that backward has reached, its node's outputs, and the copies.
         self._copied: dict[ParamGroup, tuple[Use, Outputs, list[torch.Tensor]]] = {}
-        self._are_hooks = False  # whether users have hooks, which may keep tensors that are installed in backward
+        # Whether code has registered hooks. Only hooks can keep tensors that are installed in a backward (`note_kept`).
+        self._are_hooks = False
 
     def install_sharded(self, group: ParamGroup) -> None:
         """Install a group's sharded parameters."""
@@ -101,12 +102,12 @@ class Installed:
         use, outputs, copies = copied
         if outputs:
             _fill(group, outputs, copies)
-            use.move(())
+            use.move(())  # they refer to no slot now, so `install_outputs` will fill them again
         elif (entries := group.entries()) is not None:
             entries.install(copies)
 
     def install_gathered(self, group: ParamGroup) -> None:
-        """Install gathered weights instead of copies, for a call whose hooks save handles or at the end of the use."""
+        """Install gathered weights instead of copies: a recomputation saves handles again, or the use has ended."""
         if (copied := self._copied.get(group)) is None or group.phase is not UNSHARDED:
             return
         use, outputs, _ = copied

@@ -11,7 +11,9 @@ import threading
 
 from .._errors import ShardConfigStateError
 
-_MOST_WAITING = 256  # after this many forwards without a backward, none is expected any more
+# After this many forwards without a backward, none is expected any more: a program that never runs one, such as an
+# evaluation with gradients, would otherwise stay in one iteration forever.
+_MOST_WAITING = 256
 _FORWARD = "forward"
 
 
@@ -59,7 +61,8 @@ class Iterations:
         """Keep other threads out until `release`, because a forward is about to begin in this thread.
 
         Raises:
-            ShardConfigStateError: another thread has claimed the model. Two threads never succeed at the same time.
+            ShardConfigStateError: another thread has claimed the model. `setdefault` is atomic, so of two threads that
+                call this at the same time, one gets the error.
         """
         here = threading.get_ident()
         if self._inside.setdefault(_FORWARD, here) != here:

@@ -45,7 +45,7 @@ class Measuring:
         self.is_on = False
         self._actions = actions
         self._watch: Stopwatch | None = None  # a user's stopwatch, which times all steps that are not measured
-        self._order: tuple[str, ...] = ()  # the order of the last steps that were measured or abandoned
+        self._order: tuple[str, ...] = ()  # the order of the plan when measuring began, successful or not
         self._samples: list[Seconds] = []
         self._tries = 0
         self._every = self._due_in = CHECK_AFTER  # iterations between two checks, and until the next check
@@ -56,8 +56,8 @@ class Measuring:
         if not self.is_on:
             self._actions.recorder.time_by(self._watch)
 
-    def _is_due(self, plan: ShardPlan) -> bool:
-        """Whether costs are missing, or a check of them is due. Each call counts as one iteration."""
+    def _count_iteration(self, plan: ShardPlan) -> bool:
+        """Count one iteration. Returns whether costs are missing, or a check of them is due."""
         if plan.prefetch.kind != "auto":
             return False
         if plan.costs is None:
@@ -76,7 +76,7 @@ class Measuring:
         Returns:
             the seconds of each part of each group, once enough steps were measured; otherwise None.
         """
-        if not self._is_due(plan):
+        if not self._count_iteration(plan):
             if self.is_on:  # the user has changed the policy
                 self._end()
             return None

@@ -1,7 +1,8 @@
 """The autograd node of a use.
 
-A *use* is one forward of a group. Its node takes the sharded parameters and returns the unsharded ones. All operations
-of that forward start from these. So when autograd runs the node, the gradients of the use are complete.
+A *use* is one forward of a group, with the backward that belongs to it. Its node takes the sharded parameters and
+returns the unsharded ones. All operations of that forward start from these, so autograd runs the node when all
+gradients of the use are complete. A use has *fired* when its node has run.
 """
 
 from __future__ import annotations
@@ -45,16 +46,18 @@ class Use:
     Attributes:
         group: the group.
         number: counts the uses of all groups of the engine, in the order of creation.
-        last: number of the last use that began before the forward of this one ended.
+        last: number of the newest use when the forward of this one ended. So the uses with numbers up to `last` began
+            within this one (see the example in `backward.py`).
         made_in: number of the backward pass in which the forward ran (a recomputation); -1 outside of any.
         forward: number of the root forward that contains the use; 0 for a recomputation.
         node: a weak reference to the autograd node; returns None if there is no node, as for a frozen group.
-        places: the memory places of the weights that the node's outputs refer to.
-        reads: how many handles autograd has saved for weights of the group's first bucket.
+        places: the addresses of the weights to which the node's outputs refer; empty if they refer to copies.
+        reads: how many handles autograd has saved for weights of the group's first bucket. Backward will read each, so
+            this tells when it has come halfway.
         fired: whether its gradients have been complete once.
         under_hooks: whether its forward ran under saved-tensor hooks of other code, such as a checkpoint that
             recomputes the forward.
-        partial: the sum of the gradients so far, if other nested backward passes will add more; otherwise None.
+        partial: the sum of the gradients so far, if nested backward passes (of checkpoints) will add more; else None.
     """
 
     __slots__ = (
@@ -135,7 +138,8 @@ class Uses:
         self.lost: list[Use] = []
 
     def __iter__(self) -> Iterator[Use]:
-        return iter([*self._live.values(), *self.lost])  # a copy, because an autograd thread may end a use meanwhile
+        # A copy: an autograd thread may free a graph meanwhile, which changes `_live`.
+        return iter([*self._live.values(), *self.lost])
 
     def begin(self, group: ParamGroup, made_in: int, forward: int, under_hooks: bool) -> Use:
         """Create the use of a group's forward that has begun; arguments as for `Use`."""
@@ -157,10 +161,11 @@ class Uses:
     def graph_gone(self, use: Use) -> None:
         """Note that the graph of a use was freed."""
         self._live.pop(use.number, None)
+        # Without a backward. Another rank may keep this graph and run a backward, in which this rank must take part.
         if use.group.settings.current.reduce_unused and use.group.trains and use.forward and not use.fired:
             self.lost.append(use)
 
-    def begin_iteration(self, waiting: bool) -> None:
+    def forget_lost(self, waiting: bool) -> None:
         """At the start of a root forward: forget lost uses for which no rank can run a backward any more.
 
         Args:
@@ -234,7 +239,7 @@ class Witness:
 
     def __init__(self) -> None:
         with plainly(), torch.enable_grad():
-            self.leaf = torch.zeros((), requires_grad=True)  # on the CPU, so that its node belongs to no stream
+            self.leaf = torch.zeros((), requires_grad=True)  # on the CPU: autograd orders nodes of devices by streams
             self._node = get_gradient_edge(self.leaf).node
         self._adds_all = -1  # number of the last pass known to add the gradients of all leaves
 
@@ -256,7 +261,7 @@ class _Unshard(NotForCompiledAutograd):
     ) -> tuple[torch.Tensor, ...]:
         ctx.lifeline = lifeline
         ctx.set_materialize_grads(False)
-        outputs = tuple(map(_data, weights))  # a third of the time of `detach`
+        outputs = tuple(map(_data, weights))  # like `detach`, in a third of the time
         group = lifeline.use.group
         # The node itself makes the DTensors. `DTensor.from_local` after the node would sum gradients in their own
         # dtype, while autograd casts the gradients of this node's outputs to the dtype of the output.
@@ -303,7 +308,7 @@ _differentiated_once = once_differentiable(_Unshard.backward)
 def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
     """Create the node of `use` over the weights that its group has gathered.
 
-    `ParamGroup.begin_use` must be called after the outputs are installed.
+    The caller installs the outputs, then calls `ParamGroup.begin_use`, which looks for copies that modules keep.
 
     Returns:
         the unsharded parameters: tensors of this graph that look like Parameters, with the attributes that users set

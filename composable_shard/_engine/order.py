@@ -35,7 +35,7 @@ def phase_of(grad: bool, sync: bool, waiting: bool) -> str:
         waiting: whether an earlier forward still waits for its backward.
     """
     kind = NO_GRAD if not grad else TRAIN if sync else NO_SYNC
-    return kind + AGAIN if waiting else kind
+    return kind + AGAIN if waiting else kind  # a second forward before the backward, as of a pipeline or a GAN
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +44,8 @@ class PhaseSchedule:
 
     Attributes:
         order: FQNs of the groups in the order in which their forwards begin.
-        around: pairs of FQNs: a group that may run in the forward of another group, and that group. The root's own
-            group does not count as the other group.
+        around: pairs of FQNs, inner and outer: groups that run within the forward of another group. The root's own
+            group is never the outer one.
         forward: the groups of `order`, each with the groups to prefetch when its forward begins.
         backward: the groups in the order in which their backwards begin, each with the groups to prefetch then. None
             to prefetch the group that each backward pass expects next.
@@ -55,7 +55,8 @@ class PhaseSchedule:
         in_flight: groups with a maximum other than `max_reductions` for their reduction, and that maximum.
         reduces_first: whether reductions are waited for before gathers in backward, regardless of the groups' settings.
         stays_for_next: whether a group stays unsharded if its own next backward follows immediately.
-        holds: groups whose reductions keep their memory until they are waited for, also on a stream.
+        holds: groups whose reductions keep their memory until they are waited for, although streams could reuse it
+            earlier. The plan's bytes rely on that.
         budget: the maximum number of leased bytes; None for no limit.
     """
 
@@ -87,7 +88,8 @@ class Order:
 
     Attributes:
         plan: the current plan.
-        forward: the plan's schedule for the forward that is running or ran last; in backward, the same as `backward`.
+        forward: the plan's schedule for the forward that is running or ran last. In a backward, which may recompute
+            forwards, the same as `backward`.
         backward: the plan's schedule for the backward that is running or comes next.
         usual: the plan's schedule for phases whose order it does not know.
         phases: by phase, the schedules of the phases whose order the plan knows.
@@ -122,7 +124,8 @@ class Order:
         self._check_names(plan)
         usual, own = self._schedule(plan), plan.own_orders
         phases = {phase: self._schedule(plan.in_phase(phase)) if phase in own else usual for phase, _ in plan.orders}
-        self._pool.use_mem_pool(plan.pool.mem_pool)  # the last call that can fail; the plan is adopted as a whole
+        # The last call that can fail. Nothing is adopted before it, so after an error the old plan stays in effect.
+        self._pool.use_mem_pool(plan.pool.mem_pool)
         self._pool.keep_idle(plan.pool.keep_idle)
         self.plan, self.phases = plan, phases
         self.forward = self.backward = self.usual = usual
@@ -178,7 +181,7 @@ class Order:
 
     def placed(self) -> ShardPlan:
         """The plan with the offsets at which the pool places its slots, if these are parts of one allocation."""
-        if not self._pool.arena.keeps_idle:
+        if not self._pool.arena.keeps_idle:  # regions are allocated separately, so they have no common offsets
             return self.plan
         places = tuple(each for group in self._by_fqn.values() for each in _placed(group, self._pool))
         if places != self.plan.places:
@@ -189,8 +192,7 @@ class Order:
         """The schedule that compiled graphs follow, with the users' prefetch lists.
 
         Args:
-            reductions: whether it also specifies how many reductions may be in flight. It always does with a memory
-                budget.
+            reductions: whether graphs follow the plan's number of reductions in flight even without a memory budget.
         """
         plan, edges = self.plan, self.plan.effective_schedule()
         ahead: tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]] = ({}, {})  # in forward, in backward
@@ -201,7 +203,8 @@ class Order:
         budget = plan.pool.budget
         all_first = [module_of(each.fqn) for each in plan.groups if edges.reduces_first or each.reduces_first]
         first = tuple(dict.fromkeys(all_first))
-        if not reductions and budget is None:  # modules that wait for reductions before gathers have one in flight
+        if not reductions and budget is None:
+            # Only modules whose gathers wait for reductions have a limit: one reduction in flight.
             return GraphSchedule(*ahead, dict.fromkeys(first, 1), first)
         kept: Counter[str] = Counter()
         for fqn in edges.kept if budget is not None else ():
@@ -225,16 +228,16 @@ class Order:
             ahead[module] = tuple(dict.fromkeys([*ahead[module], *(each for each in others if each != module)]))
         return ahead
 
-    def begin(self, phase: str, trains: bool) -> None:
+    def begin(self, phase: str, grad: bool) -> None:
         """Begin a forward of the root.
 
         Args:
             phase: the phase of the forward, as returned by `phase_of`.
-            trains: whether a backward can follow.
+            grad: whether it runs in grad mode, so that a backward can follow.
         """
         self._next = 0
         self.forward = self.phases.get(phase, self.usual)
-        if trains:
+        if grad:
             self.backward = self.forward
 
     def begin_backward(self) -> None:
@@ -290,7 +293,10 @@ class Order:
 
 
 def _index_of(group: ParamGroup, forwards: Ahead, begin: int) -> int:
-    """The index of the next forward of a group, searched from `begin` on and then from the first; -1 if it has none."""
+    """The index of the next forward of a group from `begin` on; -1 if it has none.
+
+    If it has one only before `begin`, the forward has left the plan's order: continue from there.
+    """
     indices = [index for index, (planned, _) in enumerate(forwards) if planned is group]
     return next((index for index in indices if index >= begin), indices[0] if indices else -1)
 

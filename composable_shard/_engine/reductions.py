@@ -1,14 +1,14 @@
 """The reductions of one engine's groups, from the reduce-scatter to `.grad`.
 
-A reduction is first *in flight*: `start` has issued its collectives, in the same order on all ranks. Reductions are
-waited for in that order, too. When one is waited for, its result goes to one of four places:
+`start` issues a reduction, which is then *in flight*. All ranks issue reductions in the same order, and wait for them
+in that order. When a reduction has been waited for, its result is usually added to `.grad`. In three cases that happens
+later:
 
-    (none)          `.grad` is set or increased now, which frees the memory of the result
-    batch           first gradient of a group in a backward: `.grad` of several groups is set together (`set_gradients`)
-    unread          the host must read values, such as marks: all of them are read together, after backward
-    sums            a group with hooks has several uses in a backward: its hooks run once, on the sum, after backward
+    _batch    the group has no `.grad` yet: `.grad` of several groups is set together, which costs less host time
+    _unread   the host must read a part of the result: it does so once for all groups, after backward
+    _sums     the group has hooks and several uses in this backward: hooks run once, on the sum, after backward
 
-`finish_all` waits for everything and empties all of them.
+`finish_all` waits for all reductions and empties these three.
 """
 
 from __future__ import annotations
@@ -48,35 +48,37 @@ class Reductions:
         self._pool = pool
         self._order = order
         self.repeated: frozenset[ParamGroup] = frozenset()
-        self._before_first: Callable[[], None] | None = None
+        self._before_next: Callable[[], None] | None = None
         self.in_flight: deque[tuple[ParamGroup, Reduction]] = deque()
         self._batch: dict[ParamGroup, GroupReduced] = {}
         self._unread: list[tuple[ParamGroup, GroupReduced]] = []
         self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}  # pieces by the index of the parameter
 
     @property
-    def lease_memory(self) -> bool:
+    def have_memory(self) -> bool:
         """Whether waiting for a reduction in flight would release memory of the pool."""
         return any(reduction.leased_bytes for _, reduction in self.in_flight)
 
-    def before_first(self, call: Callable[[], None]) -> None:
-        """Call `call` before the next reduction. If it raises, call it again before the following one."""
-        self._before_first = call
+    def call_before_next(self, call: Callable[[], None]) -> None:
+        """Call `call` once, before the next reduction is issued; if it raises, again before the following one."""
+        self._before_next = call
 
     # ---- start
 
     def make_way(self, group: ParamGroup) -> None:
-        """Wait for the oldest reductions, until one of `group` may be issued without exceeding the limit."""
-        most = self._most_in_flight_before(group)
+        """Wait for the oldest reductions, so that the limit holds after one of `group` is issued."""
+        most = self._limit(group)
         while len(self.in_flight) >= most:
             self.wait_for_oldest()
 
-    def _most_in_flight_before(self, group: ParamGroup) -> int:
-        """How many reductions may be in flight when this group's is issued; at least 1."""
+    def _limit(self, group: ParamGroup) -> int:
+        """How many reductions may be in flight, including this group's; at least 1."""
+        # A large reduction has memory only while it is leased. Wait for all others first, so that their memory is freed
+        # before this one allocates. The arenas of ranks may differ, and with them what is large. So do this only if
+        # waiting issues no collective, neither itself nor in users' hooks.
         large = group.gradients.reduce_bytes > self._pool.arena.least_large
-        # The arenas of ranks may differ, so this is allowed only if neither the wait nor the hooks issue collectives.
         if large and not any(each.issues_in_wait or each.gradients.hooks_taken for each, _ in self.in_flight):
-            return 1  # the allocator gets back the memory of earlier reductions before this one allocates
+            return 1
         schedule, allowed = self._order.backward, group.settings.current.max_reductions
         planned = schedule.in_flight.get(group, schedule.max_reductions)
         return min(planned, allowed) if planned and allowed else planned or allowed or MAX_REDUCTIONS
@@ -87,17 +89,17 @@ class Reductions:
         Args:
             group: the group.
             gradients: unsharded gradients, in the order of the group's parameters.
-            alone: as for `GroupGradients.start_reduce`.
+            alone: whether to reduce only these gradients, without accumulated ones, and over all ranks.
         """
-        if self._before_first is not None:
-            self._before_first()
-            self._before_first = None
+        if self._before_next is not None:
+            self._before_next()
+            self._before_next = None
         start = group.gradients.start_reduce
         if alone or group in self._order.backward.holds:
             start = partial(start, alone=alone, holds=group in self._order.backward.holds)
         reduction = self._recorder.act(REDUCE, group, start, gradients)
         self.in_flight.append((group, reduction))
-        self._recorder.history.lasted(reduction.queued_bytes)
+        self._recorder.history.add_bytes(reduction.queued_bytes)  # released already, behind an event
 
     def finish_newest(self) -> dict[int, torch.Tensor]:
         """Wait for the reduction issued last, without setting `.grad`; return its pieces by parameter index."""
@@ -113,18 +115,18 @@ class Reductions:
         """Wait for the reduction issued first, and set `.grad` now or later (see the top of this file)."""
         group, reduction = self.in_flight.popleft()
         reduced = self._wait_for(group, reduction)
-        # Hooks may run now, so that they see gradients in the order of the reductions.
-        may_wait = self._pool.backward and not group.gradients.hooks_taken
-        if may_wait and not reduced.host_may_read and group not in self.repeated:
+        # Outside of a backward, code reads `.grad` next. Hooks run in the order of the reductions.
+        may_postpone = self._pool.backward and not group.gradients.hooks_taken
+        if may_postpone and not reduced.host_may_read and group not in self.repeated:
             self._unread.append((group, reduced))
-        elif may_wait and reduced.is_uncut and group not in self._batch and not group.gradients.any_set():
+        elif may_postpone and reduced.is_uncut and group not in self._batch and not group.gradients.any_set():
             self._batch[group] = reduced
             if len(self._batch) == _BATCH:
                 self.set_gradients()
         elif group in self.repeated and any(param.hooks for param in group.params):
             self._add_to_sum(group, reduced)
         else:
-            self.set_gradients()  # first the ones that were reduced earlier
+            self.set_gradients()  # in the order of the reductions
             group.gradients.add(reduced.pieces(), reduced.unused)
 
     def _add_to_sum(self, group: ParamGroup, reduced: GroupReduced) -> None:

@@ -221,7 +221,7 @@ class StateFacade(View, OurState):
 
     def _root_post_backward_final_callback(self) -> None:
         if self._engine is not None:
-            self._engine.end_backward_by_hand()
+            self._engine.finish_backward()
 
 
 refuse_inherited(StateFacade, OurState.__mro__[1])

@@ -44,7 +44,7 @@ class DeviceMemory:
         return True
 
     def return_segments(self) -> None:
-        """Return the allocator's free segments to the device, before an arena is allocated and after the old one was freed.
+        """Return the allocator's free segments to the device. Call this between two arenas.
 
         The arena has another size than what was freed. Without this call, the allocator would keep the old segments and
         reserve new ones. On CUDA this also empties the cache of user code (`torch.cuda.empty_cache`).

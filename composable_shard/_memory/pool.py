@@ -44,7 +44,7 @@ host runs ahead of the streams, so a released slot may still be read or written.
 3. Slots of the arena may overlap. `lease` adds the events of overlapping slots to `free_after`. It does not lease a
    slot while an overlapping one is leased.
 4. The allocator may hand out memory that queued work of the current stream still uses, because it orders memory by
-   stream. The first writer is often another stream. So the `free_after` of a new slot is an event of the current stream.
+   stream. The first writer is often another stream. So a new slot has an event of the current stream in `free_after`.
 5. The allocator hands freed memory to the streams on which it was allocated, without an event. So all these streams
    wait for `free_after` before memory is freed.
 6. A reduction releases its slots as soon as it is queued (`release_queued`), behind an event. A later writer waits for

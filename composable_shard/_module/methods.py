@@ -41,7 +41,7 @@ class GradientReductionHandle:
 
     def wait(self) -> None:
         """Wait for the reductions and set `.grad`."""
-        self._engine.end_backward_by_hand()
+        self._engine.finish_backward()
 
 
 class Methods(TorchFSDPModule):
@@ -121,7 +121,7 @@ class Methods(TorchFSDPModule):
         bound, async_op = self._own_state().bound, as_bool("async_op", async_op)
         if bound is None:
             return None
-        bound.engine.end_backward_by_hand(wait=not async_op)
+        bound.engine.finish_backward(wait=not async_op)
         return GradientReductionHandle(bound.engine) if async_op else None
 
     def set_gradient_divide_factor(self, factor: float) -> None:

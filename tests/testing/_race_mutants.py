@@ -337,7 +337,7 @@ PASSED_ON = {
     "ParamGroup.finish_gather": "Job.finish",
     "Actions.__init__": "only stores an event",
     "Actions.ahead": "Actions.parameters_changed",
-    "Engine.end_backward_by_hand": "Job.finish",
+    "Engine.finish_backward": "Job.finish",
     "RankOrdered._share_sum": "gloo: the host waits for its handles",
     "Roll.is_full": "the host waits before a vote",
     "Stopwatch._read": "the host waits to read a clock",
