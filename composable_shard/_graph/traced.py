@@ -349,7 +349,7 @@ class TracedGroup:
         group = self._of_runtime()
         if group is not None:
             self._set_hooks_aside()
-            group.gradients.accumulate(gradients, lent=True)
+            group.gradients.accumulate(gradients, overwritten=True)
 
     def take(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """Return the sums of these gradients and the kept ones, which are no longer kept."""

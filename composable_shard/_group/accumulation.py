@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 
 import torch
 
-from .._torch.core import is_of_cuda_graph as _is_lent
+from .._torch.core import is_of_cuda_graph
 from .marks import GradientMarks
 from .param import ShardedParam
 
@@ -29,10 +29,13 @@ class AccumulatedGradients:
         streams: whether they are on an accelerator.
 
     Attributes:
-        whole: the unsharded gradients, including those that `zero_grad` has voided since. Other classes only read it.
+        whole: the unsharded gradients. After `zero_grad`, they are *void*, and dropped at the next call of a method
+            here.
+            Other classes only read it.
         pieces: the reduced pieces that wait for an all-reduce over replicas. Other classes only read them.
-        wanted: indices of the parameters that required gradients when some were accumulated; the same on all ranks.
-            The next reduction includes these parameters even if they are frozen by then.
+        wanted: indices of the parameters that required gradients when some were accumulated. The next reduction
+            includes these even if they are frozen by then: it must have the same members on all ranks. Ranks may differ in which
+            gradients they have, but not in which parameters require them.
     """
 
     def __init__(
@@ -53,18 +56,22 @@ class AccumulatedGradients:
         """Note which parameters require gradients, right before gradients are accumulated."""
         self.wanted.update(index for index, param in enumerate(self._params) if param.sharded.requires_grad)
 
-    def add(self, gradients: Mapping[int, torch.Tensor], dtypes: Sequence[torch.dtype], lent: bool = False) -> None:
+    def add(
+        self, gradients: Mapping[int, torch.Tensor], dtypes: Sequence[torch.dtype], overwritten: bool = False
+    ) -> None:
         """Add unsharded gradients to the accumulated ones of their parameters, in the dtype of accumulation.
 
         Args:
             gradients: the gradients, by the index of the parameter.
             dtypes: the dtype of accumulation, for each parameter of the group.
-            lent: whether their memory may be overwritten after this call, like that of a graph's own tensors.
+            overwritten: whether their memory may be overwritten after this call, like that of a CUDA graph.
         """
         self._drop_voided()
         added, first = _parted(gradients, self.whole.__contains__)
         sums = self._sums({index: gradients[index] for index in added})
-        copied, kept = _parted(first, lambda i: lent or gradients[i].dtype is not dtypes[i] or _is_lent(gradients[i]))
+        copied, kept = _parted(
+            first, lambda i: overwritten or gradients[i].dtype is not dtypes[i] or is_of_cuda_graph(gradients[i])
+        )
         if copied:
             made = [torch.empty_like(gradients[index], dtype=dtypes[index]) for index in copied]
             torch._foreach_copy_(made, _of(gradients, copied))
@@ -81,7 +88,7 @@ class AccumulatedGradients:
         new = {index: gradient for index in self.whole if (gradient := total[index]) is not None}
         for index, gradient in {**self.whole, **self._sums(new)}.items():
             total[index] = gradient
-        taken = [index for index in self.whole if index not in self.pieces]
+        taken = [index for index in self.whole if index not in self.pieces]  # marks of the others are still needed
         self.whole.clear()
         self._owned.clear()
         self._marks.forget(taken)
@@ -106,7 +113,7 @@ class AccumulatedGradients:
     def take_partial(self) -> Partial | None:
         """Return the accumulated pieces that `zero_grad` has not voided, and drop them; None if there are none.
 
-        A reduction calls this when it begins. It has already chosen its members by `wanted`, which is cleared here.
+        Call this after the members of the reduction have been chosen by `wanted`, which is cleared here.
         """
         if self.wanted:
             self.wanted.clear()
@@ -159,7 +166,7 @@ class AccumulatedGradients:
         own, others = _parted(new, self._owned.__contains__)
         if own:
             torch._foreach_add_(_of(self.whole, own), _of(new, own))
-        # Not in place: the first gradient is autograd's, and other code may hold it.
+        # Not in place: the accumulated one is still the tensor that autograd passed, and other code may hold it.
         alike, unlike = _parted(others, lambda index: new[index].dtype is self.whole[index].dtype)
         made = list(torch._foreach_add(_of(self.whole, alike), _of(new, alike))) if alike else []
         # The sum has the dtype of the first. The other one is not converted before, so the sum is rounded only once.

@@ -1,14 +1,15 @@
-"""Detects edits of unsharded parameters, which resharding would lose: they are errors if they have changed a value.
+"""Detects edits of unsharded parameters. Resharding would lose them, so an edit that changes a value is an error.
 
-An increased version shows that a tensor was written to, but not whether its values have changed: for example
+A higher version shows that a tensor was written to, but not whether a value has changed. For example,
 `torch.nn.utils.parametrize` sets a parameter to itself, and a clamp may find nothing to clamp. So for parameters with
-increased versions, sums over their bits are compared with those of the gathered values: one sum for each row and one
-for each column. It is very unlikely that an edit leaves all of them the same.
+higher versions, sums over their bits are compared with those of the gathered values: one sum for each row and one for
+each column. An edit that leaves all of them the same is very unlikely.
 
-Sums are computed at the first gather of a bucket, and then at each gather for the parameters that were ever written to.
-So in a program that writes in every forward, the first forward is checked, too, and a step without writes computes
-nothing. If the first write comes later, there are no sums to compare with, and the parameters are gathered again into
-the same memory. If not all ranks do so, the ledger of actions (`_faults/`) raises an error.
+When are the sums of the gathered values computed? At the first gather of a bucket for all its parameters, and at later
+gathers for the parameters that were ever written to. So a program that writes in every forward is checked from the
+first forward on, and in other programs, only the first gather costs something. If a program writes for the first time
+later, there are no sums. Then the parameters are gathered again into the same memory and summed. If not all ranks do
+so, the ledger of actions (`_faults/`) raises an error.
 
 Each rank checks its full unsharded parameters, not only its own rows. So ranks that have made the same write come to
 the same result, no matter whose rows it has changed.
@@ -69,7 +70,8 @@ class Writes:
         rewritten: by index, versions of the parameters that were written to before the backward of a use began.
         looked_at: the outputs of a use, if the running backward has read a parameter of it; else None.
         noted: the outputs of the use that backward has reached, to which `rewritten` refers; None if there is none.
-        unwritten: the outputs of the use, if none was written to and reads need not be checked; else None.
+        unwritten: the outputs of that use, if its reads need no check (any more); else None. A read compares only the
+            identity of this object, which costs little.
         sums_next: indices of the parameters whose sums the next gather computes.
     """
 
@@ -80,7 +82,7 @@ class Writes:
         self.packed: list[tuple[Any, int]] = []
         self.rewritten: dict[int, int] = {}
         self._ended: Sequence[torch.Tensor] = ()  # the outputs of the last use, if it has written to some of them
-        # Indices of the parameters whose versions have ever increased. `sums_next` becomes this same set object.
+        # Indices of the parameters whose versions have ever increased. After the first gather, `sums_next` is this set.
         self._ever: set[int] = set()
         self.noted: Sequence[torch.Tensor] | None = None
         self.looked_at: Sequence[torch.Tensor] | None = None
@@ -113,15 +115,16 @@ class Writes:
         self.packed.clear()
 
     def begin_reads(self, shown: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
-        """Note all writes so far when backward reaches a use. All reads of the use's parameters are checked against it.
+        """Note the writes so far, when backward reaches a use. Its reads of parameters are checked against them.
 
-        The first read would be too late, because a checkpoint may recompute before it. The recomputation repeats
-        writes that were checked at the end of the forward.
+        At the first read it would be too late: a checkpoint may recompute the forward in between, and repeat writes
+        that are allowed, because they were checked at the end of the forward.
 
         Args:
-            shown: the outputs of the node. A write to an output before it was saved was checked. So a parameter was
-                edited if it now has a version other than when it was saved.
-            leaves: the leaves over the memory of the parameters, if any were made.
+            shown: the outputs of the node. A handle has the version of the output when it was saved. A higher version
+                now means that the parameter was edited after that.
+            leaves: the leaves over the memory of the parameters, if any were made. Handles do not have versions of
+                these, so any write to them counts.
         """
         rewritten: dict[int, int] = {}
         if any(map(_version, shown)):
@@ -132,7 +135,7 @@ class Writes:
         self.unwritten = None if rewritten else shown
 
     def look_at(self, shown: Sequence[torch.Tensor], leaves: Leaves | None) -> dict[int, int]:
-        """Check for writes at the first read of a use's parameters; only once, because a check costs as much as a read.
+        """At the first read of a use's parameters, note that backward has read them, and return what was written to.
 
         Args:
             shown, leaves: as for `begin_reads`.
@@ -148,7 +151,7 @@ class Writes:
         return self.rewritten
 
     def await_read(self) -> None:
-        """Make the next read of a parameter call `look_at`, which notes that backward has read the use."""
+        """Make the next read call `look_at`, so that the budget knows that backward has read the use (`looked_at`)."""
         self.unwritten = None
 
     def end_reads(self) -> None:
@@ -173,8 +176,9 @@ class Edited(Protocol):
     def sums(self, indices: Iterable[int]) -> dict[int, BitSums]:
         """Return the current sums of these parameters.
 
-        Three types of parameters are left out: those that were moved; those that a forward has saved before the last
-        write to them, because it may have computed with other values; and those whose bits cannot be compared.
+        Three types of parameters are left out, and count as changed: those that were moved (`set_`); those that a
+        forward has saved before the last write to them, because it has computed with other values; and those outside of
+        the pool's memory.
         """
 
     def accept(self, edited: Collection[int] = ()) -> None:
@@ -194,7 +198,7 @@ def changed(buckets: Sequence[Edited], gather_again: Callable[[], None]) -> list
         StaleStateError: the values could not be compared, because other ranks do not gather again.
     """
     written = [(bucket, risen, bucket.sums(risen)) for bucket in buckets if (risen := bucket.risen())]
-    edited = {bucket: risen for bucket, risen, _ in written}  # all count as edited until compared
+    edited = {bucket: risen for bucket, risen, _ in written}  # if the comparison fails, all count as edited
     try:
         edited = _changed(written, gather_again)
     finally:

@@ -1,14 +1,16 @@
-"""Faces: tensors over a slot, through which modules read the unsharded parameters and the runtime detects kept views.
+"""Faces: tensors over a slot, through which modules read the unsharded parameters.
 
-A view of a parameter may outlive its forward, for example in a cache or on a function's ``ctx``. The slot must then not
-be reused, because the view would show other data. A view shares the storage of its base tensor, so the use counts of a
-face's storages show whether such views exist.
+User code may keep an unsharded parameter, or a view of it, after the forward: in a cache, or on the ``ctx`` of an
+autograd function. No handle stands for such a tensor. This file finds them in two ways:
 
-If an unsharded parameter itself outlives its forward, its reference count shows it. Counts are taken when the parameter
-is installed and right before it is replaced. Between the two, the runtime neither adds nor drops references, so any
-additional reference is the user's. The slot of such a parameter is reused: the parameter reads as NaN until the next
-gather, which makes it show the gathered values again. So a module may cache its weight, as under FSDP2, where unsharded
-parameters are the same objects in all steps.
+- **Views.** A view shares the storage of its base tensor. Each parameter of a face has a storage object of its own
+  (`alias`), so the use count of that storage tells whether views exist. While they do, the slot is not leased for other
+  requests (`BufferPool.retain`). Only the next gather of the same bucket writes to it, so that views show new values.
+- **The parameter object itself.** Its reference count tells whether user code holds it. Counts are taken when the
+  parameter is installed in its modules, and right before it is replaced there. Installing and replacing are the only
+  places where this package stores or drops references, so any additional one is the user's. The slot is reused. Until
+  the next gather, the kept parameter reads as NaN (`hide_kept`). Then it shows the gathered values. So a module may
+  cache its weight, as with FSDP2, where unsharded parameters are the same objects in all steps.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ class Face:
     Attributes:
         begin: the address of the slot.
         weights: the unsharded parameters, without autograd history.
-        at_rest: for each storage, its use count without extra views: only the face and the installed outputs (or
-            leaves) share it. Empty until such outputs or leaves are made for the first time.
+        at_rest: for each storage, its use count when only the face and the installed outputs (or leaves) share it.
+            A higher count means that other views exist. Empty until outputs or leaves are made for the first time.
     """
 
     __slots__ = ("_alone", "_storages", "at_rest", "begin", "weights")
@@ -69,11 +71,10 @@ class Face:
     def __init__(self, slot: Slot, dtype: torch.dtype, layout: BucketLayout) -> None:
         self.begin = slot.begin
         with plainly():
-            # Each has its own storage object, unless the slot's memory resizes.
+            # If the slot resizes, views share its storage, and a kept view shows the next gather wherever the memory is
+            # then. Otherwise each parameter has a storage object of its own, for the counts.
             view = _data if slot.resizes else alias
             self.weights = weights_in(slot.typed(torch.uint8), dtype, layout, view)
-        # If the slot's memory resizes, use counts do not matter: views share the slot's storage, so a kept view shows
-        # the next gather into the slot, wherever its memory is then.
         counts = not slot.resizes and all(map(has_memory, self.weights[:1]))  # all are fake, or none
         self._storages = list(map(storage_id, self.weights)) if counts else []
         self._alone = self._users()  # the use counts of an unused face
@@ -93,7 +94,7 @@ class Face:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether a node has outputs over this face; the first output stands for all, if none was kept."""
+        """Whether a node has outputs over this face, judging by the first: outputs of a node are freed together."""
         return bool(self._storages) and storage_uses(self._storages[0]) != self._alone[0]
 
     def is_used(self) -> bool:
@@ -135,9 +136,10 @@ class Leaves:
         return list(map(gt, map(getrefcount, self.params), self._free_counts))
 
     def show_weights(self) -> None:
-        """Undo assignments to the `.data` of a leaf in a forward, for example of a bias in the dtype of its input.
+        """Make all leaves share the memory of their face again.
 
-        Leaves that user code has kept may show other memory, too.
+        A forward may have assigned to the `.data` of a leaf, for example a bias in the dtype of its input. Leaves that
+        user code has kept are pointed at NaN while nothing is gathered.
         """
         if self._locals and list(map(storage_id, self._locals.values())) != self._storages:
             assert self.face is not None
@@ -178,7 +180,8 @@ def _follow(tensor: torch.Tensor, param: ShardedParam) -> None:
     """Freeze or unfreeze a kept leaf like its parameter.
 
     Raises:
-        ShardConfigStateError: the parameter was unfrozen since, but the tensor is a node output, which cannot be.
+        ShardConfigStateError: the parameter was unfrozen since, but the tensor is the output of a node, whose
+            `requires_grad` cannot be changed.
     """
     trains = param.sharded.requires_grad
     if tensor.requires_grad == trains or not tensor.is_leaf:
@@ -197,7 +200,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _leaf(weight: torch.Tensor, param: ShardedParam) -> torch.nn.Parameter:
-    local = weight.data  # has its own version counter, which `Leaves.give_up` increases
+    local = weight.data  # with its own version counter: `Leaves.give_up` increases it without changing the face's
     leaf = torch.nn.Parameter(param.parallel.around(local) if param.parallel else local, requires_grad=False)
     leaf.__dict__[LEAF_OF] = param.fqn
     return leaf
@@ -245,7 +248,7 @@ class Faces:
             self._of_kept[slot] = Face(slot, self._dtype, self._layout)
         self._point_kept_at(self._of_kept[slot].weights)
         if (leaves := self.leaves.get(slot)) is not None:
-            leaves.show_weights()  # the use counts of the leaves' own face include the leaves
+            leaves.show_weights()  # back to their own face: its counts are compared with those that include the leaves
         for param in self._params:
             for copy in param.kept_ones():
                 _follow(copy, param)
@@ -253,7 +256,9 @@ class Faces:
     def hide_kept(self, slot: Slot) -> None:
         """Fill the unsharded parameters that user code has kept with NaN, because the slot is released."""
         if not self._hidden:
-            face = self._of_kept.get(slot) or self.in_use  # parameters kept in the last use have no face here yet
+            # Only shapes and dtypes matter here. `_of_kept` has no face for parameters that the last use was the first
+            # to keep.
+            face = self._of_kept.get(slot) or self.in_use
             assert face is not None
             self._hidden = list(map(_without_values, face.weights))
         self._point_kept_at(self._hidden)
@@ -291,7 +296,7 @@ class Faces:
         """
         faces = self._of.setdefault(slot, [])
         for face in faces:
-            # Outputs are freed together, so the first one stands for all, unless it was kept and moved to another face.
+            # The first output stands for all, unless user code has kept it: it may share other memory now.
             looks_at_all = self.kept or face in self.lent
             if not (face.is_used() if looks_at_all else face.has_outputs):
                 break
@@ -343,7 +348,7 @@ class Faces:
 
     def _note_users(self, face: Face, dropped: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
         """Note whether the views of a face that a forward has read will stay; arguments as for `end_use`."""
-        if face in self.lent:
+        if face in self.lent:  # from an earlier forward; views of it are known
             return
         views = {id(view): view for view in dropped if not isinstance(view, torch.nn.Parameter)}
         if face.is_kept(views.values()):

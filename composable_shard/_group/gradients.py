@@ -174,19 +174,19 @@ class GroupGradients:
 
     # ---- accumulation
 
-    def accumulate(self, gradients: Gradients, lent: bool = False) -> None:
+    def accumulate(self, gradients: Gradients, overwritten: bool = False) -> None:
         """Add unsharded gradients to the accumulated ones, which wait for a backward with gradient sync.
 
         Args:
             gradients: the gradients, in the order of the parameters; None where there is none.
-            lent: whether their memory may be overwritten after this call.
+            overwritten: whether their memory may be overwritten after this call.
         """
         options = self._settings.current
         self._accumulated.note_wanted()
         new = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
         if new:
             try:
-                self._accumulated.add(new, [param.sum_dtype(options) for param in self._params], lent)
+                self._accumulated.add(new, [param.sum_dtype(options) for param in self._params], overwritten)
             except RuntimeError:
                 self._check_grad_dtypes()
                 raise

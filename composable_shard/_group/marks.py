@@ -1,11 +1,13 @@
 """Marks on `.grad`, which show whether `zero_grad` was called while gradients are accumulated elsewhere.
 
-torch does not report a call of `zero_grad`. So `.grad` exists from the first accumulated gradient on, and its first
-element is -0.0 where it would be 0. Adding to -0.0 changes no bit of a sum, and `zero_` clears the sign.
+torch does not report a call of `zero_grad`. So this file makes a `.grad` of -0.0 with the first accumulated gradient,
+if there is none. In a `.grad` that exists, it turns the first element to -0.0 if it is 0. That element is the *mark*:
+adding to -0.0 changes no bit of a sum, and `zero_` sets it to 0, without the sign.
 
-Version counters show most changes without reading the values, but not all: on a DTensor, the foreach functions of
-optimizers with ``foreach=True`` or ``fused=True`` do not bump them. On a CPU, reading a value is cheap, so the marks
-are read. On an accelerator, unchanged versions are trusted, and a device-side assertion checks them at the end.
+Version counters of `.grad` show most changes without reading values, but not all: on a DTensor, the foreach functions
+of optimizers with ``foreach=True`` or ``fused=True`` do not increase them. On a CPU, reading a value is cheap, so the
+marks are read. On an accelerator, unchanged versions are trusted. When the accumulated gradients are reduced, an
+assertion on the device checks the marks (`forget`).
 """
 
 from __future__ import annotations
@@ -63,8 +65,8 @@ class GradientMarks:
 
         Args:
             indices: the indices of the parameters.
-            or_untold: whether to include parameters without any evidence: their `.grad` is empty on this rank, and so
-                are those of all other parameters of the group.
+            or_untold: whether to include parameters of which this rank cannot tell, because it has no rows of any
+                parameter of the group, and so no marks.
         """
         indices = list(indices)
         gone = {index for index in indices if self._is_gone(index)}
@@ -75,8 +77,8 @@ class GradientMarks:
         """Return those of these parameters that have a `.grad` but lost the mark on it."""
         same = {index: self._is_same(index) for index in self._seen if not self._is_gone(index)}
         survives = self._look(same)
-        # An empty piece has no mark. It gets the result of another parameter of the group: of one whose versions have
-        # changed if its own have, else of one whose versions have not. This works because `zero_grad` clears all.
+        # A piece without rows has no mark. It gets the result of another parameter of the group, because `zero_grad`
+        # clears all: of one whose versions have changed if its own have, else of one whose versions have not.
         others = {same[index]: mark for index, mark in survives.items()}
         shown = {index: survives.get(index, others.get(same[index])) for index in asked}
         kept = {index: same[index] and not or_untold if mark is None else mark for index, mark in shown.items()}

@@ -63,7 +63,7 @@ class WeightOwner(Protocol):
 
     @property
     def keepers(self) -> Mapping[Bucket, HandleKeeper]:
-        """By bucket, an object that all new handles hold, so that its deletion shows that the last handle was freed."""
+        """By bucket, an object that all handles made now hold. When it is deleted, the last of them was freed."""
 
 
 class Handle(NamedTuple):
@@ -75,7 +75,7 @@ class Handle(NamedTuple):
     keeper: object  # freed with the last handle of its use
     generation: int  # the bucket's generation when the view was saved
     shown: Sequence[torch.Tensor]  # the node outputs that were installed then, to detect edits of them
-    version: int  # the version of the view then, which is also the version of the output
+    version: int  # the version of the view then; a view shares its version counter with the output
 
 
 _Tensor, _data_ptr, _is_grad_enabled = torch.Tensor, torch.Tensor.data_ptr, torch.is_grad_enabled
@@ -126,7 +126,7 @@ def give_way() -> None:
 
 
 def weights_in_place(owner: WeightOwner) -> AbstractContextManager[None] | None:
-    """Return a context without these hooks, as some `torch.func` transforms require; None if they are not innermost.
+    """Return a context without these hooks, as some `torch.func` transforms require; None if other hooks are innermost.
 
     In it, autograd saves parameters like any tensor, so it is for forwards whose parameters stay gathered in their
     slot.
@@ -139,8 +139,8 @@ def weights_in_place(owner: WeightOwner) -> AbstractContextManager[None] | None:
 class _Hooks:
     """The hooks of one forward.
 
-    The hooks hold the engine weakly, but handles hold it strongly. So an autograd graph keeps the objects that its
-    backward needs alive. The thread of a collective, which may have a copy of this thread's hooks, keeps nothing alive.
+    Handles hold the engine, because an autograd graph must keep alive what its backward needs. The hooks themselves
+    hold it weakly: torch copies the hooks of a thread to the threads that it starts, for example for a collective.
     """
 
     __slots__ = ("_addresses", "_keepers", "_last", "_outer", "_places", "has_outer", "owner")
@@ -166,7 +166,7 @@ class _Hooks:
             return flattened
         if self._outer is not None:
             return _Foreign(self._outer[0](tensor))
-        if tensor.requires_grad:  # detached, because an operator's saved output would hold its own node, in a cycle
+        if tensor.requires_grad:  # an operator's output that the operator itself saves would hold its node, in a cycle
             tensor = tensor.detach()
         version = tensor._version
         return (tensor, version) if version else tensor
@@ -205,7 +205,7 @@ class _Hooks:
             place = (tensor.detach(), slot.index)
         else:
             place = self._places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
-            if not bucket.shown:
+            if not bucket.shown:  # a leaf; see `GatherBucket._read_before`
                 bucket.writes.packed.append((place, tensor._version))
         keeper = self._keepers.get(bucket) if self._keepers else None
         if keeper is not None:
