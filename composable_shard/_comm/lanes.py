@@ -6,9 +6,9 @@ Work is written once for both, as a generator that yields each handle that it mu
 - On a stream, `start` queues all of the work, and `finish` makes the current stream wait for an event.
 - On a CPU, `start` runs the work up to its first handle, and `finish` blocks and runs the rest.
 
-On a CPU, `finish` releases the memory that a job has leased. On a stream, the memory of a gather stays leased until
-`finish`, because compute reads it next. The memory of a reduction is free behind an event as soon as the reduction is
-queued (`frees_queued`).
+Memory that the caller has leased for a job, such as a landing buffer, is released by `when_done`, which `finish` calls.
+A reduction on a stream can release its memory earlier: as soon as it is queued, behind the event of its end
+(`frees_queued`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Awaitable(Protocol):
 
 
 class Lost:
-    """Replaces a handle whose `wait` has failed or was interrupted, so that it is not waited for again.
+    """Replaces a handle whose `wait` has failed or was interrupted. Waiting for it again would hang with gloo.
 
     Args:
         error: the error's text. The exception itself would keep its traceback alive, and with it tensors.
@@ -98,13 +98,14 @@ class Job(Generic[T]):
 
     Args:
         steps: the work.
-        held: tensors that the work reads or writes, kept alive until `finish`. On a stream, the generator itself ends
-            as soon as the work is queued.
+        held: tensors that the work reads or writes, kept alive until `finish`. On a stream, `steps` ends as soon as the
+            work is queued, so it does not keep them alive.
         drain: whether to run all of the work immediately, as on a stream.
         when_done: called once, in `finish`, with the event behind the end of the work (None on a CPU).
 
     Attributes:
         occupied: memory that the caller has leased for the job on a stream, with the events behind which it is free.
+            The caller sets and reads it (`ReduceBucket.start`, `free_queued`).
     """
 
     __slots__ = ("_event", "_handle", "_held", "_result", "_steps", "_when_done", "occupied")
@@ -166,11 +167,11 @@ class Job(Generic[T]):
         self.occupied = memory
 
     def ended(self) -> Events:
-        """Return the event behind the work queued so far; None on a CPU."""
+        """Return the event behind the work; None on a CPU."""
         return (self._event,)
 
     def wait_on_host(self) -> None:
-        """Make the host wait, too, for a finished job: call it before reading a result that was copied to the host."""
+        """After `finish`, make the host wait as well, before it reads a result that was copied to the host."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -206,19 +207,20 @@ class Launched(Job[T]):
 
 
 class Lane:
-    """The lane of a CPU: work runs in the order of issue, so there are no events.
+    """The lane of a CPU: the host waits for each job in `finish`, so there are no events.
 
     Attributes:
         streams: whether the lane is a stream, so that a stream and never the host waits for queued work.
-        frees_queued: whether the memory of queued work is free for work queued behind it. If not, it is free only
-            after the queued work was waited for. Freeing early costs no time where later work must queue behind this
-            work on the network anyway.
+        frees_queued: whether the memory of a reduction is free for other work behind its event. If not, it is free only
+            after the reduction was waited for. If all groups communicate in one process group, that other work cannot
+            start earlier anyway, because collectives of one group run one after the other. With several process groups,
+            a gather could overlap with the reduction, and waiting for its memory would delay it.
     """
 
     streams = False
     frees_queued = False
 
-    def queue_behind(self, wanted: bool) -> None:
+    def free_queued(self, wanted: bool) -> None:
         """Set `frees_queued`, if this is a stream."""
         self.frees_queued = wanted and self.streams
 
@@ -239,7 +241,7 @@ class Lane:
         """Queue one collective behind the events `after` and keep `args` alive; the job returns `result`."""
         return Launched(collective(*args), args, result, when_done)
 
-    def record_event(self) -> torch.Event | None:
+    def record_current_stream(self) -> torch.Event | None:
         """Return an event behind all work queued on the current stream so far; None on a CPU."""
         return None
 
@@ -252,7 +254,7 @@ class Lane:
         return None
 
     def behind(self) -> Lane:
-        """Return the lane for work that follows a job of this lane while this lane continues; itself on a CPU."""
+        """Return a lane for the rest of a job, so that later jobs of this lane do not wait for it; itself on a CPU."""
         return self
 
 
@@ -263,7 +265,7 @@ class StreamLane(Lane):
 
     def __init__(self, device: torch.device) -> None:
         self._behind: StreamLane | None = None
-        # High priority: compute waits for the copies and casts around a collective, so they must run before compute.
+        # High priority: the copies and casts around a collective are small, and compute waits for them.
         self._stream = torch.Stream(device, priority=_HIGH_PRIORITY)
 
     def start(
@@ -296,7 +298,7 @@ class StreamLane(Lane):
             raise
 
     def _give_up(self) -> None:
-        """Make the current stream wait for a failed job: the memory that its queued work uses is released now."""
+        """Make the current stream wait for a failed job, because the caller is about to release its memory."""
         self.current().wait_stream(self._stream)
 
     def _wait_for(self, events: Events) -> None:
@@ -309,7 +311,7 @@ class StreamLane(Lane):
         job._event.record(self._stream)
         return job
 
-    def record_event(self) -> torch.Event | None:
+    def record_current_stream(self) -> torch.Event | None:
         event = torch.Event(self._stream.device)
         event.record(self.current())
         return event

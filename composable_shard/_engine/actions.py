@@ -97,7 +97,7 @@ class Actions:
 
     def parameters_changed(self, at: torch.Event | None = None) -> None:
         """Make the next gather wait for the event `at`; without one, for the work now queued on the current stream."""
-        self.changed = at or self._runtime.gather_lane.record_event()
+        self.changed = at or self._runtime.gather_lane.record_current_stream()
 
     def issue_gather(self, group: ParamGroup | None) -> None:
         """Issue a group's gather without waiting for it, unless it is issued or complete already."""

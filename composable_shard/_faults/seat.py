@@ -46,9 +46,9 @@ class Notes:
         """The note of a reduction."""
         return f"reduce {self.name}, {how}"
 
-    def take_back(self) -> None:
-        """Mark the last noted collective as not issued."""
-        for ledger in self.reduces:
+    def take_back(self, ledgers: Iterable[Ledger]) -> None:
+        """Mark the last note in these ledgers as not issued."""
+        for ledger in ledgers:
             ledger.take_back()
 
 
@@ -87,9 +87,9 @@ class ReductionNotes:
         for ledger in self._notes.reduces if whole else self._notes.gathers:
             ledger.issue(self._chosen)
 
-    def take_back(self) -> None:
-        """Mark the reduction as not issued."""
-        self._notes.take_back()
+    def take_back(self, whole: bool) -> None:
+        """Mark the last reduction as not issued; `whole` as for `issue`."""
+        self._notes.take_back(self._notes.reduces if whole else self._notes.gathers)
 
 
 class Seat:

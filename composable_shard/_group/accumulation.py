@@ -29,13 +29,13 @@ class AccumulatedGradients:
         streams: whether they are on an accelerator.
 
     Attributes:
-        whole: the unsharded gradients. After `zero_grad`, they are *void*, and dropped at the next call of a method
-            here.
-            Other classes only read it.
+        whole: the unsharded gradients. After `zero_grad` they are *void*, and the next call of a method drops them.
+            Other
+            classes only read it.
         pieces: the reduced pieces that wait for an all-reduce over replicas. Other classes only read them.
         wanted: indices of the parameters that required gradients when some were accumulated. The next reduction
-            includes these even if they are frozen by then: it must have the same members on all ranks. Ranks may differ in which
-            gradients they have, but not in which parameters require them.
+            includes these even if they are frozen by then, because it must have the same members on all ranks. Ranks
+            may differ in which gradients they have, but not in which parameters require them.
     """
 
     def __init__(

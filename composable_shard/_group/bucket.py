@@ -43,7 +43,8 @@ class _Members(dict[Place, int]):
         return index
 
 
-Saved = set[tuple["Bucket", Place | int]]  # parameters with handles; an int is an index, outside of the pool's memory
+# Parameters of which autograd has saved handles: by place in a slot, or by index if they are not in a slot.
+Saved = set[tuple["Bucket", Place | int]]
 
 
 class Gatherer:
@@ -55,7 +56,8 @@ class Gatherer:
         for_landing: the pool's requests, in forward and backward, for the landing buffer that small parameters share;
             None if no parameters share one.
         pool, lane: the source of memory, and the queue of gathers.
-        begins: offsets of the parameters in a slot, in elements, if they differ from the layout's.
+        begins: offsets of the parameters in a slot, in elements, if they differ from the layout's: gathers among few
+            ranks use the slots of gathers among all ranks.
 
     Attributes:
         copies, for_landing: as given.
@@ -137,14 +139,15 @@ class Bucket:
         dtype: the dtype in which they are used. `is_complex` tells whether tensors of it may be lazy conjugates.
         address: the address of the memory that was gathered into last; 0 if it does not belong to the pool.
         readable: whether the gather is done, so that the unsharded parameters can be read.
-        generation: how often the sharded parameters have changed; handles of an earlier generation are stale.
-        shown: the node outputs of the use that runs forward now, by index; empty outside of a forward, or if modules
-            have leaves installed.
+        generation: increased when saved handles become stale: the sharded parameters have changed, or the memory
+            outside
+            of the pool was replaced.
+        shown: during a forward with a node, the outputs of the node, by index; else empty.
         here: the leaf Parameters over the memory of the unsharded parameters; None if none were made there.
         writes: the writes to the unsharded parameters; see `edits.py`.
         saved: number of handles made so far.
-        reads_left: number of handle reads until half of a use's handles were read and the engine is notified; 0 if no
-            notification is needed.
+        reads_left: how many more handles backward must read until the engine is notified (`halfway`); 0 if it is not to
+            be notified.
         gather_bytes: bytes that a gather leases from the pool.
     """
 
@@ -178,7 +181,7 @@ class Bucket:
         return self.fqns[place]
 
     def weights_for_use(self) -> list[torch.Tensor]:
-        """Return the unsharded parameters for a forward that begins; `begin_use` must follow when its node is made."""
+        """Return the unsharded parameters for a forward that begins. The caller makes a node and calls `begin_use`."""
         return self.weights
 
     def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
@@ -231,7 +234,10 @@ class Bucket:
         self.readable = True
 
     def await_memory(self) -> None:
-        """After a failure: make the current stream wait for earlier uses of the memory that was to be gathered into."""
+        """After a failed gather: make the current stream wait for earlier uses of the memory.
+
+        The gather may have failed before it waited. Then the event of the release is behind these uses, too.
+        """
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         """Release the unsharded parameters, if they are gathered.
@@ -301,6 +307,7 @@ class GatherBucket(Bucket):
         self.slot: Slot | None = None
         self._faces = Faces(dtype, layout.places, params)
         pieces = list(map(local_tensor, self._sharded))
+        # Shards that the collective can send as they are. Offloaded ones are first copied to the device.
         as_they_are = [not info.offloads and local.dtype == dtype and local.is_contiguous() for local in pieces]
         converted = [index for index, as_it_is in enumerate(as_they_are) if not as_it_is]
         like = torch.empty(0, dtype=dtype, device=info.device)
@@ -374,7 +381,7 @@ class GatherBucket(Bucket):
         else:
             self._pool.take_back(slot, self._self)
         self.slot, self.address = slot, slot.begin
-        self.here = self._faces.enter(slot)  # after the slot is noted: this may raise, and the slot must be released
+        self.here = self._faces.enter(slot)  # last, because it may raise: then `release` finds the slot
         return slot
 
     def start(self, after: torch.Event | None) -> Job[None]:
@@ -394,13 +401,14 @@ class GatherBucket(Bucket):
         slot, leaves = self.slot, self.here
         self.slot = self.here = None
         self.readable = False
-        if self.writes.noted is not None:  # None: no backward has reached a use, and the call would cost host time
+        if self.writes.noted is not None:  # without a backward there is nothing to end; a call would cost host time
             self.writes.end_reads()
         if slot is None:
             return
         if self._sums is not None:
             self._check_unchanged(slot)
         faces = self._faces
+        # Only leaves, and faces that a forward has found to be kept, can have views now.
         lent = (leaves is not None or faces.lent) and faces.are_kept(leaves)
         if lent or reserve:
             self._reserved = slot
@@ -425,11 +433,12 @@ class GatherBucket(Bucket):
         return self._sums_in_slot(here)
 
     def _read_before(self, written: dict[int, list[torch.Tensor]]) -> set[int]:
-        """Return those of these parameters whose leaf autograd saved before the last write to it.
+        """Return those of the parameters in `written` that autograd saved as a leaf before the last write to the leaf.
 
-        Backward would read the values after that write. For outputs of a node, backward detects this (`look_at`). For a
-        leaf it cannot, because resharding increases the version of a leaf. A write through a DTensor increases the
-        version of the DTensor and not that of its local tensor, from which handles are made.
+        Backward would read values from after that write, so this counts as an edit even if the values are equal to the
+        gathered ones. For outputs of a node, backward itself detects this by versions (`Writes.look_at`). It cannot for
+        leaves, whose versions also increase when they are resharded. DTensors are left out: a write through a DTensor
+        increases its own version, and not that of the local tensor from which the handle was made.
         """
         versions = {i: {each._version for each in w if not isinstance(each, DTensor)} for i, w in written.items()}
         packed = [(self.members[place], version) for place, version in self.writes.packed]
@@ -482,8 +491,8 @@ class GatherBucket(Bucket):
 class LowBitBucket(GatherBucket):
     """Parameters that are gathered in fewer bits than they are computed with.
 
-    In backward, this rank sends the bytes of the forward again. Each forward rounds again, because hand-written
-    optimizers may change shards without increasing their versions.
+    In backward, this rank sends the bytes of the forward again, so that both see the same weights. Each forward rounds
+    anew, because hand-written optimizers may change shards without increasing their versions.
     """
 
     __slots__ = ("_low", "_sent")

@@ -67,7 +67,7 @@ class _Gathers:
 
     def start(self, shards: list[torch.Tensor]) -> _Gathering:
         """Begin to gather `shards`, the shards of the members."""
-        pool, after = self._pool, (self._lane.record_event(),)
+        pool, after = self._pool, (self._lane.record_current_stream(),)
         if pool.loses_memory(self._requests[0]):
             memory = pool.memory.allocate(self._requests[0].nbytes)
             flat = memory.view(self._dtype)
@@ -111,7 +111,7 @@ class _Gathers:
     def _drop(self, gathering: _Gathering) -> None:
         self._wait(gathering)
         if gathering.slot is not None:
-            self._pool.release(gathering.slot, self._lane.record_event())
+            self._pool.release(gathering.slot, self._lane.record_current_stream())
 
     def leave_slots(self) -> None:
         """Drop all views of slots."""

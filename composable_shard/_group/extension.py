@@ -116,7 +116,7 @@ class _Extended:
         """Get the inputs from the shard and allocate the outputs.
 
         Returns:
-            whether their sizes or dtypes have changed since the last gather, so that the leaf must be made again.
+            whether there is a leaf that must be made again, because sizes or dtypes have changed since the last gather.
         """
         param, info = self.param, self._info
         local: Any = param.local.to(info.device, non_blocking=True) if info.offloads else param.local
@@ -235,7 +235,7 @@ class ExtensionBucket(Bucket):
         inputs = [_bytes(tensor) for member in self._members for tensor in member.inputs]
         outputs = [_bytes(tensor) for member in self._members for tensor in member.outputs]
         gatherer = self._gatherer_of(tuple([tensor.numel() for tensor in inputs]))
-        return gatherer.start_into(gatherer.copies.into(outputs), inputs, (self._lane.record_event(),))
+        return gatherer.start_into(gatherer.copies.into(outputs), inputs, (self._lane.record_current_stream(),))
 
     def _gatherer_of(self, sizes: tuple[int, ...]) -> Gatherer:
         """Return the gatherer of inputs with these sizes in bytes; only the last one is kept."""
@@ -259,14 +259,15 @@ class ExtensionBucket(Bucket):
         super().arrived()
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
+        # `after` is not needed: the memory was allocated by torch on the stream that reads it, and goes back to torch.
         leaves, self.here = self.here, None
-        super().lose()  # marks the weights as unreadable; the members own their memory
+        self.readable = False
         self.writes.end_reads()
         if leaves is not None:
             leaves.give_up()
         self._pool.unregister(self._claims)
         self._claims = []
-        for member in self._members if not reserve else ():
+        for member in self._members if not reserve else ():  # the next gather writes into the same storages
             member.free()
 
     def lose(self) -> None:

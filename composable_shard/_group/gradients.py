@@ -300,7 +300,7 @@ class GroupGradients:
                 asks = bool(asked) and self._setup.lane.streams
                 jobs.append((bucket, bucket.start(gradients, partial, whole, asks, holds)))
         except BaseException:
-            self._notes.take_back()
+            self._notes.take_back(whole)
             free_queued(self._setup.pool, jobs)
             _give_up(job for _, job in jobs)
             raise

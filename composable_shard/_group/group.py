@@ -243,16 +243,20 @@ class ParamGroup:
     def reduces_first(self) -> bool:
         """Whether backward waits for reductions before it gathers this group.
 
-        On an accelerator, streams order gathers and reductions, so a gather can reuse the buffers of a reduction
-        without a wait. On a CPU, only waiting frees memory, and overlapped work competes for the same cores. On a mesh
-        with replicas the result is always False, because the wait for a reduction may issue its all-reduce.
+        True on a CPU, unless a limit of reductions in flight was set: only waiting frees memory there, and overlapped
+        work competes for the same cores. On an accelerator, False: streams order gathers behind reductions. On a mesh
+        with replicas, False: waiting for a reduction may issue its all-reduce, and all ranks must issue it at the same
+        place.
         """
         waits = not self._runtime.gather_lane.streams and self._comm.transports.replicate is None
         return waits and self.settings.current.max_reductions is None
 
     @property
     def gathers_in_backward(self) -> bool:
-        """Whether backward gathers the group before a handle is read. Packed parameters may be read without handles."""
+        """Whether backward gathers the group before a handle is read.
+
+        Always for packed parameters: layers read them through views of their own, not through handles.
+        """
         return self.settings.current.unshard_in_backward or bool(self.layout.packed)
 
     @property
@@ -286,18 +290,18 @@ class ParamGroup:
             raise illegal(self.name, self.phase, GATHERING)
         for ledger in self._comm.notes.gathers:
             ledger.issue(self.layout.note)
-        if self.phase is RESIDENT:
+        if self.phase is RESIDENT:  # pieces are in slots; nothing is allocated or read that could fail as below
             self._gathers = [(b, resident.start()) for b, resident in zip(self.buckets, self.residents, strict=True)]
             self._set_phase(GATHERING)
             return
-        if self.stay.pinned or self.settings.outlives[self.is_root]:
+        if self.stay.pinned or self.settings.outlives[self.is_root]:  # as in `note_versions`, without a call
             self._versions = self._versions_now()
         self._gathers = []
         try:
             for bucket in self.buckets:
                 self._gathers.append((bucket, bucket.start(after)))
         except BaseException:  # for example out of memory: the group is sharded as before
-            self._comm.notes.take_back()
+            self._comm.notes.take_back(self._comm.notes.gathers)
             self._give_up_gathers()
             raise
         self._set_phase(GATHERING)
@@ -311,7 +315,7 @@ class ParamGroup:
         self.stay.end()
         for bucket in self.buckets:
             bucket.await_memory()
-        after = self._runtime.gather_lane.record_event()
+        after = self._runtime.gather_lane.record_current_stream()
         for bucket in self.buckets:
             bucket.release(after)
 
@@ -324,7 +328,7 @@ class ParamGroup:
 
     def finish_gather(self) -> None:
         """Wait until the unsharded parameters can be read."""
-        self._set_phase(UNSHARDED)
+        self._set_phase(UNSHARDED)  # before the wait: after an error, the group goes from there to SHARDED
         try:
             for bucket, job in self._gathers:
                 job.finish()
@@ -343,7 +347,7 @@ class ParamGroup:
         return any(map(_is_outdated, self.buckets))
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> bool:
-        """Note the end of a forward: memory of parameters of which user code keeps views is not reused from now on.
+        """Note the end of a forward. If user code keeps views of parameters, their memory is not released (`Faces`).
 
         Args:
             dropped: views that the caller is about to drop, which do not count.
@@ -369,7 +373,7 @@ class ParamGroup:
             for resident in self.residents:
                 resident.release()
             return
-        after, reserve = self._runtime.gather_lane.record_event(), again or self.settings.current.keep_storage
+        after, reserve = self._runtime.gather_lane.record_current_stream(), again or self.settings.current.keep_storage
         for bucket in self.buckets:
             bucket.release(after, reserve)
 
@@ -414,7 +418,7 @@ class ParamGroup:
             ]
         for resident in self.residents:
             resident.keep()
-        after = run.gather_lane.record_event()
+        after = run.gather_lane.record_current_stream()
         for bucket in self.buckets:
             bucket.release(after)
 

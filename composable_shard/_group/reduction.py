@@ -251,7 +251,8 @@ class ReduceBucket:
         when_done: WhenDone,
     ) -> tuple[Job[Reduced], Job[Any]]:
         """Queue the reduction; returns its job, and the job after which its slots are no longer used."""
-        after = [self._lane.record_event()]
+        # The packed gradients, and earlier uses of scratch memory. `_pack` has waited for those of the bucket.
+        after = [self._lane.record_current_stream()]
         for slot in slots[1:]:
             after += slot.free_after
         if self._is_launched and whole and not (partial or asks):
@@ -289,8 +290,7 @@ class ReduceBucket:
         if not slots:
             bucket, chunks = out, out.view(1, -1)
         else:
-            for event in slots[0].free_after:
-                event.wait()
+            slots[0].wait_until_free()
             bucket, chunks = self._views_of(slots[0])
         if not self._has_all or len(gradients) != len(self.indices):
             gradients = [gradients[index] for index in self.indices]

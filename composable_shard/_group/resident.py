@@ -64,13 +64,13 @@ class Resident:
     def keep(self) -> None:
         """Copy this rank's pieces out of the gathered parameters."""
         slot = self._slot = self._pool.lease(self.for_pieces)
-        for event in slot.free_after:
-            event.wait()
+        slot.wait_until_free()
         with torch.no_grad():
             weights = zip(self._bucket.weights, self._layout.params, strict=True)
             own = [own_rows(weight, at, self._info.shard_rank) for weight, at in weights]
             torch._foreach_copy_(self._pieces(slot, written=True), own)
-        self._kept_at = self._lane.record_event()
+        # The gather in backward reads the pieces on another stream.
+        self._kept_at = self._lane.record_current_stream()
 
     def _pieces(self, slot: Slot, written: bool = False) -> list[torch.Tensor]:
         return own_pieces(slot.typed(self._bucket.dtype, written), self._layout, self._info.shard_rank)
@@ -102,11 +102,11 @@ class Resident:
         slot = self._bucket.open()
         after = (self._kept_at, *slot.free_after)
         job = self._gatherer.start(slot, self._pieces(self._slot), after, read=[self._slot])
-        self._slot = None
+        self._slot = None  # the job releases it (`read`)
         return job
 
     def release(self) -> None:
         """Release the pieces."""
         if self._slot is not None:
-            self._pool.release(self._slot, self._lane.record_event())
+            self._pool.release(self._slot, self._lane.record_current_stream())
             self._slot = None

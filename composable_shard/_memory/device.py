@@ -71,12 +71,12 @@ class DeviceMemory:
             self._streams[stream] = None
         return nullcontext() if self._mem_pool is None else torch.cuda.use_mem_pool(self._mem_pool, self.device)
 
-    def record_events(self) -> Events:
+    def record_current_stream(self) -> Events:
         """Record an event behind the work that is queued on the current stream; none on a CPU.
 
         The first writer of new memory waits for it (rule 4 in `pool.py`).
         """
-        event = self._lane.record_event()
+        event = self._lane.record_current_stream()
         return () if event is None else (event,)
 
     def wait_before_free(self, after: Iterable[torch.Event | None]) -> None:

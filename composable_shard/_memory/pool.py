@@ -219,7 +219,7 @@ class BufferPool:
         if slot is None or slot.request is not None:
             slot = self._own[key] = self._make(request.nbytes, resizes=True)
         elif not slot.has_memory:
-            slot.resize(request.nbytes, self.memory.record_events())
+            slot.resize(request.nbytes, self.memory.record_current_stream())
             self._beside_bytes += slot.nbytes
             self.addresses.add(slot)
         return slot
@@ -325,7 +325,7 @@ class BufferPool:
                 lent.append(each)
             elif slot is not None:
                 self.take_back(slot)
-                self.release(slot, *self.memory.record_events())
+                self.release(slot, *self.memory.record_current_stream())
 
     def release_all(self, slots: Sequence[Slot], after: torch.Event | None) -> None:
         """Release each of these slots after the same event."""
@@ -341,13 +341,13 @@ class BufferPool:
         for slot in slots:
             if slot.request is not None:
                 slot.wait_until_free()
-                self.release(slot, *self.memory.record_events())
+                self.release(slot, *self.memory.record_current_stream())
 
     def _poisoned(self, slot: Slot, after: torch.Event | None) -> torch.Event | None:
         if after is not None:
             after.wait()
         _debug.poison(slot.typed(torch.uint8, written=True))
-        return next(iter(self.memory.record_events()), None)
+        return next(iter(self.memory.record_current_stream()), None)
 
     @property
     def wants_arena(self) -> bool:
@@ -430,7 +430,7 @@ class BufferPool:
     def _make(self, nbytes: int, resizes: bool = False) -> Slot:
         memory = self._allocate(nbytes)
         with plainly():
-            slot = Slot(memory, self.memory.record_events(), resizes)
+            slot = Slot(memory, self.memory.record_current_stream(), resizes)
         self.addresses.add(slot)
         return slot
 

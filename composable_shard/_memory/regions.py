@@ -132,7 +132,7 @@ class Arena:
 
     def _add(self, known: Sequence[Request], spans: Spans, is_large: bool) -> Region:
         memory = self._memory.allocate(_end_of(spans))
-        region = Region(memory, self.nbytes, spans, self._memory.record_events(), is_large)
+        region = Region(memory, self.nbytes, spans, self._memory.record_current_stream(), is_large)
         for request, span in zip(known, spans, strict=True):
             request.give_slot(region.at[span])
         self._regions.append(region)
@@ -170,7 +170,7 @@ class Arena:
         if region.is_large and self.is_planned:
             self.free_idle()  # a large request and the rest of the arena are rarely needed together
         self._memory.fill(region.storage, region.nbytes)
-        region.reallocated(self._memory.record_events())
+        region.reallocated(self._memory.record_current_stream())
         self._addresses.replace([*self._addresses, *region.slots])
         self.held_bytes += region.nbytes
         self.without_memory -= 1

@@ -59,7 +59,7 @@ class StateOnHost:
         reads: deque[tuple[Sequence[torch.Tensor], Job[list[nn.Parameter]]]] = deque()
         writes: deque[Job[None]] = deque()
         for part in _parts_of(params):
-            reads.append((part, coming.start(self._to_host(part), (coming.record_event(),))))
+            reads.append((part, coming.start(self._to_host(part), (coming.record_current_stream(),))))
             if len(reads) > _AHEAD:
                 writes.append(self._step_part(states, *reads.popleft(), step, going))
             while len(writes) > _AHEAD:

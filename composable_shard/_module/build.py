@@ -359,7 +359,7 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
     tree.set_holders()
     device = own.declaration.info.device
     gather_lane, reduce_lane = own.lanes or (lane_for(device), lane_for(device))
-    reduce_lane.queue_behind(tree.has_one_mesh())
+    reduce_lane.free_queued(tree.has_one_mesh())
     runtime = Runtime(BufferPool(device, gather_lane), gather_lane, reduce_lane)
     groups = tree.groups(transports, runtime, seat)
     without = [state.entries for state in tree.states if state not in groups]

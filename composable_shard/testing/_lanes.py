@@ -49,17 +49,17 @@ class StreamedLane(Lane):
                 if event is not None:
                     event.wait()
             job = begin()
-            job._event = self.record_event()
+            job._event = self.record_current_stream()
         return job
 
-    def record_event(self) -> torch.Event | None:
+    def record_current_stream(self) -> torch.Event | None:
         event = self._clock.event()
         event.record()
         return event  # type: ignore[return-value]
 
     def queued(self) -> Events:
         with torch.cpu.stream(self._stream):  # type: ignore[arg-type]
-            return (self.record_event(), *(() if self._behind is None else self._behind.queued()))
+            return (self.record_current_stream(), *(() if self._behind is None else self._behind.queued()))
 
     def current(self) -> torch.Stream:
         return torch.cpu.current_stream()  # type: ignore[return-value]

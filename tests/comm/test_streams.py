@@ -118,7 +118,7 @@ def test_a_finished_job_frees_the_tensors_of_its_work():
 def test_lanes_of_devices_without_streams_have_no_events(device):
     lane = lane_for(torch.device(device))
     assert type(lane) is Lane
-    assert lane.record_event() is None
+    assert lane.record_current_stream() is None
 
 
 def test_a_simulation_replaces_the_lanes_of_the_cpu_while_it_is_active():
@@ -165,5 +165,5 @@ def test_work_on_a_stream_waits_for_its_events_and_the_current_stream_waits_for_
         yield Handle([], 0)
         return out
 
-    job = lane.start(steps(), [lane.record_event(), None])
+    job = lane.start(steps(), [lane.record_current_stream(), None])
     assert torch.equal(job.finish(), torch.full_like(source, 100))

@@ -33,7 +33,7 @@ class MarkingLane(Lane):
     def __init__(self):
         self.marks = 0
 
-    def record_event(self):
+    def record_current_stream(self):
         self.marks += 1
         return self.marks
 

@@ -313,9 +313,9 @@ COVERED = {
 PASSED_ON = {
     "Job._advance": "Waiting.wait",
     "Launched._advance": "Waiting.wait",
-    "StreamLane.record_event": "only records an event",
+    "StreamLane.record_current_stream": "only records an event",
     "StreamLane.queued": "DeviceMemory.leave",
-    "DeviceMemory.record_events": "only records events",
+    "DeviceMemory.record_current_stream": "only records events",
     "GatherBucket.forget": "BufferPool.release",
     "BufferPool.release_failed": "StreamLane._give_up",
     "BufferPool.release": "only stores events",

@@ -16,8 +16,8 @@ LIBRARY = Path(composable_shard.__file__).parent
 WINGS = ("_comm", "_memory", "_group", "_engine")
 ORDERS = {  # attributes by which the library orders streams
     *(
-        "record_event",
-        "record_events",
+        "record_current_stream",
+        "record_current_stream",
         "queued",
         "wait",
         "wait_event",
