@@ -93,7 +93,7 @@ class ParamFacade(View):
         if group is None or group.phase is not UNSHARDED:
             raise ShardConfigAttributeError(f"parameter {self._param.fqn}: is not unsharded; call unshard() first")
         entries = self._group._own.entries
-        return entries.installed(self._index) if entries.are_unsharded else group.leaves()[self._index]
+        return entries.installed(self._index) if entries.are_replaced else group.leaves()[self._index]
 
     @property
     def _unsharded_param(self) -> torch.Tensor | UnshardedGradient:

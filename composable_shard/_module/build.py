@@ -152,7 +152,7 @@ class _Tree:
         """The states whose modules users have unsharded, and whether the unsharded parameters are installed."""
         bound = {state: state.bound for state in self.states}
         pinned = [state for state, part in bound.items() if part and part.group and part.group.stay.pinned]
-        return {state: state.entries.are_unsharded for state in pinned}
+        return {state: state.entries.are_replaced for state in pinned}
 
     def install_shards(self) -> None:
         """Install the sharded parameters, and adopt those by which users have replaced them.
@@ -163,7 +163,7 @@ class _Tree:
         recurrent = [module for _, module in self.modules if vars(module).get("_flat_weights_names")]
         for state in self.states:
             state.release()
-            state.entries.keep_lists(recurrent)
+            state.entries.follow_in_rnns(recurrent)
             state.entries.name_modules(names)
             state.entries.adopt()
             for param in state.declaration.params:
@@ -335,7 +335,7 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
         PoolBudgetError: a group does not fit into the budget.
         RankMismatchError: ranks have different plans.
     """
-    give_way()
+    give_way()  # for the whole process: torch.func transforms run in forwards of sharded modules
     own = state_of(root)
     assert own is not None
     if runs:

@@ -73,11 +73,11 @@ def call_counted(call: Callable[..., Any], module: nn.Module, args: tuple[Any, .
     return state.counted(call, args, kwargs)
 
 
-def call_below(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_bypassing(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`call_counted` for a call that has bypassed our `__call__`. Its recomputation will do so, too: note that."""
     state: ShardState = module.__dict__[STATE]
     output = state.counted(call, args, kwargs)
-    state.ran_below()
+    state.note_bypass()
     return output
 
 

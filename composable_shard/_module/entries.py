@@ -50,24 +50,28 @@ class ModuleEntries:
 
     Attributes:
         places, params: as given, then updated when users move or tie parameters.
-        shown: whether tensors other than the sharded parameters are installed.
-        converted: whether `adopt` must report a change even if it finds none.
+        are_replaced: whether tensors other than the sharded parameters are installed: unsharded ones, copies or pieces.
+        converted: whether `adopt` must report a change even if it finds none, because parameters were moved or
+            converted.
     """
 
     def __init__(self, places: Sequence[Place], params: Sequence[ShardedParam]) -> None:
         self.params = params
         self.places = list(places)
-        self.are_unsharded = False
+        self.are_replaced = False
         self.converted = False
         self._columns = _Columns.of(places)
         self._shards = [param.sharded for param in params]
         self._installed: Sequence[torch.Tensor] = self._shards
-        self._lent: list[bool] = []  # `requires_grad` of the installed tensors, if these are leaves
+        self._leaf_flags: list[
+            bool
+        ] = []  # `requires_grad` of the installed tensors, if these are leaves that users may change
         self._handles_seen = 0  # number of hook handles when the leaves were installed
         self._assigned: list[tuple[dict[str, Any], str, Any]] = []  # see `note_assigned`
         self._recurrent: list[weakref.ref[nn.Module]] = []
         self._has_warned = False
-        self._before: dict[int, weakref.ref[nn.Parameter]] = {}  # by index, the parameters that were replaced last
+        # By index, the parameter that was adopted in place of another, to recognize it if it comes back.
+        self._before: dict[int, weakref.ref[nn.Parameter]] = {}
         # For the sharded parameters at the last check: the storage of each DTensor, and its local tensor.
         self._storages: list[Any] = []
         self._pieces: list[weakref.ref[torch.Tensor]] = []
@@ -81,7 +85,7 @@ class ModuleEntries:
         self.__dict__.update(state)
         self._check_data()
 
-    def keep_lists(self, recurrent: Sequence[nn.Module]) -> None:
+    def follow_in_rnns(self, recurrent: Sequence[nn.Module]) -> None:
         """Note which of these RNNs have our parameters: their `_flat_weights` lists must follow the entries."""
         ours = {id(names) for names in self._columns.dicts} if recurrent else ()
         of_ours = [module for module in recurrent if id(module._parameters) in ours]
@@ -100,7 +104,7 @@ class ModuleEntries:
         If parameters were replaced, set `converted`, so that `adopt` reports this to the engine in the next eager
         forward.
         """
-        if self.are_unsharded:
+        if self.are_replaced:
             return
         if any([names.get(name) is not self._shards[index] for names, name, index in self.places]):  # noqa: C419
             self.adopt()
@@ -108,10 +112,10 @@ class ModuleEntries:
 
     def install(self, tensors: Sequence[torch.Tensor], traced: bool = False) -> None:
         """Install these tensors; with `traced`, in a loop that Dynamo can trace."""
-        if self._lent and not traced:
+        if self._leaf_flags and not traced:
             self.adopt_changes()
-            self._lent = []
-        self.are_unsharded = True
+            self._leaf_flags = []
+        self.are_replaced = True
         self._installed = tensors
         if traced:
             for names, name, index in self.places:
@@ -126,17 +130,17 @@ class ModuleEntries:
     def install_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
         """Install leaves, which users may freeze, unfreeze or hook instead of the sharded parameters."""
         self.install(leaves)
-        self._lent = list(map(_requires_grad, leaves))
+        self._leaf_flags = list(map(_requires_grad, leaves))
         self._handles_seen = HANDLES.of_others()
 
     def adopt_changes(self) -> None:
         """Apply to the sharded parameters what users have changed on the installed leaves, if any are installed."""
-        if not self._lent:
+        if not self._leaf_flags:
             return
         self.note_assigned()
-        before, self._lent = self._lent, list(map(_requires_grad, self._installed))
-        if self._lent != before:
-            for param, was, wanted in zip(self.params, before, self._lent, strict=True):
+        before, self._leaf_flags = self._leaf_flags, list(map(_requires_grad, self._installed))
+        if self._leaf_flags != before:
+            for param, was, wanted in zip(self.params, before, self._leaf_flags, strict=True):
                 if wanted != was:
                     param.sharded.requires_grad_(wanted)
         if self._handles_seen != (seen := HANDLES.of_others()):
@@ -159,9 +163,9 @@ class ModuleEntries:
 
     def install_sharded(self, traced: bool = False) -> None:
         """Install the sharded parameters, then the tensors that users have assigned; `traced` as for `install`."""
-        if self.are_unsharded:
+        if self.are_replaced:
             self.install(self._shards, traced)
-            self.are_unsharded = False
+            self.are_replaced = False
             for names, name, assigned in self._assigned:
                 names[name] = assigned
 
@@ -206,10 +210,11 @@ class ModuleEntries:
                     "module that is not sharded for such calls"
                 )
 
-    def take_typed(self) -> dict[int, torch.Tensor | None]:
-        """Remove and return `.grad` of the parameters with `grad_dtype`, before a conversion; `return_typed` follows.
+    def take_own_dtype_grads(self) -> dict[int, torch.Tensor | None]:
+        """Before a conversion, remove and return `.grad` of the parameters with a `grad_dtype`.
 
-        `Module._apply` would convert it to the dtype of the parameter, and it drops `grad_dtype`.
+        `Module._apply` would convert it to the dtype of the parameter, and drop `grad_dtype`. `return_own_dtype_grads`
+        sets both again.
         """
         typed: dict[int, torch.Tensor | None] = {}
         for index, param in enumerate(self.params):
@@ -218,7 +223,7 @@ class ModuleEntries:
                 typed[index], param.sharded.grad = param.sharded.grad, None
         return typed
 
-    def return_typed(self, typed: Mapping[int, torch.Tensor | None]) -> None:
+    def return_own_dtype_grads(self, typed: Mapping[int, torch.Tensor | None]) -> None:
         """Set `grad_dtype`, and `.grad` in its own dtype, on the converted parameters."""
         for names, name, index in self.places:
             param = names.get(name)
@@ -245,7 +250,7 @@ class ModuleEntries:
         if self._assigned:
             self.install_sharded()
             self._assigned = []
-        if self.are_unsharded or self._hold(self._shards):
+        if self.are_replaced or self._hold(self._shards):
             changed, self.converted = self.converted, False
             return changed
         tied = self._tie()
@@ -280,7 +285,7 @@ class ModuleEntries:
         Raises:
             ShardConfigStateError: a leaf was replaced by a DTensor that is not ours.
         """
-        if not self._lent or self._hold(self._installed):
+        if not self._leaf_flags or self._hold(self._installed):
             return
         for names, name, index in self.places:
             now = names.get(name)

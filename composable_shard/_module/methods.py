@@ -93,9 +93,10 @@ class Methods(TorchFSDPModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether each following backward is the last one before the optimizer step.
 
-        Pipelines call this. Call it on the root; it applies to all sharded modules below. With either value, backward
-        waits at its end for the reductions that it has issued, because code that clips or zeroes gradients must see all
-        of them. This call also installs the sharded parameters again. They are the leaves of the graph, and torch's
+        Pipelines call this. Call it on the root; it applies to all sharded modules below. The value matters to
+        `torch.autograd.grad` only: with False and gradient sync off, it accumulates gradients; with True, it reduces
+        them. `backward` does the same with either value: at its end, it waits for the reductions that it has issued,
+        because code that clips or zeroes gradients must see all of them. This call also installs the sharded parameters again. They are the leaves of the graph, and torch's
         zero-bubble pipelines look for leaves in the modules.
 
         Raises:

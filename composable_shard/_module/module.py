@@ -24,7 +24,7 @@ from .build import bound_of
 from .calls import (
     NO_HOOKS,
     assign_number,
-    call_below,
+    call_bypassing,
     call_class,
     call_counted,
     is_plain,
@@ -74,9 +74,9 @@ class FSDPModule(Methods):
 
         `torch.compile` calls the `__call__` that it saved before the module was sharded, and a checkpoint may call
         `nn.Module.__call__`. Such a call runs the module here, and its recomputation, too. An activation checkpoint
-        around `super().__call__` also bypasses our `__call__`, but only when it recomputes. That call continues without
-        our hooks, because they were outside of the checkpoint's in the original call, which went through our
-        `__call__`.
+        around `super().__call__` also bypasses our `__call__`, but only when it recomputes. That call gets no
+        saved-tensor hooks of ours: in the original call, which went through our `__call__`, they were set outside of
+        the checkpoint, and the recomputation must save the same tensors.
         """
         state: ShardState = self.__dict__[STATE]
         call = super()._call_impl  # type: ignore[misc]
@@ -84,8 +84,8 @@ class FSDPModule(Methods):
             return call(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self(*args, **kwargs)
-        if current_backward() < 0 or state.recomputes_below():
-            return run(self, partial(call_below, call), args, kwargs)  # type: ignore[arg-type]
+        if current_backward() < 0 or state.recomputes_bypass():
+            return run(self, partial(call_bypassing, call), args, kwargs)  # type: ignore[arg-type]
         copied = len(state.copies)
         try:
             with recomputation_hooks(state) or NO_HOOKS:
@@ -96,7 +96,7 @@ class FSDPModule(Methods):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         state: ShardState = self.__dict__[STATE]
         state.release()
-        typed = [each.entries.take_typed() for each in state.family]
+        typed = [each.entries.take_own_dtype_grads() for each in state.family]
         try:
             return super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # skip torch's FSDPModule
         finally:
@@ -104,7 +104,7 @@ class FSDPModule(Methods):
                 each.entries.keep_carried()
                 each.entries.converted = True
             for each, gradients in zip(state.family, typed, strict=True):
-                each.entries.return_typed(gradients)
+                each.entries.return_own_dtype_grads(gradients)
             if state.bound is not None:
                 state.bound.engine.converted(state.groups)
 
@@ -115,7 +115,7 @@ class FSDPModule(Methods):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, including those of sharded parameters while the unsharded parameters are installed."""
         for state in states_below(self):  # type: ignore[arg-type]
-            for param in state.declaration.params if state.entries.are_unsharded else ():
+            for param in state.declaration.params if state.entries.are_replaced else ():
                 grad = param.sharded.grad
                 if set_to_none:
                     param.sharded.grad = None

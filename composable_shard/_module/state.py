@@ -84,12 +84,13 @@ class Declaration:
 
 @dataclass(frozen=True)
 class Asked:
-    """The user's requests for the plan of a root: policies, or a plan to follow.
+    """What the plan of a root must follow.
 
     Attributes:
-        prefetch, pool: the policies; None if not set.
-        plan: the plan to follow, if one was set.
-        schedule: text of the `GraphSchedule` that graphs follow.
+        prefetch, pool: the user's policies; None if not set.
+        plan: the plan that a user has set; None if there is none.
+        schedule: text of the `GraphSchedule` that graphs follow. The engine sets it (`ShardState.order_changed`). It is
+            here because graphs are traced again if this object changes.
     """
 
     prefetch: PrefetchPolicy | None = None
@@ -115,6 +116,7 @@ class Bound:
     """A module's part in an engine.
 
     Attributes:
+        engine: the engine.
         group: the group of its parameters; None if the call found no parameter to shard.
         is_root: whether the module is the root.
         root: weak reference to the engine's root module.
@@ -154,10 +156,12 @@ class ShardState:
             backward can follow or because a use exists already (see `Engine.before_forward`).
         copies: for each running forward, the containers among its inputs that were copied to cast or move the tensors
             in them; empty as long as no forward has such containers.
-        calls: number of running calls that `counted` has passed to the class's own call.
-        lists: on the root, once its engine is built: the states below that several modules share.
-        asked: the user's requests for the plan, if this is the root's state.
-        left: while Dynamo traces a list: the indices of its modules that have not run yet.
+        calls: number of running calls that have entered the class's own `__call__`. While there are any, `_call_impl`
+            is
+            reached from there and must not begin another forward.
+        lists: on the root, once its engine is built: the states of calls of `fully_shard` with a list of modules.
+        asked: what the plan of this root must follow.
+        left: while Dynamo traces a call with a list: the indices of its modules that have not run yet.
         traced: the group for traced code.
         compiled_as: number of the compilation whose graph ran last with the module (`graphs_compiled`), or -1.
         lanes: the lanes of gathers and of reductions, if several roots share theirs.
@@ -183,7 +187,7 @@ class ShardState:
         self.lanes: tuple[Lane, Lane] | None = None
         self.way = Way.EAGER
         self.calls = 0
-        self._below: weakref.WeakSet[Use] = weakref.WeakSet()
+        self._bypassed: weakref.WeakSet[Use] = weakref.WeakSet()
         self.asked = asked
         self.lists: tuple[ShardState, ...] = ()
         self.left: set[int] = set()
@@ -327,16 +331,16 @@ class ShardState:
         finally:
             self.calls -= 1
 
-    def ran_below(self) -> None:
-        """Note that the forward that has just ended was called below our `__call__` (see `FSDPModule._call_impl`)."""
+    def note_bypass(self) -> None:
+        """Note that the forward that has just ended did not go through our `__call__` (see `FSDPModule._call_impl`)."""
         if self.bound is not None:
             uses = [self.bound.engine.uses.newest(group) for group in self.groups]
-            self._below.update(use for use in uses if use is not None)
+            self._bypassed.update(use for use in uses if use is not None)
 
-    def recomputes_below(self) -> bool:
-        """Whether the running backward recomputes such a forward."""
+    def recomputes_bypass(self) -> bool:
+        """Whether the running backward recomputes a forward of which `note_bypass` was called."""
         active = {} if self.bound is None else self.bound.engine.active
-        return any(active.get(group) in self._below for group in self.groups)
+        return any(active.get(group) in self._bypassed for group in self.groups)
 
     @contextlib.contextmanager
     def around_compiled_code(self) -> Iterator[None]:

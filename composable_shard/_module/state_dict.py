@@ -78,7 +78,7 @@ def _after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, loca
         state.check_edits()
     for state, name, param in params:
         value = state_dict.get(prefix + name)
-        if value is not None and (state.entries.are_unsharded or not isinstance(value, DTensor)):
+        if value is not None and (state.entries.are_replaced or not isinstance(value, DTensor)):
             state_dict[prefix + name] = value if value is param.sharded else param.sharded.detach()
     for state in {state: None for state, _, _ in params}:
         # After state_dict(), callers look up parameters by name, and must find those that optimizers hold.

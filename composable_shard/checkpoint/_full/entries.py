@@ -27,7 +27,7 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     sharded = {
         id(state.entries.installed(index)): param.sharded
         for state in states_with_parameters_in(model)
-        if state.entries.are_unsharded
+        if state.entries.are_replaced
         for index, param in enumerate(state.entries.params)
     }
     return {
