@@ -155,6 +155,11 @@ class Job(Generic[T]):
                 self._advance()
             if self._event is not None:
                 self._event.wait()
+        except BaseException as error:
+            # After an interrupt, the collective may still write to the memory that `when_done` would release.
+            if not isinstance(error, Exception):
+                self._when_done = None
+            raise
         finally:
             self._held = None
             when_done, self._when_done = self._when_done, None

@@ -52,7 +52,8 @@ class Reductions:
         self.in_flight: deque[tuple[ParamGroup, Reduction]] = deque()
         self._batch: dict[ParamGroup, GroupReduced] = {}
         self._unread: list[tuple[ParamGroup, GroupReduced]] = []
-        self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}  # pieces by the index of the parameter
+        # By group: pieces, by the index of the parameter, and the parameters that had no gradient in some use.
+        self._sums: dict[ParamGroup, tuple[dict[int, torch.Tensor], set[int]]] = {}
 
     @property
     def have_memory(self) -> bool:
@@ -131,10 +132,11 @@ class Reductions:
 
     def _add_to_sum(self, group: ParamGroup, reduced: GroupReduced) -> None:
         """Add the gradients of one use to the sum over all uses."""
-        sums = self._sums.setdefault(group, {})
+        sums, unused = self._sums.setdefault(group, ({}, set()))
         for each in filter(None, (self._batch.pop(group, None), reduced)):
             for index, piece in each.pieces().items():
                 sums[index] = sums[index] + piece if index in sums else piece
+            unused.update(each.unused)
 
     # ---- set `.grad`
 
@@ -153,8 +155,8 @@ class Reductions:
         for group, reduced in unread:
             group.gradients.add(reduced.pieces(), reduced.unused)
         sums, self._sums = self._sums, {}
-        for group, pieces in sums.items():
-            group.gradients.add(pieces)
+        for group, (pieces, unused) in sums.items():
+            group.gradients.add(pieces, sorted(unused - pieces.keys()))
 
     def discard(self) -> None:
         """Wait for all reductions and discard their results."""

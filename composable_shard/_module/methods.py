@@ -96,8 +96,8 @@ class Methods(TorchFSDPModule):
         Pipelines call this. Call it on the root; it applies to all sharded modules below. The value matters to
         `torch.autograd.grad` only: with False and gradient sync off, it accumulates gradients; with True, it reduces
         them. `backward` does the same with either value: at its end, it waits for the reductions that it has issued,
-        because code that clips or zeroes gradients must see all of them. This call also installs the sharded parameters again. They are the leaves of the graph, and torch's
-        zero-bubble pipelines look for leaves in the modules.
+        because code that clips or zeroes gradients must see all of them. This call also installs the sharded parameters
+        again. They are the leaves of the graph, and torch's zero-bubble pipelines look for leaves in the modules.
 
         Raises:
             ShardConfigValueError: the value is not a bool, number, None or tensor of one element.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -274,6 +275,18 @@ def test_each_handle_is_waited_for_once_even_after_an_error(error):
                     job.finish()
         assert (first.count, second.count) == (1, 1)
         assert third.count == (0 if isinstance(error, KeyboardInterrupt) else 1), "no further waits after an interrupt"
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("lost"), KeyboardInterrupt()], ids=repr)
+def test_memory_of_a_collective_is_released_unless_an_interrupt_left_it_running(error):
+    released = []
+    for job in (
+        Job(iter_of(Counted(error)), None, False, released.append),
+        Launched(Counted(error), None, None, released.append),
+    ):
+        with contextlib.suppress(BaseException):
+            job.finish()
+    assert len(released) == (0 if isinstance(error, KeyboardInterrupt) else 2)
 
 
 def iter_of(handle):
