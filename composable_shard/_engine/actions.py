@@ -6,9 +6,8 @@ reductions. Every action goes through `Recorder.act`.
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -26,9 +25,6 @@ from .node import Outputs, Use
 from .order import Order
 from .recorder import RESHARD, UNSHARD, WAIT, Recorder
 from .reductions import Reductions
-
-LOG = logging.getLogger("composable_shard.engine")
-is_logged: Callable[[], bool] = partial(LOG.isEnabledFor, logging.DEBUG)
 
 
 class Actions:

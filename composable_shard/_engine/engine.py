@@ -53,13 +53,14 @@ from .._torch.core import (
     passes_through,
     queue_backward_callback,
 )
-from .actions import Actions, is_logged
+from .actions import Actions
 from .backward import BackwardPass, Skipped, Token
 from .gradients import GradientFlow, watch_leaf, watch_replaced
 from .iterations import Iterations
 from .node import Keeper, Outputs, Use, Uses, Witness, unshard
 from .order import Order
 from .out_of_memory import MemoryUsers
+from .recorder import is_logged
 from .review import Review
 
 # Functions of packages above the engine (`_fsdp2`). Each returns the classes that an engine and its parts should have,

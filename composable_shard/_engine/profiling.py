@@ -18,12 +18,12 @@ from .._group.group import ParamGroup
 from .._group.phases import AWAY
 from .._plan.schedule import Action, Kind
 from .._torch.core import current_backward
-from .actions import LOG, Actions
+from .actions import Actions
 from .backward import BackwardPass, Token
 from .engine import Engine
 from .gradients import GradientFlow
 from .node import Outputs, Use
-from .recorder import NO_ARGUMENT, Recorder
+from .recorder import LOG, NO_ARGUMENT, Recorder
 
 T = TypeVar("T")
 _ACTIONS = {

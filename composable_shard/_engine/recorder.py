@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from .._group.group import ParamGroup
@@ -15,6 +17,8 @@ from .out_of_memory import MemoryUsers, explain
 from .stopwatch import Stopwatch
 
 T = TypeVar("T")
+LOG = logging.getLogger("composable_shard.engine")
+is_logged: Callable[[], bool] = partial(LOG.isEnabledFor, logging.DEBUG)
 NO_ARGUMENT = object()
 # The actions of a step. Looking up `Kind.UNSHARD` each time would cost host time.
 UNSHARD, WAIT, RESHARD, REDUCE, REDUCED = Kind.UNSHARD, Kind.WAIT, Kind.RESHARD, Kind.REDUCE, Kind.REDUCED

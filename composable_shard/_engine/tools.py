@@ -9,11 +9,11 @@ the plain classes.
 from __future__ import annotations
 
 from .._torch.core import is_profiled
-from .actions import Actions, is_logged
+from .actions import Actions
 from .engine import CHOOSERS, Engine
 from .gradients import GradientFlow
 from .profiling import LoggedRecorder, ProfiledActions, ProfiledEngine, ProfiledFlow, ProfiledRecorder
-from .recorder import Recorder
+from .recorder import Recorder, is_logged
 from .reductions import Reductions
 
 # In the order of `Engine.parts`.

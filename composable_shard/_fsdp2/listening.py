@@ -130,11 +130,10 @@ class TrackedPool(BufferPool):
         if not self.owns:
             super().free_idle(between)
 
-    def _forget_own(self) -> None:
+    def free_all(self) -> None:
         if self.owns:
             self._own.clear()
-        else:
-            super()._forget_own()
+        super().free_all()
 
 
 def add(listener: Listener) -> None:

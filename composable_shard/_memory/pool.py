@@ -399,7 +399,6 @@ class BufferPool:
         self.collect()
         freed = [slot for slots in self._free.values() for slot in slots]
         self._free.clear()
-        self._forget_own()
         if self.arena.is_unused():
             self._lacks |= self.arena.is_planned
             freed += self.arena.slots
@@ -411,10 +410,6 @@ class BufferPool:
         remaining = set(self.addresses).difference(freed)
         self.addresses.replace(remaining)
         self._beside_bytes = sum([slot.nbytes for slot in remaining.difference(self.arena.slots)])
-
-    def _forget_own(self) -> None:
-        """Forget slots of single requests. Existing views refer to slots of `refills` requests, so these are kept."""
-        self._own = {key: slot for key, slot in self._own.items() if key[2]}
 
     def start_over(self) -> None:
         """Free all memory that is not leased, and forget which requests were leased together: sizes will change."""

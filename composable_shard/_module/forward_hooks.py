@@ -75,7 +75,7 @@ def _mapped(
 def _begin_traced(state: ShardState, module: nn.Module) -> None:
     if not (torch.compiler.is_compiling() and same_graph()):
         say_broken(type(module).__name__)
-    state.begin_traced(module)
+    state.begin_traced()
 
 
 def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

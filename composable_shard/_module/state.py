@@ -353,7 +353,7 @@ class ShardState:
 
     # ---- while Dynamo traces
 
-    def begin_traced(self, module: nn.Module) -> None:
+    def begin_traced(self) -> None:
         """Begin a module's forward in a graph. For a list, gather when the first of its modules begins."""
         for each in self.family:
             each._begin_traced()
