@@ -179,9 +179,9 @@ def test_lost_uses_are_forgotten_with_the_last_graph_of_their_forward():
     known.graph_gone(uses[0])
     known.graph_gone(uses[2])
     known.graph_gone(uses[3])
-    known.begin_iteration(waiting=True)
+    known.forget_lost(waiting=True)
     assert list(known) == [uses[1], uses[0]], "the second forward has no graph any more"
-    known.begin_iteration(waiting=False)
+    known.forget_lost(waiting=False)
     assert list(known) == [uses[1]]
 
 
