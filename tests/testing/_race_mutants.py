@@ -288,9 +288,9 @@ MUTANTS = {
 # Waits that other waits cover in all known cases. No scenario shows a race without them.
 COVERED = {
     "given-up-before-free": Mutant(
-        "Slot.wait_until_free",
+        "BufferPool.release_failed",
         "a cancelled lease keeps the events of earlier uses; slots of other sizes have these events too",
-        instead(Slot, "wait_until_free", _no_wait),
+        within(BufferPool, "release_failed", (Slot, "wait_until_free", _nothing)),
         "failing-extension",
     ),
     "current-stream-does-not-wait": Mutant(
@@ -317,7 +317,8 @@ PASSED_ON = {
     "StreamLane.queued": "DeviceMemory.leave",
     "DeviceMemory.record_current_stream": "only records events",
     "GatherBucket.forget": "BufferPool.release",
-    "BufferPool.release_failed": "StreamLane._give_up",
+    "Slot.wait_until_free": "ReduceBucket._pack",
+    "GatherBucket.await_memory": "BufferPool.release_failed",
     "BufferPool.release": "only stores events",
     "Job.__init__": "only stores events",
     "Launched.__init__": "only stores events",
@@ -336,7 +337,7 @@ PASSED_ON = {
     "GroupGradients.finish_reduce": "Job.finish",
     "ParamGroup.finish_gather": "Job.finish",
     "Actions.__init__": "only stores an event",
-    "Actions.ahead": "Actions.parameters_changed",
+    "Actions.issue_gather": "Actions.parameters_changed",
     "Engine.finish_backward": "Job.finish",
     "RankOrdered._share_sum": "gloo: the host waits for its handles",
     "Roll.is_full": "the host waits before a vote",

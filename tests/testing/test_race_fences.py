@@ -15,19 +15,8 @@ from _race_training import perform
 LIBRARY = Path(composable_shard.__file__).parent
 WINGS = ("_comm", "_memory", "_group", "_engine")
 ORDERS = {  # attributes by which the library orders streams
-    *(
-        "record_current_stream",
-        "record_current_stream",
-        "queued",
-        "wait",
-        "wait_event",
-        "wait_stream",
-        "wait_for",
-        "record",
-        "synchronize",
-        "finish",
-    ),
-    *("free_after", "changed", "take_events", "wait_before_free", "occupied", "occupy"),
+    *("record_current_stream", "queued", "wait", "wait_event", "wait_stream", "wait_for", "wait_until_free", "record"),
+    *("synchronize", "finish", "free_after", "changed", "take_events", "wait_before_free", "occupied", "occupy"),
 }
 
 
