@@ -13,7 +13,6 @@ from ._artifacts import load_cache_artifacts as load_cache_artifacts
 from ._artifacts import save_cache_artifacts as save_cache_artifacts
 from ._compile import compile as compile  # noqa: A004 - named like torch.compile
 from ._compile import keep_from_dynamo as _keep_from_dynamo
-from ._debug import set_debug as set_debug
 from ._errors import ArtifactMismatchError as ArtifactMismatchError
 from ._errors import CheckpointCorruptError as CheckpointCorruptError
 from ._errors import CheckpointError as CheckpointError
@@ -71,6 +70,7 @@ from ._status import explain_out_of_memory as explain_out_of_memory
 from ._status import make_plan as make_plan
 from ._status import stats as stats
 from ._status import watch as watch
+from ._torch.debug import set_debug as set_debug
 from ._torch.ragged import Ragged as Ragged
 from ._wrap import shard_auto as shard_auto
 from ._wrap import shard_by_class as shard_by_class

@@ -28,4 +28,9 @@ def follow_tools(engine: Engine) -> None:
     classes = chosen[0] if chosen else _LOGGED if is_logged() else _PROFILED if is_profiled() else _PLAIN
     if tuple(map(type, engine.parts())) != classes:
         for part, kind in zip(engine.parts(), classes, strict=True):
-            part.__class__ = kind
+            change_class(part, kind)
+
+
+def change_class(part: object, kind: type) -> None:
+    """Change the class of an object to a subclass that a tool needs, or back."""
+    part.__class__ = kind

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from .. import _debug
 from .._comm.mesh import compute_device, default_device_type
 from .._comm.own_groups import own_group
 from .._errors import RankMismatchError, ShardConfigValueError
 from .._plan.text import first_names
+from .._torch import debug
 from .._torch.core import without_dispatch_modes
 from .._torch.distributed import local_tensor
 from .settings import put_sharded_state, sharded_state_of
@@ -65,7 +65,7 @@ class Rolling:
         None if no check is due.
         """
         self._forwards += 1
-        period = self._period or (_PERIOD_IN_DEBUG if _debug.debugging else 0)
+        period = self._period or (_PERIOD_IN_DEBUG if debug.debugging else 0)
         model = self._model()
         if not period or self._forwards % period or model is None:
             return None

@@ -17,6 +17,7 @@ from .._engine.engine import CHOOSERS, Engine
 from .._engine.node import Outputs, Use
 from .._engine.profiling import LoggedRecorder, ProfiledActions, ProfiledEngine, ProfiledFlow
 from .._engine.reductions import Reductions
+from .._engine.tools import change_class
 from .._group.group import ParamGroup
 from .._memory.pool import BufferPool
 from .._memory.slots import Request, Slot
@@ -110,6 +111,12 @@ class TrackedPool(BufferPool):
 
     shows = owns = False
 
+    def track(self, wanted: bool, rebuild: Callable[[], bool]) -> None:
+        """Set `shows` and, if `rebuild` can free all memory of the pool now, `owns`."""
+        self.shows = wanted
+        if self.owns is not wanted and rebuild():
+            self.owns = wanted
+
     def lease(self, request: Request, owner: weakref.ref[object] | None = None) -> Slot:
         slot = super().lease(request, owner)
         if self.shows:
@@ -169,11 +176,9 @@ def _track(engine: Engine, wanted: bool) -> None:
     pool = engine.pool
     _tracked.add(engine)
     if not isinstance(pool, TrackedPool):
-        pool.__class__ = TrackedPool
+        change_class(pool, TrackedPool)
     assert isinstance(pool, TrackedPool)
-    pool.shows = wanted
-    if pool.owns is not wanted and engine.rebuild_if_idle():
-        pool.owns = wanted
+    pool.track(wanted, engine.rebuild_if_idle)
     if not pool.shows and not pool.owns:
-        pool.__class__ = BufferPool  # type: ignore[assignment]
+        change_class(pool, BufferPool)
         _tracked.discard(engine)

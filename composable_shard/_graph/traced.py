@@ -165,7 +165,7 @@ class TracedGroup:
         self._group: weakref.ref[ParamGroup] | None = None
         self._between_steps: weakref.WeakMethod[Callable[[], None]] | None = None
         self._info = info
-        self._follow_dtypes()
+        self.key, self._ports, self._sets_gradients = self._register()
         self.compiled = False
         self.watched = 0
         self.uses = 0
@@ -175,18 +175,23 @@ class TracedGroup:
         registry.add(self)
         watch_steps(self)
 
-    def _follow_dtypes(self) -> None:
-        """Make the layout, with the current `grad_dtype` of each parameter."""
+    def _register(self) -> tuple[str, list[int | None], bool]:
+        """Register the layout, with the current `grad_dtype` of each parameter.
+
+        Returns:
+            its key; by parameter, the index of its port among the outputs; and whether any `.grad` has another dtype
+            than its parameter.
+        """
         params, options = self._params, self._settings.current
         layout = _layout_of(params, self._info, options)
-        self._ports: list[int | None] = [None] * len(params)  # by parameter, the index of its port among the outputs
+        ports: list[int | None] = [None] * len(params)
         for place, index in enumerate(layout.ports, len(params)):
-            self._ports[index] = place
+            ports[index] = place
         kept = [
             p.grad_dtype.kept(p.dtype, reduced) for p, reduced in zip(params, reduced_as(params, options), strict=True)
         ]
-        self._sets_gradients = any(p.dtype is not dtype for p, dtype in zip(params, kept, strict=True))
-        self.key = layout.register()
+        sets_gradients = any(p.dtype is not dtype for p, dtype in zip(params, kept, strict=True))
+        return layout.register(), ports, sets_gradients
 
     def bind(self, group: ParamGroup | None, is_root: bool, between_steps: Callable[[], None]) -> None:
         """Bind the group of the eager runtime, because the root is now known.
@@ -196,7 +201,7 @@ class TracedGroup:
             is_root: whether this is the root's own group.
             between_steps: a method of the engine to call before a graph gathers, when no memory is leased.
         """
-        self._follow_dtypes()
+        self.key, self._ports, self._sets_gradients = self._register()  # users may have set `grad_dtype` meanwhile
         self._between_steps = weakref.WeakMethod(between_steps)
         self.unknown = ""
         self.is_root = is_root

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .. import _debug
 from .._comm.collectives import Transport
 from .._comm.copies import GatherCopies, Landing, Wholes, regions_in
 from .._comm.lanes import Events, Job, Lane
@@ -22,6 +21,7 @@ from .._memory.pool import BufferPool
 from .._memory.slots import Place, Request, Slot
 from .._plan.layout import GatherLayout, gather_layout
 from .._policies import Wire
+from .._torch import debug
 from .._torch.core import address_of, has_memory, plainly, without_torch_function
 from .._torch.distributed import local_tensor
 from .edits import BitSums, Writes, bit_sums, lost_edit
@@ -394,7 +394,7 @@ class GatherBucket(Bucket):
         writes = self.writes
         if writes.sums_next or writes.gathered:
             writes.note_gathered(self._sums_in_slot(writes.sums_next))
-        self._sums = self._checksums(self.slot) if _debug.debugging and self.slot is not None else None
+        self._sums = self._checksums(self.slot) if debug.debugging and self.slot is not None else None
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         """Release the slot, or reserve it for the next gather if requested or if user code keeps views of it."""
@@ -465,7 +465,7 @@ class GatherBucket(Bucket):
     def _checksums(self, slot: Slot) -> list[int]:
         memory, size = slot.typed(torch.uint8), self.dtype.itemsize
         lying = zip(self.begins, self.places.params, strict=True)
-        return [_debug.checksum(memory.narrow(0, size * begin, size * each.numel)) for begin, each in lying]
+        return [debug.checksum(memory.narrow(0, size * begin, size * each.numel)) for begin, each in lying]
 
     def _check_unchanged(self, slot: Slot) -> None:
         before, self._sums = self._sums, None

@@ -124,11 +124,8 @@ class _Extended:
         if self._takes_all:
             module = None if param.module is None else param.module()
             arguments = (*arguments, self._shape, self._stride, module, self._policy)
-        param.in_pre_all_gather = True
-        try:
+        with param.noting_pre_all_gather():
             inputs, self._metadata = local.fsdp_pre_all_gather(*arguments)
-        finally:
-            param.in_pre_all_gather = False
         self.inputs = [tensor.contiguous() for tensor in inputs]
         self._check_padded()
         self._sizes = [tensor.shape for tensor in self.inputs]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -292,9 +293,22 @@ class ShardedParam:
         else:
             local_tensor(grad).add_(gradient)
 
-    def set_gradient(self, gradient: DTensor | None) -> None:
-        """Set `.grad`."""
-        self.sharded.grad = gradient
+    def set_gradient(self, gradient: torch.Tensor | None, on: torch.Tensor | None = None) -> None:
+        """Set `.grad` of the sharded parameter, or of `on`, a parameter that is about to replace it."""
+        (self.sharded if on is None else on).grad = gradient
+
+    def set_module(self, module: weakref.ref[nn.Module] | None) -> None:
+        """Set the module that has the parameter."""
+        self.module = module
+
+    @contextlib.contextmanager
+    def noting_pre_all_gather(self) -> Iterator[None]:
+        """In this context, `in_pre_all_gather` is True."""
+        self.in_pre_all_gather = True
+        try:
+            yield
+        finally:
+            self.in_pre_all_gather = False
 
     def check_grad_dtype(self) -> None:
         """Check that `grad_dtype` was not changed since it was adopted.

@@ -75,9 +75,9 @@ from typing import Any
 
 import torch
 
-from .. import _debug
 from .._comm.lanes import Lane
 from .._plan.layout import slot_bytes
+from .._torch import debug
 from .._torch.core import plainly
 from .addresses import Addresses
 from .device import DeviceMemory
@@ -240,7 +240,7 @@ class BufferPool:
         request = slot.request
         assert request is not None
         self._live.remove(request)
-        if _debug.debugging:
+        if debug.debugging:
             after = self._poisoned(slot, after)
         slot.request = slot.owner = None
         slot.free_after = () if after is None else (after,)
@@ -346,7 +346,7 @@ class BufferPool:
     def _poisoned(self, slot: Slot, after: torch.Event | None) -> torch.Event | None:
         if after is not None:
             after.wait()
-        _debug.poison(slot.typed(torch.uint8, written=True))
+        debug.poison(slot.typed(torch.uint8, written=True))
         return next(iter(self.memory.record_current_stream()), None)
 
     @property

@@ -180,7 +180,7 @@ class WatchedEntries(ModuleEntries):
             if module is not None:
                 param = entries.params[index]
                 check_use(module, name, param.fqn)
-                param.module = weakref.ref(module)
+                param.set_module(weakref.ref(module))
                 if self.claim is not None:
                     self.claim(module)
         for each in dict.fromkeys(entries for entries, _, _ in moved):

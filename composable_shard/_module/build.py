@@ -174,7 +174,7 @@ class _Tree:
         holders = {id(module._parameters): weakref.ref(module) for _, module in self.modules}
         for state in self.states:
             for names, _, index in reversed(state.entries.places):
-                state.declaration.params[index].module = holders.get(id(names))
+                state.declaration.params[index].set_module(holders.get(id(names)))
 
     def groups(
         self, transports: Mapping[ShardState, Transports], runtime: Runtime, seat: Seat

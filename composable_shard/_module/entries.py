@@ -220,7 +220,8 @@ class ModuleEntries:
         for index, param in enumerate(self.params):
             param.adopt_grad_dtype()
             if param.grad_dtype.is_set:
-                typed[index], param.sharded.grad = param.sharded.grad, None
+                typed[index] = param.sharded.grad
+                param.set_gradient(None)
         return typed
 
     def return_own_dtype_grads(self, typed: Mapping[int, torch.Tensor | None]) -> None:
@@ -230,7 +231,7 @@ class ModuleEntries:
             if index in typed and param is not None:
                 self.params[index].adopt_grad_dtype(on=param)
                 if (grad := typed[index]) is not None and param.grad is None:
-                    param.grad = grad.to(param.device)
+                    self.params[index].set_gradient(grad.to(param.device), on=param)
 
     def adopt(self) -> bool:
         """Adopt parameters by which a load or a conversion has replaced sharded ones.
