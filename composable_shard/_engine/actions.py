@@ -266,9 +266,7 @@ class Actions:
         Args:
             repeated: groups that get gradients from several uses in it.
         """
-        if self.reductions.in_flight:  # from a backward that the user ends manually
-            self.reductions.finish_all()
-        self.reductions.repeated = repeated
+        self.reductions.open_backward(repeated)
         self.installed.open_backward()
         self.pool.backward = True
         self.order.begin_backward()
@@ -414,12 +412,7 @@ class Actions:
             bucket.writes.begin_reads(outputs, bucket.here)
         if self.order.forward.budget is not None:
             self.budget.reached(use, outputs)
-        holds = False  # whether to hold back the prefetches
-        if self.reductions.in_flight and (self.order.backward.reduces_first or group.reduces_first):
-            gathers_now = group.phase in AWAY or any(each.phase in AWAY for each in missed)
-            if gathers_now:
-                self._wait_for_reductions()
-            holds = gathers_now or any(each.phase in AWAY for each in following)
+        holds = bool(self.reductions.in_flight) and self._put_reductions_first(group, missed, following)
         if missed:
             self.prefetch(missed)
         if group.gathers_in_backward or group.phase not in AWAY:
@@ -439,6 +432,21 @@ class Actions:
             group.buckets[0].reads_left = use.reads // 2
         else:
             self.issue_held_prefetches()
+
+    def _put_reductions_first(
+        self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]
+    ) -> bool:
+        """If gathers must follow reductions, wait for these if anything is gathered now; see `begin_backward`.
+
+        Returns:
+            whether to hold back the prefetches.
+        """
+        if not (self.order.backward.reduces_first or group.reduces_first):
+            return False
+        if group.phase in AWAY or any(each.phase in AWAY for each in missed):
+            self._wait_for_reductions()
+            return True
+        return any(each.phase in AWAY for each in following)
 
     def gather_again(self, group: ParamGroup) -> None:
         """Make a group readable again that the budget, or user code, may have resharded since backward reached it.

@@ -64,6 +64,12 @@ class Reductions:
         """Call `call` once, before the next reduction is issued; if it raises, again before the following one."""
         self._before_next = call
 
+    def open_backward(self, repeated: frozenset[ParamGroup]) -> None:
+        """Begin a backward pass, in which the groups `repeated` get gradients from several uses."""
+        if self.in_flight:  # from a backward that the caller finishes itself
+            self.finish_all()
+        self.repeated = repeated
+
     # ---- start
 
     def make_way(self, group: ParamGroup) -> None:
@@ -124,7 +130,12 @@ class Reductions:
             self._batch[group] = reduced
             if len(self._batch) == _BATCH:
                 self.set_gradients()
-        elif group in self.repeated and any(param.hooks for param in group.params):
+        else:
+            self._add(group, reduced)
+
+    def _add(self, group: ParamGroup, reduced: GroupReduced) -> None:
+        """Add the result of a reduction to `.grad` or, if hooks must see the sum over several uses, to that sum."""
+        if group in self.repeated and any(param.hooks for param in group.params):
             self._add_to_sum(group, reduced)
         else:
             self.set_gradients()  # in the order of the reductions

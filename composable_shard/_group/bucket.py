@@ -356,8 +356,7 @@ class GatherBucket(Bucket):
 
     def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
         self._faces.begin_use(outputs)
-        self.shown = outputs
-        self.writes.packed.clear()
+        super().begin_use(outputs)
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> bool:
         self._faces.end_use(self.shown, dropped, self.here)

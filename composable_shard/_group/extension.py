@@ -258,7 +258,7 @@ class ExtensionBucket(Bucket):
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         # `after` is not needed: the memory was allocated by torch on the stream that reads it, and goes back to torch.
         leaves, self.here = self.here, None
-        self.readable = False
+        super().lose()  # only marks the parameters as unreadable: the members own the memory
         self.writes.end_reads()
         if leaves is not None:
             leaves.give_up()
