@@ -351,16 +351,17 @@ class GatherBucket(Bucket):
         assert isinstance(place, Place)
         return self.fqns[self.members[place]]
 
+    # These methods run in each step. They name the base class, because `super()` takes more host time.
     # A selective checkpoint may keep unsharded parameters. So may a function that puts them on its ``ctx``, or a module
     # that caches them. No handle stands for these tensors, so `Faces` finds them at the end of a use (see `faces.py`).
 
     def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
         self._faces.begin_use(outputs)
-        super().begin_use(outputs)
+        Bucket.begin_use(self, outputs)
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> bool:
         self._faces.end_use(self.shown, dropped, self.here)
-        return super().end_use(dropped)
+        return Bucket.end_use(self, dropped)
 
     def note_kept(self) -> None:
         if self.writes.noted:
@@ -370,7 +371,7 @@ class GatherBucket(Bucket):
         if self.slot is not None:
             self.here = self._faces.use_leaves(self.slot)
             self.writes.packed.clear()
-        return super().leaves()
+        return Bucket.leaves(self)
 
     def open(self) -> Slot:
         """Lease the slot into which parameters will be gathered, or resume the reserved one."""
