@@ -17,7 +17,7 @@ from transformers.distributed import DistributedConfig, load_optimizer_distribut
 from _rows import Rows, Run
 
 rows = Rows(
-    "Transformers 5: Trainer and generate", environment="transformers5", versions=("transformers", "accelerate")
+    "Transformers 5: Trainer and generate", environment="transformers5_lora", versions=("transformers", "accelerate")
 )
 
 

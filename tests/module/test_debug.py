@@ -14,8 +14,9 @@ from _engines import fully_shard
 from _models import vectors
 from _pool import distributed
 from _stepping import assert_at_rest, assert_same_gradients, engine_of, loss_of, train_step, twins
-from composable_shard import StaleStateError, _debug
-from composable_shard._debug import checksum, poison
+from composable_shard import StaleStateError
+from composable_shard._torch import debug
+from composable_shard._torch.debug import checksum, poison
 
 
 @contextlib.contextmanager
@@ -78,7 +79,7 @@ def test_the_error_for_a_modified_unsharded_weight_names_it(rank, world):
 def test_an_environment_variable_switches_the_checks_on(monkeypatch):
     for value, want in (("1", True), ("0", False), ("", False)):
         monkeypatch.setenv("COMPOSABLE_SHARD_DEBUG", value)
-        assert runpy.run_path(_debug.__file__)["debugging"] is want
+        assert runpy.run_path(debug.__file__)["debugging"] is want
 
 
 def test_poison_is_nan_in_every_dtype_and_a_checksum_detects_a_swap():

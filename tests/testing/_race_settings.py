@@ -253,7 +253,7 @@ def counting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def debugging() -> Iterator[None]:
-    with mock.patch("composable_shard._debug.debugging", True):
+    with mock.patch("composable_shard._torch.debug.debugging", True):
         yield
 
 
