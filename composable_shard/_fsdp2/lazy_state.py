@@ -31,10 +31,10 @@ class LazyState(OurState):
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("__"):
             return object.__getattribute__(self, name)
-        return getattr(_loaded(self), name)
+        return getattr(_load(self), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(_loaded(self), name, value)
+        setattr(_load(self), name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyState:
         own = object.__getattribute__(self, "__dict__")
@@ -44,7 +44,8 @@ class LazyState(OurState):
         return made
 
 
-def _loaded(lazy: LazyState) -> Any:
+def _load(lazy: LazyState) -> Any:
+    """Turn this object into a `StateFacade`, and return it."""
     own = dict(object.__getattribute__(lazy, "__dict__"))
     facade_class = import_module(".state", __package__).StateFacade  # imported here, because few programs need it
     object.__setattr__(lazy, "__class__", facade_class)

@@ -124,7 +124,7 @@ class _Extended:
         if self._takes_all:
             module = None if param.module is None else param.module()
             arguments = (*arguments, self._shape, self._stride, module, self._policy)
-        with param.noting_pre_all_gather():
+        with param.during_pre_all_gather():
             inputs, self._metadata = local.fsdp_pre_all_gather(*arguments)
         self.inputs = [tensor.contiguous() for tensor in inputs]
         self._check_padded()

@@ -302,7 +302,7 @@ class ShardedParam:
         self.module = module
 
     @contextlib.contextmanager
-    def noting_pre_all_gather(self) -> Iterator[None]:
+    def during_pre_all_gather(self) -> Iterator[None]:
         """In this context, `in_pre_all_gather` is True."""
         self.in_pre_all_gather = True
         try:
