@@ -276,7 +276,7 @@ def full(job: Job) -> dict[str, int]:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # otherwise reused free memory would not be counted
     before = resident()
-    with_peak = peak_of(lambda: cs.full_state_dict(job.model, rank0_only=True, cpu_offload=True))
+    with_peak = peak_of(lambda: cs.checkpoint.full_state_dict(job.model, rank0_only=True, cpu_offload=True))
     copy = sum(p.numel() * p.element_size() for p in job.model.parameters()) if dist.get_rank() == 0 else 0
     largest = max(sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in job.model)
     beyond = _launch.everyone(torch.tensor(with_peak - before - copy))

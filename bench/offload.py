@@ -112,7 +112,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[OffloadResu
     """Return the times of all alternatives, memory, and the seconds of a step in memory."""
     params = params_of(options)
     optimizer = torch.optim.AdamW(params, fused=True)
-    cs.offload_optimizer(optimizer, cs.DiskOffloadPolicy(folder, memory=options.memory * MIB))
+    cs.optim.offload_optimizer(optimizer, cs.DiskOffloadPolicy(folder, memory=options.memory * MIB))
     state = 2 * sum(param.numel() * param.element_size() for param in params) // PIECE * PIECE
     raw = RawFile(folder / "raw", state)
     warm = nn.Parameter(torch.ones(1))

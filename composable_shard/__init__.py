@@ -7,37 +7,17 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from . import errors as errors
 from ._api import fully_shard as fully_shard
 from ._api import last_record as last_record
 from ._artifacts import load_cache_artifacts as load_cache_artifacts
 from ._artifacts import save_cache_artifacts as save_cache_artifacts
 from ._compile import compile as compile  # noqa: A004 - named like torch.compile
 from ._compile import keep_from_dynamo as _keep_from_dynamo
-from ._errors import ArtifactMismatchError as ArtifactMismatchError
-from ._errors import CheckpointCorruptError as CheckpointCorruptError
-from ._errors import CheckpointError as CheckpointError
-from ._errors import CheckpointIncompleteError as CheckpointIncompleteError
-from ._errors import CheckpointMismatchError as CheckpointMismatchError
-from ._errors import CheckpointUnsafeError as CheckpointUnsafeError
-from ._errors import CompiledGraphWarning as CompiledGraphWarning
-from ._errors import ComposableShardError as ComposableShardError
-from ._errors import MixedShardingError as MixedShardingError
-from ._errors import OffloadError as OffloadError
-from ._errors import PeerLostError as PeerLostError
-from ._errors import PhaseError as PhaseError
-from ._errors import PoolBudgetError as PoolBudgetError
-from ._errors import RankMismatchError as RankMismatchError
-from ._errors import SavedTensorModifiedError as SavedTensorModifiedError
-from ._errors import ShardConfigError as ShardConfigError
-from ._errors import ShardConfigStateError as ShardConfigStateError
-from ._errors import ShardConfigTypeError as ShardConfigTypeError
-from ._errors import ShardConfigValueError as ShardConfigValueError
-from ._errors import StaleStateError as StaleStateError
 from ._faults.replicas import broadcast_state as broadcast_state
 from ._faults.replicas import check_replicas as check_replicas
 from ._integrations.install import install as install
 from ._integrations.install import uninstall as uninstall
-from ._memory.offload import offload_optimizer as offload_optimizer
 from ._module.forward_methods import register_fsdp_forward_method as register_fsdp_forward_method
 from ._module.gradients import average_by_tokens as average_by_tokens
 from ._module.gradients import clip_grad_norm_ as clip_grad_norm_
@@ -87,49 +67,26 @@ if _TYPE_CHECKING:
     from . import planner as planner
     from . import report as report
     from . import testing as testing
-    from ._integrations.loggers import TrainingLog as TrainingLog
-    from ._integrations.loggers import log_to as log_to
-    from .checkpoint._full.optimizer import full_optimizer_state_dict as full_optimizer_state_dict
-    from .checkpoint._full.optimizer import load_full_optimizer_state_dict as load_full_optimizer_state_dict
-    from .checkpoint._full.parameters import full_parameters as full_parameters
-    from .checkpoint._full.state import full_state_dict as full_state_dict
-    from .checkpoint._full.state import iter_full_state as iter_full_state
-    from .checkpoint._full.state import load_full_state_dict as load_full_state_dict
-    from .planner.advise import advise as advise
 
-_LOADED_WHEN_USED = {
-    "advise": "planner.advise",
-    "checkpoint": "checkpoint",
-    "TrainingLog": "_integrations.loggers",
-    "log_to": "_integrations.loggers",
-    "full_state_dict": "checkpoint._full.state",
-    "iter_full_state": "checkpoint._full.state",
-    "load_full_state_dict": "checkpoint._full.state",
-    "full_optimizer_state_dict": "checkpoint._full.optimizer",
-    "load_full_optimizer_state_dict": "checkpoint._full.optimizer",
-    "full_parameters": "checkpoint._full.parameters",
-    "optim": "optim",
-    "planner": "planner",
-    "report": "report",
-    "testing": "testing",
-}  # public name -> the submodule that defines it; a submodule's own name -> the submodule
+_IMPORTED_WHEN_USED = {
+    "checkpoint",
+    "optim",
+    "planner",
+    "report",
+    "testing",
+}  # so that `import composable_shard` is fast
 
 _keep_from_dynamo(_sys.modules, __name__)
-__all__ = sorted(
-    {*_LOADED_WHEN_USED, *(name for name in globals() if not name.startswith("_"))}
-    - {"checkpoint", "optim", "planner", "report", "testing"}
-)
+__all__ = sorted(name for name in globals() if not name.startswith("_") and name != "errors")
 
 
 def __getattr__(name: str) -> _Any:
-    if name not in _LOADED_WHEN_USED:
+    if name not in _IMPORTED_WHEN_USED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _import_module(f"{__name__}.{_LOADED_WHEN_USED[name]}")
-    value = module if name == _LOADED_WHEN_USED[name] else getattr(module, name)
-    _keep_from_dynamo(_sys.modules, f"{__name__}.{_LOADED_WHEN_USED[name].partition('.')[0]}")
-    globals()[name] = value
-    return value
+    module = _import_module(f"{__name__}.{name}")
+    _keep_from_dynamo(_sys.modules, f"{__name__}.{name}")
+    return module
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LOADED_WHEN_USED})
+    return sorted({*globals(), *_IMPORTED_WHEN_USED})

@@ -14,13 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from ._comm.mesh import MeshInfo, default_mesh, mesh_info, small_mesh
 from ._comm.own_groups import expect_own_group, next_number
-from ._errors import (
-    ShardConfigAssertionError,
-    ShardConfigTypeError,
-    ShardConfigTypeValueError,
-    ShardConfigUnsupportedError,
-    ShardConfigValueError,
-)
 from ._fsdp2.lazy_state import LazyState, registered
 from ._group.extension import is_extended
 from ._group.param import SHARDED_IN, ShardedParam, shard_parameter
@@ -47,6 +40,13 @@ from ._policies import (
 )
 from ._torch.core import HANDLES
 from ._torch.distributed import check_unmixed, is_replicated, local_tensor, mark_managed
+from .errors import (
+    ShardConfigAssertionError,
+    ShardConfigTypeError,
+    ShardConfigTypeValueError,
+    ShardConfigUnsupportedError,
+    ShardConfigValueError,
+)
 
 M = TypeVar("M", bound=nn.Module)
 _classes: dict[type, type] = {}

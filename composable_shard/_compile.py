@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from ._errors import ShardConfigTypeError, ShardConfigUnsupportedError
 from ._graph.guard import guard_pass, guarded
 from ._module.module import FSDPModule
 from ._torch.compiler import aot_backend, as_it_is, inductor, mode_options
 from ._torch.core import never_compile
+from .errors import ShardConfigTypeError, ShardConfigUnsupportedError
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -67,7 +67,7 @@ def compile(  # noqa: A001 - named like the function of torch that it wraps
 
     Warns:
         CompiledGraphWarning: a compiled graph saves gathered weights that it should gather again, gathers some twice,
-            or is not a full graph; see `composable_shard.CompiledGraphWarning`.
+            or is not a full graph; see `composable_shard.errors.CompiledGraphWarning`.
 
     Example:
         >>> run = cs.compile(model)

@@ -19,12 +19,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
-from ._errors import (
-    ShardConfigTypeError,
-    ShardConfigTypeValueError,
-    ShardConfigUnsupportedError,
-    ShardConfigValueError,
-)
 from ._torch.core import default_reduce_dtype
 from ._torch.distributed import AllGather as AllGather
 from ._torch.distributed import DataParallelMeshDims as DataParallelMeshDims
@@ -32,6 +26,12 @@ from ._torch.distributed import FSDPMeshInfo as FSDPMeshInfo
 from ._torch.distributed import HSDPMeshInfo as HSDPMeshInfo
 from ._torch.distributed import ReduceScatter as ReduceScatter
 from ._torch.distributed import ShardPlacementResult as ShardPlacementResult
+from .errors import (
+    ShardConfigTypeError,
+    ShardConfigTypeValueError,
+    ShardConfigUnsupportedError,
+    ShardConfigValueError,
+)
 
 AllReduceHook = Callable[[torch.Tensor], None]
 

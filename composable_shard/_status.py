@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from ._engine.engine import Engine
 from ._engine.out_of_memory import explain
-from ._errors import ShardConfigValueError
 from ._group.optimizers import note_optimizer
 from ._module.build import declared_plan
 from ._module.module import FSDPModule
@@ -21,6 +20,7 @@ from ._plan.drift import drift as drift_of
 from ._plan.plan import ShardPlan
 from ._plan.record import own_seconds
 from ._plan.schedule import Kind
+from .errors import ShardConfigValueError
 
 _WAITING = (Kind.WAIT, Kind.REDUCED)
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD)

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._api import fully_shard, parameters_to_ignore
 from ._comm.mesh import ensure_process_group, replicated_mesh
-from ._errors import ShardConfigTypeError, ShardConfigValueError
 from ._module.module import FSDPModule
 from ._policies import AS_IT_IS, CommPolicy
+from .errors import ShardConfigTypeError, ShardConfigValueError
 
 Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "hsdp"]
 _KEEPS_AFTER_FORWARD = ("ddp", "zero1", "zero2")

@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from composable_shard.testing import RankFailedError, WorldTimeoutError, spmd
+from composable_shard.errors import RankFailedError, WorldTimeoutError
+from composable_shard.testing import spmd
 from composable_shard.testing._processes import JOB_LIMIT_S
 from composable_shard.testing._processes import Pool as Workers
 

@@ -294,7 +294,7 @@ class Program:
     def load(self) -> None:
         """Load the state dict of the unsharded decoder, with full tensors."""
         self.said.append("load")
-        cs.load_full_state_dict(self.model, self.plain.state_dict())
+        cs.checkpoint.load_full_state_dict(self.model, self.plain.state_dict())
 
     def _reshard_all(self) -> None:
         for module in self.model.modules():
@@ -355,7 +355,7 @@ class Program:
         budget = self.random.choice((1, 100_000))
         try:
             self.model.set_pool_policy(cs.PoolPolicy(budget=budget))
-        except cs.PoolBudgetError as error:
+        except cs.errors.PoolBudgetError as error:
             budget = 2 * error.least  # later changes of the forward may need more memory
             self.model.set_pool_policy(cs.PoolPolicy(budget=budget))
         self.said.append(f"budget {budget}")

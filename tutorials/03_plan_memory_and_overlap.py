@@ -131,7 +131,7 @@ def least_budget(model: Model) -> int:
     """Return the smallest budget that works, in bytes, from the error of a smaller one."""
     try:
         cs.make_plan(model).with_policies(pool=PoolPolicy(budget=64 << 10))
-    except cs.PoolBudgetError as error:
+    except cs.errors.PoolBudgetError as error:
         print(f"A budget of 64 KiB is too small:\n  {error}\n")
         return error.least
     raise SystemExit("expected a PoolBudgetError for a budget of 64 KiB")

@@ -51,8 +51,8 @@ def ask_large(options: argparse.Namespace) -> dict[str, Advice]:
     """Ask for advice on a large model, with all parameters trained and with only adapters. Needs no devices."""
     given = {"devices": options.devices, "machine": options.machine, "sequence": 2048}
     return {
-        EVERY_PARAMETER: cs.advise(options.shape, **given),
-        ADAPTERS: cs.advise(options.shape, adapters=options.rank, **given),
+        EVERY_PARAMETER: cs.planner.advise(options.shape, **given),
+        ADAPTERS: cs.planner.advise(options.shape, adapters=options.rank, **given),
     }
 
 
@@ -62,8 +62,8 @@ def ask_small(options: argparse.Namespace) -> dict[str, Advice]:
     given = {"devices": options.processes, "machine": options.machine, "memory_per_device": int(options.memory * MIB)}
     given |= {"batch": options.batch, "sequence": options.sequence, "precision": "float32"}
     return {
-        EVERY_PARAMETER: cs.advise(traced(plan, options.sequence), **given),
-        ADAPTERS: cs.advise(traced(plan, options.sequence, options.rank), **given),
+        EVERY_PARAMETER: cs.planner.advise(traced(plan, options.sequence), **given),
+        ADAPTERS: cs.planner.advise(traced(plan, options.sequence, options.rank), **given),
     }
 
 

@@ -135,7 +135,7 @@ def materialize(model: nn.Module, groups: Iterable[nn.Module], plan: Blueprint, 
     _give_memory(model, device)
     filled: set[nn.Module] = set()
     for group in (*groups, model):
-        with torch.no_grad(), cs.full_parameters(group, recurse=False):
+        with torch.no_grad(), cs.checkpoint.full_parameters(group, recurse=False):
             modules = {name: module for name, module in group.named_modules() if module not in filled}
             for name, module in modules.items():
                 plan.fill(model, name, module)
@@ -166,11 +166,11 @@ def load_weights(model: nn.Module, folder: Path, has_adapters: bool) -> None:
         folder, model, cast=True, strict=not has_adapters, rename=lambda name: names.get(name, name)
     )
     if missing := set(filled.missing) & set(names.values()):
-        raise cs.CheckpointMismatchError(f"{folder}: weights are missing: {', '.join(sorted(missing)[:5])}")
+        raise cs.errors.CheckpointMismatchError(f"{folder}: weights are missing: {', '.join(sorted(missing)[:5])}")
 
 
 def traced(plan: Blueprint, sequence: int, adapters: int = 0) -> Callable[[], object]:
-    """Return a function for `cs.advise` that creates the model and its loss on sequences of `sequence` tokens."""
+    """Return a function for `cs.planner.advise` that creates the model and its loss on `sequence` tokens each."""
 
     def loss(model: nn.Module, sequences: int) -> Tensor:
         return next_token_loss(model, torch.zeros(sequences, sequence + 1, dtype=torch.int64))

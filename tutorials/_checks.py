@@ -103,8 +103,8 @@ def _check_strategy(options: argparse.Namespace, world: int) -> None:
 
 
 def _advised(options: argparse.Namespace, plan: Blueprint, world: int) -> dict[str, object]:
-    """Return the options that `cs.advise` recommends, and print the reason."""
-    advice = cs.advise(
+    """Return the options that `cs.planner.advise` recommends, and print the reason."""
+    advice = cs.planner.advise(
         traced(plan, options.sequence, options.lora),
         devices=world,
         machine=options.machine or _known_machine(),

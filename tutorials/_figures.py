@@ -52,14 +52,14 @@ def weights_and_biases(project: str, folder: Path, settings: Mapping[str, Any]) 
 
 
 def open_log(model: nn.Module, sinks: list[Sink], done: int, every: int) -> AbstractContextManager[Any]:
-    """Return `cs.log_to` for a run that resumes after step `done`, or a simpler log for an unsharded model."""
+    """Return `cs.report.log_to` for a run that resumes after step `done`, or a simpler log for an unsharded model."""
 
     def write(figures: Figures, step: int) -> None:
         for sink in sinks:
             sink(figures, step)
 
     if isinstance(model, cs.FSDPModule):
-        return cs.log_to(model, write, every=every, done=done)
+        return cs.report.log_to(model, write, every=every, done=done)
     return _PlainLog(write, every, done)
 
 

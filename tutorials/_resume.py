@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable_shard import CheckpointIncompleteError, checkpoint
+from composable_shard import checkpoint
+from composable_shard.errors import CheckpointIncompleteError
 
 
 @dataclass

@@ -201,7 +201,7 @@ def run(options: argparse.Namespace, plan: Blueprint, device: torch.device, inte
     checkpoints = Checkpoints(directory, saved, training.optimizer, position, options.save_every)
     try:
         resumed = checkpoints.resume()
-    except cs.CheckpointMismatchError:
+    except cs.errors.CheckpointMismatchError:
         refuse(f"--out {options.out}: has checkpoints of another model; use another folder, or --fresh")
     if resumed:
         display.say(f"resumed after step {position.step}, from {directory}; --fresh starts over")
@@ -306,7 +306,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--data", type=Path, help="folder with text; by default Python's standard library")
     add("--suffixes", default=SUFFIXES, help="suffixes of the text files")
     add("--sequence", type=int, default=256, help="tokens per sequence")
-    add("--strategy", choices=STRATEGIES, default="zero3", help="sharding strategy; auto: ask cs.advise")
+    add("--strategy", choices=STRATEGIES, default="zero3", help="sharding strategy; auto: ask cs.planner.advise")
     add("--replicas", type=int, default=1, help="hsdp: copies of the sharded model")
     add("--machine", help=f"for auto: {', '.join(KNOWN)}, or a file of `composable-shard measure-links --json`")
     add("--precision", choices=PRECISIONS, default="float32")

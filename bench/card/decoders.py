@@ -134,7 +134,7 @@ def in_backward(model: nn.Module, ours: bool) -> Any:
 def offloaded(model: nn.Module, ours: bool) -> AdamW:
     optimizer = adamw(model)
     if ours:
-        composable_shard.offload_optimizer(optimizer)
+        composable_shard.optim.offload_optimizer(optimizer)
     return optimizer
 
 

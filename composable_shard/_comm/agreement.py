@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._errors import RankMismatchError
 from .._plan.plan import ShardPlan
 from .._plan.schedule import ROOT_NAME
 from .._torch.core import without_dispatch_modes
 from .._torch.distributed import all_reduce_options, backend_name, group_all_gather, store_of
+from ..errors import RankMismatchError
 from .lanes import WAITING
 from .mesh import MeshInfo
 from .own_groups import own_group

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from .._errors import ShardConfigAssertionError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .._policies import OffloadPolicy, keeps_shards_on_host
 from .._torch.distributed import (
     DataParallelMeshDims,
@@ -22,6 +21,7 @@ from .._torch.distributed import (
     new_mesh,
     store_of_one_process,
 )
+from ..errors import ShardConfigAssertionError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 
 
 @dataclass(frozen=True, eq=False)

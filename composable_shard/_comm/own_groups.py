@@ -16,8 +16,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .._errors import PeerLostError
 from .._torch.distributed import all_groups, backend_name, is_native, leave_to_parent, new_twin
+from ..errors import PeerLostError
 
 _of: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._errors import ShardConfigValueError
 from .._policies import Comms, Options
 from .._torch.distributed import backend_name
+from ..errors import ShardConfigValueError
 from .collectives import PLAIN, Custom, Transport, Transports, transports_of
 from .mesh import MeshInfo
 from .own_groups import own_group

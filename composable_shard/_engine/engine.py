@@ -32,7 +32,6 @@ from torch.optim import Optimizer
 
 from .._comm.agreement import Among
 from .._comm.copies import Gradients
-from .._errors import ShardConfigStateError
 from .._faults.seat import Seat
 from .._group.bucket import Bucket, Saved
 from .._group.edits import lost_edit
@@ -53,6 +52,7 @@ from .._torch.core import (
     passes_through,
     queue_backward_callback,
 )
+from ..errors import ShardConfigStateError
 from .actions import Actions
 from .backward import BackwardPass, Skipped, Token
 from .gradients import GradientFlow, watch_leaf, watch_replaced

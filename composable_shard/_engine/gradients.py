@@ -18,13 +18,13 @@ from typing import Protocol
 import torch
 
 from .._comm.copies import Gradients
-from .._errors import ShardConfigStateError
 from .._group.group import ParamGroup
 from .._group.hooks import WATCHED
 from .._group.param import SHARDED_IN
 from .._group.phases import SHARDED
 from .._torch.core import HANDLES, Fate
 from .._torch.distributed import dtensor_like
+from ..errors import ShardConfigStateError
 from .actions import Actions
 from .backward import BackwardPass
 from .node import Use, added

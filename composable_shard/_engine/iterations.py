@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 
-from .._errors import ShardConfigStateError
+from ..errors import ShardConfigStateError
 
 # After this many forwards without a backward, none is expected any more: a program that never runs one, such as an
 # evaluation with gradients, would otherwise stay in one iteration forever.

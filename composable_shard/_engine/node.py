@@ -17,7 +17,6 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from .._errors import ShardConfigStateError
 from .._group.bucket import Saved
 from .._group.group import ParamGroup
 from .._group.param import lend_attributes, lent_attributes, run_all
@@ -31,6 +30,7 @@ from .._torch.core import (
     plain_apply,
     plainly,
 )
+from ..errors import ShardConfigStateError
 
 Outputs = tuple[torch.Tensor, ...]
 _forward_of, _has_fired = attrgetter("forward"), attrgetter("fired")

@@ -9,7 +9,6 @@ from functools import cache
 from itertools import chain
 from operator import attrgetter
 
-from .._errors import ShardConfigValueError
 from .._group.group import ParamGroup
 from .._group.param import reduced_as
 from .._memory.pool import BufferPool
@@ -18,6 +17,7 @@ from .._plan.course import module_of
 from .._plan.graph_schedule import GraphSchedule
 from .._plan.plan import GroupPlan, ShardPlan
 from .._plan.schedule import AGAIN, NO_GRAD, NO_SYNC, TRAIN, Action, Kind, Schedule
+from ..errors import ShardConfigValueError
 from .backward import BackwardPass
 from .node import Use
 

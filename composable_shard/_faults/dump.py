@@ -22,8 +22,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from .._errors import ShardConfigValueError
 from .._plan.codec import read, written
+from ..errors import ShardConfigValueError
 
 VARIABLE = "COMPOSABLE_SHARD_FAULTS"
 JSON_VERSION = 1

@@ -27,9 +27,9 @@ import torch.distributed as dist
 
 from .._comm.lanes import WAITING
 from .._comm.own_groups import limit_of, note_broken
-from .._errors import ComposableShardError, PeerLostError, RankMismatchError
 from .._plan.plan import ShardPlan
 from .._torch.distributed import Store, delete_key, prefixed, store_of
+from ..errors import ComposableShardError, PeerLostError, RankMismatchError
 from .dump import WAITS_LOG, LedgerTail, in_ranges, pointer
 
 _KINDS: dict[str, type[ComposableShardError]] = {each.__name__: each for each in (PeerLostError, RankMismatchError)}

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from .._comm.mesh import compute_device, default_device_type
 from .._comm.own_groups import own_group
-from .._errors import RankMismatchError, ShardConfigValueError
 from .._plan.text import first_names
 from .._torch import debug
 from .._torch.core import without_dispatch_modes
 from .._torch.distributed import local_tensor
+from ..errors import RankMismatchError, ShardConfigValueError
 from .settings import put_sharded_state, sharded_state_of
 
 PERIOD = "COMPOSABLE_SHARD_CHECK_REPLICAS"

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from .._comm.agreement import is_shared
 from .._comm.mesh import MeshInfo
 from .._comm.own_groups import own_group
-from .._errors import ComposableShardError
 from .._plan.plan import ShardPlan
 from .._plan.schedule import NO_GRAD, Action, Kind
 from .._torch.distributed import is_native
+from ..errors import ComposableShardError
 from .ledger import HOLD, STEP, Ledger
 from .replicas import Rolling
 from .settings import Credit, Having, rates_of

@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 from .._comm.lanes import WAITING
 from .._comm.own_groups import FORKED, MEETINGS
-from .._errors import ComposableShardError, PeerLostError, RankMismatchError, ShardConfigValueError
 from .._torch.distributed import another_client, backend_name, exists, leave_to_gloo
+from ..errors import ComposableShardError, PeerLostError, RankMismatchError, ShardConfigValueError
 from .dump import Dump, in_ranges
 from .interrupts import Interrupts
 from .ledger import Ledger, Meeting

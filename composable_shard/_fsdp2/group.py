@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch.distributed as dist
 
 from .._comm.copies import Gradients
-from .._errors import ShardConfigStateError, ShardConfigValueError
 from .._group.group import ParamGroup
 from .._group.phases import GATHERING, RESIDENT, SHARDED, UNSHARDED, GradPhase
 from .._module.build import build_engine
 from .._module.state import ShardState, change_settings
 from .._policies import CPUOffloadPolicy, HSDPMeshInfo, OffloadPolicy
 from .._torch.distributed import ShardedState, TrainingState, data_parallel_mesh_info
+from ..errors import ShardConfigStateError, ShardConfigValueError
 from . import listening
 from .listening import POST_BACKWARD, PRE_BACKWARD
 from .param import ParamFacade

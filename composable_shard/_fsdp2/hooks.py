@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .._errors import ShardConfigAttributeError
 from .._torch.core import forward_hooks
+from ..errors import ShardConfigAttributeError
 
 if TYPE_CHECKING:
     from .state import StateFacade

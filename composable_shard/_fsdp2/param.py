@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch.distributed.tensor import Shard
 
-from .._errors import ShardConfigAttributeError, ShardConfigStateError
 from .._group.param import ShardedParam
 from .._group.phases import UNSHARDED
 from .._torch.distributed import ParamModuleInfo, spec_of
+from ..errors import ShardConfigAttributeError, ShardConfigStateError
 from .listening import POST_BACKWARD
 from .views import View, strides
 

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from .._errors import ShardConfigAssertionError, ShardConfigStateError
 from .._module.build import build_engine
 from .._module.forward_hooks import post_forward, pre_forward
 from .._module.forward_methods import adopt_forward_methods
 from .._module.state import ShardState, change_settings, share_lanes
 from .._torch.distributed import OurState, TrainingState, called_by_forward_method, registered_state
+from ..errors import ShardConfigAssertionError, ShardConfigStateError
 from .group import GroupFacade
 from .hooks import Hooks
 from .lazy_state import LazyState

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from .._errors import ShardConfigAttributeError
 from .._torch.distributed import TrainingState
+from ..errors import ShardConfigAttributeError
 
 _SETTERS = {
     "reduce_grads": "set_requires_gradient_sync",

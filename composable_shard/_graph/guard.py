@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._errors import CompiledGraphWarning
 from .._plan.graph_schedule import NOTHING_SAID, GraphSchedule
 from .._torch.compiler import failed_guards, graph_pass, last_graph_break, last_pass, set_last_pass
 from .._torch.core import (
@@ -35,6 +34,7 @@ from .._torch.core import (
     run_while_tracing,
     tracing_context,
 )
+from ..errors import CompiledGraphWarning
 from .graphs import GraphReport, faults, outputs_of, repeated_gathers, report_graph
 from .overlap import place
 

@@ -40,13 +40,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from .._errors import ShardConfigStateError
 from .._group.exchange import Gather, Reduction
 from .._plan import layout as layouts
 from .._plan.layout import ParamLayout, bucket_layout
 from .._policies import GradDtype, Options, reduce_dtypes
 from .._torch import compiler
 from .._torch.core import alias, has_side_effect
+from ..errors import ShardConfigStateError
 from . import registry
 
 _FILES = *sorted(Path(__file__).parent.glob("*.py")), Path(layouts.__file__), Path(compiler.__file__)

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 
 from .._comm.copies import Gradients
-from .._errors import ShardConfigStateError
 from .._group.exchange import Exchange
 from .._torch.core import has_memory
+from ..errors import ShardConfigStateError
 
 
 class Owner(Protocol):

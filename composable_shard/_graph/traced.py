@@ -22,7 +22,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from .._comm.copies import Gradients
 from .._comm.mesh import MeshInfo
-from .._errors import ShardConfigStateError
 from .._group.edits import lost_edit
 from .._group.exchange import Exchange
 from .._group.group import ParamGroup
@@ -33,6 +32,7 @@ from .._plan.layout import first_alike
 from .._policies import Comms, Options, Settings
 from .._torch.core import GRAPHS_GIVE_NONE, any_gradient_hooks, queue_backward_callback, with_side_effects
 from .._torch.ragged import DISPATCHES
+from ..errors import ShardConfigStateError
 from . import registry
 from .edits import edited, watch_edits
 from .operators import ADDS, KEEP, REDUCE, STEPS, TAKE, Layout

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .._errors import ComposableShardError, StaleStateError
+from ..errors import ComposableShardError, StaleStateError
 from .faces import Leaves
 
 _version = attrgetter("_version")

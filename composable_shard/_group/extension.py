@@ -22,12 +22,12 @@ from torch import nn
 from .._comm.copies import GatherCopies
 from .._comm.lanes import Job
 from .._comm.mesh import MeshInfo
-from .._errors import ShardConfigAssertionError, ShardConfigTypeAssertionError
 from .._memory.slots import Outside
 from .._plan.layout import bucket_layout, gather_layout
 from .._policies import MixedPrecisionPolicy
 from .._torch.core import plain_parts, storage_id
 from .._torch.distributed import local_tensor
+from ..errors import ShardConfigAssertionError, ShardConfigTypeAssertionError
 from .bucket import Bucket, Gatherer
 from .faces import LEAF_OF, Leaves
 from .param import ShardedParam

@@ -25,11 +25,11 @@ from sys import getrefcount
 import torch
 from torch.distributed.tensor import DTensor
 
-from .._errors import ShardConfigStateError
 from .._memory.slots import Slot
 from .._plan.layout import BucketLayout
 from .._torch.core import alias, has_memory, plainly, storage_id, storage_uses
 from .._torch.distributed import local_tensor
+from ..errors import ShardConfigStateError
 from .param import ShardedParam
 
 # Attribute of a leaf: the name of its parameter. Errors use it to detect and name a leaf that is used as a parameter.

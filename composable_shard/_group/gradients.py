@@ -16,11 +16,11 @@ import torch
 
 from .._comm.copies import Gradients
 from .._comm.lanes import Job
-from .._errors import ShardConfigStateError, ShardConfigValueError
 from .._faults.seat import Notes, ReductionNotes, summary
 from .._policies import Options, Settings, reduce_dtypes
 from .._torch.core import HANDLES, Hook, any_gradient_hooks, without_torch_function
 from .._torch.distributed import dtensor_of, local_tensor, new_dtensor, spec_of
+from ..errors import ShardConfigStateError, ShardConfigValueError
 from .accumulation import AccumulatedGradients
 from .param import ShardedParam, reduced_as, run_all
 from .phases import TRANSITIONS, GradPhase, illegal

@@ -22,12 +22,12 @@ from torch import nn
 
 from .._comm.collectives import Transports
 from .._comm.lanes import Job
-from .._errors import PhaseError
 from .._faults.seat import summary
 from .._memory.slots import Request
 from .._plan.schedule import ROOT_NAME
 from .._policies import Options, Settings
 from .._torch.distributed import local_tensor
+from ..errors import PhaseError
 from .bucket import Bucket, GatherBucket, LowBitBucket, Saved
 from .edits import changed, lost_edit
 from .exchange import Exchange

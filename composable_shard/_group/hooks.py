@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from .._errors import ComposableShardError
 from .._faults.ledger import IN_HOOK
 from .._faults.watch import together
 from .._torch.collective_mode import CollectiveMode
@@ -28,6 +27,7 @@ from .._torch.core import (
     return_gradient_hooks,
     take_gradient_hooks,
 )
+from ..errors import ComposableShardError
 
 # Attribute of an unsharded parameter that is a leaf: the id of the handle of our own hook on it.
 WATCHED = "_watched_by"

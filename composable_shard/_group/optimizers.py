@@ -16,10 +16,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from .._errors import ShardConfigStateError
 from .._memory.offload import in_memory
 from .._plan.text import first_names
 from .._torch.core import HANDLES, has_side_effect, tree_tensors
+from ..errors import ShardConfigStateError
 from .faces import LEAF_OF
 from .param import SHARDED_IN
 

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from .._comm.copies import own_rows
 from .._comm.mesh import MeshInfo
-from .._errors import ShardConfigStateError, ShardConfigValueError
 from .._plan.layout import bucket_layout
 from .._policies import GradDtype, Options, reduce_dtypes
 from .._torch.core import fix_sizes, grad_dtype_of, set_grad_dtype, unflattened
 from .._torch.distributed import dtensor_at, dtensor_like, local_tensor
 from .._torch.ragged import RaggedTensor
+from ..errors import ShardConfigStateError, ShardConfigValueError
 from .hooks import ParamHooks
 from .placement import Cut
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from .._errors import PhaseError
+from ..errors import PhaseError
 
 
 class ParamPhase(StrEnum):

@@ -22,16 +22,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from .._comm.mesh import FullMesh, MeshInfo, mesh_info_of_torch
-from .._errors import (
+from .._policies import MixedPrecisionPolicy, OffloadPolicy, overrides_of
+from .._torch.distributed import ShardPlacementResult, concatenated_mesh, dtensor_at, local_tensor, strided_shard
+from .._torch.ragged import Ragged
+from ..errors import (
     ShardConfigAssertionError,
     ShardConfigTypeError,
     ShardConfigTypeValueError,
     ShardConfigUnsupportedError,
     ShardConfigValueError,
 )
-from .._policies import MixedPrecisionPolicy, OffloadPolicy, overrides_of
-from .._torch.distributed import ShardPlacementResult, concatenated_mesh, dtensor_at, local_tensor, strided_shard
-from .._torch.ragged import Ragged
 from .packed import Carried, carried_by
 
 PlacementFn = Callable[[nn.Parameter], Any]  # -> Shard | Ragged | ShardPlacementResult | None

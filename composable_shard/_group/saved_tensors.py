@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._errors import SavedTensorModifiedError, StaleStateError
 from .._memory.pool import BufferPool
 from .._memory.slots import Outside, Place, Slot
 from .._torch.core import (
@@ -32,6 +31,7 @@ from .._torch.core import (
     saved_tensors_hooks_set_aside,
     unflattened,
 )
+from ..errors import SavedTensorModifiedError, StaleStateError
 from .bucket import Bucket, Saved
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)

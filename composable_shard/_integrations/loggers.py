@@ -27,7 +27,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .._errors import ShardConfigTypeError, ShardConfigValueError
 from .._group.optimizers import watch_steps
 from .._module.gradients import watch_clipping
 from .._module.state import ShardState
@@ -35,6 +34,7 @@ from .._plan.plan import ShardPlan
 from .._policies import require_count
 from .._status import figures_of, sharded_states
 from .._torch.distributed import public_all_gather
+from ..errors import ShardConfigTypeError, ShardConfigValueError
 
 Number = float | torch.Tensor
 Figures = dict[str, float]
@@ -394,7 +394,7 @@ def log_to(
 ) -> TrainingLog:
     """Log figures of training: the user's figures of each step together with the library's.
 
-        with cs.log_to(model, "runs/1/steps.jsonl", every=10) as log:
+        with cs.report.log_to(model, "runs/1/steps.jsonl", every=10) as log:
             for batch in batches:
                 loss = loss_of(model, batch)
                 loss.backward()

@@ -9,8 +9,8 @@ from contextlib import nullcontext, suppress
 import torch
 
 from .._comm.lanes import Lane
-from .._errors import ShardConfigValueError
 from .._torch.core import to_keep
+from ..errors import ShardConfigValueError
 from .slots import Events
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._errors import OffloadError
+from ..errors import OffloadError
 
 BLOCK = max(4096, mmap.ALLOCATIONGRANULARITY)  # alignment in bytes of addresses, offsets and lengths of direct I/O
 _PIECE = 8 << 20  # bytes of one read or write; several run in parallel

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from .._errors import OffloadError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .._policies import DiskOffloadPolicy, HostOffloadPolicy, OffloadPolicy, keeps_shards_on_host
 from .._torch.core import HANDLES, between_graphs, has_memory, never_trace
+from ..errors import OffloadError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .elsewhere import StateElsewhere, rehearsed
 from .state_on_disk import StateOnDisk, Step, local_part
 from .state_on_host import StateOnHost
@@ -112,8 +112,8 @@ def _refuse_forgotten(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if note is not None and _applies(note.policy, param):
             raise ShardConfigStateError(
                 f"optimizer: {note.name} was sharded with {type(note.policy).__name__}, but the state of this "
-                f"{type(optimizer).__name__} is not offloaded; call cs.offload_optimizer(optimizer) before the first "
-                "step"
+                f"{type(optimizer).__name__} is not offloaded; call cs.optim.offload_optimizer(optimizer) before the "
+                "first step"
             )
 
 

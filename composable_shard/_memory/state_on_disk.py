@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from .._errors import PoolBudgetError, ShardConfigStateError, ShardConfigTypeError
 from .._policies import DiskOffloadPolicy
 from .._torch.core import tree_tensors
 from .._torch.distributed import dtensor_at, local_tensor
+from ..errors import PoolBudgetError, ShardConfigStateError, ShardConfigTypeError
 from .disk import BLOCK, THREADS, File, Files, Ring, Run, aligned, finish, trim
 
 _LARGE = 64 << 20  # bytes of a unit, if memory allows it

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from .._errors import ShardConfigStateError, ShardConfigValueError
 from .._group.faces import LEAF_OF
 from .._group.param import ShardedParam, is_sharded_parameter
 from .._torch.core import has_post_accumulate_hooks
+from ..errors import ShardConfigStateError, ShardConfigValueError
 from .entries import ModuleEntries, Place
 
 

@@ -18,7 +18,6 @@ from .._comm.transports import TransportCache
 from .._engine.engine import Engine
 from .._engine.iterations import two_threads
 from .._engine.tools import follow_tools
-from .._errors import ShardConfigStateError
 from .._faults.seat import Notes, Seat
 from .._group.extension import is_extended
 from .._group.group import ParamGroup
@@ -30,6 +29,7 @@ from .._plan.plan import GroupPlan, ParamPlan, ShardPlan
 from .._plan.schedule import ROOT_NAME
 from .._torch.core import apart_from_checkpoints
 from .._torch.distributed import check_unmixed
+from ..errors import ShardConfigStateError
 from .state import STATE, Asked, Bound, Declaration, ShardState, family_of, state_of
 
 

@@ -28,7 +28,6 @@ import torch
 from torch import nn
 
 from .._engine.engine import Engine
-from .._errors import ShardConfigStateError
 from .._graph.guard import begin_trace
 from .._group.group import ParamGroup
 from .._group.saved_tensors import saved_weights, weights_in_place
@@ -42,6 +41,7 @@ from .._torch.core import (
     saved_tensors_hooks_are_enabled,
     with_side_effects,
 )
+from ..errors import ShardConfigStateError
 from .build import bound_of, check_root
 from .forward_hooks import end_forward, post_forward, pre_forward
 from .sharded_reads import explain_meta_buffers, explain_sharded_read

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._errors import ShardConfigStateError
 from .._group.faces import LEAF_OF
 from .._group.param import ShardedParam, run_all
 from .._torch.core import HANDLES, address_of, without_torch_function
 from .._torch.distributed import local_tensor
+from ..errors import ShardConfigStateError
 
 _setitem: Callable[[dict[str, Any], str, Any], None] = setitem
 _requires_grad = attrgetter("requires_grad")

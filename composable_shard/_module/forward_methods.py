@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._errors import ShardConfigStateError, ShardConfigValueError
 from .._torch.distributed import registered_by_torch
+from ..errors import ShardConfigStateError, ShardConfigValueError
 from .calls import run, trace
 from .forward_hooks import post_forward, pre_forward
 from .sharded_reads import unexplained

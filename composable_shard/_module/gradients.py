@@ -17,9 +17,9 @@ from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from .._comm.mesh import compute_device, default_device_type
-from .._errors import ShardConfigTypeError, ShardConfigValueError
 from .._torch.core import HANDLES
 from .._torch.distributed import backend_name, sum_over_ranks
+from ..errors import ShardConfigTypeError, ShardConfigValueError
 from .state import states_below
 
 Ranks = nn.Module | DeviceMesh | dist.ProcessGroup | None

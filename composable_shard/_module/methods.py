@@ -17,7 +17,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from .._engine.engine import Engine
-from .._errors import (
+from .._group.extension import is_extended
+from .._plan.plan import ShardPlan
+from .._policies import CommPolicy, Comms, PoolPolicy, PrefetchPolicy, as_bool, plain_value
+from .._torch.distributed import is_torchs_comm, process_group_allocation, registered_state, symmetric_memory_gather
+from ..errors import (
     ShardConfigStateAssertionError,
     ShardConfigStateError,
     ShardConfigTypeError,
@@ -25,10 +29,6 @@ from .._errors import (
     ShardConfigUnsupportedError,
     ShardConfigValueError,
 )
-from .._group.extension import is_extended
-from .._plan.plan import ShardPlan
-from .._policies import CommPolicy, Comms, PoolPolicy, PrefetchPolicy, as_bool, plain_value
-from .._torch.distributed import is_torchs_comm, process_group_allocation, registered_state, symmetric_memory_gather
 from .additions import WatchedEntries
 from .state import STATE, ShardState, change_settings, share_lanes, states_below
 

@@ -13,13 +13,13 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.tensor import DTensor
 
-from .._errors import ShardConfigStateError
 from .._group.phases import GATHERING
 from .._policies import as_bool
 from .._torch.core import (
     current_backward,
 )
 from .._torch.distributed import local_tensor, register_copy
+from ..errors import ShardConfigStateError
 from .build import bound_of
 from .calls import (
     NO_HOOKS,

@@ -22,7 +22,6 @@ from .._comm.transports import TransportCache
 from .._engine.engine import Engine
 from .._engine.node import Outputs, Use
 from .._engine.order import Order
-from .._errors import ShardConfigStateError, ShardConfigValueError
 from .._graph.traced import TracedGroup
 from .._group.group import ParamGroup
 from .._group.param import ShardedParam
@@ -38,6 +37,7 @@ from .._torch.core import (
     modes_in_force,
     with_side_effects,
 )
+from ..errors import ShardConfigStateError, ShardConfigValueError
 from .entries import ModuleEntries
 
 STATE = "_shard_state"  # key in a module's `__dict__`: its `ShardState`

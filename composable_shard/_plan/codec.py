@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._errors import ShardConfigValueError
+from ..errors import ShardConfigValueError
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .._errors import ShardConfigValueError
+from ..errors import ShardConfigValueError
 from .schedule import ROOT_NAME
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from .._errors import PoolBudgetError
+from ..errors import PoolBudgetError
 from .schedule import (
     MAX_REDUCTIONS,
     ROOT_NAME,

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .._errors import ShardConfigValueError
 from .._policies import ONE_AHEAD, PoolPolicy, PrefetchPolicy
+from ..errors import ShardConfigValueError
 from .arena import Arena, Lifetime, Placed, as_placed, peak_bytes, solve
 from .codec import read, written
 from .course import CourseStep, courses_of

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from .._errors import ShardConfigValueError
+from ..errors import ShardConfigValueError
 
 ROOT_NAME = "(root)"
 

@@ -24,8 +24,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from .._errors import PoolBudgetError
 from .._policies import PrefetchPolicy
+from ..errors import PoolBudgetError
 from .arena import Lifetime, solve
 from .fitting import SMALL, Bare, bare_step, by_bytes, by_depth, fitting, levels
 from .optimum import Found, Optimum

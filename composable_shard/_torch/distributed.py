@@ -49,7 +49,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .._errors import MixedShardingError
+from ..errors import MixedShardingError
 from .ragged import RaggedTensor, is_ragged, own_rows_of, ragged_tensor
 
 T = TypeVar("T")

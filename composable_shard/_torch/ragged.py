@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._errors import ShardConfigTypeError, ShardConfigUnsupportedError, ShardConfigValueError
+from ..errors import ShardConfigTypeError, ShardConfigUnsupportedError, ShardConfigValueError
 
 DISPATCHES = torch.__version__ >= "2.13"  # older DTensors did not call `__torch_dispatch__` of their subclasses
 

@@ -13,6 +13,12 @@ from ._async import async_save as async_save
 from ._dcp import export_dcp as export_dcp
 from ._dcp import import_dcp as import_dcp
 from ._exchange import Imported as Imported
+from ._full.optimizer import full_optimizer_state_dict as full_optimizer_state_dict
+from ._full.optimizer import load_full_optimizer_state_dict as load_full_optimizer_state_dict
+from ._full.parameters import full_parameters as full_parameters
+from ._full.state import full_state_dict as full_state_dict
+from ._full.state import iter_full_state as iter_full_state
+from ._full.state import load_full_state_dict as load_full_state_dict
 from ._huggingface import export_safetensors as export_safetensors
 from ._huggingface import import_safetensors as import_safetensors
 from ._load import Loaded as Loaded
@@ -41,10 +47,16 @@ __all__ = [
     "async_save",
     "export_dcp",
     "export_safetensors",
+    "full_optimizer_state_dict",
+    "full_parameters",
+    "full_state_dict",
     "import_dcp",
     "import_safetensors",
+    "iter_full_state",
     "latest",
     "load",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
     "prune",
     "save",
     "verify",

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._errors import CheckpointError
 from .._memory.disk import is_mapped
+from ..errors import CheckpointError
 from ._format.manifest import NAME, SavedFile
 from ._format.writing import FileLayout, stage
 from ._io.process import WriterProcess

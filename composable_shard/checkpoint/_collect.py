@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._errors import ShardConfigTypeError, ShardConfigValueError
+from ..errors import ShardConfigTypeError, ShardConfigValueError
 from ._format.values import encode
 from ._full.tensors import is_split
 from ._state import (

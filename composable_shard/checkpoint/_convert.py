@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._errors import CheckpointCorruptError, ShardConfigValueError
+from ..errors import CheckpointCorruptError, ShardConfigValueError
 from ._format import commits
 from ._format.boxes import Box
 from ._format.huggingface import lay_out_parts

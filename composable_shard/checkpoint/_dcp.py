@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from .._errors import CheckpointError, CheckpointMismatchError, ShardConfigValueError
+from ..errors import CheckpointError, CheckpointMismatchError, ShardConfigValueError
 from ._exchange import ROOT, Imported, Options, aliases_of, begin, commit, fill, unwrapped
 from ._format.dcp import Stored, check, read_stored
 from ._format.manifest import Manifest, SavedTensor

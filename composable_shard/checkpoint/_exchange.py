@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .._errors import ShardConfigValueError
+from ..errors import ShardConfigValueError
 from ._fitting import fit as fit_state
 from ._format.manifest import Manifest, SavedTensor
 from ._full.tensors import Holdings

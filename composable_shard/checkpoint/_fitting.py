@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .._errors import CheckpointMismatchError, ComposableShardError, ShardConfigTypeError
+from ..errors import CheckpointMismatchError, ComposableShardError, ShardConfigTypeError
 from ._fitting_modules import fit_module
 from ._fitting_optimizers import fit_optimizer
 from ._format.values import decode

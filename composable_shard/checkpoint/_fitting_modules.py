@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._errors import CheckpointError
 from .._module.state import states_below
 from .._torch.distributed import dtensor_like
+from ..errors import CheckpointError
 from ._format.values import decode
 from ._full.entries import are_alike
 from ._full.metadata import metadata_for, with_metadata

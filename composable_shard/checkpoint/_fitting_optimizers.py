@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from .._errors import CheckpointMismatchError
 from .._memory.offload import OffloadedOptimizer
 from .._torch.distributed import dtensor_at, local_tensor
+from ..errors import CheckpointMismatchError
 from ._format.manifest import SavedTensor
 from ._format.values import decode
 from ._full.tensors import is_meta, is_split

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._errors import (
+from ..errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._errors import CheckpointError, CheckpointMismatchError, ShardConfigTypeError
+from ..errors import CheckpointError, CheckpointMismatchError, ShardConfigTypeError
 from ._fitting import fit as fit_state
 from ._format import commits
 from ._format.manifest import Manifest

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .._errors import CheckpointError
+from ..errors import CheckpointError
 from ._io.process import WriterProcess
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .._errors import CheckpointCorruptError, CheckpointError, ShardConfigValueError
+from ..errors import CheckpointCorruptError, CheckpointError, ShardConfigValueError
 from ._format import commits
 from ._format.manifest import Manifest
 from ._format.reading import file_problem, manifest_bytes

@@ -8,7 +8,8 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from .._errors import (
+from .._faults.watch import together
+from ..errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointIncompleteError,
@@ -20,7 +21,6 @@ from .._errors import (
     ShardConfigValueError,
     StaleStateError,
 )
-from .._faults.watch import together
 
 _T = TypeVar("_T")
 _U = TypeVar("_U")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._errors import CheckpointError, CheckpointMismatchError, ShardConfigTypeError, ShardConfigValueError
+from ..errors import CheckpointError, CheckpointMismatchError, ShardConfigTypeError, ShardConfigValueError
 from ._collect import Collected, collect
 from ._format import commits
 from ._format.boxes import boxes_of, plain

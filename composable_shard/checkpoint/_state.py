@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .._errors import CheckpointError, ComposableShardError, ShardConfigTypeError, ShardConfigValueError
+from ..errors import CheckpointError, ComposableShardError, ShardConfigTypeError, ShardConfigValueError
 from ._full.entries import Entries, Entry, parameters_of
 from ._full.metadata import Metadata
 from ._full.names import plain_name

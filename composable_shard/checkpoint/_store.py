@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from .._errors import CheckpointError
 from .._torch.distributed import another_client, delete_key, shared_store
+from ..errors import CheckpointError
 from ._ranks import Ranks
 
 LOST_AFTER_S = 60.0  # a rank is lost if its process sends no heartbeat for this long

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._errors import CheckpointMismatchError, ShardConfigTypeError, ShardConfigValueError
+from ..errors import CheckpointMismatchError, ShardConfigTypeError, ShardConfigValueError
 from ._format.manifest import Manifest, SavedTensor, name_of
 from ._format.values import decode, encode
 from ._state import named

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .._errors import ComposableShardError
+from ..errors import ComposableShardError
 from .bits import add_bits, bits_of
 from .program import described, import_from_here
 from .terminal import Table, add_debug, draw, say_error, size

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import checkpoint
-from .._errors import CheckpointError, ComposableShardError
 from .._plan.text import count
 from ..checkpoint._convert import export_safetensors, reshard
 from ..checkpoint._describe import Info, TensorInfo, describe, grouped
 from ..checkpoint._format.manifest import DTYPES
+from ..errors import CheckpointError, ComposableShardError
 from .terminal import add_debug, aligned, in_bytes, printable, progress, say_error, size
 
 NAME = "checkpoint"

@@ -7,8 +7,8 @@ import json
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from .._errors import ComposableShardError, ShardConfigValueError
 from .._plan.text import count
+from ..errors import ComposableShardError, ShardConfigValueError
 from .bits import add_bits, bits_of
 from .program import NotFoundError, described, import_from_here, output_aside, run_program
 from .terminal import Table, add_debug, in_bytes, in_seconds, say_error, show, size

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .._errors import ComposableShardError, ShardConfigValueError
 from .._plan.plan import ShardPlan
 from .._plan.record import Record
+from ..errors import ComposableShardError, ShardConfigValueError
 from .terminal import Table, add_debug, draw, printable, say_error, size
 
 NAME = "explain"

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from .._errors import ComposableShardError, ShardConfigError, ShardConfigValueError
 from .._plan.text import count
+from ..errors import ComposableShardError, ShardConfigError, ShardConfigValueError
 from ..planner import measuring, ranks
 from ..planner.link_fit import LinkFit
 from ..planner.measuring import QUICK, Collective, Figure, Measurement, Settings

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .._errors import ComposableShardError
+from ..errors import ComposableShardError
 from .program import NotFoundError, described, output_aside, run_program
 from .terminal import add_debug, printable, say_error
 

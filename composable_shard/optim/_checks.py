@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Optimizer, Rprop, SparseAdam
 
-from .._errors import ShardConfigStateError, ShardConfigTypeError
+from ..errors import ShardConfigStateError, ShardConfigTypeError
 
 IN_PARTS: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # wrapped optimizers, which step some parameters at a time
 

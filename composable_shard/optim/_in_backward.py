@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 from torch.optim import Optimizer
 
-from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .._graph.traced import TracedSteps
 from .._module.state import states_below
 from .._torch.distributed import local_tensor, sum_over_ranks
 from .._torch.loss_scaling import in_scaled_backward, note_scaled_losses
+from ..errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from ._checks import IN_PARTS, check_steps_once, check_takes_parts, check_unchanged, title_of
 from ._layout import most_bytes
 from ._matrices import shard_of

@@ -17,11 +17,11 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from .._comm.agreement import is_shared
 from .._comm.mesh import compute_device
 from .._comm.own_groups import own_group
-from .._errors import ShardConfigUnsupportedError
 from .._faults.ledger import Ledger
 from .._faults.watch import ledger_of
 from .._torch.distributed import flattened_mesh, is_native, ranks_of
 from .._torch.ragged import rows_of_chunk
+from ..errors import ShardConfigUnsupportedError
 
 Placed = Sequence[Any]  # a placement for each axis of a mesh
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .._torch.distributed import local_tensor, spec_of
+from ..errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from ._layout import Box, Layout, Route, layout_of, whole_box
 from ._state import Sketch
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .._comm.own_groups import next_number
-from .._errors import ComposableShardError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .._faults.watch import WATCHER
 from .._group.param import SHARDED_IN
 from .._torch.core import never_trace
+from ..errors import ComposableShardError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from ._checks import IN_PARTS, check_steps_once, check_takes_dense, title_of
 from ._forecast import sent_by
 from ._layout import Layout, Route

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .._errors import ShardConfigStateError
 from .._group.param import run_all
+from ..errors import ShardConfigStateError
 from ._checks import check_unchanged
 from ._exchange import Item, ToOwners, ToShards
 from ._matrices import Bucket, Matrix

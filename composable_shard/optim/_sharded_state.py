@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 from torch.optim import Optimizer
 
-from .._errors import ShardConfigValueError
 from .._torch.distributed import dtensor_at, local_tensor
+from ..errors import ShardConfigValueError
 from ._exchange import Item, ToOwners, ToShards
 from ._layout import Box, Layout, Route, whole_box
 from ._matrices import Matrix

@@ -1,6 +1,6 @@
 """Predict memory and step time of sharding strategies before a run, also for machines that are not available.
 
-    advice = cs.advise("llama3-8b", devices=8, machine="h100")  # an `Advice`
+    advice = cs.planner.advise("llama3-8b", devices=8, machine="h100")  # an `Advice`
     print(advice.reason)
 
 `KNOWN` maps the names that ``machine=`` accepts to a `Machine`, and `NAMED` maps names of models to a `Shape`.

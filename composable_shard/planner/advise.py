@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .._errors import ShardConfigTypeError, ShardConfigValueError
 from .._plan.plan import ShardPlan
 from .._policies import AS_IT_IS, CommPolicy
+from ..errors import ShardConfigTypeError, ShardConfigValueError
 from .checkpointing import CHECKPOINTING
 from .machine import KNOWN, Link, Machine
 from .memory import Gradients, Memory, memory_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .._errors import ShardConfigValueError
+from ..errors import ShardConfigValueError
 from .machine import Link
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._errors import ShardConfigTypeError, ShardConfigValueError
+from ..errors import ShardConfigTypeError, ShardConfigValueError
 
 JSON_VERSION = 1
 _GB = 10**9

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from .._comm.collectives import Transport
 from .._comm.mesh import MeshInfo, mesh_info
 from .._comm.transports import TransportCache
-from .._errors import ShardConfigValueError
 from .._policies import Options
+from ..errors import ShardConfigValueError
 from . import host
 from .link_fit import LinkFit, fit_link, sent
 from .machine import Link, Machine

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .._errors import ShardConfigValueError
 from .._policies import MixedPrecisionPolicy
+from ..errors import ShardConfigValueError
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from .._comm.mesh import accelerator
-from .._errors import ComposableShardError, RankFailedError, ShardConfigValueError, WorldTimeoutError
 from .._torch.distributed import launched
+from ..errors import ComposableShardError, RankFailedError, ShardConfigValueError, WorldTimeoutError
 from . import host
 
 Progress = Callable[[str, int, int], None]  # the current measurement, steps done, and total steps

@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import checkpoint, testing
-from .._errors import ShardConfigStateError, ShardConfigValueError
 from .._memory.elsewhere import Rehearsed, rehearsing
 from .._memory.offload import offload_optimizer
 from .._memory.slots import Slot
@@ -37,6 +36,7 @@ from .._policies import AS_IT_IS, CommPolicy, CPUOffloadPolicy, DiskOffloadPolic
 from .._torch.core import current_backward, tree_tensors
 from .._torch.tracing import Guesses, ProgramMode, is_fake, seen_as_real, with_values
 from .._wrap import shard_auto
+from ..errors import ShardConfigStateError, ShardConfigValueError
 from ..optim import in_backward, owned
 from ..optim._checks import IN_PARTS
 from .checkpointing import checkpoint_modules

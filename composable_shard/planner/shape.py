@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._errors import ShardConfigTypeError, ShardConfigValueError
+from ..errors import ShardConfigTypeError, ShardConfigValueError
 
 _OPTIONAL = ("key_value_heads", "hidden", "tied", "head_width")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from .._errors import ShardConfigValueError
 from .._plan.group_plan import GroupPlan, ParamPlan
 from .._plan.layout import bucket_layout
 from .._plan.plan import ShardPlan
+from ..errors import ShardConfigValueError
 from ..optim._forecast import Forecast, Sharded, forecast
 from .machine import Machine
 from .strategies import MOMENTS, Layout, Strategy

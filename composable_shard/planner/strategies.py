@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from .._comm.collectives import ALONE_FROM_BYTES
 from .._comm.transports import LARGE_FROM_BYTES
-from .._errors import ShardConfigValueError
 from .._memory.state_on_host import MOST_COPIES
 from .._plan.group_plan import GroupPlan
 from .._plan.layout import Route
 from .._plan.plan import ShardPlan
 from .._plan.schedule import MAX_REDUCTIONS, Kind
+from ..errors import ShardConfigValueError
 from .checkpointing import CHECKPOINTING, Checkpointing
 from .machine import Machine
 from .memory import Bytes, Pool, Reducing, pool_of

@@ -116,7 +116,7 @@ def script(advice: Advice, estimate: Estimate) -> str:
         lines += [f'checkpoint_modules(repeated_blocks(model), "{strategy.checkpointing}")']
     lines += _sharding(strategy, _POLICIES[advice.precision], advice.comm_policy)
     lines += _OPTIMIZERS[advice.optimizer]
-    lines += ["cs.offload_optimizer(optimizer)"] if strategy.disk or strategy.state else []
+    lines += ["cs.optim.offload_optimizer(optimizer)"] if strategy.disk or strategy.state else []
     lines += [""]
     return "\n".join(lines)
 

@@ -10,6 +10,8 @@ from composable_shard._graph.graphs import sequence as sequence
 from composable_shard._graph.guard import FailedGuard as FailedGuard
 from composable_shard._graph.guard import WatchedGraphs as WatchedGraphs
 from composable_shard._graph.guard import watch_graphs as watch_graphs
+from composable_shard._integrations.loggers import TrainingLog as TrainingLog
+from composable_shard._integrations.loggers import log_to as log_to
 from composable_shard.report._capture import Captured as Captured
 from composable_shard.report._capture import capture as capture
 from composable_shard.report._compiled_step import CompiledStep as CompiledStep
@@ -32,10 +34,12 @@ __all__ = [
     "FailedGuard",
     "Gather",
     "GraphReport",
+    "TrainingLog",
     "WatchedGraphs",
     "capture",
     "compiled_step",
     "explain",
+    "log_to",
     "memory",
     "plot_loss",
     "plot_memory",

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composable_shard._errors import PoolBudgetError
 from composable_shard._plan.costs import Costs
 from composable_shard._plan.plan import GroupPlan, ShardPlan
 from composable_shard._plan.schedule import kept_by_setting
@@ -16,6 +15,7 @@ from composable_shard._plan.simulation import Prediction
 from composable_shard._plan.text import mib
 from composable_shard._plan.waits import Cause, Wait
 from composable_shard._policies import PrefetchPolicy
+from composable_shard.errors import PoolBudgetError
 
 _LEAST_GAIN = {True: 0.005, False: 0.03}  # by `keeps_results`, the least gain to report, as a fraction of the step
 _BETWEEN = 1.3  # if a budget exceeds the current memory by more than this factor, a budget in between is tried as well

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from composable_shard._errors import ShardConfigValueError
 from composable_shard._plan.drift import drift
 from composable_shard._plan.plan import ShardPlan
 from composable_shard._plan.record import Record
 from composable_shard._plan.schedule import Kind
 from composable_shard._plan.simulation import GroupTimes
 from composable_shard._plan.waits import Wait, waits_of
+from composable_shard.errors import ShardConfigValueError
 from composable_shard.report._changes import Change, changes_of
 from composable_shard.report._explain_text import Section, explanation_text, sections_of, why
 from composable_shard.report._measured import (

@@ -9,8 +9,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from .._errors import RankMismatchError, ShardConfigValueError
 from .._faults.dump import FILE_NAME, VARIABLE, FaultText, LedgerTail, RankLedgers, from_ranges, in_ranges
+from ..errors import RankMismatchError, ShardConfigValueError
 from ._explain_text import Section
 
 _BEFORE, _AFTER = 8, 3  # number of actions to show before and after the action at which ranks diverged

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from composable_shard._errors import ShardConfigValueError
 from composable_shard._plan.course import COMPUTE, LAUNCHES
 from composable_shard._plan.plan import ShardPlan
 from composable_shard._plan.record import Record, Span, own_seconds
 from composable_shard._plan.schedule import Kind
 from composable_shard._plan.simulation import Costs
+from composable_shard.errors import ShardConfigValueError
 
 _ENDS = {Kind.WAIT: Kind.UNSHARD, Kind.REDUCED: Kind.REDUCE}
 _LEAST_WAIT = 0.1  # fraction of a collective's time; a shorter wait may be copies and does not show when it finished

@@ -13,7 +13,7 @@ def strategies(advice: Advice, path: str | Path, most: int = 12) -> None:
     """Draw the predicted memory of each strategy by category, and its step time over bandwidth.
 
     Args:
-        advice: the result of `composable_shard.advise`.
+        advice: the result of `composable_shard.planner.advise`.
         path: the picture to write. Its extension selects the format.
         most: number of strategies to draw, the recommended one first.
 

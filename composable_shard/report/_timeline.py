@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from composable_shard._errors import ShardConfigValueError
 from composable_shard._plan.schedule import ROOT_NAME, Action, Kind
+from composable_shard.errors import ShardConfigValueError
 
 if TYPE_CHECKING:
     from composable_shard._plan.plan import ShardPlan

@@ -1,11 +1,5 @@
 """Test sharded layers on a laptop, in one process, without a launcher or network ports."""
 
-from .._errors import CollectiveMismatchError as CollectiveMismatchError
-from .._errors import DeadlockError as DeadlockError
-from .._errors import RaceError as RaceError
-from .._errors import RankFailedError as RankFailedError
-from .._errors import WorldError as WorldError
-from .._errors import WorldTimeoutError as WorldTimeoutError
 from ._clocks import Collective as Collective
 from ._fabric import Busy as Busy
 from ._fabric import Fabric as Fabric
@@ -27,15 +21,9 @@ __all__ = [
     "Busy",
     "Checked",
     "Collective",
-    "CollectiveMismatchError",
-    "DeadlockError",
     "Fabric",
     "Race",
-    "RaceError",
-    "RankFailedError",
     "World",
-    "WorldError",
-    "WorldTimeoutError",
     "assert_collectives",
     "assert_matches_unsharded",
     "assert_peak_bytes",

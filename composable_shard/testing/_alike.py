@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._errors import ShardConfigValueError
+from ..errors import ShardConfigValueError
 from ._collectives import Call, fill, values_of
 
 

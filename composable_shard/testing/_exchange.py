@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._errors import CollectiveMismatchError, ShardConfigValueError
 from .._torch.core import without_dispatch_modes
+from ..errors import CollectiveMismatchError, ShardConfigValueError
 from ._collectives import Call, Issued, Tensors, Values, Work, fill, values_of
 from ._process_group import GroupKey
 from ._turns import Turns

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from .._comm.lanes import Lane, cpu_lanes
 from .._engine.stopwatch import use_clock
-from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .._torch.core import has_side_effect
 from .._torch.distributed import store_of_one_process
+from ..errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from ._alike import move_alike
 from ._clocks import Clock, Collective, RealClock, StreamClock, VirtualClock
 from ._collectives import Call, Work

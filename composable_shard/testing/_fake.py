@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from .._errors import ShardConfigValueError
+from ..errors import ShardConfigValueError
 from ._spmd import Axes, World, check_no_group, check_world
 from ._torch import fake_group, forget_meshes
 

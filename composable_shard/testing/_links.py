@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .._errors import ShardConfigTypeError, ShardConfigValueError
+from ..errors import ShardConfigTypeError, ShardConfigValueError
 
 # For each collective among N ranks: how many times its latency and its transfer count, and whether each rank keeps its
 # own 1/N of the data, which is then not transferred.

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from .._errors import ShardConfigValueError
+from ..errors import ShardConfigValueError
 from ._collectives import Call, Issued, Tensors, Work, together
 
 DEVICES = ["cpu", "cuda"]

@@ -27,7 +27,7 @@ from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .._errors import RankFailedError, ShardConfigStateError, ShardConfigValueError, WorldTimeoutError
+from ..errors import RankFailedError, ShardConfigStateError, ShardConfigValueError, WorldTimeoutError
 from ._exchange import HERE
 from ._spmd import Axes, check_world
 

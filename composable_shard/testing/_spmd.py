@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .._torch.distributed import store_of_one_process
+from ..errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from ._exchange import BACKEND, HERE, Exchange, exchange_here
 from ._process_group import DEVICES, register
 from ._torch import forget_meshes, world_per_thread

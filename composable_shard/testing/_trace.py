@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import torch.nn as nn
 
 from .._api import last_record
-from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .._module.state import state_of
 from .._plan.record import Record
 from .._plan.schedule import ROOT_NAME
 from .._status import make_plan
 from .._torch.core import current_backward, tree_tensors
+from ..errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from ._collectives import Issued
 from ._exchange import HERE
 from ._torch import calls_of_operators

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._errors import DeadlockError, WorldTimeoutError
+from ..errors import DeadlockError, WorldTimeoutError
 from ._torch import raise_in_thread
 
 _LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, threading.__file__))

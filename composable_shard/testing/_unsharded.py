@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._api import fully_shard
-from .._errors import ShardConfigTypeError, ShardConfigValueError
 from .._torch.core import map_tensors, tree_tensors
+from ..errors import ShardConfigTypeError, ShardConfigValueError
 from ._difference import difference
 from ._spmd import Axes, World, check_world, one_kernel_thread, spmd
 from ._torch import own_part

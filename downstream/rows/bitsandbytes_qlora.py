@@ -203,7 +203,7 @@ def merged8(run: Run) -> None:
 
 
 def merge(run: Run, bits: int) -> None:
-    from composable_shard import full_parameters
+    from composable_shard.checkpoint import full_parameters
 
     dist.init_process_group("gloo")
     model, whole = shard(adapted(bits)), adapted(bits)

@@ -158,7 +158,7 @@ Log = Callable[[torch.Tensor, torch.Tensor, float], object]
 
 @contextmanager
 def by_log(model: nn.Module, loggers: Loggers, done: int) -> Iterator[Log]:
-    with cs.log_to(model, loggers.all, done=done) as log:
+    with cs.report.log_to(model, loggers.all, done=done) as log:
         yield lambda loss, norm, rate: log.step(loss=loss, grad_norm=norm, tokens=18, lr=rate)
     if log.failures:
         raise AssertionError(f"loggers failed {log.failures} times")

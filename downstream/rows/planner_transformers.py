@@ -54,7 +54,7 @@ def check_close(what: str, estimated: int, counted: int) -> None:
 def compare(run: Run, make: Callable[[], nn.Module], checkpointings: tuple[Any, ...]) -> None:
     """Compare the estimates of `advise` with the memory counted in steps that run with fake tensors."""
     machine = replace(KNOWN["h100"], backend="fake")  # its collectives need no memory, like in counted steps
-    advice = cs.advise(make, devices=8, machine=machine, batch=4, sequence=128, precision="float32")
+    advice = cs.planner.advise(make, devices=8, machine=machine, batch=4, sequence=128, precision="float32")
     estimated = {each.strategy: each.memory.peak for each in advice.estimates}
     for checkpointing in checkpointings:
         strategy = strategy_named("zero3", 8, checkpointing)

@@ -129,7 +129,7 @@ def test_a_failed_writer_fails_the_save_once_on_all_ranks(rank, world, tmp_path)
 
     pending = attempt(2, fill)
     for _ in range(2):
-        with pytest.raises(cs.CheckpointError, match=full):
+        with pytest.raises(cs.errors.CheckpointError, match=full):
             pending.result(60)
     dist.barrier()  # rank 0 deletes the files before its result is available
     assert names(tmp_path) == ["LATEST", first.name], "nothing remains of it"
@@ -138,15 +138,15 @@ def test_a_failed_writer_fails_the_save_once_on_all_ranks(rank, world, tmp_path)
         writer.close()  # the file size limit belongs to this process
 
     attempt(3, kill)
-    with pytest.raises(cs.CheckpointError, match=rf"background save of step 3 failed, .*{killed}"):
+    with pytest.raises(cs.errors.CheckpointError, match=rf"background save of step 3 failed, .*{killed}"):
         checkpoint.save(tmp_path, state, step=4)
     assert names(tmp_path) == ["LATEST", first.name]
 
     pending = attempt(5, kill)
     if rank == 0:  # raised on one rank only: the next save then fails on all ranks
-        with pytest.raises(cs.CheckpointError, match=killed):
+        with pytest.raises(cs.errors.CheckpointError, match=killed):
             checkpoint.wait()
-    with pytest.raises(cs.CheckpointError, match=rf"rank 1: the background save of step 5.*{killed}"):
+    with pytest.raises(cs.errors.CheckpointError, match=rf"rank 1: the background save of step 5.*{killed}"):
         checkpoint.async_save(tmp_path, state, step=6)
     assert checkpoint.async_save(tmp_path, state, step=7).result(60).name == "step-00000007"
     checkpoint.verify(tmp_path)
@@ -157,10 +157,15 @@ def test_a_failed_writer_fails_the_save_once_on_all_ranks(rank, world, tmp_path)
 def test_invalid_calls_raise_immediately_and_leave_no_files(rank, world, tmp_path):
     checkpoint.async_save(tmp_path, {"t": torch.ones(3)}, step=1).result(60)
     for state, options, error, said in (
-        ({"t": torch.ones(3)}, {"step": 1}, cs.ShardConfigValueError, "rank 0: step: .* has a checkpoint of step 1"),
-        ({"t": torch.tensor(rank)}, {"step": 2}, cs.CheckpointMismatchError, "t is a tensor .* on rank 1"),
-        ({"t": object()}, {"step": 2}, cs.ShardConfigTypeError, "all ranks: t is a builtins.object"),
-        ({"t": torch.ones(3)}, {"step": 2, "keep": 0}, cs.ShardConfigValueError, "keep: 0"),
+        (
+            {"t": torch.ones(3)},
+            {"step": 1},
+            cs.errors.ShardConfigValueError,
+            "rank 0: step: .* has a checkpoint of step 1",
+        ),
+        ({"t": torch.tensor(rank)}, {"step": 2}, cs.errors.CheckpointMismatchError, "t is a tensor .* on rank 1"),
+        ({"t": object()}, {"step": 2}, cs.errors.ShardConfigTypeError, "all ranks: t is a builtins.object"),
+        ({"t": torch.ones(3)}, {"step": 2, "keep": 0}, cs.errors.ShardConfigValueError, "keep: 0"),
     ):
         with pytest.raises(error, match=said):
             checkpoint.async_save(tmp_path, state, **options)
@@ -187,7 +192,7 @@ def test_a_rank_without_heartbeat_is_named_and_nothing_is_committed(rank, world,
             patch.setattr(_async, "_run", lambda *_: None)
         pending = checkpoint.async_save(tmp_path, {"t": torch.ones(3)}, step=1)
         if rank == 0:
-            with pytest.raises(cs.CheckpointError, match="rank 1 sent no heartbeat for 2 s"):
+            with pytest.raises(cs.errors.CheckpointError, match="rank 1 sent no heartbeat for 2 s"):
                 pending.result(60)
             assert names(tmp_path) == []
         background().pending = None
@@ -196,7 +201,8 @@ def test_a_rank_without_heartbeat_is_named_and_nothing_is_committed(rank, world,
 DIES = """
 import os, signal, sys, time, torch, torch.distributed as dist
 from datetime import timedelta
-from composable_shard import CheckpointError, checkpoint
+from composable_shard import checkpoint
+from composable_shard.errors import CheckpointError
 from composable_shard.checkpoint import _store
 from composable_shard.checkpoint._pending import background
 directory, rank, port, dead = sys.argv[1], *map(int, sys.argv[2:])

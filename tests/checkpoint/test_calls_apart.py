@@ -65,8 +65,8 @@ EXPORTS = {
 def test_safetensors_exports_with_different_arguments_raise_on_both_ranks(rank, world, case, tmp_path):
     model, _ = trained(rank)
     options, message = EXPORTS[case]
-    both_raise((cs.CheckpointMismatchError, cs.ShardConfigError), message, lambda: checkpoint.export_safetensors(
-        tmp_path / "out", model, **options(rank)))  # fmt: skip
+    kinds = (cs.errors.CheckpointMismatchError, cs.errors.ShardConfigError)
+    both_raise(kinds, message, lambda: checkpoint.export_safetensors(tmp_path / "out", model, **options(rank)))
     dist.barrier()
     assert list(tmp_path.iterdir()) == []
     checkpoint.export_safetensors(tmp_path / "out", model)
@@ -86,8 +86,8 @@ def test_exports_and_imports_of_different_paths_raise_on_both_ranks(rank, world,
     for name, call in calls.items():
         if name.startswith("export"):  # each rank may import from its own copy
             message = rf"path: rank 0 calls {name} with '.*/0' and rank 1"
-            both_raise(cs.CheckpointMismatchError, message, functools.partial(call, own))
-        both_raise(cs.CheckpointError, "rank 1: TypeError: .*NoneType", lambda: call(None if rank else own))  # noqa: B023
+            both_raise(cs.errors.CheckpointMismatchError, message, functools.partial(call, own))
+        both_raise(cs.errors.CheckpointError, "rank 1: TypeError: .*NoneType", lambda: call(None if rank else own))  # noqa: B023
     dist.barrier()
     assert list(tmp_path.iterdir()) == []
 
@@ -96,13 +96,14 @@ def test_exports_and_imports_of_different_paths_raise_on_both_ranks(rank, world,
 def test_imports_with_different_arguments_raise_on_both_ranks(rank, world, tmp_path):
     model, optimizer = trained(rank)
     weights = checkpoint.export_safetensors(tmp_path / "weights", model)
-    both_raise(cs.CheckpointMismatchError, "cast: rank 0 calls import_safetensors with False", lambda: (
+    both_raise(cs.errors.CheckpointMismatchError, "cast: rank 0 calls import_safetensors with False", lambda: (
         checkpoint.import_safetensors(weights, model, cast=bool(rank))))  # fmt: skip
-    both_raise(cs.ShardConfigTypeError, "rank 1: rename: is a int", lambda: (
+    both_raise(cs.errors.ShardConfigTypeError, "rank 1: rename: is a int", lambda: (
         checkpoint.import_safetensors(weights, model, rename=3 if rank else None)))  # fmt: skip
     state = {"model": model, "optimizer": optimizer}
     saved = checkpoint.export_dcp(tmp_path / "dcp", state)
-    both_raise(cs.CheckpointMismatchError, "strict: rank 0 calls import_dcp with True and rank 1 with False", lambda: (
+    message = "strict: rank 0 calls import_dcp with True and rank 1 with False"
+    both_raise(cs.errors.CheckpointMismatchError, message, lambda: (
         checkpoint.import_dcp(saved, state, strict=not rank)))  # fmt: skip
     checkpoint.import_safetensors(weights, model)
     checkpoint.import_dcp(saved, state)
@@ -114,7 +115,7 @@ def test_dcp_exports_of_different_states_raise_on_both_ranks(rank, world, tmp_pa
     model, optimizer = trained(rank)
     state = {"model": model} if rank else {"model": model, "optimizer": optimizer}
     message = "state: rank 0 exports 'optimizer', but rank 1, which holds a part of it, does not"
-    both_raise(cs.CheckpointMismatchError, message, (
+    both_raise(cs.errors.CheckpointMismatchError, message, (
         lambda: checkpoint.export_dcp(tmp_path / "out", state)))  # fmt: skip
     dist.barrier()
     assert list(tmp_path.iterdir()) == []

@@ -246,7 +246,7 @@ def test_exports_reject_unsupported_dtypes_and_arguments(tmp_path, capsys):
     code, text = command(capsys, "export", tmp_path / "run", tmp_path / "out")
     assert code == 2
     assert "net.phase has dtype complex128, which safetensors does not support" in text
-    with pytest.raises(cs.ShardConfigValueError, match="ranks: 0 is not a number of ranks"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match="ranks: 0 is not a number of ranks"):
         _convert.reshard(tmp_path / "run", tmp_path / "out", ranks=0)
     assert command(capsys, "consolidate", tmp_path / "run", tmp_path / "out")[0] == 0  # empty tensors have no pieces
     with pytest.raises(SystemExit, match="2"):

@@ -129,11 +129,11 @@ def test_fsdp2_reads_exported_checkpoints(rank, world, tmp_path):
     assert loaded["epoch"] == 4
     assert_equal(content(*theirs), content(model, optimizer))
     assert train(*theirs, rank, 2) == train(model, optimizer, rank, 2)
-    with pytest.raises(cs.ShardConfigValueError, match="out exists"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match="out exists"):
         checkpoint.export_dcp(path, {"model": model})
-    with pytest.raises(cs.ShardConfigValueError, match="optimizer updates parameters of no module"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match="optimizer updates parameters of no module"):
         checkpoint.export_dcp(tmp_path / "alone", {"optimizer": optimizer})
-    with pytest.raises(cs.CheckpointError, match=r"bad could not be written: rank \d: .*[Pp]ickle"):
+    with pytest.raises(cs.errors.CheckpointError, match=r"bad could not be written: rank \d: .*[Pp]ickle"):
         checkpoint.export_dcp(tmp_path / "bad", {"model": model, "x": lambda: None})
     dist.barrier()
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
@@ -175,16 +175,16 @@ def test_no_code_in_a_checkpoint_is_executed(rank, world, tmp_path):
     saved, target = tmp_path / "saved", {"t": torch.zeros(4), "v": 0}
     dcp.save({"t": torch.ones(4), "v": Trap(trap)}, checkpoint_id=saved)
     assert not trap.exists()
-    with pytest.raises(cs.CheckpointUnsafeError, match="the value v is more than plain data and was not loaded"):
+    with pytest.raises(cs.errors.CheckpointUnsafeError, match="the value v is more than plain data and was not loaded"):
         checkpoint.import_dcp(saved, target)
     (saved / ".metadata").write_bytes(pickle.dumps(Trap(trap)))
-    with pytest.raises(cs.CheckpointUnsafeError, match=r"\.metadata asks for posix.mkdir"):
+    with pytest.raises(cs.errors.CheckpointUnsafeError, match=r"\.metadata asks for posix.mkdir"):
         checkpoint.import_dcp(saved, target)
     assert not trap.exists()
     for module, name in (("torch", "Size.__init__"), ("builtins", "getattr"), ("torch", "load"), ("os", "system")):
         (saved / ".metadata").write_bytes(b"\x80\x04\x8c%c%s\x8c%c%s\x93." % (
             len(module), module.encode(), len(name), name.encode()))  # fmt: skip
-        with pytest.raises(cs.CheckpointUnsafeError, match="asks for"):
+        with pytest.raises(cs.errors.CheckpointUnsafeError, match="asks for"):
             checkpoint.import_dcp(saved, target)
     assert (target["t"].tolist(), target["v"]) == ([0] * 4, 0)
 
@@ -224,13 +224,13 @@ def _dtype(metadata):
 
 
 EDITS = {
-    "outside": (_elsewhere("../saved/__0_0.distcp"), cs.CheckpointUnsafeError, "names the file '../saved"),
-    "absolute": (_elsewhere("/etc/passwd"), cs.CheckpointUnsafeError, "names the file '/etc/passwd'"),
-    "missing": (_elsewhere("__7_0.distcp"), cs.CheckpointCorruptError, "__7_0.distcp is missing"),
-    "offset": (_move, cs.CheckpointCorruptError, r"has .* bytes, but at least 1,09"),
-    "overlap": (_overlap, cs.CheckpointCorruptError, "t: its pieces do not cover it, or overlap"),
-    "gap": (_larger, cs.CheckpointCorruptError, "t: its pieces do not cover it"),
-    "dtype": (_dtype, cs.CheckpointCorruptError, "expected tensor t of dtype torch.int32"),
+    "outside": (_elsewhere("../saved/__0_0.distcp"), cs.errors.CheckpointUnsafeError, "names the file '../saved"),
+    "absolute": (_elsewhere("/etc/passwd"), cs.errors.CheckpointUnsafeError, "names the file '/etc/passwd'"),
+    "missing": (_elsewhere("__7_0.distcp"), cs.errors.CheckpointCorruptError, "__7_0.distcp is missing"),
+    "offset": (_move, cs.errors.CheckpointCorruptError, r"has .* bytes, but at least 1,09"),
+    "overlap": (_overlap, cs.errors.CheckpointCorruptError, "t: its pieces do not cover it, or overlap"),
+    "gap": (_larger, cs.errors.CheckpointCorruptError, "t: its pieces do not cover it"),
+    "dtype": (_dtype, cs.errors.CheckpointCorruptError, "expected tensor t of dtype torch.int32"),
 }
 
 
@@ -250,23 +250,23 @@ def test_inconsistent_checkpoints_are_refused_and_nothing_changes(rank, world, t
     at = data.index(torch.tensor([500.0]).numpy().tobytes())
     data[at] ^= 1
     (saved / "__0_0.distcp").write_bytes(data)
-    with pytest.raises(cs.CheckpointCorruptError, match=r"__0_0.distcp is damaged: t, bytes"):
+    with pytest.raises(cs.errors.CheckpointCorruptError, match=r"__0_0.distcp is damaged: t, bytes"):
         checkpoint.import_dcp(saved, target)
     (saved / "__0_0.distcp").unlink()
     (saved / "__0_0.distcp").symlink_to(good / "__0_0.distcp")
-    with pytest.raises(cs.CheckpointUnsafeError, match="a symbolic link"):
+    with pytest.raises(cs.errors.CheckpointUnsafeError, match="a symbolic link"):
         checkpoint.import_dcp(saved, target)
     whole = (good / ".metadata").read_bytes()
     for size in range(0, len(whole), 37):
         (saved / ".metadata").write_bytes(whole[:size])
-        with pytest.raises(cs.CheckpointCorruptError, match=r"\.metadata is damaged"):
+        with pytest.raises(cs.errors.CheckpointCorruptError, match=r"\.metadata is damaged"):
             checkpoint.import_dcp(saved, target)
     (saved / ".metadata").unlink()
-    with pytest.raises(cs.CheckpointIncompleteError, match=r"has no \.metadata"):
+    with pytest.raises(cs.errors.CheckpointIncompleteError, match=r"has no \.metadata"):
         checkpoint.import_dcp(saved, target)
-    with pytest.raises(cs.CheckpointMismatchError, match=r"u: the checkpoint has no such entry"):
+    with pytest.raises(cs.errors.CheckpointMismatchError, match=r"u: the checkpoint has no such entry"):
         checkpoint.import_dcp(good, {"u": 0})
-    with pytest.raises(cs.CheckpointMismatchError, match=r"t: has shape \(3,\) here"):
+    with pytest.raises(cs.errors.CheckpointMismatchError, match=r"t: has shape \(3,\) here"):
         checkpoint.import_dcp(good, {"t": torch.zeros(3), "v": 0})
     assert (target["v"], target["t"].any().item()) == (0, False)
     checkpoint.import_dcp(good, target)

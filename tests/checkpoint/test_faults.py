@@ -31,8 +31,8 @@ from composable_shard.testing import spmd
 
 STEP, FILE = "step-00000003", "rank-00000.safetensors"
 KEY = "model.0.weight"
-CORRUPT, MISMATCH = cs.CheckpointCorruptError, cs.CheckpointMismatchError
-UNSAFE, INCOMPLETE = cs.CheckpointUnsafeError, cs.CheckpointIncompleteError
+CORRUPT, MISMATCH = cs.errors.CheckpointCorruptError, cs.errors.CheckpointMismatchError
+UNSAFE, INCOMPLETE = cs.errors.CheckpointUnsafeError, cs.errors.CheckpointIncompleteError
 
 
 @pytest.fixture(scope="module")
@@ -490,12 +490,22 @@ UNFIT = {
         "epoch: the checkpoint has no per-rank values",
     ),
     "no such step": (lambda state: None, {"step": 7}, INCOMPLETE, "no checkpoint of step 7; committed steps: 2, 3"),
-    "a load that one rank refuses": (fails_on(1), {}, cs.CheckpointError, "rank 1: .*its load_state_dict raised"),
-    "a load that rank 0 refuses": (fails_on(0), {}, cs.CheckpointError, "rank 0: .*ValueError: the counter is stuck"),
+    "a load that one rank refuses": (
+        fails_on(1),
+        {},
+        cs.errors.CheckpointError,
+        "rank 1: .*its load_state_dict raised",
+    ),
+    "a load that rank 0 refuses": (
+        fails_on(0),
+        {},
+        cs.errors.CheckpointError,
+        "rank 0: .*ValueError: the counter is stuck",
+    ),
     "a state that one rank refuses": (
         raises,
         {},
-        cs.CheckpointError,
+        cs.errors.CheckpointError,
         "rank 1: counter: its state_dict raised Key",
     ),
 }
@@ -535,16 +545,18 @@ def test_different_arguments_or_states_raise_on_all_ranks(rank, world, tmp_path)
         save(MISMATCH, f"^{name}: rank 0 calls save with .* and rank 1 with", **{name: value})
     only_1 = {"step": -1, "keep": 0, "checksum": "md5"}
     for name, value in only_1.items():
-        save(cs.ShardConfigValueError, f"rank 1: {name}: ", **({name: value} if rank else {}))
-    save(cs.ShardConfigTypeError, "rank 1: step: 'x' is a str", **({"step": "x"} if rank else {}))
-    save(cs.ShardConfigTypeError, "rank 1: directory: None", **({"directory": None} if rank else {}))
-    save(cs.ShardConfigTypeError, "rank 1: state: is a list", **({"state": []} if rank else {}))
-    save(cs.ShardConfigTypeError, "rank 1: x is a builtins.object", **({"state": {"x": object()}} if rank else {}))
+        save(cs.errors.ShardConfigValueError, f"rank 1: {name}: ", **({name: value} if rank else {}))
+    save(cs.errors.ShardConfigTypeError, "rank 1: step: 'x' is a str", **({"step": "x"} if rank else {}))
+    save(cs.errors.ShardConfigTypeError, "rank 1: directory: None", **({"directory": None} if rank else {}))
+    save(cs.errors.ShardConfigTypeError, "rank 1: state: is a list", **({"state": []} if rank else {}))
+    save(
+        cs.errors.ShardConfigTypeError, "rank 1: x is a builtins.object", **({"state": {"x": object()}} if rank else {})
+    )
     save(MISMATCH, "x is 0 on rank 0 and 1 on rank 1", state={"x": rank})
     save(MISMATCH, r"t is .*shape \(1,\).* on rank 0 and .*shape \(2,\).* on rank 1", state={"t": torch.ones(1 + rank)})
     loop = {}
     loop["x"] = loop
-    save(cs.ShardConfigValueError, "nested too deeply, or contains itself", state=loop)
+    save(cs.errors.ShardConfigValueError, "nested too deeply, or contains itself", state=loop)
 
     checkpoint.save(tmp_path, {"x": 1}, step=5)
     (tmp_path / "other").mkdir(exist_ok=True)
@@ -560,7 +572,7 @@ def test_different_arguments_or_states_raise_on_all_ranks(rank, world, tmp_path)
             checkpoint.load(**({"directory": tmp_path, "state": state} | {name: value}))
         assert state == {"x": 0}
     for change, text in (({"step": "x"}, "step: 'x'"), ({"state": 5}, "state: is a int"), ({"directory": 5}, "direc")):
-        with pytest.raises(cs.ShardConfigTypeError, match=f"rank 1: {text}"):
+        with pytest.raises(cs.errors.ShardConfigTypeError, match=f"rank 1: {text}"):
             checkpoint.load(**({"directory": tmp_path, "state": {"x": 0}} | (change if rank else {})))
 
 
@@ -569,7 +581,7 @@ def test_a_checkpoint_that_could_not_be_loaded_is_not_committed(rank, world, tmp
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if rank == 0:
         model[1].weight = model[0].weight  # tied on one rank only
-    with pytest.raises(cs.CheckpointError, match=r"could not be loaded again.*alias model.1.weight of model.0"):
+    with pytest.raises(cs.errors.CheckpointError, match=r"could not be loaded again.*alias model.1.weight of model.0"):
         checkpoint.save(tmp_path, {"model": model}, step=0)
     assert [*tmp_path.iterdir()] == []
 
@@ -612,7 +624,9 @@ def test_a_missing_checksum_package_is_named(saved, tmp_path, monkeypatch):
     directory = copy_of(saved, tmp_path, "run")
     rewrite(directory / STEP, lambda manifest: manifest["checksums"].update(algorithm="xxh3"))
     for read in (checkpoint.verify, lambda directory: checkpoint.load(directory, {"epoch": 0})):
-        with pytest.raises(cs.CheckpointError, match=r"manifest.json has checksums that need .*pip install xxhash"):
+        with pytest.raises(
+            cs.errors.CheckpointError, match=r"manifest.json has checksums that need .*pip install xxhash"
+        ):
             read(directory)
 
 
@@ -651,7 +665,7 @@ def test_a_full_disk_at_any_operation_keeps_earlier_checkpoints(tmp_path, monkey
             state = {"t": torch.arange(6.0), "mine": checkpoint.PerRank(dist.get_rank()), "n": fail_at}
             try:
                 checkpoint.save(tmp_path, state, step=7)
-            except cs.CheckpointError as error:
+            except cs.errors.CheckpointError as error:
                 return type(error), str(error)
             return None
 
@@ -666,7 +680,7 @@ def test_a_full_disk_at_any_operation_keeps_earlier_checkpoints(tmp_path, monkey
     while (results := save(fail_at)) != [None, None]:
         assert results[0] == results[1]
         raised, message = results[0]
-        assert raised is cs.CheckpointError
+        assert raised is cs.errors.CheckpointError
         assert re.fullmatch(rf"rank {failing}: OSError: \[Errno 28\] No space left on device: '{tmp_path}.*'", message)
         names = sorted(each.name for each in tmp_path.rglob("*"))
         if checkpoint.latest(tmp_path) == 7:  # the last fsync: committed, but possibly not on disk
@@ -685,7 +699,7 @@ def test_a_full_disk_at_any_operation_keeps_earlier_checkpoints(tmp_path, monkey
 def test_a_file_size_limit_raises_an_error_that_names_the_file(tmp_path):
     def save():
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
-        with pytest.raises(cs.CheckpointError, match=rf"{FILE}") as caught:
+        with pytest.raises(cs.errors.CheckpointError, match=rf"{FILE}") as caught:
             checkpoint.save(tmp_path, {"t": torch.zeros(1 << 20)}, step=1)
         assert "File too large" in str(caught.value)
 
@@ -714,7 +728,7 @@ def test_a_read_error_on_one_rank_is_raised_on_all_ranks(saved, monkeypatch):
             before = content(state)
             try:
                 checkpoint.load(saved, state)
-            except cs.CheckpointError as error:
+            except cs.errors.CheckpointError as error:
                 after = content(state)
                 changed = {name for name in before if before[name] != after[name]}
                 return str(error), changed
@@ -862,7 +876,7 @@ def two_killed(directory, victim, number):
             die_at(number)
         try:
             checkpoint.save(directory / "run", values(2, index), step=2, keep=1)
-        except cs.CheckpointError as error:
+        except cs.errors.CheckpointError as error:
             os._exit(7 if f"rank {index} of 2 cannot reach the other ranks" in str(error) else 98)
 
     directory.mkdir()

@@ -20,8 +20,8 @@ from _engines import named_mesh
 from _models import Stack, shard_blocks
 from _pool import distributed
 from checkpoint._nets import assert_equal, assert_same, batch, build, full, shard, step
-from composable_shard import CheckpointMismatchError
 from composable_shard.checkpoint._full import tensors
+from composable_shard.errors import CheckpointMismatchError
 
 _STATE = ("step", "exp_avg", "exp_avg_sq")
 FULL = StateDictOptions(full_state_dict=True)
@@ -63,12 +63,12 @@ def test_the_state_equals_torchs_and_each_library_loads_the_others(rank, world, 
     expected = get_optimizer_state_dict(model, optimizer, options=FULL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensors, "CPU_LIMIT", 512)
-        state = cs.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+        state = cs.checkpoint.full_optimizer_state_dict(model, optimizer, rank0_only=False)
     assert state["state"].keys() == expected["state"].keys()
     assert groups(state) == groups(expected)
     for name, values in expected["state"].items():
         assert_equal(state["state"][name], values)
-    alone = cs.full_optimizer_state_dict(model, optimizer)
+    alone = cs.checkpoint.full_optimizer_state_dict(model, optimizer)
     if rank == 0:
         assert_same_state(alone, state)
     else:
@@ -76,18 +76,18 @@ def test_the_state_equals_torchs_and_each_library_loads_the_others(rank, world, 
     after = []
     for load in (
         lambda other, its: set_optimizer_state_dict(other, its, copy.deepcopy(state), options=FULL),
-        lambda other, its: cs.load_full_optimizer_state_dict(other, its, expected),
+        lambda other, its: cs.checkpoint.load_full_optimizer_state_dict(other, its, expected),
     ):
         other = shard(build(), engine)
         its = adamw(other)
-        cs.load_full_state_dict(other, cs.full_state_dict(model, rank0_only=False))
+        cs.checkpoint.load_full_state_dict(other, cs.checkpoint.full_state_dict(model, rank0_only=False))
         load(other, its)
-        assert_same_state(cs.full_optimizer_state_dict(other, its, rank0_only=False), state)
+        assert_same_state(cs.checkpoint.full_optimizer_state_dict(other, its, rank0_only=False), state)
         step(other, its, rank, 5)
-        after.append(cs.full_state_dict(other, rank0_only=False))
+        after.append(cs.checkpoint.full_state_dict(other, rank0_only=False))
     step(model, optimizer, rank, 5)
     for state in after:
-        assert_equal(state, cs.full_state_dict(model, rank0_only=False))
+        assert_equal(state, cs.checkpoint.full_state_dict(model, rank0_only=False))
 
 
 @pytest.mark.parametrize("broadcast", [False, True])
@@ -103,7 +103,7 @@ def test_state_of_any_dtype_is_bitwise_identical_in_an_optimizer_that_never_step
             values["rows"] = DTensor.from_local(values["rows"], param.device_mesh)  # replicated
             values["whole"] = param.new_zeros(5)
     optimizer.param_groups[0]["lr"] = torch.tensor(0.125)
-    state = cs.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    state = cs.checkpoint.full_optimizer_state_dict(model, optimizer, rank0_only=False)
     assert state["state"]["scale"]["exp_avg"].dtype == torch.bfloat16
 
     other = shard(build(1))
@@ -112,8 +112,8 @@ def test_state_of_any_dtype_is_bitwise_identical_in_an_optimizer_that_never_step
     given = state if rank == 0 or not broadcast else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensors, "CPU_LIMIT", 512)
-        cs.load_full_optimizer_state_dict(other, its, given, broadcast_from_rank0=broadcast)
-    assert_same_state(cs.full_optimizer_state_dict(other, its, rank0_only=False), state)
+        cs.checkpoint.load_full_optimizer_state_dict(other, its, given, broadcast_from_rank0=broadcast)
+    assert_same_state(cs.checkpoint.full_optimizer_state_dict(other, its, rank0_only=False), state)
     for (param, values), (twin, theirs) in zip(optimizer.state.items(), its.state.items(), strict=True):
         assert type(param) is type(twin)
         assert type(theirs["exp_avg"]) is type(values["exp_avg"])
@@ -131,10 +131,10 @@ def test_state_of_any_dtype_is_bitwise_identical_in_an_optimizer_that_never_step
 def test_state_of_an_optimizer_without_state_clears_the_state(rank, world):
     model = shard(build())
     fresh = adamw(model)
-    state = cs.full_optimizer_state_dict(model, fresh, rank0_only=False)
+    state = cs.checkpoint.full_optimizer_state_dict(model, fresh, rank0_only=False)
     assert state["state"] == {}
     step(model, fresh, rank)
-    cs.load_full_optimizer_state_dict(model, fresh, state)
+    cs.checkpoint.load_full_optimizer_state_dict(model, fresh, state)
     assert not fresh.state
 
 
@@ -143,35 +143,35 @@ def test_state_of_an_optimizer_without_state_clears_the_state(rank, world):
 def test_state_of_no_parameter_is_kept_under_its_name(rank, world, broadcast):
     model, optimizer = trained(rank=rank)
     optimizer.state["global"] = {"d": 0.5, "sums": torch.tensor([1.0, 2.0])}
-    state = cs.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    state = cs.checkpoint.full_optimizer_state_dict(model, optimizer, rank0_only=False)
     assert state["own_state"]["global"]["sums"].tolist() == [1.0, 2.0]
     optimizer.state["global"]["sums"].add_(1)
     optimizer.state["other"] = 1
-    cs.load_full_optimizer_state_dict(model, optimizer, state if rank == 0 or not broadcast else None,
+    cs.checkpoint.load_full_optimizer_state_dict(model, optimizer, state if rank == 0 or not broadcast else None,
                                       broadcast_from_rank0=broadcast)  # fmt: skip
     assert optimizer.state["global"]["sums"].tolist() == [1.0, 2.0]
     assert optimizer.state["global"]["d"] == 0.5
     assert "other" not in optimizer.state
     del state["own_state"]
-    cs.load_full_optimizer_state_dict(model, optimizer, state)
+    cs.checkpoint.load_full_optimizer_state_dict(model, optimizer, state)
     assert "global" in optimizer.state
     optimizer.state["global"]["sums"] = model.embed.weight.detach()
-    with pytest.raises(cs.CheckpointError, match="state 'global' of the optimizer: has DTensors"):
-        cs.full_optimizer_state_dict(model, optimizer)
+    with pytest.raises(cs.errors.CheckpointError, match="state 'global' of the optimizer: has DTensors"):
+        cs.checkpoint.full_optimizer_state_dict(model, optimizer)
 
 
 @pytest.mark.parametrize("broadcast", [False, True])
 @distributed(world=2)
 def test_a_failed_check_changes_nothing_and_all_ranks_raise_the_reason(rank, world, broadcast):
     model, optimizer = trained(rank=rank)
-    before = cs.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    before = cs.checkpoint.full_optimizer_state_dict(model, optimizer, rank0_only=False)
 
     def load(change, said):
         state = copy.deepcopy(before)
         if rank == 0:
             change(state)
         with pytest.raises(CheckpointMismatchError, match=said):
-            cs.load_full_optimizer_state_dict(model, optimizer, state, broadcast_from_rank0=broadcast)
+            cs.checkpoint.load_full_optimizer_state_dict(model, optimizer, state, broadcast_from_rank0=broadcast)
 
     def rename(state):
         groups = state["param_groups"]
@@ -183,18 +183,18 @@ def test_a_failed_check_changes_nothing_and_all_ranks_raise_the_reason(rank, wor
          r"group 1 of the optimizer: has parameters of saved groups \[0, 1\]")  # fmt: skip
     load(lambda state: state["state"]["scale"].update(exp_avg=model.embed.weight), "'exp_avg' of scale: is a DTensor")
     load(dict.clear, "has no 'state' and 'param_groups'")
-    assert_same_state(cs.full_optimizer_state_dict(model, optimizer, rank0_only=False), before)
+    assert_same_state(cs.checkpoint.full_optimizer_state_dict(model, optimizer, rank0_only=False), before)
     foreign = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])
-    with pytest.raises(cs.CheckpointError, match=r"parameter 0 of group 0, \(3,\), is not in the model"):
-        cs.full_optimizer_state_dict(model, foreign)
+    with pytest.raises(cs.errors.CheckpointError, match=r"parameter 0 of group 0, \(3,\), is not in the model"):
+        cs.checkpoint.full_optimizer_state_dict(model, foreign)
 
 
 @distributed(world=2)
 def test_the_state_can_be_gathered_while_parameters_are_unsharded(rank, world):
     model, optimizer = trained(rank=rank, reshard_after_forward=False)
-    expected = cs.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    expected = cs.checkpoint.full_optimizer_state_dict(model, optimizer, rank0_only=False)
     model(batch(rank, 0))
-    assert_same_state(cs.full_optimizer_state_dict(model, optimizer, rank0_only=False), expected)
+    assert_same_state(cs.checkpoint.full_optimizer_state_dict(model, optimizer, rank0_only=False), expected)
 
 
 @pytest.mark.matrix
@@ -216,9 +216,11 @@ def test_factored_state_works_with_replicas_and_tensor_parallelism(rank, world):
         for param in model.parameters():
             param.grad = torch.ones_like(param)
         optimizer.step()
-        state = cs.full_optimizer_state_dict(model, optimizer, rank0_only=False)
-        cs.load_full_optimizer_state_dict(other, its, state if rank == 0 else None, broadcast_from_rank0=True)
-        assert_same_state(cs.full_optimizer_state_dict(other, its, rank0_only=False), state)
+        state = cs.checkpoint.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+        cs.checkpoint.load_full_optimizer_state_dict(
+            other, its, state if rank == 0 else None, broadcast_from_rank0=True
+        )
+        assert_same_state(cs.checkpoint.full_optimizer_state_dict(other, its, rank0_only=False), state)
         for param in other.parameters():
             assert its.state[param]["momentum_buffer"].placements == param.placements
 

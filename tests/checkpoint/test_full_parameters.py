@@ -29,7 +29,7 @@ def test_parameters_are_plain_and_full_inside_and_the_same_shards_return_afterwa
     model(batch(rank, 0))
     model.state_dict()  # torch's FSDP2 reshards here
     sharded = names_of(model)
-    with cs.full_parameters(model, **options):
+    with cs.checkpoint.full_parameters(model, **options):
         shown = names_of(model)
         for name, param in names_of(plain).items():
             assert type(shown[name]) is nn.Parameter
@@ -48,7 +48,7 @@ def test_parameters_are_plain_and_full_inside_and_the_same_shards_return_afterwa
     if expected is not plain:
         with torch.no_grad():
             expected.apart.add_(1)  # it is not sharded, so the change is always kept
-    assert_equal(cs.full_state_dict(model, rank0_only=False), expected.state_dict())
+    assert_equal(cs.checkpoint.full_state_dict(model, rank0_only=False), expected.state_dict())
     torch.testing.assert_close(model(batch(0, 1)), expected(batch(0, 1)))
 
 
@@ -60,9 +60,9 @@ def test_training_continues_with_written_values_and_the_same_optimizer(rank, wor
         step(model, optimizer, rank)
         loss = model(batch(rank, 1)).square().mean()
         if by_context:
-            with cs.full_parameters(model), torch.no_grad():
+            with cs.checkpoint.full_parameters(model), torch.no_grad():
                 model.embed.weight.mul_(0.5)
-            with pytest.raises(cs.StaleStateError):
+            with pytest.raises(cs.errors.StaleStateError):
                 loss.backward()
         else:
             loss.backward()
@@ -73,13 +73,13 @@ def test_training_continues_with_written_values_and_the_same_optimizer(rank, wor
         model.apart.grad = None
         optimizer.zero_grad()
         step(model, optimizer, rank, 2)
-    assert_equal(*(cs.full_state_dict(model, rank0_only=False) for model in models))
+    assert_equal(*(cs.checkpoint.full_state_dict(model, rank0_only=False) for model in models))
 
 
 @distributed(world=2)
 def test_an_error_in_the_body_restores_and_writes_nothing(rank, world):
     model = shard(build())
-    before, sharded = cs.full_state_dict(model, rank0_only=False), names_of(model)
+    before, sharded = cs.checkpoint.full_state_dict(model, rank0_only=False), names_of(model)
     up = "blocks.0.feed_forward.up.weight"
 
     def fail():
@@ -89,17 +89,17 @@ def test_an_error_in_the_body_restores_and_writes_nothing(rank, world):
         model.blocks[0].feed_forward.up.weight = nn.Parameter(torch.zeros(2, 2))
 
     def change(how):
-        with cs.full_parameters(model):
+        with cs.checkpoint.full_parameters(model):
             model.embed.weight.data.zero_()
             how()
 
     with pytest.raises(KeyError, match="mine"):
         change(fail)
-    with pytest.raises(cs.CheckpointMismatchError, match=f"{up} removed, or replaced"):
+    with pytest.raises(cs.errors.CheckpointMismatchError, match=f"{up} removed, or replaced"):
         change(replace)
     assert all(names_of(model)[name] is param for name, param in sharded.items())
-    assert_equal(cs.full_state_dict(model, rank0_only=False), before)
-    with cs.full_parameters(model):
+    assert_equal(cs.checkpoint.full_state_dict(model, rank0_only=False), before)
+    with cs.checkpoint.full_parameters(model):
         model.blocks[0].feed_forward.up.weight = nn.Parameter(torch.ones(24, 16))
     assert names_of(model)[up] is sharded[up]
     assert model.blocks[0].feed_forward.up.weight.full_tensor().eq(1).all()
@@ -109,16 +109,16 @@ def test_an_error_in_the_body_restores_and_writes_nothing(rank, world):
 @distributed(world=2)
 def test_rank0_only_and_a_part_of_the_model(rank, world):
     plain, model = build(), shard(build())
-    with cs.full_parameters(model, rank0_only=True, writeback=False):
+    with cs.checkpoint.full_parameters(model, rank0_only=True, writeback=False):
         kinds = {type(param) for param in model.parameters()}
         assert kinds == ({nn.Parameter} if rank == 0 else {nn.Parameter, DTensor})  # `apart` is not sharded
-    with cs.full_parameters(model, recurse=False):
+    with cs.checkpoint.full_parameters(model, recurse=False):
         assert type(model.embed.weight) is nn.Parameter
         assert isinstance(model.blocks[0].attention.q.weight, DTensor)
-    with cs.full_parameters(model.blocks[1].attention):  # its parameters are in the block's group
+    with cs.checkpoint.full_parameters(model.blocks[1].attention):  # its parameters are in the block's group
         assert_same(model.blocks[1].attention.q.weight.detach(), plain.blocks[1].attention.q.weight.detach(), "q")
         assert isinstance(model.blocks[1].feed_forward.up.weight, DTensor)
-    with cs.full_parameters(plain), torch.no_grad():
+    with cs.checkpoint.full_parameters(plain), torch.no_grad():
         plain.scale.zero_()
     assert plain.scale.item() == 0, "an unsharded module is not changed"
 
@@ -126,12 +126,12 @@ def test_rank0_only_and_a_part_of_the_model(rank, world):
 @distributed(world=2)
 def test_invalid_uses_are_refused(rank, world):
     model = shard(build())
-    with pytest.raises(cs.ShardConfigValueError, match="rank0_only: cannot be combined with writeback=True"):
-        cs.full_parameters(model, rank0_only=True).__enter__()
+    with pytest.raises(cs.errors.ShardConfigValueError, match="rank0_only: cannot be combined with writeback=True"):
+        cs.checkpoint.full_parameters(model, rank0_only=True).__enter__()
 
     def enter(*_):
-        with pytest.raises(cs.ShardConfigStateError, match=r"Net is in its forward or backward"):
-            cs.full_parameters(model).__enter__()
+        with pytest.raises(cs.errors.ShardConfigStateError, match=r"Net is in its forward or backward"):
+            cs.checkpoint.full_parameters(model).__enter__()
         calls.append(1)
 
     calls: list[int] = []
@@ -141,16 +141,16 @@ def test_invalid_uses_are_refused(rank, world):
     loss.register_hook(enter)
     loss.backward()
     assert len(calls) == 2
-    with cs.full_parameters(model):
-        with pytest.raises(cs.ShardConfigStateError, match=r"q\.weight is already a full parameter"):
-            cs.full_parameters(model.blocks[0].attention).__enter__()
-        with pytest.raises(cs.ShardConfigStateError, match="was replaced by a Parameter after sharding"):
+    with cs.checkpoint.full_parameters(model):
+        with pytest.raises(cs.errors.ShardConfigStateError, match=r"q\.weight is already a full parameter"):
+            cs.checkpoint.full_parameters(model.blocks[0].attention).__enter__()
+        with pytest.raises(cs.errors.ShardConfigStateError, match="was replaced by a Parameter after sharding"):
             model(batch(rank, 0))
     model(batch(rank, 0))
     with torch.device("meta"):
         empty = shard(type(model)())
-    with pytest.raises(cs.CheckpointError, match=r"full_parameters: .*on the meta device"):
-        cs.full_parameters(empty).__enter__()
+    with pytest.raises(cs.errors.CheckpointError, match=r"full_parameters: .*on the meta device"):
+        cs.checkpoint.full_parameters(empty).__enter__()
 
 
 @pytest.mark.matrix
@@ -164,7 +164,7 @@ def test_it_works_over_replicas_with_a_recurrent_module(rank, world):
     with torch.no_grad():
         for param in plain.parameters():
             param.mul_(2)
-        with cs.full_parameters(model):
+        with cs.checkpoint.full_parameters(model):
             assert all(a is b for a, b in zip(model._flat_weights, model._parameters.values(), strict=True))
             for param in model.parameters():
                 param.mul_(2)
@@ -173,6 +173,6 @@ def test_it_works_over_replicas_with_a_recurrent_module(rank, world):
     stack = Stack()
     expected = copy.deepcopy(stack)
     shard_blocks(stack, cs.fully_shard, mesh=mesh_of(2, 2))
-    with cs.full_parameters(stack):
+    with cs.checkpoint.full_parameters(stack):
         assert_equal({n: p.detach() for n, p in stack.named_parameters()}, expected.state_dict())
     torch.testing.assert_close(stack(*vectors(0, 0)), expected(*vectors(0, 0)))

@@ -20,8 +20,9 @@ from _engines import ENGINES, mesh_of, named_mesh
 from _models import Stack, shard_blocks, vectors
 from _pool import distributed
 from checkpoint._nets import Net, assert_equal, assert_same, batch, build, shard, step
-from composable_shard import CheckpointMismatchError, MixedPrecisionPolicy, testing
+from composable_shard import MixedPrecisionPolicy, testing
 from composable_shard.checkpoint._full import tensors, transfer
+from composable_shard.errors import CheckpointMismatchError
 
 SIZES = [None, 256]  # bytes to move at a time: a whole small model, or few tensors
 
@@ -43,8 +44,8 @@ def test_an_unsharded_model_in_a_group_without_a_cpu_backend():
     dist.init_process_group("cuda:fake", store=FakeStore(), rank=0, world_size=2)  # as with NCCL only
     try:
         model = build()
-        assert_equal(cs.full_state_dict(model), model.state_dict())
-        assert [name for name, _ in cs.iter_full_state(model)]
+        assert_equal(cs.checkpoint.full_state_dict(model), model.state_dict())
+        assert [name for name, _ in cs.checkpoint.iter_full_state(model)]
     finally:
         dist.destroy_process_group()
 
@@ -56,8 +57,8 @@ def test_rank_0_gets_the_unsharded_state_and_others_get_nothing(rank, world, eng
     expected = build().state_dict()
     model = shard(build(), engine)
     with moving(limit):
-        everywhere = cs.full_state_dict(model, rank0_only=False)
-        state = cs.full_state_dict(model)
+        everywhere = cs.checkpoint.full_state_dict(model, rank0_only=False)
+        state = cs.checkpoint.full_state_dict(model)
     assert_equal(everywhere, expected)
     if rank:
         assert state == {}
@@ -90,8 +91,8 @@ def test_gathering_while_parameters_are_unsharded_does_not_change_training(rank,
             loss = None
         before = {n: p.full_tensor() for n, p in model.state_dict().items() if isinstance(p, DTensor)}
         if taken:
-            state = cs.full_state_dict(model, rank0_only=False)
-            assert dict(cs.iter_full_state(model)).keys() == state.keys() - {"head.weight", "_extra_state"}
+            state = cs.checkpoint.full_state_dict(model, rank0_only=False)
+            assert dict(cs.checkpoint.iter_full_state(model)).keys() == state.keys() - {"head.weight", "_extra_state"}
             for name, value in before.items():
                 assert_same(state[name], value, name)
         if loss is not None:
@@ -100,7 +101,7 @@ def test_gathering_while_parameters_are_unsharded_does_not_change_training(rank,
         optimizer.step()
         optimizer.zero_grad()
         step(model, optimizer, rank, 2)
-        states.append(cs.full_state_dict(model, rank0_only=False))
+        states.append(cs.checkpoint.full_state_dict(model, rank0_only=False))
     assert_equal(*states)
 
 
@@ -110,10 +111,10 @@ def test_dtype_casts_only_floating_point_tensors_and_defaults_to_the_stored_one(
     model = shard(build(), mp_policy=policy)
     model(batch(rank, 0))
     expected = build().state_dict()
-    assert_equal(cs.full_state_dict(model, rank0_only=False), expected)
+    assert_equal(cs.checkpoint.full_state_dict(model, rank0_only=False), expected)
     for dtype in (torch.bfloat16, torch.float64):
         cast = {n: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for n, v in expected.items()}
-        assert_equal(cs.full_state_dict(model, rank0_only=False, dtype=dtype, cpu_offload=False), cast)
+        assert_equal(cs.checkpoint.full_state_dict(model, rank0_only=False, dtype=dtype, cpu_offload=False), cast)
     assert expected["count"].dtype == torch.int64
 
 
@@ -133,14 +134,14 @@ def test_it_works_over_replicas_and_with_tensor_parallelism(rank, world):
     expected = plain.state_dict()
     changed = {name: value + 1 for name, value in expected.items()}
     for model in (replicas, parallel, theirs):
-        assert_equal(cs.full_state_dict(model, rank0_only=False), expected)
-        state = cs.full_state_dict(model)
+        assert_equal(cs.checkpoint.full_state_dict(model, rank0_only=False), expected)
+        state = cs.checkpoint.full_state_dict(model)
         assert_equal(state, {} if rank else expected)
-        result = cs.load_full_state_dict(model, changed if rank == 0 else None, broadcast_from_rank0=True)
+        result = cs.checkpoint.load_full_state_dict(model, changed if rank == 0 else None, broadcast_from_rank0=True)
         assert not any(result)
-        assert_equal(dict(cs.iter_full_state(model)), changed)
-        cs.load_full_state_dict(model, expected)
-        assert_equal(cs.full_state_dict(model, rank0_only=False), expected)
+        assert_equal(dict(cs.checkpoint.iter_full_state(model)), changed)
+        cs.checkpoint.load_full_state_dict(model, expected)
+        assert_equal(cs.checkpoint.full_state_dict(model, rank0_only=False), expected)
     x = vectors(0, 0)
     torch.testing.assert_close(parallel(*x), plain(*x))
 
@@ -153,18 +154,18 @@ def test_the_first_rank_of_a_model_on_some_ranks_acts_as_rank_0(rank, world):
     plain = Stack()
     model = copy.deepcopy(plain)
     shard_blocks(model, cs.fully_shard, mesh=halves["dp"])
-    state = cs.full_state_dict(model)
+    state = cs.checkpoint.full_state_dict(model)
     assert_equal(state, {} if rank % 2 else plain.state_dict())
     changed = {name: value + 1 for name, value in plain.state_dict().items()}
-    cs.load_full_state_dict(model, {} if rank % 2 else changed, broadcast_from_rank0=True)
-    assert_equal(cs.full_state_dict(model, rank0_only=False), changed)
+    cs.checkpoint.load_full_state_dict(model, {} if rank % 2 else changed, broadcast_from_rank0=True)
+    assert_equal(cs.checkpoint.full_state_dict(model, rank0_only=False), changed)
 
 
 def test_it_works_without_a_process_group_and_in_a_simulated_world():
     plain = build()
-    assert_equal(cs.full_state_dict(plain), plain.state_dict())
+    assert_equal(cs.checkpoint.full_state_dict(plain), plain.state_dict())
     other = build(1)
-    cs.load_full_state_dict(other, cs.full_state_dict(plain), broadcast_from_rank0=True)
+    cs.checkpoint.load_full_state_dict(other, cs.checkpoint.full_state_dict(plain), broadcast_from_rank0=True)
     assert_equal(other.state_dict(), plain.state_dict())
 
     def on_rank(here):
@@ -173,8 +174,8 @@ def test_it_works_without_a_process_group_and_in_a_simulated_world():
             cs.fully_shard(block)
         cs.fully_shard(model)
         changed = {n: v + 1 if torch.is_tensor(v) else v for n, v in plain.state_dict().items()}
-        cs.load_full_state_dict(model, changed if here.rank == 0 else {}, broadcast_from_rank0=True)
-        assert_equal(cs.full_state_dict(model), {} if here.rank else changed)
+        cs.checkpoint.load_full_state_dict(model, changed if here.rank == 0 else {}, broadcast_from_rank0=True)
+        assert_equal(cs.checkpoint.full_state_dict(model), {} if here.rank else changed)
 
     testing.spmd(2)(on_rank)
 
@@ -188,7 +189,7 @@ def test_tensors_are_streamed_in_order_on_every_rank_and_can_be_kept(rank, world
     plain = build()
     model = shard(build())
     with moving(limit):
-        kept = dict(cs.iter_full_state(model, dtype=torch.float64))
+        kept = dict(cs.checkpoint.iter_full_state(model, dtype=torch.float64))
     expected = {n: v for n, v in plain.state_dict().items() if n not in ("head.weight", "_extra_state")}
     with torch.no_grad():
         for value in [*model.parameters(), *model.buffers()]:
@@ -212,10 +213,10 @@ def test_a_full_state_dict_is_loaded_in_place(rank, world, engine, broadcast):
         step(model, optimizer, rank)
         given = source.state_dict() if rank == 0 or not broadcast else None
         with moving(limit):
-            result = cs.load_full_state_dict(model, given, broadcast_from_rank0=broadcast)
+            result = cs.checkpoint.load_full_state_dict(model, given, broadcast_from_rank0=broadcast)
         assert result == ([], [])
         assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
-        assert_equal(cs.full_state_dict(model, rank0_only=False), source.state_dict())
+        assert_equal(cs.checkpoint.full_state_dict(model, rank0_only=False), source.state_dict())
         torch.testing.assert_close(model(batch(0, 0)), source(batch(0, 0)))
 
 
@@ -232,22 +233,22 @@ def test_assign_materializes_a_model_on_meta(rank, world, broadcast):
     state = source.state_dict()
     given = state if rank == 0 or not broadcast else {}
     with pytest.raises(CheckpointMismatchError, match=r"scale: is on the meta device .*assign=True"):
-        cs.load_full_state_dict(model, given, broadcast_from_rank0=broadcast)
-    with pytest.raises(cs.CheckpointError, match=r"full_state_dict: scale, apart, .*on the meta device"):
-        cs.full_state_dict(model)
-    cs.load_full_state_dict(model, given, broadcast_from_rank0=broadcast, assign=True)
+        cs.checkpoint.load_full_state_dict(model, given, broadcast_from_rank0=broadcast)
+    with pytest.raises(cs.errors.CheckpointError, match=r"full_state_dict: scale, apart, .*on the meta device"):
+        cs.checkpoint.full_state_dict(model)
+    cs.checkpoint.load_full_state_dict(model, given, broadcast_from_rank0=broadcast, assign=True)
     emptied.to_empty(device="cpu")
     emptied.cos, emptied.sin = source.cos, source.sin
-    cs.load_full_state_dict(emptied, given, broadcast_from_rank0=broadcast)
+    cs.checkpoint.load_full_state_dict(emptied, given, broadcast_from_rank0=broadcast)
     for made in (model, emptied):
-        assert_equal(cs.full_state_dict(made, rank0_only=False), state)
+        assert_equal(cs.checkpoint.full_state_dict(made, rank0_only=False), state)
         assert made.head.weight is made.embed.weight
         assert [p.requires_grad for p in made.parameters()] == [p.requires_grad for p in source.parameters()]
         assert made.apart.untyped_storage().data_ptr() != source.apart.untyped_storage().data_ptr()
         optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
         step(made, optimizer, rank)
         step(made, optimizer, rank, 1)
-    assert_equal(*(cs.full_state_dict(made, rank0_only=False) for made in (model, emptied)))
+    assert_equal(*(cs.checkpoint.full_state_dict(made, rank0_only=False) for made in (model, emptied)))
 
 
 @distributed(world=2)
@@ -257,10 +258,10 @@ def test_assigned_tensors_keep_their_dtypes_and_copied_ones_get_the_models(rank,
     }
     model = shard(build())
     model(batch(rank, 0))
-    cs.load_full_state_dict(model, half)
+    cs.checkpoint.load_full_state_dict(model, half)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    cs.load_full_state_dict(model, half, assign=True)
-    assert_equal(cs.full_state_dict(model, rank0_only=False), half)
+    cs.checkpoint.load_full_state_dict(model, half, assign=True)
+    assert_equal(cs.checkpoint.full_state_dict(model, rank0_only=False), half)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model(batch(rank, 0)).dtype == torch.bfloat16
 
@@ -275,9 +276,9 @@ def test_the_next_forward_uses_loaded_weights_even_if_unsharded_ones_were_kept(r
         loss.backward()
         for module in [model, *model.blocks]:
             module.unshard()
-    cs.load_full_state_dict(model, source.state_dict())
+    cs.checkpoint.load_full_state_dict(model, source.state_dict())
     if how == "forward":
-        with pytest.raises(cs.StaleStateError):
+        with pytest.raises(cs.errors.StaleStateError):
             loss.backward()
     torch.testing.assert_close(model(batch(0, 0)), source(batch(0, 0)), rtol=0, atol=0)
 
@@ -286,7 +287,7 @@ def test_the_next_forward_uses_loaded_weights_even_if_unsharded_ones_were_kept(r
 @distributed(world=2)
 def test_a_failed_check_changes_nothing_and_all_ranks_raise_the_reason(rank, world, broadcast):
     model = shard(build())
-    before = cs.full_state_dict(model, rank0_only=False)
+    before = cs.checkpoint.full_state_dict(model, rank0_only=False)
     state = dict(build(1).state_dict())
     wrong = dict(state)
     wrong["stranger"] = wrong.pop("blocks.1.feed_forward.up.weight")
@@ -300,17 +301,17 @@ def test_a_failed_check_changes_nothing_and_all_ranks_raise_the_reason(rank, wor
     if broadcast:  # both ranks check the same state; the message names the first
         said = said.replace(f"rank {bad_rank}", r"rank \d")
     with pytest.raises(CheckpointMismatchError, match=said):
-        cs.load_full_state_dict(model, given, broadcast_from_rank0=broadcast)
+        cs.checkpoint.load_full_state_dict(model, given, broadcast_from_rank0=broadcast)
     with pytest.raises(CheckpointMismatchError, match=r"norm\.weight"):
-        cs.load_full_state_dict(model, given, strict=False, broadcast_from_rank0=broadcast)
+        cs.checkpoint.load_full_state_dict(model, given, strict=False, broadcast_from_rank0=broadcast)
     with pytest.raises(CheckpointMismatchError, match="is a DTensor"):
-        cs.load_full_state_dict(model, dict(model.state_dict()), broadcast_from_rank0=broadcast)
-    assert_equal(cs.full_state_dict(model, rank0_only=False), before)
+        cs.checkpoint.load_full_state_dict(model, dict(model.state_dict()), broadcast_from_rank0=broadcast)
+    assert_equal(cs.checkpoint.full_state_dict(model, rank0_only=False), before)
     wrong["norm.weight"], wrong["count"] = state["norm.weight"], state["count"]
-    result = cs.load_full_state_dict(model, wrong, strict=False, broadcast_from_rank0=broadcast)
+    result = cs.checkpoint.load_full_state_dict(model, wrong, strict=False, broadcast_from_rank0=broadcast)
     assert result == (["blocks.1.feed_forward.up.weight"], ["stranger"])
     expected = state | {"blocks.1.feed_forward.up.weight": before["blocks.1.feed_forward.up.weight"]}
-    assert_equal(cs.full_state_dict(model, rank0_only=False), expected)
+    assert_equal(cs.checkpoint.full_state_dict(model, rank0_only=False), expected)
 
 
 @distributed(world=2)
@@ -319,8 +320,8 @@ def test_one_name_of_a_tied_weight_is_enough(rank, world):
     state = dict(build(1).state_dict())
     expected = dict(state)
     del state["embed.weight"]
-    assert cs.load_full_state_dict(model, state) == ([], [])
-    assert_equal(cs.full_state_dict(model, rank0_only=False), expected)
+    assert cs.checkpoint.load_full_state_dict(model, state) == ([], [])
+    assert_equal(cs.checkpoint.full_state_dict(model, rank0_only=False), expected)
 
 
 @distributed(world=2)
@@ -329,7 +330,7 @@ def test_models_that_differ_between_ranks_are_refused(rank, world):
     model.weight = nn.Parameter(model.weight.detach())
     cs.fully_shard(nn.Linear(2, 2))
     with pytest.raises(CheckpointMismatchError, match=r"Ranks 0 and 1 hold different parameters: 2 and 1 of them"):
-        cs.load_full_state_dict(model, {}, strict=False)
+        cs.checkpoint.load_full_state_dict(model, {}, strict=False)
 
 
 @distributed(world=2)
@@ -362,10 +363,10 @@ def test_hooks_may_change_names_or_values_in_wrapped_modules(rank, world):
     for module in model:
         cs.fully_shard(module)
     compiled = torch.compile(cs.fully_shard(model), backend="eager")
-    state = cs.full_state_dict(source, rank0_only=False)
+    state = cs.checkpoint.full_state_dict(source, rank0_only=False)
     assert list(state) == ["0.bias", "0.up", "0.down", "1.weight", "1.bias"]
-    cs.load_full_state_dict(compiled, state)
-    assert_equal(cs.full_state_dict(compiled, rank0_only=False), state)
+    cs.checkpoint.load_full_state_dict(compiled, state)
+    assert_equal(cs.checkpoint.full_state_dict(compiled, rank0_only=False), state)
     x = torch.randn(3, 4)
     torch.testing.assert_close(model(x), source(x))
 
@@ -394,15 +395,15 @@ def test_frozen_parameters_of_any_dtype_empty_parameters_and_other_dims(rank, wo
     cs.fully_shard(model, shard_placement_fn=lambda param: Shard(1) if param is wide else None)
     expected = make(1).state_dict()
     for lead_only in (False, True):
-        state = cs.full_state_dict(model, rank0_only=lead_only)
+        state = cs.checkpoint.full_state_dict(model, rank0_only=lead_only)
         if rank == 0 or not lead_only:
             assert list(state) == list(expected)
             assert all(state[n].dtype == v.dtype and bytes_of(state[n]) == bytes_of(v) for n, v in expected.items())
     for broadcast in (False, True):
-        cs.load_full_state_dict(model, source.state_dict(), broadcast_from_rank0=broadcast)
-        state = cs.full_state_dict(model, rank0_only=False)
+        cs.checkpoint.load_full_state_dict(model, source.state_dict(), broadcast_from_rank0=broadcast)
+        state = cs.checkpoint.full_state_dict(model, rank0_only=False)
         assert all(bytes_of(state[n]) == bytes_of(v) for n, v in source.state_dict().items())
-        cs.load_full_state_dict(model, expected)
+        cs.checkpoint.load_full_state_dict(model, expected)
 
 
 def bytes_of(tensor):
@@ -438,10 +439,10 @@ def test_peak_memory_is_the_largest_group_and_the_full_copy_on_rank_0_only(rank,
     group = sum(p.nbytes for p in model.blocks[0].parameters())
     shard_blocks(model, cs.fully_shard)
     slack = 16384
-    most, state = allocated(lambda: cs.full_state_dict(model))
+    most, state = allocated(lambda: cs.checkpoint.full_state_dict(model))
     assert most <= group + (total if rank == 0 else 0) + slack
     assert most >= (total if rank == 0 else group // 3)  # check that the measurement works
-    most, _ = allocated(lambda: [value.sum() for _, value in cs.iter_full_state(model)])
+    most, _ = allocated(lambda: [value.sum() for _, value in cs.checkpoint.iter_full_state(model)])
     assert group <= most <= 2 * group + slack
     with torch.device("meta"):
         empty = Stack(blocks=6, dim=64, hidden=511)
@@ -451,12 +452,12 @@ def test_peak_memory_is_the_largest_group_and_the_full_copy_on_rank_0_only(rank,
         given = [state]
         dist.broadcast_object_list(given, src=0)
         [given] = given
-    load = lambda: cs.load_full_state_dict(empty, given, broadcast_from_rank0=broadcast, assign=True)  # noqa: E731
+    load = lambda: cs.checkpoint.load_full_state_dict(empty, given, broadcast_from_rank0=broadcast, assign=True)  # noqa: E731
     most, _ = allocated(load)
     assert most <= total // 2 + 2 * group + slack, "its shards, and a group in transfer"
-    most, _ = allocated(lambda: cs.load_full_state_dict(empty, given, broadcast_from_rank0=broadcast))
+    most, _ = allocated(lambda: cs.checkpoint.load_full_state_dict(empty, given, broadcast_from_rank0=broadcast))
     assert most <= (2 * group if broadcast else 0) + slack
-    assert_equal(cs.full_state_dict(empty), state)
+    assert_equal(cs.checkpoint.full_state_dict(empty), state)
 
 
 @distributed(world=2)
@@ -465,5 +466,5 @@ def test_small_tensors_are_communicated_together(rank, world):
     real, calls = transfer._exchange, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer, "_exchange", lambda *args: calls.append(real(*args)))
-        cs.full_state_dict(model)
+        cs.checkpoint.full_state_dict(model)
     assert len(calls) < 4

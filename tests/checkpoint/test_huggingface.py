@@ -111,7 +111,7 @@ def test_a_sharded_model_is_filled_from_safetensors_files(rank, world, meta, tmp
         model = transformer(seed=1)
         model.train()(token_batch(rank, 0)[0])  # even while weights are kept unsharded
     with pytest.raises(
-        cs.CheckpointMismatchError, match=r"\n  norm.weight: has dtype float32 here, but float64 .*cast"
+        cs.errors.CheckpointMismatchError, match=r"\n  norm.weight: has dtype float32 here, but float64 .*cast"
     ):
         checkpoint.import_safetensors(tmp_path, model)
     imported = checkpoint.import_safetensors(tmp_path, model, cast=True)
@@ -168,7 +168,7 @@ def test_mismatched_files_leave_the_model_unchanged_on_every_rank(rank, world, t
         if rank == 0:
             save_file(tensors, tmp_path / f"{title}.safetensors")
         barrier()
-        with pytest.raises(cs.CheckpointMismatchError, match=message):
+        with pytest.raises(cs.errors.CheckpointMismatchError, match=message):
             checkpoint.import_safetensors(tmp_path / f"{title}.safetensors", model, cast=True)
         assert_equal(whole(model), before)
     imported = checkpoint.import_safetensors(tmp_path / "missing.safetensors", model, strict=False)
@@ -218,7 +218,7 @@ def test_damaged_and_malicious_headers_are_refused(tmp_path, title):
     file = tmp_path / "model.safetensors"
     file.write_bytes(data)
     model = nn.ParameterDict({"a": nn.Parameter(torch.ones(4))})
-    with pytest.raises(cs.CheckpointCorruptError, match=message) as raised:
+    with pytest.raises(cs.errors.CheckpointCorruptError, match=message) as raised:
         checkpoint.import_safetensors(tmp_path, model)
     assert str(file) in str(raised.value)
     assert torch.equal(model["a"], torch.ones(4))
@@ -233,30 +233,32 @@ def test_indices_and_links_to_other_directories_are_refused(tmp_path):
     index = inside / "model.safetensors.index.json"
     for name in ("../outside.safetensors", str(outside), "x/../../outside.safetensors", ".safetensors", "a\n.bin"):
         index.write_text(json.dumps({"weight_map": {"a": name, "b": name}}))
-        with pytest.raises(cs.CheckpointUnsafeError, match=r"names the file .* which is not in its directory"):
+        with pytest.raises(cs.errors.CheckpointUnsafeError, match=r"names the file .* which is not in its directory"):
             checkpoint.import_safetensors(inside, model)
     (inside / "part.safetensors").symlink_to(outside)
     index.write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}))
-    with pytest.raises(cs.CheckpointUnsafeError, match=r"part.safetensors is a link to .*Hugging Face's cache are"):
+    with pytest.raises(
+        cs.errors.CheckpointUnsafeError, match=r"part.safetensors is a link to .*Hugging Face's cache are"
+    ):
         checkpoint.import_safetensors(inside, model)
     (inside / "part.safetensors").unlink()
-    with pytest.raises(cs.CheckpointCorruptError, match=r"part.safetensors is missing"):
+    with pytest.raises(cs.errors.CheckpointCorruptError, match=r"part.safetensors is missing"):
         checkpoint.import_safetensors(inside, model)
     save_file({"a": torch.zeros(4), "b": torch.zeros(2)}, inside / "part.safetensors")
-    with pytest.raises(cs.CheckpointCorruptError, match="contains b, but the index does not"):
+    with pytest.raises(cs.errors.CheckpointCorruptError, match="contains b, but the index does not"):
         checkpoint.import_safetensors(inside, model)
     index.write_text(json.dumps({"weight_map": dict.fromkeys("abc", "part.safetensors")}))
-    with pytest.raises(cs.CheckpointCorruptError, match="its index lists c, but no file contains this tensor"):
+    with pytest.raises(cs.errors.CheckpointCorruptError, match="its index lists c, but no file contains this tensor"):
         checkpoint.import_safetensors(inside, model)
     for damaged in ("[", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}'):
         index.write_text(damaged)
-        with pytest.raises(cs.CheckpointCorruptError, match="is not a safetensors index"):
+        with pytest.raises(cs.errors.CheckpointCorruptError, match="is not a safetensors index"):
             checkpoint.import_safetensors(inside, model)
     index.unlink()
     (inside / "part.safetensors").rename(inside / "model-00001-of-00002.safetensors")
-    with pytest.raises(cs.CheckpointIncompleteError, match="it has parts of a model, but no index"):
+    with pytest.raises(cs.errors.CheckpointIncompleteError, match="it has parts of a model, but no index"):
         checkpoint.import_safetensors(inside, model)
-    with pytest.raises(cs.CheckpointIncompleteError, match="does not exist"):
+    with pytest.raises(cs.errors.CheckpointIncompleteError, match="does not exist"):
         checkpoint.import_safetensors(tmp_path / "none", model)
     assert all(torch.equal(each, torch.ones_like(each)) for each in model.values())
 
@@ -305,7 +307,7 @@ def test_adapters_are_exported_and_imported_without_the_base_model(rank, world, 
         tmp_path / "trained", model, rename=lambda name: name if name in trained else None
     )
     assert load_file(path / "model.safetensors").keys() == trained
-    with pytest.raises(cs.ShardConfigValueError, match="has no tensors to write"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match="has no tensors to write"):
         checkpoint.export_safetensors(tmp_path / "none", model, adapter="third")
 
 
@@ -319,21 +321,21 @@ def test_an_export_is_complete_or_does_not_exist(rank, world, tmp_path):
 
     files.observe, kept = full_disk, files.observe
     try:
-        with pytest.raises(cs.CheckpointError, match="No space left on device"):
+        with pytest.raises(cs.errors.CheckpointError, match="No space left on device"):
             checkpoint.export_safetensors(tmp_path / "out", model, max_shard_size=4000)
     finally:
         files.observe = kept
     barrier()
     assert list(tmp_path.iterdir()) == []
     checkpoint.export_safetensors(tmp_path / "out", model, max_shard_size=4000)
-    with pytest.raises(cs.ShardConfigValueError, match="out exists; pass a path"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match="out exists; pass a path"):
         checkpoint.export_safetensors(tmp_path / "out", model)
     with torch.device("meta"):
         unfilled = transformer(seed=1)
-    with pytest.raises(cs.CheckpointError, match="on the meta device"):
+    with pytest.raises(cs.errors.CheckpointError, match="on the meta device"):
         checkpoint.export_safetensors(tmp_path / "meta", unfilled)
     for wrong in ({"dtype": torch.int8}, {"max_shard_size": 0}, {"rename": 3}, {"adapter": "a.b"},
                   {"rename": lambda _: "x"}, {"extra_files": {"../x": ""}}, {"extra_files": {"x": 3}}):  # fmt: skip
-        with pytest.raises(cs.ShardConfigError, match=next(iter(wrong))):
+        with pytest.raises(cs.errors.ShardConfigError, match=next(iter(wrong))):
             checkpoint.export_safetensors(tmp_path / "wrong", model, **wrong)
     assert [each.name for each in tmp_path.iterdir()] == ["out"]

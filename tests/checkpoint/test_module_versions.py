@@ -54,9 +54,9 @@ def test_full_states_have_the_metadata_of_the_unsharded_model(rank, world, tmp_p
     for engine in ENGINES:
         for model in (wrapped(1, engine), torch.compile(wrapped(1, engine), backend="eager")):
             for options in ({}, {"cpu_offload": False}, {"dtype": torch.float64}):
-                state = cs.full_state_dict(model, rank0_only=False, **options)
+                state = cs.checkpoint.full_state_dict(model, rank0_only=False, **options)
                 assert list(state._metadata.items()) == list(expected._metadata.items())
-            first = cs.full_state_dict(model)
+            first = cs.checkpoint.full_state_dict(model)
             assert first == {} if rank else first._metadata == expected._metadata
     torch.save(state, tmp_path / f"{rank}.pt")
     other = build("versioned", 2)
@@ -81,12 +81,12 @@ def test_a_full_state_is_converted_like_in_the_unsharded_model(rank, world, kind
         given = state if rank == 0 or "broadcast_from_rank0" not in options else None
         for engine in ENGINES:
             model = wrapped(2, engine)
-            assert cs.load_full_state_dict(model, given, **options) == ([], [])
-            assert_equal(cs.full_state_dict(model, rank0_only=False), expected)
+            assert cs.checkpoint.load_full_state_dict(model, given, **options) == ([], [])
+            assert_equal(cs.checkpoint.full_state_dict(model, rank0_only=False), expected)
         if options.get("assign"):
             model = on_meta()
-            cs.load_full_state_dict(model, given, **options)
-            assert_equal(cs.full_state_dict(model, rank0_only=False), expected)
+            cs.checkpoint.load_full_state_dict(model, given, **options)
+            assert_equal(cs.checkpoint.full_state_dict(model, rank0_only=False), expected)
         assert getattr(state, "_metadata", None) == metadata  # torch's own load adds a key to it
 
 
@@ -96,9 +96,9 @@ def test_metadata_of_an_assigning_load_does_not_make_the_next_load_assign(rank, 
     build("versioned", 2).load_state_dict(state, assign=True)  # adds a key to the metadata
     model = cs.fully_shard(build("versioned", 2))
     weight = model.head.weight
-    cs.load_full_state_dict(model, state)
+    cs.checkpoint.load_full_state_dict(model, state)
     assert model.head.weight is weight
-    assert_equal(cs.full_state_dict(model, rank0_only=False), build("versioned", 1).state_dict())
+    assert_equal(cs.checkpoint.full_state_dict(model, rank0_only=False), build("versioned", 1).state_dict())
 
 
 @distributed(world=2)
@@ -109,5 +109,5 @@ def test_hooks_see_metadata_of_modules_that_no_longer_exist(rank, world):
     seen = []
     model = cs.fully_shard(Decoder())
     model.register_load_state_dict_pre_hook(lambda module, state, *args: seen.extend(state._metadata))
-    cs.load_full_state_dict(model, former.state_dict())
+    cs.checkpoint.load_full_state_dict(model, former.state_dict())
     assert "adapter" in seen

@@ -10,7 +10,8 @@ import torch
 import composable_shard as cs
 from _packed import Packed4, Packed4Linear, Quantized, batch, bits, numbers, packed, shard
 from _pool import distributed, simulated
-from composable_shard import CheckpointError, checkpoint
+from composable_shard import checkpoint
+from composable_shard.errors import CheckpointError
 
 FLOATS = [torch.bfloat16, torch.float32]
 
@@ -65,8 +66,8 @@ def test_a_load_names_attributes_of_packed_weights_that_it_cannot_restore(rank, 
 @simulated(world=2)
 def test_a_cast_of_the_full_state_skips_packed_weights_and_scales(rank, world, storage, choose):
     model, plain = made(storage, choose=choose), made(storage, sharded=False).state_dict()
-    full = cs.full_state_dict(model, rank0_only=False, dtype=torch.float16)
-    streamed = dict(cs.iter_full_state(model, dtype=torch.float16))
+    full = cs.checkpoint.full_state_dict(model, rank0_only=False, dtype=torch.float16)
+    streamed = dict(cs.checkpoint.iter_full_state(model, dtype=torch.float16))
     assert full.keys() == plain.keys() == streamed.keys()
     for name, value in full.items():
         if ".base." in name or "blocks.1.first" in name or "blocks.1.second" in name:
@@ -96,7 +97,7 @@ def test_full_parameters_have_their_class_and_can_be_quantized_again(rank, world
     def merge(weight):
         return Packed4(*packed(numbers(weight, weight.scales) * 1.5 + 0.01, torch.uint8))
 
-    with cs.full_parameters(model):
+    with cs.checkpoint.full_parameters(model):
         base = model.blocks[0].first.base
         assert type(base.weight) is Packed4
         assert base.weight.kind == "four bits"

@@ -251,7 +251,7 @@ def test_plain_values_are_restored_exactly(tmp_path):
 def test_subclasses_of_plain_types_are_saved_or_refused(tmp_path):
     pair = collections.namedtuple("pair", "one two")  # to load it, its class would have to be imported
     for refused in (pair(1, 2), type("mine", (tuple,), {})((1,)), collections.defaultdict(list)):
-        with pytest.raises(cs.ShardConfigTypeError, match=r"value is a .*checkpoints store no pickled objects"):
+        with pytest.raises(cs.errors.ShardConfigTypeError, match=r"value is a .*checkpoints store no pickled objects"):
             checkpoint.save(tmp_path, {"value": refused}, step=1)
     checkpoint.save(tmp_path, {"value": [np.bytes_(b"ab"), collections.OrderedDict(b=1, a=2)]}, step=1)
     state = {"value": None}
@@ -263,7 +263,7 @@ def test_two_modules_with_the_same_path_are_refused(tmp_path):
     checkpoint.save(tmp_path, {"a.b": torch.nn.Linear(2, 2)}, step=1)
     state = {"a": {"b": torch.nn.Linear(2, 2)}, "a.b": torch.nn.Linear(2, 2)}
     for use in (lambda: checkpoint.load(tmp_path, state), lambda: checkpoint.save(tmp_path, state, step=2)):
-        with pytest.raises(cs.ShardConfigValueError, match=r"two entries are called a\.b"):
+        with pytest.raises(cs.errors.ShardConfigValueError, match=r"two entries are called a\.b"):
             use()
 
 
@@ -271,7 +271,7 @@ def test_two_modules_with_the_same_path_are_refused(tmp_path):
 def test_values_that_differ_between_ranks_need_per_rank(rank, world, tmp_path):
     for differs in (rank, torch.tensor([rank]), torch.Generator().manual_seed(rank), [torch.tensor(rank), 1]):
         with pytest.raises(
-            cs.CheckpointMismatchError, match=r"here[.0]* .*on rank 0 and .*on rank 1; make it equal .*or wrap"
+            cs.errors.CheckpointMismatchError, match=r"here[.0]* .*on rank 0 and .*on rank 1; make it equal .*or wrap"
         ):
             checkpoint.save(tmp_path, {"here": differs}, step=0)
     checkpoint.save(tmp_path, {"here": checkpoint.PerRank({"rank": rank, "t": torch.tensor([rank])})}, step=0)
@@ -281,7 +281,7 @@ def test_values_that_differ_between_ranks_need_per_rank(rank, world, tmp_path):
 
 
 def per_rank_job(rank, world, tmp_path):
-    with pytest.raises(cs.CheckpointMismatchError, match=r"here: has values of 2 ranks, but there are 3 now"):
+    with pytest.raises(cs.errors.CheckpointMismatchError, match=r"here: has values of 2 ranks, but there are 3 now"):
         checkpoint.load(tmp_path, {"here": checkpoint.PerRank(None)})
     given = checkpoint.PerRank(None, resize=lambda saved, rank, world: (sum(saved), rank, world))
     generators = checkpoint.RandomState()
@@ -366,7 +366,7 @@ def test_the_latest_is_the_default_and_old_checkpoints_are_pruned(tmp_path):
     assert value == {"x": 2}
     assert checkpoint.load(tmp_path / "step-00000003", value).step == 3
     assert value == {"x": 3}
-    with pytest.raises(cs.ShardConfigValueError, match="already has a checkpoint of step 3"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match="already has a checkpoint of step 3"):
         checkpoint.save(tmp_path, value, step=3)
     value["x"] = 33
     checkpoint.save(tmp_path, value, step=3, overwrite=True)  # resumed earlier: 10 is obsolete
@@ -393,11 +393,11 @@ def test_every_checksum_detects_a_changed_bit(tmp_path, algorithm):
     data[-5] ^= 4
     file.write_bytes(data)
     with pytest.raises(
-        cs.CheckpointCorruptError, match=r"rank-00000.safetensors is damaged in bytes 2,097,152 to .*: t"
+        cs.errors.CheckpointCorruptError, match=r"rank-00000.safetensors is damaged in bytes 2,097,152 to .*: t"
     ):
         checkpoint.verify(tmp_path)
     there = torch.zeros_like(tensor)
-    with pytest.raises(cs.CheckpointCorruptError, match="is damaged"):
+    with pytest.raises(cs.errors.CheckpointCorruptError, match="is damaged"):
         checkpoint.load(tmp_path, {"t": there})
     assert not there.any()
 
@@ -412,11 +412,11 @@ def stages(rank, world, same):
 
 @distributed(world=2)
 def test_pipeline_stages_need_different_names(rank, world, tmp_path):
-    with pytest.raises(cs.CheckpointMismatchError, match=r"stage\.\w+ is a piece .* use different names"):
+    with pytest.raises(cs.errors.CheckpointMismatchError, match=r"stage\.\w+ is a piece .* use different names"):
         checkpoint.save(tmp_path, stages(rank, world, same=True), step=0)
     plain = nn.Linear(2, 2)
     nn.init.constant_(plain.weight, rank)
-    with pytest.raises(cs.CheckpointMismatchError, match=r"stage\.weight is a tensor .* use different names"):
+    with pytest.raises(cs.errors.CheckpointMismatchError, match=r"stage\.weight is a tensor .* use different names"):
         checkpoint.save(tmp_path, {"stage": plain}, step=0)
     assert checkpoint.latest(tmp_path) is None
     state = {**stages(rank, world, same=False), "shared": torch.arange(3.0)}
@@ -444,7 +444,7 @@ def test_pipeline_stages_need_different_names(rank, world, tmp_path):
 def test_values_that_could_not_be_loaded_are_not_saved(tmp_path, monkeypatch, value, what, save):
     checkpoint.save(tmp_path, {"x": 1}, step=0)
     monkeypatch.setattr("composable_shard.checkpoint._format.commits.MOST_BYTES", 1000)
-    with pytest.raises((cs.ShardConfigValueError, cs.CheckpointError), match=what):
+    with pytest.raises((cs.errors.ShardConfigValueError, cs.errors.CheckpointError), match=what):
         save(tmp_path, {"x": value}, step=1, keep=1)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000000"]
 
@@ -457,7 +457,7 @@ def test_an_error_after_the_commit_reports_the_commit(tmp_path, monkeypatch):
             raise PermissionError(13, "not permitted", str(path))
 
     monkeypatch.setattr("composable_shard.checkpoint._io.files.observe", refuse)
-    with pytest.raises(cs.CheckpointError, match="step 1 is committed, but old checkpoints were not deleted"):
+    with pytest.raises(cs.errors.CheckpointError, match="step 1 is committed, but old checkpoints were not deleted"):
         checkpoint.save(tmp_path, {"x": 2}, step=1, keep=1)
     assert checkpoint.latest(tmp_path) == 1
 
@@ -493,7 +493,7 @@ def test_a_load_restores_the_garbage_collection_setting(tmp_path, enabled):
     try:
         checkpoint.load(tmp_path, {"x": 0})
         assert gc.isenabled() == enabled
-        with pytest.raises(cs.CheckpointMismatchError):
+        with pytest.raises(cs.errors.CheckpointMismatchError):
             checkpoint.load(tmp_path, {"y": 0})
         assert gc.isenabled() == enabled
     finally:

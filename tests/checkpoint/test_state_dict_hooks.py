@@ -18,7 +18,8 @@ from _engines import ENGINES
 from _pool import distributed
 from checkpoint._hooked import MODELS, build, full, hook, on_meta, once
 from checkpoint._nets import assert_equal
-from composable_shard import CheckpointError, CheckpointMismatchError, checkpoint
+from composable_shard import checkpoint
+from composable_shard.errors import CheckpointError, CheckpointMismatchError
 
 FULL = StateDictOptions(full_state_dict=True)
 
@@ -66,16 +67,16 @@ def test_compiled_modules_keep_their_names(rank, world, tmp_path):
         for each in (model, other):
             with torch.no_grad():
                 each(*token_batch(rank, 0))
-        state = cs.full_state_dict(model, rank0_only=False)
+        state = cs.checkpoint.full_state_dict(model, rank0_only=False)
         assert_equal(state, plain.state_dict())
-        assert_equal(dict(cs.iter_full_state(model)), each_once)
+        assert_equal(dict(cs.checkpoint.iter_full_state(model)), each_once)
         checkpoint.save(tmp_path / "own", {"model": model}, step=index)
         with warnings.catch_warnings():  # Dynamo reads `.grad` of all attributes of a module
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-            cs.load_full_state_dict(other, state)
+            cs.checkpoint.load_full_state_dict(other, state)
             assert_trains_as(other, build("renamed", 1), rank, world)
         checkpoint.load(tmp_path / "own", {"model": other})
-        assert_equal(cs.full_state_dict(other, rank0_only=False), state)
+        assert_equal(cs.checkpoint.full_state_dict(other, rank0_only=False), state)
 
 
 def weights(name):
@@ -93,26 +94,28 @@ def test_full_states_equal_those_of_the_unsharded_model(rank, world, kind):
         if engine == "fsdp2":
             assert list(model.state_dict()) == list(expected)
         for _ in range(2):
-            assert_equal(cs.full_state_dict(model, rank0_only=False), expected)
-            assert_equal(cs.full_state_dict(model), {} if rank else expected)
-            assert_equal(dict(cs.iter_full_state(model)), each_once)
+            assert_equal(cs.checkpoint.full_state_dict(model, rank0_only=False), expected)
+            assert_equal(cs.checkpoint.full_state_dict(model), {} if rank else expected)
+            assert_equal(dict(cs.checkpoint.iter_full_state(model)), each_once)
             own = {name: full(each) for name, each in model.state_dict().items()}
             assert_equal(own, expected)
             with torch.no_grad():
                 model(*token_batch(rank, 0))  # keeps weights unsharded
-        state = cs.full_state_dict(torch.compile(model, backend="eager"), rank0_only=False, dtype=torch.bfloat16)
+        state = cs.checkpoint.full_state_dict(
+            torch.compile(model, backend="eager"), rank0_only=False, dtype=torch.bfloat16
+        )
         assert list(state) == list(expected)
         assert {each.dtype for each in state.values() if torch.is_tensor(each)} <= {torch.bfloat16, torch.int64}
     optimizer = torch.optim.AdamW(model.parameters())
     next_token_loss(model, *token_batch(rank, 0)).backward()
     optimizer.step()
     theirs = get_optimizer_state_dict(model, optimizer, options=FULL)["state"] if "renamed" not in kind else None
-    ours = cs.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    ours = cs.checkpoint.full_optimizer_state_dict(model, optimizer, rank0_only=False)
     names = [name for name, param in model.named_parameters() if param.requires_grad]
     assert list(ours["state"]) == (names if theirs is None else list(theirs))
     fresh = torch.optim.AdamW(model.parameters())
-    cs.load_full_optimizer_state_dict(model, fresh, ours)
-    again = cs.full_optimizer_state_dict(model, fresh, rank0_only=False)
+    cs.checkpoint.load_full_optimizer_state_dict(model, fresh, ours)
+    again = cs.checkpoint.full_optimizer_state_dict(model, fresh, rank0_only=False)
     for name in names:
         assert_equal(again["state"][name], ours["state"][name])
 
@@ -126,8 +129,8 @@ def test_full_states_load_through_hooks(rank, world, kind):
         if not options:
             model(*token_batch(rank, 0))
         given = state if rank == 0 or "broadcast_from_rank0" not in options else None
-        assert cs.load_full_state_dict(model, given, **options) == ([], [])
-        assert_equal(cs.full_state_dict(model, rank0_only=False), state)
+        assert cs.checkpoint.load_full_state_dict(model, given, **options) == ([], [])
+        assert_equal(cs.checkpoint.full_state_dict(model, rank0_only=False), state)
         assert model.recipe == "of seed 1"
         assert "tied" not in kind or model.head.weight is model.embed.weight
         assert_trains_as(model, build(kind, 1), rank, world)
@@ -163,7 +166,7 @@ def test_checkpoints_and_exports_are_complete(rank, world, kind, tmp_path):
             else:
                 checkpoint.import_safetensors(tmp_path / "one", other, strict=False)  # without the extra state
                 other.recipe = "of seed 1"
-            assert_equal(cs.full_state_dict(other, rank0_only=False), state)
+            assert_equal(cs.checkpoint.full_state_dict(other, rank0_only=False), state)
             assert other.recipe == "of seed 1", load
             assert "tied" not in kind or other.head.weight is other.embed.weight
             assert_trains_as(other, build(kind, 1), rank, world)
@@ -189,10 +192,10 @@ def test_an_error_on_one_rank_is_raised_on_all_ranks(rank, world, tmp_path):
     next_token_loss(model, *token_batch(rank, 0)).backward()
     optimizer.step()
     calls = {
-        "full_state_dict": lambda: cs.full_state_dict(model),
-        "iter_full_state": lambda: list(cs.iter_full_state(model)),
-        "full_optimizer_state_dict": lambda: cs.full_optimizer_state_dict(model, optimizer),
-        "full_parameters": lambda: cs.full_parameters(model).__enter__(),
+        "full_state_dict": lambda: cs.checkpoint.full_state_dict(model),
+        "iter_full_state": lambda: list(cs.checkpoint.iter_full_state(model)),
+        "full_optimizer_state_dict": lambda: cs.checkpoint.full_optimizer_state_dict(model, optimizer),
+        "full_parameters": lambda: cs.checkpoint.full_parameters(model).__enter__(),
         "export": lambda: checkpoint.export_safetensors(tmp_path / "out", model, rename=weights),
         "save": lambda: checkpoint.save(tmp_path / "own", {"model": model}, step=0),
     }
@@ -201,20 +204,20 @@ def test_an_error_on_one_rank_is_raised_on_all_ranks(rank, world, tmp_path):
             call()
         assert list(tmp_path.iterdir()) == [], name
     model.fails = False
-    state = cs.full_state_dict(model, rank0_only=False)
+    state = cs.checkpoint.full_state_dict(model, rank0_only=False)
     model.fails = True
     with pytest.raises(CheckpointError, match=r"rank 1: .*FaultError: no such recipe"):
-        cs.load_full_state_dict(model, state)
+        cs.checkpoint.load_full_state_dict(model, state)
     model.fails = False
-    cs.load_full_state_dict(model, state)
-    assert_equal(cs.full_state_dict(model, rank0_only=False), state)
+    cs.checkpoint.load_full_state_dict(model, state)
+    assert_equal(cs.checkpoint.full_state_dict(model, rank0_only=False), state)
 
 
 @distributed(world=2)
 def test_different_hooks_on_ranks_raise_an_error(rank, world):
     model = sharded("renamed")
     hook(model, lambda state, prefix: state.pop("norm.weight") if rank == 1 else None, None)
-    for call in (cs.full_state_dict, lambda model: list(cs.iter_full_state(model))):
+    for call in (cs.checkpoint.full_state_dict, lambda model: list(cs.checkpoint.iter_full_state(model))):
         with pytest.raises(CheckpointMismatchError, match=r"has norm\.weight .* on rank 0 and .* on rank 1"):
             call(model)
 
@@ -240,11 +243,11 @@ def test_values_that_no_hook_loads_are_named(rank, world, wraps, tmp_path):
             model.blocks = torch.nn.ModuleList(map(checkpoint_wrapper, model.blocks))
         return cs.fully_shard(model)
 
-    state, model = cs.full_state_dict(one(0), rank0_only=False), one(1)
+    state, model = cs.checkpoint.full_state_dict(one(0), rank0_only=False), one(1)
     message = r"blocks\.0\.attention\.q\.half, .*no hook of load_state_dict"
     with pytest.raises(CheckpointError, match=message):
-        cs.load_full_state_dict(model, state)
-    keys = cs.load_full_state_dict(one(1), state, strict=False)
+        cs.checkpoint.load_full_state_dict(model, state)
+    keys = cs.checkpoint.load_full_state_dict(one(1), state, strict=False)
     assert keys.unexpected_keys == [f"blocks.{i}.attention.q.half" for i in range(2)]  # `same` has the value of k
     checkpoint.save(tmp_path, {"model": one(0)}, step=0)
     with pytest.raises(CheckpointError, match=r"blocks\.0\.attention\.q\.half"):
@@ -258,13 +261,13 @@ def test_weights_in_containers_and_duplicate_names_are_refused(rank, world):
 
     model = sharded("tied and renamed")
     hook(model, nest, None)
-    for call in (cs.full_state_dict, cs.iter_full_state):
+    for call in (cs.checkpoint.full_state_dict, cs.checkpoint.iter_full_state):
         with pytest.raises(CheckpointError, match="block is a dict that contains sharded tensors"):
             call(model)
     model = sharded("renamed")
     hook(model, lambda state, prefix: state.update({"_orig_mod.norm.weight": 2 * state["norm.weight"]}), None)
     with pytest.raises(CheckpointError, match=r"_orig_mod\.norm\.weight: the state dict .* two values"):
-        cs.full_state_dict(model)
+        cs.checkpoint.full_state_dict(model)
 
 
 @distributed(world=2)
@@ -288,7 +291,7 @@ def test_a_state_dict_on_one_rank_after_a_forward_does_not_block_the_full_state(
     model(*token_batch(rank, 0))
     if rank == 0:
         model.state_dict()
-    assert_equal(cs.full_state_dict(model, rank0_only=False), plain.state_dict())
+    assert_equal(cs.checkpoint.full_state_dict(model, rank0_only=False), plain.state_dict())
 
     def fail(module, state, prefix, metadata):
         raise ValueError(f"on rank {rank}")
@@ -296,7 +299,7 @@ def test_a_state_dict_on_one_rank_after_a_forward_does_not_block_the_full_state(
     model(*token_batch(rank, 0))
     handle = model.register_state_dict_post_hook(fail) if rank == 1 else None
     with pytest.raises(CheckpointError, match="on rank 1"):
-        cs.full_state_dict(model)
+        cs.checkpoint.full_state_dict(model)
     if handle is not None:
         handle.remove()
-    assert_equal(cs.full_state_dict(model, rank0_only=False), plain.state_dict())
+    assert_equal(cs.checkpoint.full_state_dict(model, rank0_only=False), plain.state_dict())

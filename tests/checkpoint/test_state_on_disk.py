@@ -26,7 +26,7 @@ LEAST = 5 * BLOCK  # enough for the state of any parameter of these decoders
 
 def made(folder, rank, steps=2):
     model = decoder(cs.DiskOffloadPolicy(folder / "disk", LEAST))
-    optimizer = cs.offload_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+    optimizer = cs.optim.offload_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
     train(model, optimizer, range(steps), rank)
     return {"model": model, "optimizer": optimizer}
 
@@ -65,7 +65,7 @@ def test_ctrl_c_during_the_call_leaves_no_folder_and_does_not_change_latest(rank
         with pytest.raises(KeyboardInterrupt):
             checkpoint.async_save(tmp_path / "saved", state, step=3, progress=interrupt)
     else:
-        with pytest.raises(cs.CheckpointError, match=f"rank {interrupted}: KeyboardInterrupt"):
+        with pytest.raises(cs.errors.CheckpointError, match=f"rank {interrupted}: KeyboardInterrupt"):
             checkpoint.async_save(tmp_path / "saved", state, step=3).result(60)
     dist.barrier()  # rank 0 has deleted the files
     assert names(tmp_path / "saved") == ["LATEST", first.name]
@@ -84,7 +84,7 @@ def test_a_full_disk_during_the_call_fails_the_save_on_all_ranks(rank, world, tm
 
     monkeypatch.setattr(files, "observe", observe)
     pending = checkpoint.async_save(tmp_path / "saved", state, step=3)
-    with pytest.raises(cs.CheckpointError, match=r"rank 1: OSError: \[Errno 28\] No space left .*rank-00001"):
+    with pytest.raises(cs.errors.CheckpointError, match=r"rank 1: OSError: \[Errno 28\] No space left .*rank-00001"):
         pending.result(60)
     monkeypatch.setattr(files, "observe", None)
     dist.barrier()  # rank 0 deletes the files before its result is available
@@ -108,7 +108,7 @@ MEASURED = """
         model = torch.nn.ParameterList([torch.nn.Parameter(torch.full((1 << 20,), 0.5)) for _ in range(count)])
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         if memory:
-            cs.offload_optimizer(optimizer, cs.DiskOffloadPolicy(folder, memory))
+            cs.optim.offload_optimizer(optimizer, cs.DiskOffloadPolicy(folder, memory))
         for param in model:
             param.grad = torch.ones_like(param)
         for _ in range(2):

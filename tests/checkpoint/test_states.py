@@ -71,15 +71,19 @@ def test_plain_state_of_a_sharded_parameter_is_refused(rank, world, tmp_path):
     momentum = own["momentum_buffer"]
     own["momentum_buffer"] = momentum.to_local().clone().fill_(rank)
     with pytest.raises(
-        cs.CheckpointMismatchError, match=r"optimizer\.state\.model\.weight\.momentum_buffer: is a plain"
+        cs.errors.CheckpointMismatchError, match=r"optimizer\.state\.model\.weight\.momentum_buffer: is a plain"
     ):
         checkpoint.load(tmp_path, state)
     assert torch.all(own["momentum_buffer"] == rank)
     own["momentum_buffer"] = {"nested": [own["momentum_buffer"]]}
-    with pytest.raises(cs.ShardConfigValueError, match=r"momentum_buffer\.nested\.0: is a plain .* make it a DTensor"):
+    with pytest.raises(
+        cs.errors.ShardConfigValueError, match=r"momentum_buffer\.nested\.0: is a plain .* make it a DTensor"
+    ):
         checkpoint.save(tmp_path, state, step=1)
-    with pytest.raises(cs.ShardConfigValueError, match=r"'momentum_buffer' of weight: is a plain .* make it a DTensor"):
-        cs.full_optimizer_state_dict(model, optimizer)
+    with pytest.raises(
+        cs.errors.ShardConfigValueError, match=r"'momentum_buffer' of weight: is a plain .* make it a DTensor"
+    ):
+        cs.checkpoint.full_optimizer_state_dict(model, optimizer)
     own["momentum_buffer"] = momentum
     own["factor"] = torch.tensor(2.0)  # a 0-dim tensor is not sharded
     checkpoint.save(tmp_path, state, step=1)
@@ -136,7 +140,9 @@ def test_an_optimizer_wrapper_is_saved_by_its_state_dict(tmp_path):
     fresh = Lookahead(sgd(model))
     checkpoint.load(tmp_path, {"model": model, "optimizer": fresh})
     assert_same(fresh.inner.state_dict(), saved)
-    with pytest.raises(cs.ShardConfigValueError, match=r"optimizer: the state_dict of WithSlowWeights does not have"):
+    with pytest.raises(
+        cs.errors.ShardConfigValueError, match=r"optimizer: the state_dict of WithSlowWeights does not have"
+    ):
         checkpoint.save(tmp_path, {"model": model, "optimizer": WithSlowWeights(sgd(model))}, step=1)
 
 
@@ -160,7 +166,7 @@ def test_state_of_no_parameter_and_hooks_of_state_dicts_are_kept(tmp_path):
     assert fresh.state["scale"] == 2
     assert_same(fresh.state_dict(), torchs.state_dict())
     optimizer.state[7] = {"count": 1}
-    with pytest.raises(cs.ShardConfigValueError, match=r"optimizer: its state has the key 7, which is neither"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match=r"optimizer: its state has the key 7, which is neither"):
         checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer}, step=1)
 
 
@@ -190,7 +196,7 @@ def test_an_optimizer_with_meta_parameters_is_refused(rank, world, tmp_path):
     for shard in (cs.fully_shard, lambda module: module):
         with torch.device("meta"):
             other = shard(nn.Linear(4, 2))
-        with pytest.raises(cs.CheckpointMismatchError, match=r"optimizer: has parameters on the meta device"):
+        with pytest.raises(cs.errors.CheckpointMismatchError, match=r"optimizer: has parameters on the meta device"):
             checkpoint.load(tmp_path, {"model": other, "optimizer": sgd(other)})
         assert other.weight.is_meta
         checkpoint.load(tmp_path, {"model": other})
@@ -204,7 +210,7 @@ def test_an_optimizer_with_meta_parameters_is_refused(rank, world, tmp_path):
 def test_two_tensors_with_one_key_are_refused_in_per_rank_values_too(tmp_path):
     one, two = torch.zeros(2), torch.ones(2)
     for value in ({"a.b": one, "a": {"b": two}}, {1: one, "1": two}):
-        with pytest.raises(cs.ShardConfigValueError, match=r"two tensors have the key each@0\."):
+        with pytest.raises(cs.errors.ShardConfigValueError, match=r"two tensors have the key each@0\."):
             checkpoint.save(tmp_path, {"each": checkpoint.PerRank(value)}, step=0)
 
 

@@ -14,7 +14,8 @@ from _pool import distributed
 from checkpoint import _hooked
 from checkpoint._hooked import Decoder
 from checkpoint._nets import assert_equal
-from composable_shard import CheckpointError, checkpoint
+from composable_shard import checkpoint
+from composable_shard.errors import CheckpointError
 
 
 def compiled(module):
@@ -69,11 +70,11 @@ def assert_runs_as(model, plain, tied):
 def test_full_states_load_into_wrapped_modules_with_hidden_weights(rank, world, kind, wrap):
     plain = nn.Sequential(build(kind, 1))
     for engine in ENGINES:
-        state = cs.full_state_dict(wrapped(build(kind, 1), wrap, engine), rank0_only=False)
+        state = cs.checkpoint.full_state_dict(wrapped(build(kind, 1), wrap, engine), rank0_only=False)
         assert_equal(state, plain.state_dict())
         for options in ({}, {"broadcast_from_rank0": True}, {"assign": True}):
             model = wrapped(build(kind, 2), wrap, engine)
-            assert cs.load_full_state_dict(model, state, **options) == ([], [])
+            assert cs.checkpoint.load_full_state_dict(model, state, **options) == ([], [])
             assert_runs_as(model, plain, "name" in kind)
 
 
@@ -84,7 +85,7 @@ def test_a_full_state_of_the_model_without_hooks_fills_hidden_weights(rank, worl
     plain = nn.Sequential(Decoder())
     for options in ({}, {"broadcast_from_rank0": True}, {"assign": True}):
         model = wrapped(build("deleted", 2), wrap)
-        assert cs.load_full_state_dict(model, plain.state_dict(), **options) == ([], [])
+        assert cs.checkpoint.load_full_state_dict(model, plain.state_dict(), **options) == ([], [])
         assert_runs_as(model, plain, False)
 
 
@@ -102,7 +103,7 @@ def test_checkpoints_load_into_wrapped_modules_with_hidden_weights(rank, world, 
 
 @distributed(world=2)
 def test_a_key_from_a_load_hook_that_no_module_loads_is_named(rank, world):
-    state = cs.full_state_dict(wrapped(build("deleted", 1), "checkpoint"), rank0_only=False)
+    state = cs.checkpoint.full_state_dict(wrapped(build("deleted", 1), "checkpoint"), rank0_only=False)
 
     def rename(module, state, prefix, *args):
         state[prefix + "observed"] = state.pop(prefix + "seen")
@@ -113,5 +114,5 @@ def test_a_key_from_a_load_hook_that_no_module_loads_is_named(rank, world):
         return wrapped(decoder, "checkpoint")
 
     with pytest.raises(CheckpointError, match=r"0\.observed"):
-        cs.load_full_state_dict(renaming(), state)
-    assert cs.load_full_state_dict(renaming(), state, strict=False).unexpected_keys == ["0.observed"]
+        cs.checkpoint.load_full_state_dict(renaming(), state)
+    assert cs.checkpoint.load_full_state_dict(renaming(), state, strict=False).unexpected_keys == ["0.observed"]

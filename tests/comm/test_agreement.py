@@ -59,7 +59,7 @@ def test_settings_that_differ_between_ranks_raise_an_error_with_their_names(rank
     change, words = DIFFERENCES[what]
     model = decoder()
     change(model, rank)
-    with pytest.raises(cs.RankMismatchError, match=f"ranks 0 and 1 have different plans: {words}"):
+    with pytest.raises(cs.errors.RankMismatchError, match=f"ranks 0 and 1 have different plans: {words}"):
         next_token_loss(model, *token_batch(rank, 0))
 
 
@@ -98,7 +98,7 @@ def test_replicas_with_different_plans_raise_an_error_before_their_first_reducti
     words = {"frozen": "blocks.1: dtype", "divide factor": "gradient divide factor 2.0 -> 3.0", "dtype": "dtype"}[what]
     loss = next_token_loss(model, *token_batch(rank, 0))
     for _ in range(2):  # a second backward raises the error again
-        with pytest.raises(cs.RankMismatchError, match=f"ranks 0 and {world - 1} have different plans.*{words}"):
+        with pytest.raises(cs.errors.RankMismatchError, match=f"ranks 0 and {world - 1} have different plans.*{words}"):
             loss.backward(retain_graph=True)
 
 
@@ -125,5 +125,5 @@ def test_plans_of_several_meshes_are_compared_on_each(rank, world):
     cs.fully_shard(model[1], mesh=mesh_of(world))
     cs.fully_shard(model, mesh=mesh_of(world))
     loss = model(torch.ones(1, 4)).sum()
-    with pytest.raises(cs.RankMismatchError, match="group 0: reshard"):
+    with pytest.raises(cs.errors.RankMismatchError, match="group 0: reshard"):
         loss.backward()

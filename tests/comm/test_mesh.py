@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from _engines import mesh_of
 from _pool import distributed
-from composable_shard import ShardConfigValueError, fully_shard
+from composable_shard import fully_shard
 from composable_shard._comm.mesh import (
     compute_device,
     default_device_type,
@@ -23,6 +23,7 @@ from composable_shard._comm.mesh import (
     mesh_info,
     replicated_mesh,
 )
+from composable_shard.errors import ShardConfigValueError
 
 
 @distributed(world=(1, 2))

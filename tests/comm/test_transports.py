@@ -17,7 +17,7 @@ from _engines import forced, mesh_of
 from _parity import Case, check_parity
 from _pool import distributed, more, simulated
 from composable_shard._comm.transports import LARGE_FROM_BYTES
-from composable_shard._errors import RankMismatchError, ShardConfigValueError
+from composable_shard.errors import RankMismatchError, ShardConfigValueError
 
 WIDE = 256  # a square weight has 256 KiB, so its pieces are gathered alone at world sizes 2 and 4
 NAMES = ["p2p", "packed", "direct"]

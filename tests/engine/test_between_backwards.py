@@ -344,7 +344,9 @@ def test_a_deep_copy_between_microbatches_is_an_error_because_it_would_lack_grad
         copy.deepcopy(model)  # reduced gradients are copied
         getattr(model, setting)(False)
         backward(model, world.rank, 1)
-        with pytest.raises(cs.ShardConfigStateError, match=rf"a deep copy is made of 0\.weight.*{setting}\(True\)"):
+        with pytest.raises(
+            cs.errors.ShardConfigStateError, match=rf"a deep copy is made of 0\.weight.*{setting}\(True\)"
+        ):
             copy.deepcopy(model)
         model.zero_grad()
         getattr(model, setting)(True)

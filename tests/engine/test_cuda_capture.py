@@ -16,6 +16,6 @@ def test_a_forward_during_cuda_graph_capture_is_an_error_and_the_next_step_is_ex
     run.step()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "captures", lambda device: True)
-        with pytest.raises(cs.ShardConfigError, match=r"while a CUDA graph is being captured.*reduce-overhead"):
+        with pytest.raises(cs.errors.ShardConfigError, match=r"while a CUDA graph is being captured.*reduce-overhead"):
             run.forward()
     run.goes_on_exactly()

@@ -165,7 +165,7 @@ def test_replacing_a_sharded_parameter_with_a_plain_one_is_an_error_each_time(ra
     kept = model.inp.weight
     model.inp.weight = nn.Parameter(torch.zeros(kept.shape))
     for _ in range(2):
-        with pytest.raises(composable_shard.ShardConfigStateError, match=r"inp\.weight"):
+        with pytest.raises(composable_shard.errors.ShardConfigStateError, match=r"inp\.weight"):
             model(*vectors(rank, 0))
     model.inp.weight = kept
     torch.testing.assert_close(model(*vectors(rank, 0)), plain(*vectors(rank, 0)), rtol=0, atol=0)

@@ -162,7 +162,7 @@ def test_an_optimizer_of_unsharded_copies_is_an_error_at_its_first_step(rank, wo
     loss_of(model, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(
-        composable_shard.ShardConfigStateError, match=r"copies of inp\.weight, inp\.bias, .* and 17 more"
+        composable_shard.errors.ShardConfigStateError, match=r"copies of inp\.weight, inp\.bias, .* and 17 more"
     ):
         optimizer.step()
 

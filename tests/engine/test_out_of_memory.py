@@ -171,7 +171,7 @@ def test_other_errors_and_models_that_have_not_run_have_no_note(rank, world):
 @simulated(world=2)
 def test_a_model_that_is_not_sharded_is_an_error(rank, world):
     with (
-        pytest.raises(cs.ShardConfigValueError, match="Stack contains no sharded module"),
+        pytest.raises(cs.errors.ShardConfigValueError, match="Stack contains no sharded module"),
         cs.explain_out_of_memory(Stack()),
     ):
         pass

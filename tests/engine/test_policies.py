@@ -50,7 +50,7 @@ class Uneven(nn.Module):
 def budget_of(name, model):
     plan = cs.make_plan(model)
     if name == "least":
-        with pytest.raises(cs.PoolBudgetError) as caught:
+        with pytest.raises(cs.errors.PoolBudgetError) as caught:
             plan.with_policies(pool=cs.PoolPolicy(budget=1))
         return caught.value.least
     return plan.peak_bytes if name == "default" else sum(group.unsharded_bytes for group in plan.groups) * 3
@@ -123,12 +123,12 @@ def test_a_budget_that_is_too_small_is_an_error_before_any_action(rank, world):
     model = made(Uneven, shard_blocks, pool=cs.PoolPolicy(budget=4096))
     least = budget_of("least", made(Uneven, shard_blocks))
     for _ in range(2):
-        with pytest.raises(cs.PoolBudgetError, match=r"group blocks\.2 does not fit") as caught:
+        with pytest.raises(cs.errors.PoolBudgetError, match=r"group blocks\.2 does not fit") as caught:
             model(*vectors(rank, 0))
         assert caught.value.least == least
     model.set_pool_policy(cs.PoolPolicy(budget=least))
     train(model, rank, 2)
-    with pytest.raises(cs.PoolBudgetError):
+    with pytest.raises(cs.errors.PoolBudgetError):
         model.set_pool_policy(cs.PoolPolicy(budget=least - 1))
     train(model, rank, 2)
     assert cs.make_plan(model).pool.budget == least, "a refused change has no effect"
@@ -169,7 +169,7 @@ def test_a_plan_made_in_another_process_can_be_followed(rank, world):
     assert cs.last_record(model).actions == wanted.actions()
     other = made(Stack, shard_blocks)
     other.set_plan(wanted)
-    with pytest.raises(cs.ShardConfigValueError, match="another model"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match="another model"):
         other(*vectors(rank, 0))
 
 
@@ -214,7 +214,7 @@ def test_different_plans_are_an_error_on_all_ranks_before_any_communication(rank
     for build, options in DIFFERENT.values():
         model = build(rank)
         shard_blocks(model, fully_shard, **(options(rank) if callable(options) else options))
-        with pytest.raises(cs.RankMismatchError) as caught:
+        with pytest.raises(cs.errors.RankMismatchError) as caught:
             model(*vectors(rank, 0))
         words.append(re.sub(r" Build and shard.*", "", str(caught.value)))
         assert cs.last_record(model) is None
@@ -237,16 +237,16 @@ ranks 0 and 1 have different plans: group (root): dtype float32 -> float32 as bf
 @distributed(world=1)
 def test_policies_are_checked_for_type_and_accepted_by_the_root_only(rank, world):
     model = made(Stack, shard_blocks)
-    with pytest.raises(cs.ShardConfigTypeError, match="policy: expected a PrefetchPolicy, got int"):
+    with pytest.raises(cs.errors.ShardConfigTypeError, match="policy: expected a PrefetchPolicy, got int"):
         model.set_prefetch_policy(2)
-    with pytest.raises(cs.ShardConfigTypeError, match="policy: expected a PoolPolicy, got int"):
+    with pytest.raises(cs.errors.ShardConfigTypeError, match="policy: expected a PoolPolicy, got int"):
         model.set_pool_policy(1024)
-    with pytest.raises(cs.ShardConfigTypeError, match="plan: expected a ShardPlan, got str"):
+    with pytest.raises(cs.errors.ShardConfigTypeError, match="plan: expected a ShardPlan, got str"):
         model.set_plan("plan.json")
     model.blocks[1].set_prefetch_policy(P.depth(2))
-    with pytest.raises(cs.ShardConfigStateError, match=r"blocks\.1: a policy or a plan was set on this module"):
+    with pytest.raises(cs.errors.ShardConfigStateError, match=r"blocks\.1: a policy or a plan was set on this module"):
         model(*vectors(0, 0))
     other = made(Stack, shard_blocks)
     other(*vectors(0, 0))
-    with pytest.raises(cs.ShardConfigStateError, match="are for the root"):
+    with pytest.raises(cs.errors.ShardConfigStateError, match="are for the root"):
         other.blocks[0].set_pool_policy(cs.PoolPolicy(budget=1 << 20))

@@ -155,7 +155,7 @@ def test_a_budget_holds_for_modules_that_run_twice(rank, world, case, tight):
     model, plain = twins(functools.partial(InOrder, RUNS_TWICE[case]))
     for each in (model, plain):
         loss_of(each).backward()
-    with pytest.raises(cs.PoolBudgetError) as caught:
+    with pytest.raises(cs.errors.PoolBudgetError) as caught:
         model.set_pool_policy(cs.PoolPolicy(budget=1))
     policy = cs.PoolPolicy(budget=caught.value.least if tight else 1 << 20)
     model.set_pool_policy(policy)
@@ -177,7 +177,7 @@ def test_a_budget_holds_for_modules_that_run_twice(rank, world, case, tight):
 def test_autograd_grad_stays_within_a_budget(rank, world, sync):
     model, plain = twins(functools.partial(InOrder, (0, 0, 1, 1)))
     loss_of(model).backward()
-    with pytest.raises(cs.PoolBudgetError) as caught:
+    with pytest.raises(cs.errors.PoolBudgetError) as caught:
         model.set_pool_policy(cs.PoolPolicy(budget=1))
     policy = cs.PoolPolicy(budget=caught.value.least)
     model.set_pool_policy(policy)

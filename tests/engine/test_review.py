@@ -117,7 +117,7 @@ def test_a_single_rank_that_deviates_gets_a_warning_and_changes_no_plan(rank, wo
 @distributed(world=2, limit_s=LIMIT_S)
 def test_first_forwards_that_differ_are_an_error_before_any_gradient(rank, world):
     model = made(reshard_after_forward=False)
-    with pytest.raises(cs.RankMismatchError) as caught:
+    with pytest.raises(cs.errors.RankMismatchError) as caught:
         step(model, rank, 0, 1, 2, 3, rank)
     words = everywhere(world, str(caught.value))
     assert words[0] == words[1]
@@ -131,7 +131,7 @@ def test_ranks_that_deviate_in_different_ways_get_an_error(rank, world):
     step(model, rank)
     model(*vectors(rank, 0), (0, 1, 2, 3, rank))
     engine_of(model).reset()  # so that the next forward gathers
-    with pytest.raises(cs.RankMismatchError) as caught:
+    with pytest.raises(cs.errors.RankMismatchError) as caught:
         model(*vectors(rank, 0), (0, 1, 2, 3, rank))
     words = everywhere(world, str(caught.value))
     assert words[0] == words[1]
@@ -164,7 +164,7 @@ def test_gathering_different_modules_of_equal_size_is_an_error(rank, world, told
         try:
             with torch.no_grad():  # a backward would not end on all ranks
                 model(*vectors(rank, 0), mine[rank])
-        except cs.RankMismatchError as found:
+        except cs.errors.RankMismatchError as found:
             error = str(found)
             break
     assert (
@@ -180,7 +180,7 @@ def test_first_forwards_that_gather_differently_are_an_error_with_reduce_unused(
     model = made(P.depth(0))
     model.set_reduce_scatter_unused_params(True)
     with pytest.raises(
-        cs.RankMismatchError, match=r"rank 0 is about to gather blocks.2 .* rank 1 is about to gather blocks.3"
+        cs.errors.RankMismatchError, match=r"rank 0 is about to gather blocks.2 .* rank 1 is about to gather blocks.3"
     ):
         model(*vectors(rank, 0), (0, 1, 2 + rank))
 
@@ -244,7 +244,7 @@ def test_a_policy_set_on_only_one_rank_is_an_error_on_all_ranks_before_forward(r
     step(model, rank)
     if rank:
         model.set_prefetch_policy(P.depth(3))
-    with pytest.raises(cs.RankMismatchError, match="ranks 0 and 1 have different plans: prefetch"):
+    with pytest.raises(cs.errors.RankMismatchError, match="ranks 0 and 1 have different plans: prefetch"):
         model(*vectors(rank, 1))
 
 
@@ -253,7 +253,7 @@ def test_different_policies_are_an_error_on_all_ranks_that_shows_the_difference(
     model = made()
     step(model, rank)
     model.set_prefetch_policy(P.depth(2 + rank))
-    with pytest.raises(cs.RankMismatchError, match="ranks 0 and 1 have different plans: prefetch"):
+    with pytest.raises(cs.errors.RankMismatchError, match="ranks 0 and 1 have different plans: prefetch"):
         model(*vectors(rank, 1))
 
 

@@ -155,7 +155,7 @@ def test_threads_with_two_models_and_optimizers_each_do_not_affect_each_other():
 def test_different_plans_of_ranks_as_threads_are_an_error():
     def body(rank, world):
         model = cs.fully_shard(nn.Linear(4, 4), reshard_after_forward=bool(rank))
-        with pytest.raises(cs.RankMismatchError, match="have different plans"):
+        with pytest.raises(cs.errors.RankMismatchError, match="have different plans"):
             model(torch.ones(1, 4))
 
     by_threads(2, body)
@@ -231,7 +231,7 @@ def test_all_but_one_of_the_threads_that_enter_a_model_together_get_an_error(ran
     def run():
         try:
             done.append(model(torch.ones(2, 4)))
-        except cs.ShardConfigStateError as error:
+        except cs.errors.ShardConfigStateError as error:
             told.append(str(error))
             if len(told) == count - 1:
                 model.others_are_out.set()

@@ -16,7 +16,7 @@ from _blocks import SwiGLU
 from _engines import ENGINES
 from _pool import distributed, more
 from _stepping import assert_at_rest
-from composable_shard import StaleStateError
+from composable_shard.errors import StaleStateError
 
 func = torch.func
 

@@ -51,7 +51,7 @@ def test_a_step_without_gradient_sync_is_an_error_that_names_the_group_and_the_f
     for each in (model, theirs):
         each.set_requires_gradient_sync(False)
         backward(each, rank)
-    with pytest.raises(cs.ShardConfigStateError, match=WAITS.format("set_requires_gradient_sync")) as caught:
+    with pytest.raises(cs.errors.ShardConfigStateError, match=WAITS.format("set_requires_gradient_sync")) as caught:
         optimizers[0].step()
     assert "the optimizer steps embed.weight, norm.weight, head.weight" in str(caught.value)
     optimizers[1].step()
@@ -99,7 +99,7 @@ def test_only_an_optimizer_with_unreduced_gradients_is_refused(rank, world):
     backward(model, rank)
     for optimizer in (first, other, frozen):
         optimizer.step()
-    with pytest.raises(cs.ShardConfigStateError, match=r"group blocks\.1: the optimizer steps blocks\.1"):
+    with pytest.raises(cs.errors.ShardConfigStateError, match=r"group blocks\.1: the optimizer steps blocks\.1"):
         second.step()
     model.blocks[1].zero_grad()
     second.step()
@@ -112,7 +112,7 @@ def test_a_step_before_the_all_reduce_over_replicas_is_refused(rank, world):
     optimizers = [sgd(each.parameters()) for each in (model, twin)]
     model.set_requires_all_reduce(False)
     backward(model, rank)
-    with pytest.raises(cs.ShardConfigStateError, match=WAITS.format("set_requires_all_reduce")):
+    with pytest.raises(cs.errors.ShardConfigStateError, match=WAITS.format("set_requires_all_reduce")):
         optimizers[0].step()
     model.set_requires_all_reduce(True)
     for each, steps in ((model, (1,)), (twin, (0, 1))):
@@ -146,7 +146,7 @@ def test_a_step_with_a_closure_is_checked_for_the_gradients_of_the_closure(rank,
     before = values(model)
     step(True)
     assert not all(map(torch.equal, values(model), before))
-    with pytest.raises(cs.ShardConfigStateError, match="still wait for their reduction"):
+    with pytest.raises(cs.errors.ShardConfigStateError, match="still wait for their reduction"):
         step(False)
 
 
@@ -159,7 +159,7 @@ def test_a_refused_step_does_not_affect_a_forward_that_waits_for_its_backward(ra
     backward(model, rank)
     model.set_requires_gradient_sync(True)
     loss = next_token_loss(model, *token_batch(rank, 1))
-    with pytest.raises(cs.ShardConfigStateError, match="still wait for their reduction"):
+    with pytest.raises(cs.errors.ShardConfigStateError, match="still wait for their reduction"):
         optimizer.step()
     loss.backward()
     for step in range(2):
@@ -179,5 +179,5 @@ def test_a_step_of_a_parameter_with_an_empty_shard_is_refused_where_it_can_be_de
     optimizer.step()
     model(torch.ones(2, 1)).sum().backward()
     if rank == 0:
-        with pytest.raises(cs.ShardConfigStateError, match="group"):
+        with pytest.raises(cs.errors.ShardConfigStateError, match="group"):
             optimizer.step()

@@ -44,7 +44,7 @@ def train(world, seed, marks, policy, more_bytes):
     issued = []
     for step in range(4):
         if step == 2 and more_bytes is not None:
-            with pytest.raises(cs.PoolBudgetError) as caught:
+            with pytest.raises(cs.errors.PoolBudgetError) as caught:
                 model.set_pool_policy(cs.PoolPolicy(budget=1))
             model.set_pool_policy(cs.PoolPolicy(budget=caught.value.least + more_bytes))
         batches = torch.randn(world.size, 2, 4, generator=torch.Generator().manual_seed(step))

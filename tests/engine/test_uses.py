@@ -84,7 +84,7 @@ CASES = [*FEW, *(more(name, policy) for name in MODELS for policy in POLICIES if
 
 
 def least_budget(model):
-    with pytest.raises(cs.PoolBudgetError) as caught:
+    with pytest.raises(cs.errors.PoolBudgetError) as caught:
         model.set_pool_policy(cs.PoolPolicy(budget=1))
     return caught.value.least
 
@@ -152,7 +152,7 @@ def test_the_least_budget_includes_and_names_enclosing_groups(rank, world):
     model, _ = twins(Stack, shard_nested, reshard_after_forward=True)
     train_step(model)
     message = r"while the weights of the root and of blocks\.\d are gathered, too"
-    with pytest.raises(cs.PoolBudgetError, match=message):
+    with pytest.raises(cs.errors.PoolBudgetError, match=message):
         model.set_pool_policy(cs.PoolPolicy(budget=1))
     plan = cs.make_plan(model)
     inner, outer, root = (plan.group(fqn).sizes for fqn in ("blocks.0.up", "blocks.0", ""))
@@ -292,7 +292,7 @@ def test_a_plan_with_nested_uses_can_be_serialized():
     flat = replan(plan, Record((), (), plan.order))
     assert "order: no longer blocks.1 inside blocks.0" in plan.diff(flat)
     assert "order: now blocks.2 inside blocks.1" in flat.diff(plan)
-    with pytest.raises(cs.ShardConfigValueError, match=r"around: names 'blocks\.9'"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match=r"around: names 'blocks\.9'"):
         ShardPlan.from_json(plan.to_json().replace('"blocks.1",\n    "blocks.0"', '"blocks.9",\n    "blocks.0"'))
 
 

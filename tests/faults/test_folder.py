@@ -90,7 +90,7 @@ def test_ranks_that_differ_write_their_ledgers_and_a_later_fault_replaces_them(r
         run = trained(rank, world)
         if rank:
             run.model.blocks = torch.nn.ModuleList(reversed(run.model.blocks))
-        with pytest.raises(cs.RankMismatchError) as caught:
+        with pytest.raises(cs.errors.RankMismatchError) as caught:
             run.forward()
         ending = f"; ledgers of the ranks: {folder} (python -m composable_shard explain {folder})"
         assert str(caught.value).endswith(ending)
@@ -111,7 +111,7 @@ def test_ranks_that_differ_write_their_ledgers_and_a_later_fault_replaces_them(r
             with pytest.raises(IndexError):
                 again.model(torch.full((2, 8), 99))
             soon(lambda: len(heard.of("ERROR")) == 2)  # the other rank has waited for this one
-        with pytest.raises(cs.PeerLostError, match="rank 1 failed after action"):
+        with pytest.raises(cs.errors.PeerLostError, match="rank 1 failed after action"):
             again.step()
         later = read(folder, world, lambda step: {each.kind for each in step.faults} == {"PeerLostError"})
         assert later.failed == {"IndexError: index out of range in self": [1]}
@@ -124,7 +124,7 @@ def test_no_file_is_written_and_no_folder_is_mentioned_unless_one_is_configured(
     with watched(), pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         run = trained(rank, world)
-        with pytest.raises(cs.RankMismatchError, match=r"call unshard\(\) for it on all of them$"):
+        with pytest.raises(cs.errors.RankMismatchError, match=r"call unshard\(\) for it on all of them$"):
             gather_alone(run)
         dist.barrier()
         assert [*tmp_path.iterdir()] == []
@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning_and_the_fault_is_still_rai
     with watched(tmp_path / "file" / "faults") as heard:
         (tmp_path / "file").touch()
         run = trained(rank, world)
-        with pytest.raises(cs.RankMismatchError, match="do different things"):
+        with pytest.raises(cs.errors.RankMismatchError, match="do different things"):
             gather_alone(run)
         soon(lambda: heard.of("WARNING"))
         [warning] = heard.of("WARNING")

@@ -80,7 +80,7 @@ def test_a_collective_in_a_hook_of_one_rank_is_an_error_on_all_ranks(rank, world
     model = sharded()
     train(model, rank, 2)
     kept = REGISTER[kind](model.blocks[1].attention_norm.weight, hook) if rank == 0 else None
-    with pytest.raises(cs.RankMismatchError, match=COLLECTIVES[hook]) as caught:
+    with pytest.raises(cs.errors.RankMismatchError, match=COLLECTIVES[hook]) as caught:
         train(model, rank, 3)
     del kept
     text = str(caught.value)
@@ -141,7 +141,7 @@ def test_a_hook_carried_from_before_sharding_is_compared(rank, world):
         cs.fully_shard(block)
     cs.fully_shard(model)
     with pytest.raises(
-        cs.RankMismatchError, match=r"rank 0 is about to run allreduce in a hook on parameter blocks\.1"
+        cs.errors.RankMismatchError, match=r"rank 0 is about to run allreduce in a hook on parameter blocks\.1"
     ):
         train(model, rank, 3)
     del kept
@@ -155,7 +155,7 @@ def test_a_collective_over_one_axis_of_replicas_is_compared(rank, world):
         cs.fully_shard(module, mesh=mesh_of(2, 2))
     if rank == 0:
         model.blocks[1].attention_norm.weight.register_hook(full_gradient)
-    with pytest.raises(cs.ComposableShardError):
+    with pytest.raises(cs.errors.ComposableShardError):
         train(model, rank, 3)
 
 

@@ -121,7 +121,7 @@ def test_errors_for_bad_inputs_are_the_same_on_all_ranks(rank, world, case):
     torch.manual_seed(0)
     with pytest.raises(kind, match=words) as caught:
         case(Transformer(layers=3))
-    assert isinstance(caught.value, cs.ShardConfigError)
+    assert isinstance(caught.value, cs.errors.ShardConfigError)
     assert len({*everywhere(world, str(caught.value))}) == 1
     Training(rank, world).goes_on_exactly()
 
@@ -159,7 +159,7 @@ def test_invalid_settings_are_named_and_change_nothing(rank, world):
     plan, gradients = cs.make_plan(run.model).to_json(), [param.grad.to_local() for param in run.model.parameters()]
     before = [gradient.clone() for gradient in gradients]
     for words, setting in SETTINGS.items():
-        with pytest.raises(cs.ShardConfigError, match=words):
+        with pytest.raises(cs.errors.ShardConfigError, match=words):
             setting(run.model)
     assert all(map(torch.equal, gradients, before))
     assert cs.make_plan(run.model).to_json() == plan
@@ -231,7 +231,7 @@ DIFFERENCES = {
 @distributed(world=2, limit_s=LIMIT_S)
 def test_models_that_differ_between_ranks_are_an_error_before_any_communication(rank, world, make):
     model = make(rank)
-    with pytest.raises(cs.RankMismatchError, match="ranks 0 and 1 have different plans: ") as caught:
+    with pytest.raises(cs.errors.RankMismatchError, match="ranks 0 and 1 have different plans: ") as caught:
         model(*token_batch(rank, 0))
     assert re.search(DIFFERENCES[make], str(caught.value)), caught.value
     assert len({*everywhere(world, str(caught.value))}) == 1

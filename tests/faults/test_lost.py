@@ -11,8 +11,8 @@ import pytest
 
 from _launched import finish, start_ranks
 from _pool import more
-from composable_shard import ShardConfigValueError
 from composable_shard._faults import watch
+from composable_shard.errors import ShardConfigValueError
 
 RANKS = Path(__file__).parents[1] / "_fault_ranks.py"
 SOON_S = 6.0

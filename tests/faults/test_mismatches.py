@@ -137,19 +137,19 @@ def run_two_copies_in_another_order(run):
 
 def gather_the_full_state_alone(run):
     if run.rank:
-        cs.full_state_dict(run.model)
+        cs.checkpoint.full_state_dict(run.model)
     run.forward()
 
 
 def gather_the_full_state_of_an_optimizer_alone(run):
     if run.rank:
-        cs.full_optimizer_state_dict(run.model, run.optimizer)
+        cs.checkpoint.full_optimizer_state_dict(run.model, run.optimizer)
     run.forward()
 
 
 def show_full_parameters_alone(run):
     if run.rank:
-        with cs.full_parameters(run.model.blocks[1]):
+        with cs.checkpoint.full_parameters(run.model.blocks[1]):
             pass
     run.forward()
 
@@ -249,7 +249,7 @@ def test_an_action_of_only_one_rank_is_an_error_on_all_ranks(rank, world, case):
         run.step()
     shards = [param.to_local() for param in run.model.parameters()]
     before = [shard.clone() for shard in shards]
-    with pytest.raises((cs.RankMismatchError, cs.PeerLostError), match=CASES[case]) as caught:
+    with pytest.raises((cs.errors.RankMismatchError, cs.errors.PeerLostError), match=CASES[case]) as caught:
         case(run)
     assert len({*everywhere(world, str(caught.value))}) == 1
     assert "forward" in str(caught.value)
@@ -270,7 +270,7 @@ def test_actions_of_all_ranks_are_no_error_and_repeated_ones_ask_no_rank(rank, w
             run.model.blocks[layer].set_reshard_after_backward(True)
         with torch.no_grad():
             run.forward()
-        cs.full_state_dict(run.model)
+        cs.checkpoint.full_state_dict(run.model)
         run.step()
 
     for at in range(4):
@@ -294,7 +294,7 @@ def test_compiling_on_only_one_rank_is_an_error_and_on_all_ranks_is_exact(rank, 
     alone.step()
     if rank:
         alone.model.compile(backend="aot_eager", fullgraph=True)
-    with pytest.raises(cs.RankMismatchError, match="do different things: rank 0 is about to") as caught:
+    with pytest.raises(cs.errors.RankMismatchError, match="do different things: rank 0 is about to") as caught:
         alone.forward()
     assert len({*everywhere(world, str(caught.value))}) == 1
     torch._dynamo.reset()

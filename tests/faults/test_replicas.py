@@ -22,7 +22,7 @@ class Normed(nn.Module):
 
 
 def differ(words, model, *others, **options):
-    with pytest.raises(cs.RankMismatchError, match=words):
+    with pytest.raises(cs.errors.RankMismatchError, match=words):
         cs.check_replicas(model, *others, **options)
 
 

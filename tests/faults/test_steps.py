@@ -136,9 +136,15 @@ ERRORS = {
     be_interrupted_in_forward: (KeyboardInterrupt, None),
     be_interrupted_in_backward: (KeyboardInterrupt, None),
     take_a_wrong_batch: (IndexError, "out of range"),
-    step_without_sync: (cs.ShardConfigStateError, "still wait for their reduction; first run the last microbatch"),
-    edit_a_saved_weight: (cs.StaleStateError, r"blocks\.1\.attention\.q\.weight: edited in place while unsharded"),
-    enter_from_two_threads: (cs.ShardConfigStateError, "run a model in one thread at a time"),
+    step_without_sync: (
+        cs.errors.ShardConfigStateError,
+        "still wait for their reduction; first run the last microbatch",
+    ),
+    edit_a_saved_weight: (
+        cs.errors.StaleStateError,
+        r"blocks\.1\.attention\.q\.weight: edited in place while unsharded",
+    ),
+    enter_from_two_threads: (cs.errors.ShardConfigStateError, "run a model in one thread at a time"),
 }
 
 
@@ -180,7 +186,7 @@ def test_weights_that_change_between_their_use_and_backward_are_an_error(rank, w
     run.backward_of_plain()
     hooked(run.model.blocks[1], lambda *_: change(run))
     with pytest.raises(
-        cs.StaleStateError, match="changed them between forward and backward; run backward first"
+        cs.errors.StaleStateError, match="changed them between forward and backward; run backward first"
     ) as caught:
         run.backward()
     assert len({*everywhere(world, str(caught.value))}) == 1

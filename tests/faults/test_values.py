@@ -24,7 +24,7 @@ def everywhere(world, what):
 
 
 def differ(words, world, do):
-    with pytest.raises(cs.RankMismatchError, match=words) as caught:
+    with pytest.raises(cs.errors.RankMismatchError, match=words) as caught:
         do()
     assert len({*everywhere(world, str(caught.value))}) == 1
 
@@ -165,7 +165,7 @@ def test_a_period_that_is_not_a_number_is_refused(rank, world):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(replicas.PERIOD, "often")
         with pytest.raises(
-            cs.ShardConfigValueError, match=r"COMPOSABLE_SHARD_CHECK_REPLICAS=often: expected the number"
+            cs.errors.ShardConfigValueError, match=r"COMPOSABLE_SHARD_CHECK_REPLICAS=often: expected the number"
         ):
             cs.fully_shard(nn.Linear(2, 2))(torch.ones(1, 2))
 

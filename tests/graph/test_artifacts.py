@@ -84,7 +84,7 @@ def steps_warm(rank, world, path):
         same_gradients(eager, model)
     refusals = []
     for make in OTHERS.values():
-        with pytest.raises(cs.ArtifactMismatchError) as caught:
+        with pytest.raises(cs.errors.ArtifactMismatchError) as caught:
             cs.load_cache_artifacts(make(), path)
         refusals.append(caught.value.differences)
     return counts, refusals
@@ -125,9 +125,9 @@ def test_ranks_with_uneven_shards_need_separate_files():
 @simulated(world=2)
 def test_an_invalid_or_incomplete_file_is_refused(rank, world):
     model = model_of()
-    with pytest.raises(cs.ShardConfigValueError, match=r"was not written by save_cache_artifacts"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match=r"was not written by save_cache_artifacts"):
         cs.load_cache_artifacts(model, SCRIPT)
-    with pytest.raises(cs.ShardConfigValueError, match="contains no sharded module"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match="contains no sharded module"):
         _about(torch.nn.Linear(2, 2))
 
 

@@ -277,7 +277,7 @@ def test_the_error_for_parameters_on_meta_names_them_if_the_model_is_compiled_fi
 
 
 def test_compiling_something_other_than_a_module_is_an_error():
-    with pytest.raises(cs.ShardConfigTypeError, match=r"expected an nn\.Module, got int"):
+    with pytest.raises(cs.errors.ShardConfigTypeError, match=r"expected an nn\.Module, got int"):
         cs.compile(3)
 
 

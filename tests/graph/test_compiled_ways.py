@@ -135,7 +135,7 @@ def test_a_graph_break_without_fullgraph_is_bitwise_identical_and_warns(rank, wo
     run = torch.compile(model, backend="aot_eager")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("ignore")
-        warnings.simplefilter("always", cs.CompiledGraphWarning)
+        warnings.simplefilter("always", cs.errors.CompiledGraphWarning)
         check_steps(eager, model, rank, run=run)
     assert any("test_compiled_ways.py" in str(each.message) for each in said), [str(s.message) for s in said]
     assert all(isinstance(param, DTensor) for param in model.parameters())
@@ -246,7 +246,7 @@ def test_regions_are_refused_with_torchs_reason(rank, world):
     for layer in model:
         fully_shard(layer, reshard_after_forward=True)
     fully_shard(model)
-    with pytest.raises(cs.ShardConfigValueError, match=r"regions: .*'Freevar has no source'") as caught:
+    with pytest.raises(cs.errors.ShardConfigValueError, match=r"regions: .*'Freevar has no source'") as caught:
         cs.compile(model, regions=True)
     assert isinstance(caught.value, NotImplementedError)
     if GRAPHS_GIVE_NONE:  # torch 2.11 is not tested

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from _blocks import Transformer, TransformerBlock, next_token_loss, token_batch
 from _engines import fully_shard
 from _pool import distributed
-from composable_shard import StaleStateError
+from composable_shard.errors import StaleStateError
 
 LOST = r"blocks\.1\.attention_norm\.weight: edited in place while unsharded"
 EDITS = {

@@ -80,7 +80,9 @@ def train(rank: int, world: int, clip: str, uneven: bool = False, **options: Any
         assert len(found) == 2
         model.set_requires_gradient_sync(False)
         with (
-            pytest.raises(cs.ShardConfigStateError, match=r"set_requires_gradient_sync\(False\) cannot be part of"),
+            pytest.raises(
+                cs.errors.ShardConfigStateError, match=r"set_requires_gradient_sync\(False\) cannot be part of"
+            ),
             torch._dynamo.config.patch(trace_autograd_ops=True),
         ):
             run(model, clip, *vectors(0, 0))
@@ -201,7 +203,11 @@ def test_a_parameter_used_only_by_other_ranks_is_an_error_in_a_whole_step(rank, 
     x, plain = torch.ones(2, 4), [UsedByTheFirst(uses) for uses in (True, False)]
     model = fully_shard(UsedByTheFirst(rank == 0))
     run = torch.compile(backward_too, fullgraph=True, backend=cs._compile.aot_eager())
-    used = contextlib.nullcontext() if rank == 0 else pytest.raises(cs.ShardConfigStateError, match="only other ranks")
+    used = (
+        contextlib.nullcontext()
+        if rank == 0
+        else pytest.raises(cs.errors.ShardConfigStateError, match="only other ranks")
+    )
     with torch._dynamo.config.patch(trace_autograd_ops=True), used:
         run(model, x)
     model.zero_grad()
@@ -229,7 +235,7 @@ def test_compiled_autograd_fails_with_an_eager_forward_and_works_with_a_compiled
     loss_of(plain).backward()
     loss = loss_of(model)
     with (
-        pytest.raises(cs.ShardConfigStateError, match=r"group blocks\.\d: compiled autograd cannot trace"),
+        pytest.raises(cs.errors.ShardConfigStateError, match=r"group blocks\.\d: compiled autograd cannot trace"),
         compiled_autograd(),
     ):
         loss.backward()

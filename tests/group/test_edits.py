@@ -15,7 +15,7 @@ from _leases import lease
 from _pool import simulated
 from _sides import assert_alike, models_of, noise, optimizers_of
 from _stepping import pool_of
-from composable_shard import SavedTensorModifiedError, StaleStateError
+from composable_shard.errors import SavedTensorModifiedError, StaleStateError
 
 MODIFIED = r"modified by an in-?place operation"
 

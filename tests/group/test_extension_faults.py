@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from _engines import ENGINES, fully_shard
 from _pool import distributed
 from _stepping import assert_at_rest, engine_of
-from composable_shard import StaleStateError
 from composable_shard._group.extension import ExtensionBucket
 from composable_shard._group.phases import GATHERING
+from composable_shard.errors import StaleStateError
 
 
 class Coded(Wrapping):

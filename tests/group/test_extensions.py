@@ -18,8 +18,8 @@ import composable_shard as cs
 from _engines import ENGINES, fsdp2, fully_shard, mesh_of
 from _pool import distributed
 from _stepping import assert_at_rest, engine_of
-from composable_shard import StaleStateError
 from composable_shard._faults.watch import WATCHER
+from composable_shard.errors import StaleStateError
 
 aten = torch.ops.aten
 KEEP_CLASS = {
@@ -447,7 +447,7 @@ def test_mistakes_are_errors(rank, world):
         while not any(ledger.fault for ledger in WATCHER.ledgers()) and time.monotonic() < end:
             time.sleep(0.05)  # until this rank learns that the other one has stopped
     else:
-        with pytest.raises(cs.PeerLostError, match=r"rank 1 failed after action .*parameter weight: .*padded"):
+        with pytest.raises(cs.errors.PeerLostError, match=r"rank 1 failed after action .*parameter weight: .*padded"):
             model.blocks[0].unshard()
 
 

@@ -263,7 +263,7 @@ def test_optimizers_step_with_such_gradients(rank, world):
         sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
         optimizer = cs.optim.in_backward(model, sgd) if kind == "in backward" else sgd(model.parameters())
         if kind == "offloaded":
-            cs.offload_optimizer(optimizer, policy=cs.HostOffloadPolicy())
+            cs.optim.offload_optimizer(optimizer, policy=cs.HostOffloadPolicy())
         for step in range(2):
             train(model, rank, step, batches=1)
             optimizer.step()
@@ -332,7 +332,9 @@ def test_a_change_after_the_first_forward_is_an_error(rank, world):
     set_on(model, torch.float16, norms_only)
     for sync in (True, False):
         model.set_requires_gradient_sync(sync)
-        with pytest.raises(cs.ShardConfigStateError, match=r"2.weight: grad_dtype was set to torch.float16 after"):
+        with pytest.raises(
+            cs.errors.ShardConfigStateError, match=r"2.weight: grad_dtype was set to torch.float16 after"
+        ):
             loss_of(model, rank, 0).backward()
 
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from _engines import fully_shard
 from _models import Stack, shard_blocks, vectors
 from _pool import distributed
-from composable_shard import PhaseError
 from composable_shard._group.gradients import GroupGradients
 from composable_shard._group.phases import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradPhase, ParamPhase
+from composable_shard.errors import PhaseError
 
 
 def make_group(world, frozen=()):

@@ -18,7 +18,7 @@ from _engines import ENGINES, fully_shard, mesh_of, named_mesh
 from _pool import distributed, simulated
 from _sides import noise, whole
 from _stepping import assert_at_rest, engine_of
-from composable_shard import ShardConfigStateError
+from composable_shard.errors import ShardConfigStateError
 
 SIZE, HIDDEN = 8, 16
 

@@ -13,7 +13,8 @@ from _engines import ENGINES, mesh_of
 from _pool import distributed, more
 from _sides import assert_alike, models_of, noise, optimizers_of, shard_children, stack, train_alike, whole
 from _stepping import assert_at_rest, shard_whole
-from composable_shard import ShardConfigStateError, clip_grad_norm_
+from composable_shard import clip_grad_norm_
+from composable_shard.errors import ShardConfigStateError
 
 # ---- precision and optimizers
 

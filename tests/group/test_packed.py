@@ -357,7 +357,9 @@ class Uncut(torch.Tensor):
 def test_a_tensor_subclass_that_cannot_be_sharded_is_an_error(rank, world):
     model = nn.Linear(4, 4, bias=False)
     model.weight = nn.Parameter(Uncut(torch.ones(4, 4), torch.ones(4)), requires_grad=False)
-    with pytest.raises(cs.ShardConfigError, match=r"parameter weight: a Uncut of shape \(4, 4\) cannot be split"):
+    with pytest.raises(
+        cs.errors.ShardConfigError, match=r"parameter weight: a Uncut of shape \(4, 4\) cannot be split"
+    ):
         cs.fully_shard(model)
 
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import composable_shard as cs
 from _blocks import Transformer, next_token_loss, token_batch
 from _pool import distributed, more, simulated
-from composable_shard import ShardConfigTypeError, ShardConfigValueError
 from composable_shard._torch.ragged import DISPATCHES
+from composable_shard.errors import ShardConfigTypeError, ShardConfigValueError
 
 
 def ragged(param):
@@ -140,15 +140,15 @@ def test_state_dicts_are_ragged_and_load_full_tensors(rank, world, tmp_path):
     optimizer = KINDS["adamw"](model.parameters())
     train(model, optimizer, rank, 1)
     held = model.state_dict()
-    full = cs.full_state_dict(model, rank0_only=False)
-    states = cs.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    full = cs.checkpoint.full_state_dict(model, rank0_only=False)
+    states = cs.checkpoint.full_optimizer_state_dict(model, optimizer, rank0_only=False)
     assert held["head.weight"].placements == (cs.Ragged(5),)
     plain.load_state_dict(full)
     assert_alike(model, plain, rtol=0, atol=0)
     _, other = pair()
     again = KINDS["adamw"](other.parameters())
-    cs.load_full_state_dict(other, full)
-    cs.load_full_optimizer_state_dict(other, again, states)
+    cs.checkpoint.load_full_state_dict(other, full)
+    cs.checkpoint.load_full_optimizer_state_dict(other, again, states)
     _, third = pair()
     third.load_state_dict(held)
     fourth = KINDS["adamw"](third.parameters())

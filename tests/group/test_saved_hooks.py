@@ -13,9 +13,10 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from _models import Stack, vectors
 from _pool import distributed
 from _stepping import OneLinear, assert_same_gradients, pool_of, shard_whole, twins
-from composable_shard import CommPolicy, SavedTensorModifiedError
+from composable_shard import CommPolicy
 from composable_shard._group.saved_tensors import _Hooks
 from composable_shard._torch.core import active_saved_tensors_hooks
+from composable_shard.errors import SavedTensorModifiedError
 
 # ---- hooks of users
 

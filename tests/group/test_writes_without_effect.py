@@ -16,8 +16,8 @@ import composable_shard as cs
 from _blocks import Attention, SwiGLU, rotary
 from _pool import distributed
 from _sides import models_of, noise, optimizers_of, train_alike
-from composable_shard import SavedTensorModifiedError, StaleStateError
 from composable_shard._group.edits import bit_sums
+from composable_shard.errors import SavedTensorModifiedError, StaleStateError
 from composable_shard.testing import spmd
 
 DIM, LENGTH = 16, 6

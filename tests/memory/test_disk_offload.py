@@ -100,7 +100,7 @@ def test_optimizers_of_torch_give_the_same_result_as_in_memory(tmp_path, name, m
         model = decoder(shard=False)
         optimizer = make(model.parameters(), **options)
         if policy is not None:
-            assert cs.offload_optimizer(optimizer, policy) is optimizer
+            assert cs.optim.offload_optimizer(optimizer, policy) is optimizer
             assert isinstance(optimizer, make)
         train(model, optimizer, range(5))
         sides.append((model, optimizer))
@@ -125,7 +125,7 @@ def test_sharded_training_with_groups_schedules_clipping_and_frozen_layers_match
         model.blocks[1].requires_grad_(False)
         optimizer = in_groups(model)
         if policy is not None:
-            cs.offload_optimizer(optimizer)
+            cs.optim.offload_optimizer(optimizer)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
         for step in range(5):
             if step == 3:  # these parameters get their state later
@@ -151,7 +151,7 @@ def test_gradients_accumulate_and_closures_run_once(rank, world, tmp_path):
         model = decoder(policy)
         optimizer = torch.optim.AdamW(model.parameters())
         if policy is not None:
-            cs.offload_optimizer(optimizer)
+            cs.optim.offload_optimizer(optimizer)
         runs = []
 
         def closure(model=model, optimizer=optimizer, runs=runs):
@@ -177,10 +177,10 @@ def test_checkpoints_restore_the_state_after_a_restart(rank, world, tmp_path):
     train(plain, in_memory, range(2), rank)
 
     model = decoder(policy)
-    optimizer = cs.offload_optimizer(in_groups(model))
+    optimizer = cs.optim.offload_optimizer(in_groups(model))
     train(model, optimizer, range(2), rank)
     checkpoint.save(tmp_path / "saved", {"model": model, "optimizer": optimizer}, step=2)
-    full = cs.full_optimizer_state_dict(model, optimizer)
+    full = cs.checkpoint.full_optimizer_state_dict(model, optimizer)
     train(model, optimizer, range(5, 7), rank)  # the current state differs from the saved state
     train(plain, in_memory, range(2, 4), rank)
 
@@ -188,15 +188,15 @@ def test_checkpoints_restore_the_state_after_a_restart(rank, world, tmp_path):
         if fresh:
             del optimizer, model
             model = decoder(policy)
-            optimizer = cs.offload_optimizer(in_groups(model))
+            optimizer = cs.optim.offload_optimizer(in_groups(model))
         checkpoint.load(tmp_path / "saved", {"model": model, "optimizer": optimizer})
         assert all(is_mapped(value) for value in tensors_of(optimizer))
         train(model, optimizer, range(2, 4), rank)
         assert_same((plain, in_memory), (model, optimizer))
 
-    for load in (cs.load_full_optimizer_state_dict, None):
+    for load in (cs.checkpoint.load_full_optimizer_state_dict, None):
         model = decoder(policy)
-        optimizer = cs.offload_optimizer(in_groups(model))
+        optimizer = cs.optim.offload_optimizer(in_groups(model))
         checkpoint.load(tmp_path / "saved", {"model": model})
         if load is not None:
             load(model, optimizer, full if rank == 0 else None, broadcast_from_rank0=True)
@@ -225,7 +225,7 @@ def test_torch_functions_for_state_dicts_work(rank, world, tmp_path):
     policy = cs.DiskOffloadPolicy(tmp_path, LEAST)
     plain, model, other = decoder(), decoder(policy), decoder(policy)
     in_memory = in_groups(plain)
-    both = [cs.offload_optimizer(in_groups(each)) for each in (model, other)]
+    both = [cs.optim.offload_optimizer(in_groups(each)) for each in (model, other)]
     train(plain, in_memory, range(2), rank)
     train(model, both[0], range(2), rank)
     other.load_state_dict(model.state_dict())
@@ -253,7 +253,7 @@ def test_edits_of_state_between_steps_take_effect(tmp_path):
         model = decoder(shard=False)
         optimizer = torch.optim.AdamW(model.parameters())
         if policy is not None:
-            cs.offload_optimizer(optimizer, policy)
+            cs.optim.offload_optimizer(optimizer, policy)
         for step in range(4):
             train(model, optimizer, [step])
             state = optimizer.state[
@@ -277,8 +277,8 @@ def test_optimizers_with_one_policy_share_directory_and_memory(rank, world, tmp_
     expected = torch.optim.AdamW(plain.parameters())
     blocks = [param for name, param in model.named_parameters() if name.startswith("blocks")]
     others = [param for name, param in model.named_parameters() if not name.startswith("blocks")]
-    parts = [cs.offload_optimizer(torch.optim.AdamW(params)) for params in (blocks, others)]
-    whole = cs.offload_optimizer(torch.optim.AdamW(second.parameters()))
+    parts = [cs.optim.offload_optimizer(torch.optim.AdamW(params)) for params in (blocks, others)]
+    whole = cs.optim.offload_optimizer(torch.optim.AdamW(second.parameters()))
     assert parts[0]._keeper.workspace is parts[1]._keeper.workspace is whole._keeper.workspace
     for step in range(3):
         train(plain, expected, [step], rank)
@@ -323,7 +323,7 @@ def test_steps_that_communicate_stay_aligned_across_ranks(rank, world, tmp_path)
         cs.fully_shard(model, offload_policy=policy or cs.OffloadPolicy())
         optimizer = Meeting(model.parameters(), lr=0.1)
         if policy is not None:
-            cs.offload_optimizer(optimizer)
+            cs.optim.offload_optimizer(optimizer)
         for step in range(4):
             model.params[2].requires_grad_(step > 1)
             model().backward()
@@ -350,7 +350,7 @@ def test_file_systems_without_direct_io_or_unnamed_files_work(tmp_path, monkeypa
         model = decoder(shard=False)
         optimizer = torch.optim.AdamW(model.parameters())
         if policy is not None:
-            cs.offload_optimizer(optimizer, policy)
+            cs.optim.offload_optimizer(optimizer, policy)
         train(model, optimizer, range(3))
         sides.append((model, optimizer))
     assert_same(*sides)
@@ -364,17 +364,19 @@ def test_file_systems_without_direct_io_or_unnamed_files_work(tmp_path, monkeypa
 def test_the_error_for_too_little_memory_states_the_least_that_works(tmp_path):
     def stepped(memory):
         model = decoder(shard=False)
-        optimizer = cs.offload_optimizer(torch.optim.AdamW(model.parameters()), cs.DiskOffloadPolicy(tmp_path, memory))
+        optimizer = cs.optim.offload_optimizer(
+            torch.optim.AdamW(model.parameters()), cs.DiskOffloadPolicy(tmp_path, memory)
+        )
         train(model, optimizer, range(2))
         return optimizer
 
     with pytest.raises(
-        cs.PoolBudgetError, match=r"the state of parameter 0 of group 0 has .* set memory to at least"
+        cs.errors.PoolBudgetError, match=r"the state of parameter 0 of group 0 has .* set memory to at least"
     ) as error:
         stepped(BLOCK)
     assert error.value.least > BLOCK
     assert stepped(error.value.least)._keeper.workspace.most == error.value.least
-    with pytest.raises(cs.PoolBudgetError):
+    with pytest.raises(cs.errors.PoolBudgetError):
         stepped(error.value.least - BLOCK)
 
 
@@ -399,8 +401,8 @@ MEASURED = """
         return max(most), sum(float(param.double().sum()) for param in params)
 
     policy = cs.DiskOffloadPolicy(sys.argv[1], int(sys.argv[2]))
-    run(1, lambda optimizer: cs.offload_optimizer(optimizer, policy))  # memory that the first step loads is not state
-    print(*run(16, lambda optimizer: cs.offload_optimizer(optimizer, policy)), *run(16))
+    run(1, lambda optimizer: cs.optim.offload_optimizer(optimizer, policy))  # its first step loads other memory, too
+    print(*run(16, lambda optimizer: cs.optim.offload_optimizer(optimizer, policy)), *run(16))
 """
 
 
@@ -438,7 +440,7 @@ def test_state_is_prefetched_and_written_back_in_parameter_order(tmp_path, monke
     for param in params:
         param.grad = torch.ones_like(param)
     policy = cs.DiskOffloadPolicy(tmp_path, 6 * BLOCK)
-    optimizer = cs.offload_optimizer(torch.optim.AdamW(params), policy)
+    optimizer = cs.optim.offload_optimizer(torch.optim.AdamW(params), policy)
     optimizer.step()
     log = []
 
@@ -466,7 +468,7 @@ def test_state_is_prefetched_and_written_back_in_parameter_order(tmp_path, monke
 def test_files_and_memory_are_freed_with_the_optimizer(tmp_path):
     before = descriptors()
     model = decoder(shard=False)
-    optimizer = cs.offload_optimizer(torch.optim.AdamW(model.parameters()), cs.DiskOffloadPolicy(tmp_path, LEAST))
+    optimizer = cs.optim.offload_optimizer(torch.optim.AdamW(model.parameters()), cs.DiskOffloadPolicy(tmp_path, LEAST))
     train(model, optimizer, range(2))
     assert descriptors() > before
     assert str(tmp_path) in Path("/proc/self/maps").read_text()
@@ -497,15 +499,15 @@ def full_disk(monkeypatch, writes):
 @pytest.mark.parametrize("writes", [0, 3])
 def test_a_full_disk_raises_and_the_state_is_not_used_again(tmp_path, monkeypatch, writes):
     model = decoder(shard=False)
-    optimizer = cs.offload_optimizer(torch.optim.AdamW(model.parameters()), cs.DiskOffloadPolicy(tmp_path, LEAST))
+    optimizer = cs.optim.offload_optimizer(torch.optim.AdamW(model.parameters()), cs.DiskOffloadPolicy(tmp_path, LEAST))
     train(model, optimizer, range(2))
-    with full_disk(monkeypatch, writes), pytest.raises(cs.OffloadError, match=r"the disk is full .* free space"):
+    with full_disk(monkeypatch, writes), pytest.raises(cs.errors.OffloadError, match=r"the disk is full .* free space"):
         train(model, optimizer, [2])
     for use in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict({})):
-        with pytest.raises(cs.OffloadError, match=r"state was lost .* load a checkpoint"):
+        with pytest.raises(cs.errors.OffloadError, match=r"state was lost .* load a checkpoint"):
             use()
     assert not optimizer.state
-    with pytest.raises(cs.OffloadError, match="state was lost"):
+    with pytest.raises(cs.errors.OffloadError, match="state was lost"):
         checkpoint.save(tmp_path / "saved", {"model": model, "optimizer": optimizer}, step=1)
     assert checkpoint.latest(tmp_path / "saved") is None
 
@@ -518,8 +520,12 @@ def test_a_reservation_on_a_full_file_system_raises(tmp_path):
         pytest.skip("this machine mounts nothing")
     try:
         model = decoder(shard=False)
-        optimizer = cs.offload_optimizer(torch.optim.AdamW(model.parameters()), cs.DiskOffloadPolicy(tmp_path, LEAST))
-        with pytest.raises(cs.OffloadError, match=r"the disk is full \([\d,]+ bytes are free there\) and reserving"):
+        optimizer = cs.optim.offload_optimizer(
+            torch.optim.AdamW(model.parameters()), cs.DiskOffloadPolicy(tmp_path, LEAST)
+        )
+        with pytest.raises(
+            cs.errors.OffloadError, match=r"the disk is full \([\d,]+ bytes are free there\) and reserving"
+        ):
             train(model, optimizer, range(2))
         del optimizer
         gc.collect()
@@ -529,13 +535,13 @@ def test_a_reservation_on_a_full_file_system_raises(tmp_path):
 
 def test_a_failed_read_raises(tmp_path, monkeypatch):
     model = decoder(shard=False)
-    optimizer = cs.offload_optimizer(torch.optim.AdamW(model.parameters()), cs.DiskOffloadPolicy(tmp_path, LEAST))
+    optimizer = cs.optim.offload_optimizer(torch.optim.AdamW(model.parameters()), cs.DiskOffloadPolicy(tmp_path, LEAST))
     train(model, optimizer, range(2))
     broken = OSError(errno.EIO, os.strerror(errno.EIO))
     monkeypatch.setattr(os, "preadv", lambda *_: (_ for _ in ()).throw(broken))
-    with pytest.raises(cs.OffloadError, match=r"reading .* bytes failed: .*error"):
+    with pytest.raises(cs.errors.OffloadError, match=r"reading .* bytes failed: .*error"):
         train(model, optimizer, [2])
-    with pytest.raises(cs.OffloadError, match="state was lost"):
+    with pytest.raises(cs.errors.OffloadError, match="state was lost"):
         optimizer.step()
 
 
@@ -547,8 +553,8 @@ def test_an_unusable_directory_raises_before_the_first_step(tmp_path, monkeypatc
     else:
         monkeypatch.setattr(Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(PermissionError(errno.EACCES, "no")))
     optimizer = torch.optim.AdamW(decoder(shard=False).parameters())
-    with pytest.raises(cs.OffloadError, match=f"{place}: creating a file failed"):
-        cs.offload_optimizer(optimizer, cs.DiskOffloadPolicy(place, LEAST))
+    with pytest.raises(cs.errors.OffloadError, match=f"{place}: creating a file failed"):
+        cs.optim.offload_optimizer(optimizer, cs.DiskOffloadPolicy(place, LEAST))
     assert type(optimizer) is torch.optim.AdamW
 
 
@@ -557,7 +563,7 @@ def train_and_save(folder, offload, resumes=False, dies_at=None):
     model = decoder(shard=False)
     optimizer = torch.optim.AdamW(model.parameters())
     if offload:
-        cs.offload_optimizer(optimizer, cs.DiskOffloadPolicy(f"{folder}/disk", LEAST))
+        cs.optim.offload_optimizer(optimizer, cs.DiskOffloadPolicy(f"{folder}/disk", LEAST))
     state = {"model": model, "optimizer": optimizer}
     begin = checkpoint.load(f"{folder}/saved", state).step if resumes else 0
     for step in range(begin, 5):
@@ -598,12 +604,12 @@ def test_a_run_killed_during_a_write_leaves_no_files_and_resumes_from_its_checkp
 def test_a_step_that_fails_loses_the_state(tmp_path):
     model = decoder(shard=False)
     optimizer = torch.optim.AdamW(model.parameters())
-    cs.offload_optimizer(optimizer, cs.DiskOffloadPolicy(tmp_path, LEAST))
+    cs.optim.offload_optimizer(optimizer, cs.DiskOffloadPolicy(tmp_path, LEAST))
     train(model, optimizer, range(2))
     optimizer.state[model.head.weight]["step"] = None  # makes the step of the class fail
     with pytest.raises(RuntimeError, match="singleton tensors"):
         train(model, optimizer, [2])
-    with pytest.raises(cs.OffloadError, match="state was lost"):
+    with pytest.raises(cs.errors.OffloadError, match="state was lost"):
         optimizer.state_dict()
 
 
@@ -632,7 +638,7 @@ class Apart(torch.optim.SGD):
 )
 def test_optimizers_that_do_not_step_parameters_independently_raise(tmp_path, make, message):
     model = decoder(shard=False)
-    optimizer = cs.offload_optimizer(make(model.parameters(), lr=0.1), cs.DiskOffloadPolicy(tmp_path, LEAST))
+    optimizer = cs.optim.offload_optimizer(make(model.parameters(), lr=0.1), cs.DiskOffloadPolicy(tmp_path, LEAST))
     with pytest.raises(TypeError, match=message):
         train(model, optimizer, [0])
 
@@ -642,19 +648,21 @@ def test_a_forgotten_or_repeated_offload_optimizer_raises(rank, world, tmp_path)
     policy = cs.DiskOffloadPolicy(tmp_path, LEAST)
     model = decoder(policy)
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(cs.ShardConfigStateError, match=r"call cs.offload_optimizer\(optimizer\) before the first step"):
+    with pytest.raises(
+        cs.errors.ShardConfigStateError, match=r"call cs.optim.offload_optimizer\(optimizer\) before the first step"
+    ):
         train(model, optimizer, [0])
     assert not optimizer.state
-    cs.offload_optimizer(optimizer)
-    with pytest.raises(cs.ShardConfigStateError, match="already offloaded"):
-        cs.offload_optimizer(optimizer)
+    cs.optim.offload_optimizer(optimizer)
+    with pytest.raises(cs.errors.ShardConfigStateError, match="already offloaded"):
+        cs.optim.offload_optimizer(optimizer)
     for copied in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(cs.ShardConfigTypeError, match="its state is offloaded, so it cannot be"):
+        with pytest.raises(cs.errors.ShardConfigTypeError, match="its state is offloaded, so it cannot be"):
             copied(optimizer)
     scheduled = torch.optim.AdamW(model.parameters())
     torch.optim.lr_scheduler.ConstantLR(scheduled)
-    with pytest.raises(cs.ShardConfigStateError, match="call offload_optimizer first, then create schedulers"):
-        cs.offload_optimizer(scheduled)
+    with pytest.raises(cs.errors.ShardConfigStateError, match="call offload_optimizer first, then create schedulers"):
+        cs.optim.offload_optimizer(scheduled)
 
 
 @distributed(world=2)
@@ -670,7 +678,7 @@ def test_parameters_that_are_materialized_or_replaced_keep_their_policy(rank, wo
     model.cos.copy_(expected.cos)
     model.sin.copy_(expected.sin)
     model.load_state_dict(start)
-    optimizer = cs.offload_optimizer(torch.optim.AdamW(model.parameters()))
+    optimizer = cs.optim.offload_optimizer(torch.optim.AdamW(model.parameters()))
     train(model, optimizer, range(3), rank)
     assert_same((expected, in_memory), (model, optimizer))
     assert all(map(is_mapped, tensors_of(optimizer)))
@@ -678,13 +686,17 @@ def test_parameters_that_are_materialized_or_replaced_keep_their_policy(rank, wo
 
     model.load_state_dict({name: value.clone() for name, value in start.items()}, assign=True)
     forgotten = torch.optim.AdamW(model.parameters())
-    with pytest.raises(cs.ShardConfigValueError, match=r"none of its parameters .* or policy= to offload_optimizer"):
-        cs.offload_optimizer(forgotten)
-    with pytest.raises(cs.ShardConfigStateError, match=r"embed.weight was sharded with DiskOffloadPolicy"):
+    with pytest.raises(
+        cs.errors.ShardConfigValueError, match=r"none of its parameters .* or policy= to offload_optimizer"
+    ):
+        cs.optim.offload_optimizer(forgotten)
+    with pytest.raises(cs.errors.ShardConfigStateError, match=r"embed.weight was sharded with DiskOffloadPolicy"):
         train(model, forgotten, [0])
     for param in model.parameters():
         param.grad = None
-    optimizer = cs.offload_optimizer(forgotten)  # the groups have found the replaced parameters in the last forward
+    optimizer = cs.optim.offload_optimizer(
+        forgotten
+    )  # the groups have found the replaced parameters in the last forward
     train(model, optimizer, range(3), rank)
     assert_same((expected, in_memory), (model, optimizer))
 
@@ -697,8 +709,10 @@ def test_a_load_with_too_little_memory_fails_on_all_ranks(rank, world, tmp_path)
     checkpoint.save(tmp_path / "saved", {"model": model, "optimizer": optimizer}, step=1)
     policy = cs.DiskOffloadPolicy(tmp_path, LEAST if rank == 0 else BLOCK)
     other = torch.optim.AdamW(model.parameters())
-    cs.offload_optimizer(other, policy)
-    with pytest.raises(cs.ShardConfigValueError, match=r"rank 1: DiskOffloadPolicy.memory: .* set memory to at least"):
+    cs.optim.offload_optimizer(other, policy)
+    with pytest.raises(
+        cs.errors.ShardConfigValueError, match=r"rank 1: DiskOffloadPolicy.memory: .* set memory to at least"
+    ):
         checkpoint.load(tmp_path / "saved", {"model": model, "optimizer": other})
     assert not other.state
 
@@ -707,21 +721,23 @@ def test_a_load_with_too_little_memory_fails_on_all_ranks(rank, world, tmp_path)
 def test_missing_invalid_and_conflicting_policies_raise(rank, world, tmp_path):
     model = decoder()
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(cs.ShardConfigValueError, match="none of its parameters was sharded with a policy"):
-        cs.offload_optimizer(optimizer)
-    with pytest.raises(cs.ShardConfigTypeError, match="expected an OffloadPolicy, got str"):
-        cs.offload_optimizer(optimizer, "disk")
-    with pytest.raises(cs.ShardConfigTypeError, match="each parameter independently, got LBFGS"):
-        cs.offload_optimizer(torch.optim.LBFGS(model.parameters()), cs.DiskOffloadPolicy(tmp_path, LEAST))
-    with pytest.raises(cs.ShardConfigTypeError, match="expected one of torch's optimizers"):
-        cs.offload_optimizer(model)
+    with pytest.raises(cs.errors.ShardConfigValueError, match="none of its parameters was sharded with a policy"):
+        cs.optim.offload_optimizer(optimizer)
+    with pytest.raises(cs.errors.ShardConfigTypeError, match="expected an OffloadPolicy, got str"):
+        cs.optim.offload_optimizer(optimizer, "disk")
+    with pytest.raises(cs.errors.ShardConfigTypeError, match="each parameter independently, got LBFGS"):
+        cs.optim.offload_optimizer(torch.optim.LBFGS(model.parameters()), cs.DiskOffloadPolicy(tmp_path, LEAST))
+    with pytest.raises(cs.errors.ShardConfigTypeError, match="expected one of torch's optimizers"):
+        cs.optim.offload_optimizer(model)
     two = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
     for index, each in enumerate(two):
         cs.fully_shard(each, offload_policy=cs.DiskOffloadPolicy(tmp_path, LEAST << index))
-    with pytest.raises(cs.ShardConfigValueError, match=r"weight was sharded with DiskOffloadPolicy.* pass policy= to"):
-        cs.offload_optimizer(torch.optim.AdamW(two.parameters()))
+    with pytest.raises(
+        cs.errors.ShardConfigValueError, match=r"weight was sharded with DiskOffloadPolicy.* pass policy= to"
+    ):
+        cs.optim.offload_optimizer(torch.optim.AdamW(two.parameters()))
     for kept in (cs.CPUOffloadPolicy(), cs.OffloadPolicy(), cs.HostOffloadPolicy()):
-        assert type(cs.offload_optimizer(optimizer, kept)) is torch.optim.AdamW
+        assert type(cs.optim.offload_optimizer(optimizer, kept)) is torch.optim.AdamW
 
 
 @pytest.mark.parametrize(
@@ -737,7 +753,7 @@ def test_missing_invalid_and_conflicting_policies_raise(rank, world, tmp_path):
 def test_an_invalid_policy_raises(arguments, kind, message):
     with pytest.raises(kind, match=message) as error:
         cs.DiskOffloadPolicy(**arguments)
-    assert isinstance(error.value, cs.ShardConfigError)
+    assert isinstance(error.value, cs.errors.ShardConfigError)
 
 
 @pytest.mark.matrix
@@ -745,7 +761,7 @@ def test_fake_tensors_write_no_files(tmp_path):
     with testing.fake(2, 0), FakeTensorMode(allow_non_fake_inputs=True):
         model = decoder(cs.DiskOffloadPolicy(tmp_path, LEAST))
         optimizer = torch.optim.AdamW(model.parameters())
-        assert type(cs.offload_optimizer(optimizer)) is torch.optim.AdamW
+        assert type(cs.optim.offload_optimizer(optimizer)) is torch.optim.AdamW
         model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
         optimizer.step()
     assert os.listdir(tmp_path) == []
@@ -759,7 +775,7 @@ def test_a_compiled_optimizer_step_gives_the_same_result(tmp_path):
         optimizer = torch.optim.AdamW(model.parameters())
         step = optimizer.step
         if policy is not None:
-            cs.offload_optimizer(optimizer, policy)
+            cs.optim.offload_optimizer(optimizer, policy)
             step = torch.compile(optimizer.step, backend="eager")
         for number in range(3):
             next_token_loss(model, *token_batch(0, number)).backward()
@@ -771,7 +787,7 @@ def test_a_compiled_optimizer_step_gives_the_same_result(tmp_path):
 
 def test_saved_and_copied_state_dicts_contain_only_the_state(tmp_path):
     model = decoder(shard=False)
-    optimizer = cs.offload_optimizer(torch.optim.AdamW(model.parameters()), cs.DiskOffloadPolicy(tmp_path, LEAST))
+    optimizer = cs.optim.offload_optimizer(torch.optim.AdamW(model.parameters()), cs.DiskOffloadPolicy(tmp_path, LEAST))
     train(model, optimizer, range(2))
     torch.save(optimizer.state_dict(), tmp_path / "state.pt")
     assert (tmp_path / "state.pt").stat().st_size < 2 * sum(v.nbytes for v in tensors_of(optimizer))

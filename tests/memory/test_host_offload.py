@@ -32,9 +32,9 @@ OPTIMIZER_ALONE = cs.HostOffloadPolicy(parameters=False, gradients=False)
     ],
 )
 def test_combinations_that_torch_does_not_support_raise(arguments, message):
-    with pytest.raises(cs.ShardConfigValueError, match=message):
+    with pytest.raises(cs.errors.ShardConfigValueError, match=message):
         cs.HostOffloadPolicy(**arguments)
-    with pytest.raises(cs.ShardConfigTypeError, match="expected True or False"):
+    with pytest.raises(cs.errors.ShardConfigTypeError, match="expected True or False"):
         cs.HostOffloadPolicy(**dict.fromkeys(arguments, 1))
 
 
@@ -53,7 +53,7 @@ def test_host_policies_change_nothing_without_an_accelerator(rank, world, policy
         model = decoder(each)
         optimizer = AdamW(model.parameters())
         if each is not None:
-            assert type(cs.offload_optimizer(optimizer, each)) is AdamW
+            assert type(cs.optim.offload_optimizer(optimizer, each)) is AdamW
         train(model, optimizer, range(2), rank)
         sides.append((model, optimizer))
     assert_same(*sides)
@@ -142,7 +142,7 @@ def test_on_an_accelerator_state_is_on_the_host(rank, world, policy):
         cs.fully_shard(module, offload_policy=policy)
     optimizer = AdamW(model.parameters())
     if not policy.parameters:
-        cs.offload_optimizer(optimizer)
+        cs.optim.offload_optimizer(optimizer)
     for _ in range(2):
         model(torch.zeros(1, 8, dtype=torch.long, device=device)).square().mean().backward()
         optimizer.step()

@@ -288,11 +288,11 @@ def test_an_added_parameter_is_refused_wherever_it_is_added(rank, world, run_bef
             model(torch.ones(2, 4)).sum().backward()
             model.zero_grad()
         way(model)
-        with pytest.raises(cs.ShardConfigStateError, match=ADDED) as caught:
+        with pytest.raises(cs.errors.ShardConfigStateError, match=ADDED) as caught:
             model(torch.ones(2, 4))
         assert "call fully_shard on the module that was added" in str(caught.value), way.__name__
         assert "allow_unmanaged_parameters() on the model" in str(caught.value)
-        with pytest.raises(cs.ShardConfigStateError, match=ADDED):
+        with pytest.raises(cs.errors.ShardConfigStateError, match=ADDED):
             model(torch.ones(2, 4))
         model.allow_unmanaged_parameters()
         model(torch.ones(2, 4)).sum().backward()
@@ -326,7 +326,7 @@ def test_late_adapters_evaluate_but_are_refused_when_they_train(rank, world, aft
     assert_alike(torch.inference_mode)
     for _ in range(2):
         with pytest.raises(
-            cs.ShardConfigStateError,
+            cs.errors.ShardConfigStateError,
             match=rf"parameters blocks.0.attention.q.lora_a.default.weight, .*v\.lora_b.*{ADDED}",
         ) as caught:
             models["ours"](*token_batch(rank, 3))
@@ -354,7 +354,7 @@ def test_late_adapters_train_if_hooks_average_their_gradients(rank, world, after
     assert_same(models)
     for handle in handles:
         handle.remove()
-    with pytest.raises(cs.ShardConfigStateError, match=ADDED):
+    with pytest.raises(cs.errors.ShardConfigStateError, match=ADDED):
         models["ours"](*token_batch(rank, 3))
 
 
@@ -383,7 +383,7 @@ def test_late_adapters_train_if_the_user_averages_their_gradients(rank, world, a
     train(models, after)
     for model in models.values():
         add_lora(model)
-    with pytest.raises(cs.ShardConfigStateError, match=rf"q\.lora_a\.default\.weight.*{ADDED}"):
+    with pytest.raises(cs.errors.ShardConfigStateError, match=rf"q\.lora_a\.default\.weight.*{ADDED}"):
         train({"ours": models["ours"]})
     models["ours"].allow_unmanaged_parameters()
     train(models, average=lambda name, param: True)
@@ -426,12 +426,12 @@ def test_allow_unmanaged_parameters_applies_below_unless_recurse_is_false(rank, 
     model.note = nn.Parameter(torch.ones(3))
     next_token_loss(model, *token_batch(0, 0)).backward()
     model.blocks[1].note = nn.Parameter(torch.ones(3))
-    with pytest.raises(cs.ShardConfigStateError, match=ADDED):
+    with pytest.raises(cs.errors.ShardConfigStateError, match=ADDED):
         next_token_loss(model, *token_batch(0, 0))
     twin = copy.deepcopy(model)
     model.blocks[1].allow_unmanaged_parameters()
     next_token_loss(model, *token_batch(0, 0)).backward()
-    with pytest.raises(cs.ShardConfigStateError, match=ADDED):
+    with pytest.raises(cs.errors.ShardConfigStateError, match=ADDED):
         next_token_loss(twin, *token_batch(0, 0))
 
 
@@ -460,5 +460,7 @@ def test_an_added_parameter_has_the_name_of_its_block(rank, world, trained_befor
     if trained_before:
         next_token_loss(model, *batch).backward()
     model.blocks[1].attention.extra = nn.Linear(2, 2, bias=False)
-    with pytest.raises(cs.ShardConfigStateError, match=rf"parameters blocks\.1\.attention\.extra\.weight: {ADDED}"):
+    with pytest.raises(
+        cs.errors.ShardConfigStateError, match=rf"parameters blocks\.1\.attention\.extra\.weight: {ADDED}"
+    ):
         next_token_loss(model, *batch)

@@ -218,7 +218,7 @@ WRONG = [
 def test_ambiguous_arguments_are_errors(name, value, kind, words):
     with cs.testing.fake(2), pytest.raises(kind, match=words) as caught:
         fully_shard(nn.Linear(4, 4), **{name: value})
-    assert isinstance(caught.value, cs.ShardConfigError)
+    assert isinstance(caught.value, cs.errors.ShardConfigError)
 
 
 # ---- setters
@@ -331,7 +331,7 @@ def test_setters_refuse_ambiguous_values():
         for name, value, kind in MISUSED:
             with pytest.raises(kind) as caught:
                 getattr(model, name)(value)
-            assert isinstance(caught.value, cs.ShardConfigError), name
+            assert isinstance(caught.value, cs.errors.ShardConfigError), name
         for name in ("set_requires_gradient_sync", "set_reshard_after_backward"):
             with pytest.raises(ValueError, match="recurse should be a bool"):
                 getattr(model, name)(True, recurse="false")

@@ -15,7 +15,7 @@ from _blocks import Transformer, next_token_loss, token_batch
 from _engines import ENGINES, fully_shard
 from _pool import distributed, simulated
 from _sides import whole
-from composable_shard import ShardConfigStateError
+from composable_shard.errors import ShardConfigStateError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # from torch.jit, which torch itself uses there

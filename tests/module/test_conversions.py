@@ -166,7 +166,7 @@ def test_assigned_data_is_detected_where_fsdp2_ignores_it(rank, world, given):
             with pytest.warns(UserWarning, match=what):
                 assert torch.equal(model(x), output)
         for _ in range(2):
-            refused = pytest.raises(cs.ShardConfigStateError, match=what)
+            refused = pytest.raises(cs.errors.ShardConfigStateError, match=what)
             with contextlib.nullcontext() if given == "sharded" else refused:
                 model(x)
         assert torch.equal(weight.to_local(), old.chunk(world)[rank])
@@ -181,7 +181,7 @@ def test_data_assigned_before_the_first_forward_is_detected(rank, world, copied)
     model.load_state_dict({name: value.full_tensor() for name, value in state.items()})
     weight = model.blocks[1].up.weight
     weight.data = torch.zeros(weight.shape)
-    with pytest.raises(cs.ShardConfigStateError, match=r"parameter blocks.1.up.weight: its .data was assigned"):
+    with pytest.raises(cs.errors.ShardConfigStateError, match=r"parameter blocks.1.up.weight: its .data was assigned"):
         model(torch.ones(2, 4))
 
 

@@ -14,9 +14,9 @@ from _engines import fully_shard
 from _models import vectors
 from _pool import distributed
 from _stepping import assert_at_rest, assert_same_gradients, engine_of, loss_of, train_step, twins
-from composable_shard import StaleStateError
 from composable_shard._torch import debug
 from composable_shard._torch.debug import checksum, poison
+from composable_shard.errors import StaleStateError
 
 
 @contextlib.contextmanager

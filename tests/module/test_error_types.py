@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import composable_shard
 from _engines import ENGINES, mesh_of, named_mesh
 from _pool import distributed
-from composable_shard import DataParallelMeshDims, ShardConfigError, ShardPlacementResult
+from composable_shard import DataParallelMeshDims, ShardPlacementResult
+from composable_shard.errors import ShardConfigError
 
 MODULES = {"ours": composable_shard, "fsdp2": fsdp}
 
@@ -317,7 +318,7 @@ def standard(error):
 
 
 def test_every_error_is_also_a_built_in_error():
-    kinds = {kind for kind in vars(composable_shard._errors).values() if isinstance(kind, type)}
+    kinds = {kind for kind in vars(composable_shard.errors).values() if isinstance(kind, type)}
     for kind in kinds:
         if issubclass(kind, ShardConfigError) and kind is not ShardConfigError:
             assert any(issubclass(kind, k) for k in (ValueError, TypeError, RuntimeError, AttributeError)), kind

@@ -28,7 +28,7 @@ from composable_shard._module.build import _check_offloaded
 @contextlib.contextmanager
 def rejected(*words, kinds=(ValueError, TypeError)):
     """Check that the body raises a configuration error of one of `kinds` whose message contains all words."""
-    with pytest.raises(composable_shard.ShardConfigError) as caught:
+    with pytest.raises(composable_shard.errors.ShardConfigError) as caught:
         yield
     error = caught.value
     assert isinstance(error, kinds), f"{type(error).__mro__} is none of {kinds}"
@@ -402,7 +402,9 @@ def test_a_note_names_a_buffer_that_is_still_on_the_meta_device(rank, world):
     for block in model:
         fully_shard(block)
     fully_shard(model)
-    composable_shard.load_full_state_dict(model, nn.Sequential(Rotated(), Rotated()).state_dict(), assign=True)
+    composable_shard.checkpoint.load_full_state_dict(
+        model, nn.Sequential(Rotated(), Rotated()).state_dict(), assign=True
+    )
     with pytest.raises(RuntimeError, match="meta") as caught:
         model(torch.randn(2, 4))
     (note,) = caught.value.__notes__

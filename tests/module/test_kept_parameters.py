@@ -16,7 +16,7 @@ from _blocks import Attention, SwiGLU, rotary
 from _engines import fully_shard
 from _pool import distributed, simulated
 from _sides import whole
-from composable_shard import ShardConfigStateError
+from composable_shard.errors import ShardConfigStateError
 
 
 @dataclass

@@ -76,8 +76,8 @@ def test_initialising_in_full_parameters_gives_the_values_of_an_unsharded_model(
     shard_blocks(model, fully_shard)
     model.to_empty(device="cpu")
     reset(plain, nullcontext)
-    reset(model, partial(cs.full_parameters, recurse=False))
-    full = cs.full_state_dict(model, rank0_only=False)
+    reset(model, partial(cs.checkpoint.full_parameters, recurse=False))
+    full = cs.checkpoint.full_state_dict(model, rank0_only=False)
     assert all(torch.equal(full[name], value) for name, value in plain.state_dict().items())
 
 

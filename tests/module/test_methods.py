@@ -138,7 +138,9 @@ def test_methods_of_newer_versions_raise_an_error_that_names_the_version():
     version = re.escape(torch.__version__)
     with pytest.raises(NotImplementedError, match=rf"^set_all_gather_layout: .* {version} .* set_custom_all_gather"):
         Ours().set_all_gather_layout(None)
-    with pytest.raises(composable_shard.ShardConfigError, match=r"something_else: .* written for torch up to 2\.15"):
+    with pytest.raises(
+        composable_shard.errors.ShardConfigError, match=r"something_else: .* written for torch up to 2\.15"
+    ):
         Ours().set_something_else()
 
 

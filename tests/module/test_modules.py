@@ -201,7 +201,7 @@ def test_the_error_for_an_unexpected_sparse_gradient_names_the_parameter(rank, w
     models = models_of(Own, shard_whole)
     tokens = torch.zeros(2, dtype=torch.int64)
     models["ours"].set_requires_gradient_sync(not kept)
-    with pytest.raises(composable_shard.ShardConfigStateError, match=r"parameter table: .*sparse"):
+    with pytest.raises(composable_shard.errors.ShardConfigStateError, match=r"parameter table: .*sparse"):
         models["ours"](tokens).sum().backward()
 
 

@@ -181,7 +181,7 @@ def test_a_functional_call_around_the_model_with_sharded_parameters_is_exact(ran
 def test_a_functional_call_with_non_leaf_parameters_is_refused(rank, world):
     models = models_of(CallsWith, shard_first, fsdp2=False)
     model = models["ours"]
-    with pytest.raises(cs.ShardConfigStateError, match=r"parameter b.weight: .* is not a leaf"):
+    with pytest.raises(cs.errors.ShardConfigStateError, match=r"parameter b.weight: .* is not a leaf"):
         torch.func.functional_call(model, {"b.weight": 2 * model.b.weight}, (noise(3, 4),))
     for each in models.values():
         each.shift = False
@@ -209,14 +209,14 @@ def test_assigning_over_an_unsharded_parameter_is_an_error(rank, world):
     for each in models.values():
         each.shift = False
         each(noise(3, 4))
-    with pytest.raises(cs.ShardConfigStateError, match=r"parameter b.weight: .*call reshard\(\)"):
+    with pytest.raises(cs.errors.ShardConfigStateError, match=r"parameter b.weight: .*call reshard\(\)"):
         torch.func.functional_call(model, {**given}, (noise(3, 4),))
     wanted = models["plain"](noise(3, 4))
     torch.testing.assert_close(model(noise(3, 4)), wanted)  # with its own parameters, which are restored
     model.reshard()
     torch.func.functional_call(model, {**given}, (noise(3, 4),))
     torch.testing.assert_close(model(noise(3, 4)), wanted)
-    with pytest.raises(cs.ShardConfigStateError, match=r"parameter b.weight: .*call reshard\(\)"):
+    with pytest.raises(cs.errors.ShardConfigStateError, match=r"parameter b.weight: .*call reshard\(\)"):
         torch.func.functional_call(model, {**given}, (noise(3, 4),))
     torch.testing.assert_close(model(noise(3, 4)), wanted)
     model.reshard()

@@ -125,7 +125,9 @@ def test_a_model_can_be_watched_before_its_first_forward(rank, world):
 
 @simulated(world=2)
 def test_watching_a_model_that_is_not_sharded_is_an_error(rank, world):
-    with pytest.raises(cs.ShardConfigValueError, match="Stack contains no sharded module; call fully_shard first"):
+    with pytest.raises(
+        cs.errors.ShardConfigValueError, match="Stack contains no sharded module; call fully_shard first"
+    ):
         cs.watch(Stack())
 
 

@@ -15,7 +15,7 @@ from _models import Stack, shard_blocks, vectors
 from _parity import Case, check_parity, plain_step
 from _pool import distributed
 from _sides import assert_alike, models_of, noise, optimizers_of, train_alike
-from composable_shard import StaleStateError
+from composable_shard.errors import StaleStateError
 
 
 def sharded_stack():

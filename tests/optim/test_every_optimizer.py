@@ -136,32 +136,56 @@ def test_muon_inside_of_backward_steps_shards_within_its_bfloat16(rank, world):
 
 
 REFUSED = [
-    ("LBFGS", "owned", ALL, cs.ShardConfigTypeError, "kind: LBFGS calls the closure several times"),
-    ("LBFGS", "in_backward", ALL, cs.ShardConfigTypeError, "make: LBFGS calls the closure several times"),
-    ("SparseAdam", "owned", ["matrix"], cs.ShardConfigTypeError, "parameter matrix: SparseAdam accepts only sparse"),
-    ("SparseAdam", "in_backward", ["vector"], cs.ShardConfigTypeError, "parameter vector: SparseAdam accepts only"),
+    ("LBFGS", "owned", ALL, cs.errors.ShardConfigTypeError, "kind: LBFGS calls the closure several times"),
+    ("LBFGS", "in_backward", ALL, cs.errors.ShardConfigTypeError, "make: LBFGS calls the closure several times"),
+    (
+        "SparseAdam",
+        "owned",
+        ["matrix"],
+        cs.errors.ShardConfigTypeError,
+        "parameter matrix: SparseAdam accepts only sparse",
+    ),
+    (
+        "SparseAdam",
+        "in_backward",
+        ["vector"],
+        cs.errors.ShardConfigTypeError,
+        "parameter vector: SparseAdam accepts only",
+    ),
     (
         "Adafactor",
         "in_backward",
         ["stack"],
-        cs.ShardConfigTypeError,
+        cs.errors.ShardConfigTypeError,
         "parameter stack: is sharded, but Adafactor computes means",
     ),
     (
         "Rprop",
         "in_backward",
         ["uneven"],
-        cs.ShardConfigTypeError,
+        cs.errors.ShardConfigTypeError,
         "parameter uneven: is sharded, but Rprop uses masked",
     ),
-    ("Muon", "owned", ["matrix", "vector"], cs.ShardConfigValueError, "parameter vector: Muon does not accept it"),
-    ("Muon", "owned", ["number"], cs.ShardConfigValueError, "parameter number: Muon does not accept it"),
-    ("Muon", "in_backward", ["matrix", "stack"], cs.ShardConfigValueError, "parameter stack: the optimizer of `make`"),
+    (
+        "Muon",
+        "owned",
+        ["matrix", "vector"],
+        cs.errors.ShardConfigValueError,
+        "parameter vector: Muon does not accept it",
+    ),
+    ("Muon", "owned", ["number"], cs.errors.ShardConfigValueError, "parameter number: Muon does not accept it"),
+    (
+        "Muon",
+        "in_backward",
+        ["matrix", "stack"],
+        cs.errors.ShardConfigValueError,
+        "parameter stack: the optimizer of `make`",
+    ),
     (
         "Muon",
         "in_backward",
         ["number", "matrix"],
-        cs.ShardConfigValueError,
+        cs.errors.ShardConfigValueError,
         "parameter number: the optimizer of `make`",
     ),
 ]
@@ -183,7 +207,7 @@ def test_unsupported_parameters_are_named_before_any_step(rank, world, name, way
 
 @simulated(world=2)
 def test_a_0_dim_parameter_cannot_be_sharded_and_is_named(rank, world):
-    with pytest.raises(cs.ShardConfigValueError, match="number"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match="number"):
         cs.fully_shard(Shapes(["number", "matrix"]))
 
 

@@ -12,7 +12,8 @@ from torch import nn
 import composable_shard as cs
 from _blocks import Transformer, next_token_loss, token_batch
 from _pool import distributed, more, simulated
-from composable_shard import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError, checkpoint
+from composable_shard import checkpoint
+from composable_shard.errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from optim._single import sharded, whole
 
 KINDS = {

@@ -134,7 +134,9 @@ def test_a_graph_that_includes_the_backward_is_refused(rank, world):
     cs.optim.in_backward(model, KINDS["foreach"])
     run = torch.compile(whole_step, fullgraph=True, backend=cs._compile.aot_eager())
     with (
-        pytest.raises(cs.ShardConfigStateError, match="an optimizer inside of backward cannot be part of a compiled"),
+        pytest.raises(
+            cs.errors.ShardConfigStateError, match="an optimizer inside of backward cannot be part of a compiled"
+        ),
         torch._dynamo.config.patch(trace_autograd_ops=True),
     ):
         run(model, *token_batch(rank, 0))

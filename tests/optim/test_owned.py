@@ -275,7 +275,9 @@ def test_equal_layers_without_names_are_distinguished(rank, world):
     plain, model = pair(sharded, lambda: Transformer(layers=2))
     optimizer = cs.optim.owned(MUON, [p for _, p in matrices(model)], lr=0.02)
     check_steps(model, optimizer, Single(MUON, matrices(plain), lr=0.02), plain, rank)
-    with pytest.raises(cs.ShardConfigValueError, match=r"parameter blocks\.0\.attention_norm\.weight: Muon does not"):
+    with pytest.raises(
+        cs.errors.ShardConfigValueError, match=r"parameter blocks\.0\.attention_norm\.weight: Muon does not"
+    ):
         cs.optim.owned(MUON, model.parameters())
 
 

@@ -12,16 +12,16 @@ from torch.distributed.tensor import Partial
 
 import composable_shard as cs
 from _pool import distributed, simulated
-from composable_shard import (
+from composable_shard._faults.watch import WATCHER
+from composable_shard._torch.distributed import dtensor_at
+from composable_shard.errors import (
     PeerLostError,
     RankMismatchError,
     ShardConfigStateError,
     ShardConfigTypeError,
+    ShardConfigUnsupportedError,
     ShardConfigValueError,
 )
-from composable_shard._errors import ShardConfigUnsupportedError
-from composable_shard._faults.watch import WATCHER
-from composable_shard._torch.distributed import dtensor_at
 from optim._single import Net, backward, matrices, sharded
 
 MUON = torch.optim.Muon

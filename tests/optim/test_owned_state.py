@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 import composable_shard as cs
 from _pool import POOL, distributed, more, simulated
-from composable_shard import ShardConfigStateError, ShardConfigValueError, checkpoint
+from composable_shard import checkpoint
+from composable_shard.errors import ShardConfigStateError, ShardConfigValueError
 from optim._single import (
     Shampoo,
     Single,
@@ -168,7 +169,7 @@ def test_torchs_functions_save_and_load_it(rank, world, tmp_path):
 def test_full_states_are_gathered_and_loaded(rank, world):
     model, optimizer, plain, single = nets("Muon")
     check_steps(model, optimizer, single, plain, rank, steps=2)
-    full = cs.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    full = cs.checkpoint.full_optimizer_state_dict(model, optimizer, rank0_only=False)
     torchs = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     assert full["state"].keys() == {name for name, _ in matrices(model)}
     for name, held in full["state"].items():
@@ -177,11 +178,13 @@ def test_full_states_are_gathered_and_loaded(rank, world):
             assert torch.equal(held["momentum_buffer"], torchs["state"][name]["momentum_buffer"])
     plain_values, single_state = plain.state_dict(), single.inner.state_dict()
     for loads in (
-        lambda m, o: cs.load_full_optimizer_state_dict(m, o, full if rank == 0 else None, broadcast_from_rank0=True),
+        lambda m, o: cs.checkpoint.load_full_optimizer_state_dict(
+            m, o, full if rank == 0 else None, broadcast_from_rank0=True
+        ),
         lambda m, o: set_optimizer_state_dict(m, o, full, options=StateDictOptions(full_state_dict=True)),
     ):
         other, again, plain, single = nets("Muon", seed=1)
-        cs.load_full_state_dict(other, plain_values)
+        cs.checkpoint.load_full_state_dict(other, plain_values)
         loads(other, again)
         go_on(other, again, plain, single, rank, (plain_values, single_state))
 
@@ -199,7 +202,7 @@ def test_states_of_replicas_are_compared_and_broadcast(rank, world):
         for held in optimizer.state.values():
             for tensor in held.values():
                 tensor.add_(1)
-    with pytest.raises(cs.RankMismatchError, match="momentum_buffer of the optimizer for"):
+    with pytest.raises(cs.errors.RankMismatchError, match="momentum_buffer of the optimizer for"):
         cs.check_replicas(model, optimizer)
     cs.broadcast_state(model, optimizer)
     cs.check_replicas(model, optimizer)

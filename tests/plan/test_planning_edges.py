@@ -147,11 +147,11 @@ def test_an_invalid_plan_changes_nothing(rank, world):
     before = cs.make_plan(model)
     schedule = dataclasses.replace(before.effective_schedule(), kept=("nope",))
     for changes in ({"order": ("nope",)}, {"schedule": schedule}):
-        with pytest.raises((cs.ShardConfigValueError, StopIteration)):
+        with pytest.raises((cs.errors.ShardConfigValueError, StopIteration)):
             model.set_plan(dataclasses.replace(before, **changes))
         assert cs.make_plan(model) is before
     train(model, plain, 1)
-    with pytest.raises(cs.ShardConfigValueError, match="max_reductions=0"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match="max_reductions=0"):
         dataclasses.replace(before.effective_schedule(), max_reductions=0)
 
 
@@ -161,7 +161,7 @@ def test_a_parameter_that_is_registered_later_raises(rank, world):
     fully_shard(model)
     model(torch.ones(2, 4)).sum().backward()
     model[0].bias = nn.Parameter(torch.zeros(4))
-    with pytest.raises(cs.ShardConfigStateError, match=r"0\.bias: were added after fully_shard"):
+    with pytest.raises(cs.errors.ShardConfigStateError, match=r"0\.bias: were added after fully_shard"):
         model(torch.ones(2, 4))
 
 
@@ -189,7 +189,7 @@ def test_a_collective_that_fails_to_issue_leaks_no_memory(rank, world, name):
 @distributed(world=1)
 def test_mem_pool_raises_on_devices_without_mem_pools(rank, world):
     model, plain = made(pool=cs.PoolPolicy(mem_pool=True))
-    with pytest.raises(cs.ShardConfigValueError, match=r"PoolPolicy\(mem_pool=True\): .* this model is on cpu"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match=r"PoolPolicy\(mem_pool=True\): .* this model is on cpu"):
         model(*vectors(0, 0))
     model.set_pool_policy(cs.PoolPolicy())
     train(model, plain, 1)
@@ -201,14 +201,14 @@ def test_prefetch_lists_with_modules_of_another_model_raise(rank, world):
     other, _ = made()
     model.blocks[0].set_modules_to_forward_prefetch([other.blocks[1]])
     with pytest.raises(
-        cs.ShardConfigValueError, match=r"modules to prefetch: the module with .*weight, .* has another root"
+        cs.errors.ShardConfigValueError, match=r"modules to prefetch: the module with .*weight, .* has another root"
     ):
         model(*vectors(0, 0))
     model, plain = made()
     train(model, plain, 1)
     other(*vectors(0, 0))
     for name in ("forward", "backward"):
-        with pytest.raises(cs.ShardConfigValueError, match=r"modules to prefetch"):
+        with pytest.raises(cs.errors.ShardConfigValueError, match=r"modules to prefetch"):
             getattr(model.blocks[0], f"set_modules_to_{name}_prefetch")([model.blocks[1], other.blocks[1]])
     train(model, plain, 1)
 
@@ -259,7 +259,7 @@ def test_a_second_thread_that_uses_a_running_model_raises(rank, world):
     first.start()
     assert model.begun.wait(30)
     with pytest.raises(
-        cs.ShardConfigStateError, match="thread 'MainThread': calls a sharded model while another thread"
+        cs.errors.ShardConfigStateError, match="thread 'MainThread': calls a sharded model while another thread"
     ):
         model(torch.ones(2, 4))
     model.goes_on.set()

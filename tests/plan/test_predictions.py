@@ -77,7 +77,7 @@ def built(prefetch, budget=None, reductions=2, reshard=True):
     model.set_prefetch_policy(prefetch)
     if budget is not None:
         plan = cs.make_plan(model)
-        with pytest.raises(cs.PoolBudgetError) as caught:
+        with pytest.raises(cs.errors.PoolBudgetError) as caught:
             plan.with_policies(pool=cs.PoolPolicy(budget=1))
         model.set_pool_policy(cs.PoolPolicy(caught.value.least if budget == "least" else plan.peak_bytes))
     return model

@@ -9,8 +9,8 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable_shard import ShardConfigValueError
 from composable_shard._plan.schedule import MAX_REDUCTIONS, Action, Kind, Step, training_step
+from composable_shard.errors import ShardConfigValueError
 
 steadily = settings(deadline=None, derandomize=True)
 

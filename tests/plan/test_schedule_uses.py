@@ -186,7 +186,7 @@ def test_every_policy_stays_within_an_accepted_budget(steps, depth, more):
     schedule = scheduled(steps, sizes, P.depth(depth), budget)
     actions = timed_step(steps, schedule)
     assert max(live_bytes(lifetimes(actions, sizes), len(actions))) <= budget
-    with pytest.raises(cs.PoolBudgetError) as caught:
+    with pytest.raises(cs.errors.PoolBudgetError) as caught:
         scheduled(steps, sizes, P.depth(depth), least_step(steps, sizes).peak - 1)
     assert caught.value.least == least_step(steps, sizes).peak
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from composable_shard import ShardConfigValueError
+from composable_shard.errors import ShardConfigValueError
 from composable_shard.planner import Link
 from composable_shard.planner.link_fit import fit_link, sent
 

@@ -20,9 +20,9 @@ import torch
 from _launched import descendants, finish
 from _measuring_ranks import TINY
 from _pool import distributed
-from composable_shard._errors import ShardConfigValueError, WorldTimeoutError
 from composable_shard.cli import main as command_line
 from composable_shard.cli import measure_links
+from composable_shard.errors import ShardConfigValueError, WorldTimeoutError
 from composable_shard.planner import Machine, measuring, ranks
 
 ROOT = Path(__file__).parents[2]

@@ -10,10 +10,10 @@ import torch
 
 from _measuring_ranks import TINY
 from _pool import POOL, distributed
-from composable_shard import ShardConfigValueError
 from composable_shard._comm.transports import VARIABLE
 from composable_shard._plan.layout import Route
 from composable_shard.cli.measure_links import tables
+from composable_shard.errors import ShardConfigValueError
 from composable_shard.planner import Machine, measuring
 from composable_shard.planner.link_fit import sent
 from composable_shard.planner.measuring import GATHER, INTER, INTRA, QUICK, REDUCTION, measure

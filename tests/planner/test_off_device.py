@@ -40,7 +40,7 @@ MEASURED = """
         params = [torch.nn.Parameter(torch.full((1 << 20,), 0.5)) for _ in range(count)]
         optimizer = torch.optim.AdamW(params, fused=True)
         if memory:
-            cs.offload_optimizer(optimizer, cs.DiskOffloadPolicy(folder, memory))
+            cs.optim.offload_optimizer(optimizer, cs.DiskOffloadPolicy(folder, memory))
         for param in params:
             param.grad = torch.ones_like(param)
         for _ in range(steps):
@@ -78,7 +78,7 @@ def program(policy, tells=True):
         model.to_empty(device="cpu")
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         if tells:
-            cs.offload_optimizer(optimizer)
+            cs.optim.offload_optimizer(optimizer)
         while True:
             model(torch.randn(2, 64)).sum().backward()
             optimizer.step()
@@ -164,7 +164,7 @@ def test_advice_recommends_offload_only_if_needed_and_reports_its_cost(roomy):
     assert f"Without offload nothing fits. Offload needs {host} of host memory per device." in taken.reason
     lines = text.script(taken, taken.recommended)
     assert "offload_policy=cs.HostOffloadPolicy(parameters=False, gradients=False)" in lines
-    assert lines.endswith("cs.offload_optimizer(optimizer)\n")
+    assert lines.endswith("cs.optim.offload_optimizer(optimizer)\n")
     unknown = tight(roomy, least - 1, None)
     assert "which is assumed to be available (the size is unknown)." in unknown.reason
     everything = of(roomy, "zero3, offload").host_bytes

@@ -231,11 +231,11 @@ def test_nothing_is_saved_and_all_patches_are_undone(tmp_path):
 
 
 def test_a_program_that_does_not_train_is_an_error_and_its_own_errors_are_raised():
-    with pytest.raises(cs.ShardConfigStateError, match="ended before any optimizer stepped"):
+    with pytest.raises(cs.errors.ShardConfigStateError, match="ended before any optimizer stepped"):
         rehearse(lambda: torch.ones(3))
     with pytest.raises(ZeroDivisionError):
         rehearse(lambda: 1 / 0)
-    with pytest.raises(cs.ShardConfigValueError, match="steps"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match="steps"):
         rehearse(train, steps=0)
     with pytest.raises(SystemExit):
         rehearse(lambda: sys.exit("no data"))
@@ -352,5 +352,5 @@ def test_invalid_arguments_give_an_error_of_one_line(arguments, said, capsys):
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
-    with pytest.raises((cs.ShardConfigValueError, NotFoundError)):
+    with pytest.raises((cs.errors.ShardConfigValueError, NotFoundError)):
         command_line.main(["estimate", "--debug", *arguments])

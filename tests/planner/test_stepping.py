@@ -10,9 +10,9 @@ import torch
 
 import composable_shard as cs
 from _pool import distributed, more, simulated
-from composable_shard import ShardConfigValueError
 from composable_shard._policies import AS_IT_IS
 from composable_shard.cli.main import main
+from composable_shard.errors import ShardConfigValueError
 from composable_shard.optim._forecast import Sharded, forecast
 from composable_shard.planner import KNOWN, Layout, Link, Shape, Strategy, advise, text
 from composable_shard.planner.advise import Planner

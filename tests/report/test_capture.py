@@ -96,13 +96,15 @@ def test_only_models_that_run_in_the_step_are_written(tmp_path):
 
 def test_programs_that_cannot_be_captured_are_errors(tmp_path):
     with testing.fake(2):
-        with pytest.raises(cs.ShardConfigStateError, match="ended after 3 of 4 required steps"):
+        with pytest.raises(cs.errors.ShardConfigStateError, match="ended after 3 of 4 required steps"):
             report.capture(lambda: train([sharded()], 3), tmp_path)
-        with pytest.raises(cs.ShardConfigStateError, match="no model is sharded by this library"):
+        with pytest.raises(cs.errors.ShardConfigStateError, match="no model is sharded by this library"):
             report.capture(lambda: train([Transformer()], 9), tmp_path)
-        with pytest.raises(cs.ShardConfigStateError, match=r"FSDPTransformer: sharded, but not run in step 2"):
+        with pytest.raises(cs.errors.ShardConfigStateError, match=r"FSDPTransformer: sharded, but not run in step 2"):
             report.capture(lambda: step_beside(sharded()), tmp_path, 2)
-        with pytest.raises(cs.ShardConfigValueError, match="expected at least 2, the first step that can be captured"):
+        with pytest.raises(
+            cs.errors.ShardConfigValueError, match="expected at least 2, the first step that can be captured"
+        ):
             report.capture(lambda: train([sharded()], 9), tmp_path, 1)
         with pytest.raises(ZeroDivisionError):
             report.capture(lambda: 1 / 0, tmp_path)

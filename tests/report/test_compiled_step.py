@@ -100,7 +100,7 @@ def test_a_compiled_step_is_compared_with_its_plan(tmp_path, texts):
     with network() as net:
         model = chain()
         with pytest.raises(
-            cs.ShardConfigStateError, match=r"has run no compiled graph .* step of cs\.compile\(model\)"
+            cs.errors.ShardConfigStateError, match=r"has run no compiled graph .* step of cs\.compile\(model\)"
         ):
             compiled_step(model)
         run = cs.compile(model, backend="aot_eager")
@@ -162,7 +162,7 @@ def test_an_exposed_collective_that_the_plan_hides_is_named():
     with network() as net:
         model = chain()
         train(torch.compile(model, backend=aot_backend(as_inductor_without_overlap), fullgraph=True))
-        with pytest.warns(cs.CompiledGraphWarning) as warned:
+        with pytest.warns(cs.errors.CompiledGraphWarning) as warned:
             step = compiled_step(model)
         with_times = timed(model)
         assert waited(with_times) == pytest.approx(net.exposed_s)
@@ -200,16 +200,16 @@ UNKNOWN = r"the graphs of this model are not known.*watch_graphs\(\) around the 
 
 
 def test_missing_graphs_are_errors_that_explain_what_to_do(monkeypatch):
-    with pytest.raises(cs.ShardConfigValueError, match="Linear contains no sharded module"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match="Linear contains no sharded module"):
         compiled_step(nn.Linear(2, 2))
     monkeypatch.setattr(guard, "_MOST_COMPILATIONS", 1)
     with network():
         model, *others = (sharded(nn.Linear(4, width)) for width in (4, 5, 6))
         torch.compile(model, backend="aot_eager")(torch.ones(2, 4))
-        with pytest.raises(cs.ShardConfigStateError, match=UNKNOWN):
+        with pytest.raises(cs.errors.ShardConfigStateError, match=UNKNOWN):
             compiled_step(model)
         for each in others:
             cs.compile(each, backend="aot_eager")(torch.ones(2, 4))
         assert compiled_step(others[1]).compiled[0]
-        with pytest.raises(cs.ShardConfigStateError, match=UNKNOWN):
+        with pytest.raises(cs.errors.ShardConfigStateError, match=UNKNOWN):
             compiled_step(others[0])

@@ -175,7 +175,7 @@ def test_changes_stay_within_the_given_budget():
     asked = plan.with_policies(cs.PrefetchPolicy.auto(), cs.PoolPolicy(budget=budget)).predicted()
     [change] = [change for change in step.changes if f"budget={budget}" in change.how]
     assert (change.seconds, change.peak) == (asked.seconds, asked.peak)
-    with pytest.raises(cs.PoolBudgetError, match="The least budget that works"):
+    with pytest.raises(cs.errors.PoolBudgetError, match="The least budget that works"):
         report.explain(plan, budget=1000)
 
 
@@ -312,15 +312,17 @@ def test_the_same_plan_on_other_links(name):
 
 def test_missing_times_and_records_of_other_models_are_errors():
     plan = block_plan()
-    with pytest.raises(cs.ShardConfigValueError, match=r"plan: has no times\. Use a plan that PrefetchPolicy\.auto"):
+    with pytest.raises(
+        cs.errors.ShardConfigValueError, match=r"plan: has no times\. Use a plan that PrefetchPolicy\.auto"
+    ):
         report.explain(plan)
     record = cs.Record((), (), plan.order)
-    with pytest.raises(cs.ShardConfigValueError, match=r"record: has no times; call cs\.watch"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match=r"record: has no times; call cs\.watch"):
         report.explain(plan, record)
     part = replace(record, spans=(Span(Kind.FORWARD, "", 0.0, 1.0),))
-    with pytest.raises(cs.ShardConfigValueError, match=r"record: has no times of blocks\.0; call cs\.watch"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match=r"record: has no times of blocks\.0; call cs\.watch"):
         report.explain(plan, part)
-    with pytest.raises(cs.ShardConfigValueError, match=r"names 'blocks\.9', which is not a group"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match=r"names 'blocks\.9', which is not a group"):
         report.explain(plan, replace(record, order=("blocks.9",)))
 
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from expecttest import assert_expected_inline
 
-from composable_shard._errors import ShardConfigValueError
 from composable_shard._faults.dump import FaultText, LedgerTail, RankLedgers, from_ranges, in_ranges
 from composable_shard.cli.main import main
+from composable_shard.errors import ShardConfigValueError
 from composable_shard.report._ledgers import explain_ledgers
 
 BEGIN, STEP = "begin a forward of model 1 (train)", "step an optimizer of model 1"

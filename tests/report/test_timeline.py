@@ -166,9 +166,11 @@ def test_a_record_without_times_is_an_error_that_explains_how_to_watch(tmp_path)
     plan = block_plan()
     plan = plan.with_policies(costs=costs_of(plan))
     for record in (None, cs.Record((), (), ())):
-        with pytest.raises(cs.ShardConfigValueError, match=r"no times; call cs\.watch\(model\)"):
+        with pytest.raises(cs.errors.ShardConfigValueError, match=r"no times; call cs\.watch\(model\)"):
             timeline(plan, record, tmp_path / "trace.json")
     half = record_of(("WAIT", "a", 0.0, 1.0), actions=[Action(Kind.UNSHARD, "a"), Action(Kind.WAIT, "a")])
-    with pytest.raises(cs.ShardConfigValueError, match="UNSHARD a has no times: the model was watched for a part"):
+    with pytest.raises(
+        cs.errors.ShardConfigValueError, match="UNSHARD a has no times: the model was watched for a part"
+    ):
         timeline(plan, half, tmp_path / "trace.json")
     assert list(tmp_path.iterdir()) == []

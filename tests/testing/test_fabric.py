@@ -84,7 +84,7 @@ BAD = [
 
 @pytest.mark.parametrize(("name", "given"), BAD, ids=lambda value: str(value))
 def test_an_invalid_argument_raises_an_error_with_its_name(name, given):
-    with pytest.raises((cs.ShardConfigValueError, cs.ShardConfigTypeError), match=f"^{name}: "):
+    with pytest.raises((cs.errors.ShardConfigValueError, cs.errors.ShardConfigTypeError), match=f"^{name}: "):
         net(**given)
 
 
@@ -166,9 +166,9 @@ def test_functional_collectives_work():
 
 def test_wrong_sizes_and_unsupported_reductions_raise_an_error():
     with net(clock="virtual"):
-        with pytest.raises(cs.ShardConfigValueError, match="7 elements are not 2 for each of 4 ranks"):
+        with pytest.raises(cs.errors.ShardConfigValueError, match="7 elements are not 2 for each of 4 ranks"):
             dist.group.WORLD._allgather_base(torch.empty(7), torch.empty(2))
-        with pytest.raises(cs.ShardConfigValueError, match=r"reduction .*BXOR.*: not available"):
+        with pytest.raises(cs.errors.ShardConfigValueError, match=r"reduction .*BXOR.*: not available"):
             dist.all_reduce(torch.ones(1, dtype=torch.int64), dist.ReduceOp.BXOR)
 
 
@@ -312,7 +312,7 @@ def test_on_a_gpu_the_stream_waits_for_the_modelled_time():
 
 
 def test_negative_compute_and_compute_outside_of_a_fabric_raise_an_error():
-    with net(clock="virtual") as sim, pytest.raises(cs.ShardConfigValueError, match=r"^seconds: .*got -1"):
+    with net(clock="virtual") as sim, pytest.raises(cs.errors.ShardConfigValueError, match=r"^seconds: .*got -1"):
         sim.compute(-1)
     with pytest.raises(RuntimeError, match="no fabric is active"):
         Busy(1e-6)(torch.ones(1))
@@ -354,7 +354,9 @@ def test_a_second_world_of_the_same_shape_uses_its_own_groups():
 
 def test_entering_a_fabric_with_a_default_group_raises_an_error():
     with net(clock="virtual"):
-        with pytest.raises(cs.ShardConfigStateError, match=r"4 ranks \(fabric\) exists already; destroy it first"):
+        with pytest.raises(
+            cs.errors.ShardConfigStateError, match=r"4 ranks \(fabric\) exists already; destroy it first"
+        ):
             net().__enter__()
         assert dist.get_world_size() == 4
 

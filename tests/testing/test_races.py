@@ -414,9 +414,11 @@ def test_the_end_of_the_block_restores_torch_and_its_streams_then_raise_an_error
         event = side.record_event()
     assert [getattr(*name) for name in names] == before
     assert not dist.is_initialized()
-    with pytest.raises(cs.ShardConfigStateError, match="after the end of its block; create new ones in the block"):
+    with pytest.raises(
+        cs.errors.ShardConfigStateError, match="after the end of its block; create new ones in the block"
+    ):
         event.wait()
-    with pytest.raises(cs.ShardConfigStateError, match="after the end of its block"):
+    with pytest.raises(cs.errors.ShardConfigStateError, match="after the end of its block"):
         checked.stream("another")
 
 
@@ -426,13 +428,13 @@ def enter(context):
 
 
 def test_invalid_arguments_of_races_raise_an_error():
-    with pytest.raises(cs.ShardConfigValueError, match="at least 1 rank"), testing.races(0):
+    with pytest.raises(cs.errors.ShardConfigValueError, match="at least 1 rank"), testing.races(0):
         pass
-    with pytest.raises(cs.ShardConfigValueError, match="ranks 0 to 1, got 2"), testing.races(2, rank=2):
+    with pytest.raises(cs.errors.ShardConfigValueError, match="ranks 0 to 1, got 2"), testing.races(2, rank=2):
         pass
-    with testing.races(2), pytest.raises(cs.ShardConfigStateError, match="has a default process group"):
+    with testing.races(2), pytest.raises(cs.errors.ShardConfigStateError, match="has a default process group"):
         enter(testing.races(2))
-    with testing.races(2) as checked, pytest.raises(cs.ShardConfigValueError, match="name: expected a name"):
+    with testing.races(2) as checked, pytest.raises(cs.errors.ShardConfigValueError, match="name: expected a name"):
         checked.stream("")
 
 

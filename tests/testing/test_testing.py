@@ -304,13 +304,15 @@ def test_a_rank_that_does_not_end_is_stopped_and_its_stack_is_shown():
 def test_invalid_arguments_raise_an_error(call, kind, words):
     with pytest.raises(kind, match=words) as caught:
         call()
-    assert isinstance(caught.value, cs.ShardConfigError)
+    assert isinstance(caught.value, cs.errors.ShardConfigError)
 
 
 def test_an_existing_default_group_raises_an_error():
     with testing.fake(2):
         for what in (lambda: testing.spmd(2)(print), lambda: testing.fake(3).__enter__()):
-            with pytest.raises(cs.ShardConfigStateError, match=r"has a default process group already \(backend fake"):
+            with pytest.raises(
+                cs.errors.ShardConfigStateError, match=r"has a default process group already \(backend fake"
+            ):
                 what()
         assert dist.get_world_size() == 2
 

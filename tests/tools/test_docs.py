@@ -483,10 +483,10 @@ def test_examples_that_create_a_model_set_a_seed():
 
 def test_every_error_type_is_documented():
     page = (ROOT / "docs" / "errors.md").read_text()
-    kinds = defined((PACKAGE / "_errors.py").read_text())
+    kinds = defined((PACKAGE / "errors.py").read_text())
     kinds = {name for name in kinds if "." not in name}
     assert len(kinds) > 25
-    assert {name for name in kinds if not re.search(rf"`(composable_shard\.)?{name}`", page)} == set()
+    assert {name for name in kinds if not re.search(rf"`(composable_shard\.errors\.)?{name}`", page)} == set()
 
 
 def test_the_script_named_on_the_first_page_creates_its_picture():

@@ -438,7 +438,7 @@ def pair():
 
 def mixed(*words):
     return pytest.raises(
-        composable_shard.MixedShardingError, match=".*".join((*words, r"composable_shard\.install\(\)"))
+        composable_shard.errors.MixedShardingError, match=".*".join((*words, r"composable_shard\.install\(\)"))
     )
 
 

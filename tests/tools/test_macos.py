@@ -42,7 +42,9 @@ def test_ranks_train_save_and_load_without_linux_only_names(tmp_path):
 
 def test_state_on_disk_raises_an_error_before_it_creates_files(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(cs.ShardConfigError, match="this system is darwin, and state on disk needs Linux") as refusal:
+    with pytest.raises(
+        cs.errors.ShardConfigError, match="this system is darwin, and state on disk needs Linux"
+    ) as refusal:
         cs.DiskOffloadPolicy(tmp_path / "offload", memory=1 << 20)
     assert isinstance(refusal.value, NotImplementedError)
     assert not (tmp_path / "offload").exists()

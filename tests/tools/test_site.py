@@ -85,7 +85,13 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert [page for page in site.pages(ROOT) if not pages_of(built, page).is_file()] == []
     reference = (built / "docs" / "reference" / "composable_shard.html").read_text()
     anchors = set(re.findall(r'id="composable_shard\.([\w.]+)"', reference))
-    assert {"fully_shard", "log_to", "ShardPlan.to_json", "FSDPModule.unshard", "FSDPModule.set_pool_policy"} <= anchors
+    assert {
+        "fully_shard",
+        "make_plan",
+        "ShardPlan.to_json",
+        "FSDPModule.unshard",
+        "FSDPModule.set_pool_policy",
+    } <= anchors
     assert (built / "tutorials" / "train.py").read_text() == (ROOT / "tutorials" / "train.py").read_text()
     texts = [path.read_text() for path in built.rglob("*.html")]
     loaded = {

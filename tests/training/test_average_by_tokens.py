@@ -249,22 +249,26 @@ def test_average_by_tokens_is_traced_into_one_graph(rank, world):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((torch.ones(2), 3), cs.ShardConfigValueError, r"loss: expected the mean .* 0-dim, got \(2,\)"),
-        ((torch.ones(()), -1), cs.ShardConfigValueError, "tokens=-1: expected a number of tokens of at least 0"),
+        ((torch.ones(2), 3), cs.errors.ShardConfigValueError, r"loss: expected the mean .* 0-dim, got \(2,\)"),
+        ((torch.ones(()), -1), cs.errors.ShardConfigValueError, "tokens=-1: expected a number of tokens of at least 0"),
         (
             (torch.ones(()), torch.ones(2)),
-            cs.ShardConfigValueError,
+            cs.errors.ShardConfigValueError,
             r"tokens: expected an int or a 0-dim .* got \(2",
         ),
-        ((torch.ones(()), 2.5), cs.ShardConfigTypeError, "tokens: expected an int or a 0-dim tensor, got float"),
-        ((torch.ones(()), 2, "dp"), cs.ShardConfigTypeError, "group: expected a sharded model, .* got str"),
-        ((torch.ones(()), 2, nn.Linear(2, 2)), cs.ShardConfigValueError, "group: Linear contains no sharded module"),
+        ((torch.ones(()), 2.5), cs.errors.ShardConfigTypeError, "tokens: expected an int or a 0-dim tensor, got float"),
+        ((torch.ones(()), 2, "dp"), cs.errors.ShardConfigTypeError, "group: expected a sharded model, .* got str"),
+        (
+            (torch.ones(()), 2, nn.Linear(2, 2)),
+            cs.errors.ShardConfigValueError,
+            "group: Linear contains no sharded module",
+        ),
     ],
 )
 def test_invalid_arguments_of_average_by_tokens_raise_an_error(arguments, error, message):
     with pytest.raises(error, match=message):
         cs.average_by_tokens(*arguments)
-    with pytest.raises(cs.ShardConfigValueError, match="total=-2: expected a number of tokens"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match="total=-2: expected a number of tokens"):
         cs.average_by_tokens(torch.ones(()), 1, total=-2)
 
 

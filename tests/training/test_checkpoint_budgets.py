@@ -18,7 +18,7 @@ from _stepping import assert_same_gradients, loss_of, train_step, twins
 
 
 def within_least_budget(model):
-    with pytest.raises(cs.PoolBudgetError) as caught:
+    with pytest.raises(cs.errors.PoolBudgetError) as caught:
         model.set_pool_policy(cs.PoolPolicy(budget=1))
     model.set_pool_policy(cs.PoolPolicy(budget=caught.value.least))
     return caught.value.least

@@ -62,7 +62,7 @@ class Trained:
         self.model, _ = twins(mesh=mesh_of(2))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.told = {}
-        self.log = cs.log_to(self.model, logger or self.note, **options)
+        self.log = cs.report.log_to(self.model, logger or self.note, **options)
 
     def note(self, figures, step):
         self.told[step] = figures
@@ -111,7 +111,7 @@ def test_rates_are_means_since_the_last_logged_step(seconds):
     def test(rank, world):
         model = cs.fully_shard(Stack(1), mesh=mesh_of(1))
         told = {}
-        log = cs.log_to(model, lambda figures, step: told.update({step: figures}), every=4)
+        log = cs.report.log_to(model, lambda figures, step: told.update({step: figures}), every=4)
         for tokens in (1000, 1, 2, 3, 4, 5, 6, torch.tensor(7)):
             log.step(tokens=tokens)
         assert [told[step]["step/tokens_per_second"] for step in (4, 8)] == [(1 + 2 + 3) / 3, (4 + 5 + 6 + 7) / 4]
@@ -204,7 +204,7 @@ def test_the_exposed_share_is_predicted_from_known_times_and_measured_while_watc
             cs.fully_shard(each, mesh=init_device_mesh("cpu", (4,)))
         model.set_prefetch_policy(cs.PrefetchPolicy.auto())
         told = {}
-        log = cs.log_to(model, lambda figures, step: told.update({step: figures}))
+        log = cs.report.log_to(model, lambda figures, step: told.update({step: figures}))
         for step in range(6):
             if step == 5:
                 cs.watch(model)
@@ -259,7 +259,7 @@ def test_a_new_log_appends_to_the_file_and_continues_the_step_numbers(tmp_path):
     @simulated(world=1)
     def test(rank, world):
         for done, loss in enumerate((1.0, 2.0)):
-            with cs.log_to(cs.fully_shard(nn.Linear(2, 2)), tmp_path / "log", done=done) as log:
+            with cs.report.log_to(cs.fully_shard(nn.Linear(2, 2)), tmp_path / "log", done=done) as log:
                 log.step(loss=loss)
 
     test()
@@ -269,7 +269,7 @@ def test_a_new_log_appends_to_the_file_and_continues_the_step_numbers(tmp_path):
 def test_a_standard_logger_gets_a_message(caplog):
     @simulated(world=1)
     def test(rank, world):
-        log = cs.log_to(cs.fully_shard(nn.Linear(2, 2)), logging.getLogger("training"))
+        log = cs.report.log_to(cs.fully_shard(nn.Linear(2, 2)), logging.getLogger("training"))
         with caplog.at_level(logging.INFO):
             log.step(loss=0.25)
 
@@ -287,7 +287,7 @@ def test_a_failing_logger_warns_once_and_is_called_again(rank, world):
         if step < 3:
             raise OSError("the disk is full")
 
-    log = cs.log_to(model, [full, lambda figures, step: told.append(-step)])
+    log = cs.report.log_to(model, [full, lambda figures, step: told.append(-step)])
     with pytest.warns(UserWarning, match=r"logger .*full failed at step 1 with OSError: the disk is full. Training"):
         log.step()
     log.step()
@@ -299,16 +299,18 @@ def test_a_failing_logger_warns_once_and_is_called_again(rank, world):
 @simulated(world=1)
 def test_invalid_arguments_of_log_to_raise_an_error(rank, world):
     model = cs.fully_shard(nn.Linear(2, 2))
-    with pytest.raises(cs.ShardConfigTypeError, match=r"logger: expected a path, .* add_scalar, log, write; got int"):
-        cs.log_to(model, 3)
-    with pytest.raises(cs.ShardConfigValueError, match="Linear contains no sharded module"):
-        cs.log_to(nn.Linear(2, 2), print)
-    with pytest.raises(cs.ShardConfigValueError, match="every=0"):
-        cs.log_to(model, print, every=0)
-    with pytest.raises(cs.ShardConfigValueError, match="done=-1"):
-        cs.log_to(model, print, done=-1)
-    with pytest.raises(cs.ShardConfigValueError, match="over_ranks='min': expected None, 'max' or 'mean'"):
-        cs.log_to(model, print, over_ranks="min")
+    with pytest.raises(
+        cs.errors.ShardConfigTypeError, match=r"logger: expected a path, .* add_scalar, log, write; got int"
+    ):
+        cs.report.log_to(model, 3)
+    with pytest.raises(cs.errors.ShardConfigValueError, match="Linear contains no sharded module"):
+        cs.report.log_to(nn.Linear(2, 2), print)
+    with pytest.raises(cs.errors.ShardConfigValueError, match="every=0"):
+        cs.report.log_to(model, print, every=0)
+    with pytest.raises(cs.errors.ShardConfigValueError, match="done=-1"):
+        cs.report.log_to(model, print, done=-1)
+    with pytest.raises(cs.errors.ShardConfigValueError, match="over_ranks='min': expected None, 'max' or 'mean'"):
+        cs.report.log_to(model, print, over_ranks="min")
 
 
 # ---- memory and waits
@@ -318,7 +320,7 @@ def test_invalid_arguments_of_log_to_raise_an_error(rank, world):
 def test_a_log_does_not_keep_its_model_alive(rank, world):
     model = cs.fully_shard(Stack(1), mesh=mesh_of(1))
     told = {}
-    log = cs.log_to(model, lambda figures, step: told.update({step: figures}), every=2)
+    log = cs.report.log_to(model, lambda figures, step: told.update({step: figures}), every=2)
     loss = loss_of(model)
     loss.backward()
     cs.clip_grad_norm_(model.parameters(), 1.0)
@@ -345,7 +347,7 @@ def test_metrics_are_written_when_the_accelerator_has_computed_them(monkeypatch)
     @simulated(world=1)
     def test(rank, world):
         told = []
-        log = cs.log_to(cs.fully_shard(nn.Linear(2, 2)), lambda figures, step: told.append(step))
+        log = cs.report.log_to(cs.fully_shard(nn.Linear(2, 2)), lambda figures, step: told.append(step))
         log.step()
         log.step()
         assert told == []
@@ -365,7 +367,7 @@ def test_metrics_on_a_gpu_are_written_later_without_a_host_sync():
     def body(world):
         model = cs.fully_shard(nn.Linear(8, 8, device="cuda"), mesh=world.mesh)
         told = {}
-        log = cs.log_to(model, lambda figures, step: told.update({step: figures}))
+        log = cs.report.log_to(model, lambda figures, step: told.update({step: figures}))
         loss = model(torch.ones(2, 8, device="cuda")).mean()
         torch.cuda.set_sync_debug_mode("error")
         try:

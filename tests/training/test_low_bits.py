@@ -377,24 +377,26 @@ def test_a_copy_rounds_like_the_original():
 @distributed(world=2)
 def test_different_policies_on_ranks_raise_an_error(rank, world):
     model = sharded(BOTH if rank else CommPolicy(gather="int8"))
-    with pytest.raises(cs.RankMismatchError, match=r"comm policy gather int8 -> gather fp8, reduce int8"):
+    with pytest.raises(cs.errors.RankMismatchError, match=r"comm policy gather int8 -> gather fp8, reduce int8"):
         next_token_loss(model, *token_batch(rank, 0))
 
 
 @simulated(world=2)
 def test_errors_about_conflicting_policies_explain_the_fix(rank, world):
     model = sharded(CommPolicy())
-    with pytest.raises(cs.ShardConfigTypeError, match="policy: expected a CommPolicy, got str"):
+    with pytest.raises(cs.errors.ShardConfigTypeError, match="policy: expected a CommPolicy, got str"):
         model.set_comm_policy("fp8")
     model.blocks[0].set_custom_all_gather(object())
-    with pytest.raises(cs.ShardConfigValueError, match=r"blocks.*set_custom_all_gather\(None\)|set_custom_all_gather"):
+    with pytest.raises(
+        cs.errors.ShardConfigValueError, match=r"blocks.*set_custom_all_gather\(None\)|set_custom_all_gather"
+    ):
         model.set_comm_policy(BOTH)
     model.set_comm_policy(CommPolicy(reduce="int8"))
     model.blocks[0].set_custom_all_gather(None)
-    with pytest.raises(cs.ShardConfigValueError, match="a policy without reduce"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match="a policy without reduce"):
         model.blocks[0].set_custom_reduce_scatter(object())
     next_token_loss(model, *token_batch(rank, 0)).backward()
-    with pytest.raises(cs.ShardConfigStateError, match="before the first forward"):
+    with pytest.raises(cs.errors.ShardConfigStateError, match="before the first forward"):
         model.set_comm_policy(BOTH)
 
 
@@ -406,7 +408,7 @@ def test_a_parameter_with_its_own_gather_raises_an_error(rank, world):
     shard = local_tensor(model[1].weight)
     shard.fsdp_pre_all_gather = lambda mesh: ((shard,), None)
     shard.fsdp_post_all_gather = lambda outputs, metadata, dtype, out=None: (outputs[0], outputs)
-    with pytest.raises(cs.ShardConfigValueError, match="parameter weight defines its own all-gather"):
+    with pytest.raises(cs.errors.ShardConfigValueError, match="parameter weight defines its own all-gather"):
         model.set_comm_policy(BOTH)
     model.set_comm_policy(CommPolicy(gather="fp8"), recurse=False)
     model[1].set_comm_policy(CommPolicy(reduce="int8"))
@@ -422,7 +424,7 @@ def test_a_parameter_with_its_own_gather_raises_an_error(rank, world):
     ],
 )
 def test_invalid_policies_raise_an_error(options, words):
-    with pytest.raises(cs.ShardConfigValueError, match=words):
+    with pytest.raises(cs.errors.ShardConfigValueError, match=words):
         CommPolicy(**options)
 
 

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..._errors import ShardConfigValueError
 from ..._torch.core import has_memory
 from ..._torch.distributed import local_tensor
+from ...errors import ShardConfigValueError
 from .manifest import DTYPES, name_of
 
 

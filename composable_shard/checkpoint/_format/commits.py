@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..._errors import (
+from ...errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointIncompleteError,

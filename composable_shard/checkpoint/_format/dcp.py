@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from ..._errors import (
+from ...errors import (
     CheckpointCorruptError,
     CheckpointIncompleteError,
     CheckpointMismatchError,

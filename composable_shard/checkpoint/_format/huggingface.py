@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..._errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointUnsafeError
+from ...errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointUnsafeError
 from .._io import files
 from .manifest import NAME as MANIFEST
 from .manifest import SAFETENSORS, Piece, SavedTensor

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._errors import CheckpointCorruptError, CheckpointError, CheckpointUnsafeError
+from ...errors import CheckpointCorruptError, CheckpointError, CheckpointUnsafeError
 from .._io.digests import ALGORITHMS, BLOCK, best, file_checksum
 
 FORMAT = "composable_shard checkpoint"

@@ -12,8 +12,8 @@ from types import TracebackType
 
 import torch
 
-from ..._errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointUnsafeError
 from ..._plan.text import first_names
+from ...errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointUnsafeError
 from .._io import files
 from .._io.digests import BLOCK, digest
 from .boxes import Box, boxes_of

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..._errors import CheckpointMismatchError, ShardConfigTypeError
+from ...errors import CheckpointMismatchError, ShardConfigTypeError
 from .manifest import DTYPES, name_of
 
 Keep = Callable[[str, torch.Tensor], None]  # called with a tensor's key and the tensor

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..._errors import CheckpointError
 from ..._module.state_dict import states_with_parameters_in
 from ..._torch.core import storage_id
 from ..._torch.distributed import local_tensor
+from ...errors import CheckpointError
 from .metadata import Metadata, metadata_of
 from .names import plain_name
 

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
-from ..._errors import CheckpointError, ShardConfigValueError
 from ..._faults.settings import put_sharded_state, sharded_state_of
 from ..._torch.core import tree_tensors
 from ..._torch.distributed import dtensor_at
+from ...errors import CheckpointError, ShardConfigValueError
 from .names import plain_name
 from .ranks import ModelRanks
 from .state import placed_like

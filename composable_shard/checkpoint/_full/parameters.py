@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..._errors import CheckpointMismatchError, ShardConfigStateError, ShardConfigValueError
 from ..._module.entries import list_anew
 from ..._module.state import ShardState
 from ..._module.state_dict import states_with_parameters_in
 from ..._torch.core import current_backward
+from ...errors import CheckpointMismatchError, ShardConfigStateError, ShardConfigValueError
 from .tensors import Held, Holdings
 from .transfer import Part, gathered
 
@@ -33,7 +33,7 @@ def full_parameters(
 ) -> Iterator[None]:
     """Give a module plain full parameters inside the context, like FSDP1's `summon_full_params`.
 
-        with composable_shard.full_parameters(model):
+        with composable_shard.checkpoint.full_parameters(model):
             torch.nn.init.orthogonal_(model.head.weight)
 
     Entering the context is a collective: all ranks must enter it.

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..._comm.mesh import compute_device
-from ..._errors import CheckpointMismatchError
 from ..._torch.distributed import backend_name
+from ...errors import CheckpointMismatchError
 from .._ranks import Ranks
 
 _T = TypeVar("_T")

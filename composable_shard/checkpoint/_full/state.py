@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from ..._errors import CheckpointError
 from ..._torch.core import tree_tensors
 from ..._torch.distributed import dtensor_at, dtensor_like
+from ...errors import CheckpointError
 from .entries import Entries, are_alike, memory_of
 from .metadata import Metadata, metadata_for, metadata_of, with_metadata
 from .names import plain_name

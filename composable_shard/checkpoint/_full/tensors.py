@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..._comm.mesh import MeshInfo, compute_device
-from ..._errors import CheckpointError, CheckpointMismatchError
 from ..._group.packed import Carried, carried_by
 from ..._group.param import ShardedParam
 from ..._module.state_dict import states_with_parameters_in
 from ..._torch.distributed import local_tensor, own_slices
+from ...errors import CheckpointError, CheckpointMismatchError
 from .entries import Entries, Entry, parameters_of
 from .names import load_key, plain_name
 from .ranks import ModelRanks, Together

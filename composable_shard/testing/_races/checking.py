@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..._comm.lanes import Lane, StreamLane, cpu_lanes
 from ..._comm.transports import VARIABLE
-from ..._errors import RaceError, ShardConfigValueError
 from ..._torch.distributed import store_of_one_process
+from ...errors import RaceError, ShardConfigValueError
 from .._process_group import register
 from .._spmd import Axes, check_no_group, check_world
 from .._torch import forget_meshes, streams_of_torch

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..._errors import ShardConfigStateError
+from ...errors import ShardConfigStateError
 
 Clock = dict["Stream", int]
 

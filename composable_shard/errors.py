@@ -33,6 +33,36 @@
 Every message states what is wrong, where (the argument, or the parameter's fully qualified name, FQN), and what to do.
 """
 
+__all__ = [
+    "ArtifactMismatchError",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointIncompleteError",
+    "CheckpointMismatchError",
+    "CheckpointUnsafeError",
+    "CollectiveMismatchError",
+    "CompiledGraphWarning",
+    "ComposableShardError",
+    "DeadlockError",
+    "MixedShardingError",
+    "OffloadError",
+    "PeerLostError",
+    "PhaseError",
+    "PoolBudgetError",
+    "RaceError",
+    "RankFailedError",
+    "RankMismatchError",
+    "SavedTensorModifiedError",
+    "ShardConfigAttributeError",
+    "ShardConfigError",
+    "ShardConfigStateError",
+    "ShardConfigTypeError",
+    "ShardConfigValueError",
+    "StaleStateError",
+    "WorldError",
+    "WorldTimeoutError",
+]
+
 
 class ComposableShardError(Exception):
     """Base of every error that this library raises on purpose."""
