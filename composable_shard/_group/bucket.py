@@ -492,7 +492,7 @@ class LowBitBucket(GatherBucket):
     """Parameters that are gathered in fewer bits than they are computed with.
 
     In backward, this rank sends the bytes of the forward again, so that both see the same weights. Each forward rounds
-    anew, because hand-written optimizers may change shards without increasing their versions.
+    again, because hand-written optimizers may change shards without increasing their versions.
     """
 
     __slots__ = ("_low", "_sent")
