@@ -213,7 +213,7 @@ class Actions:
         if group.stay.pinned:
             return True
         # Code often swaps weights before an evaluation (EMA). Foreach functions do not increase versions, so such a
-        # swap would go unnoticed. An evaluation therefore gathers all groups anew.
+        # swap would go unnoticed. An evaluation therefore gathers all groups again.
         if not torch.is_grad_enabled():
             return False
         # `stay.kept`, because the setting may have changed since the backward that kept the weights: for the last of

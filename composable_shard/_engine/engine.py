@@ -381,7 +381,7 @@ class Engine:
         edited = self._actions.find_edits(group) if written else ()
         self._actions.end_forward(group, stays)  # also after an edit: it ends timers and installs the right tensors
         if edited:
-            self._actions.reshard(group, check_edits=False)  # if it stayed unsharded: nobody may read edited weights
+            self._actions.reshard(group, check_edits=False)  # if it stayed unsharded: edited weights must not be read
             raise lost_edit(edited)
 
     # ---- backward

@@ -307,7 +307,7 @@ class BufferPool:
         self._lent.append((slot, is_used))
 
     def finish_later(self, end: Callable[[], object]) -> None:
-        """Finish work whose result nobody will use, before the next lease (`collect`).
+        """Finish work whose result no code will use, before the next lease (`collect`).
 
         This may be called at any time, even by the garbage collector in the middle of another method.
 
