@@ -201,10 +201,11 @@ class Actions:
         adopted = False
         for group in self.groups:
             entries = group.entries()
-            adopted |= entries is not None and entries.adopt()
+            replaced = entries is not None and entries.adopt()
+            adopted |= replaced
             if group.phase is SHARDED or group.running:
                 continue
-            if adopted or not self._outlives(group, waiting) or group.is_stale():
+            if replaced or not self._outlives(group, waiting) or group.is_stale():
                 self.reshard(group)
         return adopted
 

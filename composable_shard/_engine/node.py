@@ -54,6 +54,7 @@ class Use:
         places: the addresses of the weights to which the node's outputs refer; empty if they refer to copies.
         reads: how many handles autograd has saved for weights of the group's first bucket. Backward will read each, so
             this tells when it has come halfway.
+        saved_any: whether autograd has saved a handle for any weight of the group.
         fired: whether its gradients have been complete once.
         under_hooks: whether its forward ran under saved-tensor hooks of other code, such as a checkpoint that
             recomputes the forward.
@@ -73,6 +74,7 @@ class Use:
         "partial",
         "places",
         "reads",
+        "saved_any",
         "under_hooks",
     )
 
@@ -90,14 +92,19 @@ class Use:
         self.forward = forward
         self.node: Callable[[], Any] = _no_node
         self.places = group.places
-        self.reads, self._saved_before = 0, group.buckets[0].saved
+        self.reads = 0
+        self.saved_any = False
+        self._saved_before = [bucket.saved for bucket in group.buckets]
         self.fired = False
         self.under_hooks = under_hooks
         self.partial: list[torch.Tensor | None] | None = None
 
     def end_forward(self, last: int) -> None:
         """End the forward of the use; `last` is the number of the last use that has begun so far."""
-        self.last, self.reads = last, self.group.buckets[0].saved - self._saved_before
+        self.last = last
+        saved = [bucket.saved for bucket in self.group.buckets]
+        self.reads = saved[0] - self._saved_before[0]
+        self.saved_any = saved != self._saved_before
 
     def keep(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add gradients to the partial sum, because more will follow."""

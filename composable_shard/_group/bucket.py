@@ -24,7 +24,7 @@ from .._policies import Wire
 from .._torch import debug
 from .._torch.core import address_of, has_memory, plainly, without_torch_function
 from .._torch.distributed import local_tensor
-from .edits import BitSums, Writes, bit_sums, lost_edit
+from .edits import BitSums, Writes, bit_sums
 from .faces import Faces, Leaves
 from .param import ShardedParam
 from .setup import GatherSetup
@@ -233,6 +233,10 @@ class Bucket:
         """Mark the gather as done: the unsharded parameters can be read."""
         self.readable = True
 
+    def changed_bits(self) -> list[str]:
+        """When debugging: FQNs of parameters whose bits have changed since they were gathered (checksums)."""
+        return []
+
     def await_memory(self) -> None:
         """After a failed gather: make the current stream wait for earlier uses of the memory.
 
@@ -405,8 +409,6 @@ class GatherBucket(Bucket):
             self.writes.end_reads()
         if slot is None:
             return
-        if self._sums is not None:
-            self._check_unchanged(slot)
         faces = self._faces
         # Only leaves, and faces that a forward has found to be kept, can have views now.
         lent = (leaves is not None or faces.lent) and faces.are_kept(leaves)
@@ -467,13 +469,12 @@ class GatherBucket(Bucket):
         lying = zip(self.begins, self.places.params, strict=True)
         return [debug.checksum(memory.narrow(0, size * begin, size * each.numel)) for begin, each in lying]
 
-    def _check_unchanged(self, slot: Slot) -> None:
+    def changed_bits(self) -> list[str]:
         before, self._sums = self._sums, None
-        assert before is not None
-        compared = zip(self.fqns, before, self._checksums(slot), strict=True)
-        edited = [fqn for fqn, was, now in compared if was != now]
-        if edited:
-            raise lost_edit(edited)
+        if before is None or self.slot is None:
+            return []
+        compared = zip(self.fqns, before, self._checksums(self.slot), strict=True)
+        return [fqn for fqn, was, now in compared if was != now]
 
     def forget(self) -> None:
         if self._reserved is not None:

@@ -26,6 +26,7 @@ from .._faults.seat import summary
 from .._memory.slots import Request
 from .._plan.schedule import ROOT_NAME
 from .._policies import Options, Settings
+from .._torch import debug
 from .._torch.distributed import local_tensor
 from ..errors import PhaseError
 from .bucket import Bucket, GatherBucket, LowBitBucket, Saved
@@ -290,17 +291,17 @@ class ParamGroup:
             raise illegal(self.name, self.phase, GATHERING)
         for ledger in self._comm.notes.gathers:
             ledger.issue(self.layout.note)
-        if self.phase is RESIDENT:  # pieces are in slots; nothing is allocated or read that could fail as below
-            self._gathers = [(b, resident.start()) for b, resident in zip(self.buckets, self.residents, strict=True)]
-            self._set_phase(GATHERING)
-            return
-        if self.stay.pinned or self.settings.outlives[self.is_root]:  # as in `note_versions`, without a call
-            self._versions = self._versions_now()
         self._gathers = []
         try:
-            for bucket in self.buckets:
-                self._gathers.append((bucket, bucket.start(after)))
-        except BaseException:  # for example out of memory: the group is sharded as before
+            if self.phase is RESIDENT:
+                for bucket, resident in zip(self.buckets, self.residents, strict=True):
+                    self._gathers.append((bucket, resident.start()))
+            else:
+                if self.stay.pinned or self.settings.outlives[self.is_root]:  # otherwise nobody compares these versions
+                    self._versions = self._versions_now()
+                for bucket in self.buckets:
+                    self._gathers.append((bucket, bucket.start(after)))
+        except BaseException:  # for example out of memory: the group stays in its phase, and can be resharded
             self._comm.notes.take_back(self._comm.notes.gathers)
             self._give_up_gathers()
             raise
@@ -364,6 +365,9 @@ class ParamGroup:
 
         Args:
             again: whether they are gathered again immediately, into the same memory, to stay as long as before.
+
+        Raises:
+            StaleStateError: when debugging: the bits of a parameter have changed. The group is still resharded.
         """
         was_resident = self.phase is RESIDENT
         self._set_phase(SHARDED)
@@ -373,9 +377,12 @@ class ParamGroup:
             for resident in self.residents:
                 resident.release()
             return
+        edited = [fqn for bucket in self.buckets for fqn in bucket.changed_bits()] if debug.debugging else ()
         after, reserve = self._runtime.gather_lane.record_current_stream(), again or self.settings.current.keep_storage
         for bucket in self.buckets:
             bucket.release(after, reserve)
+        if edited:
+            raise lost_edit(edited)
 
     def is_written(self) -> bool:
         """Whether leaves (see `leaves`) were written to since the gather, judging by versions."""
@@ -418,9 +425,12 @@ class ParamGroup:
             ]
         for resident in self.residents:
             resident.keep()
+        edited = [fqn for bucket in self.buckets for fqn in bucket.changed_bits()] if debug.debugging else ()
         after = run.gather_lane.record_current_stream()
         for bucket in self.buckets:
             bucket.release(after)
+        if edited:
+            raise lost_edit(edited)
 
     def pieces(self) -> list[torch.Tensor]:
         """Return the pieces that this rank keeps after `shrink`, as DTensor parameters on the small mesh."""

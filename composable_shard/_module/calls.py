@@ -172,7 +172,7 @@ def _saved_none(engine: Engine, group: ParamGroup | None) -> bool:
     saved-tensor hooks either, because the checkpoint counts the tensors that are saved in it.
     """
     use = None if group is None else engine.active.get(group)
-    return use is not None and not use.reads and not any(bucket.saved for bucket in use.group.buckets[1:])
+    return use is not None and not use.saved_any
 
 
 _numbers = itertools.count()

@@ -176,3 +176,32 @@ def test_small_meshes_do_not_keep_the_world_alive():
     among_all = testing.spmd(4)(train_in)  # torch 2.11 itself keeps worlds alive
     gc.collect()
     assert [world() is None for world in among_few] == [world() is None for world in among_all]
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+@distributed(world=4)
+def test_a_gather_in_backward_that_runs_out_of_memory_leaves_the_model_usable(rank, world, allowed):
+    """Fails where the gather among few ranks leases its slot, and where it leases its landing buffer."""
+    model, plain = twins(reshard_after_forward=2)
+    for step in range(2):
+        train_step(model, step)
+    engine = engine_of(model)
+    loss = loss_of(model, 2)
+    leased, lease = [], engine.pool.lease
+
+    def fails(request, owner=None):
+        leased.append(request.name)
+        if len(leased) > allowed:
+            raise torch.OutOfMemoryError("no memory")
+        return lease(request, owner)
+
+    engine.pool.lease = fails
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        loss.backward()
+    engine.pool.lease = lease
+    assert leased[-1].startswith("landing" if allowed else "weights")
+    model.zero_grad()
+    for step in range(2):
+        train_step(model, step), train_step(plain, step)
+    assert_same_gradients(model, plain)
+    assert_at_rest(model)
