@@ -202,13 +202,13 @@ class Launched(Job[T]):
         self._when_done = when_done
 
     def _advance(self) -> None:
-        if self._handle is not None:
-            try:
-                WAITING.wait(self._handle)
-            except BaseException as error:
-                self._handle = Lost(repr(error))
-                raise
-            self._handle = None
+        assert self._handle is not None
+        try:
+            WAITING.wait(self._handle)
+        except BaseException as error:
+            self._handle = Lost(repr(error))
+            raise
+        self._handle = None
 
 
 class Lane:

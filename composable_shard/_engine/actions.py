@@ -95,22 +95,21 @@ class Actions:
         """Make the next gather wait for the event `at`; without one, for the work now queued on the current stream."""
         self.changed = at or self._runtime.gather_lane.record_current_stream()
 
-    def issue_gather(self, group: ParamGroup | None) -> None:
-        """Issue a group's gather without waiting for it, unless it is issued or complete already."""
-        if group is not None and group.phase in AWAY:
-            if self.order.forward.kept and group in self.order.forward.kept:
-                group.note_versions()  # to find out at the next root forward whether they are outdated
-            reads_shards = group.phase is not RESIDENT  # few ranks gather from pieces, which no optimizer changes
-            self.recorder.act(UNSHARD, group, group.start_gather, self.changed)
-            if reads_shards:
-                self.changed = None
-            if self.recorder.watch is not None and self.recorder.watch.serial:  # it times each collective separately
-                self._wait_for_gather(group)
+    def issue_gather(self, group: ParamGroup) -> None:
+        """Issue a group's gather without waiting for it. The group must be sharded, or resident."""
+        if self.order.forward.kept and group in self.order.forward.kept:
+            group.note_versions()  # to find out at the next root forward whether they are outdated
+        reads_shards = group.phase is not RESIDENT  # resident groups gather from pieces, which no optimizer changes
+        self.recorder.act(UNSHARD, group, group.start_gather, self.changed)
+        if reads_shards:
+            self.changed = None
+        if self.recorder.watch is not None and self.recorder.watch.serial:  # it times each collective separately
+            self._wait_for_gather(group)
 
     def prefetch(self, groups: Sequence[ParamGroup]) -> None:
         """Prefetch these groups. Groups that do not fit in the budget are gathered later, when they are needed."""
+        bounded = self.order.forward.budget is not None
         for group in groups:
-            bounded = self.order.forward.budget is not None
             if group.phase in AWAY and not (bounded and self.budget.exceeded_by(gathering(group))):
                 self.issue_gather(group)
 
@@ -253,10 +252,11 @@ class Actions:
 
     def pin(self, group: ParamGroup, wait: bool) -> None:
         """Gather a group and keep it unsharded until `reshard`, its next use, or a change of its parameters."""
-        if group.phase in AWAY:
+        away = group.phase in AWAY
+        group.stay.pin()  # before the gather, which notes versions for groups that stay
+        if away:
             self.parameters_changed()  # users call this between steps, after any change that they have made
-        group.stay.pin()
-        self.issue_gather(group)
+            self.issue_gather(group)
         if wait:
             self.gather(group)
             self.installed.install_leaves(group)

@@ -92,11 +92,6 @@ NO_CAPTURE = (
 )
 
 
-def _refuse_capture(device: torch.device) -> None:
-    if captures(device):
-        raise ShardConfigStateError(NO_CAPTURE)
-
-
 class Engine:
     """Runs eager steps of the groups of one root.
 
@@ -253,7 +248,8 @@ class Engine:
 
     @apart_from_checkpoints
     def _begin_forward(self) -> None:
-        _refuse_capture(self.pool.memory.device)
+        if captures(self.pool.memory.device):
+            raise ShardConfigStateError(NO_CAPTURE)
         self._end_abandoned()
         if self._pass is not None or self._iterations.was_interrupted:
             self._recover()

@@ -56,42 +56,6 @@ _MOST_PLANS = 8  # how many plans a ledger stores, to report how the plans of ra
 NOTHING_NOTED = Notes()
 
 
-class ReductionNotes:
-    """The notes of a group's reductions, one for each way to reduce it.
-
-    Args:
-        notes: the notes of the group.
-    """
-
-    __slots__ = ("_chosen", "_notes", "_of")
-
-    def __init__(self, notes: Notes) -> None:
-        self._notes = notes
-        self._of: dict[object, str] = {}
-        self._chosen = ""
-
-    def name(self, way: object, how: str) -> None:
-        """Add a way to reduce the group, with its description."""
-        self._of[way] = self._notes.reduce(how)
-
-    def in_words(self, how: str) -> str:
-        """The note of a reduction with this description."""
-        return self._notes.reduce(how)
-
-    def choose(self, way: object) -> None:
-        """Choose the way of the next reduction."""
-        self._chosen = self._of[way]
-
-    def issue(self, whole: bool) -> None:
-        """Note a reduction that is about to be issued; with `whole`, it also reduces over the replicas."""
-        for ledger in self._notes.reduces if whole else self._notes.gathers:
-            ledger.issue(self._chosen)
-
-    def take_back(self, whole: bool) -> None:
-        """Mark the last reduction as not issued; `whole` as for `issue`."""
-        self._notes.take_back(self._notes.reduces if whole else self._notes.gathers)
-
-
 class Seat:
     """The entry of one model in the ledgers.
 

@@ -166,14 +166,12 @@ class TracedGroup:
         self._between_steps: weakref.WeakMethod[Callable[[], None]] | None = None
         self._info = info
         self.key, self._ports, self._sets_gradients = self._register()
-        self.compiled = False
         self.watched = 0
         self.uses = 0
         self.steps: TracedSteps | None = None
         self._extended = False
         self._tag = _tag_of(params, info.device)
         registry.add(self)
-        watch_steps(self)
 
     def _register(self) -> tuple[str, list[int | None], bool]:
         """Register the layout, with the current `grad_dtype` of each parameter.
@@ -221,7 +219,6 @@ class TracedGroup:
     def unshard(self, entries: Follower) -> list[torch.Tensor]:
         """The unsharded parameters of the tensors that are installed in the modules now."""
         with_side_effects(entries.follow)
-        with_side_effects(partial(setattr, self, "compiled", True))
         self._count_use()
         self._check_can_trace()
         full = self._gather([param.sharded for param in self._params])
@@ -342,6 +339,7 @@ class TracedGroup:
 
     def before_gather(self) -> None:
         """Let the engine arrange its memory in an arena, if that is due, before a graph gathers the group."""
+        watch_steps(self)  # not earlier: without graphs that save shards, optimizer steps concern only the engine
         group, between_steps = self._of_runtime(), self._between_steps and self._between_steps()
         if group is not None and between_steps is not None and group.exchange().pool.wants_arena:
             between_steps()
@@ -393,7 +391,7 @@ class TracedGroup:
         Foreach functions do not increase the versions of sharded parameters. Autograd would then not notice in backward
         that the shards which a graph has saved were changed.
         """
-        if self.compiled and not stepped.isdisjoint([id(param.sharded) for param in self._params]):
+        if not stepped.isdisjoint([id(param.sharded) for param in self._params]):
             torch.autograd.graph.increment_version([param.local for param in self._params])
 
     def check_reduced(self, stepped: set[int]) -> None:

@@ -11,12 +11,13 @@ import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, is_, is_not
+from typing import NamedTuple
 
 import torch
 
 from .._comm.copies import Gradients
 from .._comm.lanes import Job
-from .._faults.seat import Notes, ReductionNotes, summary
+from .._faults.seat import Notes, summary
 from .._policies import Options, Settings, reduce_dtypes
 from .._torch.core import HANDLES, Hook, any_gradient_hooks, without_torch_function
 from .._torch.distributed import dtensor_of, local_tensor, new_dtensor, spec_of
@@ -28,6 +29,20 @@ from .reduction import GroupReduced, ReduceBucket, Reduced, Reduction, free_queu
 from .setup import ReduceSetup
 
 _requires_grad, _sharded, _grad = map(attrgetter, ("requires_grad", "sharded", "grad"))
+
+
+class BucketSet(NamedTuple):
+    """The buckets of a group's reductions that have the same parameters and options.
+
+    Attributes:
+        buckets: one for each dtype of the reduction.
+        nbytes: bytes that a reduction leases.
+        note: the note of a reduction, for comparison with other ranks.
+    """
+
+    buckets: list[ReduceBucket]
+    nbytes: int
+    note: str
 
 
 class GroupGradients:
@@ -44,12 +59,12 @@ class GroupGradients:
     Attributes:
         phase: the phase of the gradients: none, accumulated or being reduced.
         hooks_taken: whether hooks of its parameters were removed from autograd and not yet restored.
-        buckets_of: the reduce buckets, by all that they depend on (parameters that train, dtypes, divisors).
+        bucket_sets: the reduce buckets, by all that they depend on (parameters that train, dtypes, divisors).
     """
 
     __slots__ = (
         "_accumulated", "_handles_seen", "_in_flight", "_name", "_new", "_notes", "_on_nodes", "_params", "_settings",
-        "_setup", "_shards", "buckets_of", "hooks_taken", "phase",
+        "_setup", "_shards", "bucket_sets", "hooks_taken", "phase",
     )  # fmt: skip
 
     def __init__(
@@ -61,7 +76,7 @@ class GroupGradients:
         setup: ReduceSetup,
         notes: Notes,
     ) -> None:
-        self._notes = ReductionNotes(notes)
+        self._notes = notes
         self._name, self._params, self._settings = name, params, settings
         self._new = new_dtensor if all(param.rows == 1 for param in params) else dtensor_of
         self._shards, self._setup = shards, setup
@@ -73,7 +88,7 @@ class GroupGradients:
         # parameter of the group had a hook: while the number is the same, there still is none. -1 if unknown.
         self._handles_seen = min([p.hooks.handles_seen for p in params], default=-1)
         self._on_nodes: list[dict[int, Hook]] | None = None
-        self.buckets_of: dict[tuple[object, ...], list[ReduceBucket]] = {}
+        self.bucket_sets: dict[tuple[object, ...], BucketSet] = {}
 
     def rebuild(self, shards: Sequence[torch.Tensor], setup: ReduceSetup) -> None:
         """Make buckets and look for hooks again, because parameters were converted or transports changed.
@@ -83,11 +98,11 @@ class GroupGradients:
         """
         self._shards, self._setup = shards, setup
         self._handles_seen, self._on_nodes = -1, None
-        self.buckets_of.clear()
+        self.bucket_sets.clear()
 
     def leave_slots(self) -> None:
         """Drop all views of slots, because the pool is about to replace its slots."""
-        self.buckets_of.clear()
+        self.bucket_sets.clear()
 
     def _set_phase(self, new: GradPhase) -> None:
         if new not in TRANSITIONS[self.phase]:
@@ -255,26 +270,26 @@ class GroupGradients:
     @property
     def reduce_bytes(self) -> int:
         """Bytes that a reduction leases."""
-        return sum(bucket.nbytes for bucket in self._buckets())
+        return self._bucket_set().nbytes
 
-    def _buckets(self) -> list[ReduceBucket]:
-        """Return the buckets of a reduction that begins now, one for each dtype of the reduction."""
+    def _bucket_set(self) -> BucketSet:
+        """Return the buckets of a reduction that begins now."""
         trains = self._trains()
         if wanted := self._accumulated.wanted:
             trains = tuple(trained or index in wanted for index, trained in enumerate(trains))
         options = self._settings.current
         key = trains, options.mp_policy.reduce_dtype, options.divide_factor, options.only_sums
-        buckets = self.buckets_of.get(key)
-        if buckets is None:
+        found = self.bucket_sets.get(key)
+        if found is None:
             indices = [index for index, trained in enumerate(trains) if trained]
-            buckets = self.buckets_of[key] = reduce_buckets(self._params, indices, self._setup.under(options))
-            self._notes.name(key, _reduced(self._params, trains, options))
-        self._notes.choose(key)
-        return buckets
+            buckets = reduce_buckets(self._params, indices, self._setup.under(options))
+            note = self._notes.reduce(_reduced(self._params, trains, options))
+            found = self.bucket_sets[key] = BucketSet(buckets, sum(bucket.nbytes for bucket in buckets), note)
+        return found
 
     def planned_note(self) -> str:
         """Return the note of a reduction of all parameters that currently require gradients."""
-        return self._notes.in_words(_reduced(self._params, self._trains(), self._settings.current))
+        return self._notes.reduce(_reduced(self._params, self._trains(), self._settings.current))
 
     def _trains(self) -> tuple[bool, ...]:
         with without_torch_function():  # or each DTensor's `__torch_function__` would run
@@ -290,24 +305,27 @@ class GroupGradients:
             holds: whether its memory stays leased until the wait for it, even on a stream.
         """
         whole = alone or self._setup.transports.replicate is None or self._settings.current.requires_all_reduce
-        buckets = self._buckets()
-        self._notes.issue(whole)
-        partial = None if alone else self._accumulated.take_partial()
+        buckets, nbytes, note = self._bucket_set()
+        ledgers = self._notes.reduces if whole else self._notes.gathers
+        for ledger in ledgers:
+            ledger.issue(note)
+        accumulated = self._accumulated
+        pieces = accumulated.take_partial() if not alone and (accumulated.pieces or accumulated.wanted) else None
         jobs: list[tuple[ReduceBucket, Job[Reduced]]] = []
         asked = self._asked(gradients, buckets) if whole else []
         try:
             for bucket in buckets:
                 asks = bool(asked) and self._setup.lane.streams
-                jobs.append((bucket, bucket.start(gradients, partial, whole, asks, holds)))
+                jobs.append((bucket, bucket.start(gradients, pieces, whole, asks, holds)))
         except BaseException:
-            self._notes.take_back(whole)
+            self._notes.take_back(ledgers)
             free_queued(self._setup.pool, jobs)
-            _give_up(job for _, job in jobs)
+            _give_up(jobs)
             raise
         queued = free_queued(self._setup.pool, jobs)
         self._set_phase(GradPhase.REDUCING)
         self._in_flight += 1
-        return Reduction(jobs, asked, whole, queued, sum(bucket.nbytes for bucket in buckets) - queued)
+        return Reduction(jobs, asked, whole, queued, nbytes - queued)
 
     def _asked(self, gradients: Gradients, buckets: Sequence[ReduceBucket]) -> list[int]:
         """Return the parameters whose `.grad` stays None if no rank has a gradient for them; not the frozen ones."""
@@ -331,17 +349,14 @@ class GroupGradients:
                 self._accumulate_pieces(done)
                 done = []
         finally:  # a reduction whose wait has failed is no longer in flight, either
-            _give_up(job for _, job in waited)
+            _give_up(waited)
             self._in_flight -= 1
             if self._in_flight == 0:
                 waits = self._accumulated.whole or self._accumulated.pieces
                 self._set_phase(GradPhase.ACCUMULATED if waits else GradPhase.NONE)
-        return GroupReduced(done, reduction.asked, self._to_await(reduction))
-
-    def _to_await(self, reduction: Reduction) -> list[Job[Reduced]]:
-        """Return the jobs that copy results to the host. The host must wait for them before it reads the results."""
+        # Jobs that copy results to the host: the host must wait for them before it reads the results.
         copied = self._setup.lane.streams and reduction.whole and (self._setup.info.offloads or reduction.asked)
-        return [job for _, job in reduction.jobs] if copied else []
+        return GroupReduced(done, reduction.asked, [job for _, job in reduction.jobs] if copied else [])
 
     def _accumulate_pieces(self, done: Sequence[tuple[list[int], Reduced]]) -> None:
         """Keep the pieces of a reduction that waits for its all-reduce over replicas."""
@@ -350,9 +365,9 @@ class GroupGradients:
             self._accumulated.add_partial(indices, parts.pieces, list(parts.used))
 
 
-def _give_up(jobs: Iterable[Job[Reduced]]) -> None:
+def _give_up(jobs: Iterable[tuple[ReduceBucket, Job[Reduced]]]) -> None:
     """Wait for the remaining jobs after an error, because their memory is released; their own errors are ignored."""
-    for job in jobs:
+    for _, job in jobs:
         with contextlib.suppress(Exception):
             job.finish()
 

@@ -206,7 +206,7 @@ class ParamGroup:
         """
         yield "small", False, [resident.for_pieces for resident in self.residents]
         yield "landing", False, [resident.for_landing for resident in self.residents]
-        for buckets in self.gradients.buckets_of.values():
+        for buckets, _, _ in self.gradients.bucket_sets.values():
             yield "reduction", False, [request for bucket in buckets for request in bucket.requests]
         for backward in (False, True):
             yield "weights", backward, [bucket.for_weights[backward] for bucket in self._in_slots()]

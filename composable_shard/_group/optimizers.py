@@ -91,7 +91,7 @@ def _tell(optimizer: Optimizer, params: Sequence[torch.Tensor], what: int) -> No
 
 
 def _tell_watchers(stepped: set[int], what: int, optimizer: Optimizer | None = None) -> None:
-    watchers = _living_watchers()
+    watchers = list(filter(None, map(call, _watchers.valuerefs())))
     if what & REDUCED:
         for watcher in watchers:
             watcher.check_reduced(stepped)
@@ -141,10 +141,6 @@ def _run_closure(optimizer: Optimizer, closure: Callable[[], Any], params: Seque
     loss = closure()
     _tell(optimizer, params, REDUCED)
     return loss
-
-
-def _living_watchers() -> list[StepWatcher]:
-    return list(filter(None, map(call, _watchers.valuerefs())))
 
 
 _library = torch.library.Library("composable_shard", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -381,6 +381,8 @@ def free_queued(pool: BufferPool, jobs: Iterable[tuple[ReduceBucket, Job[Reduced
         the size of this memory in bytes.
     """
     leased = [each for _, job in jobs for each in job.occupied]
+    if not leased:
+        return 0
     for slot, _ in leased:
         pool.release_queued(slot, leased[-1][1])
     return sum(slot.nbytes for slot, _ in leased)

@@ -135,7 +135,7 @@ class ModuleEntries:
 
     def adopt_changes(self) -> None:
         """Apply to the sharded parameters what users have changed on the installed leaves, if any are installed."""
-        if not self._leaf_flags:
+        if not self._leaf_flags:  # none are
             return
         self.note_assigned()
         before, self._leaf_flags = self._leaf_flags, list(map(_requires_grad, self._installed))
@@ -244,8 +244,9 @@ class ModuleEntries:
                 placements of the old one; or an unsharded copy was replaced; or the `.data` of a sharded parameter was
                 assigned.
         """
-        self._check_leaves()
-        self.adopt_changes()
+        if self._leaf_flags:
+            self._check_leaves()
+            self.adopt_changes()
         if not torch.compiler.is_compiling():
             self._check_data()
         if self._assigned:
@@ -286,7 +287,7 @@ class ModuleEntries:
         Raises:
             ShardConfigStateError: a leaf was replaced by a DTensor that is not ours.
         """
-        if not self._leaf_flags or self._hold(self._installed):
+        if self._hold(self._installed):
             return
         for names, name, index in self.places:
             now = names.get(name)
