@@ -6,9 +6,9 @@ Work is written once for both, as a generator that yields each handle that it mu
 - On a stream, `start` queues all of the work, and `finish` makes the current stream wait for an event.
 - On a CPU, `start` runs the work up to its first handle, and `finish` blocks and runs the rest.
 
-Memory that the caller has leased for a job, such as a landing buffer, is released by `when_done`, which `finish` calls.
-A reduction on a stream can release its memory earlier: as soon as it is queued, behind the event of its end
-(`frees_queued`).
+Memory that the caller has leased for a job, such as a landing buffer, is usually released by `when_done`, which
+`finish` calls. On a stream, a reduction may release its memory before: as soon as it is queued. Whoever uses the memory
+next then waits for the event at the end of the reduction (`Lane.frees_queued`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Waiting:
     """The waits for collectives in this process, for the code that watches them (`_faults`).
 
     Attributes:
-        since: when the current wait began, by `time.monotonic` (seconds); 0 if there is none.
+        since: when the newest wait of any thread began, by `time.monotonic` (seconds); 0 if it has ended.
     """
 
     __slots__ = ("_explain", "since")
@@ -98,14 +98,15 @@ class Job(Generic[T]):
 
     Args:
         steps: the work.
-        held: tensors that the work reads or writes, kept alive until `finish`. On a stream, `steps` ends as soon as the
-            work is queued, so it does not keep them alive.
-        drain: whether to run all of the work immediately, as on a stream.
-        when_done: called once, in `finish`, with the event behind the end of the work (None on a CPU).
+        held: tensors that the work reads or writes, kept alive until `finish`, which makes the current stream wait for
+            the work. Only then may the allocator hand their memory to other work. `steps` does not keep them alive on a
+            stream, where it ends as soon as the work is queued.
+        drain: whether to run `steps` to its end immediately. A lane on a stream does so to queue all of the work.
+        when_done: called once, in `finish`, with the event recorded after the work (None on a CPU).
 
     Attributes:
-        occupied: memory that the caller has leased for the job on a stream, with the events behind which it is free.
-            The caller sets and reads it (`ReduceBucket.start`, `free_queued`).
+        occupied: the memory that a reduction on a stream uses, and for each part the event after which it is free. Only
+            the caller uses this: `ReduceBucket.start` sets it, and `free_queued` releases the memory.
     """
 
     __slots__ = ("_event", "_handle", "_held", "_result", "_steps", "_when_done", "occupied")
@@ -132,7 +133,7 @@ class Job(Generic[T]):
                 raise
         assert self._steps is not None
         grad = torch.is_grad_enabled()
-        if grad:  # a generator cannot keep grad mode off across a yield
+        if grad:  # `steps` copies without autograd. It cannot use `no_grad` itself, because that would leak at a yield
             set_grad_enabled(False)
         try:
             self._handle = next(self._steps)
@@ -156,7 +157,8 @@ class Job(Generic[T]):
             if self._event is not None:
                 self._event.wait()
         except BaseException as error:
-            # After an interrupt, the collective may still write to the memory that `when_done` would release.
+            # After an interrupt such as Ctrl-C, the collective may still write to the memory that `when_done` would
+            # release, so it is never released. After an error of the collective itself, it no longer runs.
             if not isinstance(error, Exception):
                 self._when_done = None
             raise
@@ -171,8 +173,8 @@ class Job(Generic[T]):
         """Set `occupied`."""
         self.occupied = memory
 
-    def ended(self) -> Events:
-        """Return the event behind the work; None on a CPU."""
+    def end_events(self) -> Events:
+        """Return a tuple of the event recorded after the work; of None on a CPU."""
         return (self._event,)
 
     def wait_on_host(self) -> None:
@@ -216,10 +218,11 @@ class Lane:
 
     Attributes:
         streams: whether the lane is a stream, so that a stream and never the host waits for queued work.
-        frees_queued: whether the memory of a reduction is free for other work behind its event. If not, it is free only
-            after the reduction was waited for. If all groups communicate in one process group, that other work cannot
-            start earlier anyway, because collectives of one group run one after the other. With several process groups,
-            a gather could overlap with the reduction, and waiting for its memory would delay it.
+        frees_queued: whether a reduction releases its memory as soon as it is queued, instead of in `finish`. This
+            saves memory, and is always correct, because the next user of the memory waits for the reduction. A gather
+            that gets the memory then cannot overlap with the reduction. If all groups use one process group, it could
+            not anyway: collectives of one process group run one after the other. With several process groups it could,
+            so this is False there (`_module/build.py`).
     """
 
     streams = False
@@ -232,7 +235,10 @@ class Lane:
     def start(
         self, steps: Steps[T], after: Events = (), held: object = None, when_done: WhenDone | None = None
     ) -> Job[T]:
-        """Queue `steps` behind the events `after`; `held` and `when_done` are as for a `Job`."""
+        """Queue `steps`, to begin after the events `after`; `held` and `when_done` are as for a `Job`.
+
+        On a CPU there are no events, so `after` has no effect.
+        """
         return Job(steps, held, False, when_done)
 
     def launch(
@@ -243,23 +249,26 @@ class Lane:
         result: T,
         when_done: WhenDone | None = None,
     ) -> Job[T]:
-        """Queue one collective behind the events `after` and keep `args` alive; the job returns `result`."""
+        """Queue one collective, to begin after the events `after`, and keep `args` alive; the job returns `result`."""
         return Launched(collective(*args), args, result, when_done)
 
     def record_current_stream(self) -> torch.Event | None:
-        """Return an event behind all work queued on the current stream so far; None on a CPU."""
+        """Record an event on the current stream, after all work queued there so far; None on a CPU."""
         return None
 
     def queued(self) -> Events:
-        """Return the events behind all work queued on this lane and on the one returned by `behind`; none on a CPU."""
+        """Record events after all work queued on this lane and on its `second` lane; none on a CPU."""
         return ()
 
     def current(self) -> torch.Stream | None:
         """Return the current stream; None on a CPU."""
         return None
 
-    def behind(self) -> Lane:
-        """Return a lane for the rest of a job, so that later jobs of this lane do not wait for it; itself on a CPU."""
+    def second(self) -> Lane:
+        """Return a second lane, for the rest of a job that began here. Later jobs of this lane do not wait for it.
+
+        On a CPU, the lane itself.
+        """
         return self
 
 
@@ -269,7 +278,7 @@ class StreamLane(Lane):
     streams = True
 
     def __init__(self, device: torch.device) -> None:
-        self._behind: StreamLane | None = None
+        self._second: StreamLane | None = None
         # High priority: the copies and casts around a collective are small, and compute waits for them.
         self._stream = torch.Stream(device, priority=_HIGH_PRIORITY)
 
@@ -303,7 +312,7 @@ class StreamLane(Lane):
             raise
 
     def _give_up(self) -> None:
-        """Make the current stream wait for a failed job, because the caller is about to release its memory."""
+        """Make the current stream wait for the queued part of a failed job, whose memory the caller will release."""
         self.current().wait_stream(self._stream)
 
     def _wait_for(self, events: Events) -> None:
@@ -324,15 +333,15 @@ class StreamLane(Lane):
     def queued(self) -> Events:
         event = torch.Event(self._stream.device)
         event.record(self._stream)
-        return (event, *(() if self._behind is None else self._behind.queued()))
+        return (event, *(() if self._second is None else self._second.queued()))
 
     def current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self._stream.device)
 
-    def behind(self) -> Lane:
-        if self._behind is None:
-            self._behind = StreamLane(self._stream.device)
-        return self._behind
+    def second(self) -> Lane:
+        if self._second is None:
+            self._second = StreamLane(self._stream.device)
+        return self._second
 
 
 _simulated: list[Callable[[], Lane]] = []

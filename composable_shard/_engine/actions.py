@@ -325,7 +325,7 @@ class Actions:
         return self.reductions.finish_newest()
 
     def discard_reductions(self) -> None:
-        """Wait for all reductions and discard their results, and issue no gathers behind them."""
+        """Wait for all reductions and discard their results, and issue no gathers that were held back for them."""
         self._held_prefetches = None
         self.reductions.discard()
 

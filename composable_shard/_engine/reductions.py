@@ -106,7 +106,9 @@ class Reductions:
             start = partial(start, alone=alone, holds=group in self._order.backward.holds)
         reduction = self._recorder.act(REDUCE, group, start, gradients)
         self.in_flight.append((group, reduction))
-        self._recorder.history.add_bytes(reduction.queued_bytes)  # released already, behind an event
+        self._recorder.history.add_bytes(
+            reduction.queued_bytes
+        )  # released already, though still in use (`free_queued`)
 
     def finish_newest(self) -> dict[int, torch.Tensor]:
         """Wait for the reduction issued last, without setting `.grad`; return its pieces by parameter index."""

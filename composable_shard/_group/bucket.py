@@ -240,14 +240,15 @@ class Bucket:
     def await_memory(self) -> None:
         """After a failed gather: make the current stream wait for earlier uses of the memory.
 
-        The gather may have failed before it waited. Then the event of the release is behind these uses, too.
+        The gather may have failed before it waited for them. The event of the release, which the caller records next,
+        must come after them all the same.
         """
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         """Release the unsharded parameters, if they are gathered.
 
         Args:
-            after: the event behind all work that reads them.
+            after: an event that was recorded after all work that reads them.
             reserve: whether to keep their memory for the next gather.
         """
         raise NotImplementedError
@@ -414,7 +415,7 @@ class GatherBucket(Bucket):
         lent = (leaves is not None or faces.lent) and faces.are_kept(leaves)
         if lent or reserve:
             self._reserved = slot
-            self._pool.retain(slot, after, lent=not reserve)
+            self._pool.retain(slot, after, for_views=not reserve)
             return
         if faces.kept:
             faces.hide_kept(slot)

@@ -234,7 +234,7 @@ class ReduceBucket:
                 self._pack(gradients, out, slots)
             job, scattered = self._queued(out, slots, partial, whole, asks, when_done)
             if frees:
-                (after,) = scattered.ended()
+                (after,) = scattered.end_events()
                 job.occupy([(slot, after) for slot in slots])
             return job
         except BaseException:
@@ -276,10 +276,10 @@ class ReduceBucket:
         held: tuple[Any, ...],
         when_done: WhenDone,
     ) -> tuple[Job[Reduced], Job[Any]]:
-        """Queue the reduce-scatter on the lane, and the following steps on the lane behind it."""
+        """Queue the reduce-scatter on the lane, and the following steps on its second lane."""
         scattered = self._lane.start(self._scatter(out, slots), after, out)
         try:
-            job = self._lane.behind().start(steps, scattered.ended(), (*held, scattered), when_done)
+            job = self._lane.second().start(steps, scattered.end_events(), (*held, scattered), when_done)
         except BaseException:
             scattered.finish()
             raise
@@ -375,7 +375,8 @@ class ReduceBucket:
 def free_queued(pool: BufferPool, jobs: Iterable[tuple[ReduceBucket, Job[Reduced]]]) -> int:
     """Release, on a stream, the memory of these reductions for work queued after them, such as the next gather.
 
-    All of it is free behind the last reduction, because a plan counts the reductions of a group as one.
+    Each part becomes free after the last reduction, and not after its own: a plan counts the reductions of a group as
+    one, so the memory must be free at the time that the plan assumes.
 
     Returns:
         the size of this memory in bytes.

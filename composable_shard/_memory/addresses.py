@@ -55,8 +55,9 @@ class Addresses:
         """The slot or outside memory whose weights contain `address`, or None if no weights do."""
         index = bisect_right(self._begins, address)
         slot = self._slots[index - 1] if index else None
+        # Of all slots that begin before the address, `slot` begins last. Any other one that contains the address
+        # overlaps it: a rival.
         if slot is not None and address < slot.reach:
-            # `slot` begins last before the address. Any other slot that contains the address overlaps it: a rival.
             for each in (slot, *slot.rivals):
                 if each.begin <= address < each.end and each.owner is not None:
                     return each

@@ -44,10 +44,11 @@ class DeviceMemory:
         return True
 
     def return_segments(self) -> None:
-        """Return the allocator's free segments to the device. Call this between two arenas.
+        """Return the allocator's free segments to the device. Call this when the arena is replaced by another one.
 
-        The arena has another size than what was freed. Without this call, the allocator would keep the old segments and
-        reserve new ones. On CUDA this also empties the cache of user code (`torch.cuda.empty_cache`).
+        The new arena has another size. Without this call, the allocator would keep the segments of the old one and
+        reserve more. It takes long and, on CUDA, also empties the cache of user code (`torch.cuda.empty_cache`), so it
+        is not called in other situations.
         """
         if self._mem_pool is not None:
             self._mem_pool = torch.cuda.MemPool()
@@ -72,7 +73,7 @@ class DeviceMemory:
         return nullcontext() if self._mem_pool is None else torch.cuda.use_mem_pool(self._mem_pool, self.device)
 
     def record_current_stream(self) -> Events:
-        """Record an event behind the work that is queued on the current stream; none on a CPU.
+        """Record an event on the current stream, after the work that is queued there; none on a CPU.
 
         The first writer of new memory waits for it (rule 4 in `pool.py`).
         """
@@ -90,7 +91,7 @@ class DeviceMemory:
                 stream.wait_event(event)
 
     def leave(self, *lanes: Lane) -> None:
-        """Wait for the work queued on these lanes before the memory is freed, because its owner is being deleted."""
+        """Make the streams that may reuse the memory wait for these lanes: its owner is being deleted (rule 5)."""
         with suppress(Exception):  # the device may no longer exist, for example at exit
             for lane in lanes:
                 self.wait_before_free(lane.queued())

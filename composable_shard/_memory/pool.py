@@ -1,6 +1,6 @@
 """The memory pool for unsharded parameters and communication buffers.
 
-Code asks for memory under a name (`Request`) and gets a *slot* until it releases it.
+Code leases memory under a name (`Request`). It gets a *slot*, which it releases after use.
 
 Before the first step has ended, slots are separate allocations. Meanwhile the pool records which requests are leased at
 the same time. Between two steps it then makes an *arena*, in which each request has a fixed slot. Requests that were
@@ -20,15 +20,17 @@ States of a slot
     leased     set       see below   free: `release`; queued: `release_queued`; retained: `retain`; lent: `lend`;
                                      after an error, free: `release_failed`
     queued     None      None        free: `finish_queued`, once the queued work was waited for; leased: `lease`
-    retained   set       None        leased: `take_back`, by the same bucket
+    retained   set       None        leased: `take_back`, by the bucket that has retained it
     lent       set       None        free: `collect`, when no tensor refers to the memory any more
 
-The owner of a leased slot is the bucket whose weights are in it; other purposes have none. Handles find weights only in
-slots with an owner, so never in resharded ones. A queued slot looks like a free one: only the caller knows which slots
-it must pass to `finish_queued`, and the arena counts them.
+The owner of a leased slot is the bucket whose weights are in it (`_group/bucket.py`); other purposes have none. Saved
+tensors and addresses of weights are looked up only in slots with an owner, so never in resharded ones. A queued slot
+has the same attributes as a free one: whoever has queued it must pass it to `finish_queued`, and `Arena.unfinished`
+counts these slots.
 
 Most slots keep their memory while they are free. Two kinds do not: slots that *resize* (`Request.refills`), and slots
-in a region of their own, which are larger than most others or were made before the arena (`regions.py`).
+in a region of their own (`Region.is_large`). On an accelerator, the memory of other regions is freed at certain points
+of a step if nothing in them is leased (`free_idle`).
 
 Who records, who waits, who frees
 ---------------------------------
@@ -36,25 +38,30 @@ Who records, who waits, who frees
 On a CPU there are no events: the host waits for a job before it releases the slots of the job. On an accelerator, the
 host runs ahead of the streams, so a released slot may still be read or written. The rules:
 
-1. Whoever releases a slot passes an event behind the last use of it. The event becomes `Slot.free_after`. Gathered
-   weights are read by compute, so this event is recorded on the current stream, after the module or its backward has
-   been queued there. Code that reads weights on another stream must make the current stream wait for it.
+1. Whoever releases a slot passes an event that was recorded after the last use of it. The event becomes
+   `Slot.free_after`. Gathered weights are read by compute, so this event is recorded on the current stream, after the
+   module or its backward has been queued there. (Autograd runs a node on the stream of its forward.) A user's module
+   that reads weights on another stream must make the current stream wait for it, as with torch's FSDP2.
 2. Whoever writes first to a leased slot makes the writing stream wait for `free_after`: a gather on the stream of
    gathers, the packing of gradients on the current stream, scratch memory on the stream of reductions.
 3. Slots of the arena may overlap. `lease` adds the events of overlapping slots to `free_after`. It does not lease a
    slot while an overlapping one is leased.
-4. The allocator may hand out memory that queued work of the current stream still uses, because it orders memory by
-   stream. The first writer is often another stream. So a new slot has an event of the current stream in `free_after`.
+4. New memory may still be in use by queued work of the current stream: the allocator reuses memory within a stream
+   without waiting. The first writer is often another stream. So a new slot has an event of the current stream in
+   `free_after`.
 5. The allocator hands freed memory to the streams on which it was allocated, without an event. So all these streams
    wait for `free_after` before memory is freed.
-6. A reduction releases its slots as soon as it is queued (`release_queued`), behind an event. A later writer waits for
-   that event on its own stream. Freeing would make the compute stream wait (rule 5), so such memory is freed only
-   after the reduction was waited for (`finish_queued`).
-7. Whether a slot is lent or retained for user code depends on what this rank's user code keeps. No decision about a
-   collective may depend on it (`issued_bytes`).
+6. If `Lane.frees_queued`, a reduction releases its slots as soon as it is queued (`release_queued`). A later writer
+   waits for the event of the reduction, on its own stream. Freeing the memory would make the compute stream wait
+   (rule 5), so slots that lose their memory at release keep it until the reduction was waited for (`finish_queued`).
+   `free_idle` frees such memory before, and so makes compute wait. It runs at the end of a forward or backward, where
+   compute waits for reductions anyway, and where a large region needs the room.
+7. Whether a slot is lent, or retained for views that user code keeps, depends on the code and the garbage collector of
+   this rank. No decision about a collective may depend on it (`issued_bytes`).
 8. A gather reads shards, which an optimizer writes on another stream: see `Actions.parameters_changed`.
 
-`tests/testing/_race_mutants.py` removes each of these waits and events, so that a test finds the race:
+`tests/testing/_race_mutants.py` removes each of these waits and events, and a test must find the race. The names of the
+mutants, by rule (rules 6 and 7 have no wait of their own):
 
     1  weights-given-up-without-event, pieces-given-up-without-event, slots-freed-before-scatters
     2  gathers-ignore-slots, gathers-ignore-landings, packing-ignores-slots, scratch-ignores-slots
@@ -94,9 +101,10 @@ class BufferPool:
         live_bytes: leased bytes, and bytes of weights outside of the pool that were registered with `register`.
         peak_bytes: peak of `live_bytes`.
         arena: the slots that have a fixed place.
-        lent_bytes: the part of `live_bytes` that stays leased only because user code on this rank keeps views.
-        backward: whether a backward is running. A name has one request in forward and another one in backward, whose
-            slots may differ.
+        lent_bytes: the part of `live_bytes` that may differ between ranks: slots that are lent, or retained for views
+            that user code keeps.
+        backward: whether a backward is running. The weights of a bucket have one request in forward and another one in
+            backward, whose slots may differ.
         places: the unique object for each `Place`.
         fallbacks: by name, the number of leases for which the arena had no free slot.
     """
@@ -112,11 +120,12 @@ class BufferPool:
         self._known: dict[Request, None] = {}  # all requests that were leased, in the order of their first leases
         self._live: set[Request] = set()
         self.arena = Arena(self.memory, self.addresses)
-        self._lacks = True
-        self._free: dict[int, list[Slot]] = {}
+        self._lacks = True  # whether a new arena would differ: leases were met that the current one does not serve
+        self._free: dict[int, list[Slot]] = {}  # by size: free slots outside of the arena
+        # Lent slots, each with a function that tells whether the memory is used. Without a slot: work to be ended.
         self._lent: deque[tuple[Slot | None, Callable[[], bool]]] = deque()
         self.places = Places()
-        self._own: dict[tuple[str, int, bool], Slot] = {}
+        self._own: dict[tuple[str, int, bool], Slot] = {}  # slots of requests that `refills`
 
     @property
     def arena_bytes(self) -> int:
@@ -182,6 +191,7 @@ class BufferPool:
         while request in live:
             request = self.request(request.name + "'", request.nbytes, request.backward, request.refills)
         slot = request.slot
+        # The slot is leased after all if views of it are retained. `_is_taken` also notes which events to wait for.
         if slot is None or slot.request is not None or (slot.rivals and _is_taken(slot)):
             slot = self._own_slot(request) if request.refills else self._unplanned(request)
         elif self.arena.without_memory and not slot.region.has_memory:
@@ -201,14 +211,14 @@ class BufferPool:
             self.fallbacks[request.name] = self.fallbacks.get(request.name, 0) + 1
             self._lacks = True
         if request.slot is None and not self.arena.keeps_idle:
-            return self.arena.add(request)
+            return self.arena.add(request)  # in a region of its own, so that its memory can be freed at release
         free = self._free.get(request.nbytes)
         return free.pop() if free else self._make(request.nbytes)
 
     def loses_memory(self, request: Request) -> bool:
         """Whether the slot of a request loses its memory at release, even if tensors use it.
 
-        A pool whose memory a tool counts (`_fsdp2/listening.py`) does this for all requests.
+        While a tool counts the memory of the pool (`_fsdp2/listening.py`), this is so for all requests.
         """
         return request.refills
 
@@ -225,7 +235,7 @@ class BufferPool:
         return slot
 
     def _note_met(self, request: Request) -> None:
-        if not request.refills:
+        if not request.refills:  # those have slots of their own, outside of the arena
             self._known[request] = None
         request.meet(self._live)
 
@@ -235,7 +245,7 @@ class BufferPool:
         Args:
             slot: the slot.
             after: the event.
-            keep_memory: if True, a slot that has memory only while it is leased keeps it for now.
+            keep_memory: if True, a slot that loses its memory at release keeps it until `finish_queued`.
         """
         request = slot.request
         assert request is not None
@@ -245,15 +255,15 @@ class BufferPool:
         slot.request = slot.owner = None
         slot.free_after = () if after is None else (after,)
         self.live_bytes -= slot.nbytes
-        if request.slot is not slot and not slot.resizes:
+        if request.slot is not slot and not slot.resizes:  # a slot outside of the arena, for any request of its size
             self._free.setdefault(slot.nbytes, []).append(slot)
         if not keep_memory and (slot.resizes or (slot.region is not None and slot.region.is_large)):
             self._free_memory((slot,))
 
     def release_queued(self, slot: Slot, after: torch.Event | None) -> None:
-        """Like `release`, but keep the memory until `finish_queued` or the next lease.
+        """Like `release`, but the slot keeps its memory: its last use is only queued, and not waited for (rule 6).
 
-        The last use of the slot is queued, and nothing has waited for it (rule 6).
+        Another request may lease the slot. `finish_queued` frees the memory if it is not leased then.
         """
         self.release(slot, after, keep_memory=True)
         self.arena.count_unfinished(1)
@@ -280,36 +290,37 @@ class BufferPool:
                 self._beside_bytes -= slot.nbytes
                 slot.resize(0)
 
-    def retain(self, slot: Slot, after: torch.Event | None, lent: bool) -> None:
+    def retain(self, slot: Slot, after: torch.Event | None, for_views: bool) -> None:
         """Keep a slot leased for its next use, but without an owner, so that handles do not find its weights.
 
         Args:
             slot: the leased slot.
             after: event that the next writer must wait for.
-            lent: whether it is kept only because user code has views of it, so that other ranks may not keep it.
+            for_views: whether it is kept only because user code has views of it, so that other ranks may not keep it.
         """
-        slot.retain(after, lent)
-        self.lent_bytes += slot.nbytes if lent else 0
+        slot.retain(after, for_views)
+        self.lent_bytes += slot.nbytes if for_views else 0
 
     def take_back(self, slot: Slot, owner: weakref.ref[Any] | None = None) -> None:
         """Use a retained slot as after a new lease."""
-        self.lent_bytes -= slot.nbytes if slot.lent else 0
+        self.lent_bytes -= slot.nbytes if slot.for_views else 0
         slot.take_back(owner)
 
     def lend(self, slot: Slot, is_used: Callable[[], bool]) -> None:
         """Let other code use a slot. `collect` releases it when no tensor refers to its memory any more.
 
         Args:
-            slot: the leased slot. It counts as lent, because the time of its release may differ between ranks.
+            slot: the leased slot. Its bytes are part of `lent_bytes`.
             is_used: returns whether any tensor refers to the memory.
         """
-        self.retain(slot, None, lent=True)
+        self.retain(slot, None, for_views=True)
         self._lent.append((slot, is_used))
 
     def finish_later(self, end: Callable[[], object]) -> None:
-        """Finish work whose result no code will use, before the next lease (`collect`).
+        """Finish work whose result no code will use: not now, but at the next `collect`.
 
-        This may be called at any time, even by the garbage collector in the middle of another method.
+        The garbage collector may call this at any time, even in the middle of another method of the pool. So it only
+        notes the work.
 
         Args:
             end: waits for the work and releases its memory. Its exceptions are ignored.
@@ -335,8 +346,8 @@ class BufferPool:
     def release_failed(self, slots: Sequence[Slot]) -> None:
         """Release those of these slots that are still leased, after an error in the code that leased them.
 
-        That code may have failed before it waited for `free_after`. Now the current stream waits, so the event that is
-        recorded on it for the release is behind these events, too.
+        That code may have failed before any stream waited for `free_after`. So the current stream waits here, and the
+        event of the release is recorded on it after that.
         """
         for slot in slots:
             if slot.request is not None:
@@ -351,7 +362,10 @@ class BufferPool:
 
     @property
     def wants_arena(self) -> bool:
-        """Whether a new arena would include new information, and can be made now because nothing is in use."""
+        """Whether a new arena would differ from the current one, and can be made now because nothing is leased.
+
+        This also calls `collect`. A slot that stays retained for views that user code keeps prevents new arenas.
+        """
         if self._lacks and self._lent:
             self.collect()
         in_use = self.live_bytes or self.arena.unfinished
@@ -368,8 +382,9 @@ class BufferPool:
         """Free the regions of the arena in which nothing is leased. Call this when no lease is about to follow.
 
         Args:
-            between: whether this is the end of a forward whose backward follows. The next arena has a separate region
-                for the requests that are leased now, so that all other memory can be freed while the loss is computed.
+            between: whether this is the end of a forward whose backward follows. The requests that are leased now are
+                noted. The next arena gives them a region of their own, so that all other memory is freed while the loss
+                is computed.
         """
         if self.arena.keeps_idle:
             return
@@ -379,7 +394,7 @@ class BufferPool:
         self.arena.free_idle()
 
     def span_of(self, request: Request) -> tuple[int, int] | None:
-        """Offset and size in bytes of a request's slot in the arena; None if it has no slot."""
+        """Offset from the beginning of the arena, and size, of a request's slot in bytes; None if it has no slot."""
         slot = request.slot
         return None if slot is None else (slot.region.offset + slot.offset, slot.nbytes)
 
@@ -412,7 +427,10 @@ class BufferPool:
         self._beside_bytes = sum([slot.nbytes for slot in remaining.difference(self.arena.slots)])
 
     def start_over(self) -> None:
-        """Free all memory that is not leased, and forget which requests were leased together: sizes will change."""
+        """Free all memory that is not leased, and forget the arena and which requests were leased together.
+
+        Called when sizes will change. Leased requests keep their slots until they are released.
+        """
         self.free_all()
         for request in self._known.keys() - self._live:
             request.forget()
@@ -440,7 +458,7 @@ class BufferPool:
         if not self.arena_bytes:
             return f"BufferPool({slots})"
         share = self.arena_bytes / self.peak_bytes
-        return f"BufferPool({slots}, arena {self.arena_bytes} bytes, {share:.2f} of the bound)"
+        return f"BufferPool({slots}, arena {self.arena_bytes} bytes, {share:.2f} of the peak)"
 
 
 def _ended(end: Callable[[], object]) -> bool:
@@ -451,12 +469,14 @@ def _ended(end: Callable[[], object]) -> bool:
 
 
 def _is_taken(slot: Slot) -> bool:
-    """Whether an overlapping slot is leased. If none is, the slot's next writer also waits for their events."""
+    """Whether an overlapping slot is leased. If none is, add the events of all of them to `free_after` of this slot."""
     if slot.awaited and not slot.free_after:
-        slot.awaited.clear()  # released without an event, so it is unknown whether a writer has waited for them
+        # The slot was released without an event. `awaited` lists events of rivals as waited for, because the release
+        # of the writer that has waited for them comes later. Without its event, nothing tells that.
+        slot.awaited.clear()
     for rival in slot.rivals:
         if rival.request is not None:
             return True
         if rival.free_after:
-            slot.wait_for(rival)
+            slot.add_events_of(rival)
     return False

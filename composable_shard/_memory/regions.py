@@ -1,4 +1,4 @@
-"""The arena of a pool. It consists of regions, whose memory is freed while nothing in them is leased.
+"""The arena of a pool. It consists of regions. On an accelerator, a region without leased slots has no memory.
 
 A single allocation would stay fully allocated at the peak of a step, when the loss is computed after the last module
 has been resharded. Requests that stay leased at that time therefore have their own region. So has each request that is
@@ -33,9 +33,9 @@ class Region:
 
     Attributes:
         offset: offset in the arena, in bytes.
-        is_large: whether the region belongs to one request. Its memory is freed when the request is released, or when
-            the work that was queued on it has been waited for. It is for requests that are much larger than others, and
-            for all requests before the arena is made.
+        is_large: whether the region has a single slot, which loses its memory at release, or in `finish_queued` if work
+            is still queued on it. In an arena, requests that are much larger than others have such regions. Before the
+            first arena is made, on an accelerator, all requests have.
         nbytes: size in bytes.
         storage: the storage of the memory and of all views of its slots.
         slots: the slots in the region. `at` contains them by span.
@@ -89,7 +89,7 @@ class Arena:
         held_bytes: bytes of all regions that have memory.
         without_memory: number of regions without memory.
         allocations: number of regions that have been created.
-        unfinished: number of slots of the pool with queued work that has not been waited for.
+        unfinished: number of slots in the state *queued* (`pool.py`), also of those outside of the arena.
     """
 
     def __init__(self, memory: DeviceMemory, addresses: Addresses) -> None:
@@ -168,7 +168,9 @@ class Arena:
     def allocate(self, region: Region) -> None:
         """Allocate the memory of a region again, because something in it is being leased."""
         if region.is_large and self.is_planned:
-            self.free_idle()  # a large request and the rest of the arena are rarely needed together
+            # A step needs a large request and the rest of the arena at different times, for example an embedding before
+            # the layers. If something in the rest is leased, its region keeps its memory.
+            self.free_idle()
         self._memory.fill(region.storage, region.nbytes)
         region.reallocated(self._memory.record_current_stream())
         self._addresses.replace([*self._addresses, *region.slots])

@@ -113,14 +113,15 @@ class Slot:
         views: views of the memory, by place.
         request: the request for which the slot is leased; None while it is free.
         owner: a weak reference to the bucket whose weights are in the slot, or are being gathered into it; else None.
-        lent: whether the slot stays leased only because user code keeps views of it.
+        for_views: whether a retained slot stays leased only for views that other code keeps (`BufferPool.retain`).
         free_after: the events after the last work on the slot. The next writer waits for them.
         begin, end, nbytes: the half-open address range of the memory, and its size in bytes.
         rivals: other slots of the arena that overlap this slot.
-        awaited: by rival, the events of the rival that are in `free_after`, or that an earlier writer has waited for.
+        awaited: by rival, the events of its last release that need not be added to `free_after` again: they are in it,
+            or an earlier writer of this slot has waited for them.
         region: the region of the arena that contains the slot, or None.
-        reach: the highest `end` of this slot and its rivals.
-        resizes: whether the slot has memory only while it is leased (and while released work is queued on it).
+        reach: the highest `end` of this slot and its rivals. An address above it is in none of them (`Addresses.find`).
+        resizes: whether the slot loses its memory at release, or in `finish_queued` if work is still queued on it.
     """
 
     __slots__ = (
@@ -131,7 +132,7 @@ class Slot:
         "begin",
         "end",
         "free_after",
-        "lent",
+        "for_views",
         "nbytes",
         "owner",
         "reach",
@@ -143,7 +144,7 @@ class Slot:
     )
 
     def __init__(self, memory: torch.Tensor, free_after: Events, resizes: bool = False) -> None:
-        self._bytes = (memory.data, memory.data)
+        self._bytes = (memory.data, memory.data)  # to read and to write: each has its own version counter, see `typed`
         self._typed: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
         self.views = _SlotViews(self)
         self.nbytes = memory.numel()
@@ -151,7 +152,7 @@ class Slot:
         self.end = self.reach = self.begin + self.nbytes
         self.request: Request | None = None
         self.owner: weakref.ref[Any] | None = None
-        self.lent = False
+        self.for_views = False
         self.free_after = free_after
         self.rivals: tuple[Slot, ...] = ()
         self.awaited: dict[Slot, Events] = {}
@@ -200,25 +201,25 @@ class Slot:
         self.awaited.clear()
         self.reach = max([self.end, *[rival.end for rival in rivals]])
 
-    def retain(self, after: torch.Event | None, lent: bool) -> None:
+    def retain(self, after: torch.Event | None, for_views: bool) -> None:
         """Remove the owner. The slot stays leased. The next writer waits for `after`."""
-        self.owner, self.lent = None, lent
+        self.owner, self.for_views = None, for_views
         self.free_after = () if after is None else (after,)
 
     def take_back(self, owner: weakref.ref[Any] | None) -> None:
         """Set the owner of the weights again."""
-        self.owner, self.lent = owner, False
+        self.owner, self.for_views = owner, False
 
     def wait_until_free(self) -> None:
         """Make the current stream wait until the memory may be written."""
         for event in self.free_after:
             event.wait()
 
-    def wait_for(self, rival: Slot) -> None:
-        """Make the next writer also wait for the last work on an overlapping slot.
+    def add_events_of(self, rival: Slot) -> None:
+        """Add the events of an overlapping slot to `free_after`, so that the next writer waits for its last work, too.
 
-        Events that an earlier writer of this slot has waited for are skipped: the event of that writer's release is
-        behind them.
+        Events that an earlier writer of this slot has waited for are skipped. `free_after` has the event of that
+        writer's release, which was recorded later, so waiting for it is enough.
         """
         events, before = rival.free_after, self.awaited.get(rival, ())
         if events is not before:
@@ -244,8 +245,8 @@ class Slot:
         """The slot as a 1D tensor of `dtype`.
 
         Gathers and reductions write only through tensors with ``written=True``, which have their own version counter.
-        Otherwise autograd would report that saved weights were modified. They are read through handles, which find the
-        weights in their current slot, so writes to a released slot do them no harm.
+        If they shared it, autograd would report saved weights as modified, each time a released slot is written to.
+        Saved weights are not read from there: a handle finds them in their current slot (`saved_tensors.py`).
         """
         view = self._typed.get((dtype, written))
         if view is None:

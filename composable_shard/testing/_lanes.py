@@ -21,7 +21,7 @@ class StreamedLane(Lane):
     def __init__(self, clock: StreamClock) -> None:
         self._clock = clock
         self._stream = clock.stream()
-        self._behind: StreamedLane | None = None
+        self._second: StreamedLane | None = None
 
     def start(
         self, steps: Steps[T], after: Events = (), held: object = None, when_done: WhenDone | None = None
@@ -59,12 +59,12 @@ class StreamedLane(Lane):
 
     def queued(self) -> Events:
         with torch.cpu.stream(self._stream):  # type: ignore[arg-type]
-            return (self.record_current_stream(), *(() if self._behind is None else self._behind.queued()))
+            return (self.record_current_stream(), *(() if self._second is None else self._second.queued()))
 
     def current(self) -> torch.Stream:
         return torch.cpu.current_stream()  # type: ignore[return-value]
 
-    def behind(self) -> Lane:
-        if self._behind is None:
-            self._behind = StreamedLane(self._clock)
-        return self._behind
+    def second(self) -> Lane:
+        if self._second is None:
+            self._second = StreamedLane(self._clock)
+        return self._second

@@ -185,13 +185,13 @@ MUTANTS = {
     "rivals-carry-no-event": Mutant(
         "_is_taken",
         "a slot waits for earlier uses of overlapping slots",
-        instead(Slot, "wait_for", _no_wait),
+        instead(Slot, "add_events_of", _no_wait),
         "deep",
     ),
     "suspended-without-event": Mutant(
         "Slot.retain",
         "reserved memory is written after its last reader",
-        instead(Slot, "retain", lambda real, slot, after, lent: real(slot, None, lent)),
+        instead(Slot, "retain", lambda real, slot, after, for_views: real(slot, None, for_views)),
         "own-memory",
     ),
     "given-back-after-reading": Mutant(
@@ -328,7 +328,7 @@ PASSED_ON = {
     "Slot.take_events": "Arena.free",
     "Slot.reallocated": "Arena.allocate",
     "Slot.resize": "BufferPool._own_slot",
-    "Slot.wait_for": "_is_taken",
+    "Slot.add_events_of": "_is_taken",
     "Region.take_events": "Arena.free",
     "_Gathers._wait": "Job.finish",
     "Gather.finish": "Job.finish",
