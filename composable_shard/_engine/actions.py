@@ -39,8 +39,9 @@ class Actions:
 
     Attributes:
         groups, pool, order: all groups, their memory, and the current schedules.
-        changed: the event behind the last change of sharded parameters, for example by an optimizer. The next gather
-            waits for it. None if a gather has waited for it: later gathers follow that one on the same lane.
+        changed: an event recorded after the last change of sharded parameters, for example by an optimizer. The next
+            gather waits for it. None after that: later gathers are queued after this one on the same lane, so they
+            come after the change, too.
         recorder: runs and records all actions.
         reductions: the reductions in flight, and the finished ones whose `.grad` is not set yet.
         budget: decides which groups to reshard when a step that deviates from the plan needs memory.
@@ -48,7 +49,8 @@ class Actions:
         installed: tracks which tensors are installed in the modules.
         staying: groups whose unsharded parameters are needed again within the running backward. They were not resharded
             when the backward of a use ended, because the next use is of the same group or its forward is running.
-        gathered: groups that were gathered since the last backward ended; the same on all ranks.
+        gathered: groups that were gathered since the last backward ended. The same on all ranks, so that it can decide
+            about collectives (`GradientFlow`).
     """
 
     def __init__(
@@ -78,7 +80,10 @@ class Actions:
     # ---- between passes
 
     def end_reads(self) -> None:
-        """Let go of the outputs of nodes: no backward reads weights any more. Their graphs hold the engine."""
+        """Let go of the outputs of nodes: no backward reads weights any more.
+
+        An output holds its graph, and the graph holds the engine, so they would keep each other alive.
+        """
         for group in self.groups:
             for bucket in group.buckets:
                 bucket.writes.end_reads()
@@ -98,7 +103,9 @@ class Actions:
     def issue_gather(self, group: ParamGroup) -> None:
         """Issue a group's gather without waiting for it. The group must be sharded, or resident."""
         if self.order.forward.kept and group in self.order.forward.kept:
-            group.note_versions()  # to find out at the next root forward whether they are outdated
+            # Groups that settings keep unsharded note versions in `start_gather`. This one is kept by the schedule. The
+            # next root forward then finds out whether its parameters are outdated.
+            group.note_versions()
         reads_shards = group.phase is not RESIDENT  # resident groups gather from pieces, which no optimizer changes
         self.recorder.act(UNSHARD, group, group.start_gather, self.changed)
         if reads_shards:
@@ -117,8 +124,9 @@ class Actions:
         """Make a group's unsharded parameters readable: gather them if necessary, and wait.
 
         A forward may write to shards, for example if a model updates its teacher after its student. Unsharded
-        parameters from before are then outdated, and are gathered again. If a backward may follow, they are left as
-        they are: handles of the old values would become stale, and backward raises an error about that.
+        parameters from before the write are then outdated. They are gathered again, unless a backward may follow that
+        needs the old values: saved tensors of this step stand for them. (Such a backward raises a StaleStateError if it
+        has to gather them itself.)
         """
         if group.phase in AWAY:
             if self.order.forward.budget is not None:
@@ -160,7 +168,7 @@ class Actions:
         edited = self.find_edits(group) if check_edits and group.is_written() else ()
         self.staying.discard(group)
         if (entries := group.entries()) is not None:
-            entries.install_sharded()
+            entries.install_sharded()  # first, because the wait below may fail or be interrupted
         if group.phase is GATHERING:
             self._wait_for_gather(group)  # the gather writes to the memory that is released here
         if group.phase is not SHARDED:
@@ -209,15 +217,15 @@ class Actions:
         return adopted
 
     def _outlives(self, group: ParamGroup, waiting: bool) -> bool:
-        """Whether a root forward that begins now may use the unsharded parameters of this group."""
+        """Whether unsharded parameters of this group may be used by a root forward that begins now."""
         if group.stay.pinned:
             return True
         # Code often swaps weights before an evaluation (EMA). Foreach functions do not increase versions, so such a
         # swap would go unnoticed. An evaluation therefore gathers all groups again.
         if not torch.is_grad_enabled():
             return False
-        # `stay.kept`, because the setting may have changed since the backward that kept the weights: for the last of
-        # several microbatches, it is True again.
+        # For several microbatches, users set `reshard_after_backward` to False, and back to True for the last one. So
+        # what an earlier backward has kept (`stay.kept`) may be used even if the setting is True now.
         return waiting or group.stay.kept or not group.settings.current.reshard_after_backward
 
     def _adopt_without_group(self) -> None:
@@ -240,7 +248,7 @@ class Actions:
                 self.reshard(group, check_edits=False)
             if group.phase is not SHARDED and not group.stay.pinned and (group.phase is GATHERING or not keeps):
                 self.reshard(group)
-        if keeps:  # the loss comes next. Without grad mode, the next forward does, which would allocate it again
+        if keeps:  # the loss comes next, which needs memory. Without grad mode, another forward usually comes next
             self.pool.free_idle(between=True)
 
     def reshard_idle(self) -> None:
@@ -288,8 +296,9 @@ class Actions:
         Groups whose forward is running are left alone.
 
         Args:
-            ends_pins: whether groups that a user unsharded are treated like all others, as at the end of their own use.
-                The group of a user may have no use on this rank, but on others. All ranks must end alike.
+            ends_pins: whether also to reshard groups that users have unsharded with `unshard()`. If such a group has a
+                use, the end of that use reshards it. A group may have a use on other ranks and none on this one, and
+                must be resharded here as well.
         """
         self.staying.clear()
         self.budget.unread.clear()
@@ -341,7 +350,8 @@ class Actions:
         Args:
             group: the group.
             stays: whether the forward was a recomputation in the group's own backward, which needs the unsharded
-                parameters next. Then the group is not resharded.
+                parameters next. Then the group is not resharded. If the backward is itself recorded (`create_graph`),
+                its modules get copies of the weights.
         """
         if self.recorder.watch is not None:
             self.recorder.watch.end(Kind.FORWARD)
@@ -352,10 +362,12 @@ class Actions:
             self.installed.install_leaves(group)
         elif not group.shrinks:
             self.reshard(group)
-        elif group.phase is UNSHARDED:
+        elif group.phase is UNSHARDED:  # not if user code has resharded it in its forward
             self._shrink(group)
+        # After the last group has begun, nothing will be gathered in this forward. Not only at the end of the root's
+        # forward, because that may compute the loss. The first test saves the call on a CPU, where it does nothing.
         if not (self.pool.arena.keeps_idle or self.pool.backward) and self.order.all_have_begun():
-            self.pool.free_idle()  # not only at the end of the root's forward, because that may compute the loss
+            self.pool.free_idle()
 
     def end_failed_forward(self, group: ParamGroup, stays: bool, written: bool) -> None:
         """Like `end_forward`, but after a failure, and without a check for edits: other ranks may not have failed.
@@ -387,15 +399,15 @@ class Actions:
     ) -> None:
         """Begin the backward of a use: gather and install its unsharded parameters, and prefetch the next groups.
 
-        With `reduces_first` (on a CPU), a gather can reuse the memory of a reduction only after the host has waited for
-        that reduction. So all reductions in flight are waited for before anything is gathered:
+        With `ParamGroup.reduces_first` (True on a CPU), a gather can reuse the memory of a reduction only after the
+        host has waited for that reduction. So all reductions in flight are waited for before anything is gathered:
 
         - If the use's group, or one in `missed`, must be gathered: here.
-        - Otherwise: when half of the use's saved weights have been read (`issue_held_prefetches`). The reductions
-          overlap with the first half of the use's backward.
+        - Otherwise: when half of the weights that the use has saved in its first bucket have been read
+          (`Use.reads`, `issue_held_prefetches`). The reductions overlap with the first half of the use's backward.
 
         In both cases, the next groups are prefetched when half of the weights have been read, so their gathers overlap
-        with the second half.
+        with the second half. If the use has saved at most one weight, they are prefetched here.
 
         Args:
             use: the use.
@@ -408,7 +420,9 @@ class Actions:
             self.issue_held_prefetches()
         group = use.group
         self.staying.discard(group)
-        if len(group.buckets) == 1:  # with several buckets, the first handle that is read tells its bucket's outputs
+        # So that edits since the forward are found. `outputs` are in the order of the group, so with several buckets
+        # each handle passes the outputs of its own bucket when it is read (`saved_tensors.py`).
+        if len(group.buckets) == 1:
             bucket = group.buckets[0]
             bucket.writes.begin_reads(outputs, bucket.here)
         if self.order.forward.budget is not None:
@@ -416,6 +430,8 @@ class Actions:
         holds = bool(self.reductions.in_flight) and self._put_reductions_first(group, missed, following)
         if missed:
             self.prefetch(missed)
+        # With `set_unshard_in_backward(False)`, backward is said to read no weights. If the group is unsharded all the
+        # same, they are installed.
         if group.gathers_in_backward or group.phase not in AWAY:
             self.gather(group)
             self.installed.install_outputs(use, outputs)
@@ -452,8 +468,8 @@ class Actions:
     def gather_again(self, group: ParamGroup) -> None:
         """Make a group readable again that the budget, or user code, may have resharded since backward reached it.
 
-        If the budget resharded it before a checkpoint has recomputed (`Budget.unread`), the outputs of its use's node
-        are also installed again.
+        The budget may have resharded it while a checkpoint was still to recompute its forward (`Budget.unread`). Then
+        the outputs of its use's node are installed again, which the recomputation will read.
         """
         self.gather(group)
         if (reached := self.budget.unread.get(group)) is not None:
@@ -471,7 +487,10 @@ class Actions:
         self.prefetch(following)
 
     def _issue_held_before(self, group: ParamGroup, gathers: Sequence[ParamGroup]) -> None:
-        """Issue the prefetches held back, before `gathers`. If gathers must follow reductions, wait for these first."""
+        """Issue the prefetches held back, before `gathers`. If gathers must follow reductions, wait for these first.
+
+        `issue_held_prefetches` also waits for reductions, but only if prefetches are held back.
+        """
         first = self.order.backward.reduces_first or group.reduces_first
         if first and any(each.phase in AWAY for each in gathers):
             self._wait_for_reductions()
@@ -524,7 +543,10 @@ class Actions:
         self.pool.start_over()
 
     def plan_memory(self) -> None:
-        """Between two steps: place the pool's slots in an arena, if all groups are sharded."""
+        """Between two steps: place the pool's slots in an arena, if all groups are sharded.
+
+        If a group is kept unsharded, its memory must not move. A later step makes the arena.
+        """
         if all(group.phase is SHARDED for group in self.groups):
             for group in self.groups:
                 group.leave_slots()

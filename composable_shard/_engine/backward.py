@@ -18,7 +18,8 @@ its node has run: its group is resharded and its gradients are reduced.
 Two things make this harder:
 
 1. B may return the output of C unchanged. Then backward reaches C first, and B only right after it. B is *skipped*: its
-   gather is issued where other ranks, on which backward reaches B first, issue it.
+   gather is issued before that of C all the same. On other ranks B may return something else, so that backward reaches
+   B first, and all ranks must issue the same gathers in the same order.
 2. With `reduce_unused`, other ranks may run nodes that this rank does not. Such a use is *idle* here. Its group is
    gathered and resharded at the same places as there.
 """
@@ -41,10 +42,10 @@ _forward_of, _group_of, _last_of, _number_of = map(attrgetter, ("forward", "grou
 
 
 class Token:
-    """Tells whether a backward pass is still running.
+    """Tells whether a backward pass is still running, by being alive.
 
-    Only a callback that is queued in autograd holds it. Autograd runs or drops the callback when the pass ends or
-    fails, so a weak reference to the token is dead then.
+    Only a callback that is queued in autograd holds it. Autograd deletes the callback when the pass is over: after it
+    has called it or, if the pass failed, without calling it. Whoever has a weak reference to the token learns of both.
     """
 
     __slots__ = ("__weakref__",)
@@ -87,7 +88,8 @@ def _repeated(groups: Sequence[ParamGroup]) -> frozenset[ParamGroup]:
 class BackwardPass:
     """The outermost backward pass on this thread, with the passes nested in it.
 
-    Autograd numbers its passes; a nested pass has a higher number. A reentrant checkpoint runs a nested pass.
+    Autograd numbers its passes; a nested pass has a higher number. A reentrant checkpoint runs a nested pass. Here, the
+    running passes are a stack, from the outermost to the innermost.
 
     Args:
         number: number of the outermost pass.
@@ -142,7 +144,7 @@ class BackwardPass:
         self._idle: set[Use] = set()
         self._open: list[Use] = []  # idle uses that were skipped and have not ended, the outermost first
         self.skipped: set[Use] = set()
-        self._next_entry = 0  # index in the schedule's list of backwards; `due` has returned all entries before it
+        self._next_entry = 0  # for `due`: index of the first entry of the schedule that it has not looked at
         if len(expected) < len(live):
             expected = self._with_others(live)
         # In the order of `_backward_place`: the sort is stable, and `expected` is sorted by number.
@@ -188,12 +190,12 @@ class BackwardPass:
     def completes(self, use: Use, number: int) -> bool:
         """Whether the gradients that arrive in the pass `number` are the last ones of `use`.
 
-        A reentrant checkpoint runs a nested pass for what it has recomputed. The gradients of a use arrive in the
-        outermost pass, or if pass number `made_in` recomputed the use, in the pass nested directly in that one. More
-        deeply nested passes belong to checkpoints within the module. They bring a part of the gradients, and more
-        follow.
+        The last gradients of a use arrive in a certain pass: in the outermost one (depth 0) or, if a checkpoint has
+        recomputed the use in the pass `use.made_in`, in the pass that the checkpoint runs right after that (one level
+        deeper than `made_in`). Passes at deeper levels belong to checkpoints within the module. They bring a part of
+        the gradients, and more follow.
         """
-        if number == self.number == self.current and len(self._stack) == 1:
+        if number == self.number == self.current and len(self._stack) == 1:  # no pass is nested; saves the calls below
             return True
         return self.note(number) <= self._depth(use.made_in) + 1
 
@@ -224,7 +226,8 @@ class BackwardPass:
     def expects(self, group: ParamGroup) -> bool:
         """Whether this pass may still reach a use of this group.
 
-        This is also the case if the forwards of this pass made no node for the group, for example in a checkpoint.
+        Either a use is expected, or the group has no use yet: the forwards of this pass made none (`used_in` names the
+        last forward that did), for example because they ran it in a checkpoint, whose recomputation makes the use.
         """
         return group.used_in not in self.forwards or any(use.group is group for use in self._upcoming)
 
@@ -299,8 +302,9 @@ class BackwardPass:
         while self._open and not (use is not None and _is_around(self._open[-1], use)):
             yield Skipped(self._open.pop(), False, self.next_group() if use is None else use.group)
 
-    # All ranks must issue reductions in the same order. Autograd runs nodes in the reverse order of their creation, but
-    # not strictly so with several devices. A use whose gradients arrive too early therefore waits for its turn.
+    # All ranks must issue reductions in the same order. Autograd runs the nodes of one device in the reverse order of
+    # their creation. It has a thread for each device, so nodes of several devices may run in any order. A use whose
+    # gradients arrive too early therefore waits for its turn.
 
     def in_turn(self, use: Use, gradients: Gradients) -> list[tuple[Use, Gradients]]:
         """Take the complete gradients of a use; returns the uses whose turn has come, with their gradients."""

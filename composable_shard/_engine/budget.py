@@ -26,9 +26,10 @@ class Budget:
         unread: while a backward runs, the groups that may be resharded because backward has read none of their weights
             yet. There are two kinds:
 
-            - Groups that stayed unsharded after forward and that backward has not reached: None.
-            - Groups of which backward has reached a use in a checkpoint: that use, and the outputs of its node. The
-              checkpoint will recompute the forward before it reads, and that forward gathers the weights again.
+            - Groups that stayed unsharded after forward and that backward has not reached. Their value is None.
+            - Groups of which backward has reached a use in a checkpoint. Their value is that use and the outputs of its
+              node. The checkpoint recomputes the forward before backward reads anything, and that forward gathers the
+              weights again.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], pool: BufferPool, order: Order) -> None:
@@ -52,15 +53,15 @@ class Budget:
         In a checkpoint, its group may still be resharded, because the recomputation gathers it again. There are two
         exceptions:
 
-        - The root's group, because checkpoints within it read its weights at any time.
-        - Groups with `reduce_unused`. Ranks that do not run the use gather for those that do. They read nothing, so
-          they could not tell when the group may be resharded.
+        - The root's group: checkpoints of its blocks are recomputed within its backward, and may read its weights.
+        - Groups with `reduce_unused`. Ranks that do not run the use gather for those that do. But only a rank that
+          reads the weights can tell whether they were read, and all ranks must reshard alike.
         """
         group, options = use.group, use.group.settings.current
         if use.under_hooks and options.unshard_in_backward and not (options.reduce_unused or group.is_root):
             self.unread[group] = use, outputs
             for bucket in group.buckets:
-                bucket.writes.await_read()  # from the first read on, the group may no longer be resharded
+                bucket.writes.await_read()  # after the first read, the group may no longer be resharded (`_may_go`)
         else:
             self.unread.pop(group, None)
 
@@ -89,7 +90,7 @@ class Budget:
         return group in self.unread and all(bucket.writes.looked_at is None for bucket in group.buckets)
 
     def _enclosing(self, group: ParamGroup) -> Container[str]:
-        """FQNs of the groups in whose forwards this group runs, in any phase."""
+        """FQNs of the groups in whose forwards this group runs, in any phase of the plan."""
         plan = self._order.plan
         pairs = [pair for around in (plan.around, *dict(plan.arounds).values()) for pair in around]
         names = {group.fqn}

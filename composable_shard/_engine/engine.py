@@ -63,8 +63,8 @@ from .out_of_memory import MemoryUsers
 from .recorder import is_logged
 from .review import Review
 
-# Functions of packages above the engine (`_fsdp2`). Each returns the classes that an engine and its parts should have,
-# or None for no change; see `tools.py`.
+# Packages above the engine (`_fsdp2`) add functions here. Each takes an engine, and returns subclasses to which the
+# engine and its parts must be switched while a tool needs that, or None (`tools.py`).
 CHOOSERS: list[Callable[[Engine], tuple[type, ...] | None]] = []
 
 
@@ -101,8 +101,9 @@ class Engine:
         runtime: the pool and lanes that the groups were built with.
         among: the process groups of the meshes, with their devices.
         seat: the model's entry in the ledgers of these process groups.
-        on_tools_changed: called with the engine when a forward or a backward begins and tools are active, or were.
-            Tools may need other classes for the engine and its parts (see `tools.py`).
+        on_tools_changed: called with the engine when a forward or a backward begins and *tools* are active, or were:
+            a profiler, debug logs, or listeners of `_fsdp2`. It switches the engine to the classes that they need
+            (`tools.py`).
         without_group: the entries of sharded modules that have no parameters of their own.
         listener: returns the function to call when the plan or a user's prefetch list has changed, or None.
         is_given: whether a user set the plan.
@@ -114,13 +115,14 @@ class Engine:
         review: compares what happens with the plan, and makes a new plan if they differ.
         uses: the uses that a backward may still go through.
         pool: the memory of all groups.
-        witness: reports to nodes what autograd will do with their gradients.
-        keepers: for each bucket of a frozen group whose forward is running, an object that all handles made in this
-            forward hold. When it is deleted, the last of these handles was freed.
+        witness: tells what autograd will do with the gradients that a node returns (`Witness.fates`).
+        keepers: by bucket, for frozen groups whose forward is running. A frozen group has no node that tells when its
+            backward is over. Instead, all handles made in this forward hold its keeper, and the engine is told when
+            the keeper is deleted, that is, when the last of these handles was freed (`on_handles_gone`).
         under_hooks: whether the last forward that began runs under saved-tensor hooks of other code, such as a
             checkpoint.
-        is_last_backward: set by `set_is_last_backward` for `torch.autograd.grad`: with True, it reduces immediately
-            even if gradient sync is off. It never does if the caller finishes backward.
+        is_last_backward: set by `set_is_last_backward`. If True, gradients that `torch.autograd.grad` returns are
+            reduced even if gradient sync is off, unless `ends_by_hand`.
         ends_by_hand: whether the caller finishes each backward (`finish_backward`), as a pipeline does.
         changed_at: an event that a user recorded after the last parameter change (`set_post_optim_event`). The next
             forward uses it instead of recording one.
@@ -198,6 +200,7 @@ class Engine:
     @property
     def last_record(self) -> Record | None:
         """The record of the last finished iteration; None if there is none yet."""
+        # A forward whose backward will follow has only the first half of the actions.
         over = (not self._iterations.waiting or self.uses.all_fired()) and self._depth == 0 and self._pass is None
         return (self._actions.recorder.so_far() if over else None) or self._actions.recorder.history.last
 
@@ -210,12 +213,14 @@ class Engine:
     def enter(self, is_root: bool) -> None:
         """Enter a call of a sharded module. The outermost call begins a forward.
 
-        A checkpoint around the root calls it in backward; this begins no forward.
+        A call in backward begins none: it is a recomputation by a checkpoint.
 
         Raises:
             ShardConfigStateError: another thread is running the root.
         """
         if (is_root or self._depth == 0) and current_backward() < 0:
+            # Another thread may be running a backward, which the claim below does not cover. That thread also ran its
+            # forward.
             if is_root and self._pass is not None and self._pass.alive:
                 self._iterations.check_thread()
             self._iterations.claim()
@@ -250,20 +255,20 @@ class Engine:
     def _begin_forward(self) -> None:
         if captures(self.pool.memory.device):
             raise ShardConfigStateError(NO_CAPTURE)
-        self._end_abandoned()
-        if self._pass is not None or self._iterations.was_interrupted:
+        self._end_abandoned()  # of an earlier forward that failed
+        if self._pass is not None or self._iterations.was_interrupted:  # a pass that succeeds sets `_pass` to None
             self._recover()
         waiting = self._iterations.begin()
         if self.uses.lost:
             self.uses.forget_lost(waiting)
-        if not waiting:
+        if not waiting:  # otherwise this forward belongs to the iteration of the one that waits for its backward
             self._actions.recorder.end_iteration()
         self._actions.parameters_changed(self.changed_at)
         self.changed_at = None
         if self._actions.reshard_outdated(waiting):
             self._actions.rebuild(self.groups)
         elif not waiting:
-            # Ranks may differ in which graphs are alive. Making an arena needs no collective, so that does no harm.
+            # Ranks may differ in which graphs are alive, and so in when they make an arena. That needs no collective.
             if self.pool.wants_arena and self.uses.all_fired():
                 self._actions.plan_memory()
             self.review.between_steps()
@@ -344,7 +349,7 @@ class Engine:
         entries = group.entries()
         assert entries is not None  # its module is running
         entries.install(outputs)
-        group.begin_use(outputs, forward)
+        group.begin_forward(outputs, forward)
         if forward:
             self._iterations.await_backward(forward)
         return use, outputs
@@ -366,8 +371,9 @@ class Engine:
         if group.running:
             return
         written = False
+        # Not after a recomputation of an active use: it has no use of its own, and its weights stay as they are.
         if self.uses.end_forward(group) or not torch.is_grad_enabled():
-            written = group.end_use(copied)  # user code may keep views of weights
+            written = group.end_forward(copied)  # also finds views of weights that user code keeps
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
         stays = group in self.active
@@ -383,7 +389,9 @@ class Engine:
     # ---- backward
 
     def _open_pass(self, number: int, use: Use | None = None) -> BackwardPass:
-        """The outermost backward pass that is running; the first call within it queues `_end_backward`.
+        """Return the outermost backward pass that is running. The first call in a pass creates it.
+
+        Before that, it cleans up after an earlier pass that failed. Then it queues `_end_backward` for the pass's end.
 
         Args:
             number: autograd's number of the running pass, which may be nested in the outermost one.
@@ -434,7 +442,7 @@ class Engine:
     def _finish_later_uses(self, now: BackwardPass, use: Use) -> None:
         """Complete the uses that get no more gradients once backward has reached `use`.
 
-        Otherwise, a use whose node this pass does not run would stay active until backward ends.
+        Without this, a use whose node this pass does not run would stay active, and gathered, until backward ends.
         """
         for later in list(self.active.values()):
             if self._is_past(later, use) and not now.will_fire(later):
@@ -443,11 +451,12 @@ class Engine:
     def _is_past(self, other: Use, use: Use) -> bool:
         """Whether backward, which has now reached `use`, is done with `other`, a use that it has reached before.
 
-        1. Backward visits uses from the last to the first. So it is done with all uses that began after the forward of
-           `use` had ended.
-        2. Uses that checkpoints recompute are numbered when they are recomputed, so in the order of backward. If the
-           recomputation of `other` had ended before `use` began, backward is done with `other`. The exception is a
-           `use` within `other`, which a checkpoint inside of `other` recomputes.
+        In two cases it is. Numbers of uses count their beginnings (`Use.number`, `Use.last`):
+
+        1. `other` began after the forward of `use` had ended: backward goes from the last use to the first.
+        2. `other` was recomputed by a checkpoint, which had ended before `use` began, also a recomputation: backward
+           recomputes the last block first. But if `use` is a part of `other`, a checkpoint within `other` recomputes
+           it, and backward is still in `other`.
         """
         if other.number > use.last:
             return True
@@ -460,7 +469,8 @@ class Engine:
             return
         if (number := current_backward()) >= 0:
             self._open_pass(number)
-            self._actions.issue_held_prefetches()  # like these, this gather must follow the reductions in flight
+            # Some gathers may be held back until reductions are waited for. All ranks issue them first, in this order.
+            self._actions.issue_held_prefetches()
         self._actions.gather_again(group)
 
     def on_gradients(self, use: Use, node: Any, gradients: Gradients) -> list[torch.Tensor | None]:
@@ -501,19 +511,23 @@ class Engine:
         if self.active.get(use.group) is use:
             del self.active[use.group]
             self._actions.budget.unread.pop(use.group, None)
-        # A checkpoint stops a recomputation as soon as all tensors are recomputed, so its end is not reported.
+        # A checkpoint stops a recomputation as soon as all tensors are recomputed, so its end is not reported. With
+        # `_depth`, this backward runs within a forward, which may be running the group.
         if use.group.running and not self._depth:
             use.group.running = 0
         self._actions.end_use(use.group, now.next_group())
 
     def _end_backward(self, now: BackwardPass, _token: Token) -> None:
-        """End the outermost backward pass, which had no error."""
-        if now is not self._pass:  # the pass failed, and the engine has recovered since
+        """End the outermost backward pass, which had no error. Autograd calls this (`queue_backward_callback`).
+
+        The callback holds the pass's token, so that the token is deleted if autograd drops the callback (`Token`).
+        """
+        if now is not self._pass:  # `reset`, or a forward that began during the pass, has cleaned up already
             return
         if (watch := self._actions.recorder.watch) is not None:
             watch.end(Kind.BACKWARD)
         with torch.no_grad():
-            if not self._depth:
+            if not self._depth:  # otherwise this backward runs within a forward, whose modules are still running
                 self._end_abandoned()
             self._actions.issue_held_prefetches()
             for use in list(self.active.values()):
@@ -532,8 +546,9 @@ class Engine:
         """
         with torch.no_grad():
             self._gradients.finish(now, self.groups, wait)
-        # A pass may go through no forward of the model, for example if code outside reads unsharded weights for a loss.
-        # Groups that users unsharded stay unsharded after such a pass.
+        # A pass may go through no forward of the model, for example if a loss outside reads unsharded weights. After
+        # such a pass, groups on which users have called `unshard` stay unsharded. A backward that the caller finishes
+        # by hand (`now` is None) has gone through forwards.
         self._actions.end_root_backward(ends_pins=now is None or now.newest > 0)
 
     def reduce_waiting(self, group: ParamGroup) -> None:
@@ -564,8 +579,11 @@ class Engine:
         self.active.clear()
 
     def on_pass_ended(self) -> None:
-        """A pass has ended: if it failed, install the sharded parameters. `_recover` does the rest later."""
-        if self._pass is not None and not self._pass.alive:
+        """Called when the token of a pass is deleted. If the pass failed, install the sharded parameters.
+
+        The rest of the cleanup needs collectives to be waited for: `_recover`, when the next forward or pass begins.
+        """
+        if self._pass is not None and not self._pass.alive:  # a pass that succeeded is forgotten before its token is
             self._actions.budget.unread.clear()
             if not self._depth:  # an interrupted recomputation never reports its end
                 self._forget_running()
@@ -585,10 +603,11 @@ class Engine:
         self._actions.reshard_idle()
 
     def on_handles_gone(self, use: Use, saved: Saved) -> None:
-        """The last saved weight of a use of a frozen group was freed: end its backward, if nothing else may read them.
+        """The last saved weight of a use of a frozen group was freed: end its backward, if no weight can still be read.
 
-        The backward of packed weights may still read them, because layers keep views of them that the engine does not
-        see. If modules have saved none of their weights, they may run in a checkpoint, whose recomputation reads them.
+        Two kinds can be. Packed weights: layers keep views of them, which are not saved tensors, and read these in
+        their own backward. And weights of a module that has saved none: it may run in a checkpoint, whose recomputation
+        reads them.
         """
         self.uses.graph_gone(use)
         if self.active.get(use.group) is not use or self._pass is None or not self._pass.alive:
@@ -680,7 +699,8 @@ class Engine:
         if groups:
             self._iterations.end()
             if self._pass is None:
-                # Reductions of a backward that was not the last one. If a graph's backward is running, keep the hooks.
+                # Reductions may be in flight if the caller finishes backward by hand. If the backward of a compiled
+                # graph runs this step, hooks on parameters stay removed from autograd: its end still needs them.
                 self._gradients.settle(keeps_hooks=current_backward() >= 0)
             self.review.seat.stepped(optimizer, {group.fqn: group.having() for group in groups})
         for group in groups:
@@ -693,5 +713,5 @@ class Engine:
         for group in self.groups:
             if group.gradients.phase is not GradPhase.NONE and not stepped.isdisjoint(map(id, group.shards)):
                 if self._pass is None:
-                    self._gradients.settle(keeps_hooks=current_backward() >= 0)  # as above
+                    self._gradients.settle(keeps_hooks=current_backward() >= 0)  # as in `before_optimizer_step`
                 group.gradients.check_reduced(stepped)

@@ -48,7 +48,7 @@ class GradientFlow:
         """Wait for all reductions, set `.grad`, call the hooks, and return the hooks to autograd.
 
         Args:
-            keeps_hooks: whether not to return the hooks, because a backward is running that is not the engine's.
+            keeps_hooks: if True, the hooks are not returned yet: the backward of a compiled graph is running.
         """
         self._actions.reductions.finish_all()
         for group in () if keeps_hooks else self._actions.groups:
@@ -67,7 +67,9 @@ class GradientFlow:
         options = group.settings.current
         if any(map(getattr, gradients, repeat("is_sparse"), repeat(False))):
             raise _sparse(group, gradients)
-        if options.reduce_unused:  # ranks may use different groups, or none: `finish` reduces in the same order on all
+        # With `reduce_unused`, ranks may use different groups, or the same ones in different orders. Reductions must
+        # have the same order on all ranks, so gradients are only collected here. `finish` reduces them in one order.
+        if options.reduce_unused:
             group.gradients.check_unused()
             group.gradients.accumulate(gradients)
         elif all(map(is_, gradients, repeat(None))):
@@ -83,8 +85,8 @@ class GradientFlow:
         """Reduce immediately. Returns the shards that the caller of `torch.autograd.grad` asked for, else None.
 
         A zero-bubble pipeline does this in each microbatch and adds the results to `.grad` itself. If gradient sync is
-        off and the backward is not the last one (`is_last`), the gradients are accumulated for a later reduction, and
-        the results are -0.0, which changes no sum.
+        off and the backward is not the last one (`is_last`), the gradients are accumulated for a later reduction. The
+        caller then gets -0.0, which changes no sum: 0.0 would turn a sum of -0.0 into 0.0.
         """
         params, options = use.group.params, use.group.options
         out: list[torch.Tensor | None] = [None] * len(params)
@@ -111,7 +113,13 @@ class GradientFlow:
         self._outside_forward[group] = gradients if before is None else added(before, gradients)
 
     def finish(self, now: BackwardPass | None, groups: Sequence[ParamGroup], wait: bool) -> None:
-        """At the end of backward: reduce the remaining gradients and, if `wait`, wait for all reductions."""
+        """At the end of backward: reduce the remaining gradients, in the same order on all ranks.
+
+        Args:
+            now: the pass that ends, if there is one.
+            groups: all groups.
+            wait: whether to wait for all reductions and set `.grad`. If not, a later call of `settle` does.
+        """
         for use, gradients in now.left_over() if now is not None else ():
             self._reduce_or_accumulate(use.group, gradients)
         for group, gradients in self._outside_forward.items():
@@ -153,7 +161,7 @@ class GradientFlow:
         self._outside_forward.clear()
         self._looked.clear()
         self._actions.discard_reductions()
-        self.settle()  # nothing is in flight: returns the hooks to autograd
+        self.settle()  # only to return the hooks to autograd, because no reduction is in flight any more
 
 
 class LeafOwner(Protocol):

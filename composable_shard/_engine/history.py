@@ -28,9 +28,8 @@ class History:
         self.done: list[Any] = []
         self.order: list[str] = []
         self.around: list[tuple[str, str]] = []
-        self._begun: list[
-            ParamGroup
-        ] = []  # groups whose forwards are nested, the outermost first; `begins` removes ended ones
+        # Groups whose forwards are nested, the outermost first. `begins` removes those that have ended.
+        self._begun: list[ParamGroup] = []
         self._last: Record | _Parts | None = None
         self._so_far: Record | None = None
 
@@ -45,7 +44,10 @@ class History:
         begun.append(group)
 
     def add_bytes(self, nbytes: int) -> None:
-        """Add to the bytes recorded for the last action: while it ran, `nbytes` more were live than after it."""
+        """Add to the bytes recorded for the last action, because it has released `nbytes` at its end.
+
+        A record shows how many bytes were live while an action ran.
+        """
         self.done[-1] += nbytes
 
     def roll(self, spans: tuple[Span, ...]) -> bool:
@@ -66,6 +68,7 @@ class History:
 
     def so_far(self, spans: tuple[Span, ...]) -> Record | None:
         """The record since the last one; None if there are no actions. The same object until more actions follow."""
+        # `done` has three entries for each action.
         if self.done and (self._so_far is None or len(self._so_far.actions) * 3 != len(self.done)):
             self._so_far = _record(self.done, self.order, self.around, spans)
         return self._so_far

@@ -20,9 +20,9 @@ LeafHook = Callable[[torch.Tensor, ParamGroup, int], None]
 class Installed:
     """Installs tensors in the modules of one engine's groups.
 
-    In a backward with create_graph=True, modules see copies of the weights. If a checkpoint in a module recomputes its
-    forward there, autograd saves the weights that the module sees for yet another backward, without our saved-tensor
-    hooks. Weights in a slot would be overwritten before that backward.
+    In a backward with create_graph=True, modules see copies of the weights. Such a backward is itself recorded for
+    another backward. If a checkpoint recomputes a forward in it, autograd saves the weights that the module sees, and
+    not handles, because our saved-tensor hooks are not set there. A slot would be overwritten before they are read.
 
     Args:
         watch_leaf: called once for every unsharded leaf that users can read from a module outside its forward.
@@ -32,7 +32,8 @@ class Installed:
         self._watch_leaf = watch_leaf
         # By group: the use that backward has reached, its node's outputs, and the copies.
         self._copied: dict[ParamGroup, tuple[Use, Outputs, list[torch.Tensor]]] = {}
-        # Whether code has registered hooks. Only hooks can keep tensors that are installed in a backward (`note_kept`).
+        # Whether any hooks are registered in this process. In a backward, only code in hooks sees the installed
+        # tensors, and may keep them. So without hooks, `end_use` need not look for kept ones.
         self._are_hooks = False
 
     def install_sharded(self, group: ParamGroup) -> None:
@@ -75,7 +76,7 @@ class Installed:
     def end_use(self, group: ParamGroup) -> None:
         """End the backward of a use."""
         if self._copied:
-            self.install_gathered(group)
+            self.install_gathered(group)  # what user code keeps is compared with the gathered weights below
             self._copied.pop(group, None)
         for bucket in group.buckets if self._are_hooks else ():
             bucket.note_kept()
@@ -119,7 +120,7 @@ class Installed:
 
 
 def _fill(group: ParamGroup, outputs: Outputs, weights: Sequence[torch.Tensor]) -> None:
-    """Make the outputs of a node of this group refer to these weights."""
+    """Make the outputs of a node of this group refer to these weights. A frozen group has no outputs."""
     for out, weight in zip(outputs, weights, strict=False):
         (local_tensor(out) if group.layout.wraps and isinstance(out, DTensor) else out).data = weight
 

@@ -39,18 +39,19 @@ class Iterations:
         self.was_interrupted = self.has_run = False
         self._thread = 0  # the thread in which the last forward began
         self._inside: dict[str, int] = {}  # the thread of the running forward; a dict because `setdefault` is atomic
-        self._awaited = 0  # number of the last forward that a backward can go through
-        self._reached = 0  # number of the last forward that a backward went through
+        # Numbers of forwards; all between the two wait for their backward.
+        self._awaited = 0  # the last one that has trained parameters, so that a backward can follow
+        self._reached = 0  # the last one that no longer waits, for example because a backward went through it
 
     @property
     def waiting(self) -> bool:
-        """Whether a forward waits for its backward. A backward also ends the wait of all earlier forwards."""
+        """Whether a forward waits for its backward. A backward through a forward also ends the wait of earlier ones."""
         return 0 < self._awaited - self._reached < _MOST_WAITING
 
     def begin(self) -> bool:
         """Begin a forward. Returns whether an earlier one waits for its backward, so that both form one iteration."""
         waiting = self.waiting
-        if not waiting:
+        if not waiting:  # also after `_MOST_WAITING` forwards: these no longer wait
             self._reached = self.forward
         self.forward += 1
         self.was_interrupted = False

@@ -45,7 +45,7 @@ class Measuring:
         self.is_on = False
         self._actions = actions
         self._watch: Stopwatch | None = None  # a user's stopwatch, which times all steps that are not measured
-        self._order: tuple[str, ...] = ()  # the order of the plan when measuring began, successful or not
+        self._order: tuple[str, ...] = ()  # the order of the plan when it was last tried to measure
         self._samples: list[Seconds] = []
         self._tries = 0
         self._every = self._due_in = CHECK_AFTER  # iterations between two checks, and until the next check
@@ -66,7 +66,7 @@ class Measuring:
         return self._due_in <= 0
 
     def check_later(self) -> None:
-        """Schedule the next check after twice as many iterations: the costs hold, or cannot be checked now."""
+        """Schedule the next check of the costs, after twice as many iterations as the last one."""
         self._every *= 2
         self._due_in, self._tries = self._every, 0
 
@@ -113,7 +113,7 @@ class Measuring:
         self.is_on, self._samples = False, []
         self._actions.recorder.time_by(self._watch)
         if self._watch is not None:
-            self._watch.take()  # its spans are from before the measured iterations
+            self._watch.take()  # discard its spans: they end before the measured iterations, in the middle of a record
 
 
 def _is_whole(plan: ShardPlan, record: Record) -> bool:

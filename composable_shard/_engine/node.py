@@ -52,8 +52,9 @@ class Use:
         forward: number of the root forward that contains the use; 0 for a recomputation.
         node: a weak reference to the autograd node; returns None if there is no node, as for a frozen group.
         places: the addresses of the weights to which the node's outputs refer; empty if they refer to copies.
-        reads: how many handles autograd has saved for weights of the group's first bucket. Backward will read each, so
-            this tells when it has come halfway.
+        reads: how many handles autograd has saved for weights of the group's first bucket. Backward will read each of
+            them once, so counting reads tells when it has come halfway. The first bucket stands for all: most groups
+            have only one.
         saved_any: whether autograd has saved a handle for any weight of the group.
         fired: whether its gradients have been complete once.
         under_hooks: whether its forward ran under saved-tensor hooks of other code, such as a checkpoint that
@@ -168,7 +169,8 @@ class Uses:
     def graph_gone(self, use: Use) -> None:
         """Note that the graph of a use was freed."""
         self._live.pop(use.number, None)
-        # Without a backward. Another rank may keep this graph and run a backward, in which this rank must take part.
+        # The graph has had no backward here. Another rank may still have it and run its backward. With `reduce_unused`,
+        # this rank must take part in that.
         if use.group.settings.current.reduce_unused and use.group.trains and use.forward and not use.fired:
             self.lost.append(use)
 
@@ -236,17 +238,18 @@ class Keeper:
 
 
 class Witness:
-    """Reports what a backward pass does with the gradients of a node's leaves, with the help of an extra leaf.
+    """Tells what a backward pass does with the gradients of a node's leaves, the sharded parameters.
 
-    A pass may add a leaf's gradient to `.grad`, return it (`torch.autograd.grad`) or drop it (`inputs=`). Asking each
-    leaf takes longer than autograd's own work for it. So every node also takes the witness's leaf, which no user can
-    name in `inputs=` or in `torch.autograd.grad`. If a pass will add a gradient to that leaf, the pass is
-    not restricted to any inputs, and it adds the gradients of all leaves. Only in other passes is each leaf asked.
+    It may add them to `.grad` (`loss.backward()`), return some (`torch.autograd.grad`), or drop those that are not in
+    ``inputs=``. Autograd can be asked for each leaf, but that takes longer than its own work for the leaf. So every
+    node has one more leaf, the witness, which users cannot pass as an input. If the pass will run the node of the
+    witness, it is not restricted to inputs, and adds the gradients of all leaves. Otherwise each leaf is asked.
     """
 
     def __init__(self) -> None:
         with plainly(), torch.enable_grad():
-            self.leaf = torch.zeros((), requires_grad=True)  # on the CPU: autograd orders nodes of devices by streams
+            # On the CPU. For a leaf on an accelerator, autograd would synchronise streams before it adds the gradient.
+            self.leaf = torch.zeros((), requires_grad=True)
             self._node = get_gradient_edge(self.leaf).node
         self._adds_all = -1  # number of the last pass known to add the gradients of all leaves
 
@@ -268,13 +271,13 @@ class _Unshard(NotForCompiledAutograd):
     ) -> tuple[torch.Tensor, ...]:
         ctx.lifeline = lifeline
         ctx.set_materialize_grads(False)
-        outputs = tuple(map(_data, weights))  # like `detach`, in a third of the time
+        outputs = tuple(map(_data, weights))  # tensors with version counters of their own, for `Writes`
         group = lifeline.use.group
         # The node itself makes the DTensors. `DTensor.from_local` after the node would sum gradients in their own
         # dtype, while autograd casts the gradients of this node's outputs to the dtype of the output.
         if group.layout.wraps:
             outputs = group.wrapped(outputs)
-        needed = ctx.needs_input_grad
+        needed = ctx.needs_input_grad  # of the three first arguments, then of the shards
         if not all(needed[3:]):
             frozen = [out for out, need in zip(outputs, needed[3:], strict=True) if not need]
             ctx.mark_non_differentiable(*frozen)
@@ -315,7 +318,7 @@ _differentiated_once = once_differentiable(_Unshard.backward)
 def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
     """Create the node of `use` over the weights that its group has gathered.
 
-    The caller installs the outputs, then calls `ParamGroup.begin_use`, which looks for copies that modules keep.
+    The caller installs the outputs, then calls `ParamGroup.begin_forward`.
 
     Returns:
         the unsharded parameters: tensors of this graph that look like Parameters, with the attributes that users set

@@ -55,8 +55,8 @@ class PhaseSchedule:
         in_flight: groups with a maximum other than `max_reductions` for their reduction, and that maximum.
         reduces_first: whether reductions are waited for before gathers in backward, regardless of the groups' settings.
         stays_for_next: whether a group stays unsharded if its own next backward follows immediately.
-        holds: groups whose reductions keep their memory until they are waited for, although streams could reuse it
-            earlier. The plan's bytes rely on that.
+        holds: groups whose reductions keep their memory until they are waited for, even if `Lane.frees_queued`. They
+            have room to do so in the plan. A later gather then does not wait for their memory.
         budget: the maximum number of leased bytes; None for no limit.
     """
 
@@ -88,9 +88,9 @@ class Order:
 
     Attributes:
         plan: the current plan.
-        forward: the plan's schedule for the forward that is running or ran last. In a backward, which may recompute
-            forwards, the same as `backward`.
-        backward: the plan's schedule for the backward that is running or comes next.
+        forward: the schedule in effect now. In and after a forward, that of its phase. In a backward, the same as
+            `backward`: forwards that it recomputes belong to that phase.
+        backward: the schedule of the last forward in grad mode, which its backward follows.
         usual: the plan's schedule for phases whose order it does not know.
         phases: by phase, the schedules of the phases whose order the plan knows.
         explicit: the users' prefetch lists, by (whether for backward, group): the groups to prefetch instead of those
@@ -124,7 +124,7 @@ class Order:
         self._check_names(plan)
         usual, own = self._schedule(plan), plan.own_orders
         phases = {phase: self._schedule(plan.in_phase(phase)) if phase in own else usual for phase, _ in plan.orders}
-        # The last call that can fail. Nothing is adopted before it, so after an error the old plan stays in effect.
+        # This call may fail, too. Nothing was adopted before it, so after an error the old plan stays in effect.
         self._pool.use_mem_pool(plan.pool.mem_pool)
         self._pool.keep_idle(plan.pool.keep_idle)
         self.plan, self.phases = plan, phases
@@ -180,8 +180,11 @@ class Order:
         return self.plan if groups == self.plan.groups else replace(self.plan, groups=groups).with_policies()
 
     def placed(self) -> ShardPlan:
-        """The plan with the offsets at which the pool places its slots, if these are parts of one allocation."""
-        if not self._pool.arena.keeps_idle:  # regions are allocated separately, so they have no common offsets
+        """The plan with the offsets at which the pool places its slots.
+
+        On an accelerator the plan as it is: there, the arena consists of separate allocations, without common offsets.
+        """
+        if not self._pool.arena.keeps_idle:
             return self.plan
         places = tuple(each for group in self._by_fqn.values() for each in _placed(group, self._pool))
         if places != self.plan.places:
@@ -192,7 +195,9 @@ class Order:
         """The schedule that compiled graphs follow, with the users' prefetch lists.
 
         Args:
-            reductions: whether graphs follow the plan's number of reductions in flight even without a memory budget.
+            reductions: whether graphs follow the plan's limits of reductions in flight. They always do if there is a
+                memory budget. If they do not, they also prefetch one module ahead unless the plan differs from the
+                default.
         """
         plan, edges = self.plan, self.plan.effective_schedule()
         ahead: tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]] = ({}, {})  # in forward, in backward
@@ -241,7 +246,9 @@ class Order:
             self.backward = self.forward
 
     def begin_backward(self) -> None:
-        """Begin a backward: recomputations follow the phase of its own forward, even if other forwards ran since."""
+        """Begin a backward. What it recomputes follows the schedule of its phase, and not of a forward without grad
+        mode that has run since.
+        """
         self.forward = self.backward
 
     def note(self, phase: str, order: tuple[str, ...]) -> None:
@@ -288,7 +295,7 @@ class Order:
         else:
             skipped, planned = now.due(group, backwards)
             missed = [other for other in skipped if other is group or now.expects(other)]
-            listed = list(filter(now.expects, planned))  # the loss may not depend on the last modules
+            listed = list(filter(now.expects, planned))  # without modules on which the loss does not depend
         return list(filter(_in_backward, missed)), list(filter(_in_backward, listed))
 
 
@@ -305,6 +312,7 @@ def _placed(group: ParamGroup, pool: BufferPool) -> Iterator[Placed]:
     """The placement of the slots that the pool leases for a group, with the names that plans use."""
     for purpose, backward, requests in group.requests():
         slots = [ArenaSlot("", *span) for span in map(pool.span_of, requests) if span is not None]
+        # A purpose of which some requests have no slot was not leased in the recorded steps, so its place is unknown.
         if requests and len(slots) == len(requests):
             yield Placed(f"{purpose} {group.fqn}", backward, tuple(slots))
 

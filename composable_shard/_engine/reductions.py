@@ -80,15 +80,16 @@ class Reductions:
 
     def _limit(self, group: ParamGroup) -> int:
         """How many reductions may be in flight, including this group's; at least 1."""
-        # A large reduction has memory only while it is leased. Wait for all others first, so that their memory is freed
-        # before this one allocates. The arenas of ranks may differ, and with them what is large. So do this only if
-        # waiting issues no collective, neither itself nor in users' hooks.
+        # The slot of a large reduction has no memory before the lease (`Region.is_large`). Wait for all others first,
+        # so that their memory is freed before this is allocated. Ranks may have different arenas, and so disagree on
+        # what is large. So only wait if that issues no collective: a wait may issue an all-reduce (`issues_in_wait`),
+        # and it runs users' hooks, which may issue others.
         large = group.gradients.reduce_bytes > self._pool.arena.least_large
         if large and not any(each.issues_in_wait or each.gradients.hooks_taken for each, _ in self.in_flight):
             return 1
         schedule, allowed = self._order.backward, group.settings.current.max_reductions
         planned = schedule.in_flight.get(group, schedule.max_reductions)
-        return min(planned, allowed) if planned and allowed else planned or allowed or MAX_REDUCTIONS
+        return min(filter(None, (planned, allowed)), default=MAX_REDUCTIONS)  # None or 0: no limit of this kind
 
     def start(self, group: ParamGroup, gradients: Gradients, alone: bool = False) -> None:
         """Issue the reduction of a group's gradients.
@@ -124,7 +125,7 @@ class Reductions:
         """Wait for the reduction issued first, and set `.grad` now or later (see the top of this file)."""
         group, reduction = self.in_flight.popleft()
         reduced = self._wait_for(group, reduction)
-        # Outside of a backward, code reads `.grad` next. Hooks run in the order of the reductions.
+        # Not outside of a backward: code reads `.grad` next. Not with hooks: they run in the order of the reductions.
         may_postpone = self._pool.backward and not group.gradients.hooks_taken
         if may_postpone and not reduced.host_may_read and group not in self.repeated:
             self._unread.append((group, reduced))
@@ -146,6 +147,7 @@ class Reductions:
     def _add_to_sum(self, group: ParamGroup, reduced: GroupReduced) -> None:
         """Add the gradients of one use to the sum over all uses."""
         sums, unused = self._sums.setdefault(group, ({}, set()))
+        # The batch may have the gradients of the first use, from before the group was known to have hooks.
         for each in filter(None, (self._batch.pop(group, None), reduced)):
             for index, piece in each.pieces().items():
                 sums[index] = sums[index] + piece if index in sums else piece

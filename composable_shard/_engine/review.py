@@ -60,8 +60,9 @@ class Review:
         self.measuring = Measuring(actions)
         self._order = order
         self._actions = actions
-        self._linked = among  # for times: includes simulated process groups, because simulated ranks differ in times
-        self._among = real(among)
+        # Votes use only real process groups: in a simulation of one rank (`testing.fake`), nobody else votes. Times are
+        # agreed over all groups, because the simulated ranks of `testing.fabric` differ in their times.
+        self._linked, self._among = among, real(among)
         self.seat = seat
         seat.follow(order.plan)
         self._engine = names_in(self._among)
@@ -115,9 +116,11 @@ class Review:
             self._order.note(self._phase, seen)
 
     def _learn_first(self, seen: Record) -> None:
-        """Learn the order of the first forward, and agree on it by a collective: all ranks reach this point once.
+        """Learn the order of the first forward, and compare it with that of other ranks by a collective.
 
-        With `reduce_unused`, ranks may run different modules, so they only agree on their gathers.
+        A collective is possible because all ranks reach this point once. With `reduce_unused`, ranks may run different
+        modules. Then no order is adopted, but ranks must have gathered in the same order, and `agree` raises an error
+        if not.
         """
         planned = self._order.plan
         if any(group.options.reduce_unused for group in self._actions.groups):
@@ -139,10 +142,10 @@ class Review:
         self._want(partial(replan, plan, seen) if self._phase == TRAIN else noted, self._may_be_alone(planned, seen))
 
     def _may_be_alone(self, planned: PhaseSchedule, seen: Record) -> bool:
-        """Whether a single rank may deviate from the plan in this way.
+        """Whether one rank alone may deviate from the plan like this, without an error on any rank.
 
-        It may if the groups that differ stay unsharded after forward, and all ranks reduce them in the same order
-        after backward.
+        The groups that differ must have `reduce_unused`, so that all ranks reduce them after backward in the same order
+        anyway, and must stay unsharded after forward, so that backward gathers none of them.
         """
         expected, ran = Counter(planned.order), Counter(seen.order)
         moved = ran == expected
@@ -150,7 +153,10 @@ class Review:
         return all(group.options.reduce_unused and not group.settings.gives_up[group.is_root] for group in differing)
 
     def _count_votes(self, arrived: frozenset[str]) -> None:
-        """Count the votes of those process groups in which a gather has arrived."""
+        """Count the votes of those process groups in which a gather has arrived.
+
+        A gather arrives after all ranks of its group have issued it, and so after they have cast their votes (`begin`).
+        """
         assert self._vote is not None
         ballot, decide = self._vote
         outcome = ballot.count(arrived)
@@ -173,10 +179,11 @@ class Review:
         self._most_bytes = peak
         if record is None or peak <= plan.peak_bytes:
             return
+        # Only a record of the step that had this peak, in the planned order, can tell why.
         causes = drift(plan, record) if record.peak_bytes == peak and record.order == plan.order else ()
         summary = f"{peak} bytes were live, more than the planned peak of {plan.peak_bytes}"
         self.log.add("bytes", self._forwards, [*causes, summary])
-        self._want(self._order.described)
+        self._want(self._order.described)  # dtypes or options may have changed since the plan was made
 
     def _compare_times(self) -> None:
         """After measured steps: make a new plan, unless the measured times match those of the plan."""
@@ -226,12 +233,12 @@ class Review:
 
     # ---- a new plan
 
-    def _want(self, make: Callable[[], ShardPlan], free: bool = False) -> None:
+    def _want(self, make: Callable[[], ShardPlan], may_be_alone: bool = False) -> None:
         """Start a vote on another plan, which takes effect once all ranks want it. Does nothing after too many votes.
 
         Args:
             make: makes the plan.
-            free: whether only some ranks may want the plan, without an error or a warning.
+            may_be_alone: whether only some ranks may want the plan, without an error or a warning.
         """
         if self._vote is not None or self._votes >= _FREE_BALLOTS + self._forwards // _FORWARDS_A_BALLOT:
             return
@@ -240,18 +247,18 @@ class Review:
             return
         self._votes += 1
         if self._among:
-            self._open_vote(plan, partial(self._decide, free))
+            self._open_vote(plan, partial(self._decide, may_be_alone))
         else:
             self._adopt(plan)
 
     def _open_vote(self, plan: ShardPlan, decide: Callable[[Ballot, Outcome], None]) -> None:
         self._vote = Ballot(plan, self._among, self._engine, self._forwards), decide
 
-    def _decide(self, free: bool, ballot: Ballot, outcome: Outcome) -> None:
-        """Act on the outcome of a vote; `free` as for `_want`."""
+    def _decide(self, may_be_alone: bool, ballot: Ballot, outcome: Outcome) -> None:
+        """Act on the outcome of a vote; `may_be_alone` as for `_want`."""
         if outcome is Outcome.ALL:
             self._adopt(ballot.plan)
-        elif not free:
+        elif not may_be_alone:
             if outcome is Outcome.APART:
                 ballot.explain()
             self._warn_alone(ballot.plan)

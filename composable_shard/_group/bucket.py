@@ -181,15 +181,15 @@ class Bucket:
         return self.fqns[place]
 
     def weights_for_use(self) -> list[torch.Tensor]:
-        """Return the unsharded parameters for a forward that begins. The caller makes a node and calls `begin_use`."""
+        """Return the unsharded parameters for the node of a forward that begins; `begin_forward` must follow."""
         return self.weights
 
-    def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
+    def begin_forward(self, outputs: Sequence[torch.Tensor]) -> None:
         """Note the node of a use: these are its outputs for the members, and modules have them installed."""
         self.shown = outputs
         self.writes.packed.clear()
 
-    def end_use(self, dropped: Sequence[torch.Tensor]) -> bool:
+    def end_forward(self, dropped: Sequence[torch.Tensor]) -> bool:
         """Note the end of a forward, while the outputs of its node or the leaves are still installed.
 
         Args:
@@ -360,13 +360,13 @@ class GatherBucket(Bucket):
     # A selective checkpoint may keep unsharded parameters. So may a function that puts them on its ``ctx``, or a module
     # that caches them. No handle stands for these tensors, so `Faces` finds them at the end of a use (see `faces.py`).
 
-    def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
-        self._faces.begin_use(outputs)
-        Bucket.begin_use(self, outputs)
+    def begin_forward(self, outputs: Sequence[torch.Tensor]) -> None:
+        self._faces.begin_forward(outputs)
+        Bucket.begin_forward(self, outputs)
 
-    def end_use(self, dropped: Sequence[torch.Tensor]) -> bool:
-        self._faces.end_use(self.shown, dropped, self.here)
-        return Bucket.end_use(self, dropped)
+    def end_forward(self, dropped: Sequence[torch.Tensor]) -> bool:
+        self._faces.end_forward(self.shown, dropped, self.here)
+        return Bucket.end_forward(self, dropped)
 
     def note_kept(self) -> None:
         if self.writes.noted:

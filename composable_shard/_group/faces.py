@@ -62,8 +62,9 @@ class Face:
     Attributes:
         begin: the address of the slot.
         weights: the unsharded parameters, without autograd history.
-        at_rest: for each storage, its use count when only the face and the installed outputs (or leaves) share it.
-            A higher count means that other views exist. Empty until outputs or leaves are made for the first time.
+        at_rest: for each storage, its use count when it is shared by the face and one set of outputs or leaves, and by
+            nothing else. A higher count means that other views exist. Empty until outputs or leaves are made for the
+            first time.
     """
 
     __slots__ = ("_alone", "_storages", "at_rest", "begin", "weights")
@@ -77,7 +78,7 @@ class Face:
             self.weights = weights_in(slot.typed(torch.uint8), dtype, layout, view)
         counts = not slot.resizes and all(map(has_memory, self.weights[:1]))  # all are fake, or none
         self._storages = list(map(storage_id, self.weights)) if counts else []
-        self._alone = self._users()  # the use counts of an unused face
+        self._alone = self._users()  # like `at_rest`, without outputs (leaves stay, so they count)
         self.at_rest: list[int] = []
 
     def _users(self) -> list[int]:
@@ -85,11 +86,14 @@ class Face:
         return list(map(storage_uses, self._storages))
 
     def note_shown(self) -> None:
-        """Note the first outputs of a node over this face; a face has the outputs of one node at a time."""
+        """Take the counts of `at_rest`, when the first node has outputs over this face.
+
+        They are the same for later nodes: a face has the outputs of one node at a time (`Faces.idle`).
+        """
         self.at_rest = self._users()
 
     def note_leaves(self) -> None:
-        """Note that leaves were made over this face; they stay as long as the face."""
+        """Take all counts again, because leaves were made over this face; they stay as long as the face."""
         self._alone = self.at_rest = self._users()
 
     @property
@@ -212,7 +216,7 @@ class Faces:
     Attributes:
         leaves: by slot, the leaves that were made there.
         in_use: the face that the running forward reads; if none runs, the one that the last forward read.
-        lent: the faces of which user code kept views after a forward.
+        lent: the faces of which user code kept views at the end of a forward.
         kept: whether user code may have kept unsharded parameters (`ShardedParam.kept`) after a forward.
     """
 
@@ -248,7 +252,8 @@ class Faces:
             self._of_kept[slot] = Face(slot, self._dtype, self._layout)
         self._point_kept_at(self._of_kept[slot].weights)
         if (leaves := self.leaves.get(slot)) is not None:
-            leaves.show_weights()  # back to their own face: its counts are compared with those that include the leaves
+            # Leaves that were kept now refer to `_of_kept`, too. Back to their own face, whose counts include them.
+            leaves.show_weights()
         for param in self._params:
             for copy in param.kept_ones():
                 _follow(copy, param)
@@ -256,8 +261,8 @@ class Faces:
     def hide_kept(self, slot: Slot) -> None:
         """Fill the unsharded parameters that user code has kept with NaN, because the slot is released."""
         if not self._hidden:
-            # Only shapes and dtypes matter here. `_of_kept` has no face for parameters that the last use was the first
-            # to keep.
+            # Any face will do, because only shapes and dtypes are copied. `_of_kept` has none in this slot if no
+            # parameter was kept before the last use; then `in_use` is the face of that use.
             face = self._of_kept.get(slot) or self.in_use
             assert face is not None
             self._hidden = list(map(_without_values, face.weights))
@@ -275,7 +280,10 @@ class Faces:
             self._of_kept.clear()
 
     def _forget_leaves_let_go(self) -> None:
-        """Forget leaves that user code has released. They live as long as the slot, so weak references stay valid."""
+        """Forget kept leaves that user code has released.
+
+        `ShardedParam` has weak references to kept parameters. For leaves these never die, because `leaves` holds them.
+        """
         for leaves in self.leaves.values():
             for param, leaf, held in zip(self._params, leaves.params, leaves.held(), strict=True):
                 if not held:
@@ -296,7 +304,8 @@ class Faces:
         """
         faces = self._of.setdefault(slot, [])
         for face in faces:
-            # The first output stands for all, unless user code has kept it: it may share other memory now.
+            # One output tells whether the node's outputs are alive: they are freed together. But if user code has kept
+            # that one, it refers to `_of_kept` and no longer counts here; so look at all.
             looks_at_all = self.kept or face in self.lent
             if not (face.is_used() if looks_at_all else face.has_outputs):
                 break
@@ -322,13 +331,16 @@ class Faces:
         self.in_use = leaves.face
         return leaves
 
-    def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
+    def begin_forward(self, outputs: Sequence[torch.Tensor]) -> None:
         """Note a new node over the face in use, whose outputs modules have installed."""
+        # The counts at rest are taken once, for the first node. Reference counts of outputs differ between nodes.
         if self.in_use is not None and not self.in_use.at_rest:
             self.in_use.note_shown()
         self._counts = list(map(getrefcount, outputs))
 
-    def end_use(self, shown: Sequence[torch.Tensor], dropped: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
+    def end_forward(
+        self, shown: Sequence[torch.Tensor], dropped: Sequence[torch.Tensor], leaves: Leaves | None
+    ) -> None:
         """Note at the end of a forward which parameters user code will keep, and whether it will keep views.
 
         Args:
@@ -347,9 +359,10 @@ class Faces:
         self._keep(itertools.compress(enumerate(shown), map(gt, counts, self._counts)))
 
     def _note_users(self, face: Face, dropped: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
-        """Note whether the views of a face that a forward has read will stay; arguments as for `end_use`."""
+        """Note whether the views of a face that a forward has read will stay; arguments as for `end_forward`."""
         if face in self.lent:  # from an earlier forward; views of it are known
             return
+        # A parameter among them is an output or a leaf itself, which the counts at rest include.
         views = {id(view): view for view in dropped if not isinstance(view, torch.nn.Parameter)}
         if face.is_kept(views.values()):
             self.lent.append(face)
@@ -357,7 +370,11 @@ class Faces:
             self._dropped = list(map(weakref.ref, views.values()))
 
     def are_kept(self, leaves: Leaves | None) -> bool:
-        """Return whether user code keeps views of the parameters, or the leaves over them, when they are released."""
+        """Return whether user code keeps views of the parameters, now that they are released.
+
+        This also ends the use of the leaves: autograd must not read those that it has saved (`Leaves.give_up`), and
+        those that user code holds are noted as kept.
+        """
         if self.lent:
             self.lent = [face for face in self.lent if face.is_used()]
         if leaves is None:

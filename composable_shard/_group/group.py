@@ -347,7 +347,7 @@ class ParamGroup:
         """Whether shards were written to since their gather was issued, judging by versions."""
         return any(map(_is_outdated, self.buckets))
 
-    def end_use(self, dropped: Sequence[torch.Tensor]) -> bool:
+    def end_forward(self, dropped: Sequence[torch.Tensor]) -> bool:
         """Note the end of a forward. If user code keeps views of parameters, their memory is not released (`Faces`).
 
         Args:
@@ -357,8 +357,8 @@ class ParamGroup:
             whether the forward has written to unsharded parameters, judging by versions.
         """
         if len(self.buckets) == 1:
-            return self.buckets[0].end_use(dropped)
-        return any([bucket.end_use(dropped) for bucket in self.buckets])  # noqa: C419 - all of them
+            return self.buckets[0].end_forward(dropped)
+        return any([bucket.end_forward(dropped) for bucket in self.buckets])  # noqa: C419 - all of them
 
     def reshard(self, again: bool = False) -> None:
         """Release the unsharded parameters, or the pieces that a few ranks keep of them.
@@ -460,7 +460,7 @@ class ParamGroup:
         return self._in_order(list(map(_weights, self.buckets)))
 
     def weights_for_use(self) -> list[torch.Tensor]:
-        """Return the unsharded parameters for a node that is about to be made; `begin_use` must follow."""
+        """Return the unsharded parameters for a node that is about to be made; `begin_forward` must follow."""
         return self._in_order(list(map(_weights_for_use, self.buckets)))
 
     def wrapped(self, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -474,7 +474,7 @@ class ParamGroup:
         pairs = zip(gradients, self.params, strict=True)
         return [None if gradient is None else p.local_gradient(gradient, options) for gradient, p in pairs]
 
-    def begin_use(self, outputs: Sequence[torch.Tensor], forward: int) -> None:
+    def begin_forward(self, outputs: Sequence[torch.Tensor], forward: int) -> None:
         """Note the node of a use: it was made, and its outputs are installed.
 
         Args:
@@ -484,10 +484,10 @@ class ParamGroup:
         if forward:
             self.used_in = forward
         if len(self.buckets) == 1:
-            self.buckets[0].begin_use(outputs)
+            self.buckets[0].begin_forward(outputs)
             return
         for bucket, members in zip(self.buckets, self.layout.members, strict=True):
-            bucket.begin_use([outputs[index] for index in members])
+            bucket.begin_forward([outputs[index] for index in members])
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the unsharded parameters as leaves, with the `requires_grad` and attributes of the sharded ones."""
