@@ -29,10 +29,9 @@ class AccumulatedGradients:
         streams: whether they are on an accelerator.
 
     Attributes:
-        whole: the unsharded gradients. After `zero_grad` they are *void*, and the next call of a method drops them.
-            Other
-            classes only read it.
-        pieces: the reduced pieces that wait for an all-reduce over replicas. Other classes only read them.
+        whole: the unsharded gradients. `zero_grad` makes them void, which the marks show (`marks.py`); the next method
+            that is called drops void ones. Other classes only read this.
+        pieces: the reduced pieces that wait for an all-reduce over replicas. Other classes only read this.
         wanted: indices of the parameters that required gradients when some were accumulated. The next reduction
             includes these even if they are frozen by then, because it must have the same members on all ranks. Ranks
             may differ in which gradients they have, but not in which parameters require them.
@@ -88,7 +87,9 @@ class AccumulatedGradients:
         new = {index: gradient for index in self.whole if (gradient := total[index]) is not None}
         for index, gradient in {**self.whole, **self._sums(new)}.items():
             total[index] = gradient
-        taken = [index for index in self.whole if index not in self.pieces]  # marks of the others are still needed
+        taken = [
+            index for index in self.whole if index not in self.pieces
+        ]  # pieces need their marks until they go, too
         self.whole.clear()
         self._owned.clear()
         self._marks.forget(taken)
@@ -127,7 +128,8 @@ class AccumulatedGradients:
     def held(self, stepped: Container[int]) -> list[str]:
         """Return the names of parameters, given by id, whose accumulated gradients `zero_grad` has not voided."""
         stepped_here = [index for index in self._held() if id(self._params[index].sharded) in stepped]
-        gone = self._marks.gone(stepped_here, or_untold=True)  # ranks with evidence raise the error for those without
+        # A rank without rows of the group has no marks, so it cannot tell. Ranks with rows raise the error.
+        gone = self._marks.gone(stepped_here, or_unknown=True)
         return [self._params[index].fqn for index in stepped_here if index not in gone]
 
     def forget(self) -> None:

@@ -56,8 +56,8 @@ class Gatherer:
         for_landing: the pool's requests, in forward and backward, for the landing buffer that small parameters share;
             None if no parameters share one.
         pool, lane: the source of memory, and the queue of gathers.
-        begins: offsets of the parameters in a slot, in elements, if they differ from the layout's: gathers among few
-            ranks use the slots of gathers among all ranks.
+        begins: offsets of the parameters in a slot, in elements, if they differ from the layout's. A gather among a few
+            ranks (`Resident`) has a layout of its own, but fills a slot as a gather among all ranks does.
 
     Attributes:
         copies, for_landing: as given.
@@ -95,8 +95,11 @@ class Gatherer:
                 flat = slot.typed(self._dtype, written=True)
                 regions = regions_in(flat, self.copies.layout.places, self._begins)
                 wholes = self._seen[slot] = self.copies.into(regions)
-        if self.copies.is_straight:
+        if (
+            self.copies.is_straight
+        ):  # the collective reads shards and writes the slot without copies, so nothing is leased
             assert self.copies.transport is not None
+            assert not read
             return self._lane.launch(self.copies.transport.all_gather, (wholes.regions, shards), after, None)
         return self.start_into(wholes, shards, after, read)
 
@@ -139,15 +142,14 @@ class Bucket:
         dtype: the dtype in which they are used. `is_complex` tells whether tensors of it may be lazy conjugates.
         address: the address of the memory that was gathered into last; 0 if it does not belong to the pool.
         readable: whether the gather is done, so that the unsharded parameters can be read.
-        generation: increased when saved handles become stale: the sharded parameters have changed, or the memory
-            outside
-            of the pool was replaced.
+        generation: increased when saved handles become stale: the sharded parameters have changed, or memory outside of
+            the pool was replaced.
         shown: during a forward with a node, the outputs of the node, by index; else empty.
-        here: the leaf Parameters over the memory of the unsharded parameters; None if none were made there.
+        here: the leaves over the memory in which the unsharded parameters are now; None if none were made over it.
         writes: the writes to the unsharded parameters; see `edits.py`.
         saved: number of handles made so far.
-        reads_left: how many more handles backward must read until the engine is notified (`halfway`); 0 if it is not to
-            be notified.
+        reads_left: how many more handles backward will read before `Engine.halfway` is called; 0 if nobody waits for
+            that.
         gather_bytes: bytes that a gather leases from the pool.
     """
 
@@ -202,6 +204,7 @@ class Bucket:
         if any(map(_version, shown)):
             self.writes.note_shown(shown)
             return True
+        # Without outputs, the forward has used the leaves, if any. Otherwise, writes to leaves are found at release.
         return not shown and self.here is not None and bool(self.here.written())
 
     def note_kept(self) -> None:
@@ -358,7 +361,7 @@ class GatherBucket(Bucket):
 
     # These methods run in each step. They name the base class, because `super()` takes more host time.
     # A selective checkpoint may keep unsharded parameters. So may a function that puts them on its ``ctx``, or a module
-    # that caches them. No handle stands for these tensors, so `Faces` finds them at the end of a use (see `faces.py`).
+    # that caches them. No handle stands for these tensors, so `Faces` finds them at the end of a forward.
 
     def begin_forward(self, outputs: Sequence[torch.Tensor]) -> None:
         self._faces.begin_forward(outputs)
@@ -411,7 +414,8 @@ class GatherBucket(Bucket):
         if slot is None:
             return
         faces = self._faces
-        # Only leaves, and faces that a forward has found to be kept, can have views now.
+        # Code may keep views of leaves at any time, because users see them between forwards. Views of outputs were
+        # found at the end of the forward. Views that code takes in backward are not found (`saved_tensors.py`).
         lent = (leaves is not None or faces.lent) and faces.are_kept(leaves)
         if lent or reserve:
             self._reserved = slot
@@ -438,10 +442,11 @@ class GatherBucket(Bucket):
     def _read_before(self, written: dict[int, list[torch.Tensor]]) -> set[int]:
         """Return those of the parameters in `written` that autograd saved as a leaf before the last write to the leaf.
 
-        Backward would read values from after that write, so this counts as an edit even if the values are equal to the
-        gathered ones. For outputs of a node, backward itself detects this by versions (`Writes.look_at`). It cannot for
-        leaves, whose versions also increase when they are resharded. DTensors are left out: a write through a DTensor
-        increases its own version, and not that of the local tensor from which the handle was made.
+        Backward would read the values from after that write. So this counts as an edit even if the bits are now equal
+        to the gathered ones. For outputs of a node, the reads in backward compare versions (`Writes.look_at`). For
+        leaves they cannot, because `Leaves.give_up` increases versions at each release. Parameters that are DTensors
+        are left out: a write through a DTensor does not change the version that the handle has noted, that of the local
+        tensor.
         """
         versions = {i: {each._version for each in w if not isinstance(each, DTensor)} for i, w in written.items()}
         packed = [(self.members[place], version) for place, version in self.writes.packed]

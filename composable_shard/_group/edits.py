@@ -61,18 +61,27 @@ def bit_sums(weight: torch.Tensor) -> BitSums:
 class Writes:
     """The writes to the unsharded parameters of one bucket, judging by versions.
 
+    There are two checks. At the end of a forward and at release, `changed` compares bit sums of written parameters
+    with their sums when they were gathered. In backward, each read of a parameter through a handle compares versions, because
+    backward must read the value that was saved. The second check has three steps, each of which identifies a use by the
+    outputs of its node:
+
+        begin_reads   backward reaches the use: `noted` is set, and `rewritten` has the writes until now
+        look_at       the first read: `looked_at` is set
+        end_reads     the backward of the use is over: all are reset
+
     Args:
         count: the number of parameters.
 
     Attributes:
         gathered: by index, sums of the parameters when they were gathered.
-        packed: the places of the handles that the running forward has made of leaves, with the versions of the leaves.
-        rewritten: by index, versions of the parameters that were written to before the backward of a use began.
-        looked_at: the outputs of a use, if the running backward has read a parameter of it; else None.
-        noted: the outputs of the use that backward has reached, to which `rewritten` refers; None if there is none.
-        unwritten: the outputs of that use, if its reads need no check (any more); else None. A read compares only the
-            identity of this object, which costs little.
         sums_next: indices of the parameters whose sums the next gather computes.
+        packed: the places of the handles that the running forward has made of leaves, with the versions of the leaves.
+        noted: the outputs of the use that backward has reached; None if there is none.
+        rewritten: by index, versions of the parameters of that use that were written to before backward reached it.
+        looked_at: the outputs of that use, if backward has read a parameter of it; else None.
+        unwritten: the outputs of that use, if reads need no further check; else None. A read only has to compare this
+            with the outputs of its use, which costs little (`saved_tensors.py`).
     """
 
     __slots__ = ("_ended", "_ever", "gathered", "looked_at", "noted", "packed", "rewritten", "sums_next", "unwritten")
@@ -82,7 +91,8 @@ class Writes:
         self.packed: list[tuple[Any, int]] = []
         self.rewritten: dict[int, int] = {}
         self._ended: Sequence[torch.Tensor] = ()  # the outputs of the last use, if it has written to some of them
-        # Indices of the parameters whose versions have ever increased. After the first gather, `sums_next` is this set.
+        # Indices of the parameters whose versions have ever increased. The first gather computes the sums of all
+        # parameters, and `sums_next` is this set from then on.
         self._ever: set[int] = set()
         self.noted: Sequence[torch.Tensor] | None = None
         self.looked_at: Sequence[torch.Tensor] | None = None
@@ -121,10 +131,10 @@ class Writes:
         that are allowed, because they were checked at the end of the forward.
 
         Args:
-            shown: the outputs of the node. A handle has the version of the output when it was saved. A higher version
-                now means that the parameter was edited after that.
-            leaves: the leaves over the memory of the parameters, if any were made. Handles do not have versions of
-                these, so any write to them counts.
+            shown: the outputs of the node. A handle has the version that the output had when it was saved. A higher
+                version now means that the parameter was edited after that.
+            leaves: the leaves over the memory of the parameters, if any were made. The handles of this use were made of
+                outputs, so they have no version to compare a leaf's with. Any write to a leaf counts.
         """
         rewritten: dict[int, int] = {}
         if any(map(_version, shown)):
@@ -151,7 +161,10 @@ class Writes:
         return self.rewritten
 
     def await_read(self) -> None:
-        """Make the next read call `look_at`, so that the budget knows that backward has read the use (`looked_at`)."""
+        """Make the next read call `look_at`, even if nothing was written to.
+
+        `Budget` then finds out from `looked_at` whether backward has read the use.
+        """
         self.unwritten = None
 
     def end_reads(self) -> None:
@@ -176,9 +189,9 @@ class Edited(Protocol):
     def sums(self, indices: Iterable[int]) -> dict[int, BitSums]:
         """Return the current sums of these parameters.
 
-        Three types of parameters are left out, and count as changed: those that were moved (`set_`); those that a
-        forward has saved before the last write to them, because it has computed with other values; and those outside of
-        the pool's memory.
+        Three types of parameters are left out, and so count as changed: those that `set_` has moved to other memory;
+        those that a forward has saved as leaves before the last write, because backward would read the new values; and
+        those outside of the pool's memory.
         """
 
     def accept(self, edited: Collection[int] = ()) -> None:

@@ -67,7 +67,10 @@ class _Gathers:
 
     def start(self, shards: list[torch.Tensor]) -> _Gathering:
         """Begin to gather `shards`, the shards of the members."""
+        # Code in the graph may have written the shards on the current stream, for example an optimizer.
         pool, after = self._pool, (self._lane.record_current_stream(),)
+        # A slot that loses its memory at release cannot be lent: the graph may read it then. So allocate other memory,
+        # which lives as long as the tensors.
         if pool.loses_memory(self._requests[0]):
             memory = pool.memory.allocate(self._requests[0].nbytes)
             flat = memory.view(self._dtype)
@@ -100,6 +103,7 @@ class _Gathers:
         face = self._faces.get(slot)
         if face is None or face.begin != slot.begin:
             face = self._faces[slot] = Face(slot, self._dtype, self._layout)
+        # Aliases for the graph. `is_used` is about them: it counts the users of the storages besides the face itself.
         weights = [weight.detach() for weight in face.weights]
         self._pool.lend(slot, face.is_used)
         return weights

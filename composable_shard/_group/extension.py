@@ -166,8 +166,9 @@ class _Extended:
             local.fsdp_post_all_gather(outputs, self._metadata, self._dtype, out=self.leaf)
         self.inputs, self._metadata = [], None
         parts = plain_parts(self.leaf)
-        tells_parts = all(type(part) in (torch.Tensor, nn.Parameter) for part in parts)
-        if tells_parts and self._arriving.storages.keys().isdisjoint(map(storage_id, parts)):
+        # Parts of other classes may refer to memory that is not visible here. Then the outputs are kept.
+        are_plain = all(type(part) in (torch.Tensor, nn.Parameter) for part in parts)
+        if are_plain and self._arriving.storages.keys().isdisjoint(map(storage_id, parts)):
             self._arriving.free()  # no part of the parameter is in the outputs
             return self._handed_over.storages
         return self._handed_over.storages | self._arriving.storages
@@ -216,7 +217,7 @@ class ExtensionBucket(Bucket):
         self._pool, self._lane = setup.pool, setup.lane
         self._gatherers: dict[tuple[int, ...], Gatherer] = {}  # by the sizes of the inputs in bytes
         self._claims: list[Outside] = []
-        self._abandoned: list[torch.Tensor] = []  # gathers may still write to these or send from these
+        self._abandoned: list[torch.Tensor] = []  # interrupted gathers may still use these; held as long as the bucket
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -232,6 +233,7 @@ class ExtensionBucket(Bucket):
         inputs = [_bytes(tensor) for member in self._members for tensor in member.inputs]
         outputs = [_bytes(tensor) for member in self._members for tensor in member.outputs]
         gatherer = self._gatherer_of(tuple([tensor.numel() for tensor in inputs]))
+        # The lane must wait for what `ask` has queued on the current stream, and for its allocations.
         return gatherer.start_into(gatherer.copies.into(outputs), inputs, (self._lane.record_current_stream(),))
 
     def _gatherer_of(self, sizes: tuple[int, ...]) -> Gatherer:
@@ -256,7 +258,8 @@ class ExtensionBucket(Bucket):
         super().arrived()
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
-        # `after` is not needed: the memory was allocated by torch on the stream that reads it, and goes back to torch.
+        # `after` is not needed: torch has allocated the memory on the current stream, which also reads it, and reuses
+        # it there. The lane has written it, but the current stream has waited for that.
         leaves, self.here = self.here, None
         super().lose()  # only marks the parameters as unreadable: the members own the memory
         self.writes.end_reads()

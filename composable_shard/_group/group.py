@@ -110,7 +110,7 @@ class ParamGroup:
         entries: returns the `_parameters` entries of its modules; None if the modules were freed.
 
     Attributes:
-        fqn, params, settings, is_root, entries: as given; compiled graphs follow the settings too.
+        fqn, params, settings, is_root, entries: as given.
         shards: the sharded parameters, as users and optimizers see them.
         buckets: the gather buckets, one per dtype; parameters that define their own all-gather have separate ones.
         layout: the layout of these buckets.
@@ -118,7 +118,7 @@ class ParamGroup:
         phase: the phase of the parameters: sharded, gathering, unsharded or resident.
         gradients: its gradients, accumulated or being reduced.
         running: number of forwards of its modules that have begun and not ended.
-        used_in: number of the last forward of the root in which a node was made for this group.
+        used_in: number of the last root forward (`Iterations.forward`) in which a node was made for this group.
         companions: groups of the same module on other meshes, whose forwards begin right after this one's.
         stay: the reasons why the unsharded parameters outlive their use.
     """
@@ -215,7 +215,10 @@ class ParamGroup:
     # ---- forwards
 
     def set_companions(self, following: Sequence[ParamGroup]) -> None:
-        """Set the groups of the same module that begin right after this one; an empty list changes nothing."""
+        """Set the groups of the same module that begin right after this one.
+
+        An empty list changes nothing: a group may be part of several lists of modules, and only one names companions.
+        """
         self.companions = following or self.companions
 
     # ---- facts
@@ -237,7 +240,7 @@ class ParamGroup:
 
     @property
     def issues_in_wait(self) -> bool:
-        """Whether waiting for one of its reductions may issue an all-reduce. All ranks must then wait in one order."""
+        """Whether waiting for one of its reductions may issue an all-reduce, so that all ranks must wait alike."""
         return not self._runtime.gather_lane.streams and self._comm.transports.replicate is not None
 
     @property
@@ -297,7 +300,7 @@ class ParamGroup:
                 for bucket, resident in zip(self.buckets, self.residents, strict=True):
                     self._gathers.append((bucket, resident.start()))
             else:
-                if self.stay.pinned or self.settings.outlives[self.is_root]:  # otherwise nobody compares these versions
+                if self.stay.pinned or self.settings.outlives[self.is_root]:  # otherwise no code reads these versions
                     self._versions = self._versions_now()
                 for bucket in self.buckets:
                     self._gathers.append((bucket, bucket.start(after)))
@@ -344,7 +347,7 @@ class ParamGroup:
         self._gathers = []
 
     def is_outdated(self) -> bool:
-        """Whether shards were written to since their gather was issued, judging by versions."""
+        """Whether sharded parameters were written to since the last gather was issued, judging by versions."""
         return any(map(_is_outdated, self.buckets))
 
     def end_forward(self, dropped: Sequence[torch.Tensor]) -> bool:
@@ -364,7 +367,7 @@ class ParamGroup:
         """Release the unsharded parameters, or the pieces that a few ranks keep of them.
 
         Args:
-            again: whether they are gathered again immediately, into the same memory, to stay as long as before.
+            again: whether they are gathered again immediately, into the same memory. Then `stay` is not reset.
 
         Raises:
             StaleStateError: when debugging: the bits of a parameter have changed. The group is still resharded.
@@ -438,11 +441,15 @@ class ParamGroup:
 
     def note_versions(self) -> None:
         """Note the versions of the sharded parameters for `is_stale`, before a gather that will outlive its use."""
-        if self.phase is SHARDED:  # the pieces of a few ranks were made from older versions, which are already noted
+        # A resident group is gathered from pieces. They were made from the versions that are already noted.
+        if self.phase is SHARDED:
             self._versions = self._versions_now()
 
     def is_stale(self) -> bool:
-        """Whether a parameter was replaced or edited since the versions were noted, judging by versions."""
+        """Whether a sharded parameter was replaced or edited since `note_versions`: for groups that stay unsharded.
+
+        Unlike `is_outdated`, this is asked in a later step, when `params` may have other tensors.
+        """
         return self._versions != self._versions_now()
 
     def _versions_now(self) -> list[int]:
@@ -523,7 +530,10 @@ class ParamGroup:
         return tuple([shard.grad is not None for shard in self.shards])
 
     def stepped(self) -> None:
-        """Note that an optimizer or a load is about to change the sharded parameters."""
+        """Note that an optimizer or a load is about to change the sharded parameters, so saved handles become stale.
+
+        Comparing versions is not enough (`Bucket.note_shards`): foreach functions do not increase those of DTensors.
+        """
         for bucket in self.buckets:
             bucket.generation += 1
 
@@ -562,4 +572,4 @@ class ParamGroup:
 
 
 def _cannot_gather() -> None:
-    raise PhaseError("not all ranks gather here")  # `changed` raises another error from it
+    raise PhaseError("not all ranks gather here")  # not seen by users: `changed` replaces it by a StaleStateError

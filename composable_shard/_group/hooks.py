@@ -49,7 +49,7 @@ class ParamHooks:
         self._on_tensor: list[dict[int, Hook]] = []
         self._on_accumulated: list[dict[int, Hook]] = []
         self._node: _NodeHooks | None = None
-        self._node_was_asked = False  # whether hooks were looked for; from then on the node is kept, for later hooks
+        self._node_was_asked = False  # whether hooks on the node were looked for before (`_look_at_node`)
         self.handles_seen = HANDLES.of_others()
 
     def __bool__(self) -> bool:
@@ -94,8 +94,11 @@ class ParamHooks:
         if self._node is not None and self._node.is_of(sharded):
             return
         self._node = _NodeHooks(sharded) if sharded.requires_grad else None
+        # Most parameters never have hooks on their node. If the first look finds none, the node is dropped: while it
+        # lives, autograd visits its empty dictionaries. A second look happens only if hooks were registered somewhere.
+        # From then on the node is kept, because `on_node` shows later hooks without another look.
         if not self._node and not self._node_was_asked:
-            self._node = None  # drop the node: while it lives, autograd visits its empty dictionaries
+            self._node = None
         self._node_was_asked = True
 
     def give_back(self, sharded: torch.Tensor) -> bool:

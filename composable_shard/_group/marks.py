@@ -60,28 +60,29 @@ class GradientMarks:
         for index in indices:
             states[index] = _state(self._grad(index))
 
-    def gone(self, indices: Iterable[int], or_untold: bool = False) -> set[int]:
+    def gone(self, indices: Iterable[int], or_unknown: bool = False) -> set[int]:
         """Return those of these parameters whose `.grad` was removed or set to zero since it was marked.
 
         Args:
             indices: the indices of the parameters.
-            or_untold: whether to include parameters of which this rank cannot tell, because it has no rows of any
-                parameter of the group, and so no marks.
+            or_unknown: what to return for parameters of which this rank cannot know it, because it has no rows of any
+                parameter of the group, and so no marks: True to include them, False to leave them out.
         """
         indices = list(indices)
         gone = {index for index in indices if self._is_gone(index)}
         asked = [index for index in indices if index not in gone and not (self._trusts and self._is_same(index))]
-        return gone | self._void(asked, or_untold) if asked else gone
+        return gone | self._void(asked, or_unknown) if asked else gone
 
-    def _void(self, asked: Sequence[int], or_untold: bool) -> set[int]:
+    def _void(self, asked: Sequence[int], or_unknown: bool) -> set[int]:
         """Return those of these parameters that have a `.grad` but lost the mark on it."""
         same = {index: self._is_same(index) for index in self._seen if not self._is_gone(index)}
         survives = self._look(same)
-        # A piece without rows has no mark. It gets the result of another parameter of the group, because `zero_grad`
-        # clears all: of one whose versions have changed if its own have, else of one whose versions have not.
-        others = {same[index]: mark for index, mark in survives.items()}
-        shown = {index: survives.get(index, others.get(same[index])) for index in asked}
-        kept = {index: same[index] and not or_untold if mark is None else mark for index, mark in shown.items()}
+        # A shard without rows has no mark. `zero_grad` usually clears all parameters, so another parameter of the group
+        # can stand for it: one whose versions have changed if its own have, or one whose versions have not.
+        by_change = {same[index]: mark for index, mark in survives.items()}
+        found = {index: survives.get(index, by_change.get(same[index])) for index in asked}
+        # No mark at all: unchanged versions mean that nothing was cleared, unless the caller wants unknown ones.
+        kept = {index: same[index] and not or_unknown if mark is None else mark for index, mark in found.items()}
         return {index for index, is_kept in kept.items() if not is_kept}
 
     def _look(self, indices: Iterable[int]) -> dict[int, bool]:

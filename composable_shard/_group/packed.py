@@ -2,9 +2,8 @@
 
 They are gathered as bytes, with any mixed-precision policy. The rest of their state (scales, code books, the
 shape of the layer) is in attributes of the parameter. `fully_shard` keeps these on the sharded parameter and sets them
-on the unsharded one. An attribute may also be the data itself under another name. On the unsharded parameter such an
-attribute is the gathered data. On the sharded one it is left out, because it would keep the full parameter on every
-rank.
+on the unsharded one. An attribute may also refer to the parameter's own data. It is left out on the sharded parameter,
+where it would keep the full data alive on every rank. On the unsharded one it refers to the gathered data.
 
 Layers for such weights keep views of them that autograd does not see: on the ``ctx`` of a function, or in an object of
 the module. So their memory is freed and allocated again while all views of it stay (`Request.refills`). Because the

@@ -111,7 +111,9 @@ def _of_the_class(tensor: torch.Tensor) -> set[str]:
 
 
 _attributes = attrgetter("__dict__")
-_ONLY_OWN = {3}  # number of attributes if users set none: torch's `_is_param`, and the two of `prepare`
+# Number of attributes if users set none: torch's `_is_param`, our name (`rename`), and torch's mark for static sizes
+# (`fix_sizes`).
+_ONLY_OWN = {3}
 # Exhausts an iterator, such as a `map` with side effects: a loop over a group's parameters without bytecode.
 run_all = deque[Any](maxlen=0).extend
 
@@ -221,7 +223,7 @@ class ShardedParam:
     def adopt_grad_dtype(self, source: torch.Tensor | None = None, on: torch.Tensor | None = None) -> None:
         """Adopt the `grad_dtype` that users have set.
 
-        It cannot be unset, so a parameter that has replaced the sharded one gets it, as in FSDP2.
+        A parameter that replaces the sharded one usually has none set. It gets that of the replaced one, as in FSDP2.
 
         Args:
             source: the parameter on which it may be set; by default `on`.

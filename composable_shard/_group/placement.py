@@ -61,15 +61,15 @@ class Parallel:
     def wrap(self, local: torch.Tensor, port: torch.Tensor | None) -> DTensor:
         """Make the unsharded parameter, a DTensor, from its local tensor, for a graph with a backward.
 
-        `DTensor.from_local` is not used, because its backward gives a gradient the placements of the DTensor. On a full
-        mesh it would sum gradients that are partial over our axes, but that sum is left to the reduction that follows.
-        Also, it would sum in the dtype of the gradient.
+        The backward of `DTensor.from_local` would sum a gradient that is partial over our axes of a full mesh, in the
+        dtype of the gradient. But our reduction sums it, later and in its own dtype. So a function with another
+        backward is used.
 
         Args:
             local: the local tensor.
-            port: a tensor of the shape of `local` in the dtype of the reduction. It gets the gradient of `local` if the
-                gradient is in that dtype, because autograd would cast a gradient of `local` itself. None if the dtypes
-                are the same.
+            port: a tensor of the shape of `local` in the dtype of the reduction, through which the gradient can leave
+                in that dtype: autograd would cast a gradient of `local` to the dtype of `local`. None if the dtypes are
+                the same.
         """
         if not torch.is_grad_enabled() or self.wrapper is None or (self.full is None and port is None):
             return self.around(local)
@@ -116,7 +116,10 @@ class Parallel:
         return concatenated_mesh([info.mesh, self.mesh]), (*own[:-1], self._cut(dim, 0), *self.placements)
 
     def _cut(self, dim: int, first: int) -> Placement:
-        """Return the placement of our axis, which shards `dim` after the mesh axes from `first` on have sharded it."""
+        """Return the placement of our axis along `dim`: a strided one if other axes have sharded that dim before.
+
+        `first` is the first mesh axis that counts as before: axes of the other parallelism shard first, as with FSDP2.
+        """
         factor = 1
         for axis, placement in enumerate(self.placements):
             if axis >= first and isinstance(placement, Shard) and placement.dim % len(self.shape) == dim:
@@ -124,7 +127,7 @@ class Parallel:
         return Shard(dim) if factor == 1 else strided_shard(dim, factor)
 
     def _placed_in_full(self, full: FullMesh, info: MeshInfo, dim: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """Like `placed`, but on a full mesh: several shard axes become one, behind the replicate axes."""
+        """Like `placed`, but on a full mesh. Several shard axes become one, which follows the replicate axes."""
         placements = list(self.placements)
         for axis in full.shard:
             placements[axis] = self._cut(dim, axis + 1)
@@ -151,7 +154,7 @@ def _wrapper(
     shape: torch.Size,
     stride: tuple[int, ...],
     ours: tuple[tuple[int, ...], ...] | None,
-    groups: tuple[weakref.ref[dist.ProcessGroup], ...],  # a mesh of an earlier world is equal, but its groups are freed
+    groups: tuple[weakref.ref[dist.ProcessGroup], ...],  # only in the key: an equal mesh of an earlier world has others
 ) -> Callable[[torch.Tensor, torch.Tensor | None], DTensor]:
     parallel = Parallel(mesh, placements, shape, stride, None if ours is None else FullMesh(mesh, *ours))
 
@@ -162,7 +165,8 @@ def _wrapper(
 
             @staticmethod
             def forward(ctx: Any, local: torch.Tensor, port: torch.Tensor | None) -> DTensor:
-                return parallel.around(local.view(local.shape))  # not `detach`, which partitioners save
+                # A view, and not `detach`: AOTAutograd's partitioner saves results of `detach` for backward.
+                return parallel.around(local.view(local.shape))
 
             @staticmethod
             def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -188,9 +188,10 @@ class ReduceBucket:
         self._copies = GradientCopies(layout, dtype, of_grads, info.shard_rank, info.device, lane.streams)
         self._others = {*of_grads} - {dtype}
         self._hook = _on_stream(options.comms)
-        # If both conditions below hold, the reduce-scatter is the only step, and is launched without the machinery for
-        # several steps. A division after it needs no step on a CPU, which divides when it splits the result. On an
-        # accelerator the division is a separate step, so that it runs on the lane's stream, concurrently with compute.
+        # If the reduce-scatter is the only collective (`scatters`), and nothing follows it on the lane (`kept`), it is
+        # launched without the machinery for several steps. A division after it needs no step on a CPU, which divides
+        # when it splits the result. On an accelerator it is a step, which runs on the lane's stream, concurrently with
+        # compute.
         scatters = self._shard is not None and self._replicate is None and self._hook is None
         kept = not self._others and not info.offloads and (self._divide_after is None or not lane.streams)
         self._is_launched = scatters and kept
@@ -220,10 +221,12 @@ class ReduceBucket:
             asks: whether to copy the marks to the host.
             holds: whether its memory stays leased until the wait for it, even on a stream.
         """
-        # The result outlives the step as `.grad`, so it is allocated here, on the stream that will read it.
+        # The result outlives the step as `.grad`, so it is allocated here, on the stream that will read it. The lane's
+        # stream writes it. That is safe: the lane waits for this stream first, and the job holds the result until this
+        # stream has waited for the lane.
         numel, like = self._layout.numel, self._copies.ones
         out = like.new_empty(numel)
-        slots: list[Slot] = []
+        slots: list[Slot] = []  # filled below; `when_done` has the list itself
         frees = self._lane.frees_queued and not holds
         when_done = functools.partial(self._pool.finish_queued if frees else self._pool.release_all, slots)
         try:
@@ -397,7 +400,8 @@ class Reduction:
         jobs: the job of each bucket.
         asked: indices of parameters without a gradient on this rank whose `.grad` stays None if no rank has one.
         whole: whether it includes the all-reduce over replicas, if any, so that its result is added to `.grad`.
-        queued_bytes: bytes of the pool that were leased while it was queued, and are released already.
+        queued_bytes: bytes of the pool that were leased while it was being queued, and are released already
+            (`free_queued`).
         leased_bytes: bytes of the pool that stay leased until the wait for it.
     """
 
@@ -417,7 +421,8 @@ class GroupReduced:
         jobs: those that the host must wait for before it reads a result.
 
     Attributes:
-        is_uncut: whether no result is split yet, so that this object needs no more memory than its pieces.
+        is_uncut: whether no result is split into pieces yet. Then the results hold only the memory of the pieces, so it
+            costs none to keep them for a while.
         host_may_read: whether the host can read a result without waiting for an accelerator.
         unused: those of `asked` that had no gradient; valid once `pieces` was called.
     """

@@ -52,13 +52,14 @@ class Resident:
         itemsize, name = bucket.dtype.itemsize, bucket.fqns[0]
         self.for_pieces = pool.request(f"pieces {name}", layout.numel * itemsize)
         self.for_landing = landing = pool.request(f"landing {name}", layout.total * itemsize)
-        # The number of the few ranks (`info.shard_size`) divides the number of all ranks. So their padded pieces need
-        # no more of a slot than the padded pieces of all ranks.
+        # The gathered pieces fill a slot of the bucket. Padding to a multiple of the few ranks needs no more room than
+        # padding to a multiple of all ranks, because the few divide them (`info.shard_size`). All pieces land in one
+        # buffer, and are then copied to the slot.
         together = GatherLayout(layout, (), tuple(range(len(shapes))), layout, 0, landing.nbytes)
         copies = GatherCopies(together, info.shard_rank, transport)
         self._gatherer = Gatherer(copies, bucket.dtype, (landing, landing), pool, lane, bucket.begins)
         self._slot: Slot | None = None
-        self._kept_at: torch.Event | None = None
+        self._kept_at: torch.Event | None = None  # recorded after the pieces were copied
         self._shown: dict[Slot, list[nn.Parameter]] = {}
 
     def keep(self) -> None:

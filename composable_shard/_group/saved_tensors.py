@@ -4,6 +4,9 @@ While a sharded module runs forward, a view of a parameter is packed as a handle
 backward, the handle is unpacked to that view of the parameters as they are gathered then, in whichever slot. So
 autograd never reads a slot that was leased for other data in the meantime.
 
+An unpacked view is for the backward of its use only. As with torch's FSDP2, a hook or an autograd function must not
+keep it for later: the memory is reused after that backward.
+
 Torch applies only the innermost hooks, so these hooks pass every other tensor on to the hooks that were active outside
 of them. If there are none, the tensor is kept with its version. The version is checked here, as torch does without
 hooks.
@@ -166,7 +169,9 @@ class _Hooks:
             return flattened
         if self._outer is not None:
             return _Foreign(self._outer[0](tensor))
-        if tensor.requires_grad:  # an operator's output that the operator itself saves would hold its node, in a cycle
+        # An operator may save its own output, as `exp` does. The output holds the operator's node, and the node holds
+        # what it saves: a cycle, unless the output is detached.
+        if tensor.requires_grad:
             tensor = tensor.detach()
         version = tensor._version
         return (tensor, version) if version else tensor
@@ -205,7 +210,7 @@ class _Hooks:
             place = (tensor.detach(), slot.index)
         else:
             place = self._places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
-            if not bucket.shown:  # a leaf; see `GatherBucket._read_before`
+            if not bucket.shown:  # modules have leaves; for the check in `GatherBucket._read_before`
                 bucket.writes.packed.append((place, tensor._version))
         keeper = self._keepers.get(bucket) if self._keepers else None
         if keeper is not None:
@@ -248,6 +253,7 @@ def _weight(handle: Handle) -> torch.Tensor:
         owner.fetch(bucket)
         if generation != bucket.generation:  # the gather has detected a change
             raise _stale(bucket)
+    # Nothing to check if no parameter of this use was written to before its backward began (see `Writes`).
     if shown is not bucket.writes.unwritten and (rewritten := bucket.writes.look_at(shown, bucket.here)):
         member = bucket.members[place] if type(place) is Place else place[1]  # type: ignore[attr-defined, index]
         if rewritten.get(member, version) != version:
