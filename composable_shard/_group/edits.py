@@ -62,9 +62,9 @@ class Writes:
     """The writes to the unsharded parameters of one bucket, judging by versions.
 
     There are two checks. At the end of a forward and at release, `changed` compares bit sums of written parameters
-    with their sums when they were gathered. In backward, each read of a parameter through a handle compares versions, because
-    backward must read the value that was saved. The second check has three steps, each of which identifies a use by the
-    outputs of its node:
+    with their sums when they were gathered. In backward, each read of a parameter through a handle compares versions,
+    because backward must read the value that was saved. The second check has three steps, each of which identifies a
+    use by the outputs of its node:
 
         begin_reads   backward reaches the use: `noted` is set, and `rewritten` has the writes until now
         look_at       the first read: `looked_at` is set

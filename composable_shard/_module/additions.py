@@ -105,14 +105,18 @@ class WatchedEntries(ModuleEntries):
         self._others = others
         self._seen = _Seen(tops)
         self._allows_unmanaged = False
-        self._idle: list[nn.Parameter] = []  # unsharded parameters that were accepted because they did not train then
+        self._idle: list[nn.Parameter] = []  # unsharded parameters that `adopt` has accepted so far
 
     def allow_unmanaged(self) -> None:
         """Accept parameters that are not sharded."""
         self._allows_unmanaged = True
 
     def name_modules(self, names: Mapping[int, str]) -> None:
-        """Set the names of the call's modules in the root, for error messages."""
+        """Set the names of the call's modules in the root, for error messages.
+
+        Args:
+            names: the name of each module, by id of its `_parameters`.
+        """
         known = [names.get(id(top.params), "") for top in self._tops]
         self._prefixes = [f"{name}." if name else "" for name in known]
 
@@ -120,7 +124,7 @@ class WatchedEntries(ModuleEntries):
         """Follow moved parameters, refuse new ones that would train, then call `ModuleEntries.adopt`.
 
         A new parameter is accepted if it does not train, or has post-accumulate hooks, which may average its gradients.
-        Either may change, so accepted parameters are checked again in each forward.
+        It may be thawed, or lose its hooks, so accepted parameters are checked again in each forward.
 
         Raises:
             ShardConfigStateError: this forward trains parameters that were added and are not sharded; or a parameter

@@ -335,7 +335,7 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
         PoolBudgetError: a group does not fit into the budget.
         RankMismatchError: ranks have different plans.
     """
-    give_way()  # for the whole process: torch.func transforms run in forwards of sharded modules
+    give_way()  # from now on, torch.func transforms may run in forwards of sharded modules, in the whole process
     own = state_of(root)
     assert own is not None
     if runs:
@@ -343,7 +343,7 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
     tree = _Tree(root)
     tree.check_ready()
     tree.name_params()  # for errors of `install_shards`; it may tie parameters, so they are named again after it
-    unsharded = tree.unsharded_by_users() if agrees else {}
+    unsharded = tree.unsharded_by_users() if agrees else {}  # not while Dynamo traces: to gather them is a collective
     tree.install_shards()
     tree.name_params()
     asked = [state.declaration for state in tree.states]
@@ -367,7 +367,9 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
     given = own.asked.plan is not None
     engine = Engine(tuple(groups.values()), plan, runtime, among, seat, follow_tools, without, listener, given)
     _agree_over_replicas(engine, plan, replicas_of(meshes), settings)
-    for state, installed in unsharded.items():  # in the groups of an engine that `install_shards` has resharded
+    # Groups on which users have called `unshard()` before this forward. `install_shards` has resharded them, in engines
+    # that this one replaces.
+    for state, installed in unsharded.items():
         engine.unshard(groups[state], wait=installed)
     if agrees:
         seat.plan(plan.actions(), engine.planned_notes())

@@ -68,7 +68,7 @@ def call_class(call: Callable[..., Any], _module: nn.Module, args: tuple[Any, ..
 
 
 def call_counted(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`call_class` in eager mode, with the call counted so that `FSDPModule._call_impl` does not start over."""
+    """`call_class` in eager mode. While it is counted, `FSDPModule._call_impl` knows that `run` encloses it."""
     state: ShardState = module.__dict__[STATE]
     return state.counted(call, args, kwargs)
 
@@ -148,8 +148,9 @@ def _hooks_for(engine: Engine, group: ParamGroup | None, stays: bool) -> context
 def recomputation_hooks(state: ShardState) -> contextlib.AbstractContextManager[Any] | None:
     """The saved-tensor hooks of a recomputation that bypasses our `__call__`; None if the checkpoint has set hooks.
 
-    A reentrant checkpoint sets no hooks. A non-reentrant one counts saved tensors with its own hooks, and must count as
-    many as in the original forward. There, its hooks were inside of ours, so ours must not be set inside of its hooks.
+    A reentrant checkpoint sets no hooks. A non-reentrant one sets its own, and counts the tensors that they get, in the
+    original forward and in the recomputation. In the original forward its hooks were the inner ones, so they got all
+    tensors. In the recomputation they must be the inner ones, too, so ours are not set.
     """
     if state.bound is None or active_saved_tensors_hooks() is not None:
         return None
@@ -167,9 +168,9 @@ def _needs_storage(module: nn.Module, bound: Bound) -> ShardConfigStateError:
 def _saved_none(engine: Engine, group: ParamGroup | None) -> bool:
     """Whether this call recomputes a forward that saved no weights through our saved-tensor hooks.
 
-    In that forward, the hooks of an activation checkpoint saved the tensors instead: a module hook that runs after ours
-    may begin a checkpoint, as `torch.distributed._composable.checkpoint` does. The recomputation must not set our
-    saved-tensor hooks either, because the checkpoint counts the tensors that are saved in it.
+    In that forward, the hooks of an activation checkpoint inside of ours got all tensors. (A module hook that runs
+    after ours may begin a checkpoint, as `torch.distributed._composable.checkpoint` does.) In the recomputation they
+    must get all tensors again, because the checkpoint counts them, so ours must not be set inside of them.
     """
     use = None if group is None else engine.active.get(group)
     return use is not None and not use.saved_any
@@ -181,7 +182,7 @@ _numbered: weakref.WeakValueDictionary[tuple[str, int], nn.Module] = weakref.Wea
 
 
 def number_copy(made: nn.Module) -> None:
-    """Make `_find_root` find the root through a shallow copy, which has the number of the original."""
+    """Make `_find_root` find the root through a shallow copy, which has the same number as the original."""
     _numbered[made.__dict__[STATE].traced.unknown, id(made)] = made
 
 
@@ -226,10 +227,10 @@ def trace(module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str
 def surround_compiled_code(module: nn.Module) -> None:
     """Let the engine gather and reduce outside of the compiled code of a module on which `compile()` was called.
 
-    For such a module, torch compiles `_call_impl`, including hooks, and runs the compiled code at every call of the
-    module, also when an activation checkpoint in the class's own `__call__` recomputes. The module's own communication
-    is not in the graph, so that layers of one class share their code. The communication of sharded modules inside of it
-    is in the graph.
+    On such a module, torch sets `_compiled_call_impl`: `_call_impl`, including hooks, compiled. Every call of the
+    module runs it, also a recomputation by an activation checkpoint. It is replaced here by `_run_around`, which
+    gathers before the compiled code and reshards after it. The module's own communication is thus not in the graph, so
+    that layers of one class share their code. The communication of sharded modules inside of it is in the graph.
     """
     compiled = module._compiled_call_impl
     if hasattr(compiled, "_surrounded"):

@@ -26,7 +26,7 @@ Place = tuple[dict[str, nn.Parameter | None], str, int]  # a module's `_paramete
 
 
 class _Columns(NamedTuple):
-    """All places as columns, because every forward maps over them; `indices` is None if they are 0, 1, 2, ..."""
+    """All places as columns, because every forward maps functions over them; `indices` is None for 0, 1, 2, ..."""
 
     dicts: list[dict[str, nn.Parameter | None]]
     names: list[str]
@@ -51,8 +51,8 @@ class ModuleEntries:
     Attributes:
         places, params: as given, then updated when users move or tie parameters.
         are_replaced: whether tensors other than the sharded parameters are installed: unsharded ones, copies or pieces.
-        converted: whether `adopt` must report a change even if it finds none, because parameters were moved or
-            converted.
+        converted: whether the next `adopt` must report a change even if it finds none, because `Module._apply` has
+            converted parameters, or Dynamo has traced a change.
     """
 
     def __init__(self, places: Sequence[Place], params: Sequence[ShardedParam]) -> None:
@@ -63,9 +63,8 @@ class ModuleEntries:
         self._columns = _Columns.of(places)
         self._shards = [param.sharded for param in params]
         self._installed: Sequence[torch.Tensor] = self._shards
-        self._leaf_flags: list[
-            bool
-        ] = []  # `requires_grad` of the installed tensors, if these are leaves that users may change
+        # `requires_grad` of the installed tensors, if these are leaves, which users may freeze; else empty.
+        self._leaf_flags: list[bool] = []
         self._handles_seen = 0  # number of hook handles when the leaves were installed
         self._assigned: list[tuple[dict[str, Any], str, Any]] = []  # see `note_assigned`
         self._recurrent: list[weakref.ref[nn.Module]] = []
@@ -149,7 +148,10 @@ class ModuleEntries:
                 param.hooks.take_over(leaf, param.sharded)
 
     def note_assigned(self) -> None:
-        """Note tensors that users have assigned over installed ones. `install_sharded` restores them for `adopt`."""
+        """Note tensors that users have assigned over installed ones, because others are about to be installed.
+
+        `install_sharded` puts them back, so that the next `adopt` finds them.
+        """
         if not self._hold(self._installed):
             self._assigned = [
                 (names, name, self._shard_of(now))
@@ -266,6 +268,8 @@ class ModuleEntries:
 
     def _replace(self, replaced: dict[int, nn.Parameter]) -> None:
         """Manage these parameters instead of the sharded ones with these indices."""
+        # If an earlier parameter comes back, a context such as `functional_call` has ended. Otherwise remember the ones
+        # that are replaced, to recognize them when it ends.
         returns = any(self._is_known(param, index) for index, param in replaced.items())
         self._before = {} if returns else {index: weakref.ref(self._shards[index]) for index in replaced}
         for index, param in replaced.items():
@@ -280,9 +284,11 @@ class ModuleEntries:
         return param is self._shards[index] or (before is not None and before() is param)
 
     def _check_leaves(self) -> None:
-        """Refuse parameters that were assigned over leaves: code that later restores the leaves would undo this.
+        """Refuse parameters that were assigned over leaves.
 
-        The parameter that was replaced last is accepted, because `torch.func.functional_call` restores it.
+        They cannot be adopted: `torch.func.functional_call` assigns parameters for one call, and then restores what it
+        has found, here leaves, which would undo it. The parameter that was replaced last is accepted, because such a
+        call restores it.
 
         Raises:
             ShardConfigStateError: a leaf was replaced by a DTensor that is not ours.
@@ -312,6 +318,7 @@ class ModuleEntries:
         if len(storages) == len(self._storages) and all(map(is_, storages, self._storages)):
             return
         known = () if self.converted else self._pieces
+        # `known` is empty after a conversion, so that nothing is compared.
         for param, now, before, piece in zip(self.params, storages, self._storages, known, strict=False):
             if now is not before and piece() is local_tensor(param.sharded):
                 self._say_lost(param)
@@ -322,6 +329,7 @@ class ModuleEntries:
         kept = param.sharded
         what = f"parameter {param.fqn}: its .data was assigned after sharding, which has no effect on a DTensor: "
         instead = "Write into it instead, for example by param.data.copy_(...)"
+        # A DTensor itself has no memory (address 0). With an address, a plain tensor was assigned.
         if address_of(kept) or kept.dtype != local_tensor(kept).dtype:
             raise ShardConfigStateError(f"{what}it still has its old values. {instead}")
         if not self._has_warned:

@@ -46,7 +46,8 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         args, kwargs = _mapped(partial(_move, state.inputs_to), args, kwargs, copies)
     if dtype is not None:
         args, kwargs = _cast_inputs(state, args, kwargs, dtype, copies)
-    # `post_forward` removes the last entry. So if an enclosing call has one, this call needs one, too, even if empty.
+    # `_return_writes` in `post_forward` removes the last entry. If an enclosing call has one, this call must add one,
+    # too, even if it is empty; otherwise that of the enclosing call would be removed.
     if copies or state.copies:
         with_side_effects(partial(state.copies.append, copies))
     return args, kwargs
@@ -107,6 +108,7 @@ def end_forward(module: nn.Module, state: ShardState, output: Any) -> Any:
     engine = state.bound.engine
     tensors: Sequence[torch.Tensor] = (output,)
     among_weights: Sequence[torch.Tensor] = ()
+    # The most common output, a plain tensor that is no view of a weight, needs no search.
     if type(output) is not torch.Tensor or engine.pool.addresses.find(address_of(output)) is not None:
         output, among_weights = _apart_from_weights(output, engine)
         tensors = tree_tensors(output)

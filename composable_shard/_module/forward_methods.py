@@ -100,8 +100,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def adopt_forward_methods(module: nn.Module) -> None:
     """Replace the wrappers that torch's own `register_fsdp_forward_method` has set on a module by `ForwardMethod`.
 
-    A torch wrapper that is running has called the state's `_pre_forward`, and will call the method that it wraps. That
-    inner method is replaced, too: a `ForwardMethod` does the whole forward, and also ends it if the method fails.
+    This may be called by such a wrapper while it runs: by its call of `_pre_forward` of our state. The wrapper then
+    calls the method that it wraps, by a reference of its own. So that reference is replaced, too. Otherwise nothing
+    would end the forward if the method fails.
     """
     for name, value in list(module.__dict__.items()):
         cell = registered_by_torch(value)

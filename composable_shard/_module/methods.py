@@ -51,9 +51,9 @@ class Methods(TorchFSDPModule):
     between iterations, and identically on all ranks.
 
     Set policies on the root, the outermost sharded module, identically on all ranks. A policy that is set between two
-    forwards takes effect in the next one. At the end of that forward, a rank whose policy differs from that of other
-    ranks raises `RankMismatchError`. If every rank has set a policy, all ranks raise. If only some have, only these
-    raise, and the others cannot continue without them.
+    forwards takes effect in the next one. Ranks that have set a policy compare it at the end of that forward, and raise
+    `RankMismatchError` if another rank has a different one or has set none. Ranks that have set none do not compare.
+    They get an error at their next collective, because the other ranks have stopped.
     """
 
     _orig_cls_mro_index = 4  # of Linear, for example: FSDPLinear, FSDPModule, Methods, torch's FSDPModule, Linear
@@ -67,8 +67,8 @@ class Methods(TorchFSDPModule):
         this setting on adds its own gradients and reduces the sum. `zero_grad` clears accumulated gradients. This call
         also sets `set_requires_all_reduce` to the same value.
 
-        After `set_manual_backward_finalization(True)` on this module, this call also installs the sharded parameters,
-        for the same reason as `set_is_last_backward`: torch's pipelines call it before each backward.
+        After `set_manual_backward_finalization(True)` on this module, this call also installs the sharded parameters:
+        torch's pipelines call it before each backward, and look for the leaves of the graph in the modules.
 
         Raises:
             ShardConfigValueError: the value is not a bool, number, None or tensor of one element.
@@ -93,11 +93,12 @@ class Methods(TorchFSDPModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether each following backward is the last one before the optimizer step.
 
-        Pipelines call this. Call it on the root; it applies to all sharded modules below. The value matters to
-        `torch.autograd.grad` only: with False and gradient sync off, it accumulates gradients; with True, it reduces
-        them. `backward` does the same with either value: at its end, it waits for the reductions that it has issued,
-        because code that clips or zeroes gradients must see all of them. This call also installs the sharded parameters
-        again. They are the leaves of the graph, and torch's zero-bubble pipelines look for leaves in the modules.
+        Pipelines call this. Call it on the root; it applies to all sharded modules below. The value matters only to
+        `torch.autograd.grad` while gradient sync is off: with False it accumulates gradients, with True it reduces
+        them. `backward` follows gradient sync alone, and waits at its end for the reductions that it has issued.
+
+        This call also installs the sharded parameters. They are the leaves of the graph, and torch's zero-bubble
+        pipelines look for leaves in the modules.
 
         Raises:
             ShardConfigValueError: the value is not a bool, number, None or tensor of one element.
@@ -367,8 +368,8 @@ class Methods(TorchFSDPModule):
 
         With `PrefetchPolicy.auto`, the second and third training step are measured. In these steps, each collective is
         waited for immediately. Afterwards the schedule hides as much communication as possible. Two steps are measured
-        again after groups have joined, and at increasing intervals (after 64 steps, 128, 256, ...) in case times have
-        changed. Then a new plan is made.
+        again if the order of the groups changes, and after 64 steps, 128, 256, ... in case times have changed. If they
+        have, a new plan is made.
 
         Raises:
             ShardConfigTypeError: `policy` is not a PrefetchPolicy.

@@ -70,13 +70,16 @@ class FSDPModule(Methods):
         return run(self, partial(call_counted, call), args, kwargs)  # type: ignore[arg-type]
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        """Called by torch's own `Module.__call__`, which may have been reached without our `__call__`.
+        """Called by torch's own `Module.__call__`. Usually ours is around it; then this only passes the call on.
 
-        `torch.compile` calls the `__call__` that it saved before the module was sharded, and a checkpoint may call
-        `nn.Module.__call__`. Such a call runs the module here, and its recomputation, too. An activation checkpoint
-        around `super().__call__` also bypasses our `__call__`, but only when it recomputes. That call gets no
-        saved-tensor hooks of ours: in the original call, which went through our `__call__`, they were set outside of
-        the checkpoint, and the recomputation must save the same tensors.
+        Two kinds of calls come here without our `__call__`:
+
+        - All calls of a module bypass it. For example, `torch.compile` calls the `__call__` that it saved before the
+          module was sharded, or code calls `nn.Module.__call__`. Then the forward runs here as it would there (`run`),
+          and so does its recomputation (`recomputes_bypass`).
+        - Only a recomputation bypasses it: an activation checkpoint is around `super().__call__` in the user's class,
+          so the original call went through ours. The recomputation only needs saved-tensor hooks
+          (`recomputation_hooks`).
         """
         state: ShardState = self.__dict__[STATE]
         call = super()._call_impl  # type: ignore[misc]
@@ -102,7 +105,7 @@ class FSDPModule(Methods):
         finally:
             for each in state.family:
                 each.entries.keep_carried()
-                each.entries.converted = True
+                each.entries.converted = True  # the sharded parameters may be other tensors now
             for each, gradients in zip(state.family, typed, strict=True):
                 each.entries.return_own_dtype_grads(gradients)
             if state.bound is not None:

@@ -56,7 +56,8 @@ class Declaration:
         small: the mesh of the ranks over which the weights stay sharded between forward and backward, if
             `reshard_after_forward` is an int.
         label: the axes of the mesh, which distinguish this group from the call's first group; empty for the first.
-        number: number of the call among the calls with this mesh; for a copy, appended to the original's number.
+        number: text that identifies the call among the calls with this mesh, the same on all ranks: "0", "1", ...; the
+            copies of a module add their own numbers, such as "1.2".
         copies: the numbers of its copies.
         rounding: how its gradients are rounded if they are communicated in fewer bits.
     """
@@ -89,8 +90,8 @@ class Asked:
     Attributes:
         prefetch, pool: the user's policies; None if not set.
         plan: the plan that a user has set; None if there is none.
-        schedule: text of the `GraphSchedule` that graphs follow. The engine sets it (`ShardState.order_changed`). It is
-            here because graphs are traced again if this object changes.
+        schedule: text of the `GraphSchedule` that graphs follow. Unlike the others, it is set by the engine and not by
+            a user (`ShardState.order_changed`). It is here because graphs are traced again if this object changes.
     """
 
     prefetch: PrefetchPolicy | None = None
@@ -157,11 +158,11 @@ class ShardState:
         copies: for each running forward, the containers among its inputs that were copied to cast or move the tensors
             in them; empty as long as no forward has such containers.
         calls: number of running calls that have entered the class's own `__call__`. While there are any, `_call_impl`
-            is
-            reached from there and must not begin another forward.
+            is reached from there and must not begin another forward.
         lists: on the root, once its engine is built: the states of calls of `fully_shard` with a list of modules.
         asked: what the plan of this root must follow.
-        left: while Dynamo traces a call with a list: the indices of its modules that have not run yet.
+        left: for a call with a list, while Dynamo traces: the indices of its modules that have not run yet. (`_to_run`
+            is the same for eager forwards.)
         traced: the group for traced code.
         compiled_as: number of the compilation whose graph ran last with the module (`graphs_compiled`), or -1.
         lanes: the lanes of gathers and of reductions, if several roots share theirs.
@@ -183,7 +184,7 @@ class ShardState:
         self.inputs_to: torch.device | None = None
         self.open_calls: list[tuple[Use, Outputs] | None] = []
         self.copies: list[list[ContainerCopy]] = []
-        self._to_run: set[int] = set()
+        self._to_run: set[int] = set()  # for a call with a list: the indices of modules that have not run yet
         self.lanes: tuple[Lane, Lane] | None = None
         self.way = Way.EAGER
         self.calls = 0
@@ -391,6 +392,8 @@ class ShardState:
             module: the module.
             alone: whether to begin it only for the group of this state, and not for the other states of the call.
         """
+        # Other states, or modes and transforms of user code, which `_begin_family` keeps away from the engine's work.
+        # Without them, the calls below save host time.
         if not alone and (self.others or modes_in_force() or is_transforming()):
             self._begin_family(module)
             return
@@ -459,13 +462,13 @@ class ShardState:
         """
         for each in self.family:
             assert each.bound is not None
-            while each.bound.group is not None and len(each.open_calls) > (
-                depth if each.declaration.modules == 1 else 0
-            ):
+            # The modules of a list share one forward, which fails as a whole.
+            before = depth if each.declaration.modules == 1 else 0
+            while each.bound.group is not None and len(each.open_calls) > before:
                 each.open_calls.pop()
                 each.bound.engine.after_forward(each.bound.group, failed=True)
 
-    def overwritten(self) -> None:
+    def before_load(self) -> None:
         """Prepare for a load of the sharded parameters: a pending backward must not read new values instead of old."""
         self.release()
         for group in self.groups:

@@ -30,7 +30,10 @@ def watch_state_dict(owner: nn.Module, state: ShardState) -> None:
 
 
 class StateDictOwner:
-    """A weak reference to a state, copied with the module. `WatchedEntries.claim` is set to such an object."""
+    """A weak reference to the state of a module's parameters, in the module's `__dict__`. A copy refers to the copy.
+
+    It is also the `WatchedEntries.claim` of the state: called with a module into which parameters were moved.
+    """
 
     def __init__(self, state: ShardState) -> None:
         self.state = weakref.ref(state)
@@ -78,6 +81,7 @@ def _after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, loca
         state.check_edits()
     for state, name, param in params:
         value = state_dict.get(prefix + name)
+        # The module saves what is installed. A DTensor is then the sharded parameter, or a hook's replacement of it.
         if value is not None and (state.entries.are_replaced or not isinstance(value, DTensor)):
             state_dict[prefix + name] = value if value is param.sharded else param.sharded.detach()
     for state in {state: None for state, _, _ in params}:
@@ -96,7 +100,7 @@ def _before_load(
 ) -> None:
     params = _params(module)
     for state in {state: None for state, _, _ in params}:
-        state.overwritten()
+        state.before_load()
     for state, name, param in params:
         given = state_dict.get(prefix + name)
         if not isinstance(given, torch.Tensor):

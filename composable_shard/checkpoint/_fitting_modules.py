@@ -90,7 +90,7 @@ def _finish(
     if replaced:
         tensors = _as_parameters(content, tensors, replaced)
     for state in states_below(module):
-        state.overwritten()
+        state.before_load()
     if replaced or not content.own:
         module.load_state_dict(_spelled(module, content, {**tensors, **extra}), strict=False, assign=bool(replaced))
     if not content.own:

@@ -163,7 +163,7 @@ def _write(values: Mapping[Held, torch.Tensor | None], states: list[ShardState])
             "no shards; nothing was written back. Change values in place"
         )
     for state in states:
-        state.overwritten()
+        state.before_load()
     with torch.no_grad():
         for each, value in values.items():
             assert value is not None
