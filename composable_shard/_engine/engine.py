@@ -548,7 +548,7 @@ class Engine:
             self._gradients.finish(now, self.groups, wait)
         # A pass may go through no forward of the model, for example if a loss outside reads unsharded weights. After
         # such a pass, groups on which users have called `unshard` stay unsharded. A backward that the caller finishes
-        # by hand (`now` is None) has gone through forwards.
+        # itself (`now` is None) goes through forwards.
         self._actions.end_root_backward(ends_pins=now is None or now.newest > 0)
 
     def reduce_waiting(self, group: ParamGroup) -> None:
@@ -699,7 +699,7 @@ class Engine:
         if groups:
             self._iterations.end()
             if self._pass is None:
-                # Reductions may be in flight if the caller finishes backward by hand. If the backward of a compiled
+                # Reductions may be in flight if the caller finishes backward itself. If the backward of a compiled
                 # graph runs this step, hooks on parameters stay removed from autograd: its end still needs them.
                 self._gradients.settle(keeps_hooks=current_backward() >= 0)
             self.review.seat.stepped(optimizer, {group.fqn: group.having() for group in groups})

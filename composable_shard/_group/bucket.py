@@ -148,8 +148,8 @@ class Bucket:
         here: the leaves over the memory in which the unsharded parameters are now; None if none were made over it.
         writes: the writes to the unsharded parameters; see `edits.py`.
         saved: number of handles made so far.
-        reads_left: how many more handles backward will read before `Engine.halfway` is called; 0 if nobody waits for
-            that.
+        reads_left: how many more handles backward will read before `Engine.halfway` is called; 0 if no
+            prefetch is held back for that.
         gather_bytes: bytes that a gather leases from the pool.
     """
 

@@ -52,7 +52,7 @@ class Resident:
         itemsize, name = bucket.dtype.itemsize, bucket.fqns[0]
         self.for_pieces = pool.request(f"pieces {name}", layout.numel * itemsize)
         self.for_landing = landing = pool.request(f"landing {name}", layout.total * itemsize)
-        # The gathered pieces fill a slot of the bucket. Padding to a multiple of the few ranks needs no more room than
+        # The gathered pieces fill a slot of the bucket. Padding to a multiple of the few ranks needs no more memory than
         # padding to a multiple of all ranks, because the few divide them (`info.shard_size`). All pieces land in one
         # buffer, and are then copied to the slot.
         together = GatherLayout(layout, (), tuple(range(len(shapes))), layout, 0, landing.nbytes)

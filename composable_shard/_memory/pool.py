@@ -55,7 +55,7 @@ host runs ahead of the streams, so a released slot may still be read or written.
    waits for the event of the reduction, on its own stream. Freeing the memory would make the compute stream wait
    (rule 5), so slots that lose their memory at release keep it until the reduction was waited for (`finish_queued`).
    `free_idle` frees such memory before, and so makes compute wait. It runs at the end of a forward or backward, where
-   compute waits for reductions anyway, and where a large region needs the room.
+   compute waits for reductions anyway, and where a large region needs the memory.
 7. Whether a slot is lent, or retained for views that user code keeps, depends on the code and the garbage collector of
    this rank. No decision about a collective may depend on it (`issued_bytes`).
 8. A gather reads shards, which an optimizer writes on another stream: see `Actions.parameters_changed`.

@@ -219,7 +219,7 @@ class Slot:
         """Add the events of an overlapping slot to `free_after`, so that the next writer waits for its last work, too.
 
         Events that an earlier writer of this slot has waited for are skipped. `free_after` has the event of that
-        writer's release, which was recorded later, so waiting for it is enough.
+        writer's release, which was recorded later, so one wait is enough.
         """
         events, before = rival.free_after, self.awaited.get(rival, ())
         if events is not before:

@@ -72,7 +72,7 @@ class FSDPModule(Methods):
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """Called by torch's own `Module.__call__`. Usually ours is around it; then this only passes the call on.
 
-        Two kinds of calls come here without our `__call__`:
+        Two types of calls come here without our `__call__`:
 
         - All calls of a module bypass it. For example, `torch.compile` calls the `__call__` that it saved before the
           module was sharded, or code calls `nn.Module.__call__`. Then the forward runs here as it would there (`run`),
