@@ -60,8 +60,8 @@ class Review:
         self.measuring = Measuring(actions)
         self._order = order
         self._actions = actions
-        # Votes use only real process groups: in a simulation of one rank (`testing.fake`), no other rank votes. Times are
-        # agreed over all groups, because the simulated ranks of `testing.fabric` differ in their times.
+        # Votes use only real process groups: in a simulation of one rank (`testing.fake`), no other rank votes. Times
+        # are agreed over all groups, because the simulated ranks of `testing.fabric` differ in their times.
         self._linked, self._among = among, real(among)
         self.seat = seat
         seat.follow(order.plan)
