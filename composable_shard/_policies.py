@@ -123,33 +123,29 @@ class CommPolicy:
     sharded. Blocks never cross the end of a row, so the values do not depend on the number of ranks. Tensors that would
     not become smaller are sent unchanged: norms and biases, whose rows are single numbers, and integers.
 
+    Weights are rounded to nearest, so all ranks compute with the same weights. Gradients are rounded stochastically,
+    with random numbers that depend on the number of the reduction, the parameters and the rank.
+
     The dtype of compute is still `param_dtype` of the mixed-precision policy. Sharded parameters, optimizer states and
     checkpoints keep full precision.
 
     Attributes:
         gather: format of gathered weights: ``"fp8"`` (e4m3), ``"int8"``, ``"bf16"``, or None for the dtype of compute.
-            All ranks compute with the same weights, each rounded to nearest.
         reduce: format of gradients on the shard axis, or None for the dtype of reduction. Every rank receives the
             quantised pieces of the other ranks and adds them in float32, in rank order.
         replicas: format of gradients between the replicas of a mesh with two axes (HSDP), or None. Each replica
             receives the quantised pieces of all others, so it is worthwhile for a few replicas on a slow network.
         block: number of elements that share a scale. A row is split into equal blocks of at most this size. If that is
             impossible with equal blocks of at least a quarter of this size, the row is one block.
-        error_feedback: how gradients are rounded. False: stochastically, with random numbers that depend on the number
-            of the reduction, the parameters and the rank. True: to nearest, and the rounding error of a gradient is
-            added to the next one. On each rank, that takes 4 bytes per element of an unsharded gradient for `reduce`,
-            and 4 bytes per element of a sharded gradient for `replicas`.
 
     Raises:
-        ShardConfigValueError: an unknown format; `block` is not an int of at least 8; `error_feedback` is not a bool,
-            or is True although no gradients are rounded.
+        ShardConfigValueError: an unknown format, or `block` is not an int of at least 8.
     """
 
     gather: str | None = None
     reduce: str | None = None
     replicas: str | None = None
     block: int = 256
-    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         for name in ("gather", "reduce", "replicas"):
@@ -158,13 +154,6 @@ class CommPolicy:
                     f"CommPolicy.{name}={form!r}: expected one of {', '.join(map(repr, FORMS))}, or None"
                 )
         require_count("CommPolicy.block", self.block, 8)
-        if not isinstance(self.error_feedback, bool):
-            raise ShardConfigValueError(f"CommPolicy.error_feedback={self.error_feedback!r}: expected True or False")
-        if self.error_feedback and self.reduce is None and self.replicas is None:
-            raise ShardConfigValueError(
-                "CommPolicy(error_feedback=True): no gradients are rounded, so there is no error to feed back; set the "
-                "format of gradients (reduce or replicas), too"
-            )
 
     @property
     def rounds_gradients(self) -> bool:
@@ -178,7 +167,7 @@ class CommPolicy:
 
     def __str__(self) -> str:
         parts = [f"{name} {form}" for name in ("gather", "reduce", "replicas") if (form := getattr(self, name))]
-        return ", ".join([*parts, *(["error feedback"] if self.error_feedback else [])]) or "as it is"
+        return ", ".join(parts) or "as it is"
 
 
 AS_IT_IS = CommPolicy()
