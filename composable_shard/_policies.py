@@ -397,25 +397,20 @@ class PoolPolicy:
             budget, the planner drops in this order: 1. prefetching, 2. reductions in flight, 3. weights kept for the
             next backward of their group, 4. weights kept after forward. If the step still does not fit, it raises a
             `PoolBudgetError`.
-        mem_pool: CUDA only: allocate from a separate `torch.cuda.MemPool`, so that the pool and activations do not
-            fragment each other's segments. On other devices, making the plan raises an error.
         keep_idle: whether the pool keeps unused memory. This matters most between forward and backward, where the loss
             is computed and memory use often peaks. None keeps it on a CPU, because memory that was returned to the
             system is mapped again page by page, and returns it on an accelerator, whose caching allocator is fast.
 
     Raises:
-        ShardConfigValueError: `budget` is not a positive int, or another attribute is not a bool.
+        ShardConfigValueError: `budget` is not a positive int, or `keep_idle` is not a bool or None.
     """
 
     budget: int | None = None
-    mem_pool: bool = False
     keep_idle: bool | None = None
 
     def __post_init__(self) -> None:
         if self.budget is not None:
             require_count("PoolPolicy.budget", self.budget, 1)
-        if not isinstance(self.mem_pool, bool):
-            raise ShardConfigValueError(f"PoolPolicy.mem_pool={self.mem_pool!r}: expected True or False")
         if not isinstance(self.keep_idle, bool | None):
             raise ShardConfigValueError(f"PoolPolicy.keep_idle={self.keep_idle!r}: expected True, False or None")
 
