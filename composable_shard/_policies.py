@@ -419,40 +419,33 @@ class PoolPolicy:
 class HostOffloadPolicy(OffloadPolicy):
     """Selects the tensors to keep in host memory instead of on the accelerator. No effect without an accelerator.
 
-    A gradient must be on the device of its parameter, and an optimizer steps on the device of its state. So there are
-    three valid choices: offload all three (as `CPUOffloadPolicy` does), only the optimizer state (with
-    `offload_optimizer`), or nothing.
+    An optimizer steps on the device of its state. So there are three valid choices: offload everything (as
+    `CPUOffloadPolicy` does), only the optimizer state (with `offload_optimizer`), or nothing.
 
     Attributes:
-        parameters: sharded parameters. They are copied to the accelerator before each gather.
-        gradients: reduced gradients. Must be equal to `parameters`.
+        parameters: sharded parameters and their reduced gradients, because a gradient must be on the device of its
+            parameter. Parameters are copied to the accelerator before each gather.
         optimizer: the optimizer state. If it is offloaded alone, each step copies gradients and shards to the host, a
             few at a time, and the updated shards back.
         pin_memory: whether to pin this memory, so that copies are asynchronous. Pinned memory cannot be swapped out.
 
     Raises:
         ShardConfigTypeError: an attribute is not a bool.
-        ShardConfigValueError: only one of `parameters` and `gradients` is True, or both are without `optimizer`.
+        ShardConfigValueError: `parameters` is True and `optimizer` is False.
     """
 
     parameters: bool = True
-    gradients: bool = True
     optimizer: bool = True
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "gradients", "optimizer", "pin_memory"):
+        for name in ("parameters", "optimizer", "pin_memory"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ShardConfigTypeError(f"HostOffloadPolicy.{name}={value!r}: expected True or False")
-        if self.parameters != self.gradients:
-            raise ShardConfigValueError(
-                f"HostOffloadPolicy(parameters={self.parameters}, gradients={self.gradients}): a gradient must be on "
-                "the device of its parameter; give both the same value"
-            )
         if self.parameters and not self.optimizer:
             raise ShardConfigValueError(
                 "HostOffloadPolicy(parameters=True, optimizer=False): an optimizer steps on the device of its "
-                "parameters and keeps its state there; pass optimizer=True, or parameters=False and gradients=False"
+                "parameters and keeps its state there; pass optimizer=True or parameters=False"
             )
 
 
