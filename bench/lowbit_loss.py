@@ -26,7 +26,6 @@ POLICIES = {
     "gather int8": CommPolicy(gather="int8"),
     "gather fp8, reduce bf16": CommPolicy(gather="fp8", reduce="bf16"),
     "gather fp8, reduce int8": CommPolicy(gather="fp8", reduce="int8"),
-    "the same, error feedback": CommPolicy(gather="fp8", reduce="int8", error_feedback=True),
 }
 RANKS, WINDOWS, LAST = 2, 8, 20  # ranks, windows per rank and step, steps whose losses are averaged
 

@@ -14,16 +14,9 @@ from ._graph.guard import guard_pass, guarded
 from ._module.module import FSDPModule
 from ._torch.compiler import aot_backend, as_it_is, inductor, mode_options
 from ._torch.core import never_compile
-from .errors import ShardConfigTypeError, ShardConfigUnsupportedError
+from .errors import ShardConfigTypeError
 
 M = TypeVar("M", bound=nn.Module)
-
-_WHY_NO_REGIONS = (
-    "torch.compiler.nested_compile_region, which compiles identical blocks once, does not support sharded modules: if "
-    "it marks a block's forward, the gathered weights fail with 'Freevar has no source'; if it marks the block's "
-    "__call__, the region cannot read the shards. Also, Inductor of torch 2.13 silently computes wrong gradients for "
-    "regions, unless the options contain allow_buffer_reuse=False"
-)
 
 
 def compile(  # noqa: A001 - named like the function of torch that it wraps
@@ -31,7 +24,6 @@ def compile(  # noqa: A001 - named like the function of torch that it wraps
     *,
     fullgraph: bool = True,
     backend: str | Callable[..., Any] = "inductor",
-    regions: bool = False,
     **torch_compile_kwargs: Any,
 ) -> M:
     """`torch.compile` for a sharded model: full-graph by default, with overlap, and with checks of the graphs.
@@ -53,8 +45,6 @@ def compile(  # noqa: A001 - named like the function of torch that it wraps
         fullgraph: see `torch.compile`. With False, a graph may break: results stay correct, and a warning names the
             frame.
         backend: ``inductor``, ``aot_eager``, or another backend, which is used unchanged.
-        regions: whether to compile identical blocks once (`torch.compiler.nested_compile_region`). True is not
-            supported at present; the error gives the reason.
         torch_compile_kwargs: the other arguments of `torch.compile`: ``dynamic``, ``mode``, ``options``. Under
             Inductor, a ``post_grad_custom_post_pass`` in the options runs before the check.
 
@@ -63,7 +53,6 @@ def compile(  # noqa: A001 - named like the function of torch that it wraps
 
     Raises:
         ShardConfigTypeError: `model` is not a module.
-        ShardConfigUnsupportedError: `regions` is true.
 
     Warns:
         CompiledGraphWarning: a compiled graph saves gathered weights that it should gather again, gathers some twice,
@@ -76,10 +65,6 @@ def compile(  # noqa: A001 - named like the function of torch that it wraps
     """
     if not isinstance(model, nn.Module):
         raise ShardConfigTypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    if regions:
-        raise ShardConfigUnsupportedError(
-            f"regions: {_WHY_NO_REGIONS}. This is torch {torch.__version__}; call compile without regions"
-        )
     if backend == "inductor":
         torch_compile_kwargs["options"] = _options(torch_compile_kwargs)
     elif backend == "aot_eager":

@@ -123,33 +123,29 @@ class CommPolicy:
     sharded. Blocks never cross the end of a row, so the values do not depend on the number of ranks. Tensors that would
     not become smaller are sent unchanged: norms and biases, whose rows are single numbers, and integers.
 
+    Weights are rounded to nearest, so all ranks compute with the same weights. Gradients are rounded stochastically,
+    with random numbers that depend on the number of the reduction, the parameters and the rank.
+
     The dtype of compute is still `param_dtype` of the mixed-precision policy. Sharded parameters, optimizer states and
     checkpoints keep full precision.
 
     Attributes:
         gather: format of gathered weights: ``"fp8"`` (e4m3), ``"int8"``, ``"bf16"``, or None for the dtype of compute.
-            All ranks compute with the same weights, each rounded to nearest.
         reduce: format of gradients on the shard axis, or None for the dtype of reduction. Every rank receives the
             quantised pieces of the other ranks and adds them in float32, in rank order.
         replicas: format of gradients between the replicas of a mesh with two axes (HSDP), or None. Each replica
             receives the quantised pieces of all others, so it is worthwhile for a few replicas on a slow network.
         block: number of elements that share a scale. A row is split into equal blocks of at most this size. If that is
             impossible with equal blocks of at least a quarter of this size, the row is one block.
-        error_feedback: how gradients are rounded. False: stochastically, with random numbers that depend on the number
-            of the reduction, the parameters and the rank. True: to nearest, and the rounding error of a gradient is
-            added to the next one. On each rank, that takes 4 bytes per element of an unsharded gradient for `reduce`,
-            and 4 bytes per element of a sharded gradient for `replicas`.
 
     Raises:
-        ShardConfigValueError: an unknown format; `block` is not an int of at least 8; `error_feedback` is not a bool,
-            or is True although no gradients are rounded.
+        ShardConfigValueError: an unknown format, or `block` is not an int of at least 8.
     """
 
     gather: str | None = None
     reduce: str | None = None
     replicas: str | None = None
     block: int = 256
-    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         for name in ("gather", "reduce", "replicas"):
@@ -158,13 +154,6 @@ class CommPolicy:
                     f"CommPolicy.{name}={form!r}: expected one of {', '.join(map(repr, FORMS))}, or None"
                 )
         require_count("CommPolicy.block", self.block, 8)
-        if not isinstance(self.error_feedback, bool):
-            raise ShardConfigValueError(f"CommPolicy.error_feedback={self.error_feedback!r}: expected True or False")
-        if self.error_feedback and self.reduce is None and self.replicas is None:
-            raise ShardConfigValueError(
-                "CommPolicy(error_feedback=True): no gradients are rounded, so there is no error to feed back; set the "
-                "format of gradients (reduce or replicas), too"
-            )
 
     @property
     def rounds_gradients(self) -> bool:
@@ -178,7 +167,7 @@ class CommPolicy:
 
     def __str__(self) -> str:
         parts = [f"{name} {form}" for name in ("gather", "reduce", "replicas") if (form := getattr(self, name))]
-        return ", ".join([*parts, *(["error feedback"] if self.error_feedback else [])]) or "as it is"
+        return ", ".join(parts) or "as it is"
 
 
 AS_IT_IS = CommPolicy()
@@ -408,25 +397,20 @@ class PoolPolicy:
             budget, the planner drops in this order: 1. prefetching, 2. reductions in flight, 3. weights kept for the
             next backward of their group, 4. weights kept after forward. If the step still does not fit, it raises a
             `PoolBudgetError`.
-        mem_pool: CUDA only: allocate from a separate `torch.cuda.MemPool`, so that the pool and activations do not
-            fragment each other's segments. On other devices, making the plan raises an error.
         keep_idle: whether the pool keeps unused memory. This matters most between forward and backward, where the loss
             is computed and memory use often peaks. None keeps it on a CPU, because memory that was returned to the
             system is mapped again page by page, and returns it on an accelerator, whose caching allocator is fast.
 
     Raises:
-        ShardConfigValueError: `budget` is not a positive int, or another attribute is not a bool.
+        ShardConfigValueError: `budget` is not a positive int, or `keep_idle` is not a bool or None.
     """
 
     budget: int | None = None
-    mem_pool: bool = False
     keep_idle: bool | None = None
 
     def __post_init__(self) -> None:
         if self.budget is not None:
             require_count("PoolPolicy.budget", self.budget, 1)
-        if not isinstance(self.mem_pool, bool):
-            raise ShardConfigValueError(f"PoolPolicy.mem_pool={self.mem_pool!r}: expected True or False")
         if not isinstance(self.keep_idle, bool | None):
             raise ShardConfigValueError(f"PoolPolicy.keep_idle={self.keep_idle!r}: expected True, False or None")
 
@@ -435,40 +419,33 @@ class PoolPolicy:
 class HostOffloadPolicy(OffloadPolicy):
     """Selects the tensors to keep in host memory instead of on the accelerator. No effect without an accelerator.
 
-    A gradient must be on the device of its parameter, and an optimizer steps on the device of its state. So there are
-    three valid choices: offload all three (as `CPUOffloadPolicy` does), only the optimizer state (with
-    `offload_optimizer`), or nothing.
+    An optimizer steps on the device of its state. So there are three valid choices: offload everything (as
+    `CPUOffloadPolicy` does), only the optimizer state (with `offload_optimizer`), or nothing.
 
     Attributes:
-        parameters: sharded parameters. They are copied to the accelerator before each gather.
-        gradients: reduced gradients. Must be equal to `parameters`.
+        parameters: sharded parameters and their reduced gradients, because a gradient must be on the device of its
+            parameter. Parameters are copied to the accelerator before each gather.
         optimizer: the optimizer state. If it is offloaded alone, each step copies gradients and shards to the host, a
             few at a time, and the updated shards back.
         pin_memory: whether to pin this memory, so that copies are asynchronous. Pinned memory cannot be swapped out.
 
     Raises:
         ShardConfigTypeError: an attribute is not a bool.
-        ShardConfigValueError: only one of `parameters` and `gradients` is True, or both are without `optimizer`.
+        ShardConfigValueError: `parameters` is True and `optimizer` is False.
     """
 
     parameters: bool = True
-    gradients: bool = True
     optimizer: bool = True
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "gradients", "optimizer", "pin_memory"):
+        for name in ("parameters", "optimizer", "pin_memory"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ShardConfigTypeError(f"HostOffloadPolicy.{name}={value!r}: expected True or False")
-        if self.parameters != self.gradients:
-            raise ShardConfigValueError(
-                f"HostOffloadPolicy(parameters={self.parameters}, gradients={self.gradients}): a gradient must be on "
-                "the device of its parameter; give both the same value"
-            )
         if self.parameters and not self.optimizer:
             raise ShardConfigValueError(
                 "HostOffloadPolicy(parameters=True, optimizer=False): an optimizer steps on the device of its "
-                "parameters and keeps its state there; pass optimizer=True, or parameters=False and gradients=False"
+                "parameters and keeps its state there; pass optimizer=True or parameters=False"
             )
 
 

@@ -28,33 +28,22 @@ def by_piece(gradient, world, rows=1):
     return padded.view(world, chunk, flat.shape[1])
 
 
-def arrived(pieces, wire, noise):
-    """The values of pieces, (world, rows, row), after they were rounded and sent."""
+def arrived_at_random(pieces, wire, generator):
+    """The values of pieces, (world, rows, row), after they were rounded stochastically and sent."""
     world, rows, row = pieces.shape
-    sent = parcel([(rows, row)], pieces.element_size(), wire)
-    if sent is None:
-        return pieces.clone()
+    if parcel([(rows, row)], pieces.element_size(), wire) is None:
+        return pieces
     out = torch.empty_like(pieces)
     if wire.form == "bf16":
         made = torch.empty(pieces.shape, dtype=torch.bfloat16)
-        to_bf16(made, pieces, None if noise is None else noise.view(pieces.shape))
+        to_bf16(made, pieces, noise_like(pieces, generator))
         return out.copy_(made)
     blocks = pieces.reshape(world, -1, block_of(row, wire.block))
     codes = torch.empty(blocks.shape, dtype=torch.uint8)
     scales = torch.empty(*blocks.shape[:-1], 1)
-    quantise(codes, scales, blocks, wire.form, noise)
+    quantise(codes, scales, blocks, wire.form, noise_like(blocks, generator))
     dequantise(out.view(blocks.shape), codes, scales, wire.form)
     return out
-
-
-def arrived_at_random(pieces, wire, generator):
-    """The values of pieces after they were rounded stochastically and sent."""
-    if parcel([pieces.shape[1:]], 4, wire) is None:
-        return pieces
-    blocks = pieces
-    if wire.form != "bf16":
-        blocks = pieces.reshape(len(pieces), -1, block_of(pieces.shape[2], wire.block))
-    return arrived(pieces, wire, noise_like(blocks, generator))
 
 
 def whole_of(pieces, like):
@@ -69,38 +58,25 @@ class Ranks:
         names: names of the parameters of each group.
         wire: format in which gradients are sent.
         world: world size.
-        feedback: whether rounding errors are added to the next gradients.
         rows: the shards have a multiple of this number of rows.
     """
 
-    def __init__(self, names: list[list[str]], wire: Wire, world: int, feedback: bool = False, rows: int = 1) -> None:
+    def __init__(self, names: list[list[str]], wire: Wire, world: int, rows: int = 1) -> None:
         self.names, self.wire, self.world, self.rows = names, wire, world, rows
-        self.feedback = feedback
         self.number = 0
-        self.left = {}
 
     def mean(self, gradients):
         """The mean of the gradients of all ranks, by name. `gradients` has the gradients of each rank, by name."""
         sums = {}
         for group in self.names:
             for rank, own in enumerate(gradients):
-                rounding = Rounding()
-                rounding.put(self.number, {})
-                generator = rounding.seeded(group[0], rank, torch.device("cpu"))
+                generator = Rounding(self.number).seeded(group[0], rank, torch.device("cpu"))
                 for name in group:
                     pieces = by_piece(own[name], self.world, self.rows)
-                    got = self._arrived(rank, name, pieces, generator)
+                    got = arrived_at_random(pieces, self.wire, generator)
                     sums[name] = got if rank == 0 else sums[name] + got
         self.number += 1
         return {name: whole_of(total, gradients[0][name]) / self.world for name, total in sums.items()}
-
-    def _arrived(self, rank, name, pieces, generator):
-        if self.feedback:
-            pieces = pieces + self.left.get((rank, name), 0)
-            got = arrived(pieces, self.wire, None)
-            self.left[rank, name] = pieces - got
-            return got
-        return arrived_at_random(pieces, self.wire, generator)
 
 
 # ---- decoders
@@ -184,7 +160,7 @@ def trains_as_one_that_rounds(rank, world, policy, rows=1, **options):
     placed = (lambda param: Ragged(rows)) if rows > 1 else None
     model = sharded(policy, shard_placement_fn=placed, **options)
     masters, reference = plain(), plain()
-    ranks = Ranks(groups_of(model), policy.reduce and Wire(policy.reduce, BLOCK), world, policy.error_feedback, rows)
+    ranks = Ranks(groups_of(model), policy.reduce and Wire(policy.reduce, BLOCK), world, rows)
 
     def renew():
         reference.load_state_dict(masters.state_dict())

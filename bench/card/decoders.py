@@ -60,7 +60,7 @@ VOCABULARY, LENGTH, BATCH = 512, 64, 4
 WIDTH = int(os.environ.get("WIDTH", "256"))
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 SCALED = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
-STATE_ON_HOST = composable_shard.HostOffloadPolicy(parameters=False, gradients=False)
+STATE_ON_HOST = composable_shard.HostOffloadPolicy(parameters=False)
 ON_DISK = composable_shard.DiskOffloadPolicy(tempfile.gettempdir(), memory=64 << 20)
 FEW_BITS = composable_shard.CommPolicy(gather="fp8", reduce="int8")
 MESH = (WORLD,)

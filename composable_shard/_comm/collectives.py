@@ -290,16 +290,6 @@ class RankOrdered:
         flat.copy_(padded.view(-1)[: flat.numel()])
 
 
-class RankOrderedDirect(RankOrdered):
-    """`RankOrdered` with gloo's coalesced all-gather: each parameter is gathered straight into its memory."""
-
-    route = Route("direct", gather_from=0, sums=True)
-
-    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
-        flat = _movable([piece.view(-1) for piece in pieces])
-        return self._group.allgather_into_tensor_coalesced(_movable(wholes), flat, self._gather)
-
-
 class PointToPoint(RankOrdered):
     """`RankOrdered`, but large parameters are sent and received from shards to unsharded memory without a buffer.
 
@@ -390,7 +380,7 @@ def transports_of(
         # The other transports are for users who know that they work and name one.
         made = [plain, *(each(group, name in _AVERAGING) for each in (Direct, Packed))]
     elif name == "gloo":
-        made = [RankOrdered(group), RankOrderedDirect(group), plain]
+        made = [RankOrdered(group), plain]
         if device.type == "cpu":  # gloo cannot send device memory
             made.insert(1, PointToPoint(group))
     elif name == "fake":

@@ -277,8 +277,7 @@ class LowBitReduce(_Around):
         sent, received = scratch.view(torch.uint8).view(2, world, self._parcel.nbytes)
         chunks = bucket.view(world, -1)
         to = numbers_in(sent, parts, bucket.dtype)
-        has = chunks[0, self._layout.result.numel :]
-        self._rounder.put(to, [self._places.cut(chunks, numbers) for numbers in to], has)
+        self._rounder.put(to, [self._places.cut(chunks, numbers) for numbers in to])
         handle = self._inner.all_to_all(received.view(-1), sent.view(-1))
         return All([handle], partial(_add_up, out, received, parts, self._places), held=scratch)
 
@@ -296,7 +295,7 @@ class LowBitReplicas(_Around):
 
     def __init__(self, inner: Transport, ranks: int, layout: ReduceLayout, parcel: Parcel, rounder: Rounder) -> None:
         super().__init__(inner, inner.route)
-        self._ranks, self._layout, self._parcel, self._rounder = ranks, layout, parcel, rounder
+        self._ranks, self._parcel, self._rounder = ranks, parcel, rounder
         self._places = _Chunks(layout)
 
     def all_reduce(self, tensor: Tensor, mean: bool = False) -> Awaitable:
@@ -304,13 +303,9 @@ class LowBitReplicas(_Around):
         sent = tensor.new_empty(nbytes, dtype=torch.uint8)
         received = tensor.new_empty((self._ranks, nbytes), dtype=torch.uint8)
         to = numbers_in(sent, parts, tensor.dtype)
-        has = tensor[self._layout.result.numel :].clamp(max=1)
-        self._rounder.put(to, [self._places.cut(tensor, numbers) for numbers in to], has)
+        self._rounder.put(to, [self._places.cut(tensor, numbers) for numbers in to])
         handle = self._inner.all_gather([received.view(-1)], [sent])
         return All([handle], partial(_add_up, tensor, received, parts, self._places), held=sent)
-
-
-BETWEEN_REPLICAS = " between replicas"  # suffix of a parameter's name in `Rounding.left`
 
 
 def compressed(
@@ -320,7 +315,7 @@ def compressed(
     comm: CommPolicy,
     dtype: torch.dtype,
     rounding: Rounding,
-    names: Sequence[str],
+    name: str,
 ) -> Transports:
     """Replace transports of a reduction with those in fewer bits, where the policy and the layout allow it.
 
@@ -329,14 +324,14 @@ def compressed(
         layout, dtype: the layout and the dtype of the bucket.
         comm: the policy.
         rounding: the rounding state of the group.
-        names: the names of the parameters.
+        name: the name of the bucket's first parameter.
     """
-    how = [at.piece for at in layout.result.params], info.mesh.get_rank(), comm.error_feedback
+    how = [at.piece for at in layout.result.params], info.mesh.get_rank()
     reduce, replicate = transports.reduce, transports.replicate
     if reduce is not None and layout.parcel is not None:
-        reduce = LowBitReduce(reduce, layout, Rounder(rounding, names, *how))
+        reduce = LowBitReduce(reduce, layout, Rounder(rounding, name, *how))
     between = layout.between_replicas(dtype.itemsize, comm.wire("replicas", dtype))
     if replicate is not None and between is not None:
-        rounder = Rounder(rounding, [f"{name}{BETWEEN_REPLICAS}" for name in names], *how)
+        rounder = Rounder(rounding, f"{name} between replicas", *how)
         replicate = LowBitReplicas(replicate, info.replicate_size, layout, between, rounder)
     return replace(transports, reduce=reduce, replicate=replicate)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -186,24 +186,11 @@ class Rounding:
 
     Attributes:
         number: number of roundings so far.
-        left: by parameter, the rounding error of its gradients, if error feedback is on: the rows of all ranks in rank
-            order, then the padding rows; between replicas, this rank's rows.
     """
 
-    def __init__(self) -> None:
-        self.number = 0
-        self.left: dict[str, Tensor] = {}
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
         self._generators: dict[torch.device, torch.Generator] = {}
-
-    def copied(self) -> Rounding:
-        """Return a copy of this state."""
-        other = Rounding()
-        other.put(self.number, {name: tensor.clone() for name, tensor in self.left.items()})
-        return other
-
-    def put(self, number: int, left: Mapping[str, Tensor]) -> None:
-        """Set the state."""
-        self.number, self.left = number, dict(left)
 
     def seeded(self, name: str, rank: int, device: torch.device) -> torch.Generator:
         """Return the generator of the next rounding, seeded by the number of the rounding, a name and the rank."""
@@ -228,35 +215,26 @@ def noise_like(numbers: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class Rounder:
-    """Rounds the gradients of a bucket into parcels: stochastically, or with error feedback from earlier roundings.
+    """Rounds the gradients of a bucket into parcels, stochastically.
 
     Args:
         rounding: the rounding state of the group.
-        names: the names of the parameters.
+        name: the name of the bucket, which seeds the random numbers.
         sizes: elements of a rank's piece of each parameter.
         rank: the rank of this process among all that reduce.
-        feedback: whether rounding errors are added to the next gradients.
     """
 
-    def __init__(
-        self, rounding: Rounding, names: Sequence[str], sizes: Sequence[int], rank: int, feedback: bool
-    ) -> None:
-        self._rounding, self._names, self._sizes = rounding, names, sizes
-        self._rank, self._feedback = rank, feedback
+    def __init__(self, rounding: Rounding, name: str, sizes: Sequence[int], rank: int) -> None:
+        self._rounding, self._name, self._sizes, self._rank = rounding, name, sizes, rank
 
-    def put(self, to: Sequence[Numbers], gradients: Sequence[Tensor], marks: Tensor) -> None:
+    def put(self, to: Sequence[Numbers], gradients: Sequence[Tensor]) -> None:
         """Round gradients.
 
         Args:
             to: the parts of parcels.
             gradients: the gradients of each part, in the shape of its values.
-            marks: for each parameter, 1 if this rank has its gradient, else 0.
         """
-        if self._feedback:
-            for numbers, gradient in zip(to, gradients, strict=True):
-                self._feed_back(numbers, gradient, marks)
-            return
-        generator = self._rounding.seeded(self._names[0], self._rank, gradients[0].device)
+        generator = self._rounding.seeded(self._name, self._rank, gradients[0].device)
         pairs = zip(to, gradients, strict=True)
         for _, turn in itertools.groupby(pairs, key=lambda pair: pair[0].part.turn):
             self._put_at_random(list(turn), generator)
@@ -284,54 +262,6 @@ class Rounder:
         drawn = _noise(begin + count, device, generator)
         return {index: drawn[begin : begin + count].view(*lead, -1) for index, begin, count in places}
 
-    def _feed_back(self, numbers: Numbers, gradient: Tensor, marks: Tensor) -> None:
-        part = numbers.part
-        if not part.form:
-            numbers.put(gradient)
-            return
-        shapes = self._shapes(part, gradient)
-        lefts = [
-            self._left_of(self._names[index], shape, gradient.device)
-            for index, shape in zip(part.members, shapes, strict=True)
-        ]
-        dim = -2 if part.block else -1
-        left, has = _joined(lefts, dim), self._has(marks, part, shapes, dim)
-        total = gradient.float() + left * has
-        numbers.put(total)
-        arrived = torch.empty_like(total)
-        numbers.fill(arrived)
-        total.sub_(arrived).nan_to_num_(0.0, 0.0, 0.0)  # numbers that were not finite leave no error
-        left.mul_(1.0 - has).add_(total)  # if this rank has no gradient, its earlier error is kept for the next one
-        if len(lefts) > 1:
-            torch._foreach_copy_(lefts, torch.split(left, [each.shape[dim] for each in lefts], dim))
 
-    def _shapes(self, part: Part, gradient: Tensor) -> list[tuple[int, ...]]:
-        """Return the shapes of the members of a part, given the part's gradient."""
-        sizes = [self._sizes[index] for index in part.members]
-        if not part.block:
-            return [(*gradient.shape[:-1], size) for size in sizes]
-        return [(*gradient.shape[:-2], size // part.block, part.block) for size in sizes]
-
-    @staticmethod
-    def _has(marks: Tensor, part: Part, shapes: Sequence[tuple[int, ...]], dim: int) -> Tensor:
-        """Return the marks of the members, each repeated for every block or element of the member."""
-        own = marks.float()
-        if len(shapes) == 1:
-            return own[part.members[0]]
-        each = [own[index].expand(shape[dim]) for index, shape in zip(part.members, shapes, strict=True)]
-        return torch.cat(each).unsqueeze(-1) if part.block else torch.cat(each)
-
-    def _left_of(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return a parameter's rounding error in the current shape of its gradient: padding rows may differ."""
-        before = self._rounding.left.get(name)
-        if before is None or before.shape != shape or before.device != device:
-            now = torch.zeros(shape, dtype=torch.float32, device=device)
-            if before is not None and (before.dim() == 3 or before.shape == shape):
-                common = min(before.numel(), now.numel())
-                now.view(-1)[:common].copy_(before.reshape(-1)[:common])
-            before = self._rounding.left[name] = now
-        return before
-
-
-def _joined(tensors: Sequence[Tensor], dim: int = -1) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), -1)

@@ -124,8 +124,7 @@ class Order:
         self._check_names(plan)
         usual, own = self._schedule(plan), plan.own_orders
         phases = {phase: self._schedule(plan.in_phase(phase)) if phase in own else usual for phase, _ in plan.orders}
-        # This call may fail, too. Nothing was adopted before it, so after an error the old plan stays in effect.
-        self._pool.use_mem_pool(plan.pool.mem_pool)
+        # Nothing above adopts a part of the plan, and nothing below fails, so after an error the old plan is in effect.
         self._pool.keep_idle(plan.pool.keep_idle)
         self.plan, self.phases = plan, phases
         self.forward = self.backward = self.usual = usual

@@ -141,7 +141,7 @@ def _in_few_bits(
     """Return the transports of a bucket, in fewer bits if the policy rounds its gradients."""
     if not options.comm_policy.rounds_gradients:
         return transports
-    return compressed(transports, info, layout, options.comm_policy, dtype, rounding, [param.fqn for param in params])
+    return compressed(transports, info, layout, options.comm_policy, dtype, rounding, params[0].fqn)
 
 
 def _divisor(factor: float) -> torch.Tensor | None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 
 import torch
 
 from .._comm.lanes import Lane
 from .._torch.core import to_keep
-from ..errors import ShardConfigValueError
 from .slots import Events
 
 
@@ -25,23 +23,6 @@ class DeviceMemory:
         self.device = device
         self._lane = lane
         self._streams: dict[torch.Stream, None] = {}  # streams on which it has allocated
-        self._mem_pool: torch.cuda.MemPool | None = None
-
-    def use_mem_pool(self, wanted: bool) -> bool:
-        """Set whether later allocations use a `torch.cuda.MemPool`. Returns whether the setting has changed.
-
-        Raises:
-            ShardConfigValueError: the device has no `MemPool`.
-        """
-        if wanted and self.device.type != "cuda":
-            raise ShardConfigValueError(
-                f"PoolPolicy(mem_pool=True): a MemPool requires CUDA, but this model is on {self.device.type}. "
-                "Remove mem_pool=True"
-            )
-        if wanted == (self._mem_pool is not None):
-            return False
-        self._mem_pool = torch.cuda.MemPool() if wanted else None
-        return True
 
     def return_segments(self) -> None:
         """Return the allocator's free segments to the device. Call this when the arena is replaced by another one.
@@ -50,27 +31,24 @@ class DeviceMemory:
         reserve more. It takes long and, on CUDA, also empties the cache of user code (`torch.cuda.empty_cache`), so it
         is not called in other situations.
         """
-        if self._mem_pool is not None:
-            self._mem_pool = torch.cuda.MemPool()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Allocate a 1D uint8 tensor with undefined content."""
         # `to_keep` leaves inference mode, because inference tensors cannot be used for training later.
-        with to_keep(), self._allocating():
+        with to_keep():
+            self._remember_stream()
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Allocate memory with undefined content for an empty storage."""
-        with self._allocating():
-            storage.resize_(nbytes)
+        self._remember_stream()
+        storage.resize_(nbytes)
 
-    def _allocating(self) -> contextlib.AbstractContextManager[None]:
-        """Context for an allocation: remember the current stream, and select the `MemPool` if there is one."""
+    def _remember_stream(self) -> None:
         if (stream := self._lane.current()) is not None:
             self._streams[stream] = None
-        return nullcontext() if self._mem_pool is None else torch.cuda.use_mem_pool(self._mem_pool, self.device)
 
     def record_current_stream(self) -> Events:
         """Record an event on the current stream, after the work that is queued there; none on a CPU.

@@ -150,14 +150,6 @@ class BufferPool:
         """`live_bytes` without `lent_bytes`. Equal on all ranks, so decisions about collectives may depend on it."""
         return self.live_bytes - self.lent_bytes
 
-    def use_mem_pool(self, wanted: bool) -> None:
-        """Set whether later allocations use a `torch.cuda.MemPool`.
-
-        Raises:
-            ShardConfigValueError: the device has no `MemPool`.
-        """
-        self._lacks |= self.memory.use_mem_pool(wanted)
-
     def keep_idle(self, wanted: bool | None) -> None:
         """Set whether the arena keeps its memory while nothing in it is leased. None for the default of the device.
 

@@ -201,7 +201,7 @@ class ShardState:
         own = self.declaration
         number, settings = f"{own.number}.{len(own.copies) + 1}", Settings(own.settings.current)
         own.copies.append(number)
-        rounding = own.rounding.copied()
+        rounding = Rounding(own.rounding.number)
         declaration = replace(own, params=params, settings=settings, number=number, copies=[], rounding=rounding)
         asked = replace(self.asked, schedule="")  # the copy's engine will set the schedule
         made = memo[id(self)] = ShardState(declaration, ModuleEntries((), params), (), asked)

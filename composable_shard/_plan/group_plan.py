@@ -232,14 +232,8 @@ class GroupPlan:
 
     @property
     def rounding_bytes(self) -> int:
-        """Bytes outside of the pool for communication in fewer bits: rounded shards, and rounding errors (feedback)."""
-        kept = sum(layout.parcel.nbytes for layout in self.gather_layouts if layout.parcel is not None)
-        if not self.comm_policy.error_feedback:
-            return kept
-        for each in self.reductions:
-            for sent, ranks in ((each.sent, self.shard_size), (each.between, 1)):
-                kept += 4 * ranks * _rounded(each.layout, sent)
-        return kept
+        """Bytes of the rounded shards outside of the pool, for communication in fewer bits."""
+        return sum(layout.parcel.nbytes for layout in self.gather_layouts if layout.parcel is not None)
 
     @property
     def step(self) -> Step:
@@ -285,12 +279,6 @@ class GroupPlan:
         if not self.reshard_after_forward:
             return "after backward"
         return f"after forward, among {self.small_size}" if self.small_size else "after forward"
-
-
-def _rounded(layout: ReduceLayout, sent: Parcel | None) -> int:
-    """Number of elements of a chunk that are sent in fewer bits."""
-    parts = () if sent is None else sent.parts
-    return sum(layout.result.params[index].piece for part in parts if part.form for index in part.members)
 
 
 def _dtype(param: ParamPlan) -> str:

@@ -20,7 +20,6 @@ def add_bits(parser: Any) -> None:
     parser.add_argument(
         "--block", type=int, default=256, metavar="N", help="elements that share a scale (default: 256)"
     )
-    add("--error-feedback", action="store_true", help="add rounding errors to the next gradients")
 
 
 def bits_of(parsed: argparse.Namespace) -> CommPolicy:
@@ -31,5 +30,4 @@ def bits_of(parsed: argparse.Namespace) -> CommPolicy:
     """
     from .._policies import CommPolicy
 
-    how = {"block": parsed.block, "error_feedback": parsed.error_feedback}
-    return CommPolicy(parsed.gather, parsed.reduce, parsed.between_replicas, **how)
+    return CommPolicy(parsed.gather, parsed.reduce, parsed.between_replicas, parsed.block)

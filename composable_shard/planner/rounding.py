@@ -18,7 +18,6 @@ _DRAWN = 2  # bytes of random numbers per value of a turn
 _AT_WORK = {"int8": 8, "fp8": 12, "bf16": 11}  # bytes per value while values are rounded
 _DECODED = {"int8": 0, "fp8": 2, "bf16": 0}  # bytes per value while values are decoded
 _ADDED = 4  # bytes per value of a turn that is added in float32
-_FED_BACK = 8  # bytes per value with error feedback: gradients plus earlier errors, and their rounded values
 
 
 def passing_bytes(group: GroupPlan, replicas: int, streams: bool) -> int:
@@ -32,35 +31,25 @@ def passing_bytes(group: GroupPlan, replicas: int, streams: bool) -> int:
     most = 0
     for each in group.reductions:
         for sent, to, others in ((each.sent, group.shard_size, group.shard_size), (each.between, 1, replicas)):
-            for form, numbers, joined in _turns(each.layout, sent):
-                most = max(most, _rounding(group, form, to * numbers, joined, streams))
+            for form, numbers in _turns(each.layout, sent):
+                most = max(most, _DRAWN * to * numbers + _AT_WORK[form] * _at_once(to * numbers, streams))
                 most = max(most, _ADDED * others * numbers + _DECODED[form] * _at_once(others * numbers, streams))
     return most
-
-
-def _rounding(group: GroupPlan, form: str, numbers: int, joined: bool, streams: bool) -> int:
-    at_once = _AT_WORK[form] * _at_once(numbers, streams)
-    if not group.comm_policy.error_feedback:
-        return _DRAWN * numbers + at_once
-    left = 4 * numbers if joined else 0
-    return left + max(_FED_BACK * numbers, 4 * numbers + at_once // 2)  # half of `at_once`, no random numbers
 
 
 def _at_once(numbers: int, streams: bool) -> int:
     return numbers if streams else min(numbers, CACHED)
 
 
-def _turns(layout: ReduceLayout, sent: Parcel | None) -> Iterator[tuple[str, int, bool]]:
-    """For each turn: the format, the number of values per chunk, and whether they belong to several parameters."""
+def _turns(layout: ReduceLayout, sent: Parcel | None) -> Iterator[tuple[str, int]]:
+    """For each turn: the format, and the number of values per chunk."""
     parts = [] if sent is None else [part for part in sent.parts if part.form]
     params = layout.result.params
     numbers: Counter[tuple[int, str]] = Counter()
-    members: Counter[tuple[int, str]] = Counter()
     for part in parts:
         numbers[part.turn, part.form] += sum(params[index].piece for index in part.members)
-        members[part.turn, part.form] += len(part.members)
-    for (turn, form), count in numbers.items():
-        yield form, count, members[turn, form] > 1
+    for (_, form), count in numbers.items():
+        yield form, count
 
 
 def replica_buffers(group: GroupPlan, replicas: int) -> int:

@@ -10,12 +10,12 @@ from composable_shard.testing import spmd
 
 
 class Run:
-    def __init__(self, rank, feedback, choose=None):
+    def __init__(self, rank, choose=None):
         torch.manual_seed(0)
         self.rank, self.model = rank, Transformer()
         for module in (*self.model.blocks, self.model):
             fully_shard(module, shard_placement_fn=choose)
-        self.model.set_comm_policy(CommPolicy("fp8", "int8", block=16, error_feedback=feedback))
+        self.model.set_comm_policy(CommPolicy("fp8", "int8", block=16))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.state = {
             "model": self.model,
@@ -39,19 +39,19 @@ def ragged(param):
     return Ragged(5) if param.ndim == 2 else None
 
 
-@pytest.mark.parametrize(("feedback", "choose"), [(False, None), (True, None), (True, ragged)])
-def test_a_run_resumes_bit_for_bit(feedback, choose, tmp_path):
+@pytest.mark.parametrize("choose", [None, ragged])
+def test_a_run_resumes_bit_for_bit(choose, tmp_path):
     @simulated(world=2)
     def run(rank, world):
-        first = Run(rank, feedback, choose)
+        first = Run(rank, choose)
         first.train(range(2))
         checkpoint.save(tmp_path, first.state, step=2)
         expected = first.train(range(2, 4))
-        second = Run(rank, feedback, choose)
+        second = Run(rank, choose)
         checkpoint.load(tmp_path, second.state)
         for name, param in second.train(range(2, 4)).items():
             assert torch.equal(param, expected[name]), name
-        third = Run(rank, feedback, choose)
+        third = Run(rank, choose)
         checkpoint.load(tmp_path, {name: third.state[name] for name in ("model", "optimizer")}, strict=False)
         others = third.train(range(2, 4))
         assert any(not torch.equal(param, expected[name]) for name, param in others.items())
@@ -59,24 +59,20 @@ def test_a_run_resumes_bit_for_bit(feedback, choose, tmp_path):
     run()
 
 
-@pytest.mark.parametrize("choose", [None, ragged])
-def test_another_number_of_ranks_gets_the_mean_of_residuals(choose, tmp_path):
+def test_another_number_of_ranks_continues_at_the_same_position(tmp_path):
     def saved(here):
-        run = Run(here.rank, True, choose)
+        run = Run(here.rank)
         run.train(range(2))
         checkpoint.save(tmp_path, run.state, step=2)
-        return [each.left for each in run.roundings]
+        return [each.number for each in run.roundings]
 
     def loaded(here):
-        run = Run(here.rank, True, choose)
+        run = Run(here.rank)
         checkpoint.load(tmp_path, run.state)
-        left = [{name: tensor.clone() for name, tensor in each.left.items()} for each in run.roundings]
+        numbers = [each.number for each in run.roundings]
         run.train(range(2, 3))
-        return left
+        return numbers
 
     before, after = spmd(2)(saved), spmd(3)(loaded)
-    assert any(tensor.abs().max() > 0 for group in before[0] for tensor in group.values())
-    for index, group in enumerate(before[0]):
-        for name in group:
-            mean = sum([rank[index][name] for rank in before]) / 2
-            assert all(torch.equal(rank[index][name], mean) for rank in after)
+    assert min(before[0]) > 0
+    assert after == [before[0]] * 3

@@ -21,13 +21,12 @@ from composable_shard._comm.collectives import (
     Plain,
     PointToPoint,
     RankOrdered,
-    RankOrderedDirect,
     transports_of,
 )
 from composable_shard._comm.lanes import Job, Launched
 from composable_shard.planner.live import LiveBytes
 
-ORDERED = {"rank-ordered": RankOrdered, "rank-ordered direct": RankOrderedDirect, "point-to-point": PointToPoint}
+ORDERED = {"rank-ordered": RankOrdered, "point-to-point": PointToPoint}
 TRANSPORTS = {"packed": Packed, "direct": Direct, "torch": Plain, **ORDERED}
 LARGE = BROADCAST_FROM_BYTES // 4  # elements per rank, so that the whole bucket exceeds the limits
 
@@ -193,7 +192,6 @@ def test_gloo_has_rank_ordered_transports_and_the_fake_backend_has_its_own(rank,
     assert {name: type(each) for name, each in made.items()} == {
         "packed": RankOrdered,
         "p2p": PointToPoint,
-        "direct": RankOrderedDirect,
         "torch": Plain,
     }
     assert all(each.route.sums for name, each in made.items() if name != "torch")

@@ -18,9 +18,10 @@ from _parity import Case, check_parity
 from _pool import distributed, more, simulated
 from composable_shard._comm.transports import LARGE_FROM_BYTES
 from composable_shard.errors import RankMismatchError, ShardConfigValueError
+from composable_shard.testing import spmd
 
 WIDE = 256  # a square weight has 256 KiB, so its pieces are gathered alone at world sizes 2 and 4
-NAMES = ["p2p", "packed", "direct"]
+NAMES = ["p2p", "packed"]
 
 
 class Block(nn.Module):
@@ -76,9 +77,11 @@ def test_training_matches_the_unsharded_model_on_every_transport(rank, world, na
         check_parity(Case(model=Wide, batch=rows), rank, world)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float16 sums", "hsdp", "offload", "dim 1"])
-@distributed(world=4)
-def test_all_transports_are_bitwise_identical_even_with_cast_padded_or_transposed_pieces(rank, world, kind):
+KINDS = ["bfloat16", "float16 sums", "hsdp", "offload", "dim 1"]
+
+
+def trained(rank, kind):
+    """Train with cast, padded or transposed pieces. Return the parameters and the plan's peak memory in bytes."""
     half, policy = torch.bfloat16, composable_shard.MixedPrecisionPolicy
     kwargs = {
         "bfloat16": lambda: {"policy": policy(param_dtype=half, reduce_dtype=torch.float32)},
@@ -87,19 +90,33 @@ def test_all_transports_are_bitwise_identical_even_with_cast_padded_or_transpose
         "offload": lambda: {"offload_policy": composable_shard.CPUOffloadPolicy(pin_memory=False)},
         "dim 1": lambda: {"shard_placement_fn": lambda p: torch.distributed.tensor.Shard(int(p.shape == (WIDE, WIDE)))},
     }[kind]()
+    model = sharded(**kwargs)
+    train(model, rank)
+    record, plan = composable_shard.last_record(model), composable_shard.make_plan(model)
+    assert record.live_bytes == plan.live_bytes()
+    return [p.full_tensor() for p in model.parameters()], plan.peak_bytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@distributed(world=4)
+def test_transports_of_gloo_are_bitwise_identical_even_with_cast_padded_or_transposed_pieces(rank, world, kind):
     found = {}
     for name in NAMES:
         with forced(name):
-            model = sharded(**kwargs)
-            train(model, rank)
-            record, plan = composable_shard.last_record(model), composable_shard.make_plan(model)
-            assert record.live_bytes == plan.live_bytes(), name
-            found[name] = [p.full_tensor() for p in model.parameters()], plan
-    first, _ = found["p2p"]
-    for name, (params, _) in found.items():
-        assert all(torch.equal(a, b) for a, b in zip(first, params, strict=True)), name
-    assert found["direct"][1].peak_bytes <= found["packed"][1].peak_bytes
-    assert found["p2p"][1].peak_bytes <= found["packed"][1].peak_bytes
+            found[name] = trained(rank, kind)
+    assert all(torch.equal(a, b) for a, b in zip(found["p2p"][0], found["packed"][0], strict=True))
+    assert found["p2p"][1] <= found["packed"][1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_direct_and_packed_gathers_are_bitwise_identical_even_with_cast_padded_or_transposed_pieces(kind):
+    found = {}
+    for name in ("direct", "packed"):
+        with forced(name):
+            found[name] = spmd(4)(lambda here: trained(here.rank, kind))
+    for direct, packed in zip(found["direct"], found["packed"], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(direct[0], packed[0], strict=True))
+        assert direct[1] <= packed[1]
 
 
 class Shared(nn.Module):
@@ -189,13 +206,13 @@ def test_replicas_that_use_different_modules_do_not_hang(rank, world):
 
 @distributed(world=2)
 def test_the_plan_shows_a_forced_transport_and_an_unknown_name_is_an_error(rank, world):
-    for name, shown in {"p2p": "p2p, 2 packed", "packed": "packed", "direct": "direct"}.items():
+    for name, shown in {"p2p": "p2p, 2 packed", "packed": "packed"}.items():
         with forced(name):
             line = next(line for line in str(composable_shard.make_plan(sharded())).splitlines() if "blocks.0" in line)
             assert line.endswith(f"  {shown}"), line
     with (
         forced("pigeon"),
-        pytest.raises(ShardConfigValueError, match=r"=pigeon: .* has packed, p2p, direct, torch"),
+        pytest.raises(ShardConfigValueError, match=r"=pigeon: .* has packed, p2p, torch"),
     ):
         sharded()(*rows(rank, 0))
 
@@ -266,18 +283,36 @@ def as_bytes(tensor):
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
+def cut(param):
+    return Shard(1) if param.shape == (5, 8) else None
+
+
+def assert_read(model, base):
+    """Check that the last forward of a model has read the frozen parameters of another one."""
+    for key, value in base.named_parameters():
+        if "scale" not in key:
+            assert model.read[key].dtype is value.dtype
+            assert torch.equal(as_bytes(model.read[key]), as_bytes(value.detach())), key
+
+
+@pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "alone"])
+@pytest.mark.parametrize("dtype", [*EIGHT_BITS, *EXACT])
+@simulated(world=2)
+def test_direct_gathers_of_any_dtype_are_bitwise_identical(rank, world, dtype, mixed):
+    base = Quantised(getattr(torch, dtype), mixed)
+    model = copy.deepcopy(base)
+    composable_shard.fully_shard(model, shard_placement_fn=cut)
+    assert composable_shard.make_plan(model).groups[0].route.name == "direct"
+    model(torch.ones(2, 3))
+    assert_read(model, base)
+
+
 @pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "alone"])
 @pytest.mark.parametrize("dtype", [*EIGHT_BITS, *EXACT])
 @distributed(world=(2, more(4)))
 def test_parameters_of_any_dtype_are_gathered_bit_for_bit(rank, world, dtype, mixed):
-    dtype = getattr(torch, dtype)
-
-    def cut(param):
-        return Shard(1) if param.shape == (5, 8) else None
-
     torch.manual_seed(0)
-    base = Quantised(dtype, mixed)
-    want = {name: param.detach() for name, param in base.named_parameters() if "scale" not in name}
+    base = Quantised(getattr(torch, dtype), mixed)
     engines = dict.fromkeys((*NAMES, "torch"), composable_shard.fully_shard)
     outputs = {}
     for name, shard in (({"fsdp2": fsdp2} if mixed else {}) | engines).items():
@@ -286,9 +321,7 @@ def test_parameters_of_any_dtype_are_gathered_bit_for_bit(rank, world, dtype, mi
         with forced(name) if name in engines else nullcontext():
             out = model(torch.ones(2, 3, requires_grad=True))
             out.sum().backward()
-        for key, value in want.items():
-            assert model.read[key].dtype is dtype
-            assert torch.equal(as_bytes(model.read[key]), as_bytes(value)), f"{name}: {key}"
+        assert_read(model, base)
         outputs[name] = out.detach()
         if mixed:
             outputs[name] = torch.cat([out.detach(), model.scale.weight.grad.full_tensor()])

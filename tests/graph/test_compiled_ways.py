@@ -236,25 +236,6 @@ backward GmwRw
     )
 
 
-class InRegion(nn.Linear):
-    forward = torch.compiler.nested_compile_region(nn.Linear.forward)
-
-
-@distributed(world=2, limit_s=LIMIT_S)
-def test_regions_are_refused_with_torchs_reason(rank, world):
-    model = nn.Sequential(InRegion(4, 4), InRegion(4, 4))
-    for layer in model:
-        fully_shard(layer, reshard_after_forward=True)
-    fully_shard(model)
-    with pytest.raises(cs.errors.ShardConfigValueError, match=r"regions: .*'Freevar has no source'") as caught:
-        cs.compile(model, regions=True)
-    assert isinstance(caught.value, NotImplementedError)
-    if GRAPHS_GIVE_NONE:  # torch 2.11 is not tested
-        with pytest.raises(AssertionError, match="Freevar has no source"):
-            cs.compile(model, backend="aot_eager")(torch.ones(2, 4))
-    torch._dynamo.reset()
-
-
 # ---- the guard
 
 

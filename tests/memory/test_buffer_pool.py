@@ -19,7 +19,6 @@ from _models import Stack, shard_blocks, shard_nested, vectors
 from _pool import distributed
 from composable_shard._comm.lanes import Lane
 from composable_shard._fsdp2.listening import TrackedPool
-from composable_shard._memory.device import DeviceMemory
 from composable_shard._memory.pool import BufferPool
 
 
@@ -425,25 +424,6 @@ def test_slots_that_are_leased_together_never_overlap(sizes, learned, then):
         if pool.wants_arena:
             pool.make_arena()
             assert pool.arena_bytes >= pool.peak_bytes or round_of is then
-
-
-def test_each_arena_has_its_own_mem_pool(monkeypatch):
-    """The segments of the previous arena are then returned to CUDA."""
-    made = []
-
-    class MemPool:
-        def __init__(self):
-            made.append(weakref.ref(self))
-
-    memory = DeviceMemory(torch.device("cpu"), Lane())
-    memory.device = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "MemPool", MemPool)
-    assert memory.use_mem_pool(True)
-    memory.return_segments()
-    assert [pool() is None for pool in made] == [True, False]
-    assert memory.use_mem_pool(False)
-    memory.return_segments()
-    assert [pool() is None for pool in made] == [True, True]
 
 
 def test_the_old_arena_is_freed_before_a_new_one_is_made():

@@ -187,15 +187,6 @@ def test_a_collective_that_fails_to_issue_leaks_no_memory(rank, world, name):
 
 
 @distributed(world=1)
-def test_mem_pool_raises_on_devices_without_mem_pools(rank, world):
-    model, plain = made(pool=cs.PoolPolicy(mem_pool=True))
-    with pytest.raises(cs.errors.ShardConfigValueError, match=r"PoolPolicy\(mem_pool=True\): .* this model is on cpu"):
-        model(*vectors(0, 0))
-    model.set_pool_policy(cs.PoolPolicy())
-    train(model, plain, 1)
-
-
-@distributed(world=1)
 def test_prefetch_lists_with_modules_of_another_model_raise(rank, world):
     model, plain = made()
     other, _ = made()

@@ -296,7 +296,6 @@ def test_the_schedule_without_groups_is_empty():
         (lambda: PoolPolicy(-1), "PoolPolicy.budget=-1"),
         (lambda: PoolPolicy(0), "PoolPolicy.budget=0"),
         (lambda: PoolPolicy(math.nan), "PoolPolicy.budget=nan"),
-        (lambda: PoolPolicy(mem_pool=1), "PoolPolicy.mem_pool=1"),
         (lambda: PoolPolicy(keep_idle="no"), "PoolPolicy.keep_idle='no'"),
         (lambda: Costs(math.nan, 1.0, (), ()), "Costs.latency=nan"),
         (lambda: Costs(0.0, -1.0, (), ()), "Costs.bandwidth=-1.0"),

@@ -209,8 +209,8 @@ def test_communication_by_device_and_backend():
     assert support(without)["communication"] == ("no", "this build of torch lacks nccl, the backend for cuda")
     other = replace(CUDA, devices=(*CPU.devices, Device("mtia", "Another", None, None)))
     assert support(other)["communication"][0] == "untested"
-    forced = replace(CPU, variables={"COMPOSABLE_SHARD_TRANSPORT": "direct"})
-    assert support(forced)["communication"][1].endswith("; COMPOSABLE_SHARD_TRANSPORT is set to 'direct'")
+    forced = replace(CPU, variables={"COMPOSABLE_SHARD_TRANSPORT": "p2p"})
+    assert support(forced)["communication"][1].endswith("; COMPOSABLE_SHARD_TRANSPORT is set to 'p2p'")
 
 
 @pytest.mark.parametrize(("seen", "tool"), [(CPU, "C++ compiler"), (CPU, "Python.h"), (CUDA, "triton")])

@@ -112,8 +112,8 @@ def test_nodes_of_different_sizes_are_refused(rank, world):
 @distributed(world=2)
 def test_the_transport_that_the_environment_names_is_measured_or_refused(rank, world):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, "direct")
-        assert {each.transport for each in measured(rank, world, 2).collectives} == {"direct"}
+        patch.setenv(VARIABLE, "p2p")
+        assert {each.transport for each in measured(rank, world, 2).collectives} == {"p2p"}
         patch.setenv(VARIABLE, "pigeon")
         with pytest.raises(ShardConfigValueError, match="has no such transport"):
             measured(rank, world, 2)

@@ -97,7 +97,7 @@ def test_predicted_memory_matches_rehearsed_steps(optimizer, strategy):
     more(AS_IT_IS, Strategy("zero3", Layout(1, 4))),
     more(cs.CommPolicy("bf16", "bf16"), Strategy("zero2", Layout(1, 2))),
     more(cs.CommPolicy("fp8", "int8", "int8"), Strategy("hsdp", Layout(1, 2, 2))),
-    (cs.CommPolicy("fp8", "int8", error_feedback=True), Strategy("zero2", Layout(1, 2))),
+    (cs.CommPolicy("fp8", "int8"), Strategy("zero2", Layout(1, 2))),
 ])  # fmt: skip
 def test_predicted_memory_of_low_precision_steps_matches_rehearsed_steps(comm, strategy):
     """This includes peaks while gradients are rounded, with memory outside the plan's pool."""

@@ -71,7 +71,7 @@ SCENARIOS = {
     "low-bits-packed": Scenario(
         {"mp_policy": MIXED},
         transport="packed",
-        prepare=setting("set_comm_policy", CommPolicy("int8", "bf16", error_feedback=True, block=8)),
+        prepare=setting("set_comm_policy", CommPolicy("int8", "bf16", block=8)),
     ),
     "low-bits-between-replicas": Scenario(
         mesh=REPLICAS, prepare=setting("set_comm_policy", CommPolicy("bf16", "fp8", "int8", block=8))

@@ -311,7 +311,7 @@ mesh, found = init_device_mesh("cpu", (2,)), {}
 def entries():
     return json.loads(_dump_fr_trace_json()).get("entries", [])
 
-for transport in ("fsdp2", "torch", "packed", "direct", "p2p"):
+for transport in ("fsdp2", "torch", "packed", "p2p"):
     os.environ["COMPOSABLE_SHARD_TRANSPORT"] = transport
     shard, model = fsdp2 if transport == "fsdp2" else cs.fully_shard, Transformer()
     for block in model.blocks:

@@ -244,23 +244,3 @@ optimizer, x = warmed(model)
 """,
         world=1,
     )
-
-
-def test_training_with_the_arena_in_a_mem_pool_is_bitwise_identical():
-    run("""
-made = []
-for wanted in (False, True):
-    model = build()
-    model.set_pool_policy(composable_shard.PoolPolicy(mem_pool=wanted, keep_idle=True))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(1)
-    for _ in range(5):
-        step(model, optimizer, batch())
-    made.append([p.full_tensor() for p in model.parameters()])
-    pool = model.__dict__["_shard_state"].bound.engine.pool
-    assert pool.arena_bytes
-    segments = [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
-    inside = [s for s in segments if s["address"] <= next(iter(pool.addresses)).begin < s["address"] + s["total_size"]]
-    assert bool(inside) == wanted, segments
-assert all(torch.equal(a, b) for a, b in zip(*made))
-""")
