@@ -30,7 +30,6 @@ def async_save(
     step: int,
     keep: int | None = None,
     overwrite: bool = False,
-    checksum: str | None = None,
     process_group: dist.ProcessGroup | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> PendingSave:
@@ -57,7 +56,6 @@ def async_save(
         step: training step.
         keep: after the save, delete all checkpoints except the `keep` newest ones.
         overwrite: replace a checkpoint of the same step.
-        checksum: "xxh3", "crc32" or "sha256".
         process_group: process group of the ranks that save. Default: all ranks.
         progress: called from time to time with the bytes that this rank has written and the bytes that it will write in
             total. Called in a separate thread, or in the calling thread if optimizer state is on disk.
@@ -73,7 +71,7 @@ def async_save(
     writer = background().writer
 
     def asked() -> Request:
-        return Request.of(directory, step, overwrite, checksum, keep)
+        return Request.of(directory, step, overwrite, keep)
 
     if not can_talk(ranks):
         return _at_once(ranks, asked, state, progress)

@@ -37,7 +37,6 @@ def save(
     step: int,
     keep: int | None = None,
     overwrite: bool = False,
-    checksum: str | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Save a state to a new checkpoint.
@@ -59,7 +58,6 @@ def save(
         keep: after the save, delete all checkpoints except the `keep` newest ones, and files that interrupted saves
             have left. Default: delete nothing.
         overwrite: replace a checkpoint of the same step. The old one exists until the new one is committed.
-        checksum: "xxh3" (package xxhash), "crc32" or "sha256". Default: "xxh3" if xxhash is installed, else "crc32".
         process_group: process group of the ranks that save. Default: all ranks.
 
     Returns:
@@ -75,7 +73,7 @@ def save(
     """
     ranks = Ranks(process_group)
     ranks.meet("save a checkpoint")
-    prepared = prepare(ranks, lambda: Request.of(directory, step, overwrite, checksum, keep), state)
+    prepared = prepare(ranks, lambda: Request.of(directory, step, overwrite, keep), state)
     path = finish(ranks, prepared, lambda: write_own(prepared))
     prune(ranks, prepared.request)
     return path
@@ -102,9 +100,7 @@ class Request:
     keep: int | None
 
     @staticmethod
-    def of(
-        directory: str | os.PathLike[str], step: int, overwrite: bool, checksum: str | None, keep: int | None
-    ) -> Request:
+    def of(directory: str | os.PathLike[str], step: int, overwrite: bool, keep: int | None) -> Request:
         """Check the arguments of a save.
 
         Raises:
@@ -120,17 +116,7 @@ class Request:
             raise ShardConfigValueError(
                 f"keep: {keep!r} is not a number of checkpoints; pass at least 1, or None to keep all"
             )
-        return Request(Path(directory), step, overwrite, _algorithm(checksum), keep)
-
-
-def _algorithm(checksum: str | None) -> str:
-    """The requested checksum algorithm, or the fastest installed one."""
-    algorithm = digests.best() if checksum is None else checksum
-    if algorithm not in digests.ALGORITHMS:
-        raise ShardConfigValueError(f"checksum: {checksum!r} is not one of {', '.join(digests.ALGORITHMS)}")
-    if algorithm == "xxh3" and digests.best() != "xxh3":
-        raise ShardConfigValueError('checksum: "xxh3" needs the package xxhash: pip install xxhash')
-    return algorithm
+        return Request(Path(directory), step, overwrite, digests.best(), keep)
 
 
 @dataclass(frozen=True)
@@ -227,7 +213,7 @@ def _take(ranks: Ranks, request: Request, state: Mapping[str, Any]) -> _Taken:
         "directory": str(request.directory),
         "step": request.step,
         "overwrite": request.overwrite,
-        "checksum": request.algorithm,
+        'checksum ("xxh3" needs the package xxhash)': request.algorithm,
         "keep": request.keep,
     }
     plain = {name: _shared(value) for name, value in collected.values.items()}

@@ -88,7 +88,7 @@ class Manifest:
         step: training step of the save.
         identity: unique identifier of the save.
         ranks: number of ranks that saved it.
-        algorithm: algorithm of the checksums: "xxh3", "crc32" or "sha256".
+        algorithm: algorithm of the checksums: "xxh3" or "crc32".
         files: files by name.
         tensors: tensors by key.
         aliases: maps further keys of a tensor (of tied weights) to its key in `tensors`.
