@@ -74,7 +74,7 @@ def forecast(
     travel = [bucket for bucket in buckets if not bucket[0].stays]
     ranks = range(world)
     return Forecast(
-        sent=tuple(sum(sent_by(rank, bucket) for bucket in travel) for rank in ranks),
+        sent=tuple(sum(_sent(rank, bucket) for bucket in travel) for rank in ranks),
         owned=tuple(tuple(matrix.route.shape for matrix in _of(matrices, rank)) for rank in ranks),
         owned_bytes=tuple(_held(matrices, rank) for rank in ranks),
         buckets=len(travel),
@@ -120,11 +120,11 @@ def _held(matrices: Sequence[Matrix], rank: int) -> int:
     return sum(matrix.nbytes for matrix in _of(matrices, rank))
 
 
-def sent_by(rank: int, bucket: Sequence[Matrix]) -> int:
+def _sent(rank: int, bucket: Sequence[Matrix]) -> int:
     """Bytes that a rank sends for a bucket: gradients and values to owners, and values of its own matrices back."""
     going = 2 * sum(_parts(matrix, rank) for matrix in bucket if matrix.route.owner != rank)
     back = sum(matrix.nbytes - _parts(matrix, rank) for matrix in bucket if matrix.route.owner == rank)
-    return 0 if bucket[0].stays else going + back
+    return going + back
 
 
 def _beside(buckets: Sequence[Sequence[Matrix]], rank: int) -> int:

@@ -17,7 +17,6 @@ from .._group.param import SHARDED_IN
 from .._torch.core import never_trace
 from ..errors import ComposableShardError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from ._checks import IN_PARTS, check_steps_once, check_takes_dense, title_of
-from ._forecast import sent_by
 from ._layout import Layout, Route
 from ._matrices import Blocks, Bucket, Matrix, Owners, blocks_by_name, in_buckets, routes_of
 from ._rounds import Round, run, stand_in
@@ -119,11 +118,6 @@ class Owned(Optimizer):
         self._number = 0
         self.sent_bytes = 0
         super().__init__(groups, _defaults(kind, options))
-
-    @property
-    def exchange_bytes(self) -> int:
-        """Bytes that this rank sends in a step in which all matrices have a gradient, without optimizer state."""
-        return sum([sent_by(bucket.layout.rank, bucket.matrices) for bucket in self._buckets])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to step. All ranks must add the same ones.
