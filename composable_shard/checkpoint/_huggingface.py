@@ -46,7 +46,6 @@ def export_safetensors(
     max_shard_size: int = 5 * 10**9,
     rename: Rename | None = None,
     adapter: str | None = None,
-    metadata: Mapping[str, str] | None = None,
     extra_files: Mapping[str, str | bytes] | None = None,
 ) -> Path:
     """Write a model in Hugging Face's layout: `model.safetensors`, or several files and an index.
@@ -70,7 +69,6 @@ def export_safetensors(
         rename: maps each name (FQN) to the name in the files, or to None to omit the tensor.
         adapter: name of a `peft` adapter, for example "default". Writes only its tensors (LoRA and `modules_to_save`)
             to `adapter_model.safetensors`, under peft's names. Pass peft's `adapter_config.json` in `extra_files`.
-        metadata: metadata for the headers of the files.
         extra_files: content of other files in the directory, by name, for example `config.json`.
 
     Returns:
@@ -105,7 +103,7 @@ def export_safetensors(
     compare("export_safetensors", [about for about, _ in said])
     _compare_tensors(ranks, described, {digest for _, digest in said})
     stem = "model" if adapter is None else "adapter_model"
-    parts, index = lay_out_parts(stem, described, max_shard_size, dict(metadata or {}))
+    parts, index = lay_out_parts(stem, described, max_shard_size, {})
     if index is not None:
         extra = {**extra, f"{stem}.safetensors.index.json": index}
     partial = ranks.first_alone(lambda: begin(directory))

@@ -67,12 +67,12 @@ def test_safetensors_reads_exported_models(rank, world, engine, tmp_path):
     expected = whole(model)
     del expected["head.weight"]  # it is tied, so it is written once
     config = {"config.json": '{"a": 1}'}
-    path = checkpoint.export_safetensors(tmp_path / "one", model, metadata={"by": "a test"}, extra_files=config)
+    path = checkpoint.export_safetensors(tmp_path / "one", model, extra_files=config)
     assert sorted(each.name for each in path.iterdir()) == ["config.json", "model.safetensors"]
     assert (path / "config.json").read_text() == '{"a": 1}'
     assert_equal(load_file(path / "model.safetensors"), expected)
     with safe_open(path / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt", "by": "a test"}
+        assert file.metadata() == {"format": "pt"}
 
     path = checkpoint.export_safetensors(tmp_path / "parts", model, max_shard_size=4000, dtype=torch.bfloat16)
     count = len(list(path.glob("model-*-of-*.safetensors")))
