@@ -48,9 +48,8 @@ def add_command(commands: Any) -> None:
     info.add_argument("--tensors", action="store_true", help="list every tensor, instead of one line for all layers")
     prune = _add(actions, "prune", _prune, "remove all except the newest checkpoints, and files of interrupted saves")
     prune.add_argument("--keep", metavar="N", type=int, required=True, help="number to keep; the latest is always kept")
-    export = _add(actions, "export", _export, "write the weights of a module for other programs, without the model")
+    export = _add(actions, "export", _export, "write the weights of a module as safetensors, in Hugging Face's layout")
     export.add_argument("out", metavar="OUT", type=Path, help="a directory that does not exist yet")
-    export.add_argument("--format", choices=["safetensors"], default="safetensors", help="Hugging Face's layout")
     export.add_argument("--name", help='name of the module in the state (default: "model", or the only one)')
     export.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="dtype of floating-point tensors")
     export.add_argument(
