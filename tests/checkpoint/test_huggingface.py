@@ -204,7 +204,7 @@ DAMAGED = {
     "huge": (header({"a": entry(0, 1 << 80)}), "is not a count"),
     "bytes": (header({"a": entry(0, 16, shape=(3,))}), "cannot have 16 bytes"),
     "boolean": (header({"a": entry(0, 16, shape=(True, 4))}), "True is not a count"),
-    "twice": (header(b'{"a":%s,"a":%s}' % ((json.dumps(entry(0, 16)).encode(),) * 2)), "it has a name twice"),
+    "twice": (header(b'{"a":%s,"a":%s}' % ((json.dumps(entry(0, 16)).encode(),) * 2)), "it has the key 'a' twice"),
     "deep": (header(b"[" * 100_000), "cannot be parsed"),
     "list": (header([1]), "cannot be parsed"),
     "dtype": (header({"a": entry(0, 16, dtype="F31")}), "'F31'; supported dtypes: F64"),
