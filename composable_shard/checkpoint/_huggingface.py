@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -165,10 +165,13 @@ def import_safetensors(
     ranks = Ranks(process_group)
     ranks.meet("import weights")
     model = unwrapped(model)
-    where, said = ranks.together_and_tell(
-        lambda: _checked_path(path, rename, adapter),
-        lambda _: {"strict": strict, "cast": cast, "adapter": adapter},
-    )
+
+    def check() -> Path:
+        _check_renaming(rename, adapter)
+        return Path(path)
+
+    about = {"strict": strict, "cast": cast, "adapter": adapter}
+    where, said = ranks.together_and_tell(check, lambda _: about)
     compare("import_safetensors", said)
     stored = ranks.first_alone(lambda: read_stored(where))
     manifest = ranks.together(lambda: _manifest(Holdings(model), stored, rename, adapter))
@@ -186,11 +189,6 @@ def _check_renaming(rename: Rename | None, adapter: str | None) -> None:
         raise ShardConfigValueError(f"adapter: {adapter!r} is not the name of an adapter, such as 'default'")
     if rename is not None and adapter is not None:
         raise ShardConfigValueError("rename: cannot be combined with `adapter`, which uses peft's names; pass only one")
-
-
-def _checked_path(path: str | os.PathLike[str], rename: Rename | None, adapter: str | None) -> Path:
-    _check_renaming(rename, adapter)
-    return Path(path)
 
 
 def _renaming(rename: Rename | None, adapter: str | None) -> Rename:
@@ -298,13 +296,9 @@ class _Writer:
 
     def __init__(self, directory: Path, parts: list[Part]) -> None:
         self._directory = directory
-        self._places = self._all_places(parts)
+        self._places = ((part, name) for part in parts for name in part.names)
         self._file: files.NewFile | None = None
         self._error: Exception | None = None
-
-    @staticmethod
-    def _all_places(parts: list[Part]) -> Iterator[tuple[Part, str]]:
-        yield from ((part, name) for part in parts for name in part.names)
 
     def take(self, key: str, tensor: torch.Tensor) -> None:
         """Write the next tensor. An error is kept until `finish`, because the other ranks continue to send."""

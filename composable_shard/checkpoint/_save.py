@@ -24,7 +24,7 @@ from ._format.writing import FileLayout, bytes_of, stream, write
 from ._io import digests, files
 from ._layouts import layout_of
 from ._pending import background
-from ._pruning import prune_on_first
+from ._pruning import prune as prune_directory
 from ._ranks import Ranks, compare
 
 _MOST_COMPARED = 1 << 20  # bytes of a tensor that ranks compare
@@ -81,10 +81,11 @@ def save(
 
 def prune(ranks: Ranks, request: Request) -> None:
     """Delete old checkpoints if `keep` is set. If this fails, the error states that the new checkpoint is committed."""
-    if request.keep is None:
+    keep = request.keep
+    if keep is None:
         return
     try:
-        prune_on_first(ranks, request.directory, request.keep)
+        ranks.first_alone(lambda: prune_directory(request.directory, keep=keep))
     except CheckpointError as error:
         raise type(error)(f"step {request.step} is committed, but old checkpoints were not deleted: {error}") from error
 
@@ -358,7 +359,7 @@ def finish(ranks: Ranks, prepared: Prepared, written: Callable[[], SavedFile]) -
         saved = ranks.together(write_if_seen)
         pieces = list(prepared.layout.pieces())
         parts = ranks.gather_on_first(_Part(prepared.layout.name, saved, pieces, prepared.known))
-        ranks.first_alone(lambda: _commit(prepared, parts))
+        ranks.first_alone(lambda: commits.commit(attempt, _merged(prepared.request, attempt, parts)))
     return attempt.final
 
 
@@ -370,10 +371,6 @@ class _Part:
     saved: SavedFile
     pieces: list[tuple[str, Piece]]
     known: Known
-
-
-def _commit(prepared: Prepared, parts: list[_Part]) -> None:
-    commits.commit(prepared.attempt, _merged(prepared.request, prepared.attempt, parts))
 
 
 def _merged(request: Request, attempt: commits.Attempt, parts: list[_Part]) -> Manifest:
