@@ -33,7 +33,6 @@ from ._random import RandomState as RandomState
 from ._rounding import RoundingState as RoundingState
 from ._save import save as save
 from ._state import PerRank as PerRank
-from ._state import Stateful as Stateful
 
 __all__ = [
     "Imported",
@@ -42,7 +41,6 @@ __all__ = [
     "PerRank",
     "RandomState",
     "RoundingState",
-    "Stateful",
     "Verified",
     "async_save",
     "export_dcp",

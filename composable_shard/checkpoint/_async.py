@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 from ._format.manifest import NAME, SavedFile
 from ._format.writing import FileLayout, stage
 from ._io.process import WriterProcess
-from ._pending import PendingSave, RunningSave, background
+from ._pending import PendingSave, background
 from ._ranks import Ranks
 from ._save import Prepared, Request, finish, prepare, prune, remove, see, write_own
 from ._store import RankLostError, StoreRanks, can_talk
@@ -30,9 +30,7 @@ def async_save(
     step: int,
     keep: int | None = None,
     overwrite: bool = False,
-    checksum: str | None = None,
     process_group: dist.ProcessGroup | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> PendingSave:
     """Save a state in the background while training continues.
 
@@ -51,16 +49,12 @@ def async_save(
     raised it.
 
     Args:
-        directory: directory of the run's checkpoints. This and all other arguments except `progress` are those of
-            `save`.
+        directory: directory of the run's checkpoints. This and all other arguments are those of `save`.
         state: what to save, by name.
         step: training step.
         keep: after the save, delete all checkpoints except the `keep` newest ones.
         overwrite: replace a checkpoint of the same step.
-        checksum: "xxh3", "crc32" or "sha256".
         process_group: process group of the ranks that save. Default: all ranks.
-        progress: called from time to time with the bytes that this rank has written and the bytes that it will write in
-            total. Called in a separate thread, or in the calling thread if optimizer state is on disk.
 
     Returns:
         A handle for the save: its result, whether it is done, and its progress.
@@ -73,10 +67,10 @@ def async_save(
     writer = background().writer
 
     def asked() -> Request:
-        return Request.of(directory, step, overwrite, checksum, keep)
+        return Request.of(directory, step, overwrite, keep)
 
     if not can_talk(ranks):
-        return _at_once(ranks, asked, state, progress)
+        return _at_once(ranks, asked, state)
 
     def copy(layout: FileLayout) -> None:
         if _has_state_on_disk(layout):
@@ -85,7 +79,7 @@ def async_save(
         stage(layout, writer.buffer(layout.size))
 
     prepared = prepare(ranks, asked, state, copy)
-    pending = RunningSave(step, prepared.layout.size, progress)
+    pending = PendingSave(step, prepared.layout.size)
     beside: StoreRanks | None = None
     thread: threading.Thread | None = None
     try:
@@ -100,36 +94,36 @@ def async_save(
             beside.give_up(error)
         if ranks.rank == 0 and thread is None:  # otherwise the thread may commit, or deletes the files itself
             remove(prepared.attempt)
-        pending.fail(error)
+        pending._fail(error)
         raise
-    background().hold(pending)
-    return PendingSave(pending)
+    background().pending = pending
+    return pending
 
 
 def _has_state_on_disk(layout: FileLayout) -> bool:
     return any(is_mapped(part.box.local) for part in layout.parts)
 
 
-def _written_now(pending: RunningSave, prepared: Prepared) -> Callable[[], SavedFile]:
+def _written_now(pending: PendingSave, prepared: Prepared) -> Callable[[], SavedFile]:
     """Write this rank's file now. Return a function that gives the file or raises the error when all ranks call it."""
     outcome: Future[SavedFile] = Future()
     try:
         see(prepared.attempt)
-        outcome.set_result(write_own(prepared, pending.advance))
+        outcome.set_result(write_own(prepared, pending._advance))
     except Exception as error:
         outcome.set_exception(error)
     return outcome.result
 
 
-def _run(pending: RunningSave, ranks: StoreRanks, prepared: Prepared, write: Callable[[], SavedFile]) -> None:
+def _run(pending: PendingSave, ranks: StoreRanks, prepared: Prepared, write: Callable[[], SavedFile]) -> None:
     """Write the file, commit together with the other ranks, and record the outcome."""
     with contextlib.suppress(Exception), ranks.alive():
         try:
             path = _finish(ranks, prepared, write)
         except BaseException as error:
-            pending.fail(error)
+            pending._fail(error)
             raise
-        pending.succeed(path)
+        pending._succeed(path)
 
 
 def _finish(ranks: StoreRanks, prepared: Prepared, write: Callable[[], SavedFile]) -> Path:
@@ -144,29 +138,24 @@ def _finish(ranks: StoreRanks, prepared: Prepared, write: Callable[[], SavedFile
     return path
 
 
-def _write(pending: RunningSave, prepared: Prepared, writer: WriterProcess) -> SavedFile:
+def _write(pending: PendingSave, prepared: Prepared, writer: WriterProcess) -> SavedFile:
     layout, request = prepared.layout, prepared.request
     try:
         size, blocks = writer.write(
-            prepared.attempt.partial / layout.name, layout.size, request.algorithm, pending.advance
+            prepared.attempt.partial / layout.name, layout.size, request.algorithm, pending._advance
         )
     except OSError as error:
         raise CheckpointError(str(error)) from error
-    pending.advance(size)
+    pending._advance(size)
     return SavedFile(size, blocks)
 
 
-def _at_once(
-    ranks: Ranks,
-    asked: Callable[[], Request],
-    state: Mapping[str, Any],
-    progress: Callable[[int, int], None] | None,
-) -> PendingSave:
+def _at_once(ranks: Ranks, asked: Callable[[], Request], state: Mapping[str, Any]) -> PendingSave:
     """Save before the call returns. Used in a simulated world, where ranks are threads that take turns."""
     prepared = prepare(ranks, asked, state)
-    pending = RunningSave(prepared.request.step, prepared.layout.size, progress)
+    pending = PendingSave(prepared.request.step, prepared.layout.size)
     path = finish(ranks, prepared, lambda: write_own(prepared))
     prune(ranks, prepared.request)
-    pending.advance(prepared.layout.size)
-    pending.succeed(path)
-    return PendingSave(pending)
+    pending._advance(prepared.layout.size)
+    pending._succeed(path)
+    return pending

@@ -1,4 +1,4 @@
-"""Convert a committed checkpoint: to one file, to the files of another number of ranks, or to weights only.
+"""Export the weights of a module in a committed checkpoint to safetensors files.
 
 One process does this without a model and without a process group. It reads the bytes that it is about to write, checks
 them against their checksums, and holds at most `_AT_ONCE` bytes of tensors in memory.
@@ -11,99 +11,24 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import CheckpointCorruptError, ShardConfigValueError
-from ._format import commits
 from ._format.boxes import Box
 from ._format.huggingface import lay_out_parts
-from ._format.manifest import NAME, SAFETENSORS, Manifest, Piece, SavedFile, SavedTensor, name_of
+from ._format.manifest import NAME, SAFETENSORS, Manifest, SavedTensor, name_of
 from ._format.reading import Reader
-from ._format.writing import FileLayout, bytes_of, lay_out, write
+from ._format.writing import bytes_of, write
 from ._io import files
 from ._pruning import open_manifest
 
 Progress = Callable[[int, int], None]  # called with the bytes written so far and the total
 
 _AT_ONCE = 1 << 25  # bytes of tensors in memory
-_MOST_RANKS = 100_000
-
-
-def reshard(
-    directory: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    *,
-    ranks: int,
-    step: int | None = None,
-    progress: Progress | None = None,
-) -> Path:
-    """Rewrite a checkpoint into the files that `ranks` ranks would have saved.
-
-    A checkpoint loads on any number of ranks without this. If it has as many files as there are ranks, each rank reads
-    exactly one file sequentially. `PerRank` values stay those of the ranks that saved them. Tensors of modules and
-    optimizers are split along the dimension along which they are already split, or along the first dimension if the
-    checkpoint has one file only.
-
-    Args:
-        directory: directory that was passed to `save`, or one checkpoint in it.
-        out: directory of checkpoints into which the new one is committed. Created if it does not exist.
-        ranks: number of files.
-        step: step of the checkpoint. Default: the latest.
-        progress: called with the bytes written so far and the total bytes.
-
-    Returns:
-        The path of the new checkpoint.
-
-    Raises:
-        ShardConfigValueError: `out` has a checkpoint of this step or of a later one, or `ranks` is invalid.
-        CheckpointError: the checkpoint cannot be read, as in `verify`. The new checkpoint is then deleted.
-    """
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= _MOST_RANKS:
-        raise ShardConfigValueError(f"ranks: {ranks!r} is not a number of ranks; pass 1 to {_MOST_RANKS:,}")
-    checkpoint, manifest = open_manifest(directory, step)
-    later = [each.step for each in commits.committed(Path(out)) if each.step >= manifest.step]
-    if later:
-        raise ShardConfigValueError(
-            f"out: {out} already has a checkpoint of step {later[-1]}, so LATEST would move back to step "
-            f"{manifest.step}; pass another directory"
-        )
-    with understood(checkpoint.path):
-        layouts = _layouts(manifest, ranks)
-    attempt = commits.begin(Path(out), manifest.step, overwrite=False)
-    count = _Count(sum(each.size for each in layouts), progress)
-    with _removed_on_error(attempt.partial):
-        saved = {each.name: _copy(checkpoint.path, manifest, each, attempt.partial, count) for each in layouts}
-        identity = attempt.partial.name.rpartition("-")[2]
-        anew = replace(manifest, identity=identity, files=saved, tensors=_tensors(manifest, layouts))
-        commits.commit(attempt, anew)
-    return attempt.final
-
-
-def _layouts(manifest: Manifest, ranks: int) -> list[FileLayout]:
-    """The file layouts that `save` would choose: a part of each split tensor, and some of the tensors not split."""
-    boxes: list[list[tuple[str, Box]]] = [[] for _ in range(ranks)]
-    for rank, key, box in _placed(manifest, ranks):
-        if 0 not in box.shape:
-            boxes[rank].append((key, box))
-    return [lay_out(f"rank-{rank:05d}.safetensors", each) for rank, each in enumerate(boxes)]
-
-
-def _placed(manifest: Manifest, ranks: int) -> Iterator[tuple[int, str, Box]]:
-    """Rank, key and box of all parts of all tensors: first the shared tensors, then those of `PerRank` values."""
-    own = {key: rank for values in manifest.per_rank.values() for rank, tree in enumerate(values) for key in keys(tree)}
-    sharded = set(_owned(manifest)) if len(manifest.files) == 1 else set()
-    for turn, key in enumerate(sorted(manifest.tensors.keys() - own.keys())):
-        tensor = manifest.tensors[key]
-        dim = _cut_dim(tensor, key in sharded)
-        for rank, box in enumerate(_cut(tensor, dim, ranks)):
-            yield turn % ranks if dim is None else rank, key, box
-    for key, rank in own.items():
-        for box in _cut(manifest.tensors[key], None, ranks):
-            yield rank % ranks, key, box
 
 
 def keys(tree: Any) -> Iterator[str]:
@@ -127,48 +52,8 @@ def understood(path: Path) -> Iterator[None]:
         raise CheckpointCorruptError(f"{path / NAME} cannot be parsed: {type(error).__name__}: {error}") from None
 
 
-def _owned(manifest: Manifest) -> Iterator[str]:
-    """The keys of the tensors of modules and optimizers."""
-    for path, value in manifest.values.items():
-        kind = value.get("$") if isinstance(value, dict) else None
-        if kind == "module":
-            yield from (f"{path}.{name}" for name in value["tensors"])
-        elif kind == "optimizer":
-            yield from keys(value["state"])
-
-
-def _cut_dim(tensor: SavedTensor, sharded: bool) -> int | None:
-    """The dimension along which a tensor is split into pieces; None if it is not split."""
-    for dim in range(len(tensor.shape)):
-        if len({piece.offsets[dim] for piece in tensor.pieces}) > 1:
-            return dim
-    return 0 if sharded and tensor.shape else None
-
-
-def _cut(tensor: SavedTensor, dim: int | None, ranks: int) -> Iterator[Box]:
-    """The boxes of a tensor by rank, split as DTensor's `Shard` does; one box if the tensor is not split."""
-    if dim is None:
-        yield _box((0,) * len(tensor.shape), tensor.shape, tensor.dtype)
-        return
-    whole = tensor.shape[dim]
-    size = -(-whole // ranks)
-    for rank in range(ranks):
-        begin = min(rank * size, whole)
-        offsets = (*(0,) * dim, begin, *(0,) * (len(tensor.shape) - dim - 1))
-        shape = (*tensor.shape[:dim], min(begin + size, whole) - begin, *tensor.shape[dim + 1 :])
-        yield _box(offsets, shape, tensor.dtype)
-
-
 def _box(offsets: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Box:
     return Box(offsets, shape, torch.empty(shape, dtype=dtype, device="meta"))  # memory is allocated in `_content`
-
-
-def _tensors(manifest: Manifest, layouts: Iterable[FileLayout]) -> dict[str, SavedTensor]:
-    pieces: dict[str, list[Piece]] = {}
-    for layout in layouts:
-        for key, piece in layout.pieces():
-            pieces.setdefault(key, []).append(piece)
-    return {key: replace(each, pieces=tuple(pieces.get(key, ()))) for key, each in manifest.tensors.items()}
 
 
 # ------------------------------------------------------------------------------------------- reading and writing
@@ -199,11 +84,6 @@ class _Count:
             self._written += len(each)
             if self._progress is not None:
                 self._progress(self._written, self._total)
-
-
-def _copy(source: Path, manifest: Manifest, layout: FileLayout, into: Path, count: _Count) -> SavedFile:
-    content = _content(source, manifest, layout.header, [(part.key, part.box) for part in layout.parts])
-    return write(files.NewFile(into / layout.name), count.over(content), manifest.algorithm)
 
 
 def _content(

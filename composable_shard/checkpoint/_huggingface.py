@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -46,7 +46,6 @@ def export_safetensors(
     max_shard_size: int = 5 * 10**9,
     rename: Rename | None = None,
     adapter: str | None = None,
-    metadata: Mapping[str, str] | None = None,
     extra_files: Mapping[str, str | bytes] | None = None,
 ) -> Path:
     """Write a model in Hugging Face's layout: `model.safetensors`, or several files and an index.
@@ -70,7 +69,6 @@ def export_safetensors(
         rename: maps each name (FQN) to the name in the files, or to None to omit the tensor.
         adapter: name of a `peft` adapter, for example "default". Writes only its tensors (LoRA and `modules_to_save`)
             to `adapter_model.safetensors`, under peft's names. Pass peft's `adapter_config.json` in `extra_files`.
-        metadata: metadata for the headers of the files.
         extra_files: content of other files in the directory, by name, for example `config.json`.
 
     Returns:
@@ -105,7 +103,7 @@ def export_safetensors(
     compare("export_safetensors", [about for about, _ in said])
     _compare_tensors(ranks, described, {digest for _, digest in said})
     stem = "model" if adapter is None else "adapter_model"
-    parts, index = lay_out_parts(stem, described, max_shard_size, dict(metadata or {}))
+    parts, index = lay_out_parts(stem, described, max_shard_size, {})
     if index is not None:
         extra = {**extra, f"{stem}.safetensors.index.json": index}
     partial = ranks.first_alone(lambda: begin(directory))
@@ -167,10 +165,13 @@ def import_safetensors(
     ranks = Ranks(process_group)
     ranks.meet("import weights")
     model = unwrapped(model)
-    where, said = ranks.together_and_tell(
-        lambda: _checked_path(path, rename, adapter),
-        lambda _: {"strict": strict, "cast": cast, "adapter": adapter},
-    )
+
+    def check() -> Path:
+        _check_renaming(rename, adapter)
+        return Path(path)
+
+    about = {"strict": strict, "cast": cast, "adapter": adapter}
+    where, said = ranks.together_and_tell(check, lambda _: about)
     compare("import_safetensors", said)
     stored = ranks.first_alone(lambda: read_stored(where))
     manifest = ranks.together(lambda: _manifest(Holdings(model), stored, rename, adapter))
@@ -188,11 +189,6 @@ def _check_renaming(rename: Rename | None, adapter: str | None) -> None:
         raise ShardConfigValueError(f"adapter: {adapter!r} is not the name of an adapter, such as 'default'")
     if rename is not None and adapter is not None:
         raise ShardConfigValueError("rename: cannot be combined with `adapter`, which uses peft's names; pass only one")
-
-
-def _checked_path(path: str | os.PathLike[str], rename: Rename | None, adapter: str | None) -> Path:
-    _check_renaming(rename, adapter)
-    return Path(path)
 
 
 def _renaming(rename: Rename | None, adapter: str | None) -> Rename:
@@ -300,13 +296,9 @@ class _Writer:
 
     def __init__(self, directory: Path, parts: list[Part]) -> None:
         self._directory = directory
-        self._places = self._all_places(parts)
+        self._places = ((part, name) for part in parts for name in part.names)
         self._file: files.NewFile | None = None
         self._error: Exception | None = None
-
-    @staticmethod
-    def _all_places(parts: list[Part]) -> Iterator[tuple[Part, str]]:
-        yield from ((part, name) for part in parts for name in part.names)
 
     def take(self, key: str, tensor: torch.Tensor) -> None:
         """Write the next tensor. An error is kept until `finish`, because the other ranks continue to send."""

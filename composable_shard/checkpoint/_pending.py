@@ -6,7 +6,6 @@ import multiprocessing.util
 import os
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,19 +14,12 @@ from ..errors import CheckpointError
 from ._io.process import WriterProcess
 
 
-class RunningSave:
-    """A running save, for the code that writes it.
+class PendingSave:
+    """Handle of a background save, returned by `async_save`."""
 
-    Args:
-        step: step of the checkpoint.
-        total: bytes that this rank will write.
-        progress: called with the bytes written so far and `total`, whenever more bytes are written.
-    """
-
-    def __init__(self, step: int, total: int, progress: Callable[[int, int], None] | None = None) -> None:
-        self.step = step
-        self.written, self.total = 0, total
-        self._tell = progress
+    def __init__(self, step: int, total: int) -> None:
+        self._step = step
+        self._written, self._total = 0, total  # bytes of this rank
         self._ended = threading.Event()
         self._path: Path | None = None
         self._error: BaseException | None = None
@@ -35,74 +27,21 @@ class RunningSave:
 
     def __repr__(self) -> str:
         state = "failed" if self._error is not None else "done" if self.done() else "running"
-        return f"PendingSave(step={self.step}: {state}, {self.written} of {self.total} bytes written)"
-
-    def advance(self, written: int) -> None:
-        """Record the number of bytes written so far, and call `progress`."""
-        self.written = written
-        if self._tell is not None:
-            try:
-                self._tell(written, self.total)
-            except Exception as error:
-                self._tell = None
-                print(f"composable_shard: {self!r}: stopped calling progress: it raised {error!r}", file=sys.stderr)
-
-    def succeed(self, path: Path) -> None:
-        """Record that the checkpoint is committed."""
-        self._path = path
-        self._ended.set()
-
-    def fail(self, error: BaseException) -> None:
-        """Record that the save has failed."""
-        self._error = error
-        self._ended.set()
-
-    def done(self) -> bool:
-        """Whether the save has ended, with or without an error."""
-        return self._ended.is_set()
-
-    def result(self, timeout: float | None) -> Path:
-        """See `PendingSave.result`."""
-        if not self._ended.wait(timeout):
-            raise TimeoutError(
-                f"the save of step {self.step} is still running: {self.written:,} of {self.total:,} bytes are written"
-            )
-        if self._error is not None:
-            self._raised = True
-            raise self._error
-        assert self._path is not None
-        return self._path
-
-    @property
-    def unseen(self) -> BaseException | None:
-        """The error, unless it was already raised. Waits for the end of the save and marks the error as raised."""
-        self._ended.wait()
-        error, self._raised = None if self._raised else self._error, True
-        return error
-
-
-class PendingSave:
-    """Handle of a background save, returned by `async_save`."""
-
-    def __init__(self, running: RunningSave) -> None:
-        self._running = running
-
-    def __repr__(self) -> str:
-        return repr(self._running)
+        return f"PendingSave(step={self._step}: {state}, {self._written} of {self._total} bytes written)"
 
     @property
     def step(self) -> int:
         """The step of the checkpoint."""
-        return self._running.step
+        return self._step
 
     @property
     def progress(self) -> tuple[int, int]:
         """Bytes that this rank has written, and the total bytes that it will write."""
-        return self._running.written, self._running.total
+        return self._written, self._total
 
     def done(self) -> bool:
         """Whether the save has ended, with or without an error."""
-        return self._running.done()
+        return self._ended.is_set()
 
     def result(self, timeout: float | None = None) -> Path:
         """Wait until the save has ended.
@@ -117,7 +56,38 @@ class PendingSave:
             CheckpointError: the save failed. Raised on all ranks. Earlier checkpoints are unchanged.
             TimeoutError: the save is still running after `timeout` seconds.
         """
-        return self._running.result(timeout)
+        if not self._ended.wait(timeout):
+            raise TimeoutError(
+                f"the save of step {self._step} is still running: {self._written:,} of {self._total:,} bytes are "
+                "written"
+            )
+        if self._error is not None:
+            self._raised = True
+            raise self._error
+        assert self._path is not None
+        return self._path
+
+    # ---- for the code that saves
+
+    def _advance(self, written: int) -> None:
+        """Record the number of bytes written so far."""
+        self._written = written
+
+    def _succeed(self, path: Path) -> None:
+        """Record that the checkpoint is committed."""
+        self._path = path
+        self._ended.set()
+
+    def _fail(self, error: BaseException) -> None:
+        """Record that the save has failed."""
+        self._error = error
+        self._ended.set()
+
+    def _unseen(self) -> BaseException | None:
+        """The error, unless it was already raised. Waits for the end of the save and marks the error as raised."""
+        self._ended.wait()
+        error, self._raised = None if self._raised else self._error, True
+        return error
 
 
 class Background:
@@ -130,15 +100,11 @@ class Background:
 
     def __init__(self) -> None:
         self.writer = WriterProcess()
-        self.pending: RunningSave | None = None
-
-    def hold(self, pending: RunningSave) -> None:
-        """Set the running save."""
-        self.pending = pending
+        self.pending: PendingSave | None = None
 
     def settle(self) -> None:
         """Wait for the last save, and raise its error unless it was already raised."""
-        error = None if self.pending is None else self.pending.unseen
+        error = None if self.pending is None else self.pending._unseen()
         if error is not None:
             assert self.pending is not None
             raise CheckpointError(

@@ -14,7 +14,6 @@ from ._format.manifest import Manifest
 from ._format.reading import file_problem, manifest_bytes
 from ._io import files
 from ._io.digests import BLOCK
-from ._ranks import Ranks
 
 _STEM = len("step-00000000")
 _BLOCKS_AT_ONCE = 64  # blocks between two calls of `progress`
@@ -69,11 +68,6 @@ def _removed(root: Path, keep: int) -> list[Path]:
         files.remove_tree(gone)
         removed.append(path)
     return removed
-
-
-def prune_on_first(ranks: Ranks, directory: Path, keep: int) -> None:
-    """Run `prune` on rank 0 while the other ranks wait."""
-    ranks.first_alone(lambda: prune(directory, keep=keep) and None)
 
 
 @dataclass(frozen=True)

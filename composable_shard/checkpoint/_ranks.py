@@ -106,14 +106,6 @@ class Ranks:
                 f"else (all ranks must save and load together): {error}"
             ) from error
 
-    def alike(self, call: str, arguments: dict[str, Any]) -> None:
-        """Check that all ranks have called with the same arguments.
-
-        Raises:
-            CheckpointMismatchError: arguments differ. The message names the first one.
-        """
-        compare(call, self.gather(arguments))
-
     def together(self, work: Callable[[], _T]) -> _T:
         """Run `work` on every rank. If it fails on any rank, all ranks raise an error that lists ranks and reasons.
 

@@ -24,7 +24,7 @@ from ._format.writing import FileLayout, bytes_of, stream, write
 from ._io import digests, files
 from ._layouts import layout_of
 from ._pending import background
-from ._pruning import prune_on_first
+from ._pruning import prune as prune_directory
 from ._ranks import Ranks, compare
 
 _MOST_COMPARED = 1 << 20  # bytes of a tensor that ranks compare
@@ -37,7 +37,6 @@ def save(
     step: int,
     keep: int | None = None,
     overwrite: bool = False,
-    checksum: str | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Save a state to a new checkpoint.
@@ -59,7 +58,6 @@ def save(
         keep: after the save, delete all checkpoints except the `keep` newest ones, and files that interrupted saves
             have left. Default: delete nothing.
         overwrite: replace a checkpoint of the same step. The old one exists until the new one is committed.
-        checksum: "xxh3" (package xxhash), "crc32" or "sha256". Default: "xxh3" if xxhash is installed, else "crc32".
         process_group: process group of the ranks that save. Default: all ranks.
 
     Returns:
@@ -75,7 +73,7 @@ def save(
     """
     ranks = Ranks(process_group)
     ranks.meet("save a checkpoint")
-    prepared = prepare(ranks, lambda: Request.of(directory, step, overwrite, checksum, keep), state)
+    prepared = prepare(ranks, lambda: Request.of(directory, step, overwrite, keep), state)
     path = finish(ranks, prepared, lambda: write_own(prepared))
     prune(ranks, prepared.request)
     return path
@@ -83,10 +81,11 @@ def save(
 
 def prune(ranks: Ranks, request: Request) -> None:
     """Delete old checkpoints if `keep` is set. If this fails, the error states that the new checkpoint is committed."""
-    if request.keep is None:
+    keep = request.keep
+    if keep is None:
         return
     try:
-        prune_on_first(ranks, request.directory, request.keep)
+        ranks.first_alone(lambda: prune_directory(request.directory, keep=keep))
     except CheckpointError as error:
         raise type(error)(f"step {request.step} is committed, but old checkpoints were not deleted: {error}") from error
 
@@ -102,9 +101,7 @@ class Request:
     keep: int | None
 
     @staticmethod
-    def of(
-        directory: str | os.PathLike[str], step: int, overwrite: bool, checksum: str | None, keep: int | None
-    ) -> Request:
+    def of(directory: str | os.PathLike[str], step: int, overwrite: bool, keep: int | None) -> Request:
         """Check the arguments of a save.
 
         Raises:
@@ -120,17 +117,7 @@ class Request:
             raise ShardConfigValueError(
                 f"keep: {keep!r} is not a number of checkpoints; pass at least 1, or None to keep all"
             )
-        return Request(Path(directory), step, overwrite, _algorithm(checksum), keep)
-
-
-def _algorithm(checksum: str | None) -> str:
-    """The requested checksum algorithm, or the fastest installed one."""
-    algorithm = digests.best() if checksum is None else checksum
-    if algorithm not in digests.ALGORITHMS:
-        raise ShardConfigValueError(f"checksum: {checksum!r} is not one of {', '.join(digests.ALGORITHMS)}")
-    if algorithm == "xxh3" and digests.best() != "xxh3":
-        raise ShardConfigValueError('checksum: "xxh3" needs the package xxhash: pip install xxhash')
-    return algorithm
+        return Request(Path(directory), step, overwrite, digests.best(), keep)
 
 
 @dataclass(frozen=True)
@@ -227,7 +214,7 @@ def _take(ranks: Ranks, request: Request, state: Mapping[str, Any]) -> _Taken:
         "directory": str(request.directory),
         "step": request.step,
         "overwrite": request.overwrite,
-        "checksum": request.algorithm,
+        'checksum ("xxh3" needs the package xxhash)': request.algorithm,
         "keep": request.keep,
     }
     plain = {name: _shared(value) for name, value in collected.values.items()}
@@ -372,7 +359,7 @@ def finish(ranks: Ranks, prepared: Prepared, written: Callable[[], SavedFile]) -
         saved = ranks.together(write_if_seen)
         pieces = list(prepared.layout.pieces())
         parts = ranks.gather_on_first(_Part(prepared.layout.name, saved, pieces, prepared.known))
-        ranks.first_alone(lambda: _commit(prepared, parts))
+        ranks.first_alone(lambda: commits.commit(attempt, _merged(prepared.request, attempt, parts)))
     return attempt.final
 
 
@@ -384,10 +371,6 @@ class _Part:
     saved: SavedFile
     pieces: list[tuple[str, Piece]]
     known: Known
-
-
-def _commit(prepared: Prepared, parts: list[_Part]) -> None:
-    commits.commit(prepared.attempt, _merged(prepared.request, prepared.attempt, parts))
 
 
 def _merged(request: Request, attempt: commits.Attempt, parts: list[_Part]) -> Manifest:

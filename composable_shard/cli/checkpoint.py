@@ -1,4 +1,4 @@
-"""``checkpoint``: inspect, verify, rewrite, prune or export a directory of checkpoints."""
+"""``checkpoint``: inspect, verify, prune or export a directory of checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import checkpoint
 from .._plan.text import count
-from ..checkpoint._convert import export_safetensors, reshard
+from ..checkpoint._convert import export_safetensors
 from ..checkpoint._describe import Info, TensorInfo, describe, grouped
 from ..checkpoint._format.manifest import DTYPES
 from ..errors import CheckpointError, ComposableShardError
@@ -21,14 +21,14 @@ from .terminal import add_debug, aligned, in_bytes, printable, progress, say_err
 
 NAME = "checkpoint"
 DESCRIPTION = """\
-Inspect, verify or rewrite checkpoints of composable_shard.checkpoint.save. DIR is the directory that save was given, or
-one checkpoint in it. No process group, device or model is needed, and nothing that a checkpoint contains is executed.
+Inspect, verify, prune or export checkpoints of composable_shard.checkpoint.save. DIR is the directory that save was
+given, or one checkpoint in it. No process group, device or model is needed, and nothing that a checkpoint contains is
+executed.
 """
 EXIT_CODES = """\
 exit codes: 0 done, and the files that were read are intact; 1 the checkpoint is damaged, unsafe or missing, or a file
 could not be written; 2 the arguments are wrong.
 """
-_OUT = "directory of checkpoints for the new checkpoint"
 _Answer = tuple[dict[str, Any], str]  # the output with --json, and the output without
 _Action = Callable[[argparse.Namespace], _Answer]
 
@@ -37,7 +37,7 @@ def add_command(commands: Any) -> None:
     """Add this command to a parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         NAME,
-        help="inspect, verify, rewrite or export checkpoints",
+        help="inspect, verify, prune or export checkpoints",
         description=DESCRIPTION,
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -46,16 +46,10 @@ def add_command(commands: Any) -> None:
     _add(actions, "verify", _verify, "read all files and compare them with their checksums")
     info = _add(actions, "info", _info, "show the content of a checkpoint")
     info.add_argument("--tensors", action="store_true", help="list every tensor, instead of one line for all layers")
-    consolidate = _add(actions, "consolidate", _consolidate, "rewrite a checkpoint as one file")
-    consolidate.add_argument("out", metavar="OUT", type=Path, help=_OUT)
-    again = _add(actions, "reshard", _reshard, "rewrite a checkpoint as the files of another number of ranks")
-    again.add_argument("out", metavar="OUT", type=Path, help=_OUT)
-    again.add_argument("--ranks", metavar="N", type=int, required=True, help="number of ranks")
     prune = _add(actions, "prune", _prune, "remove all except the newest checkpoints, and files of interrupted saves")
     prune.add_argument("--keep", metavar="N", type=int, required=True, help="number to keep; the latest is always kept")
-    export = _add(actions, "export", _export, "write the weights of a module for other programs, without the model")
+    export = _add(actions, "export", _export, "write the weights of a module as safetensors, in Hugging Face's layout")
     export.add_argument("out", metavar="OUT", type=Path, help="a directory that does not exist yet")
-    export.add_argument("--format", choices=["safetensors"], default="safetensors", help="Hugging Face's layout")
     export.add_argument("--name", help='name of the module in the state (default: "model", or the only one)')
     export.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="dtype of floating-point tensors")
     export.add_argument(
@@ -104,20 +98,6 @@ def _info(parsed: argparse.Namespace) -> _Answer:
     tensors = info.tensors if parsed.tensors else tuple(grouped(info.tensors))
     answer = {**asdict(info), "tensors": [asdict(each) for each in tensors]}
     return answer, printable("\n".join(_described(info, tensors)))
-
-
-def _consolidate(parsed: argparse.Namespace) -> _Answer:
-    return _rewritten(parsed, 1)
-
-
-def _reshard(parsed: argparse.Namespace) -> _Answer:
-    return _rewritten(parsed, parsed.ranks)
-
-
-def _rewritten(parsed: argparse.Namespace, ranks: int) -> _Answer:
-    with _bar("write") as bar:
-        path = reshard(parsed.directory, parsed.out, ranks=ranks, step=parsed.step, progress=bar)
-    return {"path": str(path), "files": ranks}, f"{path}: {count(ranks, 'file')}"
 
 
 def _prune(parsed: argparse.Namespace) -> _Answer:

@@ -98,12 +98,9 @@ def _in_this_rank(place: Place, parsed: argparse.Namespace) -> Measurement:
         )
     ranks.check_ranks(place.ranks)
     kind = ranks.device_kind(parsed.device, place.local_ranks)
-    with ranks.time_limit(parsed.timeout, f"rank {place.rank} of {NAME}"), _bar_of_first(place) as bar:
+    shown: AbstractContextManager[Progress | None] = progress() if place.rank == 0 else nullcontext()
+    with ranks.time_limit(parsed.timeout, f"rank {place.rank} of {NAME}"), shown as bar:
         return measuring.measure_rank(place, kind, _settings(parsed), parsed.name, parsed.timeout, bar or ranks.silent)
-
-
-def _bar_of_first(place: Place) -> AbstractContextManager[Progress | None]:
-    return progress() if place.rank == 0 else nullcontext()
 
 
 def _settings(parsed: argparse.Namespace) -> Settings:

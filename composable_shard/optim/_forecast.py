@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ._layout import Box, Layout, Route
-from ._matrices import Blocks, Cost, Matrix, Owners, in_buckets, newton_schulz_cost, regions_of
+from ._matrices import Blocks, Matrix, Owners, in_buckets, regions_of
 
 
 class Sharded(NamedTuple):
@@ -60,7 +60,6 @@ def forecast(
     *,
     blocks: Mapping[str, Blocks] | None = None,
     bucket_bytes: int = 64 << 20,
-    cost: Cost = newton_schulz_cost,
 ) -> Forecast:
     """Forecast a step of `owned` with parameters that are sharded over `world` ranks of one mesh axis.
 
@@ -68,14 +67,14 @@ def forecast(
         params: parameters by name, in the order of the optimizer.
         world: number of ranks.
         blocks: blocks by name of the parameter.
-        bucket_bytes, cost: as in `owned`.
+        bucket_bytes: as in `owned`.
     """
-    matrices = _owned(params, world, blocks or {}, cost)
+    matrices = _owned(params, world, blocks or {})
     buckets = in_buckets(matrices, bucket_bytes)
     travel = [bucket for bucket in buckets if not bucket[0].stays]
     ranks = range(world)
     return Forecast(
-        sent=tuple(sum(sent_by(rank, bucket) for bucket in travel) for rank in ranks),
+        sent=tuple(sum(_sent(rank, bucket) for bucket in travel) for rank in ranks),
         owned=tuple(tuple(matrix.route.shape for matrix in _of(matrices, rank)) for rank in ranks),
         owned_bytes=tuple(_held(matrices, rank) for rank in ranks),
         buckets=len(travel),
@@ -83,14 +82,14 @@ def forecast(
     )
 
 
-def _owned(params: Mapping[str, Sharded], world: int, blocks: Mapping[str, Blocks], cost: Cost) -> list[Matrix]:
+def _owned(params: Mapping[str, Sharded], world: int, blocks: Mapping[str, Blocks]) -> list[Matrix]:
     """The matrices of the parameters with their owners, in the order of the optimizer."""
     routes: list[tuple[str, Route, torch.dtype]] = []
     for name, param in params.items():
         layout = _layout(param, world)
         regions = regions_of(name, param.shape, blocks.get(name))
         routes += [(key, Route.of(layout, region, shape, 0), param.dtype) for key, (region, shape) in regions.items()]
-    chosen = Owners(cost).assign([(route, True) for _, route, _ in routes])
+    chosen = Owners().assign([(route, True) for _, route, _ in routes])
     return [_matrix(*routes[index], owner) for index, owner in chosen]
 
 
@@ -121,11 +120,11 @@ def _held(matrices: Sequence[Matrix], rank: int) -> int:
     return sum(matrix.nbytes for matrix in _of(matrices, rank))
 
 
-def sent_by(rank: int, bucket: Sequence[Matrix]) -> int:
+def _sent(rank: int, bucket: Sequence[Matrix]) -> int:
     """Bytes that a rank sends for a bucket: gradients and values to owners, and values of its own matrices back."""
     going = 2 * sum(_parts(matrix, rank) for matrix in bucket if matrix.route.owner != rank)
     back = sum(matrix.nbytes - _parts(matrix, rank) for matrix in bucket if matrix.route.owner == rank)
-    return 0 if bucket[0].stays else going + back
+    return going + back
 
 
 def _beside(buckets: Sequence[Sequence[Matrix]], rank: int) -> int:

@@ -33,14 +33,7 @@ _SCALED = (
 )
 
 
-def in_backward(
-    model: nn.Module,
-    make: Make,
-    *,
-    max_norm: float | None = None,
-    norm_of: str = GROUP,
-    bucket_bytes: int | None = None,
-) -> InBackward:
+def in_backward(model: nn.Module, make: Make, *, max_norm: float | None = None, norm_of: str = GROUP) -> InBackward:
     """Step each parameter group inside of backward as soon as its gradients are reduced, and free them immediately.
 
     The gradients of all groups therefore never exist at the same time:
@@ -52,7 +45,9 @@ def in_backward(
             scheduler.step()
 
     Without clipping, weights are bitwise identical to those of an ordinary step. The parameters of one `fully_shard`
-    call are a group. Each parameter without such a call is a group of its own.
+    call are a group. Each parameter without such a call is a group of its own. A group is stepped in parts, so that the
+    gradients that exist at the same time on a rank have at most the bytes of the largest parameter. A group that is
+    clipped by its own norm is stepped as a whole.
 
     Gradient accumulation works in two ways. If gradient synchronization is off, nothing is reduced or stepped: the
     gradients of microbatches accumulate, and the last backward steps. If every microbatch is reduced, run all
@@ -66,9 +61,6 @@ def in_backward(
         norm_of: gradients of the norm. ``"group"``: the gradients of each group. ``"delayed"``: all gradients of the
             previous step, because the norm of this step is known only after all its gradients are freed. The first step
             is then not clipped.
-        bucket_bytes: maximum bytes of gradients that exist at the same time on a rank. A larger group is stepped in
-            parts. Default: bytes of the largest parameter, which is the minimum. 0 steps each parameter separately. A
-            group that is clipped by its own norm is always stepped as a whole.
 
     Raises:
         ShardConfigTypeError: `make` does not return an optimizer, or returns one that cannot step a group at a time or
@@ -77,7 +69,7 @@ def in_backward(
             it.
         ShardConfigStateError: a `GradScaler` has scaled the loss. Raised in backward, before any weight changes.
     """
-    return InBackward(model, make, max_norm=max_norm, norm_of=norm_of, bucket_bytes=bucket_bytes)
+    return InBackward(model, make, max_norm=max_norm, norm_of=norm_of)
 
 
 class _Unit:
@@ -103,10 +95,6 @@ class _Unit:
     def largest(self) -> int:
         """Bytes of the largest gradient, equal on all ranks."""
         return max(self._sizes.values(), default=0)
-
-    def leave_room(self, bucket_bytes: int) -> None:
-        """Limit the waiting gradients so that they and one more gradient have at most `bucket_bytes` bytes."""
-        self.most = max(bucket_bytes - self.largest, 0)
 
     def take(self, param: torch.Tensor) -> bool:
         """Record a ready gradient. Returns whether the waiting gradients must be stepped now."""
@@ -144,11 +132,11 @@ def _units_of(model: nn.Module, stepped: set[torch.Tensor]) -> list[_Unit]:
     return [_Unit([param for param in group if param in stepped]) for group in groups]
 
 
-def _leave_room(units: set[_Unit], bucket_bytes: int | None) -> None:
-    if bucket_bytes is None:
-        bucket_bytes = max([unit.largest for unit in units], default=0)
+def _leave_room(units: set[_Unit]) -> None:
+    """Limit the waiting gradients so that they and one more gradient have at most the bytes of the largest one."""
+    largest = max([unit.largest for unit in units], default=0)
     for unit in units:
-        unit.leave_room(bucket_bytes)
+        unit.most = largest - unit.largest
 
 
 def _in_graphs(model: nn.Module, stepped: set[torch.Tensor]) -> TracedSteps:
@@ -177,16 +165,8 @@ class InBackward(Optimizer):
             first step, and without ``norm_of="delayed"``.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make: Make,
-        *,
-        max_norm: float | None = None,
-        norm_of: str = GROUP,
-        bucket_bytes: int | None = None,
-    ) -> None:
-        _check_arguments(max_norm, norm_of, bucket_bytes)
+    def __init__(self, model: nn.Module, make: Make, *, max_norm: float | None = None, norm_of: str = GROUP) -> None:
+        _check_arguments(max_norm, norm_of)
         self._max_norm, self._delays = max_norm, norm_of == DELAYED
         self.last_norm: torch.Tensor | None = None
         self._norms = _Norms()
@@ -199,7 +179,7 @@ class InBackward(Optimizer):
         stepped = {param for group in self.param_groups for param in group["params"]}
         self._units = {param: unit for unit in _units_of(model, stepped) for param in unit.params}
         if max_norm is None or self._delays:
-            _leave_room({*self._units.values()}, bucket_bytes)
+            _leave_room({*self._units.values()})
         self._in_graphs = _in_graphs(model, stepped)
         note_scaled_losses()
         hooked = list(filter(_trains, _sharded_of(self._units)))
@@ -375,15 +355,11 @@ def _scale(params: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) 
         gradient.mul_(factor.to(gradient.device))
 
 
-def _check_arguments(max_norm: float | None, norm_of: str, bucket_bytes: int | None) -> None:
+def _check_arguments(max_norm: float | None, norm_of: str) -> None:
     if max_norm is not None and not max_norm > 0:
         raise ShardConfigValueError(f"max_norm: must be positive, or None for no clipping; got {max_norm!r}")
     if norm_of not in (GROUP, DELAYED):
         raise ShardConfigValueError(f"norm_of: must be {GROUP!r} or {DELAYED!r}, got {norm_of!r}")
-    if bucket_bytes is not None and not bucket_bytes >= 0:
-        raise ShardConfigValueError(
-            f"bucket_bytes: must be a number of bytes, 0 or more, or None; got {bucket_bytes!r}"
-        )
 
 
 def _made(make: Make, model: nn.Module) -> Optimizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,8 +17,6 @@ from .._torch.distributed import local_tensor, spec_of
 from ..errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from ._layout import Box, Layout, Route, layout_of, whole_box
 from ._state import Sketch
-
-Cost = Callable[[torch.Size], float]
 
 
 @dataclass(frozen=True)
@@ -155,14 +153,9 @@ class Bucket:
 
 
 class Owners:
-    """Assigns owners so that the total cost is balanced over the ranks of each process group.
+    """Assigns owners so that the total cost is balanced over the ranks of each process group."""
 
-    Args:
-        cost: cost of a matrix, from its shape.
-    """
-
-    def __init__(self, cost: Cost) -> None:
-        self._cost = cost
+    def __init__(self) -> None:
         self._loads: dict[dist.ProcessGroup | None, list[float]] = {}
 
     def assign(self, matrices: Sequence[tuple[Route, bool]]) -> list[tuple[int, int]]:
@@ -175,7 +168,7 @@ class Owners:
             matrices: route of each matrix (its owner is ignored), and whether the matrix is trained. An untrained
                 matrix has no cost.
         """
-        costs = [self._cost(torch.Size(route.shape)) if trains else 0.0 for route, trains in matrices]
+        costs = [newton_schulz_cost(torch.Size(route.shape)) if trains else 0.0 for route, trains in matrices]
         order = sorted(range(len(matrices)), key=lambda index: (-costs[index], index))
         stay = [index for index in order if matrices[index][0].stays_at is not None]
         travel = [index for index in order if matrices[index][0].stays_at is None]

@@ -17,19 +17,8 @@ from .._group.param import SHARDED_IN
 from .._torch.core import never_trace
 from ..errors import ComposableShardError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from ._checks import IN_PARTS, check_steps_once, check_takes_dense, title_of
-from ._forecast import sent_by
 from ._layout import Layout, Route
-from ._matrices import (
-    Blocks,
-    Bucket,
-    Cost,
-    Matrix,
-    Owners,
-    blocks_by_name,
-    in_buckets,
-    newton_schulz_cost,
-    routes_of,
-)
+from ._matrices import Blocks, Bucket, Matrix, Owners, blocks_by_name, in_buckets, routes_of
 from ._rounds import Round, run, stand_in
 from ._sharded_state import Family, Kept
 from ._state import Path, leaf_at, mapped, sketched
@@ -52,7 +41,6 @@ def owned(
     state: str = OWNER,
     blocks: Mapping[str, Blocks] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
-    cost: Cost = newton_schulz_cost,
     **options: Any,
 ) -> Owned:
     """Make an optimizer for sharded parameters from any optimizer class that needs full matrices.
@@ -67,7 +55,8 @@ def owned(
     values back. Each matrix product is therefore computed on one rank only, instead of on every rank.
 
     All ranks choose the same owners without communication. If only one rank holds a matrix, it is the owner. The other
-    matrices are assigned in order of decreasing cost, each to the rank with the lowest total cost.
+    matrices are assigned in order of decreasing cost, each to the rank with the lowest total cost. The cost is the
+    number of elements times the smaller dim, which is proportional to the FLOPs of a Newton-Schulz iteration.
 
     A matrix is one of the following:
 
@@ -88,7 +77,6 @@ def owned(
         bucket_bytes: maximum bytes of full matrices that one rank receives in one exchange. A larger matrix is sent
             alone. A step needs up to eight times as much memory: values and gradients of the current bucket, send and
             receive buffers of the next bucket, and values of the previous bucket.
-        cost: cost of a step of a matrix, from its shape, in any unit.
         options: options of `kind`.
 
     Raises:
@@ -96,7 +84,7 @@ def owned(
         ShardConfigValueError: `kind` does not accept a parameter, or an argument is invalid. The message names it.
         ShardConfigUnsupportedError: a placement of a parameter is neither a sharding nor a replication.
     """
-    return Owned(kind, params, state=state, blocks=blocks, bucket_bytes=bucket_bytes, cost=cost, **options)
+    return Owned(kind, params, state=state, blocks=blocks, bucket_bytes=bucket_bytes, **options)
 
 
 class Owned(Optimizer):
@@ -117,12 +105,11 @@ class Owned(Optimizer):
         state: str = OWNER,
         blocks: Mapping[str, Blocks] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        cost: Cost = newton_schulz_cost,
         **options: Any,
     ) -> None:
         _check_arguments(state, bucket_bytes)
         self._make, self._options, self._in_shards = kind, options, state == SHARDS
-        self._bucket_bytes, self._owners = bucket_bytes, Owners(cost)
+        self._bucket_bytes, self._owners = bucket_bytes, Owners()
         self._names, groups = _named(params)
         self._blocks = blocks_by_name([*self._names.values()], blocks or {})
         self._kept: list[Kept] = []
@@ -131,11 +118,6 @@ class Owned(Optimizer):
         self._number = 0
         self.sent_bytes = 0
         super().__init__(groups, _defaults(kind, options))
-
-    @property
-    def exchange_bytes(self) -> int:
-        """Bytes that this rank sends in a step in which all matrices have a gradient, without optimizer state."""
-        return sum([sent_by(bucket.layout.rank, bucket.matrices) for bucket in self._buckets])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to step. All ranks must add the same ones.

@@ -1,4 +1,4 @@
-"""Output and exit codes of `python -m composable_shard checkpoint`. Its checkpoints load bit for bit."""
+"""Output and exit codes of `python -m composable_shard checkpoint`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ import torch
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-import composable_shard as cs
 from _blocks import Transformer
 from _pool import POOL
-from checkpoint.test_save_and_load import assert_equal, content, run, train
+from checkpoint.test_save_and_load import content, run, train
 from composable_shard import checkpoint
 from composable_shard.checkpoint import _convert
 from composable_shard.checkpoint._format.manifest import read_manifest
@@ -42,14 +41,6 @@ def save_job(rank, world, tmp_path):
     train(state, rank, 2)
     checkpoint.save(tmp_path, state, step=2)
     torch.save(content(state), tmp_path / f"full-{rank}.pt")
-    torch.save(train(state, rank, 2), tmp_path / f"losses-{rank}.pt")
-
-
-def resume_job(rank, world, tmp_path, saved):
-    state = run(1)
-    checkpoint.load(tmp_path, state)
-    assert_equal(state, torch.load(saved / "full-0.pt"))
-    assert train(state, rank, 2) == torch.load(saved / f"losses-{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -74,69 +65,38 @@ def damaged(saved, tmp_path):
     return copy.parent
 
 
-def test_consolidate_and_reshard_keep_all_bytes(saved, tmp_path, capsys, monkeypatch):
-    """Tensors are read in small slices. Two ranks resume from the result as from the original."""
-    monkeypatch.setattr(_convert, "_AT_ONCE", 1 << 9)
-    assert command(capsys, "consolidate", saved, tmp_path / "one")[0] == 0
-    assert [p.name for p in (tmp_path / "one/step-00000002").glob("*.safetensors")] == ["rank-00000.safetensors"]
-    assert checkpoint.verify(tmp_path / "one").step == 2
-    POOL.run(f"{JOB}:resume_job", 2, {"tmp_path": tmp_path / "one", "saved": saved})
-    code, answer = command(capsys, "reshard", tmp_path / "one", tmp_path / "two", "--ranks", 2, "--json")
-    assert (code, answer) == (0, {"path": str(tmp_path / "two/step-00000002"), "files": 2})
-    for rank in range(2):
-        name = f"step-00000002/rank-{rank:05d}.safetensors"
-        assert (tmp_path / "two" / name).read_bytes() == (saved / name).read_bytes()
-    one, two = (read_manifest((p / "step-00000002/manifest.json").read_bytes(), "") for p in (saved, tmp_path / "two"))
-    assert (one.tensors, one.files, one.values, one.per_rank) == (two.tensors, two.files, two.values, two.per_rank)
-    assert one.identity != two.identity
-    assert command(capsys, "reshard", saved, tmp_path / "five", "--ranks", 5)[0] == 0  # some files have no tensors
-    POOL.run(f"{JOB}:resume_job", 2, {"tmp_path": tmp_path / "five", "saved": saved})
-
-
-def test_a_conversion_holds_only_a_part_in_memory(tmp_path, capsys, monkeypatch):
+def test_an_export_holds_only_a_part_in_memory(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(_convert, "_AT_ONCE", 1 << 12)
     made = []
     monkeypatch.setattr(_convert, "bytes_of", lambda tensor: made.append(tensor) or _bytes_of(tensor))
-    tensors = [torch.randn(1, 5, 3000), torch.randn(2, 2, 2, 300), torch.randn(7)]
-    checkpoint.save(tmp_path / "run", {"tensors": tensors}, step=1)
-    assert command(capsys, "consolidate", tmp_path / "run", tmp_path / "out")[0] == 0
+    shapes = [(1, 5, 3000), (2, 2, 2, 300), (7,)]
+    net = nn.ParameterList([torch.randn(shape) for shape in shapes])
+    checkpoint.save(tmp_path / "run", {"net": net}, step=1)
+    assert command(capsys, "export", tmp_path / "run", tmp_path / "out")[0] == 0
     assert max(each.numel() * 4 for each in made) <= 1 << 12
     assert len(made) > 15
-    other = {"tensors": [torch.zeros_like(each) for each in tensors]}
-    checkpoint.load(tmp_path / "out", other)
-    assert all(torch.equal(one, two) for one, two in zip(other["tensors"], tensors, strict=True))
+    weights = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(weights[str(number)], tensor) for number, tensor in enumerate(net))
 
 
 _bytes_of = _convert.bytes_of
 
 
-def test_an_interrupted_conversion_leaves_no_files(saved, damaged, tmp_path, capsys, monkeypatch):
-    (tmp_path / "out").mkdir()
-    assert command(capsys, "consolidate", damaged, tmp_path / "out")[0] == 1
-    assert list((tmp_path / "out").iterdir()) == []
-    code, text = command(capsys, "export", damaged, tmp_path / "weights")
+def test_an_interrupted_export_leaves_no_files(saved, damaged, tmp_path, capsys, monkeypatch):
+    code, text = command(capsys, "export", damaged, tmp_path / "out")
     assert code == 1
     assert "rank-00001.safetensors is damaged" in text
-    assert {p.name for p in tmp_path.iterdir()} == {"damaged", "out"}
+    assert {p.name for p in tmp_path.iterdir()} == {"damaged"}
 
     def fail(operation, path):
         if operation == "fsync" and path.suffix == ".safetensors":
             raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(files, "observe", fail)
-    code, text = command(capsys, "reshard", saved, tmp_path / "out", "--ranks", 3)
+    code, text = command(capsys, "export", saved, tmp_path / "out")
     assert code == 1
     assert "No space left on device" in text
-    assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_a_directory_with_a_later_checkpoint_is_refused(saved, tmp_path, capsys):
-    checkpoint.save(tmp_path, {"x": 1}, step=3)
-    code, text = command(capsys, "consolidate", saved, tmp_path)
-    assert code == 2
-    assert "already has a checkpoint of step 3, so LATEST would move back to step 2" in text
-    assert command(capsys, "consolidate", saved, saved)[0] == 2
-    assert checkpoint.latest(saved) == 2
+    assert {p.name for p in tmp_path.iterdir()} == {"damaged"}
 
 
 def test_the_exit_code_of_verify_tells_intact_damaged_and_wrong_usage_apart(saved, damaged, tmp_path, capsys):
@@ -242,13 +202,10 @@ def test_safetensors_reads_exported_weights(saved, tmp_path, capsys):
 def test_exports_reject_unsupported_dtypes_and_arguments(tmp_path, capsys):
     net = nn.Linear(2, 2)
     net.register_buffer("phase", torch.zeros(2, dtype=torch.complex128))
-    checkpoint.save(tmp_path / "run", {"net": net, "empty": torch.zeros(0)}, step=0)
+    checkpoint.save(tmp_path / "run", {"net": net}, step=0)
     code, text = command(capsys, "export", tmp_path / "run", tmp_path / "out")
     assert code == 2
     assert "net.phase has dtype complex128, which safetensors does not support" in text
-    with pytest.raises(cs.errors.ShardConfigValueError, match="ranks: 0 is not a number of ranks"):
-        _convert.reshard(tmp_path / "run", tmp_path / "out", ranks=0)
-    assert command(capsys, "consolidate", tmp_path / "run", tmp_path / "out")[0] == 0  # empty tensors have no pieces
     with pytest.raises(SystemExit, match="2"):
         command(capsys, "export", tmp_path, tmp_path, "--max-shard-size", "many")
 

@@ -24,9 +24,9 @@ from torch import nn
 
 import composable_shard as cs
 from _pool import simulated
-from checkpoint._faults import body_of, content, copy_of, make_state, rewrite, seal
+from checkpoint._faults import body_of, content, copy_of, make_state, rank_here, rewrite, seal
 from composable_shard import checkpoint
-from composable_shard.checkpoint._io import files
+from composable_shard.checkpoint._io import digests, files
 from composable_shard.testing import spmd
 
 STEP, FILE = "step-00000003", "rank-00000.safetensors"
@@ -42,9 +42,11 @@ def saved(tmp_path_factory):
 
     def save():
         for step in (2, 3):
-            checkpoint.save(directory, make_state(step), step=step, checksum="crc32")
+            checkpoint.save(directory, make_state(step), step=step)
 
-    spmd(2)(lambda here: save())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digests, "best", lambda: "crc32")
+        spmd(2)(lambda here: save())
     return directory
 
 
@@ -540,10 +542,9 @@ def test_different_arguments_or_states_raise_on_all_ranks(rank, world, tmp_path)
         "directory": tmp_path / str(rank),
         "overwrite": rank == 0,
         "keep": 1 if rank else None,
-        "checksum": ("sha256", "crc32")[rank],
     }.items():
         save(MISMATCH, f"^{name}: rank 0 calls save with .* and rank 1 with", **{name: value})
-    only_1 = {"step": -1, "keep": 0, "checksum": "md5"}
+    only_1 = {"step": -1, "keep": 0}
     for name, value in only_1.items():
         save(cs.errors.ShardConfigValueError, f"rank 1: {name}: ", **({name: value} if rank else {}))
     save(cs.errors.ShardConfigTypeError, "rank 1: step: 'x' is a str", **({"step": "x"} if rank else {}))
@@ -574,6 +575,18 @@ def test_different_arguments_or_states_raise_on_all_ranks(rank, world, tmp_path)
     for change, text in (({"step": "x"}, "step: 'x'"), ({"state": 5}, "state: is a int"), ({"directory": 5}, "direc")):
         with pytest.raises(cs.errors.ShardConfigTypeError, match=f"rank 1: {text}"):
             checkpoint.load(**({"directory": tmp_path, "state": {"x": 0}} | (change if rank else {})))
+
+
+def test_ranks_with_and_without_the_checksum_package_raise(tmp_path, monkeypatch):
+    monkeypatch.setattr(digests, "best", lambda: ("xxh3", "crc32")[rank_here()])
+
+    def save(here):
+        text = r'^checksum \("xxh3" needs the package xxhash\): rank 0 calls save with .xxh3. and rank 1 with .crc32.'
+        with pytest.raises(MISMATCH, match=text):
+            checkpoint.save(tmp_path, {"x": 1}, step=0)
+
+    spmd(2)(save)
+    assert [*tmp_path.iterdir()] == []
 
 
 @simulated(world=2)

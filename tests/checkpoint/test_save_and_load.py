@@ -27,6 +27,7 @@ from _pool import POOL, distributed
 from composable_shard import checkpoint
 from composable_shard.checkpoint._format.boxes import Box
 from composable_shard.checkpoint._format.reading import Reader
+from composable_shard.checkpoint._io import digests
 from composable_shard.checkpoint._io.digests import BLOCK
 from composable_shard.checkpoint._pruning import open_manifest
 
@@ -383,10 +384,11 @@ def test_the_latest_is_the_default_and_old_checkpoints_are_pruned(tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["LATEST", "step-00000012"]
 
 
-@pytest.mark.parametrize("algorithm", ["xxh3", "crc32", "sha256"])
-def test_every_checksum_detects_a_changed_bit(tmp_path, algorithm):
+@pytest.mark.parametrize("algorithm", ["xxh3", "crc32"])
+def test_every_checksum_detects_a_changed_bit(tmp_path, monkeypatch, algorithm):
+    monkeypatch.setattr(digests, "best", lambda: algorithm)
     tensor = torch.arange(2**19, dtype=torch.float32)  # two blocks and a header
-    path = checkpoint.save(tmp_path, {"t": tensor}, step=0, checksum=algorithm)
+    path = checkpoint.save(tmp_path, {"t": tensor}, step=0)
     assert checkpoint.verify(tmp_path).files == 1
     file = path / "rank-00000.safetensors"
     data = bytearray(file.read_bytes())

@@ -86,7 +86,7 @@ def test_only_the_gradients_of_one_group_exist_at_a_time(rank, world):
         seen, params = peaks.setdefault(name, []), list(net.parameters())
         for param in params:
             param.register_post_accumulate_grad_hook(lambda _, all_=params, seen=seen: seen.append(live(all_)))
-    cs.optim.in_backward(model, KINDS["sgd"], bucket_bytes=1 << 30)
+    cs.optim.in_backward(model, KINDS["sgd"], max_norm=1e9)  # clips each group, and so steps it as a whole
     for net in (ordinary, model):
         loss_of(net, rank, 0).backward()
     groups = [sum(p.to_local().nbytes for p in block.parameters()) for block in model.blocks]
@@ -96,9 +96,7 @@ def test_only_the_gradients_of_one_group_exist_at_a_time(rank, world):
     assert live(model.parameters()) == 0
 
 
-@pytest.mark.parametrize(
-    "options", [{}, more({"bucket_bytes": 0}), {"bucket_bytes": 1500, "max_norm": 9.0, "norm_of": "delayed"}]
-)
+@pytest.mark.parametrize("options", [{}, {"max_norm": 9.0, "norm_of": "delayed"}])
 @simulated(world=2)
 def test_a_large_group_is_stepped_in_parts(rank, world, options):
     ordinary, model = models()
@@ -114,7 +112,7 @@ def test_a_large_group_is_stepped_in_parts(rank, world, options):
             optimizer.step()
             optimizer.zero_grad()
     assert_alike(model, ordinary)
-    assert 0 < max(seen) <= max(largest, options.get("bucket_bytes", 0))
+    assert 0 < max(seen) <= largest
 
 
 @simulated(world=2)
@@ -384,7 +382,6 @@ class Counting(torch.optim.SGD):
     (lambda params: params, {}, ShardConfigTypeError, "make: must return a torch.optim.Optimizer, but returned list"),
     (KINDS["sgd"], {"max_norm": -1.0}, ShardConfigValueError, "max_norm: must be positive"),
     (KINDS["sgd"], {"max_norm": float("nan")}, ShardConfigValueError, "max_norm: must be positive"),
-    (KINDS["sgd"], {"bucket_bytes": -1}, ShardConfigValueError, "bucket_bytes: must be a number of bytes, 0 or more"),
     (KINDS["sgd"], {"max_norm": 1.0, "norm_of": "all"}, ShardConfigValueError, "norm_of: must be 'group' or 'delayed'"),
 ])  # fmt: skip
 def test_invalid_arguments_are_refused(make, options, error, match):

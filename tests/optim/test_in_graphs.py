@@ -84,7 +84,7 @@ def in_graph(rank, net, kind, micro, options):
     (Transformer, "foreach", 1, {}),
     more(Transformer, "fused", 1, {}),
     more(Transformer, "adamw", 2, {"max_norm": 1e9, "norm_of": "delayed"}),
-    (Twice, "fused", 1, {"bucket_bytes": 1 << 30}),
+    (Twice, "fused", 1, {}),
 ])  # fmt: skip
 @distributed(world=2)
 def test_the_step_is_in_the_backward_graph(rank, world, net, kind, micro, options):

@@ -30,7 +30,7 @@ from ...errors import (
 )
 from .._io import files
 from .boxes import boxes_of
-from .manifest import Piece, SavedTensor, fills
+from .manifest import Piece, SavedTensor, as_count, fills
 from .reading import copies_for
 
 METADATA = ".metadata"
@@ -195,15 +195,9 @@ def _path(key: str, planner: Any) -> tuple[str | int, ...]:
     return tuple(path)
 
 
-def _count(given: Any) -> int:
-    if type(given) is not int or not 0 <= given < 1 << 62:
-        raise ValueError(f"{given!r} is not a count")
-    return given
-
-
 def _place(directory: Path, info: Mapping[str, Any], stored: Stored) -> tuple[Path, int, int]:
     """Path, begin and length in bytes of an entry."""
-    name, begin, length = info["relative_path"], _count(info["offset"]), _count(info["length"])
+    name, begin, length = info["relative_path"], as_count(info["offset"]), as_count(info["length"])
     if not isinstance(name, str) or _FILE_NAME.fullmatch(name) is None:
         raise CheckpointUnsafeError(
             f"{directory / METADATA} names the file {str(name)[:200]!r}, but DCP names its files __0_0.distcp and so on"
@@ -246,11 +240,11 @@ def _tensor(key: str, record: Mapping[str, Any], places: Any, directory: Path, s
     dtype = _state(record["properties"], "TensorProperties")[0]
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{key} has dtype {dtype!r}")
-    shape = tuple(map(_count, record["size"]))
+    shape = tuple(map(as_count, record["size"]))
     pieces = []
     for chunk in record["chunks"]:
         part = _state(chunk, "ChunkStorageMetadata")
-        offsets, sizes = tuple(map(_count, part["offsets"])), tuple(map(_count, part["sizes"]))
+        offsets, sizes = tuple(map(as_count, part["offsets"])), tuple(map(as_count, part["sizes"]))
         if not len(offsets) == len(sizes) == len(shape) or any(
             at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)
         ):

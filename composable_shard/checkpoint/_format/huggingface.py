@@ -18,7 +18,7 @@ import torch
 from ...errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointUnsafeError
 from .._io import files
 from .manifest import NAME as MANIFEST
-from .manifest import SAFETENSORS, Piece, SavedTensor
+from .manifest import SAFETENSORS, Piece, SavedTensor, as_count, as_dict
 
 INDEX = ".safetensors.index.json"
 STEMS = ("model", "adapter_model")  # stems of the default file names
@@ -171,7 +171,7 @@ def _read_header(directory: Path, name: str) -> tuple[dict[str, SavedTensor], in
     except OSError as error:
         raise CheckpointUnsafeError(f"{path}: {error.strerror}") from None
     try:
-        entries = json.loads(data, object_pairs_hook=_once)
+        entries = json.loads(data, object_pairs_hook=as_dict)
         entries.pop("__metadata__", None)
         tensors = {key: _tensor(key, entry, str(path), 8 + length) for key, entry in entries.items()}
         _check(8 + length, size, tensors.items())
@@ -180,28 +180,15 @@ def _read_header(directory: Path, name: str) -> tuple[dict[str, SavedTensor], in
     return tensors, size, path
 
 
-def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("it has a name twice")
-    return made
-
-
 def _tensor(key: str, entry: dict[str, Any], file: str, first: int) -> SavedTensor:
-    shape = tuple(_count(each) for each in entry["shape"])
-    begin, end = (_count(each) for each in entry["data_offsets"])
+    shape = tuple(as_count(each) for each in entry["shape"])
+    begin, end = (as_count(each) for each in entry["data_offsets"])
     if entry["dtype"] not in _DTYPES:
         raise ValueError(f"{key} has dtype {entry['dtype']!r}; supported dtypes: {', '.join(_DTYPES)}")
     dtype: torch.dtype = _DTYPES[entry["dtype"]]
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{key} of dtype {entry['dtype']} and shape {shape} cannot have {end - begin} bytes")
     return SavedTensor(dtype, shape, (Piece((0,) * len(shape), shape, file, first + begin, first + end),))
-
-
-def _count(given: Any) -> int:
-    if type(given) is not int or not 0 <= given < 1 << 62:
-        raise ValueError(f"{given!r} is not a count")
-    return given
 
 
 def _check(first: int, size: int, tensors: Iterable[tuple[str, SavedTensor]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import collections
 import functools
 import itertools
 import json
@@ -88,7 +89,7 @@ class Manifest:
         step: training step of the save.
         identity: unique identifier of the save.
         ranks: number of ranks that saved it.
-        algorithm: algorithm of the checksums: "xxh3", "crc32" or "sha256".
+        algorithm: algorithm of the checksums: "xxh3" or "crc32".
         files: files by name.
         tensors: tensors by key.
         aliases: maps further keys of a tensor (of tied weights) to its key in `tensors`.
@@ -159,7 +160,7 @@ def read_manifest(data: bytes, where: str) -> Manifest:
         raise CheckpointUnsafeError(f"{where} is a pickle, or an archive of pickles, and was not read")
     try:
         body, checksum = _parts(data)
-        content = json.loads(body, object_pairs_hook=_once, parse_constant=_no_number)
+        content = json.loads(body, object_pairs_hook=as_dict, parse_constant=_no_number)
         if content["format"] != FORMAT:
             raise CheckpointCorruptError(f"{where} is not the manifest of a composable_shard checkpoint")
         if content["version"] != VERSION:
@@ -201,11 +202,12 @@ def _parts(data: bytes) -> tuple[bytes, str]:
     return data[len(begin) : middle], end[1].decode()
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict. Raises ValueError if a key occurs twice."""
     content = dict(pairs)
     if len(content) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"it has the key {next(name for name in names if names.count(name) > 1)!r} twice")
+        counts = collections.Counter(name for name, _ in pairs)
+        raise ValueError(f"it has the key {next(name for name, count in counts.items() if count > 1)!r} twice")
     return content
 
 
@@ -228,7 +230,7 @@ def _manifest(content: dict[str, Any], where: str) -> Manifest:
     algorithm = content["checksums"]["algorithm"]
     files = {name: _file(name, each, algorithm, where) for name, each in content["files"].items()}
     tensors = {key: _tensor(key, each, where) for key, each in content["tensors"].items()}
-    step, ranks = _count(content["step"]), _count(content["ranks"])
+    step, ranks = as_count(content["step"]), as_count(content["ranks"])
     aliases, values, per_rank = content["aliases"], content["values"], content["per_rank"]
     return Manifest(step, content["identity"], ranks, algorithm, files, tensors, aliases, values, per_rank)
 
@@ -236,7 +238,7 @@ def _manifest(content: dict[str, Any], where: str) -> Manifest:
 def _file(name: str, given: Any, algorithm: str, where: str) -> SavedFile:
     _safe(name, where)
     try:
-        file = SavedFile(_count(given["size"]), base64.b64decode(given["blocks"], validate=True))
+        file = SavedFile(as_count(given["size"]), base64.b64decode(given["blocks"], validate=True))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: {error}") from None
     if given["checksum"] != file_checksum(algorithm, file.blocks):
@@ -260,13 +262,14 @@ def _tensor(key: str, given: Any, where: str) -> SavedTensor:
         pieces = []
         for file, begin, end, at, shape in given["pieces"]:
             _safe(file, where, f" for {key}")
-            pieces.append(Piece(_counts(at), _counts(shape), file, _count(begin), _count(end)))
+            pieces.append(Piece(_counts(at), _counts(shape), file, as_count(begin), as_count(end)))
         return SavedTensor(DTYPES[given["dtype"]], _counts(given["shape"]), tuple(pieces))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{key}: {_spoken(error)}") from None
 
 
-def _count(given: Any) -> int:
+def as_count(given: Any) -> int:
+    """The same number. Raises ValueError if it is not an int from 0 to 2**62."""
     if type(given) is not int or not 0 <= given < _MOST:
         raise ValueError(f"{given!r} is not a count")
     return given

@@ -4,7 +4,6 @@ A file is split into blocks of 1 MiB; the last block may be smaller. The checksu
 concatenated block digests (a hash tree of two levels).
 """
 
-import hashlib
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -22,14 +21,9 @@ def _crc32(data: Any) -> bytes:
     return zlib.crc32(data).to_bytes(4, "big")
 
 
-def _sha256(data: Any) -> bytes:
-    return hashlib.sha256(data).digest()
-
-
 ALGORITHMS: dict[str, tuple[int, Callable[[Any], bytes]]] = {  # bytes of a digest, and the function that computes it
     "xxh3": (8, _xxh3),  # package xxhash
     "crc32": (4, _crc32),
-    "sha256": (32, _sha256),
 }
 
 
