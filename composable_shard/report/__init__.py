@@ -19,10 +19,6 @@ from composable_shard.report._compiled_step import compiled_step as compiled_ste
 from composable_shard.report._explain import Explanation as Explanation
 from composable_shard.report._explain import explain as explain
 from composable_shard.report._plan_memory import memory as memory
-from composable_shard.report._plots import plot_loss as plot_loss
-from composable_shard.report._plots import plot_memory as plot_memory
-from composable_shard.report._plots import plot_resident_memory as plot_resident_memory
-from composable_shard.report._plots import read_metrics as read_metrics
 from composable_shard.report._step_time import time as time
 from composable_shard.report._strategies import strategies as strategies
 from composable_shard.report._timeline import timeline as timeline
@@ -41,10 +37,6 @@ __all__ = [
     "explain",
     "log_to",
     "memory",
-    "plot_loss",
-    "plot_memory",
-    "plot_resident_memory",
-    "read_metrics",
     "report_graph",
     "sequence",
     "strategies",
