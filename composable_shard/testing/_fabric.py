@@ -13,11 +13,10 @@ from .._comm.lanes import Lane, cpu_lanes
 from .._engine.stopwatch import use_clock
 from .._torch.core import has_side_effect
 from .._torch.distributed import store_of_one_process
-from ..errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
+from ..errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigUnsupportedError, ShardConfigValueError
 from ._alike import move_alike
 from ._clocks import Clock, Collective, RealClock, StreamClock, VirtualClock
 from ._collectives import Call, Work
-from ._cuda import CudaLinks
 from ._lanes import StreamedLane
 from ._links import Link, Network, Timeline, network
 from ._process_group import GroupKey, register
@@ -39,9 +38,7 @@ class Fabric:
     - a scatter from another rank and a received message give zeros, because their data is unknown
 
     *Not modelled*: the host's time to launch, other traffic, congestion, protocols and algorithms that depend on the
-    size, cores and memory bandwidth that communication takes from compute, stragglers. With CUDA tensors (only with
-    ``clock="real"``), each link is a stream that sleeps for the modelled time. The events then contain only the host
-    times of the calls.
+    size, cores and memory bandwidth that communication takes from compute, stragglers. Tensors must be on the CPU.
 
     Attributes:
         network: ranks and links.
@@ -54,7 +51,6 @@ class Fabric:
         self._clock = clock
         self._origin_s = clock.now()
         self._timelines: dict[str, Timeline] = {}
-        self.cuda = CudaLinks()
 
     @property
     def exposed_s(self) -> float:
@@ -142,13 +138,10 @@ class LinkOfAlikeRanks:
         issued, link, fabric = call.issued, self._link, self._fabric
         ranks = len(issued.members)
         nbytes = _bytes_of_the_whole(call, ranks)
+        if any(tensor.is_cuda for tensor in (*call.inputs, *call.outputs)):
+            raise ShardConfigUnsupportedError("fabric: the tensors of collectives must be on the CPU, not on a GPU")
         event, finish = fabric.issue(issued.kind, issued.group, ranks, nbytes, link)
-        tensors = [*call.inputs, *call.outputs]
         with fabric.clock.stopped():
-            if any(tensor.is_cuda for tensor in tensors):
-                seconds = link.seconds(issued.kind, nbytes, ranks)
-                landed = fabric.cuda.run(link.name, seconds, tensors, lambda: move_alike(call, group_rank, ranks))
-                return Work(landed.wait, landed.query, call.outputs)
             move_alike(call, group_rank, ranks)
         return Work(lambda: fabric.wait(event, finish), lambda: fabric.done(finish), call.outputs)
 
