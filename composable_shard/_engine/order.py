@@ -311,7 +311,7 @@ def _index_of(group: ParamGroup, forwards: Ahead, begin: int) -> int:
 def _placed(group: ParamGroup, pool: BufferPool) -> Iterator[Placed]:
     """The placement of the slots that the pool leases for a group, with the names that plans use."""
     for purpose, backward, requests in group.requests():
-        slots = [ArenaSlot("", *span) for span in map(pool.span_of, requests) if span is not None]
+        slots = [ArenaSlot(*span) for span in map(pool.span_of, requests) if span is not None]
         # A purpose of which some requests have no slot was not leased in the recorded steps, so its place is unknown.
         if requests and len(slots) == len(requests):
             yield Placed(f"{purpose} {group.fqn}", backward, tuple(slots))

@@ -40,7 +40,7 @@ from .search import scheduled
 from .simulation import Costs, Prediction, Sizes, Times, Trace, held, lifetimes, live_bytes, predict, trace
 from .text import around_changes, group_changes, mib, order_changes, other_model, plan_text, schedule_changes
 
-JSON_VERSION = 9
+JSON_VERSION = 10
 UNBOUNDED = PoolPolicy()
 
 Around = tuple[tuple[str, str], ...]  # FQNs of groups, each with its innermost enclosing group
@@ -210,7 +210,7 @@ class ShardPlan:
     def arena(self) -> Arena:
         """Offsets for all buffers of `actions`: those of the pool if they are known and still valid, else solved.
 
-        The arena has one lane. Buffers of different streams may share memory, because the pool orders them by events.
+        Buffers of different streams may share memory, because the pool orders them by events.
         """
         lives, timed = self.lifetimes(), self.timed()
         forward = itertools.takewhile(lambda action: action.kind is not Kind.BACKWARD, timed)
