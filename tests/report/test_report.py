@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -128,7 +128,8 @@ def test_of_many_groups_only_those_with_the_longest_waits_are_drawn(tmp_path, te
 
 def test_the_figure_of_strategies_shows_the_memory_and_the_time_of_each(tmp_path, monkeypatch, texts):
     shape = Shape(layers=1, width=64, heads=4, vocabulary=256, sequence=64)
-    advice = cs.planner.advise(shape, devices=4, machine="rtx4090", memory_per_device=40 << 20, batch=16)
+    machine = replace(cs.planner.KNOWN["rtx4090"], memory=40 << 20)
+    advice = cs.planner.advise(shape, devices=4, machine=machine, batch=16)
     bars, lines = drawn_by(monkeypatch, "barh"), drawn_by(monkeypatch, "plot")
     strategies(advice, tmp_path / "strategies.png", most=8)
     assert is_picture(tmp_path / "strategies.png")
