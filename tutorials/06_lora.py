@@ -37,7 +37,7 @@ from _lora import trained_parameters
 from _pictures import BLUE, GREY, PALE, RED, SAND, picture
 from _ranks import launch, start_ranks
 from _text import BYTES, Text, read_text
-from composable_shard import checkpoint, report
+from composable_shard import checkpoint
 from composable_shard.planner import Advice, Machine, checkpoint_modules, repeated_blocks
 
 MIB = 1 << 20
@@ -245,7 +245,7 @@ def settled(options: argparse.Namespace) -> list[str]:
     print(f"{options.shape} on {options.devices} x {options.machine}")
     for what, advice in large.items():
         print(f"  {what}: {advice.reason}")
-    report.strategies(large[ADAPTERS], options.out / "strategies.png")
+    cs.planner.draw(large[ADAPTERS], options.out / "strategies.png")
     print(f"  memory of each strategy with adapters: {options.out / 'strategies.png'}")
     print(f"{options.size} on {options.processes} ranks with {options.memory:g} MiB")
     for what, advice in advices.items():

@@ -20,7 +20,6 @@ from composable_shard.report._explain import Explanation as Explanation
 from composable_shard.report._explain import explain as explain
 from composable_shard.report._plan_memory import memory as memory
 from composable_shard.report._step_time import time as time
-from composable_shard.report._strategies import strategies as strategies
 from composable_shard.report._timeline import timeline as timeline
 
 __all__ = [
@@ -39,7 +38,6 @@ __all__ = [
     "memory",
     "report_graph",
     "sequence",
-    "strategies",
     "time",
     "timeline",
     "watch_graphs",

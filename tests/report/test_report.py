@@ -11,8 +11,8 @@ import composable_shard as cs
 from _plans import block_plan, costs_of
 from composable_shard._plan.record import Span
 from composable_shard._plan.schedule import Kind
-from composable_shard.planner import Shape
-from composable_shard.report import memory, strategies, time
+from composable_shard.planner import Shape, draw
+from composable_shard.report import memory, time
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def test_the_figure_of_strategies_shows_the_memory_and_the_time_of_each(tmp_path
     machine = replace(cs.planner.KNOWN["rtx4090"], memory=40 << 20)
     advice = cs.planner.advise(shape, devices=4, machine=machine, batch=16)
     bars, lines = drawn_by(monkeypatch, "barh"), drawn_by(monkeypatch, "plot")
-    strategies(advice, tmp_path / "strategies.png", most=8)
+    draw(advice, tmp_path / "strategies.png", most=8)
     assert is_picture(tmp_path / "strategies.png")
     estimates = [advice.recommended, *(each for each in advice.estimates if each is not advice.recommended)][:8]
     kinds = {kwargs["label"]: sizes for (_, sizes), kwargs in bars}
