@@ -26,7 +26,7 @@ import torch.distributed.fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 from .._torch.core import active_saved_tensors_hooks
-from ._processes import BODY, Job, Outcome
+from ._processes import Job, Outcome
 from ._spmd import World
 from ._torch import count_groups, forget_meshes, share_gloo_device
 
@@ -56,12 +56,12 @@ class Group:
 
 
 def resolve(target: str, file: str | None = None) -> Any:
-    """Import the object `module:name`, from a script if `file` is given. See also `Processes.wrap`."""
+    """Import the object `module:name`, from a script if `file` is given."""
     name, _, path = target.partition(":")
     named: Any = importlib.import_module(name) if file is None else _script(file)
     for part in path.split("."):
         named = getattr(named, part)
-    return getattr(named, BODY, named)
+    return named
 
 
 def _script(file: str) -> Any:
