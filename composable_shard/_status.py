@@ -58,23 +58,18 @@ def make_plan(model: nn.Module) -> ShardPlan:
     return engines[0].order.placed() if engines else declared_plan(model)
 
 
-def drift(model: nn.Module, *, all_steps: bool = False) -> tuple[str, ...]:
-    """How the execution of a sharded model differed from its plan: one line per difference, by group.
+def drift(model: nn.Module) -> tuple[str, ...]:
+    """How the last iteration of a sharded model differed from its plan: one line per difference, by group.
 
     The plan describes a training step in which every group runs once. Other iterations (validation, accumulation)
     differ from it.
 
     Args:
         model: a sharded model.
-        all_steps: False compares the last iteration. True returns the most recent differences that were detected since
-            the model was sharded: in order (compared at each forward), in bytes (when a new peak is reached) and, with
-            `PrefetchPolicy.auto`, in times (when steps are measured again). `stats` counts them.
 
     Returns:
         The differences; empty if there are none.
     """
-    if all_steps:
-        return tuple(line for engine in engines_of(model) for line in engine.review.log.lines)
     return tuple(
         text
         for engine in engines_of(model)
@@ -170,7 +165,8 @@ def stats(model: nn.Module) -> dict[str, float]:
         number of leases for which the arena had no slot.
         ``plan/peak_bytes``, ``plan/replans``: the predicted peak; how often a new plan was made.
         ``plan/order_drifts``, ``plan/bytes_drifts``, ``plan/time_drifts``: how often the execution differed from the
-        plan; see `drift`.
+        plan: in order (compared at each forward), in bytes (when a new peak is reached) and, with
+        `PrefetchPolicy.auto`, in times (when steps are measured again).
         ``step/unshards``, ``step/reductions``: number of gathers and reductions in the last iteration.
         ``step/exposed_ms``, ``step/compute_ms``, ``step/communication_share``: for the last iteration, while `watch` is
         on: exposed communication; compute; exposed communication divided by the sum of both.
@@ -193,7 +189,7 @@ def figures_of(engines: Sequence[Engine]) -> dict[str, float]:
         add("pool/fallbacks", sum(pool.fallbacks.values()))
         add("plan/peak_bytes", engine.order.plan.peak_bytes)
         add("plan/replans", engine.review.replans)
-        for kind, count in engine.review.log.counts.items():
+        for kind, count in engine.review.drifts.items():
             add(f"plan/{kind}_drifts", count)
         actions = () if record is None else record.actions
         add("step/unshards", sum(action.kind is Kind.UNSHARD for action in actions))

@@ -259,6 +259,7 @@ def test_drift_describes_deviations_from_the_plan():
         record_of(plan, order=other),
         record_of(plan, order=plan.order[:-1]),
         record_of(plan, order=(*plan.order, "blocks.0")),
+        record_of(plan, around=(("blocks.1", "blocks.0"),)),
         record_of(plan, actions=actions[::-1]),
         record_of(plan, actions=actions[:-1]),
         record_of(plan, live_bytes=tuple(live)),
@@ -270,6 +271,7 @@ def test_drift_describes_deviations_from_the_plan():
 blocks.2: ran as forward 1, but (root) is planned
 blocks.2: planned, but did not run
 blocks.0: was the last of 5 forwards, but 4 are planned
+blocks.1: ran inside blocks.0, which is not planned
 (root): action 1 was REDUCED (root), but UNSHARD (root) is planned
 (root): REDUCED (root) was planned, but not done
 blocks.1: 1383424 bytes were live after UNSHARD blocks.1, but 1382912 are planned
