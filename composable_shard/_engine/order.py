@@ -123,7 +123,8 @@ class Order:
         """
         self._check_names(plan)
         usual, own = self._schedule(plan), plan.own_orders
-        phases = {phase: self._schedule(plan.in_phase(phase)) if phase in own else usual for phase, _ in plan.orders}
+        names = [phase.name for phase in plan.phases]
+        phases = {name: self._schedule(plan.in_phase(name)) if name in own else usual for name in names}
         # This call may fail, too. Nothing was adopted before it, so after an error the old plan stays in effect.
         self._pool.use_mem_pool(plan.pool.mem_pool)
         self._pool.keep_idle(plan.pool.keep_idle)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
+from .costs import Times
 from .plan import ShardPlan
 from .record import Record
 from .schedule import ROOT_NAME
-from .simulation import Times
 
 _TIME_TOLERANCE = 0.25  # of the planned seconds
 _LEAST_TIME = 0.01  # of the planned compute of a step: smaller differences are ignored

@@ -403,8 +403,8 @@ RESHARD (root)""",
     losses = [model(*vectors(rank, at)).sum() for at in range(2)]
     sum(losses).backward()
     plan = cs.make_plan(model)
-    assert [phase for phase, _ in plan.orders] == ["no_grad", "train", "train, again", "train, no sync"]
-    assert plan.order == dict(plan.orders)["train"] == order_of(0, 1, 2, 3)
+    assert [phase.name for phase in plan.phases] == ["no_grad", "train", "train, again", "train, no sync"]
+    assert plan.order == plan.order_in("train") == order_of(0, 1, 2, 3)
     assert plan.own_orders == {"no_grad": order_of(3, 2, 1, 0)}
     assert "order in no_grad: (root), blocks.3, blocks.2, blocks.1, blocks.0" in str(plan)
     assert cs.ShardPlan.from_json(plan.to_json()) == plan

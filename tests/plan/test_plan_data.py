@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from _plans import block_plan, costs_of, group_plan, param_plan
 from composable_shard import PoolPolicy, PrefetchPolicy, Record, ShardPlan
+from composable_shard._plan.costs import Times
 from composable_shard._plan.drift import drift
 from composable_shard._plan.layout import Route
 from composable_shard._plan.plan import replan
 from composable_shard._plan.record import Span
 from composable_shard._plan.schedule import Action, Kind
-from composable_shard._plan.simulation import Times
 from composable_shard.errors import ShardConfigValueError
 
 AUTO = PrefetchPolicy.auto()
