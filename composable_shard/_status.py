@@ -16,14 +16,12 @@ from ._group.optimizers import note_optimizer
 from ._module.build import declared_plan
 from ._module.module import FSDPModule
 from ._module.state import ShardState, states_below
+from ._plan.course import COMPUTE, WAITS
 from ._plan.drift import drift as drift_of
 from ._plan.plan import ShardPlan
 from ._plan.record import own_seconds
 from ._plan.schedule import Kind
 from .errors import ShardConfigValueError
-
-_WAITING = (Kind.WAIT, Kind.REDUCED)
-_COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 
 
 def engines_of(model: nn.Module) -> list[Engine]:
@@ -196,7 +194,7 @@ def figures_of(engines: Sequence[Engine]) -> dict[str, float]:
         add("step/reductions", sum(action.kind is Kind.REDUCE for action in actions))
         if record is not None and record.spans:
             own = own_seconds(record.spans)
-            for name, kinds in (("exposed_ms", _WAITING), ("compute_ms", _COMPUTE)):
+            for name, kinds in (("exposed_ms", WAITS), ("compute_ms", COMPUTE)):
                 add(f"step/{name}", 1e3 * sum(seconds for (kind, _), seconds in own.items() if kind in kinds))
     if "step/exposed_ms" in figures:
         whole = figures["step/exposed_ms"] + figures["step/compute_ms"]

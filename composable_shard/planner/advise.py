@@ -14,19 +14,19 @@ from .._policies import AS_IT_IS, CommPolicy
 from ..errors import ShardConfigTypeError, ShardConfigValueError
 from .checkpointing import CHECKPOINTING
 from .machine import KNOWN, Machine
-from .memory import Gradients, Memory, memory_of
+from .memory import Gradients, Memory, memory_of, pool_of
 from .precision import Precision, precision_of
 from .profile import Profile
 from .shape import Shape
 from .sources import Source, source_of
 from .stepping import ADAMW, check_optimizer, is_possible, shown_groups, stepping_of
 from .strategies import (
+    STAYS,
     Strategy,
     held_bytes,
     moved_bytes,
     off_device,
     plan_of,
-    pooled,
     reducing,
     shard_bytes,
     strategies,
@@ -234,7 +234,7 @@ class Planner:
         profile, base = self._profile(strategy), self._base(layout.tensor)
         plan = plan_of(base, strategy, machine)
         shards = shard_bytes(base, plan)
-        pool = pooled(strategy, plan)
+        pool = None if plan is None else pool_of(plan, strategy.name in STAYS)
         rounding = 0 if plan is None else sum(group.rounding_bytes for group in plan.groups)
         stepping = stepping_of(self._optimizer, shown_groups(base, plan), strategy, machine)
         held = held_bytes(strategy, pool, shards, stepping.state, self._cast(base, plan), rounding)

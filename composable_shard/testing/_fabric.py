@@ -153,10 +153,6 @@ class LinkOfAlikeRanks:
         """Receive a message: it occupies the link, and its data is zeros."""
         return self.launch(key, group_rank, call)
 
-    def misfit(self, kind: str, whole: torch.Tensor, piece: torch.Tensor, ranks: int) -> str:
-        """The message if a full tensor does not consist of one such piece per rank."""
-        return f"fabric: {whole.numel()} elements are not {piece.numel()} for each of {ranks} ranks"
-
 
 def _bytes_of_the_whole(call: Call, ranks: int) -> int:
     kind = call.issued.kind

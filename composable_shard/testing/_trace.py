@@ -18,7 +18,7 @@ from .._torch.core import current_backward, tree_tensors
 from ..errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from ._collectives import Issued
 from ._exchange import HERE
-from ._torch import calls_of_operators
+from ._torch import CallsOfOperators
 
 T = TypeVar("T")
 # Maps prefixes of the names of torch.distributed's operators to collectives. Longer prefixes come first.
@@ -150,7 +150,7 @@ def collectives() -> Iterator[Counter[str]]:
             kind = next((kind for begin, kind in _OPERATORS.items() if name.startswith(begin)), None)
             counts.update([kind] if kind else [])
 
-    with calls_of_operators(called):
+    with CallsOfOperators(called):
         yield counts
 
 
