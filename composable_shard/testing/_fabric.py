@@ -94,7 +94,7 @@ class Fabric:
             lines.append("  ".join(cells).rstrip())
         return "\n".join(lines)
 
-    def issue(self, kind: str, group: str, ranks: int, nbytes: int, link: Link) -> tuple[Collective, float]:
+    def _issue(self, kind: str, group: str, ranks: int, nbytes: int, link: Link) -> tuple[Collective, float]:
         """Queue a collective on a link. Returns its event and the time of the clock when it will be done."""
         now, seconds = self._clock.now(), link.seconds(kind, nbytes, ranks)
         start, finish = now, now
@@ -105,20 +105,11 @@ class Fabric:
         self.events.append(event)
         return event, finish
 
-    def wait(self, event: Collective, finish_s: float) -> None:
+    def _wait(self, event: Collective, finish_s: float) -> None:
         """Wait for the collective of an event."""
         if event.first_wait_s is None:
             event.first_wait_s = self._clock.now() - self._origin_s
         self._clock.wait(finish_s, event)
-
-    def done(self, finish_s: float) -> bool:
-        """Whether the clock has reached `finish_s`."""
-        return self._clock.now() >= finish_s
-
-    @property
-    def clock(self) -> Clock:
-        """The clock; process groups stop it while they copy data."""
-        return self._clock
 
 
 class LinkOfAlikeRanks:
@@ -140,10 +131,10 @@ class LinkOfAlikeRanks:
         nbytes = _bytes_of_the_whole(call, ranks)
         if any(tensor.is_cuda for tensor in (*call.inputs, *call.outputs)):
             raise ShardConfigUnsupportedError("fabric: the tensors of collectives must be on the CPU, not on a GPU")
-        event, finish = fabric.issue(issued.kind, issued.group, ranks, nbytes, link)
-        with fabric.clock.stopped():
+        event, finish = fabric._issue(issued.kind, issued.group, ranks, nbytes, link)
+        with fabric._clock.stopped():
             move_alike(call, group_rank, ranks)
-        return Work(lambda: fabric.wait(event, finish), lambda: fabric.done(finish), call.outputs)
+        return Work(lambda: fabric._wait(event, finish), lambda: fabric._clock.now() >= finish, call.outputs)
 
     def send(self, key: GroupKey, group_rank: int, to: int, tag: int, call: Call) -> Work:
         """Send a message: it occupies the link, and its data is dropped."""
@@ -265,13 +256,12 @@ def _entered(of: Network, rank: int, clock: Callable[[], Clock]) -> Iterator[Fab
     register(BACKEND, _link_here)
     made = Fabric(of, clock())
     with ExitStack() as stack:
-        if isinstance(made.clock, StreamClock):
-            clocked = made.clock
+        if isinstance(clocked := made._clock, StreamClock):
             stack.enter_context(cpu_streams(clocked.stream, clocked.event, clocked.default))
             stack.enter_context(cpu_lanes(_lanes_on(clocked)))
         _current.append(made)
         stack.callback(_current.pop)
-        stack.callback(use_clock, use_clock(made.clock.now))
+        stack.callback(use_clock, use_clock(made._clock.now))
         stack.callback(forget_meshes)
         dist.init_process_group(BACKEND, store=store_of_one_process(), rank=rank, world_size=of.world_size)
         stack.callback(_destroy)
