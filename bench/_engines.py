@@ -158,7 +158,7 @@ def shard_units(name: str, model: nn.Module, units: Sequence[nn.Module], mesh: D
         plan = composable_shard.make_plan(model).with_policies(composable_shard.PrefetchPolicy.depth(1))
         plan = replace(plan, groups=tuple(replace(group, frees_queued=False) for group in plan.groups))
         share = FSDP2_MEMORY if name.endswith("-auto-fsdp2") else 1.0
-        whole = 2 * sum(group.unsharded_bytes + group.landing_bytes for group in plan.groups)
+        whole = 2 * sum(group.unsharded_bytes + group.sizes.landing for group in plan.groups)
         budget = whole if name == "ours-auto-whole" else int(share * plan.peak_bytes)
         model.set_pool_policy(composable_shard.PoolPolicy(budget=budget))  # type: ignore[operator]
     for at, unit in enumerate(units if name == "ours-far" else ()):

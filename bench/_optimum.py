@@ -7,9 +7,9 @@ here is exhaustive: it tries all sets of kept groups, and allows choices that th
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from composable_shard._plan.costs import Sizes, Times
 from composable_shard._plan.optimum import Optimum, _Progress, _State
 from composable_shard._plan.schedule import Step, forward_order
-from composable_shard._plan.simulation import Sizes, Times
 
 
 class Anywhere(Optimum):

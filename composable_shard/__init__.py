@@ -26,10 +26,10 @@ from ._module.methods import GradientReductionHandle as GradientReductionHandle
 from ._module.methods import share_comm_ctx as share_comm_ctx
 from ._module.module import FSDPModule as FSDPModule
 from ._module.module import UnshardHandle as UnshardHandle
+from ._plan.costs import Costs as Costs
 from ._plan.plan import ShardPlan as ShardPlan
 from ._plan.record import Record as Record
 from ._plan.schedule import Action as Action
-from ._plan.simulation import Costs as Costs
 from ._policies import AllGather as AllGather
 from ._policies import CommPolicy as CommPolicy
 from ._policies import CPUOffloadPolicy as CPUOffloadPolicy

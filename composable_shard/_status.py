@@ -16,14 +16,12 @@ from ._group.optimizers import note_optimizer
 from ._module.build import declared_plan
 from ._module.module import FSDPModule
 from ._module.state import ShardState, states_below
+from ._plan.course import COMPUTE, WAITS
 from ._plan.drift import drift as drift_of
 from ._plan.plan import ShardPlan
 from ._plan.record import own_seconds
 from ._plan.schedule import Kind
 from .errors import ShardConfigValueError
-
-_WAITING = (Kind.WAIT, Kind.REDUCED)
-_COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 
 
 def engines_of(model: nn.Module) -> list[Engine]:
@@ -58,23 +56,18 @@ def make_plan(model: nn.Module) -> ShardPlan:
     return engines[0].order.placed() if engines else declared_plan(model)
 
 
-def drift(model: nn.Module, *, all_steps: bool = False) -> tuple[str, ...]:
-    """How the execution of a sharded model differed from its plan: one line per difference, by group.
+def drift(model: nn.Module) -> tuple[str, ...]:
+    """How the last iteration of a sharded model differed from its plan: one line per difference, by group.
 
     The plan describes a training step in which every group runs once. Other iterations (validation, accumulation)
     differ from it.
 
     Args:
         model: a sharded model.
-        all_steps: False compares the last iteration. True returns the most recent differences that were detected since
-            the model was sharded: in order (compared at each forward), in bytes (when a new peak is reached) and, with
-            `PrefetchPolicy.auto`, in times (when steps are measured again). `stats` counts them.
 
     Returns:
         The differences; empty if there are none.
     """
-    if all_steps:
-        return tuple(line for engine in engines_of(model) for line in engine.review.log.lines)
     return tuple(
         text
         for engine in engines_of(model)
@@ -170,7 +163,8 @@ def stats(model: nn.Module) -> dict[str, float]:
         number of leases for which the arena had no slot.
         ``plan/peak_bytes``, ``plan/replans``: the predicted peak; how often a new plan was made.
         ``plan/order_drifts``, ``plan/bytes_drifts``, ``plan/time_drifts``: how often the execution differed from the
-        plan; see `drift`.
+        plan: in order (compared at each forward), in bytes (when a new peak is reached) and, with
+        `PrefetchPolicy.auto`, in times (when steps are measured again).
         ``step/unshards``, ``step/reductions``: number of gathers and reductions in the last iteration.
         ``step/exposed_ms``, ``step/compute_ms``, ``step/communication_share``: for the last iteration, while `watch` is
         on: exposed communication; compute; exposed communication divided by the sum of both.
@@ -193,14 +187,14 @@ def figures_of(engines: Sequence[Engine]) -> dict[str, float]:
         add("pool/fallbacks", sum(pool.fallbacks.values()))
         add("plan/peak_bytes", engine.order.plan.peak_bytes)
         add("plan/replans", engine.review.replans)
-        for kind, count in engine.review.log.counts.items():
+        for kind, count in engine.review.drifts.items():
             add(f"plan/{kind}_drifts", count)
         actions = () if record is None else record.actions
         add("step/unshards", sum(action.kind is Kind.UNSHARD for action in actions))
         add("step/reductions", sum(action.kind is Kind.REDUCE for action in actions))
         if record is not None and record.spans:
             own = own_seconds(record.spans)
-            for name, kinds in (("exposed_ms", _WAITING), ("compute_ms", _COMPUTE)):
+            for name, kinds in (("exposed_ms", WAITS), ("compute_ms", COMPUTE)):
                 add(f"step/{name}", 1e3 * sum(seconds for (kind, _), seconds in own.items() if kind in kinds))
     if "step/exposed_ms" in figures:
         whole = figures["step/exposed_ms"] + figures["step/compute_ms"]

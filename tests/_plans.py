@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from composable_shard._plan.arena import Lifetime
+from composable_shard._plan.costs import Costs, Sizes, Times
 from composable_shard._plan.group_plan import GroupPlan, ParamPlan
 from composable_shard._plan.layout import Route
 from composable_shard._plan.plan import ShardPlan
 from composable_shard._plan.schedule import Step
-from composable_shard._plan.simulation import Costs, Sizes, Times
 
 
 def param_plan(fqn, shape, dtype=torch.float32, **kwargs):

@@ -20,6 +20,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from pydoc_data import topics
 
@@ -36,8 +37,8 @@ from _lora import trained_parameters
 from _pictures import BLUE, GREY, PALE, RED, SAND, picture
 from _ranks import launch, start_ranks
 from _text import BYTES, Text, read_text
-from composable_shard import checkpoint, report
-from composable_shard.planner import Advice, checkpoint_modules, repeated_blocks
+from composable_shard import checkpoint
+from composable_shard.planner import Advice, Machine, checkpoint_modules, repeated_blocks
 
 MIB = 1 << 20
 EVERY_PARAMETER, ADAPTERS = "all parameters", "adapters"
@@ -56,10 +57,10 @@ def ask_large(options: argparse.Namespace) -> dict[str, Advice]:
     }
 
 
-def ask_small(options: argparse.Namespace) -> dict[str, Advice]:
+def ask_small(options: argparse.Namespace, machine: Machine) -> dict[str, Advice]:
     """Ask for advice on the small model, on ranks with `options.memory` MiB."""
     plan = blueprint(options.size, options.sequence)
-    given = {"devices": options.processes, "machine": options.machine, "memory_per_device": int(options.memory * MIB)}
+    given = {"devices": options.processes, "machine": replace(machine, memory=int(options.memory * MIB))}
     given |= {"batch": options.batch, "sequence": options.sequence, "precision": "float32"}
     return {
         EVERY_PARAMETER: cs.planner.advise(traced(plan, options.sequence), **given),
@@ -239,11 +240,12 @@ def settled(options: argparse.Namespace) -> list[str]:
     """Ask the planner, draw its estimates, and return the recommended command line arguments."""
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
-    large, advices = ask_large(options), ask_small(options)
+    large = ask_large(options)
+    advices = ask_small(options, large[ADAPTERS].machine)
     print(f"{options.shape} on {options.devices} x {options.machine}")
     for what, advice in large.items():
         print(f"  {what}: {advice.reason}")
-    report.strategies(large[ADAPTERS], options.out / "strategies.png")
+    cs.planner.draw(large[ADAPTERS], options.out / "strategies.png")
     print(f"  memory of each strategy with adapters: {options.out / 'strategies.png'}")
     print(f"{options.size} on {options.processes} ranks with {options.memory:g} MiB")
     for what, advice in advices.items():

@@ -108,19 +108,58 @@ class OneStep:
 def draw(log: Logbook, bigram: float, planned_and_done, watched: OneStep, out: Path) -> None:
     """Draw loss.png and memory.png (the last step's memory, or resident memory over time without a record).
 
-    If a step was watched, also write plan_memory.png and timeline.json.
+    If a step was watched, also write timeline.json.
     """
-    from composable_shard.report import memory, plot_loss, plot_memory, plot_resident_memory, timeline
+    from composable_shard.report import memory, timeline
 
-    plot_loss(log.rows, out / "loss.png", references={"bigram entropy": bigram})
+    plot_loss(log.rows, bigram, out / "loss.png")
     if planned_and_done is None:
         plot_resident_memory(log.rows, out / "memory.png")
     else:
         plan, record = planned_and_done
-        plot_memory(record, out / "memory.png", predicted_peak=plan.peak_bytes)
+        memory(plan, out / "memory.png", record)
+        log.say(f"memory of a step: {out / 'memory.png'}")
     if watched.planned_and_done is not None:
         plan, record = watched.planned_and_done
         timeline(plan, record, out / "timeline.json")
-        memory(plan, out / "plan_memory.png", record)
-        log.say(f"memory of a step: {out / 'plan_memory.png'}")
         log.say(f"timeline of a step, for https://ui.perfetto.dev: {out / 'timeline.json'}")
+
+
+def plot_loss(rows: list[dict[str, float]], bigram: float, path: Path) -> None:
+    """Plot the loss of each step, raw and smoothed, the held-out losses, and the bigram entropy."""
+    from _pictures import BLUE, RED, SAND, picture
+
+    steps = [row["step"] for row in rows if "loss" in row]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    measured = [(row["step"], row["held_out"]) for row in rows if "held_out" in row]
+    with picture(path, 7.0, 4.5) as axes:
+        axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=0.8)
+        axes.plot(steps, smooth(losses), color=BLUE, label="training")
+        if measured:
+            axes.plot(*zip(*measured, strict=True), "o-", color=RED, label="held out")
+        axes.axhline(bigram, color=SAND, linestyle="--", label=f"bigram entropy {bigram:.2f}")
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss (nats per byte)")
+        axes.legend(frameon=False)
+
+
+def plot_resident_memory(rows: list[dict[str, float]], path: Path) -> None:
+    """Plot the memory of this process over the training."""
+    from _pictures import BLUE, picture
+
+    points = [(row["seconds"], row["memory_bytes"] / 2**20) for row in rows if "memory_bytes" in row]
+    with picture(path, 7.0, 4.5) as axes:
+        axes.plot(*zip(*points, strict=True), color=BLUE)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("seconds of training")
+        axes.set_ylabel("memory of one process (MiB)")
+
+
+def smooth(values: list[float], weight: float = 0.95) -> list[float]:
+    """Return a moving average without a bias toward zero at the beginning."""
+    averages, total, share = [], 0.0, 0.0
+    for value in values:
+        total = weight * total + (1 - weight) * value
+        share = weight * share + (1 - weight)
+        averages.append(total / share)
+    return averages

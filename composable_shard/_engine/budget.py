@@ -92,7 +92,7 @@ class Budget:
     def _enclosing(self, group: ParamGroup) -> Container[str]:
         """FQNs of the groups in whose forwards this group runs, in any phase of the plan."""
         plan = self._order.plan
-        pairs = [pair for around in (plan.around, *dict(plan.arounds).values()) for pair in around]
+        pairs = [pair for around in (plan.around, *(phase.around or () for phase in plan.phases)) for pair in around]
         names = {group.fqn}
         while more := {outer for inner, outer in pairs if inner in names} - names:
             names |= more

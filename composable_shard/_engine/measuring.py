@@ -9,10 +9,10 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 
+from .._plan.costs import Costs
 from .._plan.plan import ShardPlan
 from .._plan.record import Record, own_seconds
 from .._plan.schedule import ROOT_NAME, Kind
-from .._plan.simulation import Costs
 from .actions import Actions
 from .stopwatch import Stopwatch
 

@@ -123,7 +123,8 @@ class Order:
         """
         self._check_names(plan)
         usual, own = self._schedule(plan), plan.own_orders
-        phases = {phase: self._schedule(plan.in_phase(phase)) if phase in own else usual for phase, _ in plan.orders}
+        names = [phase.name for phase in plan.phases]
+        phases = {name: self._schedule(plan.in_phase(name)) if name in own else usual for name in names}
         # Nothing above adopts a part of the plan, and nothing below fails, so after an error the old plan is in effect.
         self._pool.keep_idle(plan.pool.keep_idle)
         self.plan, self.phases = plan, phases
@@ -310,7 +311,7 @@ def _index_of(group: ParamGroup, forwards: Ahead, begin: int) -> int:
 def _placed(group: ParamGroup, pool: BufferPool) -> Iterator[Placed]:
     """The placement of the slots that the pool leases for a group, with the names that plans use."""
     for purpose, backward, requests in group.requests():
-        slots = [ArenaSlot("", *span) for span in map(pool.span_of, requests) if span is not None]
+        slots = [ArenaSlot(*span) for span in map(pool.span_of, requests) if span is not None]
         # A purpose of which some requests have no slot was not leased in the recorded steps, so its place is unknown.
         if requests and len(slots) == len(requests):
             yield Placed(f"{purpose} {group.fqn}", backward, tuple(slots))

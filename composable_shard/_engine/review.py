@@ -1,4 +1,4 @@
-"""The review compares what happened with the plan. It logs each drift with its cause, and makes a new plan.
+"""The review compares what happened with the plan. It counts each drift, and makes a new plan.
 
 compared                                        when
 order: the groups whose forwards began          at the end of each root forward
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from .._comm.agreement import Among, Ballot, Outcome, agree, names_in, real, slowest
 from .._faults.seat import Seat
-from .._plan.drift import DriftLog, drift, order_drift, time_drift
+from .._plan.drift import order_drift, time_drift
 from .._plan.plan import ShardPlan, replan
 from .._plan.record import Record
 from .._plan.schedule import NO_GRAD, TRAIN, Action, Kind
@@ -48,14 +48,15 @@ class Review:
         given: whether a user set the plan.
 
     Attributes:
-        log: the drifts so far.
+        drifts: number of forwards with a different order (``order``), of iterations with more bytes than planned
+            (``bytes``), and of measurements with different times (``time``).
         replans: how often a new plan was made.
         measuring: decides which steps are measured, and tracks whether the current one is.
         seat: the model's entry in the ledgers.
     """
 
     def __init__(self, order: Order, actions: Actions, among: Among, seat: Seat, given: bool = False) -> None:
-        self.log = DriftLog()
+        self.drifts = Counter(order=0, bytes=0, time=0)
         self.replans = 0
         self.measuring = Measuring(actions)
         self._order = order
@@ -130,13 +131,13 @@ class Review:
         plan = replan(planned, seen)
         agree(plan, self._among)
         if plan is not planned:
-            self.log.add("order", self._forwards, order_drift(planned, plan))
+            self.drifts["order"] += 1
             self._adopt(plan)
         self._order.note(self._phase, seen.order)
 
     def _left_plan(self, planned: PhaseSchedule, seen: Record) -> None:
-        """Log a forward that deviated from the plan, and start a vote on a plan with its order."""
-        self.log.add("order", self._forwards, order_drift(planned, seen))
+        """Count a forward that deviated from the plan, and start a vote on a plan with its order."""
+        self.drifts["order"] += 1
         plan = self._order.plan
         noted = partial(plan.noting, self._phase, seen.order, seen.around)
         self._want(partial(replan, plan, seen) if self._phase == TRAIN else noted, self._may_be_alone(planned, seen))
@@ -174,15 +175,11 @@ class Review:
             self._compare_times()
 
     def _compare_bytes(self) -> None:
-        """Log the peak of live bytes, which has grown, if it exceeds the planned peak."""
-        peak, plan, record = self._actions.pool.peak_bytes, self._order.plan, self._actions.recorder.history.last
-        self._most_bytes = peak
-        if record is None or peak <= plan.peak_bytes:
+        """Count the peak of live bytes, which has grown, if it exceeds the planned peak."""
+        self._most_bytes = self._actions.pool.peak_bytes
+        if self._actions.recorder.history.last is None or self._most_bytes <= self._order.plan.peak_bytes:
             return
-        # Only a record of the step that had this peak, in the planned order, can tell why.
-        causes = drift(plan, record) if record.peak_bytes == peak and record.order == plan.order else ()
-        summary = f"{peak} bytes were live, more than the planned peak of {plan.peak_bytes}"
-        self.log.add("bytes", self._forwards, [*causes, summary])
+        self.drifts["bytes"] += 1
         self._want(self._order.described)  # dtypes or options may have changed since the plan was made
 
     def _compare_times(self) -> None:
@@ -194,11 +191,10 @@ class Review:
         agreed = dict(zip(seconds, slowest(list(seconds.values()), self._linked), strict=True))
         costs = costs_of(plan, agreed, self._actions.streams)
         if plan.costs is not None:
-            drifted = time_drift(plan, replace(plan, costs=costs).times() or {})
             self.measuring.check_later()
-            if not drifted:
+            if not time_drift(plan, replace(plan, costs=costs).times() or {}):
                 return
-            self.log.add("time", self._forwards, drifted)
+            self.drifts["time"] += 1
         measured = plan.with_policies(costs=costs)
         agree(measured, self._linked)
         self._adopt(measured)

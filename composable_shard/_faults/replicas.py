@@ -70,7 +70,7 @@ class Rolling:
         if not period or self._forwards % period or model is None:
             return None
         statistics = _statistics(model)
-        values = [value for value in _values(model, None, {}, generators=False) if id(value.held) not in statistics]
+        values = [value for value in _values(model, None, {}) if id(value.held) not in statistics]
         if not values:
             return None
         self._next += 1
@@ -94,9 +94,7 @@ def _period() -> int:
     return int(given)
 
 
-def check_replicas(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, generators: bool = False
-) -> None:
+def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Check that ranks agree bit for bit on all values that must be equal. Collective: call it on all ranks.
 
     Compared values:
@@ -105,6 +103,8 @@ def check_replicas(
     - the shards of parameters, over the replicas of a 2D mesh or of tensor parallelism
     - an optimizer's settings (for example learning rates), its step counts, and its state over replicas
 
+    The states of random generators are not compared, because dropout needs different states on different ranks.
+
     Before `fully_shard`, this is the whole model, so the check shows whether all ranks initialized it in the same way.
     This cannot be checked later. Each tensor is reduced to a fingerprint of 8 bytes, and only one combined fingerprint
     is sent. If these differ, the fingerprints of all tensors are compared.
@@ -112,8 +112,6 @@ def check_replicas(
     Args:
         model: a model, sharded or not.
         optimizer: the optimizer of its parameters.
-        generators: whether the states of torch's default random generator must be equal, too. They are not compared by
-            default, because dropout needs different states on different ranks.
 
     Raises:
         RankMismatchError: values differ. Raised on all ranks, with the names of the first differing values.
@@ -121,7 +119,7 @@ def check_replicas(
     """
     difference = ""
     state = {} if optimizer is None else sharded_state_of(optimizer)
-    values = [*_values(model, optimizer, state, generators)]
+    values = [*_values(model, optimizer, state)]
     axes = _axes(model)
     for group in dict.fromkeys([*axes, *[group for value in values for group in value.groups]]):
         here = _difference(group, [value for value in values if group in value.groups])  # a collective: never skipped
@@ -145,7 +143,7 @@ def broadcast_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
     """
     with torch.no_grad(), without_dispatch_modes():
         state = {} if optimizer is None else sharded_state_of(optimizer)
-        for value in _values(model, optimizer, state, generators=False):
+        for value in _values(model, optimizer, state):
             for group in value.groups:
                 if isinstance(value.held, torch.Tensor):
                     _send(value.held, group)
@@ -181,10 +179,7 @@ def _axes(model: nn.Module) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _values(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    state: Mapping[torch.Tensor, Any],
-    generators: bool,
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, state: Mapping[torch.Tensor, Any]
 ) -> Iterator[_Value]:
     axes = _axes(model)
     names: dict[int, str] = {}
@@ -193,8 +188,6 @@ def _values(
         yield from _tensor(f"parameter {name}", param, axes)
     for name, buffer in model.named_buffers():
         yield from _tensor(f"buffer {name}", buffer, axes)
-    if generators:
-        yield _Value("state of torch's random generator", torch.get_rng_state(), axes)
     if optimizer is None:
         return
     for index, group in enumerate(optimizer.param_groups):

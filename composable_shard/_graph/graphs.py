@@ -93,12 +93,7 @@ def computes(node: fx.Node) -> bool:
 
 
 def sequence(graph: fx.Graph) -> str:
-    """The graph as a sequence of letters, in order.
-
-    G launches an all-gather, R a reduce-scatter, A an all-reduce, X an all-to-all; w waits for one of them; m is a
-    matrix product; k keeps gradients for a later reduction, s hands reduced gradients over to `.grad`. Other operators
-    have no letter.
-    """
+    """The graph as a sequence of letters, in order; see `GraphReport`."""
     return "".join(letter_of(node) for node in graph.nodes)
 
 
@@ -123,7 +118,9 @@ class GraphReport:
 
     Attributes:
         direction: ``forward``, ``backward`` or ``inference``.
-        sequence: its letters.
+        sequence: its operators as letters, in order. G launches an all-gather, R a reduce-scatter, A an all-reduce, X
+            an all-to-all; w waits for one of them; m is a matrix product; k keeps gradients for a later reduction, s
+            hands reduced gradients over to `.grad`. Other operators have no letter.
         gathers: its all-gathers of weights, in order.
         saved: bytes of the tensors that a forward graph saves for backward and that are not its inputs.
         course: its launches, waits and compute in order, by the paths of modules in the graph. The shares of compute

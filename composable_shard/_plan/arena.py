@@ -27,12 +27,12 @@ placing the topmost buffer first), and placing only the buffers near the topmost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple
 
-ALIGNMENT_BYTES = 512
+from .layout import slot_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,6 @@ class Lifetime:
 
     Attributes:
         name: identifies the content. Lifetimes of one name get one offset if that costs (almost) no memory.
-        lane: the stream that orders the buffer's uses. Buffers of different lanes share no memory.
         queued: whether the buffer is live only until its use is queued on a stream.
     """
 
@@ -49,15 +48,13 @@ class Lifetime:
     nbytes: int
     opened: int
     closed: int
-    lane: str = ""
     queued: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaSlot:
-    """The memory of a lifetime: `nbytes` bytes (a multiple of 512) at byte `offset` of a lane."""
+    """The memory of a lifetime: `nbytes` bytes (a multiple of 512) at byte `offset` of the arena."""
 
-    lane: str
     offset: int
     nbytes: int
 
@@ -89,59 +86,49 @@ class Arena:
     Attributes:
         lifetimes: the buffers.
         slots: one slot per lifetime.
-        lanes: the name and size in bytes of each lane.
-        bound: a lower bound in bytes for any arrangement: the peak of live bytes of each lane, summed over lanes.
+        nbytes: the size in bytes.
+        bound: a lower bound in bytes for any arrangement: the peak of live bytes.
     """
 
     lifetimes: tuple[Lifetime, ...]
     slots: tuple[ArenaSlot, ...]
-    lanes: tuple[tuple[str, int], ...]
+    nbytes: int
     bound: int
-
-    @property
-    def nbytes(self) -> int:
-        """Total bytes of all lanes."""
-        return sum(nbytes for _, nbytes in self.lanes)
 
     def __str__(self) -> str:
         ratio = self.nbytes / self.bound if self.bound else 1.0
-        lanes = "".join(f"\n  lane {lane or '(all)'}: {nbytes} bytes" for lane, nbytes in self.lanes)
-        return (
-            f"arena: {self.nbytes} bytes for {len(self.slots)} lifetimes, lower bound {self.bound} ({ratio:.3f}){lanes}"
-        )
+        return f"arena: {self.nbytes} bytes for {len(self.slots)} lifetimes, lower bound {self.bound} ({ratio:.3f})"
 
 
 def peak_bytes(lifetimes: Iterable[Lifetime]) -> int:
     """The peak of live bytes, a lower bound for the size of any arrangement."""
-    return _peak((life.opened, life.closed, life.nbytes) for life in lifetimes)
+    changes: dict[int, int] = {}
+    for life in lifetimes:
+        changes[life.opened] = changes.get(life.opened, 0) + life.nbytes
+        changes[life.closed] = changes.get(life.closed, 0) - life.nbytes
+    live = peak = 0
+    for step in sorted(changes):
+        live += changes[step]
+        peak = max(peak, live)
+    return peak
 
 
-def aligned(nbytes: int) -> int:
-    """Round up to a multiple of 512 bytes."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def solve(lifetimes: Sequence[Lifetime], period: int | None = None) -> Arena:
+def solve(lifetimes: Sequence[Lifetime]) -> Arena:
     """Assign a slot to each lifetime, such that lifetimes that overlap in time share no byte.
 
     Args:
         lifetimes: in any order. The order only breaks ties.
-        period: number of steps of a loop, if the lifetimes repeat. A lifetime that closes after `period` continues in
-            the next round. None if the lifetimes occur once.
     """
-    slots = [ArenaSlot(life.lane, 0, 0) for life in lifetimes]
-    lanes, bound = [], 0
-    for lane in dict.fromkeys(life.lane for life in lifetimes):
-        at = [i for i, life in enumerate(lifetimes) if life.lane == lane and life.nbytes and life.opened < life.closed]
-        at.sort(key=lambda i: lifetimes[i].opened)
-        sizes = [aligned(lifetimes[i].nbytes) for i in at]
-        arcs = [(index, *arc) for index, i in enumerate(at) for arc in _arcs(lifetimes[i], period) if arc[0] < arc[1]]
-        offsets = pack(sizes, _meetings(len(at), arcs), [lifetimes[i].name for i in at])
-        for i, offset, nbytes in zip(at, offsets, sizes, strict=True):
-            slots[i] = ArenaSlot(lane, offset, nbytes)
-        lanes.append((lane, max(map(sum, zip(offsets, sizes, strict=True)), default=0)))
-        bound += _peak((begin, end, sizes[index]) for index, begin, end in arcs)
-    return Arena(tuple(lifetimes), tuple(slots), tuple(lanes), bound)
+    slots = [ArenaSlot(0, 0)] * len(lifetimes)
+    at = [i for i, life in enumerate(lifetimes) if life.nbytes and life.opened < life.closed]
+    at.sort(key=lambda i: lifetimes[i].opened)
+    lives = [lifetimes[i] for i in at]
+    sizes = [slot_bytes(life.nbytes) for life in lives]
+    offsets = pack(sizes, _meetings(lives), [life.name for life in lives])
+    for i, offset, nbytes in zip(at, offsets, sizes, strict=True):
+        slots[i] = ArenaSlot(offset, nbytes)
+    bound = peak_bytes(replace(life, nbytes=nbytes) for life, nbytes in zip(lives, sizes, strict=True))
+    return Arena(tuple(lifetimes), tuple(slots), max(map(sum, zip(offsets, sizes, strict=True)), default=0), bound)
 
 
 def as_placed(lifetimes: Sequence[Lifetime], turn: int, pool_slots: Iterable[Placed]) -> Arena | None:
@@ -160,17 +147,18 @@ def as_placed(lifetimes: Sequence[Lifetime], turn: int, pool_slots: Iterable[Pla
     known = {(each.name, each.backward, each.nbytes): each.slots for each in pool_slots}
     parts: list[tuple[Lifetime, ArenaSlot]] = []
     for life in lifetimes:
-        key = life.name, life.opened >= turn, aligned(life.nbytes)
+        if not life.nbytes:
+            continue
+        key = life.name, life.opened >= turn, slot_bytes(life.nbytes)
         slots = known.get(key) or known.get((life.name, False, key[2]), ())
-        if not slots and life.nbytes:
+        if not slots:
             return None
         parts += [(replace(life, nbytes=slot.nbytes), slot) for slot in slots]
     lives, placed = [life for life, _ in parts], [slot for _, slot in parts]
-    meets = _meetings(len(parts), [(at, life.opened, life.closed) for at, life in enumerate(lives)])
-    if any(_overlap(placed[at], placed[other]) for at, met in enumerate(meets) for other in met):
+    if any(_overlap(placed[at], placed[other]) for at, met in enumerate(_meetings(lives)) for other in met):
         return None
     end = max((slot.offset + slot.nbytes for slot in placed), default=0)
-    return Arena(tuple(lives), tuple(placed), (("", end),), peak_bytes(lives))
+    return Arena(tuple(lives), tuple(placed), end, peak_bytes(lives))
 
 
 def _overlap(one: ArenaSlot, other: ArenaSlot) -> bool:
@@ -184,39 +172,18 @@ def followers(arena: Arena) -> list[list[int]]:
         [
             other
             for other, before in enumerate(lives)
-            if before.closed <= life.opened and before.lane == life.lane and _overlap(slots[at], slots[other])
+            if before.closed <= life.opened and _overlap(slots[at], slots[other])
         ]
         for at, life in enumerate(lives)
     ]
 
 
-def _peak(lives: Iterable[tuple[int, int, int]]) -> int:
-    changes: dict[int, int] = {}
-    for opened, closed, nbytes in lives:
-        changes[opened] = changes.get(opened, 0) + nbytes
-        changes[closed] = changes.get(closed, 0) - nbytes
-    live = peak = 0
-    for step in sorted(changes):
-        live += changes[step]
-        peak = max(peak, live)
-    return peak
-
-
-def _arcs(life: Lifetime, period: int | None) -> Iterator[tuple[int, int]]:
-    """The half-open step intervals of one round in which a lifetime is live."""
-    if period is None or life.closed <= period:
-        yield life.opened, life.closed
-    else:
-        assert life.closed - period <= life.opened < period, f"{life} meets itself in a loop of {period} steps"
-        yield 0, life.closed - period
-        yield life.opened, period
-
-
-def _meetings(count: int, arcs: Sequence[tuple[int, int, int]]) -> list[list[int]]:
+def _meetings(lives: Sequence[Lifetime]) -> list[list[int]]:
     """For each lifetime, the indices of the lifetimes that it meets: both are live at some step."""
-    meets: list[dict[int, None]] = [{} for _ in range(count)]
+    meets: list[dict[int, None]] = [{} for _ in lives]
     live: dict[int, None] = {}
-    changes = [(end, 0, i) for i, _, end in arcs] + [(begin, 1, i) for i, begin, _ in arcs]
+    changes = [(life.closed, 0, i) for i, life in enumerate(lives)]
+    changes += [(life.opened, 1, i) for i, life in enumerate(lives)]
     for _, opens, i in sorted(changes):
         if not opens:
             del live[i]

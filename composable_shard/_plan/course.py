@@ -15,6 +15,7 @@ from .schedule import ROOT_NAME, Action, Kind
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 LAUNCHES = (Kind.UNSHARD, Kind.REDUCE)
+WAITS = (Kind.WAIT, Kind.REDUCED)
 _ENDS = {Kind.WAIT: Kind.UNSHARD, Kind.REDUCED: Kind.REDUCE}  # for each wait, the launch that it waits for
 _GIVE_UP = (Kind.RESHARD, Kind.SHRINK)
 _LETTERS = {Kind.UNSHARD: "G", Kind.REDUCE: "R", Kind.FORWARD: "c", Kind.BACKWARD: "c", Kind.RESHARD: ""}

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
+from .costs import Times
 from .plan import ShardPlan
 from .record import Record
 from .schedule import ROOT_NAME
-from .simulation import Times
 
 _TIME_TOLERANCE = 0.25  # of the planned seconds
 _LEAST_TIME = 0.01  # of the planned compute of a step: smaller differences are ignored
-_TOLD = 32  # number of statements that a `DriftLog` stores
-
-
-class DriftLog:
-    """All drift since the model was sharded.
-
-    Attributes:
-        counts: number of forwards with a different order (``order``), of iterations with more bytes than planned
-            (``bytes``), and of measurements with different times (``time``).
-        lines: the last statements, each with the number of the root forward in which the drift was noticed.
-    """
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter(order=0, bytes=0, time=0)
-        self.lines: deque[str] = deque(maxlen=_TOLD)
-
-    def add(self, kind: str, forward: int, statements: Sequence[str]) -> None:
-        """Count one drift of a type, and store the statements that describe it."""
-        self.counts[kind] += 1
-        self.lines += [f"forward {forward}, {kind}: {each}" for each in statements]
 
 
 def drift(plan: ShardPlan, record: Record) -> tuple[str, ...]:

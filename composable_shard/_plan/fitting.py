@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..errors import PoolBudgetError
+from .costs import Sizes
 from .schedule import (
     MAX_REDUCTIONS,
     ROOT_NAME,
@@ -34,7 +35,7 @@ from .schedule import (
     modules_of,
     timed_step,
 )
-from .simulation import Sizes, lifetimes, live_bytes
+from .simulation import lifetimes, live_bytes
 
 # Each level: (1) reductions in flight, (2) whether backward waits for reductions before it gathers, (3) whether weights
 # stay unsharded for the next backward of their group.

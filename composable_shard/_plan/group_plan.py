@@ -72,13 +72,11 @@ class Reduced(NamedTuple):
     Attributes:
         dtype: dtype of the gradients.
         layout: layout of the reduction over the shard axis.
-        sent: what a rank sends to each peer of the shard axis in fewer bits; None if gradients are sent in `dtype`.
         between: what a replica sends to each other replica in fewer bits; None if gradients are sent in `dtype`.
     """
 
     dtype: torch.dtype
     layout: ReduceLayout
-    sent: Parcel | None
     between: Parcel | None
 
 
@@ -149,16 +147,6 @@ class GroupPlan:
         """Bytes of the slots of the unsharded parameters, padding included."""
         return self.sizes.weights
 
-    @property
-    def landing_bytes(self) -> int:
-        """Bytes of the landing buffers, which a gather needs in addition to the unsharded parameters."""
-        return self.sizes.landing
-
-    @property
-    def reduce_bytes(self) -> int:
-        """Bytes of the buffers of a reduction."""
-        return self.sizes.reduction
-
     def _resident_layouts(self) -> list[tuple[torch.dtype, BucketLayout]]:
         """By dtype, the bucket for weights that are resharded to `small_size` ranks; empty if `small_size` is 0."""
         members = self._gathered if self.small_size else ()
@@ -227,7 +215,7 @@ class GroupPlan:
         for members in self._reduced:
             dtype, layout = members.dtype, self._reduce_layout(members)
             between = layout.between_replicas(dtype.itemsize, self.comm_policy.wire("replicas", dtype))
-            reductions.append(Reduced(dtype, layout, layout.parcel, between))
+            reductions.append(Reduced(dtype, layout, between))
         return tuple(reductions)
 
     @property

@@ -18,8 +18,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import le
 from typing import NamedTuple
 
+from .costs import Sizes, Times
 from .schedule import MAX_REDUCTIONS, Step, backward_order, forward_order
-from .simulation import Sizes, Times
 
 _STATE_WORK = 16  # cost of creating a state, in comparisons
 
@@ -112,7 +112,6 @@ class Optimum:
         least: a lower bound of the exposed seconds: the transfers that must precede and follow all compute, or the
             excess of `link_seconds` over `compute`.
         work: number of comparisons of two states. Creating a state counts as `_STATE_WORK` comparisons.
-        is_exact: whether the search kept all states that might lead to the best schedule.
     """
 
     def __init__(
@@ -142,7 +141,6 @@ class Optimum:
         self._last = computing[-1] if computing else len(self._events)
         self.least = max(self._before(min(computing, default=0)) + self._behind(0), self.link_seconds - self.compute)
         self.work = 0
-        self.is_exact = True
         self._most_work = self._width = float("inf")
 
     def _add_event(self, step: Step, size: Sizes, time: Times, backward: bool, stays: bool) -> None:
@@ -180,7 +178,7 @@ class Optimum:
         Returns:
             The best schedule, or None if it does not have less than `below` exposed seconds.
         """
-        self.work, self.is_exact, self._most_work, self._width = 0, True, most_work, width
+        self.work, self._most_work, self._width = 0, most_work, width
         if self.least >= below:
             return None
         latest = below + self.compute
@@ -308,7 +306,6 @@ class Optimum:
         for progress, state in reached:
             self.work += _STATE_WORK
             if self.work > self._most_work:
-                self.is_exact = False
                 return {}
             soonest = max(state.now + ahead.compute, state.link + ahead.reductions + self._gathers_left[progress[0]])
             if soonest < latest:
@@ -320,7 +317,6 @@ class Optimum:
             for times in self._undominated(sorted(each))
         ]
         if len(left) > self._width:
-            self.is_exact = False
             left = sorted(left, key=lambda one: one[:3])[: int(self._width)]
         states: _States = {}
         for _, progress, _, state in left:
@@ -341,6 +337,5 @@ class Optimum:
             else:
                 kept.append(times)
             if self.work > self._most_work:
-                self.is_exact = False
                 break
         return kept

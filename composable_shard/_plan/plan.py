@@ -17,6 +17,7 @@ from .._policies import ONE_AHEAD, PoolPolicy, PrefetchPolicy
 from ..errors import ShardConfigValueError
 from .arena import Arena, Lifetime, Placed, as_placed, peak_bytes, solve
 from .codec import read, written
+from .costs import Costs, Sizes, Times, held
 from .course import CourseStep, courses_of
 from .group_plan import GroupPlan as GroupPlan
 from .group_plan import ParamPlan as ParamPlan
@@ -37,7 +38,7 @@ from .schedule import (
     training_step,
 )
 from .search import scheduled
-from .simulation import Costs, Prediction, Sizes, Times, Trace, held, lifetimes, live_bytes, predict, trace
+from .simulation import Prediction, Trace, lifetimes, live_bytes, predict, trace
 from .text import around_changes, group_changes, mib, order_changes, other_model, plan_text, schedule_changes
 
 JSON_VERSION = 10
@@ -106,16 +107,6 @@ class ShardPlan:
         return self.prefetch == ONE_AHEAD and self.pool == UNBOUNDED
 
     # ---- phases
-
-    @property
-    def orders(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """The name and the order of each phase that has run."""
-        return tuple((phase.name, phase.order) for phase in self.phases)
-
-    @property
-    def arounds(self) -> tuple[tuple[str, Around], ...]:
-        """The name and the enclosing groups of each phase whose enclosing groups differ from `around`."""
-        return tuple((phase.name, phase.around) for phase in self.phases if phase.around is not None)
 
     def _phase_named(self, name: str) -> Phase:
         """The phase with this name. If it has not run, a phase with the plan's order."""
@@ -210,7 +201,7 @@ class ShardPlan:
     def arena(self) -> Arena:
         """Offsets for all buffers of `actions`: those of the pool if they are known and still valid, else solved.
 
-        The arena has one lane. Buffers of different streams may share memory, because the pool orders them by events.
+        Buffers of different streams may share memory, because the pool orders them by events.
         """
         lives, timed = self.lifetimes(), self.timed()
         forward = itertools.takewhile(lambda action: action.kind is not Kind.BACKWARD, timed)
@@ -397,7 +388,7 @@ class ShardPlan:
         shown = [self.group(fqn) for fqn in dict.fromkeys([*self.order, *(g.fqn for g in self.groups)])]
         budget = "" if self.pool.budget is None else f", budget {mib(self.pool.budget)}"
         why = f"prefetch: {self.prefetch}{budget}"
-        phases = [(phase, order if order != self.order else ()) for phase, order in self.orders]
+        phases = [(phase.name, phase.order if phase.order != self.order else ()) for phase in self.phases]
         return plan_text(shown, self.schedule, why, self.predicted(), phases)
 
 

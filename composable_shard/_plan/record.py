@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .codec import read, written
+from .costs import Times
 from .schedule import Action, Kind
-from .simulation import Times
 
 JSON_VERSION = 1
 

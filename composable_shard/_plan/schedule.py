@@ -41,18 +41,6 @@ class Action:
     def __str__(self) -> str:
         return f"{self.kind} {self.fqn or ROOT_NAME}"
 
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """The inverse of `str`.
-
-        Raises:
-            ShardConfigValueError: the text is not an action.
-        """
-        kind, _, fqn = text.strip().partition(" ")
-        if kind not in Kind.__members__ or not fqn:
-            raise ShardConfigValueError(f"{text!r} is not an action; expected, for example, 'UNSHARD layers.3'")
-        return cls(Kind(kind), "" if fqn == ROOT_NAME else fqn)
-
 
 @dataclass(frozen=True, slots=True)
 class Step:

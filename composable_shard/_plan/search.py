@@ -27,10 +27,11 @@ from typing import NamedTuple
 from .._policies import PrefetchPolicy
 from ..errors import PoolBudgetError
 from .arena import Lifetime, solve
+from .costs import Sizes, Times, held
 from .fitting import SMALL, Bare, bare_step, by_bytes, by_depth, fitting, levels
 from .optimum import Found, Optimum
 from .schedule import MARKS, MAX_REDUCTIONS, Action, Kind, Schedule, Step, forward_order, kept_by_setting, timed_step
-from .simulation import Sizes, Timeline, Times, held, lifetimes, live_bytes, simulate
+from .simulation import Timeline, lifetimes, live_bytes, simulate
 
 _MOST_WORK = 1_200_000  # limit for one schedule, in comparisons (see `Optimum.work`): less than a second
 _ACTION_WORK = 10  # cost of generating an action, in comparisons

@@ -22,10 +22,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .arena import Arena, Lifetime, followers, peak_bytes
-from .costs import Costs as Costs
-from .costs import Sizes as Sizes
-from .costs import Times as Times
-from .costs import held as held
+from .costs import Sizes, Times
 from .schedule import MARKS, Action, Kind
 
 

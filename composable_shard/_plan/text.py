@@ -17,7 +17,7 @@ _GROUP_WORDS: tuple[tuple[str, Callable[[GroupPlan], object]], ...] = (
     ("comm policy", lambda group: group.comm_policy),
     ("transport", lambda group: f"{group.route.name}: {group.transport}" if group.route else group.transport),
     ("unsharded bytes", lambda group: group.unsharded_bytes),
-    ("reduction bytes", lambda group: group.reduce_bytes),
+    ("reduction bytes", lambda group: group.sizes.reduction),
 )
 _HEAD = ("group", "parameters", "shard", "unsharded", "dtype", "reshard", "transport")
 _MILLISECONDS = ("gather ms", "compute ms", "reduce ms", "exposed ms")

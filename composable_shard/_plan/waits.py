@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from .course import COMPUTE, LAUNCHES
+from .course import COMPUTE, LAUNCHES, WAITS
 from .plan import UNBOUNDED, ShardPlan
 from .schedule import MARKS, Action, Kind
 from .simulation import Trace
@@ -102,7 +102,7 @@ class _Reader:
         self.turn_index = next((at for at, each in enumerate(self.timed) if each.kind is Kind.BACKWARD), -1)
         self.link = [span for span in step.spans if span[0] in LAUNCHES]
         self.compute = [span for span in step.spans if span[0] in COMPUTE]
-        self.began = {(kind, fqn, end): begin for kind, fqn, begin, end in step.spans if kind in _WAITS}
+        self.began = {(kind, fqn, end): begin for kind, fqn, begin, end in step.spans if kind in WAITS}
         self.done = _times_of(self.timed, step)
         self.turn = _end_of_forward(self.compute, self.done[: max(0, self.turn_index)])
         self.rates = {kind: _rate(plan, kind) for kind in LAUNCHES}
@@ -157,7 +157,7 @@ class _Reader:
 
     def _following(self, at: int) -> Action | None:
         """The first action after index `at` that is not a wait."""
-        return next((each for each in self.timed[at + 1 :] if each.kind not in _WAITS), None)
+        return next((each for each in self.timed[at + 1 :] if each.kind not in WAITS), None)
 
     def _of_gather(self, wait: Wait, flight: _Flight, needed: float, number: int) -> Cause:
         start = self.turn if wait.backward else 0.0
@@ -180,7 +180,6 @@ def _of_reduction(wait: Wait, following: Action | None, is_over: bool) -> Cause:
 
 
 _NOISE = 1e-12  # seconds; rounding errors of differences of sums
-_WAITS = (Kind.WAIT, Kind.REDUCED)
 _WAIT_FOR = {Kind.REDUCE: Kind.REDUCED}  # how a trace names waits for the memory of a reduction
 _ENDS = {Kind.WAIT: Kind.UNSHARD, Kind.REDUCED: Kind.REDUCE}
 _Spans = Sequence[tuple[Kind, str, float, float]]

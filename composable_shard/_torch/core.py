@@ -827,6 +827,3 @@ def _write(
 
 # Whether torch's profiler is active.
 is_profiled: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
-
-# Keeps the current stream of a GPU busy for a number of clock cycles.
-cuda_sleep: Callable[[int], None] = torch.cuda._sleep

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import flop_registry
 
-from .core import address_of
+from .core import address_of, has_memory
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 # Attention operators whose FLOPs torch does not count, with the index of the queries among the arguments.
@@ -109,21 +109,16 @@ class ProgramMode(FakeTensorMode):
 
     def may_turn_const(self, t: torch.Tensor) -> bool:
         """Whether a real tensor keeps its values when it becomes a fake one."""
-        return _is_small(t) and t.layout is torch.strided and not is_fake(t)
+        return _is_small(t) and t.layout is torch.strided and has_memory(t)
 
     def constructed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call one of `CONSTRUCTORS`; the result keeps its values if it is small."""
         out = func(*args, **kwargs)
-        if not (is_fake(out) and _is_small(out)):
+        if has_memory(out) or not _is_small(out):
             return out
         with _disable_current_modes():
             real = func(*args, **kwargs)
         return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is fake, so that it has no memory."""
-    return isinstance(tensor, FakeTensor)
 
 
 def with_values(function: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
@@ -211,7 +206,7 @@ _data_ptr, _iterator = torch.Tensor.data_ptr, DataLoader._get_iterator
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return address_of(tensor) if is_fake(tensor) else _data_ptr(tensor)
+    return _data_ptr(tensor) if has_memory(tensor) else address_of(tensor)
 
 
 def _iterator_without_workers(loader: DataLoader[Any]) -> Any:

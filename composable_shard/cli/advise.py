@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ComposableShardError
 from .bits import add_bits, bits_of
 from .program import described, import_from_here
 from .terminal import Table, add_debug, draw, say_error, size
+
+if TYPE_CHECKING:
+    from ..planner import Machine
 
 NAME = "advise"
 DESCRIPTION = """\
@@ -77,7 +81,7 @@ def add_command(commands: Any) -> None:
 
 def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from ..planner import text
-    from ..planner.advise import advise
+    from ..planner.advise import advise, machine_of
     from ..planner.picture import draw as draw_picture
 
     import_from_here()
@@ -85,12 +89,7 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         advice = advise(
             parsed.model,
             devices=parsed.devices,
-            machine=parsed.machine,
-            memory_per_device=parsed.memory,
-            host_memory_per_device=parsed.host_memory,
-            intra_node=parsed.intra_node,
-            inter_node=parsed.inter_node,
-            disk_bandwidth=parsed.disk,
+            machine=_adjusted(machine_of(parsed.machine), parsed),
             batch=parsed.batch,
             sequence=parsed.sequence,
             precision=parsed.precision,
@@ -112,6 +111,14 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     else:
         _print(advice, None if parsed.all else 12)
     return 0 if advice.recommended is not None else 1
+
+
+def _adjusted(machine: Machine, parsed: argparse.Namespace) -> Machine:
+    given = {"memory": parsed.memory, "host_memory": parsed.host_memory, "disk_bandwidth": parsed.disk}
+    for name in ("intra_node", "inter_node"):
+        bandwidth = getattr(parsed, name)
+        given[name] = None if bandwidth is None else replace(getattr(machine, name), bandwidth=bandwidth)
+    return replace(machine, **{name: value for name, value in given.items() if value is not None})
 
 
 def _print(advice: Any, most: int | None) -> None:

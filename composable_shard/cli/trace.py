@@ -52,7 +52,7 @@ def add_command(commands: Any) -> None:
 
 
 def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from ..report import capture
+    from ..report._capture import capture
 
     if not parsed.script:
         parser.error("give a SCRIPT, or -m MODULE")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,20 @@ from .._plan.plan import ShardPlan
 from .._policies import AS_IT_IS, CommPolicy
 from ..errors import ShardConfigTypeError, ShardConfigValueError
 from .checkpointing import CHECKPOINTING
-from .machine import KNOWN, Link, Machine
-from .memory import Gradients, Memory, memory_of
+from .machine import KNOWN, Machine
+from .memory import Gradients, Memory, memory_of, pool_of
 from .precision import Precision, precision_of
 from .profile import Profile
 from .shape import Shape
 from .sources import Source, source_of
 from .stepping import ADAMW, check_optimizer, is_possible, shown_groups, stepping_of
 from .strategies import (
+    STAYS,
     Strategy,
     held_bytes,
     moved_bytes,
     off_device,
     plan_of,
-    pooled,
     reducing,
     shard_bytes,
     strategies,
@@ -119,11 +119,6 @@ def advise(
     *,
     devices: int,
     machine: Machine | str = "h100",
-    memory_per_device: int | None = None,
-    host_memory_per_device: int | None = None,
-    intra_node: float | None = None,
-    inter_node: float | None = None,
-    disk_bandwidth: float | None = None,
     batch: int = 1,
     sequence: int | None = None,
     precision: str = "bfloat16-mixed",
@@ -148,14 +143,9 @@ def advise(
               return a pair: the model, and a function that takes the model and a number of sequences and returns the
               loss.
         devices: number of devices.
-        machine: a `Machine`, a name in `KNOWN`, or the file that ``measure-links`` wrote.
-        memory_per_device: bytes of memory per device. Default: that of the machine.
-        host_memory_per_device: bytes of host memory per device. Default: that of the machine. If it is known, offload
-            must fit into it, and strategies with the optimizer state on disk are considered.
-        intra_node: bandwidth of a device within its node, in bytes per second. Default: that of the machine.
-        inter_node: bandwidth of a device to other nodes, in bytes per second. Default: that of the machine.
-        disk_bandwidth: bytes per second that a disk reads and writes in total, for one device. Default: that of the
-            machine.
+        machine: a `Machine`, a name in `KNOWN`, or the file that ``measure-links`` wrote. To change a value, call
+            ``dataclasses.replace(KNOWN["h100"], memory=40 * 2**30)``. If its `host_memory` is known, offload must fit
+            into it, and strategies with the optimizer state on disk are considered.
         batch: sequences per step and device.
         sequence: tokens per sequence. Default: that of the shape. Required if a function makes the model.
         precision: ``float32``, ``bfloat16-mixed`` (parameters, optimizer and reductions in float32),
@@ -174,11 +164,7 @@ def advise(
         ShardConfigTypeError, ShardConfigValueError: an argument is invalid. The message names the argument and what is
             valid.
     """
-    chosen = _adjusted(machine_of(machine), memory_per_device, intra_node, inter_node)
-    if disk_bandwidth is not None:
-        chosen = replace(chosen, disk_bandwidth=disk_bandwidth)
-    if host_memory_per_device is not None:
-        chosen = replace(chosen, host_memory=host_memory_per_device)
+    chosen = machine_of(machine)
     for name, value in (("devices", devices), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ShardConfigValueError(f"{name}: {value!r} is not a number above 0")
@@ -231,16 +217,6 @@ def machine_of(machine: Machine | str | os.PathLike[str]) -> Machine:
         ) from None
 
 
-def _adjusted(machine: Machine, memory: int | None, intra: float | None, inter: float | None) -> Machine:
-    if memory is not None:
-        machine = replace(machine, memory=memory)
-    if intra is not None:
-        machine = replace(machine, intra_node=Link(intra, machine.intra_node.latency))
-    if inter is not None:
-        machine = replace(machine, inter_node=Link(inter, machine.inter_node.latency))
-    return machine
-
-
 class Planner:
     """Estimates strategies. Caches traces and plans."""
 
@@ -258,7 +234,7 @@ class Planner:
         profile, base = self._profile(strategy), self._base(layout.tensor)
         plan = plan_of(base, strategy, machine)
         shards = shard_bytes(base, plan)
-        pool = pooled(strategy, plan)
+        pool = None if plan is None else pool_of(plan, strategy.name in STAYS)
         rounding = 0 if plan is None else sum(group.rounding_bytes for group in plan.groups)
         stepping = stepping_of(self._optimizer, shown_groups(base, plan), strategy, machine)
         held = held_bytes(strategy, pool, shards, stepping.state, self._cast(base, plan), rounding)

@@ -123,12 +123,8 @@ class Environment:
         }
 
 
-def environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Inspect this process and its machine.
-
-    Args:
-        variables: the environment variables. Default: those of this process.
-    """
+def environment() -> Environment:
+    """Inspect this process and its machine."""
     return Environment(
         versions=_versions(),
         torch_build=_torch_build(),
@@ -142,7 +138,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         devices=_devices(),
         backends={name: _has_backend(name) for name in BACKENDS},
         tools=_tools(),
-        variables=_shown(os.environ if variables is None else variables),
+        variables=_shown(os.environ),
     )
 
 

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+_TABLE, _ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60  # cgroup v1 writes a larger number for "no limit"
 
 
@@ -41,16 +42,16 @@ def _meminfo(name: str) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _limits(table: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[tuple[int, int]]:
+def _limits() -> Iterator[tuple[int, int]]:
     """For each cgroup of this process that limits memory: the limit, and the used bytes that cannot be freed.
 
     In a container, the directory of a cgroup is often at the root instead of the path in the table. Both are read.
     """
-    for line in _lines(table):
+    for line in _lines(_TABLE):
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        base = root / controllers
+        base = _ROOT / controllers
         folder = base / path.lstrip("/")
         for group in (folder, *folder.parents):
             if group == base or base in group.parents:

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
-from .._plan.arena import Lifetime, aligned
+from .._plan.arena import Lifetime
+from .._plan.layout import slot_bytes
 from .._plan.plan import ShardPlan
 from .._plan.schedule import MARKS, Kind
 from .._plan.simulation import lifetimes, live_bytes
@@ -218,7 +219,7 @@ def _without_arena(plan: ShardPlan, stays: bool) -> list[int]:
     sizes: dict[int, list[Lifetime]] = {}
     for life in lifetimes(plan.actions(), by_fqn):
         closed = steps if stays and life.name.startswith("weights ") else life.closed
-        sizes.setdefault(aligned(life.nbytes), []).append(replace(life, closed=closed))
+        sizes.setdefault(slot_bytes(life.nbytes), []).append(replace(life, closed=closed))
     if any(group.frees_queued for group in plan.groups) and not plan.pool.keep_idle:
         return [0, *live_bytes(list(itertools.chain(*sizes.values())), steps)]
     live = [itertools.accumulate(live_bytes(each, steps), max) for each in sizes.values()]

@@ -85,16 +85,6 @@ class Profile:
     segments: tuple[Segment, ...]
     tokens: int
 
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of matrix products in forward and backward."""
-        return sum(work.flops * count for each in self.segments for work, count in each.work.items())
-
-    @property
-    def activations(self) -> int:
-        """Largest number of live bytes, including the gradients of one group."""
-        return max(each.activations for each in self.segments)
-
 
 def profile(
     model: nn.Module, groups: Mapping[str, nn.Module], step: Callable[[], torch.Tensor], tokens: int

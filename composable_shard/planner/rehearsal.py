@@ -33,8 +33,8 @@ from .._memory.elsewhere import Rehearsed, rehearsing
 from .._memory.offload import offload_optimizer
 from .._memory.slots import Slot
 from .._policies import AS_IT_IS, CommPolicy, CPUOffloadPolicy, DiskOffloadPolicy, HostOffloadPolicy, OffloadPolicy
-from .._torch.core import current_backward, tree_tensors
-from .._torch.tracing import Guesses, ProgramMode, is_fake, seen_as_real, with_values
+from .._torch.core import current_backward, has_memory, tree_tensors
+from .._torch.tracing import Guesses, ProgramMode, seen_as_real, with_values
 from .._wrap import shard_auto
 from ..errors import ShardConfigStateError, ShardConfigValueError
 from ..optim import in_backward, owned
@@ -239,7 +239,7 @@ class _Watch:
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         """Whether the device would hold the memory of a tensor. Meta tensors have none."""
-        return is_fake(tensor) and tensor.device.type != "meta" and not self._elsewhere.steps
+        return not has_memory(tensor) and tensor.device.type != "meta" and not self._elsewhere.steps
 
     def _where(self) -> tuple[int, str]:
         if self._is_stepping:
@@ -333,11 +333,13 @@ def _first_object(out: list[Any], values: list[Any] | None = None, *args: Any, *
 
 
 def _numpy_of_fakes(tensor: torch.Tensor, *, force: bool = False) -> Any:
-    return with_values(_numpy, tensor) if is_fake(tensor) else _numpy(tensor, force=force)
+    return _numpy(tensor, force=force) if has_memory(tensor) else with_values(_numpy, tensor)
 
 
 def _format_of_fakes(tensor: torch.Tensor, spec: str) -> str:
-    return format(tensor.item(), spec) if is_fake(tensor) and not tensor.dim() else str(_format(tensor, spec))  # type: ignore[no-untyped-call]
+    if has_memory(tensor) or tensor.dim():
+        return str(_format(tensor, spec))  # type: ignore[no-untyped-call]
+    return format(tensor.item(), spec)
 
 
 def _compile_by_nothing(model: Any = None, **settings: Any) -> Any:

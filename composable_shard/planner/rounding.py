@@ -30,7 +30,8 @@ def passing_bytes(group: GroupPlan, replicas: int, streams: bool) -> int:
     """
     most = 0
     for each in group.reductions:
-        for sent, to, others in ((each.sent, group.shard_size, group.shard_size), (each.between, 1, replicas)):
+        parcel, ranks = each.layout.parcel, group.shard_size
+        for sent, to, others in ((parcel, ranks, ranks), (each.between, 1, replicas)):
             for form, numbers in _turns(each.layout, sent):
                 most = max(most, _DRAWN * to * numbers + _AT_WORK[form] * _at_once(to * numbers, streams))
                 most = max(most, _ADDED * others * numbers + _DECODED[form] * _at_once(others * numbers, streams))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from .._plan.group_plan import GroupPlan, ParamPlan
-from .._plan.layout import bucket_layout
+from .._plan.layout import ParamLayout, bucket_layout
 from .._plan.plan import ShardPlan
 from ..errors import ShardConfigValueError
 from ..optim._forecast import Forecast, Sharded, forecast
@@ -64,7 +64,7 @@ def stepping_of(optimizer: str, groups: tuple[GroupPlan, ...], strategy: Strateg
     trained = {p.fqn: p for group in groups for p in group.params if p.trains}
     world = max([group.shard_size for group in groups], default=1)
     taken = dict(_matrices(groups)) if optimizer == OWNED else {}
-    others = sum(_shard_bytes(p, world) for name, p in trained.items() if name not in taken)
+    others = sum(_layout_of(p, world).piece * p.stored.itemsize for name, p in trained.items() if name not in taken)
     seconds = _adam_seconds(others, strategy, machine)
     if not taken:
         return Stepping(MOMENTS * others, optimizer == IN_BACKWARD, 0, 0, seconds)
@@ -76,7 +76,7 @@ def stepping_of(optimizer: str, groups: tuple[GroupPlan, ...], strategy: Strateg
 
 def forecast_of(params: Mapping[str, ParamPlan], world: int) -> Forecast:
     """Predict what `owned` does with parameters of a plan."""
-    return forecast({name: Sharded(p.shape, p.stored, _rows(p, world)) for name, p in params.items()}, world)
+    return forecast({name: Sharded(p.shape, p.stored, _layout_of(p, world).chunk) for name, p in params.items()}, world)
 
 
 def _matrices(groups: tuple[GroupPlan, ...]) -> Iterator[tuple[str, ParamPlan]]:
@@ -87,13 +87,8 @@ def _matrices(groups: tuple[GroupPlan, ...]) -> Iterator[tuple[str, ParamPlan]]:
                 yield param.fqn, param
 
 
-def _rows(param: ParamPlan, world: int) -> int:
-    return bucket_layout([param.shape], world, dims=[param.dim], rows=[param.rows]).params[0].chunk
-
-
-def _shard_bytes(param: ParamPlan, world: int) -> int:
-    layout = bucket_layout([param.shape], world, dims=[param.dim], rows=[param.rows])
-    return layout.params[0].piece * param.stored.itemsize
+def _layout_of(param: ParamPlan, world: int) -> ParamLayout:
+    return bucket_layout([param.shape], world, dims=[param.dim], rows=[param.rows]).params[0]
 
 
 def _adam_seconds(trained: int, strategy: Strategy, machine: Machine) -> float:

@@ -16,11 +16,11 @@ from .._plan.schedule import MAX_REDUCTIONS, Kind
 from ..errors import ShardConfigValueError
 from .checkpointing import CHECKPOINTING, Checkpointing
 from .machine import Machine
-from .memory import Bytes, Pool, Reducing, pool_of
+from .memory import Bytes, Pool, Reducing
 from .rounding import passing_bytes, replica_buffers
 
 _KEEPS_AFTER_FORWARD = ("ddp", "zero1", "zero2")
-_STAYS = ("ddp", "zero1")
+STAYS = ("ddp", "zero1")  # parameters stay unsharded until the optimizer step
 MOMENTS = 2  # moments of Adam, each as large as the parameters
 DISK_MEMORY = 1 << 30  # bytes that a `DiskOffloadPolicy` may use for the part of the state that is in memory
 
@@ -173,11 +173,6 @@ def shard_bytes(base: ShardPlan, plan: ShardPlan | None) -> dict[str, tuple[int,
     return {each.fqn: (each.shard_bytes, part.shard_bytes) for each, part in zip(groups, trained, strict=True)}
 
 
-def pooled(strategy: Strategy, plan: ShardPlan | None) -> Pool | None:
-    """The pool of a strategy; None if nothing is sharded."""
-    return None if plan is None else pool_of(plan, strategy.name in _STAYS)
-
-
 def held_bytes(
     strategy: Strategy,
     pool: Pool | None,
@@ -190,7 +185,7 @@ def held_bytes(
 
     Args:
         strategy: the strategy.
-        pool: the result of `pooled`.
+        pool: the pool; None if nothing is sharded.
         shards: the result of `shard_bytes`.
         state: bytes of optimizer state.
         cast: bytes of unsharded parameters in the compute dtype, if there is no plan.

@@ -5,30 +5,20 @@ Figures need matplotlib (extra `plot`). Traces need no other package.
 
 from composable_shard._graph.graphs import Gather as Gather
 from composable_shard._graph.graphs import GraphReport as GraphReport
-from composable_shard._graph.graphs import report_graph as report_graph
-from composable_shard._graph.graphs import sequence as sequence
 from composable_shard._graph.guard import FailedGuard as FailedGuard
 from composable_shard._graph.guard import WatchedGraphs as WatchedGraphs
 from composable_shard._graph.guard import watch_graphs as watch_graphs
 from composable_shard._integrations.loggers import TrainingLog as TrainingLog
 from composable_shard._integrations.loggers import log_to as log_to
-from composable_shard.report._capture import Captured as Captured
-from composable_shard.report._capture import capture as capture
 from composable_shard.report._compiled_step import CompiledStep as CompiledStep
 from composable_shard.report._compiled_step import compiled_step as compiled_step
 from composable_shard.report._explain import Explanation as Explanation
 from composable_shard.report._explain import explain as explain
 from composable_shard.report._plan_memory import memory as memory
-from composable_shard.report._plots import plot_loss as plot_loss
-from composable_shard.report._plots import plot_memory as plot_memory
-from composable_shard.report._plots import plot_resident_memory as plot_resident_memory
-from composable_shard.report._plots import read_metrics as read_metrics
 from composable_shard.report._step_time import time as time
-from composable_shard.report._strategies import strategies as strategies
 from composable_shard.report._timeline import timeline as timeline
 
 __all__ = [
-    "Captured",
     "CompiledStep",
     "Explanation",
     "FailedGuard",
@@ -36,18 +26,10 @@ __all__ = [
     "GraphReport",
     "TrainingLog",
     "WatchedGraphs",
-    "capture",
     "compiled_step",
     "explain",
     "log_to",
     "memory",
-    "plot_loss",
-    "plot_memory",
-    "plot_resident_memory",
-    "read_metrics",
-    "report_graph",
-    "sequence",
-    "strategies",
     "time",
     "timeline",
     "watch_graphs",

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from composable_shard._plan.costs import Costs
 from composable_shard._plan.course import COMPUTE, LAUNCHES
 from composable_shard._plan.plan import ShardPlan
 from composable_shard._plan.record import Record, Span, own_seconds
 from composable_shard._plan.schedule import Kind
-from composable_shard._plan.simulation import Costs
 from composable_shard.errors import ShardConfigValueError
 
 _ENDS = {Kind.WAIT: Kind.UNSHARD, Kind.REDUCED: Kind.REDUCE}

@@ -111,12 +111,10 @@ def _draw_bytes(axes: Any, kinds: dict[str, list[int]], record: Record | None, b
 def _draw_arena(
     axes: Any, lives: Sequence[Lifetime], arena: Arena, kept: frozenset[str], actions: Sequence[Action]
 ) -> None:
-    lanes = dict(arena.lanes)
-    starts = {lane: sum(list(lanes.values())[:index]) for index, lane in enumerate(lanes)}  # one above the other
     for life, slot in zip(arena.lifetimes, arena.slots, strict=True):
         if not slot.nbytes:
             continue
-        bottom, height, width = (starts[slot.lane] + slot.offset) / MIB, slot.nbytes / MIB, life.closed - life.opened
+        bottom, height, width = slot.offset / MIB, slot.nbytes / MIB, life.closed - life.opened
         color = _COLORS[_kind(life, kept)]
         axes.broken_barh([(life.opened, width)], (bottom, height), facecolor=color, edgecolor="white", linewidth=0.6)
         share = width / len(actions), slot.nbytes / arena.nbytes

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from composable_shard._plan.course import COMPUTE, WAITS
 from composable_shard._plan.schedule import ROOT_NAME, Action, Kind
 from composable_shard.errors import ShardConfigValueError
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from composable_shard._plan.plan import ShardPlan
     from composable_shard._plan.record import Record
 
-_COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
-_WAITS = (Kind.WAIT, Kind.REDUCED)
 _ENDS = {Kind.UNSHARD: Kind.WAIT, Kind.REDUCE: Kind.REDUCED}  # the issue of a collective, and the wait that ends it
 _SENT = {Kind.UNSHARD: "gathers", Kind.REDUCE: "reductions"}
 _WORDS = {**_SENT, Kind.WAIT: "wait for a gather", Kind.REDUCED: "wait for a reduction"}
@@ -74,9 +73,9 @@ def _predicted(plan: ShardPlan) -> Iterator[_Side]:
     if step is None:
         return
     slices = [_Slice(*span) for span in step.spans]
-    compute = [each for each in slices if each.kind in _COMPUTE]
+    compute = [each for each in slices if each.kind in COMPUTE]
     sent = {name: [each for each in slices if each.kind is kind] for kind, name in _SENT.items()}
-    waits = [each for each in slices if each.kind in _WAITS]
+    waits = [each for each in slices if each.kind in WAITS]
     memory = list(zip(step.done, plan.live_bytes(), strict=True))
     yield _Side("predicted", {"compute": compute, **sent, "waits": waits}, memory)
 
@@ -86,11 +85,11 @@ def _measured(record: Record) -> _Side:
     spans = [_Slice(span.kind, span.fqn, span.begin - origin, span.end - origin) for span in record.spans]
     acts = _by_action(record.actions, spans)
     memory = [(act.end, live) for act, live in zip(acts, record.live_bytes, strict=True)]
-    tracks = {"compute": [each for each in spans if each.kind in _COMPUTE]}
+    tracks = {"compute": [each for each in spans if each.kind in COMPUTE]}
     for kind, name in _SENT.items():
         for number, lane in enumerate(_lanes(_in_flight(acts, kind)), start=1):
             tracks[name if number == 1 else f"{name} {number}"] = lane
-    tracks["waits"] = [each for each in acts if each.kind in _WAITS and each.end > each.begin]
+    tracks["waits"] = [each for each in acts if each.kind in WAITS and each.end > each.begin]
     return _Side("measured", tracks, memory)
 
 

@@ -13,7 +13,6 @@ from ._spmd import World as World
 from ._spmd import spmd as spmd
 from ._trace import assert_collectives as assert_collectives
 from ._trace import assert_peak_bytes as assert_peak_bytes
-from ._trace import collectives as collectives
 from ._trace import trace as trace
 from ._unsharded import assert_matches_unsharded as assert_matches_unsharded
 
@@ -27,7 +26,6 @@ __all__ = [
     "assert_collectives",
     "assert_matches_unsharded",
     "assert_peak_bytes",
-    "collectives",
     "fabric",
     "fake",
     "processes",

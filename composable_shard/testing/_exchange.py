@@ -131,12 +131,6 @@ class Exchange:
 
         return self._pending(members[group_rank], str(call.issued), lambda: bool(waiting()), message, [out])
 
-    def misfit(self, kind: str, whole: torch.Tensor, piece: torch.Tensor, ranks: int) -> str:
-        """The message if a full tensor does not consist of one such piece per rank."""
-        if kind == "all_gather":
-            return f"all_gather: {ranks} pieces of {tuple(piece.shape)} do not fit {tuple(whole.shape)}"
-        return f"{kind}: {tuple(whole.shape)} is not {ranks} pieces of {tuple(piece.shape)}"
-
     def _pending(
         self, rank: int, words: str, ready: Callable[[], bool], values: Callable[[], Tensors], outputs: Tensors
     ) -> Work:

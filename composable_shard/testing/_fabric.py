@@ -13,11 +13,10 @@ from .._comm.lanes import Lane, cpu_lanes
 from .._engine.stopwatch import use_clock
 from .._torch.core import has_side_effect
 from .._torch.distributed import store_of_one_process
-from ..errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
+from ..errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigUnsupportedError, ShardConfigValueError
 from ._alike import move_alike
 from ._clocks import Clock, Collective, RealClock, StreamClock, VirtualClock
 from ._collectives import Call, Work
-from ._cuda import CudaLinks
 from ._lanes import StreamedLane
 from ._links import Link, Network, Timeline, network
 from ._process_group import GroupKey, register
@@ -39,9 +38,7 @@ class Fabric:
     - a scatter from another rank and a received message give zeros, because their data is unknown
 
     *Not modelled*: the host's time to launch, other traffic, congestion, protocols and algorithms that depend on the
-    size, cores and memory bandwidth that communication takes from compute, stragglers. With CUDA tensors (only with
-    ``clock="real"``), each link is a stream that sleeps for the modelled time. The events then contain only the host
-    times of the calls.
+    size, cores and memory bandwidth that communication takes from compute, stragglers. Tensors must be on the CPU.
 
     Attributes:
         network: ranks and links.
@@ -54,7 +51,6 @@ class Fabric:
         self._clock = clock
         self._origin_s = clock.now()
         self._timelines: dict[str, Timeline] = {}
-        self.cuda = CudaLinks()
 
     @property
     def exposed_s(self) -> float:
@@ -98,7 +94,7 @@ class Fabric:
             lines.append("  ".join(cells).rstrip())
         return "\n".join(lines)
 
-    def issue(self, kind: str, group: str, ranks: int, nbytes: int, link: Link) -> tuple[Collective, float]:
+    def _issue(self, kind: str, group: str, ranks: int, nbytes: int, link: Link) -> tuple[Collective, float]:
         """Queue a collective on a link. Returns its event and the time of the clock when it will be done."""
         now, seconds = self._clock.now(), link.seconds(kind, nbytes, ranks)
         start, finish = now, now
@@ -109,20 +105,11 @@ class Fabric:
         self.events.append(event)
         return event, finish
 
-    def wait(self, event: Collective, finish_s: float) -> None:
+    def _wait(self, event: Collective, finish_s: float) -> None:
         """Wait for the collective of an event."""
         if event.first_wait_s is None:
             event.first_wait_s = self._clock.now() - self._origin_s
         self._clock.wait(finish_s, event)
-
-    def done(self, finish_s: float) -> bool:
-        """Whether the clock has reached `finish_s`."""
-        return self._clock.now() >= finish_s
-
-    @property
-    def clock(self) -> Clock:
-        """The clock; process groups stop it while they copy data."""
-        return self._clock
 
 
 class LinkOfAlikeRanks:
@@ -142,15 +129,12 @@ class LinkOfAlikeRanks:
         issued, link, fabric = call.issued, self._link, self._fabric
         ranks = len(issued.members)
         nbytes = _bytes_of_the_whole(call, ranks)
-        event, finish = fabric.issue(issued.kind, issued.group, ranks, nbytes, link)
-        tensors = [*call.inputs, *call.outputs]
-        with fabric.clock.stopped():
-            if any(tensor.is_cuda for tensor in tensors):
-                seconds = link.seconds(issued.kind, nbytes, ranks)
-                landed = fabric.cuda.run(link.name, seconds, tensors, lambda: move_alike(call, group_rank, ranks))
-                return Work(landed.wait, landed.query, call.outputs)
+        if any(tensor.is_cuda for tensor in (*call.inputs, *call.outputs)):
+            raise ShardConfigUnsupportedError("fabric: the tensors of collectives must be on the CPU, not on a GPU")
+        event, finish = fabric._issue(issued.kind, issued.group, ranks, nbytes, link)
+        with fabric._clock.stopped():
             move_alike(call, group_rank, ranks)
-        return Work(lambda: fabric.wait(event, finish), lambda: fabric.done(finish), call.outputs)
+        return Work(lambda: fabric._wait(event, finish), lambda: fabric._clock.now() >= finish, call.outputs)
 
     def send(self, key: GroupKey, group_rank: int, to: int, tag: int, call: Call) -> Work:
         """Send a message: it occupies the link, and its data is dropped."""
@@ -159,10 +143,6 @@ class LinkOfAlikeRanks:
     def receive(self, key: GroupKey, group_rank: int, sources: Sequence[int], tag: int, call: Call) -> Work:
         """Receive a message: it occupies the link, and its data is zeros."""
         return self.launch(key, group_rank, call)
-
-    def misfit(self, kind: str, whole: torch.Tensor, piece: torch.Tensor, ranks: int) -> str:
-        """The message if a full tensor does not consist of one such piece per rank."""
-        return f"fabric: {whole.numel()} elements are not {piece.numel()} for each of {ranks} ranks"
 
 
 def _bytes_of_the_whole(call: Call, ranks: int) -> int:
@@ -276,13 +256,12 @@ def _entered(of: Network, rank: int, clock: Callable[[], Clock]) -> Iterator[Fab
     register(BACKEND, _link_here)
     made = Fabric(of, clock())
     with ExitStack() as stack:
-        if isinstance(made.clock, StreamClock):
-            clocked = made.clock
+        if isinstance(clocked := made._clock, StreamClock):
             stack.enter_context(cpu_streams(clocked.stream, clocked.event, clocked.default))
             stack.enter_context(cpu_lanes(_lanes_on(clocked)))
         _current.append(made)
         stack.callback(_current.pop)
-        stack.callback(use_clock, use_clock(made.clock.now))
+        stack.callback(use_clock, use_clock(made._clock.now))
         stack.callback(forget_meshes)
         dist.init_process_group(BACKEND, store=store_of_one_process(), rank=rank, world_size=of.world_size)
         stack.callback(_destroy)

@@ -42,10 +42,6 @@ class Medium(Protocol):
         """Receive a message from one of the ranks `sources` of the group into the outputs of `call`."""
         ...
 
-    def misfit(self, kind: str, whole: torch.Tensor, piece: torch.Tensor, ranks: int) -> str:
-        """The message if a full tensor does not consist of one such piece per rank."""
-        ...
-
 
 class MemoryGroup(dist.ProcessGroup):
     """A process group in the memory of this process.
@@ -151,7 +147,9 @@ class MemoryGroup(dist.ProcessGroup):
     def _check_sizes(self, kind: str, wholes: Tensors, pieces: Tensors) -> None:
         for whole, piece in zip(wholes, pieces, strict=True):
             if whole.numel() != piece.numel() * self.size():
-                raise ShardConfigValueError(self._medium.misfit(kind, whole, piece, self.size()))
+                raise ShardConfigValueError(
+                    f"{kind}: {self.size()} pieces of {tuple(piece.shape)} do not fit {tuple(whole.shape)}"
+                )
 
     # ---- gathers
 

@@ -36,7 +36,6 @@ START_LIMIT_S = 180.0
 JOB_LIMIT_S = 90.0
 PEER_LIMIT_S = 5.0  # seconds for which the other ranks may continue after one has failed
 MAX_GROUPS = 24  # number of process groups in a worker above which it gets a new default group
-BODY = "_body_of_each_rank"  # attribute of a function wrapped by `Processes.wrap`: the function that each rank runs
 _START = (
     "import sys; from multiprocessing.connection import Connection; pipe = Connection(int(sys.argv[1])); "
     "sys.path[:] = pipe.recv(); from composable_shard.testing._worker import main; main(pipe, int(sys.argv[2]))"
@@ -310,17 +309,6 @@ class Processes:
         """Run ``module:function`` on every rank; see `Pool.run` for `file` and `label`."""
         pool = _pool(self._around)
         return pool.run(target, self.world_size, *args, axes=self._axes, limit_s=self._timeout, **kwargs)
-
-    def wrap(self, body: Callable[..., T]) -> Callable[..., list[T]]:
-        """Decorate a function so that each call runs it on every rank. The caller omits the argument `world`."""
-
-        @functools.wraps(body)
-        def run(*args: Any, **kwargs: Any) -> list[T]:
-            return self(body, *args, **kwargs)
-
-        del run.__wrapped__  # through it, pytest would find the argument `world` and take it for a fixture
-        run.__dict__[BODY] = body
-        return run
 
 
 def processes(world_size: int, *, mesh: Axes | None = None, timeout: float = JOB_LIMIT_S) -> Processes:

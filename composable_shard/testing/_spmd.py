@@ -130,16 +130,6 @@ class Spmd:
             raise error
         return results
 
-    def wrap(self, body: Callable[..., T]) -> Callable[..., list[T]]:
-        """Decorate a function so that each call runs it on every rank. The caller omits the argument `world`."""
-
-        @functools.wraps(body)
-        def run(*args: Any, **kwargs: Any) -> list[T]:
-            return self(body, *args, **kwargs)
-
-        del run.__wrapped__  # through it, pytest would find the argument `world` and take it for a fixture
-        return run
-
     @contextlib.contextmanager
     def _as_rank(self, exchange: Exchange, rank: int) -> Iterator[World]:
         """Within this context, the current thread is a rank."""
@@ -202,7 +192,7 @@ def spmd(
 
         losses = testing.spmd(4)(body)  # by rank
 
-        @testing.spmd(4, mesh={"dp": 2, "tp": 2}).wrap  # a test without a plugin
+        @pytest.mark.world(4, mesh={"dp": 2, "tp": 2})  # a test that runs on every rank
         def test_layer(world): ...
 
     Every rank is a thread with its own default process group (backend ``simulated``). The ranks take turns: a rank runs

@@ -117,7 +117,9 @@ def raise_in_thread(thread: int, kind: type[BaseException]) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
 
 
-class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CallsOfOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls `called` with the namespace and the name of each operator that this thread calls."""
+
     def __init__(self, called: Callable[[str, str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._called = called
@@ -125,11 +127,6 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._called(func.namespace, func._schema.name.split("::")[1])
         return func(*args, **(kwargs or {}))
-
-
-def calls_of_operators(called: Callable[[str, str], None]) -> contextlib.AbstractContextManager[Any]:
-    """Call `called` with the namespace and the name of each operator that this thread calls."""
-    return _Calls(called)
 
 
 def forget_meshes() -> None:
@@ -212,11 +209,6 @@ def _let_fake_tensors_gather() -> torch.library.Library:
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "Meta"):
         library.impl(name, lambda *args: c10d.FakeWork().boxed(), "Meta")  # type: ignore[no-untyped-call]
     return library
-
-
-def count_groups() -> int:
-    """The number of process groups of this process."""
-    return len(dist.distributed_c10d._world.pg_map)
 
 
 def own_part(tensor: DTensor) -> tuple[torch.Tensor, tuple[int, ...]] | None:

@@ -18,7 +18,7 @@ from .._torch.core import current_backward, tree_tensors
 from ..errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from ._collectives import Issued
 from ._exchange import HERE
-from ._torch import calls_of_operators
+from ._torch import CallsOfOperators
 
 T = TypeVar("T")
 # Maps prefixes of the names of torch.distributed's operators to collectives. Longer prefixes come first.
@@ -123,13 +123,8 @@ def trace(model: nn.Module, step: Callable[[], object]) -> str:
 
 
 @contextlib.contextmanager
-def collectives() -> Iterator[Counter[str]]:
-    """Count the collectives that this rank launches, by type: ``{"all_gather": 2, "reduce_scatter": 1}``.
-
-    In a simulated world and under `fake`, each bucket has one all-gather and one reduce-scatter. On gloo the library
-    builds them from other collectives (see docs/slow_networks.md), and those are counted. Collectives in compiled
-    graphs are counted only in simulated worlds.
-    """
+def _count_collectives() -> Iterator[Counter[str]]:
+    """Count the collectives that this rank launches, by type: ``{"all_gather": 2, "reduce_scatter": 1}``."""
     counts: Counter[str] = Counter()
     if HERE.exchange is not None:
         listeners = HERE.exchange.listeners[HERE.rank]
@@ -150,7 +145,7 @@ def collectives() -> Iterator[Counter[str]]:
             kind = next((kind for begin, kind in _OPERATORS.items() if name.startswith(begin)), None)
             counts.update([kind] if kind else [])
 
-    with calls_of_operators(called):
+    with CallsOfOperators(called):
         yield counts
 
 
@@ -159,8 +154,12 @@ def assert_collectives(what: Callable[[], T], /, **expected: int) -> T:
 
         testing.assert_collectives(lambda: layer(x).sum().backward(), all_gather=2, reduce_scatter=1)
 
+    In a simulated world and under `fake`, each bucket has one all-gather and one reduce-scatter. On gloo the library
+    builds them from other collectives (see docs/slow_networks.md), and those are counted. Collectives in compiled
+    graphs are counted only in simulated worlds.
+
     Args:
-        what: the function; see `collectives` for the collectives that are counted.
+        what: the function.
         expected: numbers by type: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, reduce, gather,
             scatter, barrier, send, recv. Types that are not given are expected 0 times.
 
@@ -175,7 +174,7 @@ def assert_collectives(what: Callable[[], T], /, **expected: int) -> T:
         raise ShardConfigValueError(
             f"expected: {', '.join(unknown)} is not a collective; use {', '.join(sorted(KINDS))}"
         )
-    with collectives() as counts:
+    with _count_collectives() as counts:
         result = what()
     wanted = {kind: number for kind, number in expected.items() if number}
     if dict(counts) != wanted:

@@ -26,9 +26,10 @@ import torch.distributed.fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 from .._torch.core import active_saved_tensors_hooks
-from ._processes import BODY, Job, Outcome
+from .._torch.distributed import all_groups
+from ._processes import Job, Outcome
 from ._spmd import World
-from ._torch import count_groups, forget_meshes, share_gloo_device
+from ._torch import forget_meshes, share_gloo_device
 
 _COLLECTIVE_LIMIT_S = 100
 
@@ -56,12 +57,12 @@ class Group:
 
 
 def resolve(target: str, file: str | None = None) -> Any:
-    """Import the object `module:name`, from a script if `file` is given. See also `Processes.wrap`."""
+    """Import the object `module:name`, from a script if `file` is given."""
     name, _, path = target.partition(":")
     named: Any = importlib.import_module(name) if file is None else _script(file)
     for part in path.split("."):
         named = getattr(named, part)
-    return getattr(named, BODY, named)
+    return named
 
 
 def _script(file: str) -> Any:
@@ -114,7 +115,7 @@ def run_job(group: Group, job: Job) -> Outcome:
         gc.collect()
         gc.freeze()  # most remaining objects are modules and caches; scanning them again takes longer than a test
         check_hygiene(job.number, job.world)
-        return Outcome(job.rank, True, value, groups=count_groups())
+        return Outcome(job.rank, True, value, groups=len(all_groups()))
     except BaseException as error:
         outcome = Outcome(job.rank, False, trace=_format(error), at=time.monotonic())
         traceback.clear_frames(error.__traceback__)

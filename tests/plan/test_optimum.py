@@ -12,11 +12,12 @@ import pytest
 
 from _plans import all_issues, random_model
 from composable_shard import PrefetchPolicy
+from composable_shard._plan.costs import Times
 from composable_shard._plan.fitting import Bare
 from composable_shard._plan.optimum import Optimum
 from composable_shard._plan.schedule import MAX_REDUCTIONS, Schedule, Step, kept_by_setting, one_ahead, timed_step
 from composable_shard._plan.search import scheduled
-from composable_shard._plan.simulation import Times, lifetimes, live_bytes, peak_bytes, simulate
+from composable_shard._plan.simulation import lifetimes, live_bytes, peak_bytes, simulate
 
 # Imported by path: bench/ and tests/ both have a module `_engines`, so only one of them can be in sys.path.
 _spec = importlib.util.spec_from_file_location("exact", Path(__file__).parents[2] / "bench" / "_optimum.py")
@@ -98,16 +99,13 @@ def test_auto_is_within_ten_percent_of_the_optimum(seed):
 
 
 @SEEDS
-def test_a_narrow_search_is_never_better_and_reports_whether_it_is_exact(seed):
+def test_a_narrow_search_is_never_better(seed):
     steps, sizes, times, budget = model_of(seed, 6)
     for kept in sets_to_keep(steps, sizes, times, budget)[:8]:
         wide, narrow = (Optimum(steps, sizes, times, budget, kept) for _ in range(2))
         best, found = wide.best(math.inf), narrow.best(math.inf, width=2)
-        assert wide.is_exact
         if found is not None:
             assert found.exposed >= best.exposed - 1e-12
-        if narrow.is_exact:
-            assert found == best
 
 
 def test_a_search_that_exceeds_its_work_limit_returns_none():
@@ -118,7 +116,6 @@ def test_a_search_that_exceeds_its_work_limit_returns_none():
     assert search.best(math.inf, enough) is not None
     assert search.best(math.inf, enough // 2) is None
     assert search.work < enough
-    assert not search.is_exact
 
 
 def test_kept_sets_fit_and_the_most_useful_come_first():

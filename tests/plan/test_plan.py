@@ -168,7 +168,7 @@ def test_declared_and_learned_plan_are_equal_if_the_model_runs_in_order(rank, wo
     declared = make_plan(model)
     train_step(model, rank)
     learned = make_plan(model)
-    assert dict(learned.orders) == {"train": declared.order}
+    assert [(phase.name, phase.order) for phase in learned.phases] == [("train", declared.order)]
     assert (learned.digest, learned.diff(declared)) == (declared.digest, "")
 
 
@@ -315,12 +315,10 @@ def two_dtypes(block, x):
 
 @pytest.mark.parametrize("shard", [shard_nested, shard_lists])
 @distributed(world=2)
-def test_records_can_be_parsed_from_their_text(rank, world, shard):
+def test_a_record_has_the_live_bytes_after_each_action(rank, world, shard):
     model = Stack()
     shard(model, fully_shard)
     record = executed(model, rank)
-    parsed = tuple(map(composable_shard.Action.parse, str(record).splitlines()))
-    assert parsed == record.actions
     assert len(record.live_bytes) == len(record.actions)
     assert record.live_bytes[-1] == 0
 

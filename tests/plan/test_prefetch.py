@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from _plans import all_issues, random_model
 from composable_shard import PoolPolicy, PrefetchPolicy
 from composable_shard._plan.arena import solve
+from composable_shard._plan.costs import Costs, Sizes, Times, held
 from composable_shard._plan.fitting import bare_step, least_step, levels
 from composable_shard._plan.schedule import MARKS, Action, Kind, Schedule, Step, one_ahead, timed_step, training_step
 from composable_shard._plan.search import _MOST_WORK, Auto, scheduled
-from composable_shard._plan.simulation import Costs, Sizes, Times, held, lifetimes, live_bytes, peak_bytes, simulate
+from composable_shard._plan.simulation import lifetimes, live_bytes, peak_bytes, simulate
 from composable_shard.errors import PoolBudgetError, ShardConfigValueError
 
 AUTO = PrefetchPolicy.auto()

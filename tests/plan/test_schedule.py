@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composable_shard._plan.schedule import MAX_REDUCTIONS, Action, Kind, Step, training_step
-from composable_shard.errors import ShardConfigValueError
 
 steadily = settings(deadline=None, derandomize=True)
-
-FQNS = st.text("abc.0123, ", min_size=1).map(str.strip).filter(bool) | st.just("")
 
 
 def text(actions):
@@ -37,26 +33,9 @@ def models(draw):
 # ---- text
 
 
-@steadily
-@given(st.sampled_from(Kind), FQNS)
-def test_actions_can_be_parsed_from_their_text(kind, fqn):
-    action = Action(kind, fqn)
-    assert Action.parse(str(action)) == action
-
-
 def test_the_text_of_an_action_contains_kind_and_group():
     assert str(Action(Kind.UNSHARD, "layers.3")) == "UNSHARD layers.3"
     assert str(Action(Kind.REDUCED, "")) == "REDUCED (root)"
-    assert Action.parse("  WAIT (root)\n") == Action(Kind.WAIT, "")
-    assert Action.parse("WAIT blocks.0, blocks.1") == Action(Kind.WAIT, "blocks.0, blocks.1")
-
-
-@pytest.mark.parametrize("bad", ["", "UNSHARD", "UNSHARD ", "unshard layers.3", "GATHER layers.3", "layers.3"])
-def test_an_invalid_action_raises_with_an_example(bad):
-    with pytest.raises(ShardConfigValueError) as caught:
-        Action.parse(bad)
-    assert repr(bad) in str(caught.value)
-    assert "UNSHARD layers.3" in str(caught.value)
 
 
 # ---- goldens

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import composable_shard as cs
+from composable_shard._plan.costs import Sizes, Times
 from composable_shard._plan.fitting import fitting, least_step
 from composable_shard._plan.schedule import Kind, Step, backward_order, one_ahead, timed_step, training_step
 from composable_shard._plan.search import scheduled
-from composable_shard._plan.simulation import Sizes, Times, lifetimes, live_bytes, predict, simulate
+from composable_shard._plan.simulation import lifetimes, live_bytes, predict, simulate
 
 P = cs.PrefetchPolicy
 steadily = settings(deadline=None, derandomize=True)

@@ -94,7 +94,7 @@ def test_invalid_arguments_are_errors(arguments, message):
 
 
 def test_low_precision_sends_fewer_bytes_and_is_faster_on_slow_links():
-    slow = {"devices": 4, "intra_node": 1e8, "inter_node": 1e8}
+    slow = {"devices": 4, "machine": replace(KNOWN["h100"], intra_node=Link(1e8), inter_node=Link(1e8))}
     policy = cs.CommPolicy("fp8", "int8", "int8")
     exact, low = advise(SMALL, **slow), advise(SMALL, **slow, comm_policy=policy)
     for name in ("zero3", "hsdp"):
@@ -130,16 +130,23 @@ def test_further_blocks_equal_the_second_block(checkpointing):
     assert short == whole.traced(PRECISIONS["bfloat16-mixed"], checkpointing, 2)
 
 
+def flops_of(trace):
+    """Floating-point operations of matrix products in forward and backward."""
+    return sum(work.flops * count for segment in trace.segments for work, count in segment.work.items())
+
+
 def test_a_trace_counts_operations_and_saved_activations():
     tokens, products = 2 * SMALL.sequence, SMALL.parameters - SMALL.vocabulary * SMALL.width - 11 * SMALL.width
     attention = 4 * SMALL.sequence * SMALL.width * SMALL.layers * tokens  # scores and sums, without the causal mask
     traces = {kind: source_of(SMALL).traced(PRECISIONS["float32"], kind, 2) for kind in ("none", "selective", "full")}
-    assert traces["none"].flops == 6 * products * tokens + 3.5 * attention
+    flops = {kind: flops_of(trace) for kind, trace in traces.items()}
+    assert flops["none"] == 6 * products * tokens + 3.5 * attention
     head = SMALL.vocabulary * SMALL.width
     last = SMALL.layers * SMALL.width * SMALL.feed_forward  # nothing in the block needs this result in backward
-    assert traces["full"].flops == traces["none"].flops + 2 * (products - head - last) * tokens + attention
-    assert traces["none"].activations > 1.5 * traces["selective"].activations > 1.5 * traces["full"].activations
-    assert traces["none"].flops < traces["selective"].flops < traces["full"].flops
+    assert flops["full"] == flops["none"] + 2 * (products - head - last) * tokens + attention
+    most = {kind: max(segment.activations for segment in trace.segments) for kind, trace in traces.items()}
+    assert most["none"] > 1.5 * most["selective"] > 1.5 * most["full"]
+    assert flops["none"] < flops["selective"] < flops["full"]
     directions = [segment.direction for segment in traces["none"].segments]
     assert directions == sorted(directions, key=[FORWARD, BACKWARD].index)
 
@@ -308,8 +315,8 @@ def test_memory_by_category_follows_from_shards():
 @pytest.mark.matrix
 def test_optimizer_state_that_does_not_fit_on_the_host_goes_to_disk(monkeypatch):
     def advice(host, **options):
-        wanted = {"devices": 2, "machine": replace(KNOWN["h100"], memory=int(1.2e9)), "batch": 1}
-        return advise(SMALL, host_memory_per_device=host, **wanted | options)
+        machine = replace(KNOWN["h100"], memory=int(1.2e9), host_memory=host)
+        return advise(SMALL, **{"devices": 2, "machine": machine, "batch": 1} | options)
 
     size = 4 * SMALL.parameters // 2
     monkeypatch.setattr(strategies, "DISK_MEMORY", size // 4)  # with the default, this small state would be in memory
@@ -359,7 +366,7 @@ def test_times_follow_the_roofline_and_the_network():
     slow = replace(PLAYED, flops={"float32": 1e9}, memory_bandwidth=1e15, launch=0.0, intra_node=Link(1e15, 0.0))
     estimate = planner.estimate(Strategy("zero3", Layout(1, 4)), slow)
     traced = source_of(SMALL).traced(PRECISIONS["float32"], "none", 1)
-    assert math.isclose(estimate.time.compute, traced.flops / 1e9, rel_tol=1e-3)
+    assert math.isclose(estimate.time.compute, flops_of(traced) / 1e9, rel_tol=1e-3)
     assert estimate.exposed_share < 1e-3
     linked = planner.estimate(Strategy("zero3", Layout(1, 4)), replace(slow, intra_node=Link(1e6, 0.0)))
     at_least = 0.75 * 3 * 4 * SMALL.parameters / 1e6 - estimate.time.compute
@@ -372,7 +379,7 @@ def test_times_follow_the_roofline_and_the_network():
 @pytest.mark.matrix
 def test_hsdp_is_faster_if_the_network_between_nodes_is_slow():
     wide = Shape(3, 2048, 16, 4096, 256)
-    slow = advise(wide, devices=16, machine="a100-80gb", inter_node=1e9, batch=8)
+    slow = advise(wide, devices=16, machine=replace(KNOWN["a100-80gb"], inter_node=Link(1e9)), batch=8)
     best = {each.strategy.name: each for each in reversed(slow.estimates) if each.fits}
     assert best["hsdp"].tokens_per_second > 1.2 * best["zero3"].tokens_per_second
     assert slow.recommended.strategy.name == "hsdp"
@@ -413,11 +420,11 @@ def test_a_model_that_barely_fits_is_sharded_and_missing_memory_is_reported():
     wide = Shape(3, 1024, 8, 1024, 64)
     free = advise(wide, devices=4, machine="rtx4090")
     smallest = min((each for each in free.estimates if not each.strategy.offload), key=lambda each: each.needed)
-    tight = advise(wide, devices=4, machine="rtx4090", memory_per_device=smallest.needed)
+    tight = advise(wide, devices=4, machine=replace(KNOWN["rtx4090"], memory=smallest.needed))
     assert tight.recommended.needed == smallest.needed
     assert tight.recommended.strategy.checkpointing == "full"
     assert "would be simpler but needs" in tight.reason
-    nothing = advise(wide, devices=1, machine="rtx4090", memory_per_device=1 << 20)
+    nothing = advise(wide, devices=1, machine=replace(KNOWN["rtx4090"], memory=1 << 20))
     assert nothing.recommended is None
     assert nothing.reason.startswith("Nothing fits.")
 
@@ -445,9 +452,14 @@ def test_tensor_parallelism_shards_parameters_and_adds_communication():
 def test_the_command_prints_json_and_writes_a_script_that_runs(tmp_path, capsys):
     emitted = tmp_path / "shard.py"
     shape = "layers=3,width=64,heads=4,vocabulary=256,sequence=32"
-    code = main(["advise", shape, "--devices", "2", "--memory", "30MiB", "--json", "--emit", str(emitted)])
+    values = ["--memory=30MiB", "--host-memory=1GiB", "--disk=1GB", "--intra-node=2GB", "--inter-node=3GB"]
+    code = main(["advise", shape, "--devices", "2", *values, "--json", "--emit", str(emitted)])
     answer = json.loads(capsys.readouterr().out)
     assert code == 0
+    machine = answer["machine"]
+    assert (machine["memory"], machine["host_memory"], machine["disk_bandwidth"]) == (30 << 20, 1 << 30, 10**9)
+    for name, bandwidth in (("intra_node", 2 * 10**9), ("inter_node", 3 * 10**9)):
+        assert machine[name] == {"bandwidth": bandwidth, "latency": getattr(KNOWN["h100"], name).latency}
     assert answer["recommended"]["fits"] is True
     assert answer["recommended"]["needed_bytes"] <= 30 << 20
     lines = emitted.read_text()

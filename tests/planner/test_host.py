@@ -22,8 +22,8 @@ def machine(tmp_path, monkeypatch):
     """A machine with 64 GB, of which 40 are free, and files for its cgroups."""
     table, root = tmp_path / "cgroup", tmp_path / "root"
     monkeypatch.setattr(host, "_meminfo", {"MemTotal": 64 * GB, "MemAvailable": 40 * GB}.get)
-    real = host._limits
-    monkeypatch.setattr(host, "_limits", lambda: real(table, root))
+    monkeypatch.setattr(host, "_TABLE", table)
+    monkeypatch.setattr(host, "_ROOT", root)
     return table, root
 
 

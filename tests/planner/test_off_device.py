@@ -140,7 +140,7 @@ def of(advised, name):
 @pytest.fixture(scope="module")
 def roomy():
     """The advice for a machine on which every strategy fits."""
-    return advise(MIDDLE, devices=2, precision="float32", host_memory_per_device=1 << 40)
+    return advise(MIDDLE, devices=2, precision="float32", machine=replace(KNOWN["h100"], host_memory=1 << 40))
 
 
 def tight(advised, memory, host):
@@ -176,9 +176,9 @@ def test_advice_recommends_offload_only_if_needed_and_reports_its_cost(roomy):
 
 def test_disk_time_follows_from_the_given_bandwidth():
     shape = Shape(layers=8, width=2048, heads=16, vocabulary=512, sequence=8)
-    options = {"devices": 1, "precision": "float32", "memory_per_device": int(2.2e9), "disk_bandwidth": 1e9}
     size = 4 * shape.parameters
-    advised = advise(shape, host_memory_per_device=2 * size + (1 << 30), **options)
+    values = {"memory": int(2.2e9), "host_memory": 2 * size + (1 << 30), "disk_bandwidth": 1e9}
+    advised = advise(shape, devices=1, precision="float32", machine=replace(KNOWN["h100"], **values))
     chosen = advised.recommended
     assert str(chosen.strategy) == "zero3, offload to disk"
     assert chosen.host_bytes == 2 * size + (1 << 30) < of(advised, "zero3, offload").host_bytes == 4 * size

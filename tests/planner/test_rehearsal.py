@@ -19,7 +19,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import composable_shard as cs
 from _blocks import Transformer, next_token_loss
 from composable_shard import testing
-from composable_shard._torch.tracing import is_fake, shapes_apart
+from composable_shard._torch.core import has_memory
+from composable_shard._torch.tracing import shapes_apart
 from composable_shard.cli import main as command_line
 from composable_shard.cli.estimate import tables
 from composable_shard.cli.program import NotFoundError
@@ -120,7 +121,7 @@ def test_a_program_sees_its_ranks_and_small_tensors_keep_their_values():
             lengths=torch.arange(5).cumsum(0).tolist(),
             loss=(loss.item(), bool(torch.isnan(loss)), loss.detach().numpy().shape, f"{loss:.1f}"),
             names=names[7],
-            fake=is_fake(model.head.weight),
+            fake=not has_memory(model.head.weight),
         )
 
     rehearse(lambda: train(checks=look), 8, steps=1)

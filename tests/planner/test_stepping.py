@@ -142,7 +142,8 @@ def test_owners_keep_one_moment_of_matrices_and_exchange_matrices():
     assert of(advised, "ddp").exchanged == 0
     assert of(linked, "zero3").time.optimizer >= two.exchanged / 1e6 > two.time.optimizer
     assert not any(each.strategy.offload for each in advised.estimates)
-    wide = advise(MIDDLE, devices=4, optimizer="owned", memory_per_device=of(advised, "zero3").needed)
+    small = replace(KNOWN["h100"], memory=of(advised, "zero3").needed)
+    wide = advise(MIDDLE, devices=4, optimizer="owned", machine=small)
     assert "go to owners of matrices and back" in wide.reason
     assert "cs.optim.owned(torch.optim.Muon, matrices" in text.script(wide, wide.recommended)
 

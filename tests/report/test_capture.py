@@ -1,4 +1,4 @@
-"""`report.capture` and the command `trace` write a step of an unchanged program to files."""
+"""`capture` and the command `trace` write a step of an unchanged program to files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import torch
 
 import composable_shard as cs
 from _blocks import Transformer, next_token_loss
-from composable_shard import report, testing
+from composable_shard import testing
+from composable_shard.report import explain
+from composable_shard.report._capture import capture
 
 FILES = ["explanation.txt", "memory.png", "plan.json", "record.json", "step.json", "time.png"]
 
@@ -40,7 +42,7 @@ def sharded():
 def test_a_step_is_written_and_the_program_is_ended_after_it(tmp_path):
     seen = []
     with testing.fake(2):
-        (captured,) = report.capture(lambda: train([sharded()], 100, seen), tmp_path / "step", 3)
+        (captured,) = capture(lambda: train([sharded()], 100, seen), tmp_path / "step", 3)
     assert seen == [1, 2, 3, 4]
     assert sorted(captured.files) == sorted(path.name for path in captured.folder.iterdir()) == FILES
     plan = cs.ShardPlan.from_json((captured.folder / "plan.json").read_text())
@@ -48,15 +50,15 @@ def test_a_step_is_written_and_the_program_is_ended_after_it(tmp_path):
     assert [group.fqn for group in plan.groups] == ["", "blocks.0", "blocks.1"]
     assert record.actions == tuple(plan.actions())
     assert record.spans
-    assert captured.text == str(report.explain(plan, record))
+    assert captured.text == str(explain(plan, record))
     assert (captured.folder / "explanation.txt").read_text() == f"{captured.text}\n"
     assert json.loads((captured.folder / "step.json").read_text())["traceEvents"]
 
 
 def test_each_of_several_models_gets_a_folder_and_a_rank_may_write_nothing(tmp_path):
     with testing.fake(2):
-        captured = report.capture(lambda: train([sharded(), sharded()], 9), tmp_path, 2)
-        assert report.capture(lambda: train([sharded()], 9), tmp_path / "other", 2, writes=False) == []
+        captured = capture(lambda: train([sharded(), sharded()], 9), tmp_path, 2)
+        assert capture(lambda: train([sharded()], 9), tmp_path / "other", 2, writes=False) == []
     assert [each.folder.name for each in captured] == ["model-0", "model-1"]
     assert not (tmp_path / "other").exists()
 
@@ -83,13 +85,13 @@ def test_only_models_that_run_in_the_step_are_written(tmp_path):
             optimizer.step()
 
     with testing.fake(2):
-        (captured,) = report.capture(once_in_step_2, tmp_path / "once", 4)
+        (captured,) = capture(once_in_step_2, tmp_path / "once", 4)
         assert captured.folder == tmp_path / "once"
         idle, made_before = sharded(), sharded()
         train([idle], 1)
-        (captured,) = report.capture(program, tmp_path / "teacher", 2)
+        (captured,) = capture(program, tmp_path / "teacher", 2)
         assert captured.folder == tmp_path / "teacher"
-        (captured,) = report.capture(lambda: train([made_before], 9), tmp_path / "before", 2)
+        (captured,) = capture(lambda: train([made_before], 9), tmp_path / "before", 2)
         assert captured.folder == tmp_path / "before"
         assert not cs.last_record(idle).spans
 
@@ -97,17 +99,17 @@ def test_only_models_that_run_in_the_step_are_written(tmp_path):
 def test_programs_that_cannot_be_captured_are_errors(tmp_path):
     with testing.fake(2):
         with pytest.raises(cs.errors.ShardConfigStateError, match="ended after 3 of 4 required steps"):
-            report.capture(lambda: train([sharded()], 3), tmp_path)
+            capture(lambda: train([sharded()], 3), tmp_path)
         with pytest.raises(cs.errors.ShardConfigStateError, match="no model is sharded by this library"):
-            report.capture(lambda: train([Transformer()], 9), tmp_path)
+            capture(lambda: train([Transformer()], 9), tmp_path)
         with pytest.raises(cs.errors.ShardConfigStateError, match=r"FSDPTransformer: sharded, but not run in step 2"):
-            report.capture(lambda: step_beside(sharded()), tmp_path, 2)
+            capture(lambda: step_beside(sharded()), tmp_path, 2)
         with pytest.raises(
             cs.errors.ShardConfigValueError, match="expected at least 2, the first step that can be captured"
         ):
-            report.capture(lambda: train([sharded()], 9), tmp_path, 1)
+            capture(lambda: train([sharded()], 9), tmp_path, 1)
         with pytest.raises(ZeroDivisionError):
-            report.capture(lambda: 1 / 0, tmp_path)
+            capture(lambda: 1 / 0, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

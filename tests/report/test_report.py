@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import builtins
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -12,20 +11,8 @@ import composable_shard as cs
 from _plans import block_plan, costs_of
 from composable_shard._plan.record import Span
 from composable_shard._plan.schedule import Kind
-from composable_shard.planner import Shape
-from composable_shard.report import (
-    memory,
-    plot_loss,
-    plot_memory,
-    plot_resident_memory,
-    read_metrics,
-    strategies,
-    time,
-)
-
-ROWS = [{"step": i, "loss": 5.0 / i, "seconds": 0.1 * i, "memory_bytes": (100 + i) << 20} for i in range(1, 30)]
-ROWS[9]["held_out"] = 1.2
-ROWS[19]["held_out"] = 0.8
+from composable_shard.planner import Shape, draw
+from composable_shard.report import memory, time
 
 
 @dataclass(frozen=True)
@@ -41,35 +28,6 @@ RECORD = FakeRecord(("UNSHARD a", "UNSHARD b", "RESHARD a", "REDUCE b"), (1 << 2
 
 def is_picture(path):
     return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
-
-
-def test_the_loss_figure_shows_training_held_out_and_references(tmp_path, texts):
-    plot_loss(ROWS, tmp_path / "loss.png", references={"bigram entropy": 2.43})
-    assert is_picture(tmp_path / "loss.png")
-    assert {"training", "held out", "bigram entropy 2.43"} <= set(texts)
-
-
-def test_the_loss_figure_reads_a_metrics_file_whose_last_line_was_cut(tmp_path, texts):
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text("".join(json.dumps(row) + "\n" for row in ROWS) + '{"step": 30, "lo')
-    assert read_metrics(metrics) == ROWS
-    plot_loss(metrics, tmp_path / "loss.png")
-    assert is_picture(tmp_path / "loss.png")
-    assert "training" in texts
-
-
-def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path):
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text('{"step": 1, "loss": 2.0}\nnonsense\n{"step": 2, "loss": 1.0}\n')
-    with pytest.raises(ValueError, match=r"line 2: not a JSON object"):
-        read_metrics(metrics)
-
-
-def test_the_memory_figure_shows_each_action_and_both_peaks(tmp_path, texts):
-    plot_memory(RECORD, tmp_path / "memory.png", predicted_peak=4 << 20)
-    assert is_picture(tmp_path / "memory.png")
-    assert {"UNSHARD a", "REDUCE b"} <= set(texts)
-    assert {"peak 3.00 MiB", "predicted peak 4.00 MiB"} <= set(texts)
 
 
 def test_the_figure_of_a_plan_shows_categories_offsets_and_the_budget(tmp_path, texts):
@@ -170,9 +128,10 @@ def test_of_many_groups_only_those_with_the_longest_waits_are_drawn(tmp_path, te
 
 def test_the_figure_of_strategies_shows_the_memory_and_the_time_of_each(tmp_path, monkeypatch, texts):
     shape = Shape(layers=1, width=64, heads=4, vocabulary=256, sequence=64)
-    advice = cs.planner.advise(shape, devices=4, machine="rtx4090", memory_per_device=40 << 20, batch=16)
+    machine = replace(cs.planner.KNOWN["rtx4090"], memory=40 << 20)
+    advice = cs.planner.advise(shape, devices=4, machine=machine, batch=16)
     bars, lines = drawn_by(monkeypatch, "barh"), drawn_by(monkeypatch, "plot")
-    strategies(advice, tmp_path / "strategies.png", most=8)
+    draw(advice, tmp_path / "strategies.png", most=8)
     assert is_picture(tmp_path / "strategies.png")
     estimates = [advice.recommended, *(each for each in advice.estimates if each is not advice.recommended)][:8]
     kinds = {kwargs["label"]: sizes for (_, sizes), kwargs in bars}
@@ -189,23 +148,6 @@ def test_the_figure_of_strategies_shows_the_memory_and_the_time_of_each(tmp_path
     assert ddp == pytest.approx(expected.time.seconds, rel=1e-2)
 
 
-def test_the_resident_memory_figure_needs_no_record(tmp_path, texts):
-    plot_resident_memory(ROWS, tmp_path / "memory.png")
-    assert is_picture(tmp_path / "memory.png")
-    assert "memory of one process (MiB)" in texts
-
-
-def test_nothing_to_draw_is_an_error_that_says_what_to_do(tmp_path):
-    path = tmp_path / "none.png"
-    with pytest.raises(ValueError, match="train at least one step"):
-        plot_loss([{"step": 1}], path)
-    with pytest.raises(ValueError, match="run one whole iteration"):
-        plot_memory(FakeRecord((), ()), path)
-    with pytest.raises(ValueError, match="`seconds` and `memory_bytes`"):
-        plot_resident_memory([{"step": 1}], path)
-    assert not path.exists()
-
-
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
     ordinary = builtins.__import__
 
@@ -215,7 +157,5 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
         return ordinary(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ImportError, match="not installed: pip install matplotlib"):
-        plot_loss(ROWS, tmp_path / "loss.png")
     with pytest.raises(ImportError, match="not installed: pip install matplotlib"):
         memory(block_plan(), tmp_path / "plan.png")

@@ -140,12 +140,11 @@ def test_each_rank_has_its_place_in_the_mesh():
     assert not dist.is_initialized()
 
 
-def test_a_wrapped_function_passes_its_arguments_to_the_ranks():
-    @testing.spmd(2).wrap
+def test_the_arguments_of_a_call_are_passed_to_the_ranks():
     def body(world, number, *, factor):
         return (world.rank + number) * factor
 
-    assert body(1, factor=10) == [10, 20]
+    assert testing.spmd(2)(body, 1, factor=10) == [10, 20]
 
 
 def test_each_rank_has_its_own_random_state_and_that_of_the_caller_is_restored():

@@ -10,6 +10,7 @@ import math
 import re
 import signal
 import time
+import types
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 import _launched
+import _logbook
 from _gpt import Corpus, bigram_entropy, build_gpt, load_corpus, next_byte_loss, spaced_windows
 from _launched import descendants, finish, kill
 from _pool import POOL, distributed, more
@@ -150,7 +152,7 @@ def test_the_demo_shows_its_plan_and_writes_metrics_figures_and_a_checkpoint(tmp
     trace = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     assert {"blocks.0", "blocks.1"} < {event["name"] for event in trace if event["ph"] == "X"}
     assert str(tmp_path / "timeline.json") in output
-    for name in ("loss.png", "memory.png", "plan_memory.png"):
+    for name in ("loss.png", "memory.png"):
         assert_picture(tmp_path / name)
 
     # The checkpoint of sharded parameters can be loaded into an unsharded model, which has the same loss.
@@ -159,6 +161,15 @@ def test_the_demo_shows_its_plan_and_writes_metrics_figures_and_a_checkpoint(tmp
     with torch.no_grad():
         held_out = next_byte_loss(model, spaced_windows(load_corpus().held_out, 32, 33)).item()
     assert held_out == pytest.approx(rows[-1]["final"], rel=1e-4)
+
+
+def test_the_demo_draws_resident_memory_if_a_finished_run_is_started_again(tmp_path):
+    rows = [{"step": i, "loss": 5.0 / i, "seconds": 0.1 * i, "memory_bytes": (100 + i) << 20} for i in range(1, 30)]
+    rows += [{"step": 29, "final": 0.8, "held_out": 0.8}]
+    log = types.SimpleNamespace(rows=rows, say=print)
+    _logbook.draw(log, 2.43, None, _logbook.OneStep(None, active=False), tmp_path)
+    for name in ("loss.png", "memory.png"):
+        assert_picture(tmp_path / name)
 
 
 def test_the_tutorial_on_plans_reduces_exposed_communication_as_predicted(tmp_path, capsys):

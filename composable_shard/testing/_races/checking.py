@@ -86,7 +86,7 @@ class Checked:
 
 
 @contextmanager
-def races(world: int = 4, rank: int = 0, *, mesh: Axes | None = None, check: bool = True) -> Iterator[Checked]:
+def races(world: int = 4, *, mesh: Axes | None = None, check: bool = True) -> Iterator[Checked]:
     """Find races on a CPU: accesses to the same memory from different streams that no event orders.
 
     On an accelerator, streams run concurrently. Work on one stream runs after earlier work on another stream only if it
@@ -102,7 +102,7 @@ def races(world: int = 4, rank: int = 0, *, mesh: Axes | None = None, check: boo
                     ...
                 model(x).sum().backward()
 
-    In the block, this process is one rank of a simulated world. The other ranks are assumed to hold the same data. The
+    In the block, this process is rank 0 of a simulated world. The other ranks are assumed to hold the same data. The
     block has the streams of an accelerator:
 
     - the compute stream
@@ -120,27 +120,24 @@ def races(world: int = 4, rank: int = 0, *, mesh: Axes | None = None, check: boo
 
     Args:
         world: number of ranks, at least 1.
-        rank: the rank of this process.
         mesh: names and sizes of the axes of `checked.mesh`; one axis ``shard`` if None.
         check: whether the end of the block raises an error if there are races.
 
     Raises:
         RaceError: at the end of the block, if there are races and no other error.
-        ShardConfigTypeError, ShardConfigValueError: the arguments do not describe a world, or it has no such rank.
+        ShardConfigTypeError, ShardConfigValueError: the arguments do not describe a world.
         ShardConfigStateError: this process has a default process group already.
     """
     axes = check_world(world, mesh)
-    if not 0 <= rank < world:
-        raise ShardConfigValueError(f"rank: a world of {world} has ranks 0 to {world - 1}, got {rank}")
     check_no_group("races")
     with ExitStack() as stack:
-        checked = _entered(stack, world, rank, axes)
+        checked = _entered(stack, world, axes)
         yield checked
     if check:
         checked.check()
 
 
-def _entered(stack: ExitStack, world: int, rank: int, axes: dict[str, int]) -> Checked:
+def _entered(stack: ExitStack, world: int, axes: dict[str, int]) -> Checked:
     streams, names = Streams(), Names()
     made = Races(names.at)
     stack.callback(streams.leave)
@@ -150,7 +147,7 @@ def _entered(stack: ExitStack, world: int, rank: int, axes: dict[str, int]) -> C
     launches = Launches(streams, nodes, memory)
     stack.enter_context(streams_of_torch(Stream, Event, streams, memory.record, launches.resize))
     stack.enter_context(cpu_lanes(_lanes(streams, names)))
-    stack.enter_context(_world(Network(streams, launches), world, rank))
+    stack.enter_context(_world(Network(streams, launches), world))
     of_mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     stack.enter_context(Watch(launches))
     return Checked(of_mesh, streams, launches, made)
@@ -174,14 +171,14 @@ _networks: list[Network] = []
 
 
 @contextmanager
-def _world(network: Network, world: int, rank: int) -> Iterator[None]:
-    """Make this process a rank whose process groups communicate over `network`."""
+def _world(network: Network, world: int) -> Iterator[None]:
+    """Make this process rank 0, whose process groups communicate over `network`."""
     register(BACKEND, lambda _members: _networks[-1])
     _networks.append(network)
     hook, chosen = sys.excepthook, os.environ.get(VARIABLE)
     os.environ.setdefault(VARIABLE, "direct")  # the default with NCCL
     try:
-        dist.init_process_group(BACKEND, store=store_of_one_process(), rank=rank, world_size=world)
+        dist.init_process_group(BACKEND, store=store_of_one_process(), rank=0, world_size=world)
         yield
     finally:
         if dist.is_initialized():

@@ -5,8 +5,6 @@ Each process group has a stream. Synchronous collectives run on the current stre
 
 from __future__ import annotations
 
-import torch
-
 from .._alike import move_alike
 from .._collectives import Call, Work
 from .._process_group import GroupKey
@@ -49,7 +47,3 @@ class Network:
     def receive(self, key: GroupKey, group_rank: int, sources: object, tag: int, call: Call) -> Work:
         """Receive a message; its data is zeros."""
         return self.launch(key, group_rank, call)
-
-    def misfit(self, kind: str, whole: torch.Tensor, piece: torch.Tensor, ranks: int) -> str:
-        """The message if a full tensor does not consist of one such piece per rank."""
-        return f"races: {whole.numel()} elements are not {piece.numel()} for each of {ranks} ranks"
