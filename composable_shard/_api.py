@@ -127,8 +127,8 @@ def fully_shard(
             forward; its other tensors are unchanged. Containers of outputs are copied in the same way, but nothing is
             written back. None casts nothing.
         offload_policy: `CPUOffloadPolicy` keeps shards, gradients and optimizer state on the CPU, and copies shards to
-            the accelerator before each gather. Without an accelerator it has no effect. `HostOffloadPolicy` offloads
-            some of these, and `DiskOffloadPolicy` keeps the optimizer state on disk; see `offload_optimizer`. None and
+            the accelerator before each gather. Without an accelerator it has no effect. `HostOffloadPolicy` keeps
+            only the optimizer state there, and `DiskOffloadPolicy` keeps it on disk; see `offload_optimizer`. None and
             False offload nothing. FSDP1's `CPUOffload` is the same as `CPUOffloadPolicy()` if its `offload_params` is
             true, else it offloads nothing.
         ignored_params: parameters not to shard: a set or another iterable. None and buffers in it are skipped.

@@ -417,36 +417,24 @@ class PoolPolicy:
 
 @dataclass
 class HostOffloadPolicy(OffloadPolicy):
-    """Selects the tensors to keep in host memory instead of on the accelerator. No effect without an accelerator.
+    """Keeps optimizer state in host memory; shards and gradients stay on the accelerator.
 
-    An optimizer steps on the device of its state. So there are three valid choices: offload everything (as
-    `CPUOffloadPolicy` does), only the optimizer state (with `offload_optimizer`), or nothing.
+    Each step copies gradients and shards to the host, a few at a time, and the updated shards back. Call
+    `offload_optimizer` for each optimizer. To keep shards and gradients on the host as well, use `CPUOffloadPolicy`.
+    Without an accelerator, this policy has no effect.
 
     Attributes:
-        parameters: sharded parameters and their reduced gradients, because a gradient must be on the device of its
-            parameter. Parameters are copied to the accelerator before each gather.
-        optimizer: the optimizer state. If it is offloaded alone, each step copies gradients and shards to the host, a
-            few at a time, and the updated shards back.
         pin_memory: whether to pin this memory, so that copies are asynchronous. Pinned memory cannot be swapped out.
 
     Raises:
-        ShardConfigTypeError: an attribute is not a bool.
-        ShardConfigValueError: `parameters` is True and `optimizer` is False.
+        ShardConfigTypeError: `pin_memory` is not a bool.
     """
 
-    parameters: bool = True
-    optimizer: bool = True
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "optimizer", "pin_memory"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ShardConfigTypeError(f"HostOffloadPolicy.{name}={value!r}: expected True or False")
-        if self.parameters and not self.optimizer:
-            raise ShardConfigValueError(
-                "HostOffloadPolicy(parameters=True, optimizer=False): an optimizer steps on the device of its "
-                "parameters and keeps its state there; pass optimizer=True or parameters=False"
-            )
+        if not isinstance(self.pin_memory, bool):
+            raise ShardConfigTypeError(f"HostOffloadPolicy.pin_memory={self.pin_memory!r}: expected True or False")
 
 
 @dataclass
@@ -491,9 +479,7 @@ class DiskOffloadPolicy(OffloadPolicy):
 
 def keeps_shards_on_host(policy: OffloadPolicy | None) -> bool:
     """Whether a policy keeps shards and their gradients in host memory."""
-    return isinstance(policy, (CPUOffloadPolicy, DiskOffloadPolicy)) or (
-        isinstance(policy, HostOffloadPolicy) and policy.parameters
-    )
+    return isinstance(policy, (CPUOffloadPolicy, DiskOffloadPolicy))
 
 
 class Division(NamedTuple):

@@ -60,7 +60,7 @@ VOCABULARY, LENGTH, BATCH = 512, 64, 4
 WIDTH = int(os.environ.get("WIDTH", "256"))
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 SCALED = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
-STATE_ON_HOST = composable_shard.HostOffloadPolicy(parameters=False)
+STATE_ON_HOST = composable_shard.HostOffloadPolicy()
 ON_DISK = composable_shard.DiskOffloadPolicy(tempfile.gettempdir(), memory=64 << 20)
 FEW_BITS = composable_shard.CommPolicy(gather="fp8", reduce="int8")
 MESH = (WORLD,)
@@ -232,7 +232,6 @@ CASES = {
     "frozen": Case(freeze=("q.weight", "k.weight")),
     "unused": Case(unused=True),
     "meta": Case(meta=True),
-    "offload host": Case({"offload_policy": composable_shard.HostOffloadPolicy()}, torch_has_it=False),
     "offload state": Case({"offload_policy": STATE_ON_HOST}, make=offloaded, torch_has_it=False),
     "offload disk": Case({"offload_policy": ON_DISK}, make=offloaded, torch_has_it=False),
     "few bits": Case(bits=FEW_BITS, tolerance=3e-2, torch_has_it=False),

@@ -84,9 +84,7 @@ def note_policy(params: Iterable[Sharded], policy: OffloadPolicy) -> None:
 
 def _keeps_state_apart(policy: OffloadPolicy) -> bool:
     """Whether a policy stores optimizer state on another device than the parameters, or on disk."""
-    return isinstance(policy, DiskOffloadPolicy) or (
-        isinstance(policy, HostOffloadPolicy) and policy.optimizer and not policy.parameters
-    )
+    return isinstance(policy, (DiskOffloadPolicy, HostOffloadPolicy))
 
 
 class _Watch:

@@ -146,7 +146,7 @@ def rehearse_source(
 
 def _policy(strategy: Strategy) -> OffloadPolicy:
     if strategy.state:
-        return HostOffloadPolicy(parameters=False)
+        return HostOffloadPolicy()
     if strategy.disk:
         return DiskOffloadPolicy("offload", DISK_MEMORY)  # nothing is written to disk
     return CPUOffloadPolicy() if strategy.offload else OffloadPolicy()

@@ -159,7 +159,7 @@ def _sharding(strategy: Strategy, policy: str, comm: CommPolicy) -> list[str]:
 
 def _offload(strategy: Strategy) -> str:
     if strategy.state:
-        return "cs.HostOffloadPolicy(parameters=False)"
+        return "cs.HostOffloadPolicy()"
     if strategy.disk:  # a directory on a fast disk of each node
         return f'cs.DiskOffloadPolicy("offload", memory=1 << {DISK_MEMORY.bit_length() - 1})'
     return "cs.CPUOffloadPolicy()"

@@ -20,28 +20,22 @@ from composable_shard._memory.state_on_host import StateOnHost
 from composable_shard._policies import keeps_shards_on_host
 
 needs_accelerator = pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator to offload from")
-OPTIMIZER_ALONE = cs.HostOffloadPolicy(parameters=False)
 
 
 def test_invalid_host_policies_raise_an_error():
-    with pytest.raises(cs.errors.ShardConfigValueError, match="an optimizer steps on the device of its parameters"):
-        cs.HostOffloadPolicy(optimizer=False)
-    with pytest.raises(cs.errors.ShardConfigTypeError, match="parameters=1: expected True or False"):
-        cs.HostOffloadPolicy(parameters=1)
+    with pytest.raises(cs.errors.ShardConfigTypeError, match="pin_memory=1: expected True or False"):
+        cs.HostOffloadPolicy(pin_memory=1)
 
 
 def test_keeps_shards_on_host_for_each_policy(tmp_path):
-    on_host = [cs.CPUOffloadPolicy(), cs.HostOffloadPolicy(), cs.DiskOffloadPolicy(tmp_path, 1)]
-    assert all(map(keeps_shards_on_host, on_host))
-    none = cs.HostOffloadPolicy(parameters=False, optimizer=False)
-    assert not any(map(keeps_shards_on_host, [cs.OffloadPolicy(), OPTIMIZER_ALONE, none, None]))
+    assert all(map(keeps_shards_on_host, [cs.CPUOffloadPolicy(), cs.DiskOffloadPolicy(tmp_path, 1)]))
+    assert not any(map(keeps_shards_on_host, [cs.OffloadPolicy(), cs.HostOffloadPolicy(), None]))
 
 
-@pytest.mark.parametrize("policy", [cs.HostOffloadPolicy(), OPTIMIZER_ALONE], ids=["all", "optimizer"])
 @distributed(world=2)
-def test_host_policies_change_nothing_without_an_accelerator(rank, world, policy):
+def test_host_policies_change_nothing_without_an_accelerator(rank, world):
     sides = []
-    for each in (None, policy):
+    for each in (None, cs.HostOffloadPolicy()):
         model = decoder(each)
         optimizer = AdamW(model.parameters())
         if each is not None:
@@ -123,22 +117,23 @@ def test_copies_of_later_parts_are_queued_before_a_part_is_stepped(monkeypatch):
 
 
 @needs_accelerator
-@pytest.mark.parametrize("policy", [cs.HostOffloadPolicy(), OPTIMIZER_ALONE], ids=["all", "optimizer"])
+@pytest.mark.parametrize("policy", [cs.CPUOffloadPolicy(), cs.HostOffloadPolicy()], ids=["all", "optimizer"])
 @distributed(world=1)
 def test_on_an_accelerator_state_is_on_the_host(rank, world, policy):
     device = torch.accelerator.current_accelerator()
     model = decoder(policy, shard=False)
-    if not policy.parameters:
+    on_host = keeps_shards_on_host(policy)
+    if not on_host:
         model = model.to(device)
     for module in (*model.blocks, model):
         cs.fully_shard(module, offload_policy=policy)
     optimizer = AdamW(model.parameters())
-    if not policy.parameters:
+    if not on_host:
         cs.optim.offload_optimizer(optimizer)
     for _ in range(2):
         model(torch.zeros(1, 8, dtype=torch.long, device=device)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     for param in model.parameters():
-        assert param.to_local().device.type == ("cpu" if policy.parameters else device.type)
+        assert param.to_local().device.type == ("cpu" if on_host else device.type)
         assert all(value.device.type == "cpu" for value in optimizer.state[param].values())

@@ -95,7 +95,7 @@ def test_policies_determine_what_is_on_the_device():
         for policy, tells in (
             (cs.OffloadPolicy(), False),
             (cs.CPUOffloadPolicy(), False),
-            (cs.HostOffloadPolicy(parameters=False), True),
+            (cs.HostOffloadPolicy(), True),
             (cs.DiskOffloadPolicy("nowhere", 5000), True),
         )
     )
@@ -163,7 +163,7 @@ def test_advice_recommends_offload_only_if_needed_and_reports_its_cost(roomy):
     host = f"{taken.recommended.host_bytes / 2**30:.1f} GiB"
     assert f"Without offload nothing fits. Offload needs {host} of host memory per device." in taken.reason
     lines = text.script(taken, taken.recommended)
-    assert "offload_policy=cs.HostOffloadPolicy(parameters=False)" in lines
+    assert "offload_policy=cs.HostOffloadPolicy()" in lines
     assert lines.endswith("cs.optim.offload_optimizer(optimizer)\n")
     unknown = tight(roomy, least - 1, None)
     assert "which is assumed to be available (the size is unknown)." in unknown.reason
