@@ -319,7 +319,7 @@ def test_the_plan_predicts_the_memory_for_rounding(rank, world, policy, choose):
     model = sharded(policy, mesh=mesh, shard_placement_fn=choose)
     next_token_loss(model, *token_batch(rank, 0)).backward()
     groups = engine_of(model).groups
-    parcels = [bucket._low._sent.nbytes for group in groups for bucket in group.buckets]
+    parcels = [bucket.copies._sent.nbytes for group in groups for bucket in group.buckets]
     assert sum(parcels) == sum(group.rounding_bytes for group in make_plan(model).groups)
 
 
