@@ -148,7 +148,8 @@ class Engine:
         self.pool = runtime.pool
         self.witness = Witness()
         self.order = Order(plan, groups, runtime.pool, listener)
-        self._actions = Actions(groups, runtime, self.order, partial(watch_leaf, weakref.ref(self)), without_group)
+        take_gradient = weakref.WeakMethod(self.on_gradient_outside_forward)
+        self._actions = Actions(groups, runtime, self.order, partial(watch_leaf, take_gradient), without_group)
         self._gradients = GradientFlow(self._actions)
         self.review = Review(self.order, self._actions, among, seat, is_given)
         self.uses = Uses()
@@ -167,12 +168,14 @@ class Engine:
 
     def _watch_copies(self, group: ParamGroup) -> None:
         """Watch for gradients of tensors that users may have kept from before the engine was created."""
+        take = weakref.WeakMethod(self.on_gradient_outside_forward)
+        refuse = weakref.WeakMethod(self.on_gradient_of_replaced)
         for index, param in enumerate(group.params):
             if (whole := param.replaced) is not None:
-                watch_replaced(weakref.ref(self), whole)
+                watch_replaced(refuse, whole)
             for leaf in param.kept_ones():
                 if WATCHED in leaf.__dict__:
-                    watch_leaf(weakref.ref(self), leaf, group, index)
+                    watch_leaf(take, leaf, group, index)
 
     def parts(self) -> tuple[object, ...]:
         """The objects whose classes `tools.py` replaces, in the order in which it names them."""
