@@ -21,7 +21,7 @@ from .._plan.layout import gather_layout
 from .._policies import Wire
 from .._torch import debug
 from .._torch.core import address_of, has_memory, plainly, without_torch_function
-from .._torch.distributed import local_tensor
+from .._torch.distributed import local_part, local_tensor
 from .edits import BitSums, Writes, bit_sums
 from .faces import Faces, Leaves
 from .param import ShardedParam
@@ -444,7 +444,7 @@ class GatherBucket(Bucket):
     def _lies(self, tensor: torch.Tensor, index: int) -> bool:
         """Whether an unsharded parameter still has its address and shape, which `set_` may change."""
         assert self.slot is not None
-        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor)
         place = self.slot.begin + self.begins[index] * self.dtype.itemsize
         shape = self.places.params[index].shape
         return has_memory(local) and address_of(local) == place and local.shape == shape and local.is_contiguous()

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from .._policies import DiskOffloadPolicy, OffloadPolicy
-from .state_on_disk import States, Step, bytes_on_disk, local_part, most_in_a_unit
+from .._torch.distributed import local_part
+from .state_on_disk import States, Step, bytes_on_disk, most_in_a_unit
 from .state_on_host import bytes_of_copies
 
 

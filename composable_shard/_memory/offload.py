@@ -19,9 +19,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._policies import DiskOffloadPolicy, HostOffloadPolicy, OffloadPolicy, keeps_shards_on_host
 from .._torch.core import HANDLES, between_graphs, has_memory, never_trace
+from .._torch.distributed import local_part
 from ..errors import OffloadError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .elsewhere import StateElsewhere, rehearsed
-from .state_on_disk import StateOnDisk, Step, local_part
+from .state_on_disk import StateOnDisk, Step
 from .state_on_host import StateOnHost
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from .._policies import DiskOffloadPolicy
 from .._torch.core import tree_tensors
-from .._torch.distributed import dtensor_at, local_tensor
+from .._torch.distributed import dtensor_at, local_part
 from ..errors import PoolBudgetError, ShardConfigStateError, ShardConfigTypeError
 from .disk import BLOCK, THREADS, File, Files, Ring, Run, aligned, finish, trim
 
@@ -30,11 +30,6 @@ _LINE = 64  # alignment of tensors in bytes, as in torch
 States = MutableMapping[Any, dict[str, Any]]  # an optimizer's `state`
 Parts = dict[str, torch.Tensor]
 Step = Callable[[Sequence[Any], Sequence[Any]], None]  # parameters, and the tensors that are stepped instead
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor; other tensors are returned unchanged."""
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 class Place(NamedTuple):

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .._comm.lanes import Awaitable, Job, Steps, lane_for
 from .._torch.core import set_grad_dtype
-from .._torch.distributed import dtensor_at
-from .state_on_disk import local_part
+from .._torch.distributed import dtensor_at, local_part
 
 _PART = 64 << 20  # bytes of shards per part
 _AHEAD = 2  # number of parts in flight in each direction, in addition to the part that is stepped
