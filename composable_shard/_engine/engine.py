@@ -448,7 +448,7 @@ class Engine:
         Without this, a use whose node this pass does not run would stay active, and gathered, until backward ends.
         """
         for later in list(self.active.values()):
-            if self._is_past(later, use) and not now.will_fire(later):
+            if self._is_past(later, use) and later not in now.will_fire:
                 self._complete(now, later, [None] * len(later.group.params))
 
     def _is_past(self, other: Use, use: Use) -> bool:
