@@ -139,9 +139,9 @@ class Engine:
         among: Among,
         seat: Seat,
         on_tools_changed: Callable[[Engine], None],
-        without_group: Sequence[Entries] = (),
-        listener: Callable[[], Callable[[Order], None] | None] = lambda: None,
-        is_given: bool = False,
+        without_group: Sequence[Entries],
+        listener: Callable[[], Callable[[Order], None] | None],
+        is_given: bool,
     ) -> None:
         self._on_tools_changed = on_tools_changed
         self.groups = groups

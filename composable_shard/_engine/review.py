@@ -55,7 +55,7 @@ class Review:
         seat: the model's entry in the ledgers.
     """
 
-    def __init__(self, order: Order, actions: Actions, among: Among, seat: Seat, given: bool = False) -> None:
+    def __init__(self, order: Order, actions: Actions, among: Among, seat: Seat, given: bool) -> None:
         self.drifts = Counter(order=0, bytes=0, time=0)
         self.replans = 0
         self.measuring = Measuring(actions)

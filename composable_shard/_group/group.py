@@ -131,7 +131,7 @@ class ParamGroup:
         is_root: bool,
         comm: GroupComm,
         runtime: Runtime,
-        entries: Callable[[], Entries | None] = lambda: None,
+        entries: Callable[[], Entries | None],
     ) -> None:
         self.entries = entries
         self.fqn = fqn

@@ -416,8 +416,8 @@ class GroupReduced:
     def __init__(
         self,
         done: Sequence[tuple[list[int], Reduced]],
-        asked: Sequence[int] = (),
-        jobs: Sequence[Job[Reduced]] = (),
+        asked: Sequence[int],
+        jobs: Sequence[Job[Reduced]],
     ) -> None:
         self._done, self._asked, self._jobs = done, asked, jobs
         self.unused: list[int] = []
