@@ -59,7 +59,6 @@ from .gradients import GradientFlow, watch_leaf, watch_replaced
 from .iterations import Iterations
 from .node import Keeper, Outputs, Use, Uses, Witness, unshard
 from .order import Order
-from .out_of_memory import MemoryUsers
 from .recorder import is_logged
 from .review import Review
 
@@ -181,10 +180,6 @@ class Engine:
         """The objects whose classes `tools.py` replaces, in the order in which it names them."""
         return self, self._actions, self._actions.recorder, self._actions.reductions, self._gradients
 
-    def memory_users(self) -> MemoryUsers:
-        """The memory users of this engine, for `out_of_memory.explain`."""
-        return MemoryUsers(self.groups, self.pool, self.order.plan)
-
     @property
     def has_run(self) -> bool:
         """Whether a forward of any group has begun."""
@@ -206,10 +201,6 @@ class Engine:
         # A forward whose backward will follow has only the first half of the actions.
         over = (not self._iterations.waiting or self.uses.all_fired()) and self._depth == 0 and self._pass is None
         return (self._actions.recorder.so_far() if over else None) or self._actions.recorder.history.last
-
-    def planned_notes(self) -> dict[str, tuple[str, str]]:
-        """By FQN, the notes of each group's gather and reduction."""
-        return {group.fqn: group.planned_notes() for group in self.groups}
 
     # ---- forward
 

@@ -243,12 +243,9 @@ class Review:
             return
         self._votes += 1
         if self._among:
-            self._open_vote(plan, partial(self._decide, may_be_alone))
+            self._vote = Ballot(plan, self._among, self._engine, self._forwards), partial(self._decide, may_be_alone)
         else:
             self._adopt(plan)
-
-    def _open_vote(self, plan: ShardPlan, decide: Callable[[Ballot, Outcome], None]) -> None:
-        self._vote = Ballot(plan, self._among, self._engine, self._forwards), decide
 
     def _decide(self, may_be_alone: bool, ballot: Ballot, outcome: Outcome) -> None:
         """Act on the outcome of a vote; `may_be_alone` as for `_want`."""

@@ -521,10 +521,6 @@ class ParamGroup:
         by_index = dict(zip(itertools.chain(*self.layout.members), itertools.chain(*lists), strict=True))
         return [by_index[index] for index in range(len(self.params))]
 
-    def planned_notes(self) -> tuple[str, str]:
-        """Return the notes of a gather and of a reduction under the current options and parameters."""
-        return self.layout.note, self.gradients.planned_note()
-
     def having(self) -> tuple[bool, ...]:
         """Return for each parameter whether it has a gradient."""
         return tuple([shard.grad is not None for shard in self.shards])

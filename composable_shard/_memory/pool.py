@@ -25,8 +25,8 @@ States of a slot
 
 The owner of a leased slot is the bucket whose weights are in it (`_group/bucket.py`); other purposes have none. Saved
 tensors and addresses of weights are looked up only in slots with an owner, so never in resharded ones. A queued slot
-has the same attributes as a free one: whoever has queued it must pass it to `finish_queued`, and `BufferPool.unfinished`
-counts these slots.
+has the same attributes as a free one: whoever has queued it must pass it to `finish_queued`, and
+`BufferPool.unfinished` counts these slots.
 
 Most slots keep their memory while they are free. Two kinds do not: slots that *resize* (`Request.refills`), and slots
 in a region of their own (`Region.is_large`). On an accelerator, the memory of other regions is freed at certain points
