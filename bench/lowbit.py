@@ -30,7 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import _report
 import composable_shard as cs
 from composable_shard import CommPolicy, MixedPrecisionPolicy, testing
-from composable_shard._comm.rounding import rounded
+from composable_shard._comm.rounding import numbers_in
+from composable_shard._plan.parcel import parcel
 from composable_shard._policies import Wire
 from composable_shard.planner.machine import KNOWN
 from composable_shard.planner.timing import ADDED, ROUNDED, rounding_seconds
@@ -132,10 +133,16 @@ def seconds_here(form: str | None) -> float:
     if form is None:
         return 0.0
     whole = torch.randn(512, 1024)
+    sent = parcel([(512, 1024)], torch.bfloat16.itemsize, Wire(form, 256))
     times = []
     for _ in range(5):
         begin = time.perf_counter()
-        rounded(whole, Wire(form, 256), dtype=torch.bfloat16)
+        if sent is None:
+            whole.to(torch.bfloat16)
+        else:
+            (numbers,) = numbers_in(torch.zeros(sent.nbytes, dtype=torch.uint8), sent.parts, torch.bfloat16)
+            numbers.put(whole.view(numbers.values.shape))
+            numbers.fill(torch.empty(numbers.values.shape, dtype=torch.bfloat16))
         times.append(time.perf_counter() - begin)
     return min(times) / whole.numel()
 

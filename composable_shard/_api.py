@@ -158,10 +158,10 @@ def fully_shard(
     options = Options(reshard, mp_policy=without_overrides(precision))
     state = _shard(modules, placements, options, {id(p) for p in ignored})
     _move_buffers(modules, info)
-    note_policy((param for part in (state, *state.others) for param in part.declaration.params), offload)
+    note_policy((param for part in state.family for param in part.declaration.params), offload)
     for index, each in enumerate(modules):
         _add_class_and_hooks(each, state, index)
-    for part in (state, *state.others):
+    for part in state.family:
         for group in (part.declaration.info.shard_group, part.declaration.info.replicate_group):
             expect_own_group(group, part.declaration.info.device)
     LazyState(modules, state)  # registers itself for torch

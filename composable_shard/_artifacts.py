@@ -19,11 +19,10 @@ from torch import nn
 from ._graph.operators import CODE
 from ._module.build import bound_of
 from ._module.module import FSDPModule
-from ._module.state import states_below
 from ._plan.group_plan import GroupPlan
 from ._plan.plan import ShardPlan
 from ._plan.text import group_changes
-from ._status import make_plan
+from ._status import make_plan, sharded_states
 from .errors import ArtifactMismatchError, ShardConfigStateError, ShardConfigValueError
 
 _BEGIN = b"composable_shard cache artifacts 1\n"
@@ -102,9 +101,7 @@ def _about(model: nn.Module) -> dict[str, Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             bound_of(module, agrees=False, runs=False)  # type: ignore[arg-type]  # graphs follow the engine's schedule
-    states = states_below(model)
-    if not states:
-        raise ShardConfigValueError(f"model: {type(model).__name__} contains no sharded module; call fully_shard first")
+    states = sharded_states(model)
     device = states[0].declaration.info.device
     on_card = device.type == "cuda"
     return {

@@ -155,11 +155,6 @@ class CommPolicy:
                 )
         require_count("CommPolicy.block", self.block, 8)
 
-    @property
-    def rounds_gradients(self) -> bool:
-        """Whether gradients are communicated in fewer bits."""
-        return self.reduce is not None or self.replicas is not None
-
     def wire(self, kind: str, dtype: torch.dtype) -> Wire | None:
         """The format of a bucket of `dtype` for ``gather``, ``reduce`` or ``replicas``; None if sent unchanged."""
         form = getattr(self, kind)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ._engine.engine import Engine
-from ._engine.out_of_memory import explain
+from ._engine.out_of_memory import MemoryUsers, explain
 from ._group.optimizers import note_optimizer
 from ._module.build import declared_plan
 from ._module.module import FSDPModule
@@ -147,7 +147,7 @@ def explain_out_of_memory(model: nn.Module, *optimizers: Optimizer) -> Iterator[
     try:
         yield
     except Exception as error:
-        explain(error, [engine.memory_users() for engine in engines_of(model)])
+        explain(error, [MemoryUsers(each.groups, each.pool, each.order.plan) for each in engines_of(model)])
         raise
 
 

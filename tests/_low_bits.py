@@ -6,10 +6,37 @@ import torch
 
 from _blocks import Transformer, next_token_loss, token_batch
 from composable_shard import Ragged, fully_shard, make_plan
-from composable_shard._comm.rounding import Rounding, dequantise, noise_like, quantise, rounded, to_bf16
+from composable_shard._comm.rounding import Rounding, _noise, dequantise, numbers_in, quantise, to_bf16
 from composable_shard._plan.parcel import block_of, parcel
 from composable_shard._policies import Wire
 from composable_shard._torch.ragged import rows_of_chunk
+
+
+def noise_like(numbers, generator):
+    """Return the random int16 of stochastic rounding, in the shape of a tensor."""
+    return _noise(numbers.numel(), numbers.device, generator).view(numbers.shape)
+
+
+def rounded(tensor, wire, dim=0, dtype=None):
+    """Return a parameter as a gather rounds it, or a gradient rounded to nearest.
+
+    Args:
+        tensor: the whole parameter.
+        wire: the format in which it is sent.
+        dim: along which it is sharded.
+        dtype: the dtype of the result; None for the tensor's own.
+    """
+    dtype = dtype or tensor.dtype
+    size, row = tensor.shape[dim], tensor.numel() // max(tensor.shape[dim], 1)
+    sent = parcel([(size, row)], dtype.itemsize, wire)
+    if sent is None:
+        return tensor.to(dtype)
+    (numbers,) = numbers_in(torch.zeros(sent.nbytes, dtype=torch.uint8, device=tensor.device), sent.parts, dtype)
+    by_row = tensor.movedim(dim, 0)
+    numbers.put(by_row.reshape(numbers.values.shape))
+    out = torch.empty(numbers.values.shape, dtype=dtype, device=tensor.device)
+    numbers.fill(out)
+    return out.view(by_row.shape).movedim(0, dim).contiguous()
 
 
 def round_weights(model, wire, dtype=None):

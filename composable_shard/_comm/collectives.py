@@ -143,7 +143,7 @@ class Plain:
 
     route = Route(PLAIN)
 
-    def __init__(self, group: dist.ProcessGroup, averages: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup, averages: bool) -> None:
         self.averages = averages
         self._group = group
 

@@ -42,7 +42,7 @@ class LowBitGather(GatherCopies):
     """
 
     def __init__(
-        self, layout: GatherLayout, rank: int, transport: Transport, like: Tensor, non_blocking: bool = False
+        self, layout: GatherLayout, rank: int, transport: Transport | None, like: Tensor, non_blocking: bool
     ) -> None:
         super().__init__(layout, rank, transport, non_blocking=non_blocking)
         assert layout.parcel is not None
@@ -326,6 +326,8 @@ def compressed(
         rounding: the rounding state of the group.
         name: the name of the bucket's first parameter.
     """
+    if comm.reduce is None and comm.replicas is None:
+        return transports
     how = [at.piece for at in layout.result.params], info.mesh.get_rank()
     reduce, replicate = transports.reduce, transports.replicate
     if reduce is not None and layout.parcel is not None:

@@ -69,7 +69,7 @@ class MeshInfo:
         """Whether shards are stored on a device other than the compute device."""
         return self.home.type != self.device.type
 
-    def placements(self, dim: int = 0) -> tuple[Placement, ...]:
+    def placements(self, dim: int) -> tuple[Placement, ...]:
         """Return the placements of DTensors that are sharded along `dim`."""
         return (Shard(dim),) if self.mesh.ndim == 1 else (Replicate(), Shard(dim))
 

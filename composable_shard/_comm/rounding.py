@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._plan.parcel import SCALE_BYTES, Part, parcel
-from .._policies import Wire
+from .._plan.parcel import SCALE_BYTES, Part
 
 _MOST = {"fp8": 448.0, "int8": 127.0}  # the largest number of a form
 _LEAST = torch.finfo(torch.float32).tiny  # the smallest scale, so that blocks of zeros need no special case
@@ -159,28 +158,6 @@ def _view(parcels: Tensor, part: Part, dtype: torch.dtype) -> Numbers:
     return Numbers(part, values.view(*values.shape[:-1], blocks, part.block), scales.unsqueeze(-1))
 
 
-def rounded(tensor: Tensor, wire: Wire, dim: int = 0, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a parameter as a gather rounds it, or a gradient rounded to nearest.
-
-    Args:
-        tensor: the whole parameter.
-        wire: the format in which it is sent.
-        dim: along which it is sharded.
-        dtype: the dtype of the result; None for the tensor's own.
-    """
-    dtype = dtype or tensor.dtype
-    size, row = tensor.shape[dim], tensor.numel() // max(tensor.shape[dim], 1)
-    sent = parcel([(size, row)], dtype.itemsize, wire)
-    if sent is None:
-        return tensor.to(dtype)
-    numbers = _view(torch.zeros(sent.nbytes, dtype=torch.uint8, device=tensor.device), sent.parts[0], dtype)
-    by_row = tensor.movedim(dim, 0)
-    numbers.put(by_row.reshape(numbers.values.shape))
-    out = torch.empty(numbers.values.shape, dtype=dtype, device=tensor.device)
-    numbers.fill(out)
-    return out.view(by_row.shape).movedim(0, dim).contiguous()
-
-
 class Rounding:
     """The state of a group's gradient rounding. It outlives the buckets and is saved in checkpoints.
 
@@ -207,11 +184,6 @@ def _noise(count: int, device: torch.device, generator: torch.Generator) -> Tens
     words = torch.empty(-(-count // 4), dtype=torch.int64, device=device)
     words.random_(-(2**63), None, generator=generator)  # a word holds four numbers
     return words.view(torch.int16)[:count]
-
-
-def noise_like(numbers: Tensor, generator: torch.Generator) -> Tensor:
-    """Return uniform random int16 of the shape of a tensor."""
-    return _noise(numbers.numel(), numbers.device, generator).view(numbers.shape)
 
 
 class Rounder:

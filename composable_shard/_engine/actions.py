@@ -59,7 +59,7 @@ class Actions:
         runtime: Runtime,
         order: Order,
         watch_leaf: LeafHook,
-        without_group: Sequence[Entries] = (),
+        without_group: Sequence[Entries],
     ) -> None:
         self.groups = groups
         self.pool = runtime.pool

@@ -107,6 +107,7 @@ class BackwardPass:
         repeated: groups that have several uses whose nodes the pass runs.
         forwards: numbers of the root forwards that the pass goes through.
         newest: the highest of these numbers; 0 if there are none.
+        will_fire: uses whose node the outermost pass itself runs.
         skipped: uses that backward skipped. Their gathers were issued then, and are not issued again.
     """
 
@@ -135,7 +136,7 @@ class BackwardPass:
             live.append((use, node))
             if node is not None and node_will_run(node):
                 expected.append(use)
-        self._will_fire = set(expected)
+        self.will_fire = set(expected)
         self._waiting = deque(reversed(expected))
         # Uses of other forwards are excluded: their graphs may be alive on one rank only, and all ranks must decide
         # alike.
@@ -160,7 +161,7 @@ class BackwardPass:
         """
         expected: list[Use] = []
         for use, node in live:
-            if use in self._will_fire:
+            if use in self.will_fire:
                 expected.append(use)
             elif use.forward in self.forwards:
                 # Other ranks may run the node of a use that this one does not, and gather its weights.
@@ -172,7 +173,7 @@ class BackwardPass:
         return sorted(expected, key=_number_of)
 
     def note(self, number: int) -> int:
-        """Note that the pass `number` is running; returns its nesting depth: 0 for the outermost, -1 if it is over."""
+        """Note that the pass `number` is running; returns its nesting depth, 0 for the outermost."""
         if self.current == number:
             return len(self._stack) - 1
         self._stack = [(each, token) for each, token in self._stack if token() is not None]
@@ -198,10 +199,6 @@ class BackwardPass:
         if number == self.number == self.current and len(self._stack) == 1:  # no pass is nested; saves the calls below
             return True
         return self.note(number) <= self._depth(use.made_in) + 1
-
-    def will_fire(self, use: Use) -> bool:
-        """Whether the outermost pass itself runs the node of `use`."""
-        return use in self._will_fire
 
     def next_group(self) -> ParamGroup | None:
         """The group whose backward is expected next."""
@@ -279,11 +276,11 @@ class BackwardPass:
 
     def _comes_later(self, outer: Use, use: Use | None) -> bool:
         """Whether `outer` encloses `use` and is reached only after it, because `outer` returns the output of `use`."""
-        return use is not None and _is_around(outer, use) and outer in self._will_fire and outer not in self.entered
+        return use is not None and _is_around(outer, use) and outer in self.will_fire and outer not in self.entered
 
     def _skipped_before(self, use: Use) -> Iterator[Skipped]:
         queue = self._upcoming
-        while queue and queue[0].number > use.number and queue[0] not in self._will_fire:
+        while queue and queue[0].number > use.number and queue[0] not in self.will_fire:
             first = queue.popleft()
             if first in self._idle:
                 yield from self._pass(first)
@@ -308,7 +305,7 @@ class BackwardPass:
 
     def in_turn(self, use: Use, gradients: Gradients) -> list[tuple[Use, Gradients]]:
         """Take the complete gradients of a use; returns the uses whose turn has come, with their gradients."""
-        if use not in self._will_fire:
+        if use not in self.will_fire:
             return [(use, gradients)]
         if self._waiting and self._waiting[0] is use and not self._ready:
             self._waiting.popleft()

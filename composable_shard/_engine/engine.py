@@ -59,7 +59,6 @@ from .gradients import GradientFlow, watch_leaf, watch_replaced
 from .iterations import Iterations
 from .node import Keeper, Outputs, Use, Uses, Witness, unshard
 from .order import Order
-from .out_of_memory import MemoryUsers
 from .recorder import is_logged
 from .review import Review
 
@@ -139,16 +138,17 @@ class Engine:
         among: Among,
         seat: Seat,
         on_tools_changed: Callable[[Engine], None],
-        without_group: Sequence[Entries] = (),
-        listener: Callable[[], Callable[[Order], None] | None] = lambda: None,
-        is_given: bool = False,
+        without_group: Sequence[Entries],
+        listener: Callable[[], Callable[[Order], None] | None],
+        is_given: bool,
     ) -> None:
         self._on_tools_changed = on_tools_changed
         self.groups = groups
         self.pool = runtime.pool
         self.witness = Witness()
         self.order = Order(plan, groups, runtime.pool, listener)
-        self._actions = Actions(groups, runtime, self.order, partial(watch_leaf, weakref.ref(self)), without_group)
+        take_gradient = weakref.WeakMethod(self.on_gradient_outside_forward)
+        self._actions = Actions(groups, runtime, self.order, partial(watch_leaf, take_gradient), without_group)
         self._gradients = GradientFlow(self._actions)
         self.review = Review(self.order, self._actions, among, seat, is_given)
         self.uses = Uses()
@@ -167,20 +167,18 @@ class Engine:
 
     def _watch_copies(self, group: ParamGroup) -> None:
         """Watch for gradients of tensors that users may have kept from before the engine was created."""
+        take = weakref.WeakMethod(self.on_gradient_outside_forward)
+        refuse = weakref.WeakMethod(self.on_gradient_of_replaced)
         for index, param in enumerate(group.params):
             if (whole := param.replaced) is not None:
-                watch_replaced(weakref.ref(self), whole)
+                watch_replaced(refuse, whole)
             for leaf in param.kept_ones():
                 if WATCHED in leaf.__dict__:
-                    watch_leaf(weakref.ref(self), leaf, group, index)
+                    watch_leaf(take, leaf, group, index)
 
     def parts(self) -> tuple[object, ...]:
         """The objects whose classes `tools.py` replaces, in the order in which it names them."""
         return self, self._actions, self._actions.recorder, self._actions.reductions, self._gradients
-
-    def memory_users(self) -> MemoryUsers:
-        """The memory users of this engine, for `out_of_memory.explain`."""
-        return MemoryUsers(self.groups, self.pool, self.order.plan)
 
     @property
     def has_run(self) -> bool:
@@ -203,10 +201,6 @@ class Engine:
         # A forward whose backward will follow has only the first half of the actions.
         over = (not self._iterations.waiting or self.uses.all_fired()) and self._depth == 0 and self._pass is None
         return (self._actions.recorder.so_far() if over else None) or self._actions.recorder.history.last
-
-    def planned_notes(self) -> dict[str, tuple[str, str]]:
-        """By FQN, the notes of each group's gather and reduction."""
-        return {group.fqn: group.planned_notes() for group in self.groups}
 
     # ---- forward
 
@@ -445,7 +439,7 @@ class Engine:
         Without this, a use whose node this pass does not run would stay active, and gathered, until backward ends.
         """
         for later in list(self.active.values()):
-            if self._is_past(later, use) and not now.will_fire(later):
+            if self._is_past(later, use) and later not in now.will_fire:
                 self._complete(now, later, [None] * len(later.group.params))
 
     def _is_past(self, other: Use, use: Use) -> bool:

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import is_
-from typing import Protocol
 
 import torch
 
@@ -28,6 +27,8 @@ from ..errors import ShardConfigStateError
 from .actions import Actions
 from .backward import BackwardPass
 from .node import Use, added
+
+TakeGradient = Callable[[ParamGroup, int, torch.Tensor], None]
 
 
 class GradientFlow:
@@ -164,43 +165,29 @@ class GradientFlow:
         self.settle()  # only to return the hooks to autograd, because no reduction is in flight any more
 
 
-class LeafOwner(Protocol):
-    """Receives gradients of tensors that are not sharded parameters."""
-
-    def on_gradient_outside_forward(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:
-        """Take a gradient of an unsharded parameter that was read outside its module's forward."""
-
-
-class ReplacedOwner(Protocol):
-    """Refuses gradients of tensors that were parameters before sharding."""
-
-    def on_gradient_of_replaced(self, fqn: str) -> None:
-        """Refuse a gradient of the tensor that the parameter of this name was before sharding."""
-
-
-def watch_replaced(owner: Callable[[], ReplacedOwner | None], whole: torch.Tensor) -> None:
-    """Make the owner refuse gradients of `whole`, a parameter from before sharding."""
+def watch_replaced(refuse: Callable[[], Callable[[str], None] | None], whole: torch.Tensor) -> None:
+    """Pass the name of `whole`, a parameter from before sharding, to the method `refuse()` when it gets a gradient."""
     if whole.requires_grad:
         # The sharded parameter may share this tensor's dictionary of hooks. So the hook checks whose gradient it gets.
-        hook = functools.partial(_refuse_replaced, owner, weakref.ref(whole))
+        hook = functools.partial(_refuse_replaced, refuse, weakref.ref(whole))
         whole.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         HANDLES.give()
 
 
 def _refuse_replaced(
-    owner: Callable[[], ReplacedOwner | None], whole: weakref.ref[torch.Tensor], leaf: torch.Tensor
+    method: Callable[[], Callable[[str], None] | None], whole: weakref.ref[torch.Tensor], leaf: torch.Tensor
 ) -> None:
-    engine = owner()
-    if engine is not None and leaf is whole():
-        engine.on_gradient_of_replaced(leaf.__dict__[SHARDED_IN])
+    refuse = method()
+    if refuse is not None and leaf is whole():
+        refuse(leaf.__dict__[SHARDED_IN])
 
 
-def watch_leaf(owner: Callable[[], LeafOwner | None], leaf: torch.Tensor, group: ParamGroup, index: int) -> None:
-    """Pass gradients of `leaf`, the unsharded parameter `index` of `group`, to the owner instead of to `leaf.grad`."""
+def watch_leaf(take: Callable[[], TakeGradient | None], leaf: torch.Tensor, group: ParamGroup, index: int) -> None:
+    """Pass gradients of `leaf`, the unsharded parameter `index` of `group`, to the method `take()`, not `leaf.grad`."""
     if (before := leaf.__dict__.get(WATCHED)) is not None:  # of an earlier engine, whose hook would take the gradient
         (leaf._post_accumulate_grad_hooks or {}).pop(before, None)
     # A partial object is small. A closure for each parameter would need three more objects, for its cells.
-    hand_on = functools.partial(_hand_on, owner, weakref.ref(group), index)
+    hand_on = functools.partial(_hand_on, take, weakref.ref(group), index)
     trains = leaf.requires_grad
     leaf.requires_grad_(True)  # users may thaw it later, and torch only allows hooks on tensors that require gradients
     handle = leaf.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
@@ -210,12 +197,12 @@ def watch_leaf(owner: Callable[[], LeafOwner | None], leaf: torch.Tensor, group:
 
 
 def _hand_on(
-    owner: Callable[[], LeafOwner | None], group: weakref.ref[ParamGroup], index: int, leaf: torch.Tensor
+    method: Callable[[], TakeGradient | None], group: weakref.ref[ParamGroup], index: int, leaf: torch.Tensor
 ) -> None:
-    receiver, of, gradient = owner(), group(), leaf.grad
-    if receiver is not None and of is not None and gradient is not None:
+    take, of, gradient = method(), group(), leaf.grad
+    if take is not None and of is not None and gradient is not None:
         leaf.grad = None
-        receiver.on_gradient_outside_forward(of, index, gradient)
+        take(of, index, gradient)
 
 
 def _sparse(group: ParamGroup, gradients: Gradients) -> ShardConfigStateError:

@@ -102,7 +102,7 @@ class Order:
         plan: ShardPlan,
         groups: Sequence[ParamGroup],
         pool: BufferPool,
-        listener: Callable[[], Callable[[Order], None] | None] = lambda: None,
+        listener: Callable[[], Callable[[Order], None] | None],
     ) -> None:
         self.explicit: dict[tuple[bool, ParamGroup], list[ParamGroup]] = {}
         self._listener = listener

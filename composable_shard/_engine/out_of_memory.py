@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from .._group.group import ParamGroup
 from .._group.optimizers import state_of_optimizers
@@ -16,7 +15,7 @@ from .._memory.pool import BufferPool
 from .._plan.fitting import least_step
 from .._plan.plan import ShardPlan
 from .._plan.text import mib
-from .._torch.distributed import local_tensor
+from .._torch.distributed import local_part
 
 _TITLE = "memory of a sharded model on"
 _KINDS = torch.OutOfMemoryError, MemoryError
@@ -114,7 +113,7 @@ class _Held:
 def _bytes_by_device(tensors: Iterable[torch.Tensor]) -> Counter[str]:
     counted: Counter[str] = Counter()
     for tensor in tensors:
-        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor)
         counted[local.device.type] += local.nbytes
     return counted
 

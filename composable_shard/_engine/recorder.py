@@ -65,7 +65,7 @@ class Recorder:
     def end_iteration(self) -> None:
         """The actions of this iteration, if there are any, become the last record."""
         if self.history.roll(() if self.watch is None else self.watch.spans) and self.watch is not None:
-            self.watch.take()
+            self.watch.clear()
 
     def so_far(self) -> Record | None:
         """The record since the last one; None if there are no actions. The same object until more actions follow."""

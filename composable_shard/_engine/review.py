@@ -55,7 +55,7 @@ class Review:
         seat: the model's entry in the ledgers.
     """
 
-    def __init__(self, order: Order, actions: Actions, among: Among, seat: Seat, given: bool = False) -> None:
+    def __init__(self, order: Order, actions: Actions, among: Among, seat: Seat, given: bool) -> None:
         self.drifts = Counter(order=0, bytes=0, time=0)
         self.replans = 0
         self.measuring = Measuring(actions)
@@ -243,12 +243,9 @@ class Review:
             return
         self._votes += 1
         if self._among:
-            self._open_vote(plan, partial(self._decide, may_be_alone))
+            self._vote = Ballot(plan, self._among, self._engine, self._forwards), partial(self._decide, may_be_alone)
         else:
             self._adopt(plan)
-
-    def _open_vote(self, plan: ShardPlan, decide: Callable[[Ballot, Outcome], None]) -> None:
-        self._vote = Ballot(plan, self._among, self._engine, self._forwards), decide
 
     def _decide(self, may_be_alone: bool, ballot: Ballot, outcome: Outcome) -> None:
         """Act on the outcome of a vote; `may_be_alone` as for `_want`."""

@@ -86,9 +86,7 @@ class Stopwatch:
         """The spans so far, in the order in which they began."""
         return tuple(filter(None, self._spans))
 
-    def take(self) -> tuple[Span, ...]:
-        """Return the spans so far and discard them, because the next iteration begins."""
-        spans = self.spans
+    def clear(self) -> None:
+        """Discard the spans so far, because the next iteration begins."""
         self._spans, self._origin = [], self._read()
         self._running.clear()
-        return spans

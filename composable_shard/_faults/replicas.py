@@ -19,7 +19,7 @@ from .._comm.own_groups import own_group
 from .._plan.text import first_names
 from .._torch import debug
 from .._torch.core import without_dispatch_modes
-from .._torch.distributed import local_tensor
+from .._torch.distributed import local_part, local_tensor
 from ..errors import RankMismatchError, ShardConfigValueError
 from .settings import put_sharded_state, sharded_state_of
 
@@ -262,7 +262,7 @@ def _fingerprint(held: Any) -> Any:
     """A number that practically identifies the content of a tensor; other data is returned as it is."""
     if not isinstance(held, torch.Tensor):
         return held
-    held = local_tensor(held) if isinstance(held, DTensor) else held
+    held = local_part(held)
     if held.numel() == 1 and not held.dtype.is_complex:
         value = held.item()
         return value if value == value else "nan"

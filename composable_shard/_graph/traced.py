@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from .._comm.copies import Gradients
 from .._comm.mesh import MeshInfo
 from .._group.edits import lost_edit
 from .._group.exchange import Exchange
-from .._group.group import ParamGroup
+from .._group.group import Entries, ParamGroup
 from .._group.optimizers import watch_steps
 from .._group.param import ShardedParam, reduced_as
 from .._group.phases import SHARDED
@@ -65,13 +65,6 @@ logging.getLogger("torch._higher_order_ops.wrap").addFilter(_about_users)
 
 
 NO_COMMS = Comms()
-
-
-class Follower(Protocol):
-    """The module entries in which parameters are stored."""
-
-    def follow(self) -> None:
-        """Adopt parameters that users have assigned there."""
 
 
 def _ports(params: Sequence[ShardedParam], options: Options) -> tuple[int, ...]:
@@ -216,7 +209,7 @@ class TracedGroup:
 
     # ---- while tracing
 
-    def unshard(self, entries: Follower) -> list[torch.Tensor]:
+    def unshard(self, entries: Entries) -> list[torch.Tensor]:
         """The unsharded parameters of the tensors that are installed in the modules now."""
         with_side_effects(entries.follow)
         self._count_use()

@@ -12,18 +12,16 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .._comm.collectives import Transport
 from .._comm.copies import GatherCopies, Landing, Wholes, regions_in
 from .._comm.lanes import Events, Job, Lane
 from .._comm.lowbit import LowBitGather
-from .._comm.mesh import MeshInfo
 from .._memory.pool import BufferPool
 from .._memory.slots import Place, Request, Slot
-from .._plan.layout import GatherLayout, gather_layout
+from .._plan.layout import gather_layout
 from .._policies import Wire
 from .._torch import debug
 from .._torch.core import address_of, has_memory, plainly, without_torch_function
-from .._torch.distributed import local_tensor
+from .._torch.distributed import local_part, local_tensor
 from .edits import BitSums, Writes, bit_sums
 from .faces import Faces, Leaves
 from .param import ShardedParam
@@ -315,15 +313,18 @@ class GatherBucket(Bucket):
         self.slot: Slot | None = None
         self._faces = Faces(dtype, layout.places, params)
         pieces = list(map(local_tensor, self._sharded))
-        # Shards that the collective can send as they are. Offloaded ones are first copied to the device.
-        as_they_are = [not info.offloads and local.dtype == dtype and local.is_contiguous() for local in pieces]
-        converted = [index for index, as_it_is in enumerate(as_they_are) if not as_it_is]
+        # Shards that the collective cannot send as they are. Offloaded ones are first copied to the device.
+        converted = [i for i, at in enumerate(pieces) if info.offloads or at.dtype != dtype or not at.is_contiguous()]
         like = torch.empty(0, dtype=dtype, device=info.device)
-        self.copies = copies = self._copies(layout, info, transport, converted, like, lane)
+        self.copies = (
+            GatherCopies(layout, info.shard_rank, transport, converted, info.offloads, like, lane.streams)
+            if layout.parcel is None
+            else LowBitGather(layout, info.shard_rank, transport, like, info.offloads)
+        )
         self.for_weights = pool.requests(f"weights {self.fqns[0]}", layout.nbytes, refills=_are_packed(params))
         landing = f"landing {self.fqns[0]}"
         self.for_landing = None if layout.landing is None else pool.requests(landing, layout.landing_bytes)
-        self._gatherer = Gatherer(copies, dtype, self.for_landing, pool, lane)
+        self._gatherer = Gatherer(self.copies, dtype, self.for_landing, pool, lane)
         self._pool = pool
         self._self = weakref.ref(self)
         self._sums: list[int] | None = None  # checksums of the gathered parameters, when debugging
@@ -333,18 +334,6 @@ class GatherBucket(Bucket):
         self.gather_bytes = sum(forward.nbytes for forward, _ in filter(None, requests))
         self.places, self.begins = layout.places, layout.places.begins
         self.members = _Members([begin * dtype.itemsize for begin in self.begins])
-
-    def _copies(
-        self,
-        layout: GatherLayout,
-        info: MeshInfo,
-        transport: Transport | None,
-        converted: Sequence[int],
-        like: torch.Tensor,
-        lane: Lane,
-    ) -> GatherCopies:
-        """Make the copies of its gathers; `converted` are indices of shards that cannot be sent as they are."""
-        return GatherCopies(layout, info.shard_rank, transport, converted, info.offloads, like, lane.streams)
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -455,7 +444,7 @@ class GatherBucket(Bucket):
     def _lies(self, tensor: torch.Tensor, index: int) -> bool:
         """Whether an unsharded parameter still has its address and shape, which `set_` may change."""
         assert self.slot is not None
-        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor)
         place = self.slot.begin + self.begins[index] * self.dtype.itemsize
         shape = self.places.params[index].shape
         return has_memory(local) and address_of(local) == place and local.shape == shape and local.is_contiguous()
@@ -502,31 +491,16 @@ class LowBitBucket(GatherBucket):
     again, because hand-written optimizers may change shards without increasing their versions.
     """
 
-    __slots__ = ("_low", "_sent")
+    __slots__ = ("_sent",)
 
     def __init__(self, params: Sequence[ShardedParam], dtype: torch.dtype, setup: GatherSetup, wire: Wire) -> None:
         self._sent = -1  # the generation of the shards when they were last rounded
-        self._low: LowBitGather | None = None  # None if rounding makes nothing smaller
         super().__init__(params, dtype, setup, wire)
-
-    def _copies(
-        self,
-        layout: GatherLayout,
-        info: MeshInfo,
-        transport: Transport | None,
-        converted: Sequence[int],
-        like: torch.Tensor,
-        lane: Lane,
-    ) -> GatherCopies:
-        if layout.parcel is None or transport is None:
-            return super()._copies(layout, info, transport, converted, like, lane)
-        self._low = LowBitGather(layout, info.shard_rank, transport, like, info.offloads)
-        return self._low
 
     def note_shards(self, shards: Sequence[torch.Tensor]) -> None:
         super().note_shards(shards)
-        if self._low is not None and self._pool.backward and self._sent == self.generation:
-            self._low.send_again()
+        if self._pool.backward and self._sent == self.generation and isinstance(self.copies, LowBitGather):
+            self.copies.send_again()
         self._sent = self.generation
 
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from .._memory.slots import Slot
 from .._plan.layout import BucketLayout
 from .._torch.core import alias, has_memory, plainly, storage_id, storage_uses
-from .._torch.distributed import local_tensor
+from .._torch.distributed import local_part
 from ..errors import ShardConfigStateError
 from .param import ShardedParam
 
@@ -130,7 +130,7 @@ class Leaves:
     def __init__(self, params: list[torch.nn.Parameter], face: Face | None = None) -> None:
         self.params = params
         self.face = face
-        self._locals = {index: _local(leaf) for index, leaf in enumerate(params) if face and type(leaf) in _SHOWN}
+        self._locals = {index: local_part(leaf) for index, leaf in enumerate(params) if face and type(leaf) in _SHOWN}
         self._storages = list(map(storage_id, self._locals.values()))
         self.versions: list[int] = list(map(_version, params))
         self._free_counts = list(map(getrefcount, params))  # reference counts while no module has them installed
@@ -197,10 +197,6 @@ def _follow(tensor: torch.Tensor, param: ShardedParam) -> None:
             "requires_grad_(True)"
         )
     tensor.requires_grad_(trains)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _leaf(weight: torch.Tensor, param: ShardedParam) -> torch.nn.Parameter:
@@ -274,7 +270,7 @@ class Faces:
         kept = [(index, tensor) for index, param in enumerate(self._params) for tensor in param.kept_ones()]
         with plainly():
             for index, tensor in kept:
-                _local(tensor).data = weights[index]
+                local_part(tensor).data = weights[index]
         if not kept:
             self.kept = False
             self._of_kept.clear()

@@ -131,7 +131,7 @@ class ParamGroup:
         is_root: bool,
         comm: GroupComm,
         runtime: Runtime,
-        entries: Callable[[], Entries | None] = lambda: None,
+        entries: Callable[[], Entries | None],
     ) -> None:
         self.entries = entries
         self.fqn = fqn
@@ -520,10 +520,6 @@ class ParamGroup:
             return list(lists[0])
         by_index = dict(zip(itertools.chain(*self.layout.members), itertools.chain(*lists), strict=True))
         return [by_index[index] for index in range(len(self.params))]
-
-    def planned_notes(self) -> tuple[str, str]:
-        """Return the notes of a gather and of a reduction under the current options and parameters."""
-        return self.layout.note, self.gradients.planned_note()
 
     def having(self) -> tuple[bool, ...]:
         """Return for each parameter whether it has a gradient."""

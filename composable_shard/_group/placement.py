@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from .._comm.mesh import FullMesh, MeshInfo, mesh_info_of_torch
 from .._policies import MixedPrecisionPolicy, OffloadPolicy, overrides_of
-from .._torch.distributed import ShardPlacementResult, concatenated_mesh, dtensor_at, local_tensor, strided_shard
+from .._torch.distributed import ShardPlacementResult, concatenated_mesh, dtensor_at, local_part, strided_shard
 from .._torch.ragged import Ragged
 from ..errors import (
     ShardConfigAssertionError,
@@ -104,7 +104,7 @@ class Parallel:
         if gradient.dtype is not dtype and torch.promote_types(gradient.dtype, dtype) is dtype:
             pairs = zip(gradient.placements, wanted, strict=True)
             if any(now.is_partial() and now != then for now, then in pairs):
-                local = local_tensor(gradient).to(dtype)
+                local = local_part(gradient).to(dtype)
                 gradient = dtensor_at(local, gradient.device_mesh, gradient.placements, gradient)
         return gradient.redistribute(placements=wanted).to_local()
 
@@ -361,8 +361,7 @@ def _check_can_shard(name: str, param: nn.Parameter, info: MeshInfo) -> None:
             f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1, or "
             "pass it in ignored_params"
         )
-    whole = local_tensor(param) if isinstance(param, DTensor) else param
-    if not whole.is_contiguous():
+    if not local_part(param).is_contiguous():
         raise ShardConfigUnsupportedError(
             f"parameter {name}: FSDP does not support non-contiguous parameters yet: param.shape={param.shape} "
             f"param.stride()={param.stride()}; assign its .contiguous() copy before sharding"
@@ -407,7 +406,7 @@ def _dim_of(name: str, param: nn.Parameter, placement: Any, info: MeshInfo) -> i
             f"Invalid shard_placement_fn result: {placement!r} for parameter {name}; expected None, Shard(dim), "
             "Ragged(rows) or ShardPlacementResult"
         )
-    shape = tuple((local_tensor(param) if isinstance(param, DTensor) else param).shape)
+    shape = tuple(local_part(param).shape)
     dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < param.ndim:
         raise ShardConfigAssertionError(

@@ -20,10 +20,9 @@ from .._comm.copies import GradientCopies, Parts
 from .._comm.lanes import Events, Job, Steps, WhenDone
 from .._comm.lowbit import compressed
 from .._comm.mesh import MeshInfo
-from .._comm.rounding import Rounding
 from .._memory.pool import BufferPool
 from .._memory.slots import Slot
-from .._plan.layout import ReduceLayout, reduce_layout
+from .._plan.layout import reduce_layout
 from .._policies import AllReduceHook, Comms, GradDtype, Options, division, reduce_dtypes
 from .._torch.core import has_memory, plainly
 from .accumulation import Partial
@@ -129,21 +128,6 @@ def _division(
     return mean, _divisor(before), _divisor(after)
 
 
-def _in_few_bits(
-    transports: Transports,
-    info: MeshInfo,
-    layout: ReduceLayout,
-    options: Options,
-    dtype: torch.dtype,
-    rounding: Rounding,
-    params: Sequence[Reducible],
-) -> Transports:
-    """Return the transports of a bucket, in fewer bits if the policy rounds its gradients."""
-    if not options.comm_policy.rounds_gradients:
-        return transports
-    return compressed(transports, info, layout, options.comm_policy, dtype, rounding, params[0].fqn)
-
-
 def _divisor(factor: float) -> torch.Tensor | None:
     """Make a divisor as a 0-dim CPU tensor. Results are bitwise identical to a number's, in 1/4 of the host time."""
     return torch.tensor(factor, dtype=torch.float64) if factor != 1 else None
@@ -180,7 +164,7 @@ class ReduceBucket:
         self._layout = layout = reduce_layout(
             shapes, info.shard_size, dtype.itemsize, dims, route, setup.slots, rows, wire
         )
-        transports = _in_few_bits(transports, info, layout, options, dtype, setup.rounding, params)
+        transports = compressed(transports, info, layout, options.comm_policy, dtype, setup.rounding, params[0].fqn)
         self._shard, self._replicate = transports.reduce, transports.replicate
         self._mean, self._divide_before, self._divide_after = _division(dtype, info, transports, options)
         self._has_all = indices == list(range(len(indices)))
@@ -432,8 +416,8 @@ class GroupReduced:
     def __init__(
         self,
         done: Sequence[tuple[list[int], Reduced]],
-        asked: Sequence[int] = (),
-        jobs: Sequence[Job[Reduced]] = (),
+        asked: Sequence[int],
+        jobs: Sequence[Job[Reduced]],
     ) -> None:
         self._done, self._asked, self._jobs = done, asked, jobs
         self.unused: list[int] = []

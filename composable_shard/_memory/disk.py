@@ -73,11 +73,6 @@ class Files:
             directory.mkdir(parents=True, exist_ok=True)
             os.close(_open_unnamed(directory))  # fail here, not in the first step
 
-    @property
-    def nbytes(self) -> int:
-        """Reserved bytes."""
-        return sum(file.used for file in self._files)
-
     def settle(self) -> None:
         """Flush writes from the page cache to disk.
 
@@ -105,7 +100,6 @@ class File:
 
     Attributes:
         used: reserved bytes at the beginning of the file.
-        direct: whether reads and writes bypass the page cache.
     """
 
     def __init__(self, directory: Path, nbytes: int) -> None:
@@ -124,10 +118,6 @@ class File:
     def holds(self, address: int) -> bool:
         """Whether an address is in the memory mapping of this file."""
         return self._begin <= address < self._begin + self._size
-
-    @property
-    def direct(self) -> bool:
-        return self._direct is not None
 
     @property
     def room(self) -> int:

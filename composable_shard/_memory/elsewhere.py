@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from .._policies import DiskOffloadPolicy, OffloadPolicy
-from .state_on_disk import States, Step, bytes_on_disk, local_part, most_in_a_unit
+from .._torch.distributed import local_part
+from .state_on_disk import StateKeeper, States, Step, bytes_on_disk, most_in_a_unit
 from .state_on_host import bytes_of_copies
 
 
@@ -70,15 +71,12 @@ def rehearsed() -> Rehearsed | None:
     return _now[-1] if _now else None
 
 
-class StateElsewhere:
+class StateElsewhere(StateKeeper):
     """The state of one optimizer that a run would keep on the host or on disk.
 
     Attributes:
         policy: the offload policy.
-        loads_on_host: whether a load leaves state on the host. False, because fake state is on no device.
     """
-
-    loads_on_host = False
 
     def __init__(self, policy: OffloadPolicy) -> None:
         self.policy = policy
@@ -91,11 +89,6 @@ class StateElsewhere:
 
     def keep_all(self, states: States, params: Sequence[torch.Tensor]) -> None:
         """Do nothing: fake state need not be moved."""
-
-    @staticmethod
-    def options(group: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of a step that replace those of a param group: none."""
-        return {}
 
     def resident(self, states: States, params: Sequence[torch.Tensor]) -> int:
         """Additional bytes of host memory in a step: the policy's memory, or copies of shards and gradients."""

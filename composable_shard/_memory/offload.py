@@ -7,6 +7,7 @@ step each parameter independently.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,9 +20,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._policies import DiskOffloadPolicy, HostOffloadPolicy, OffloadPolicy, keeps_shards_on_host
 from .._torch.core import HANDLES, between_graphs, has_memory, never_trace
+from .._torch.distributed import local_part
 from ..errors import OffloadError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .elsewhere import StateElsewhere, rehearsed
-from .state_on_disk import StateOnDisk, Step, local_part
+from .state_on_disk import StateKeeper, StateOnDisk, Step
 from .state_on_host import StateOnHost
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -59,16 +61,6 @@ def _asked_for() -> dict[int, _Asked]:
     return {id(each.sharded): _Asked(policy, each.fqn) for each, policy in living if each is not None}
 
 
-class _Keeper(Protocol):
-    """Stores the offloaded state of an optimizer, and moves it to where it is stepped."""
-
-    loads_on_host: bool
-
-    def step(self, states: Any, params: Sequence[torch.Tensor], step: Step) -> None: ...
-    def keep_all(self, states: Any, params: Sequence[torch.Tensor]) -> None: ...
-    def options(self, group: Mapping[str, Any]) -> dict[str, Any]: ...
-
-
 def note_policy(params: Iterable[Sharded], policy: OffloadPolicy) -> None:
     """Record the offload policy of a group's parameters."""
     params = list(params)
@@ -79,7 +71,7 @@ def note_policy(params: Iterable[Sharded], policy: OffloadPolicy) -> None:
         for each in params:
             key = id(each)
             _asked[key] = weakref.ref(each, lambda _, key=key: _asked.pop(key, None)), policy  # type: ignore[misc]
-        _Watch.begin()
+        _watch_optimizers()
 
 
 def _keeps_state_apart(policy: OffloadPolicy) -> bool:
@@ -87,18 +79,14 @@ def _keeps_state_apart(policy: OffloadPolicy) -> bool:
     return isinstance(policy, (DiskOffloadPolicy, HostOffloadPolicy))
 
 
-class _Watch:
-    """Detects optimizers that step parameters with an offload policy but were not passed to `offload_optimizer`."""
+@functools.cache
+def _watch_optimizers() -> None:
+    """Refuse optimizers that step parameters with an offload policy but were not passed to `offload_optimizer`.
 
-    begun = False
-
-    @classmethod
-    def begin(cls) -> None:
-        """Install the optimizer hook on first use. Programs without offload policies have no overhead."""
-        if not cls.begun:
-            cls.begun = True
-            register_optimizer_step_pre_hook(_refuse_forgotten)
-            HANDLES.give()
+    The hook is installed on first use, so programs without offload policies have no overhead.
+    """
+    register_optimizer_step_pre_hook(_refuse_forgotten)
+    HANDLES.give()
 
 
 def _refuse_forgotten(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -124,11 +112,11 @@ def _applies(policy: OffloadPolicy, param: torch.Tensor) -> bool:
 class OffloadedOptimizer(Optimizer):
     """The base class of offloaded optimizers. Their state is moved to where it is stepped, part by part."""
 
-    _keeper: _Keeper
+    _keeper: StateKeeper
     _keeps_all: bool
     _lost = ""
 
-    def _become(self, cls: type, keeper: _Keeper, keeps_all: bool) -> None:
+    def _become(self, cls: type, keeper: StateKeeper, keeps_all: bool) -> None:
         """Convert an optimizer in place.
 
         Args:
@@ -342,9 +330,9 @@ def offload_optimizer(optimizer: AnyOptimizer, policy: OffloadPolicy | None = No
         return take_over(optimizer, StateElsewhere(chosen), keeps_all=policy is not None)
     if not _keeps_state_apart(chosen) or not any(_applies(chosen, param) for param in params):
         return optimizer
-    keeper: _Keeper
+    keeper: StateKeeper
     if isinstance(chosen, DiskOffloadPolicy):
-        keeper = StateOnDisk(chosen, _Names(optimizer))
+        keeper = StateOnDisk(chosen, functools.partial(_name_of, optimizer.param_groups))
     else:
         # Of torch's fused steps, DTensor supports only those of Adam and AdamW.
         keeper = StateOnHost(bool(getattr(chosen, "pin_memory", True)), isinstance(optimizer, torch.optim.Adam))
@@ -366,7 +354,7 @@ def in_memory(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Sequence[
     return [param for param in params if id(param) not in on_disk]
 
 
-def take_over(optimizer: AnyOptimizer, keeper: _Keeper, keeps_all: bool) -> AnyOptimizer:
+def take_over(optimizer: AnyOptimizer, keeper: StateKeeper, keeps_all: bool) -> AnyOptimizer:
     """Move the state of an optimizer to a keeper: for all parameters, or for those with an offload policy."""
     cls = type(optimizer)
     if cls not in _classes:
@@ -436,18 +424,13 @@ def _policy_of(params: Iterable[torch.Tensor]) -> OffloadPolicy:
     return first.policy
 
 
-class _Names:
-    """Names an optimizer's parameters in messages: by their FQN when they were sharded, or by their index."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._groups = optimizer.param_groups
-
-    def __call__(self, param: torch.Tensor) -> str:
-        note = _asked_for().get(id(param))
-        if note is not None:
-            return note.name
-        for number, group in enumerate(self._groups):
-            for index, each in enumerate(group["params"]):
-                if each is param:
-                    return f"parameter {index} of group {number}"
-        return "a parameter"
+def _name_of(groups: Sequence[Mapping[str, Any]], param: torch.Tensor) -> str:
+    """Name a parameter of these param groups in messages: by its FQN when it was sharded, or by its index."""
+    note = _asked_for().get(id(param))
+    if note is not None:
+        return note.name
+    for number, group in enumerate(groups):
+        for index, each in enumerate(group["params"]):
+            if each is param:
+                return f"parameter {index} of group {number}"
+    return "a parameter"

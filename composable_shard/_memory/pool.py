@@ -25,8 +25,8 @@ States of a slot
 
 The owner of a leased slot is the bucket whose weights are in it (`_group/bucket.py`); other purposes have none. Saved
 tensors and addresses of weights are looked up only in slots with an owner, so never in resharded ones. A queued slot
-has the same attributes as a free one: whoever has queued it must pass it to `finish_queued`, and `Arena.unfinished`
-counts these slots.
+has the same attributes as a free one: whoever has queued it must pass it to `finish_queued`, and
+`BufferPool.unfinished` counts these slots.
 
 Most slots keep their memory while they are free. Two kinds do not: slots that *resize* (`Request.refills`), and slots
 in a region of their own (`Region.is_large`). On an accelerator, the memory of other regions is freed at certain points
@@ -107,6 +107,7 @@ class BufferPool:
             backward, whose slots may differ.
         places: the unique object for each `Place`.
         fallbacks: by name, the number of leases for which the arena had no free slot.
+        unfinished: number of slots in the state *queued*.
     """
 
     def __init__(self, device: torch.device, lane: Lane) -> None:
@@ -115,7 +116,7 @@ class BufferPool:
         self.live_bytes = self.peak_bytes = self._beside_bytes = self._allocations = 0
         self.fallbacks: dict[str, int] = {}
         self.backward = False
-        self.lent_bytes = 0
+        self.lent_bytes = self.unfinished = 0
         self._requests: weakref.WeakValueDictionary[RequestKey, Request] = weakref.WeakValueDictionary()
         self._known: dict[Request, None] = {}  # all requests that were leased, in the order of their first leases
         self._live: set[Request] = set()
@@ -258,14 +259,14 @@ class BufferPool:
         Another request may lease the slot. `finish_queued` frees the memory if it is not leased then.
         """
         self.release(slot, after, keep_memory=True)
-        self.arena.count_unfinished(1)
+        self.unfinished += 1
 
     def finish_queued(self, slots: Sequence[Slot], _after: torch.Event | None = None) -> None:
         """Free the memory of slots of `release_queued`, once their work has been waited for.
 
         Slots that have been leased again keep their memory. `_after` is unused: a job passes it to `when_done`.
         """
-        self.arena.count_unfinished(-len(slots))
+        self.unfinished -= len(slots)
         self._free_memory(slots)
 
     def _free_memory(self, slots: Iterable[Slot]) -> None:
@@ -360,7 +361,7 @@ class BufferPool:
         """
         if self._lacks and self._lent:
             self.collect()
-        in_use = self.live_bytes or self.arena.unfinished
+        in_use = self.live_bytes or self.unfinished
         return self._lacks and bool(self._known) and not in_use
 
     def make_arena(self) -> None:
@@ -433,17 +434,13 @@ class BufferPool:
         self._lacks = True
 
     def _make(self, nbytes: int, resizes: bool = False) -> Slot:
-        memory = self._allocate(nbytes)
+        memory = self.memory.allocate(nbytes)
+        self._beside_bytes += nbytes
+        self._allocations += 1
         with plainly():
             slot = Slot(memory, self.memory.record_current_stream(), resizes)
         self.addresses.add(slot)
         return slot
-
-    def _allocate(self, nbytes: int) -> torch.Tensor:
-        memory = self.memory.allocate(nbytes)
-        self._beside_bytes += nbytes
-        self._allocations += 1
-        return memory
 
     def __repr__(self) -> str:
         slots = f"{len(self._live)} slots leased, {self.live_bytes} of {self.held_bytes} bytes"

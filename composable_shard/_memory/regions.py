@@ -46,12 +46,12 @@ class Region:
         self.offset, self.nbytes, self.is_large = offset, memory.numel(), is_large
         self.storage = memory.untyped_storage()
         with plainly():
-            self.at = {(begin, size): Slot(memory[begin : begin + size], free_after) for begin, size in {*spans}}
+            self.at = {
+                (begin, size): Slot(memory[begin : begin + size], free_after, region=self) for begin, size in {*spans}
+            }
         self.slots = sorted(self.at.values())
         self.has_memory = True
         _find_rivals(self.slots)
-        for slot in self.slots:
-            slot.set_region(self)
 
     def is_unused(self) -> bool:
         """Whether no slot of the region is leased."""
@@ -89,7 +89,6 @@ class Arena:
         held_bytes: bytes of all regions that have memory.
         without_memory: number of regions without memory.
         allocations: number of regions that have been created.
-        unfinished: number of slots in the state *queued* (`pool.py`), also of those outside of the arena.
     """
 
     def __init__(self, memory: DeviceMemory, addresses: Addresses) -> None:
@@ -98,11 +97,7 @@ class Arena:
         self._resting: dict[Request, None] = {}  # requests that stay leased between forward and backward
         self.slots: list[Slot] = []
         self.is_planned, self.keeps_idle, self.least_large = False, True, float("inf")
-        self.nbytes = self.held_bytes = self.without_memory = self.allocations = self.unfinished = 0
-
-    def count_unfinished(self, slots: int) -> None:
-        """Add to the number of slots with queued work; a negative number means that work has been waited for."""
-        self.unfinished += slots
+        self.nbytes = self.held_bytes = self.without_memory = self.allocations = 0
 
     def is_unused(self) -> bool:
         """Whether no slot is leased."""

@@ -143,7 +143,7 @@ class Slot:
         "views",
     )
 
-    def __init__(self, memory: torch.Tensor, free_after: Events, resizes: bool = False) -> None:
+    def __init__(self, memory: torch.Tensor, free_after: Events, resizes: bool = False, region: Any = None) -> None:
         self._bytes = (memory.data, memory.data)  # to read and to write: each has its own version counter, see `typed`
         self._typed: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
         self.views = _SlotViews(self)
@@ -156,7 +156,7 @@ class Slot:
         self.free_after = free_after
         self.rivals: tuple[Slot, ...] = ()
         self.awaited: dict[Slot, Events] = {}
-        self.region: Any = None
+        self.region = region
         self.resizes = resizes
 
     @property
@@ -168,10 +168,6 @@ class Slot:
     def offset(self) -> int:
         """Offset in its allocation, in bytes."""
         return int(self._bytes[0].storage_offset())
-
-    def set_region(self, region: Any) -> None:
-        """Set the `Region` of the arena that contains this slot."""
-        self.region = region
 
     def take_events(self) -> Events:
         """Prepare to free the memory. Returns the events after the last work on it."""

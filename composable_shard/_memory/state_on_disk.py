@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from .._policies import DiskOffloadPolicy
 from .._torch.core import tree_tensors
-from .._torch.distributed import dtensor_at, local_tensor
+from .._torch.distributed import dtensor_at, local_part
 from ..errors import PoolBudgetError, ShardConfigStateError, ShardConfigTypeError
 from .disk import BLOCK, THREADS, File, Files, Ring, Run, aligned, finish, trim
 
@@ -30,11 +30,6 @@ _LINE = 64  # alignment of tensors in bytes, as in torch
 States = MutableMapping[Any, dict[str, Any]]  # an optimizer's `state`
 Parts = dict[str, torch.Tensor]
 Step = Callable[[Sequence[Any], Sequence[Any]], None]  # parameters, and the tensors that are stepped instead
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor; other tensors are returned unchanged."""
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 class Place(NamedTuple):
@@ -210,11 +205,30 @@ def workspace_of(policy: DiskOffloadPolicy) -> Workspace:
     return _workspaces.setdefault(key, Workspace(policy.memory))
 
 
-class StateOnDisk:
-    """The state of one optimizer on disk.
+class StateKeeper:
+    """Stores the offloaded state of an optimizer, and moves it to where it is stepped.
 
     Attributes:
         loads_on_host: whether a load leaves state on the host, instead of on the device of its parameter.
+    """
+
+    loads_on_host = False
+
+    def step(self, states: States, params: Sequence[torch.Tensor], step: Step) -> None:
+        """Step parameters by calls of `step` with some of them."""
+        raise NotImplementedError
+
+    def keep_all(self, states: States, params: Sequence[torch.Tensor]) -> None:
+        """Move the state of parameters to where it is stored, for example after a load."""
+        raise NotImplementedError
+
+    def options(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of a step that replace those of a param group."""
+        return {}
+
+
+class StateOnDisk(StateKeeper):
+    """The state of one optimizer on disk.
 
     Args:
         policy: the directory of the files, and the limit of memory.
@@ -223,8 +237,6 @@ class StateOnDisk:
     Raises:
         OffloadError: the directory is not writable.
     """
-
-    loads_on_host = False
 
     def __init__(self, policy: DiskOffloadPolicy, name_of: Callable[[torch.Tensor], str]) -> None:
         self.workspace = workspace_of(policy)
@@ -334,7 +346,7 @@ class StateOnDisk:
         waiting: list[torch.Tensor] = []
         held = 0
         for param in unknown:
-            if waiting and held + self._ratio * _nbytes(local_part(param)) > self._large:
+            if waiting and held + self._ratio * local_part(param).nbytes > self._large:
                 self._keep(states, waiting)
                 waiting, held = [], 0
                 trim()
@@ -351,12 +363,12 @@ class StateOnDisk:
         Raises:
             PoolBudgetError: the state does not fit into `DiskOffloadPolicy.memory`.
         """
-        nbytes = sum(aligned(_nbytes(part), _LINE) for part in parts.values())
-        own = _nbytes(local_part(param))
+        nbytes = sum(aligned(part.nbytes, _LINE) for part in parts.values())
+        own = local_part(param).nbytes
         if own:
             self._ratio = max(self._ratio, nbytes / own)
         if aligned(nbytes) > self.workspace.capacity:
-            largest = max((_nbytes(local_part(each)) for each in params), default=own)
+            largest = max((local_part(each).nbytes for each in params), default=own)
             least = aligned(max(nbytes, int(self._ratio * largest)))
             raise PoolBudgetError(
                 f"DiskOffloadPolicy.memory: the state of {self._name_of(param)} has {nbytes:,} bytes and must fit into "
@@ -388,11 +400,6 @@ class StateOnDisk:
             held += nbytes
         self._keep(states, waiting)
         self.files.settle()
-
-    @staticmethod
-    def options(group: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of a step that replace those of a param group: none."""
-        return {}
 
     def blank(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Create state on disk with undefined values, with the names, dtypes and shapes of `state`."""
@@ -430,7 +437,7 @@ class StateOnDisk:
         for parts in all_parts.values():
             for part in parts.values():
                 offsets.append(end)
-                end += aligned(_nbytes(part), _LINE)
+                end += aligned(part.nbytes, _LINE)
         file, begin = self.files.reserve(aligned(end))
         offset = iter(offsets)
         return Unit(
@@ -460,7 +467,7 @@ class StateOnDisk:
             for tensor in filter(_moves, tensors):
                 self._check(f"state {name!r} of {self._name_of(param)}", value, local_part(tensor))
             if _moves(value) and not _is_dense(local_part(value)):
-                state[name] = _like(value, local_part(value).contiguous())
+                state[name] = wrap_like(value, local_part(value).contiguous())
         return self._parts(state)
 
     def _check(self, where: str, value: Any, local: torch.Tensor) -> None:
@@ -485,15 +492,11 @@ def most_in_a_unit(memory: int) -> int:
 
 def bytes_on_disk(state: Mapping[str, Any]) -> int:
     """Bytes of a parameter's state that a step reads and writes."""
-    return sum(aligned(_nbytes(local_part(value)), _LINE) for value in state.values() if _moves(value))
+    return sum(aligned(local_part(value).nbytes, _LINE) for value in state.values() if _moves(value))
 
 
 def _moves(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and local_part(value).numel() > 0
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -514,14 +517,14 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local`, or a DTensor with the local tensor `local` if `value` is a DTensor."""
+def wrap_like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return `local`, in a DTensor if `value` is one."""
     return dtensor_at(local, value.device_mesh, value.placements, value) if isinstance(value, DTensor) else local
 
 
 def _place(part: torch.Tensor, file: File, begin: int, offset: int) -> Place:
     """The place of a tensor at `offset` in a unit that begins at `begin` in a file."""
-    home = file.part(begin + offset, _nbytes(part))
+    home = file.part(begin + offset, part.nbytes)
     return Place(offset, part.dtype, part.size(), part.stride(), home)
 
 
@@ -532,14 +535,14 @@ def _replace(state: dict[str, Any], name: str, place: Place) -> None:
     """
     own = torch.empty(0, dtype=place.dtype)
     place.go_home(own)
-    state[name] = _like(state[name], own)
+    state[name] = wrap_like(state[name], own)
 
 
 def _move_out(state: dict[str, Any], ring: Ring) -> None:
     """Copy those tensors of a state that use the ring's memory, because the ring will be reused."""
     for name, value in state.items():
         if _moves(value) and local_part(value).untyped_storage().data_ptr() == ring.storage.data_ptr():
-            state[name] = _like(value, local_part(value).clone())
+            state[name] = wrap_like(value, local_part(value).clone())
 
 
 def _section_of(

@@ -8,31 +8,25 @@ they overlap with the step of another part.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from .._comm.lanes import Awaitable, Job, Steps, lane_for
+from .._comm.lanes import Job, Steps, lane_for
 from .._torch.core import set_grad_dtype
-from .._torch.distributed import dtensor_at
-from .state_on_disk import local_part
+from .._torch.distributed import local_part
+from .state_on_disk import StateKeeper, States, Step, wrap_like
 
 _PART = 64 << 20  # bytes of shards per part
 _AHEAD = 2  # number of parts in flight in each direction, in addition to the part that is stepped
 _AT_ONCE = 2 * _AHEAD + 1  # limit of parts on the host: copied to the host, stepped, copied back
 MOST_COPIES = 2 * _AT_ONCE * _PART  # limit of bytes of copied shards and gradients, if no parameter exceeds a part
-States = MutableMapping[Any, dict[str, Any]]
-Step = Callable[[Sequence[Any], Sequence[Any]], None]  # parameters, and the tensors that are stepped instead
 
 
-class StateOnHost:
+class StateOnHost(StateKeeper):
     """The state of one optimizer in host memory.
-
-    Attributes:
-        loads_on_host: whether a load leaves state on the host, instead of on the device of its parameter.
 
     Args:
         pins: whether copies use pinned memory. This requires an accelerator.
@@ -123,48 +117,38 @@ class StateOnHost:
                 set_grad_dtype(twin, param.grad.dtype)
             twin.grad = self._copy(param.grad)
             twins.append(twin)
-        yield from _nothing()
+        yield from ()  # no handles, because the lane orders the copies
         return twins
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         local = local_part(tensor)
         host = torch.empty_strided(local.size(), local.stride(), dtype=local.dtype, pin_memory=self._pins)
         host.copy_(local, non_blocking=True)
-        return dtensor_at(host, tensor.device_mesh, tensor.placements, tensor) if isinstance(tensor, DTensor) else host
+        return wrap_like(tensor, host)
 
 
 def bytes_of_copies(params: Sequence[torch.Tensor]) -> int:
     """Peak bytes of copies of shards and gradients on the host, in a step of these parameters."""
     if not params:
         return 0
-    sizes = [sum(map(_nbytes, part)) for part in _parts_of(params)]
+    sizes = [sum(local_part(param).nbytes for param in part) for part in _parts_of(params)]
     return 2 * max(sum(sizes[begin : begin + _AT_ONCE]) for begin in range(len(sizes)))
 
 
 def _back(part: Sequence[torch.Tensor], twins: Sequence[torch.Tensor]) -> Steps[None]:
     for param, twin in zip(part, twins, strict=True):
         local_part(param.detach()).copy_(local_part(twin.detach()), non_blocking=True)
-    yield from _nothing()
-
-
-def _nothing() -> Iterator[Awaitable]:
-    """Yield no handles, because the copies are ordered by the lane."""
-    yield from ()
+    yield from ()  # no handles, because the lane orders the copies
 
 
 def _parts_of(params: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     part: list[torch.Tensor] = []
     nbytes = 0
     for param in params:
-        size = _nbytes(param)
+        size = local_part(param).nbytes
         if part and nbytes + size > _PART:
             yield part
             part, nbytes = [], 0
         part.append(param)
         nbytes += size
     yield part
-
-
-def _nbytes(param: torch.Tensor) -> int:
-    local = local_part(param)
-    return local.numel() * local.element_size()

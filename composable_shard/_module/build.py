@@ -18,7 +18,7 @@ from .._comm.transports import TransportCache
 from .._engine.engine import Engine
 from .._engine.iterations import two_threads
 from .._engine.tools import follow_tools
-from .._faults.seat import Notes, Seat
+from .._faults.seat import Seat
 from .._group.extension import is_extended
 from .._group.group import ParamGroup
 from .._group.param import reduced_as
@@ -180,28 +180,16 @@ class _Tree:
         self, transports: Mapping[ShardState, Transports], runtime: Runtime, seat: Seat
     ) -> dict[ShardState, ParamGroup]:
         """Make the groups."""
-        groups = {
-            state: ParamGroup(
-                fqn,
-                state.declaration.params,
-                state.declaration.settings,
-                state in self.of_root,
-                self._comm_of(state, transports[state], seat.of(fqn)),
-                runtime,
-                weakref.ref(state.entries),
-            )
-            for state, fqn in self.fqns.items()
-        }
+        groups: dict[ShardState, ParamGroup] = {}
+        for state, fqn in self.fqns.items():
+            own, is_root, entries = state.declaration, state in self.of_root, weakref.ref(state.entries)
+            comm = GroupComm(own.info, transports[state], own.small, seat.of(fqn), own.rounding)
+            groups[state] = ParamGroup(fqn, own.params, own.settings, is_root, comm, runtime, entries)
         for state in self.states:
             family = [groups[each] for each in state.family if each in groups]
             for index, group in enumerate(family):
                 group.set_companions(family[index + 1 :])
         return groups
-
-    @staticmethod
-    def _comm_of(state: ShardState, transports: Transports, notes: Notes) -> GroupComm:
-        own = state.declaration
-        return GroupComm(own.info, transports, own.small, notes, own.rounding)
 
     def bind(self, engine: Engine, groups: Mapping[ShardState, ParamGroup]) -> None:
         """Bind each state to its part in the engine."""
@@ -372,7 +360,8 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
     for state, installed in unsharded.items():
         engine.unshard(groups[state], wait=installed)
     if agrees:
-        seat.plan(plan.actions(), engine.planned_notes())
+        planned = {group.fqn: (group.layout.note, group.gradients.planned_note()) for group in groups.values()}
+        seat.plan(plan.actions(), planned)
     tree.bind(engine, groups)
     own.order_changed(engine.order)
     return engine

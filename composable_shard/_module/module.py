@@ -11,14 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
-from torch.distributed.tensor import DTensor
 
 from .._group.phases import GATHERING
 from .._policies import as_bool
 from .._torch.core import (
     current_backward,
 )
-from .._torch.distributed import local_tensor, register_copy
+from .._torch.distributed import local_part, register_copy
 from ..errors import ShardConfigStateError
 from .build import bound_of
 from .calls import (
@@ -203,5 +202,5 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module]:
 
 def _share(tensor: torch.Tensor) -> torch.Tensor:
     """Move a tensor to shared memory. For a DTensor, move its local tensor, because moving the DTensor crashes."""
-    (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).share_memory_()  # type: ignore[no-untyped-call]
+    local_part(tensor).share_memory_()  # type: ignore[no-untyped-call]
     return tensor

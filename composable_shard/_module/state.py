@@ -72,15 +72,12 @@ class Declaration:
     copies: list[str] = field(default_factory=list, compare=False)
     rounding: Rounding = field(default_factory=Rounding, compare=False)
 
-    def piece_bytes(self) -> list[int]:
-        """Bytes of a rank's shard of each parameter in the dtype of the gather, including padding."""
-        options, world = self.settings.current, self.info.shard_size
-        return [piece_numel(p.shape, world, p.dim, p.rows) * p.compute_dtype(options).itemsize for p in self.params]
-
     def transports(self, made: TransportCache) -> Transports:
         """The transports that the current options select for the parameters and gradients."""
         fake = not all(has_memory(param.local) for param in self.params)
-        return made.of(self.info, self.settings.current, self.piece_bytes(), self.small, fake)
+        options, world = self.settings.current, self.info.shard_size
+        pieces = [piece_numel(p.shape, world, p.dim, p.rows) * p.compute_dtype(options).itemsize for p in self.params]
+        return made.of(self.info, options, pieces, self.small, fake)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def own_seconds(spans: Sequence[Span]) -> dict[tuple[Kind, str], float]:
     """Seconds of the spans of each kind and group, excluding nested spans.
 
     Args:
-        spans: spans ordered by their beginning, as `Stopwatch.take` returns them.
+        spans: spans ordered by their beginning, as in `Stopwatch.spans`.
     """
     seconds: dict[tuple[Kind, str], float] = {}
     open_: list[Span] = []

@@ -235,6 +235,12 @@ def data_parallel_mesh_info(info: Any) -> Any:
 # The local tensor of a DTensor, without the autograd node and the copy that `to_local` makes.
 local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
 
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor; return other tensors unchanged."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 # The DTensorSpec of a DTensor.
 spec_of: Callable[[torch.Tensor], Any] = attrgetter("_spec")
 

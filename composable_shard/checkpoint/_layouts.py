@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .._torch.distributed import local_tensor
+from .._torch.distributed import local_part, local_tensor
 from ._collect import Collected
 from ._format.boxes import Box, boxes_of, plain, writes
 from ._format.writing import FileLayout, Laid, lay_out
@@ -63,7 +63,7 @@ def _kind(key: str, tensor: torch.Tensor) -> tuple[Any, ...]:
 def _filled(kept: _Kept, collected: Collected) -> Iterator[Laid]:
     for key, offsets, shape, begin, end in kept.places:
         tensor = collected.tensors[key] if key in collected.tensors else collected.own[key]
-        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor)
         yield Laid(key, Box(offsets, shape, plain(key, local)), begin, end)
 
 

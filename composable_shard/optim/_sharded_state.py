@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 from torch.optim import Optimizer
 
-from .._torch.distributed import dtensor_at, local_tensor
+from .._torch.distributed import dtensor_at, local_part, local_tensor
 from ..errors import ShardConfigValueError
 from ._exchange import Item, ToOwners, ToShards
 from ._layout import Box, Layout, Route, whole_box
@@ -142,7 +142,7 @@ class Family:
     def _sketch_of_one(self, path: Path, leaf: Any) -> Any:
         """The sketch of a leaf of the parameter's state for one matrix."""
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
-            return sketched(local_tensor(leaf) if isinstance(leaf, DTensor) else leaf)
+            return sketched(local_part(leaf))
         shape = tuple(leaf.shape)
         if shape == tuple(self._param.shape):
             return Sketch(self._first.route.shape, leaf.dtype)
@@ -184,7 +184,7 @@ def _placed(local: torch.Tensor, shape: tuple[int, ...], cut: Layout) -> torch.T
 
 def _at_home(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """The tensor on the device of its parameter's shards, which may be the CPU."""
-    home = local_tensor(param).device if isinstance(param, DTensor) else param.device
+    home = local_part(param).device
     if not isinstance(tensor, DTensor):
         return tensor.to(home)
     local = local_tensor(tensor)

@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 
 from .._memory.elsewhere import Rehearsed, tensors_of
 from .._memory.offload import rehearsed_apart
-from .._memory.state_on_disk import bytes_on_disk, local_part
+from .._memory.state_on_disk import bytes_on_disk
 from .._policies import DiskOffloadPolicy
+from .._torch.distributed import local_part
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard._comm.transports import PLAYED
-from composable_shard._torch.distributed import local_tensor
+from composable_shard._torch.distributed import local_part, local_tensor
 
 
 def python_kernel(operator: Any) -> Callable[..., Any] | None:
@@ -84,7 +84,7 @@ def streams_of_torch(
     real: Any = torch.UntypedStorage.resize_
 
     def record_stream(tensor: torch.Tensor, on: Any) -> None:
-        record((local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage(), on)
+        record(local_part(tensor).untyped_storage(), on)
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
         return resize(storage, lambda: real(storage, nbytes))

@@ -8,11 +8,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from _blocks import Transformer, next_token_loss, token_batch
-from _low_bits import BLOCK, trains_as_one_that_rounds
+from _low_bits import BLOCK, noise_like, trains_as_one_that_rounds
 from _pool import simulated
 from composable_shard import CommPolicy, fully_shard, testing
 from composable_shard._comm import rounding
-from composable_shard._comm.rounding import noise_like, numbers_in
+from composable_shard._comm.rounding import numbers_in
 from composable_shard._plan import parcel as parcels
 from composable_shard._plan.parcel import parcel
 from composable_shard._policies import Wire

@@ -32,7 +32,7 @@ def test_a_mesh_of_one_axis_shards_over_it(rank, world):
     assert (info.shard_size, info.shard_rank, info.replicate_size, info.size) == (world, rank, 1, world)
     assert info.shard_group.size() == world
     assert info.replicate_group is None
-    assert info.placements() == (Shard(0),)
+    assert info.placements(0) == (Shard(0),)
     assert info.device == torch.device("cpu")
     assert str(info) == f"shard over {world}"
 
@@ -43,7 +43,7 @@ def test_a_mesh_of_two_axes_replicates_over_the_first_and_shards_over_the_second
     assert (info.shard_size, info.shard_rank, info.replicate_size, info.size) == (2, rank % 2, 2, 4)
     assert dist.get_process_group_ranks(info.shard_group) == [2 * (rank // 2), 2 * (rank // 2) + 1]
     assert dist.get_process_group_ranks(info.replicate_group) == [rank % 2, rank % 2 + 2]
-    assert info.placements() == (Replicate(), Shard(0))
+    assert info.placements(0) == (Replicate(), Shard(0))
     assert str(info) == "replicate over 2, shard over 2"
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from composable_shard._comm.rounding import dequantise, noise_like, quantise, rounded, scales_of, to_bf16
+from _low_bits import noise_like, rounded
+from composable_shard._comm.rounding import dequantise, quantise, scales_of, to_bf16
 from composable_shard._policies import Wire
 
 FORMS = ("fp8", "int8")

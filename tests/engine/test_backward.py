@@ -98,7 +98,7 @@ def test_a_use_that_fires_early_waits_for_those_before_it():
 def test_no_use_waits_for_one_whose_node_does_not_run():
     uses = make_uses(3, runs=lambda number: number != 2)
     now, _token = make_pass(uses)
-    assert [now.will_fire(use) for use in uses] == [True, True, False]
+    assert [use in now.will_fire for use in uses] == [True, True, False]
     assert now.in_turn(uses[1], []) == [(uses[1], [])]
 
 
@@ -109,7 +109,7 @@ def test_a_use_with_reduce_unused_is_expected_without_its_node_and_blocks_no_oth
     uses[0].last = 4  # encloses the next four
     uses[5].forward = 1  # of another root forward
     now, _token = make_pass(uses)
-    assert [now.will_fire(use) for use in uses] == [True, False, True, True, False, False]
+    assert [use in now.will_fire for use in uses] == [True, False, True, True, False, False]
     assert now.next_group() is uses[0].group  # it encloses the others
     now.entered.add(uses[0])
     assert now.next_group() is uses[4].group  # other ranks may gather it
@@ -189,7 +189,7 @@ def test_a_use_unknown_to_the_pass_is_handed_over_immediately():
     uses, (recomputed,) = make_uses(2), make_uses(1, made_in=1)
     now, _token = make_pass(uses)
     assert now.in_turn(recomputed, ["its"]) == [(recomputed, ["its"])]
-    assert not now.will_fire(recomputed)
+    assert recomputed not in now.will_fire
 
 
 def test_no_use_waits_for_one_whose_graph_was_freed():

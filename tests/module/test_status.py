@@ -151,7 +151,7 @@ def test_waiting_is_not_counted_as_the_enclosing_compute():
         watch.begin(Kind.FORWARD, "a")
         watch.timed(Kind.WAIT, "b", lambda: now.__setitem__(0, 2.0))
         watch.end(Kind.FORWARD)
-        assert own_seconds(watch.take()) == {(Kind.FORWARD, "a"): 0.0, (Kind.WAIT, "b"): 2.0}
+        assert own_seconds(watch.spans) == {(Kind.FORWARD, "a"): 0.0, (Kind.WAIT, "b"): 2.0}
     finally:
         use_clock(before)
 

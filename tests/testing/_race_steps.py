@@ -328,7 +328,7 @@ def fail_to_reduce(training: Training) -> None:
     def assert_at_rest() -> None:
         engine.pool.collect()
         assert not [request for request in engine.pool._live if request.name.startswith("reduction")]
-        assert engine.pool.arena.unfinished == 0
+        assert engine.pool.unfinished == 0
 
     with second_fails(), pytest.raises(ZeroDivisionError):
         training.backward()

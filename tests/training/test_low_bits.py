@@ -24,6 +24,7 @@ from _low_bits import (
     groups_of,
     plain,
     round_weights,
+    rounded,
     sharded,
     trains_as_one_that_rounds,
 )
@@ -31,7 +32,7 @@ from _models import shard_blocks, vectors
 from _pool import distributed, more, simulated
 from _stepping import engine_of
 from composable_shard import CommPolicy, MixedPrecisionPolicy, Ragged, fully_shard, make_plan, testing
-from composable_shard._comm.rounding import Numbers, rounded
+from composable_shard._comm.rounding import Numbers
 from composable_shard._policies import Wire
 from composable_shard._torch.distributed import local_tensor
 from composable_shard._torch.ragged import DISPATCHES
@@ -319,7 +320,7 @@ def test_the_plan_predicts_the_memory_for_rounding(rank, world, policy, choose):
     model = sharded(policy, mesh=mesh, shard_placement_fn=choose)
     next_token_loss(model, *token_batch(rank, 0)).backward()
     groups = engine_of(model).groups
-    parcels = [bucket._low._sent.nbytes for group in groups for bucket in group.buckets]
+    parcels = [bucket.copies._sent.nbytes for group in groups for bucket in group.buckets]
     assert sum(parcels) == sum(group.rounding_bytes for group in make_plan(model).groups)
 
 

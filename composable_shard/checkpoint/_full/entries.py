@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..._module.state_dict import states_with_parameters_in
 from ..._torch.core import storage_id
-from ..._torch.distributed import local_tensor
+from ..._torch.distributed import local_part, local_tensor
 from ...errors import CheckpointError
 from .metadata import Metadata, metadata_of
 from .names import plain_name
@@ -230,7 +230,7 @@ def are_alike(value: Any, other: Any) -> bool:
     """Whether two values are equal on this rank, except for the rounding errors of hooks that convert dtypes."""
     if not (isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)):
         return repr(value) == repr(other)
-    one, two = (local_tensor(each) if isinstance(each, DTensor) else each for each in (value, other))
+    one, two = local_part(value), local_part(other)
     if (one.shape, one.dtype) != (two.shape, two.dtype):
         return False
     if not (one.is_floating_point() or one.is_complex()) or not one.numel():

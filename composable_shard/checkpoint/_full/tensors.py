@@ -16,7 +16,7 @@ from ..._comm.mesh import MeshInfo, compute_device
 from ..._group.packed import Carried, carried_by
 from ..._group.param import ShardedParam
 from ..._module.state_dict import states_with_parameters_in
-from ..._torch.distributed import local_tensor, own_slices
+from ..._torch.distributed import local_part, local_tensor, own_slices
 from ...errors import CheckpointError, CheckpointMismatchError
 from .entries import Entries, Entry, parameters_of
 from .names import load_key, plain_name
@@ -34,7 +34,7 @@ def is_split(tensor: torch.Tensor) -> bool:
 
 def is_meta(tensor: torch.Tensor) -> bool:
     """Whether a tensor, or its local tensor, is on the meta device."""
-    return (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).is_meta
+    return local_part(tensor).is_meta
 
 
 class Owner(NamedTuple):
@@ -84,7 +84,7 @@ class Held:
     @property
     def local(self) -> torch.Tensor:
         """The part of the tensor on this rank."""
-        return local_tensor(self.tensor) if isinstance(self.tensor, DTensor) else self.tensor
+        return local_part(self.tensor)
 
     def home(self, ranks: ModelRanks) -> torch.device:
         """The device of its local tensor; if that is still on the meta device, the device that it will have."""

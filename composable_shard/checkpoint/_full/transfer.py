@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from ..._comm.collectives import transports_of
 from ..._comm.mesh import compute_device
 from ..._torch.core import storage_id
-from ..._torch.distributed import local_tensor
+from ..._torch.distributed import local_part, local_tensor
 from ..._torch.ragged import Ragged, rows_of_chunk
 from .ranks import ModelRanks, along, wire_device
 
@@ -176,7 +176,7 @@ def _whole(part: Part, device: torch.device, wanted: bool) -> torch.Tensor | Non
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if not wanted:
             return None
-        own = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        own = local_part(tensor)
         made = whole.to(device, part.dtype)
         return made.clone() if storage_id(made) == storage_id(own) else made
 
