@@ -8,7 +8,7 @@ Work is written once for both, as a generator that yields each handle that it mu
 
 Memory that the caller has leased for a job, such as a landing buffer, is usually released by `when_done`, which
 `finish` calls. On a stream, a reduction may release its memory before: as soon as it is queued. Whoever uses the memory
-next then waits for the event at the end of the reduction (`Lane.frees_queued`).
+next then waits for the event at the end of the reduction (`frees_queued` in `_group/setup.py`).
 """
 
 from __future__ import annotations
@@ -218,19 +218,9 @@ class Lane:
 
     Attributes:
         streams: whether the lane is a stream, so that a stream and never the host waits for queued work.
-        frees_queued: whether a reduction releases its memory as soon as it is queued, instead of in `finish`. This
-            saves memory, and is always correct, because the next user of the memory waits for the reduction. A gather
-            that gets the memory then cannot overlap with the reduction. If all groups use one process group, it could
-            not anyway: collectives of one process group run one after the other. With several process groups it could,
-            so this is False there (`_module/build.py`).
     """
 
     streams = False
-    frees_queued = False
-
-    def free_queued(self, wanted: bool) -> None:
-        """Set `frees_queued`, if this is a stream."""
-        self.frees_queued = wanted and self.streams
 
     def start(
         self, steps: Steps[T], after: Events = (), held: object = None, when_done: WhenDone | None = None

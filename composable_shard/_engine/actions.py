@@ -251,7 +251,7 @@ class Actions:
         if keeps:  # the loss comes next, which needs memory. Without grad mode, another forward usually comes next
             self.pool.free_idle(between=True)
 
-    def reshard_idle(self) -> None:
+    def reshard_after_failure(self) -> None:
         """After a failure: reshard all groups whose forward is not running, except those that a user unsharded."""
         for group in self.groups:
             if not group.running and (group.is_written() or not group.stay.pinned):

@@ -271,7 +271,7 @@ class BackwardPass:
         while queue and (place is None or _backward_place(queue[0]) <= place):
             first = queue.popleft()
             if first is not use and (first in self._idle or self._comes_later(first, use)):
-                yield from self._pass(first)
+                yield from self._skip(first)
         yield from self._close(use)
 
     def _comes_later(self, outer: Use, use: Use | None) -> bool:
@@ -283,11 +283,11 @@ class BackwardPass:
         while queue and queue[0].number > use.number and queue[0] not in self.will_fire:
             first = queue.popleft()
             if first in self._idle:
-                yield from self._pass(first)
+                yield from self._skip(first)
         while self._open and self._open[-1].number > use.number:
             yield Skipped(self._open.pop(), False, self.next_group())
 
-    def _pass(self, use: Use) -> Iterator[Skipped]:
+    def _skip(self, use: Use) -> Iterator[Skipped]:
         yield from self._close(use)
         if use in self._idle:
             self._open.append(use)

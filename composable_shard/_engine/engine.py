@@ -594,7 +594,7 @@ class Engine:
         self.uses.forget()
         for use in self.uses:
             use.forget()
-        self._actions.reshard_idle()
+        self._actions.reshard_after_failure()
 
     def on_handles_gone(self, use: Use, saved: Saved) -> None:
         """The last saved weight of a use of a frozen group was freed: end its backward, if no weight can still be read.
@@ -698,7 +698,7 @@ class Engine:
                 self._gradients.settle(keeps_hooks=current_backward() >= 0)
             self.review.seat.stepped(optimizer, {group.fqn: group.having() for group in groups})
         for group in groups:
-            group.stepped()
+            group.before_change()
             if not group.running and group.phase is not SHARDED:
                 self._actions.reshard(group)
 

@@ -143,7 +143,7 @@ class GradientFlow:
 
     def _reduce_waiting(self, group: ParamGroup) -> None:
         options = group.settings.current
-        if group.gradients.await_reduction or (options.reduce_unused and self._wants_zeros(group)):
+        if group.gradients.must_reduce or (options.reduce_unused and self._wants_zeros(group)):
             self.take_hooks(group)
             self._actions.reduce(group, group.gradients.take([None] * len(group.params)))
 

@@ -55,7 +55,7 @@ class PhaseSchedule:
         in_flight: groups with a maximum other than `max_reductions` for their reduction, and that maximum.
         reduces_first: whether reductions are waited for before gathers in backward, regardless of the groups' settings.
         stays_for_next: whether a group stays unsharded if its own next backward follows immediately.
-        holds: groups whose reductions keep their memory until they are waited for, even if `Lane.frees_queued`. The
+        holds: groups whose reductions keep their memory until they are waited for, even with `frees_queued`. The
             plan has enough memory for that. A later gather then does not wait for their memory.
         budget: the maximum number of leased bytes; None for no limit.
     """
@@ -140,7 +140,7 @@ class Order:
             if fqn not in self._by_fqn:
                 raise ShardConfigValueError(f"plan: names {fqn!r}, but the model has no parameter group of this name")
 
-    def gather_ahead(self, group: ParamGroup, backward: bool, following: list[ParamGroup]) -> None:
+    def set_prefetches(self, group: ParamGroup, backward: bool, following: list[ParamGroup]) -> None:
         """Set a user's list of groups to prefetch when the forward, or the backward, of a group begins."""
         self.explicit[backward, group] = following
 

@@ -66,7 +66,7 @@ class Review:
         self._linked, self._among = among, real(among)
         self.seat = seat
         seat.follow(order.plan)
-        self._engine = names_in(self._among)
+        self._group_names = names_in(self._among)
         self._is_given = given  # whether a user set the current plan
         self._forwards = 0  # how many root forwards ended without an error
         self._has_learned = False
@@ -243,7 +243,10 @@ class Review:
             return
         self._votes += 1
         if self._among:
-            self._vote = Ballot(plan, self._among, self._engine, self._forwards), partial(self._decide, may_be_alone)
+            self._vote = (
+                Ballot(plan, self._among, self._group_names, self._forwards),
+                partial(self._decide, may_be_alone),
+            )
         else:
             self._adopt(plan)
 

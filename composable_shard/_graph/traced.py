@@ -141,7 +141,7 @@ class TracedGroup:
 
     Attributes:
         key: key of its layout; equal on ranks that can share compiled code.
-        unknown: number of a module of the group while its root is unknown; empty afterwards.
+        number_until_built: number of a module of the group until the engine is built; empty afterwards.
         is_root: whether this is the root's own group.
         compiled: whether a graph gathers the group.
         watched: while its forward is traced, the number to pass to `edited`.
@@ -151,7 +151,7 @@ class TracedGroup:
     """
 
     def __init__(self, params: Sequence[ShardedParam], info: MeshInfo, settings: Settings) -> None:
-        self.unknown = ""
+        self.number_until_built = ""
         self.is_root = False
         self._params = params
         self._settings = settings
@@ -194,7 +194,7 @@ class TracedGroup:
         """
         self.key, self._ports, self._sets_gradients = self._register()  # users may have set `grad_dtype` meanwhile
         self._between_steps = weakref.WeakMethod(between_steps)
-        self.unknown = ""
+        self.number_until_built = ""
         self.is_root = is_root
         self._group = weakref.ref(group) if group is not None else None
         self._extended = group is not None and group.layout.extended
@@ -356,11 +356,11 @@ class TracedGroup:
         """Add a reduced gradient to `.grad`, and call the hooks unless more gradients will follow."""
         self._set_hooks_aside()
         if not complete:
-            self._params[index].add(piece)
+            self._params[index].add_without_hooks(piece)
             return
         group = self._of_runtime()
         if group is None:
-            self._params[index].accumulate(piece)
+            self._params[index].add_gradient(piece)
         else:
             group.gradients.add({index: piece})
 

@@ -338,11 +338,11 @@ class GatherBucket(Bucket):
     @property
     def weights(self) -> list[torch.Tensor]:
         assert self.slot is not None
-        return self._faces.idle(self.slot)
+        return self._faces.unused(self.slot)
 
     def weights_for_use(self) -> list[torch.Tensor]:
         assert self.slot is not None
-        return self._faces.idle(self.slot, for_use=True)
+        return self._faces.unused(self.slot, for_use=True)
 
     def name_of(self, place: Place | int) -> str:
         assert isinstance(place, Place)
@@ -405,7 +405,7 @@ class GatherBucket(Bucket):
         faces = self._faces
         # Code may keep views of leaves at any time, because users see them between forwards. Views of outputs were
         # found at the end of the forward. Views that code takes in backward are not found (`saved_tensors.py`).
-        lent = (leaves is not None or faces.lent) and faces.are_kept(leaves)
+        lent = (leaves is not None or faces.lent) and faces.release(leaves)
         if lent or reserve:
             self._reserved = slot
             self._pool.retain(slot, after, for_views=not reserve)

@@ -272,7 +272,7 @@ class Exchange:
         reduction = Reduction(jobs, self._setup.info.offloads, self.pool)
         try:
             for bucket in self._reduce_buckets(tuple(wanted), factor, only_sums):
-                jobs.append((bucket, bucket.start(gradients)))
+                jobs.append((bucket, bucket.start(gradients, frees=self._setup.frees_queued)))
         except BaseException:
             free_queued(self.pool, jobs)
             reduction.abandon()

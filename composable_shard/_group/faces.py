@@ -88,7 +88,7 @@ class Face:
     def note_shown(self) -> None:
         """Take the counts of `at_rest`, when the first node has outputs over this face.
 
-        They are the same for later nodes: a face has the outputs of one node at a time (`Faces.idle`).
+        They are the same for later nodes: a face has the outputs of one node at a time (`Faces.unused`).
         """
         self.at_rest = self._users()
 
@@ -291,7 +291,7 @@ class Faces:
             self._params[index].note_kept(tensor)
             self.kept = True
 
-    def idle(self, slot: Slot, for_use: bool = False) -> list[torch.Tensor]:
+    def unused(self, slot: Slot, for_use: bool = False) -> list[torch.Tensor]:
         """Return the weights of a face in this slot without node outputs and kept views; a new one if there is none.
 
         Args:
@@ -365,7 +365,7 @@ class Faces:
         elif leaves is not None and face is leaves.face:
             self._dropped = list(map(weakref.ref, views.values()))
 
-    def are_kept(self, leaves: Leaves | None) -> bool:
+    def release(self, leaves: Leaves | None) -> bool:
         """Return whether user code keeps views of the parameters, now that they are released.
 
         This also ends the use of the leaves: autograd must not read those that it has saved (`Leaves.give_up`), and

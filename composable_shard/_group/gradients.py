@@ -171,7 +171,7 @@ class GroupGradients:
         params = list(map(self._params.__getitem__, pieces))
         if self.hooks_taken:
             for param, piece in zip(params, pieces.values(), strict=True):
-                param.accumulate(piece)
+                param.add_gradient(piece)
             return
         with without_torch_function():
             shards = list(map(_sharded, params))
@@ -186,7 +186,7 @@ class GroupGradients:
         torch._foreach_add_([grad for grad, _ in added], [piece for _, piece in added])
         for param, piece, grad in zip(params, pieces.values(), before, strict=True):
             if grad is None:
-                param.accumulate(piece)
+                param.add_gradient(piece)
 
     # ---- accumulation
 
@@ -260,7 +260,7 @@ class GroupGradients:
             )
 
     @property
-    def await_reduction(self) -> bool:
+    def must_reduce(self) -> bool:
         """Whether the next backward must reduce accumulated gradients, even if it does not use the group."""
         options, accumulated = self._settings.current, self._accumulated
         pending = accumulated.whole or (accumulated.pieces and options.requires_all_reduce)
@@ -313,11 +313,12 @@ class GroupGradients:
         accumulated = self._accumulated
         pieces = accumulated.take_partial() if not alone and (accumulated.pieces or accumulated.wanted) else None
         jobs: list[tuple[ReduceBucket, Job[Reduced]]] = []
+        frees = self._setup.frees_queued and not holds
         asked = self._asked(gradients, buckets) if whole else []
         try:
             for bucket in buckets:
                 asks = bool(asked) and self._setup.lane.streams
-                jobs.append((bucket, bucket.start(gradients, pieces, whole, asks, holds)))
+                jobs.append((bucket, bucket.start(gradients, pieces, whole, asks, frees)))
         except BaseException:
             self._notes.take_back(ledgers)
             free_queued(self._setup.pool, jobs)

@@ -38,7 +38,7 @@ from .packed import Carried
 from .param import ShardedParam, lend_attributes, lent_attributes, run_all
 from .phases import AWAY, GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, ParamPhase, Stay, illegal
 from .resident import Resident
-from .setup import GatherSetup, GroupComm, ReduceSetup, Runtime
+from .setup import GatherSetup, GroupComm, ReduceSetup, Runtime, frees_queued
 
 _requires_grad, _sharded, _address, _weights = map(attrgetter, ("requires_grad", "sharded", "address", "weights"))
 _attributes = attrgetter("__dict__")
@@ -185,8 +185,9 @@ class ParamGroup:
 
     def _reduce_setup(self) -> ReduceSetup:
         comm, run = self._comm, self._runtime
-        slots = [bucket.nbytes for bucket in self._in_slots()]
-        return ReduceSetup(comm.info, comm.transports, self.options, run.pool, run.reduce_lane, slots, comm.rounding)
+        slots, lane = [bucket.nbytes for bucket in self._in_slots()], run.reduce_lane
+        frees = frees_queued(lane.streams, run.has_one_mesh, self.options)
+        return ReduceSetup(comm.info, comm.transports, self.options, run.pool, lane, frees, slots, comm.rounding)
 
     def _gather_note(self) -> str:
         dtypes = [p.compute_dtype(self.options) for p in self.params]
@@ -525,7 +526,7 @@ class ParamGroup:
         """Return for each parameter whether it has a gradient."""
         return tuple([shard.grad is not None for shard in self.shards])
 
-    def stepped(self) -> None:
+    def before_change(self) -> None:
         """Note that an optimizer or a load is about to change the sharded parameters, so saved handles become stale.
 
         Comparing versions is not enough (`Bucket.note_shards`): foreach functions do not increase those of DTensors.

@@ -278,16 +278,16 @@ class ShardedParam:
                 whole = self.parallel.local_of(whole.detach())
             return dtensor_like(self.sharded, _cut(whole.detach(), info, self.dim, self.rows))
 
-    def accumulate(self, gradient: torch.Tensor) -> None:
+    def add_gradient(self, gradient: torch.Tensor) -> None:
         """Add this rank's piece of a reduced gradient to `.grad`, and call the hooks."""
         sharded, hooks = self.sharded, self.hooks
         if hooks:
             gradient = local_tensor(hooks.before(dtensor_like(sharded, gradient), self.fqn))
-        self.add(gradient)
+        self.add_without_hooks(gradient)
         if hooks:
             hooks.after(sharded, dtensor_like(sharded, gradient), self.fqn)
 
-    def add(self, gradient: torch.Tensor) -> None:
+    def add_without_hooks(self, gradient: torch.Tensor) -> None:
         """Add this rank's piece of a part of the reduced gradient to `.grad`, without calling any hook."""
         grad = self.sharded.grad
         if grad is None:

@@ -194,7 +194,7 @@ class ReduceBucket:
         partial: Partial | None = None,
         whole: bool = True,
         asks: bool = False,
-        holds: bool = False,
+        frees: bool = False,
     ) -> Job[Reduced]:
         """Begin to average unsharded gradients over the ranks; `free_queued` must follow.
 
@@ -203,7 +203,8 @@ class ReduceBucket:
             partial: pieces, by index, of earlier reductions that stopped after the reduce-scatter; they are added.
             whole: False to stop after the reduce-scatter, without the all-reduce over replicas.
             asks: whether to copy the marks to the host.
-            holds: whether its memory stays leased until the wait for it, even on a stream.
+            frees: whether its memory is to be released as soon as it is queued, by `free_queued`; only on a stream.
+                Otherwise it stays leased until the wait for it.
         """
         # The result outlives the step as `.grad`, so it is allocated here, on the stream that will read it. The lane's
         # stream writes it. That is safe: the lane waits for this stream first, and the job holds the result until this
@@ -211,7 +212,6 @@ class ReduceBucket:
         numel, like = self._layout.numel, self._copies.ones
         out = like.new_empty(numel)
         slots: list[Slot] = []  # filled below; `when_done` has the list itself
-        frees = self._lane.frees_queued and not holds
         when_done = functools.partial(self._pool.finish_queued if frees else self._pool.release_all, slots)
         try:
             for request in self.requests:

@@ -17,11 +17,23 @@ from .._policies import Options
 
 @dataclass(frozen=True)
 class Runtime:
-    """The pool and the lanes that all groups of one engine share."""
+    """What all groups of one engine share: the pool, the lanes, and whether all are sharded over the same ranks."""
 
     pool: BufferPool
     gather_lane: Lane
     reduce_lane: Lane
+    has_one_mesh: bool
+
+
+def frees_queued(streams: bool, has_one_mesh: bool, options: Options) -> bool:
+    """Whether a reduction of a group releases its memory as soon as it is queued, instead of when it is waited for.
+
+    This needs a stream. It saves memory, and is always correct, because the next user of the memory waits for the
+    reduction. But a gather that gets the memory cannot overlap with the reduction. If both use one process group, they
+    could not overlap anyway: collectives of one process group run one after the other. If they use several, because of
+    several meshes or of `set_separate_reduce_scatter_group`, they can, so this is False.
+    """
+    return streams and has_one_mesh and options.comms.reduce_group is None
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +81,7 @@ class ReduceSetup:
         info, transports: the mesh and the transports of the group.
         options: the options under which gradients are reduced.
         pool, lane: the memory and the lane of the reductions.
+        frees_queued: whether a reduction releases its memory as soon as it is queued (`frees_queued`).
         slots: sizes in bytes of the slots of unsharded parameters. A reduction that nearly fits one requests its size.
         rounding: the state of rounding gradients, if they are sent in fewer bits.
     """
@@ -78,6 +91,7 @@ class ReduceSetup:
     options: Options
     pool: BufferPool
     lane: Lane
+    frees_queued: bool
     slots: Sequence[int]
     rounding: Rounding
 

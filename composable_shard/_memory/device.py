@@ -41,7 +41,7 @@ class DeviceMemory:
             self._remember_stream()
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+    def allocate_in(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Allocate memory with undefined content for an empty storage."""
         self._remember_stream()
         storage.resize_(nbytes)
@@ -50,7 +50,7 @@ class DeviceMemory:
         if (stream := self._lane.current()) is not None:
             self._streams[stream] = None
 
-    def record_current_stream(self) -> Events:
+    def current_events(self) -> Events:
         """Record an event on the current stream, after the work that is queued there; none on a CPU.
 
         The first writer of new memory waits for it (rule 4 in `pool.py`).

@@ -51,9 +51,10 @@ host runs ahead of the streams, so a released slot may still be read or written.
    `free_after`.
 5. The allocator hands freed memory to the streams on which it was allocated, without an event. So all these streams
    wait for `free_after` before memory is freed.
-6. If `Lane.frees_queued`, a reduction releases its slots as soon as it is queued (`release_queued`). A later writer
-   waits for the event of the reduction, on its own stream. Freeing the memory would make the compute stream wait
-   (rule 5), so slots that lose their memory at release keep it until the reduction was waited for (`finish_queued`).
+6. If `frees_queued` (`_group/setup.py`), a reduction releases its slots as soon as it is queued (`release_queued`). A
+   later writer waits for the event of the reduction, on its own stream. Freeing the memory would make the compute
+   stream wait (rule 5), so slots that lose their memory at release keep it until the reduction was waited for
+   (`finish_queued`).
    `free_idle` frees such memory before, and so makes compute wait. It runs at the end of a forward or backward, where
    compute waits for reductions anyway, and where a large region needs the memory.
 7. Whether a slot is lent, or retained for views that user code keeps, depends on the code and the garbage collector of
@@ -184,8 +185,8 @@ class BufferPool:
         while request in live:
             request = self.request(request.name + "'", request.nbytes, request.backward, request.refills)
         slot = request.slot
-        # The slot is leased after all if views of it are retained. `_is_taken` also notes which events to wait for.
-        if slot is None or slot.request is not None or (slot.rivals and _is_taken(slot)):
+        # The slot in the arena cannot be used if it is retained for views, or if an overlapping slot is leased.
+        if slot is None or slot.request is not None or (slot.rivals and not _follow_rivals(slot)):
             slot = self._own_slot(request) if request.refills else self._unplanned(request)
         elif self.arena.without_memory and not slot.region.has_memory:
             self.arena.allocate(slot.region)
@@ -222,7 +223,7 @@ class BufferPool:
         if slot is None or slot.request is not None:
             slot = self._own[key] = self._make(request.nbytes, resizes=True)
         elif not slot.has_memory:
-            slot.resize(request.nbytes, self.memory.record_current_stream())
+            slot.resize(request.nbytes, self.memory.current_events())
             self._beside_bytes += slot.nbytes
             self.addresses.add(slot)
         return slot
@@ -318,7 +319,7 @@ class BufferPool:
         Args:
             end: waits for the work and releases its memory. Its exceptions are ignored.
         """
-        self._lent.append((None, partial(_ended, end)))
+        self._lent.append((None, partial(_end_quietly, end)))
 
     def collect(self) -> None:
         """Release lent slots that are no longer used, and end the work of `finish_later`. Each lease calls this."""
@@ -329,7 +330,7 @@ class BufferPool:
                 lent.append(each)
             elif slot is not None:
                 self.take_back(slot)
-                self.release(slot, *self.memory.record_current_stream())
+                self.release(slot, *self.memory.current_events())
 
     def release_all(self, slots: Sequence[Slot], after: torch.Event | None) -> None:
         """Release each of these slots after the same event."""
@@ -345,13 +346,13 @@ class BufferPool:
         for slot in slots:
             if slot.request is not None:
                 slot.wait_until_free()
-                self.release(slot, *self.memory.record_current_stream())
+                self.release(slot, *self.memory.current_events())
 
     def _poisoned(self, slot: Slot, after: torch.Event | None) -> torch.Event | None:
         if after is not None:
             after.wait()
         debug.poison(slot.typed(torch.uint8, written=True))
-        return next(iter(self.memory.record_current_stream()), None)
+        return next(iter(self.memory.current_events()), None)
 
     @property
     def wants_arena(self) -> bool:
@@ -438,7 +439,7 @@ class BufferPool:
         self._beside_bytes += nbytes
         self._allocations += 1
         with plainly():
-            slot = Slot(memory, self.memory.record_current_stream(), resizes)
+            slot = Slot(memory, self.memory.current_events(), resizes)
         self.addresses.add(slot)
         return slot
 
@@ -450,22 +451,22 @@ class BufferPool:
         return f"BufferPool({slots}, arena {self.arena_bytes} bytes, {share:.2f} of the peak)"
 
 
-def _ended(end: Callable[[], object]) -> bool:
+def _end_quietly(end: Callable[[], object]) -> bool:
     """End abandoned work. Returns False: its memory is no longer used."""
     with suppress(Exception):
         end()
     return False
 
 
-def _is_taken(slot: Slot) -> bool:
-    """Whether an overlapping slot is leased. If none is, add the events of all of them to `free_after` of this slot."""
+def _follow_rivals(slot: Slot) -> bool:
+    """Make the next writer of a slot also wait for the overlapping slots. Returns False if one of these is leased."""
     if slot.awaited and not slot.free_after:
         # The slot was released without an event. `awaited` lists events of rivals as waited for, because the release
         # of the writer that has waited for them comes later. Without its event, nothing tells that.
         slot.awaited.clear()
     for rival in slot.rivals:
         if rival.request is not None:
-            return True
+            return False
         if rival.free_after:
             slot.add_events_of(rival)
-    return False
+    return True

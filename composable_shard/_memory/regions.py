@@ -127,7 +127,7 @@ class Arena:
 
     def _add(self, known: Sequence[Request], spans: Spans, is_large: bool) -> Region:
         memory = self._memory.allocate(_end_of(spans))
-        region = Region(memory, self.nbytes, spans, self._memory.record_current_stream(), is_large)
+        region = Region(memory, self.nbytes, spans, self._memory.current_events(), is_large)
         for request, span in zip(known, spans, strict=True):
             request.give_slot(region.at[span])
         self._regions.append(region)
@@ -166,8 +166,8 @@ class Arena:
             # A step needs a large request and the rest of the arena at different times, for example an embedding before
             # the layers. If something in the rest is leased, its region keeps its memory.
             self.free_idle()
-        self._memory.fill(region.storage, region.nbytes)
-        region.reallocated(self._memory.record_current_stream())
+        self._memory.allocate_in(region.storage, region.nbytes)
+        region.reallocated(self._memory.current_events())
         self._addresses.replace([*self._addresses, *region.slots])
         self.held_bytes += region.nbytes
         self.without_memory -= 1

@@ -23,7 +23,7 @@ from .._group.extension import is_extended
 from .._group.group import ParamGroup
 from .._group.param import reduced_as
 from .._group.saved_tensors import give_way
-from .._group.setup import GroupComm, Runtime
+from .._group.setup import GroupComm, Runtime, frees_queued
 from .._memory.pool import BufferPool
 from .._plan.plan import GroupPlan, ParamPlan, ShardPlan
 from .._plan.schedule import ROOT_NAME
@@ -74,9 +74,9 @@ class _Tree:
 
     def plan(self, transports: Mapping[ShardState, Transports]) -> ShardPlan:
         """The plan of the groups in the order of their modules, with the policies or plan that the user has set."""
-        queues = self.has_one_mesh()
+        has_one_mesh = self.has_one_mesh()
         groups = tuple(
-            _describe(fqn, state.declaration, state in self.of_root, transports[state], queues)
+            _describe(fqn, state.declaration, state in self.of_root, transports[state], has_one_mesh)
             for state, fqn in self.fqns.items()
         )
         plan = ShardPlan(groups, tuple(group.fqn for group in groups), around=self._around())
@@ -212,7 +212,7 @@ def _above(name: str) -> Iterator[str]:
         yield name
 
 
-def _describe(fqn: str, asked: Declaration, is_root: bool, transports: Transports, queues: bool) -> GroupPlan:
+def _describe(fqn: str, asked: Declaration, is_root: bool, transports: Transports, has_one_mesh: bool) -> GroupPlan:
     """Make a group's part of a plan. It depends only on the declaration, so parameters may be on the meta device."""
     options, streams = asked.settings.current, has_streams(asked.info.device)
     return GroupPlan(
@@ -237,7 +237,7 @@ def _describe(fqn: str, asked: Declaration, is_root: bool, transports: Transport
         reshard_after_forward=options.reshards(is_root),
         route=None if transports.gather is None else transports.gather.route,
         reduces_first=not streams and transports.replicate is None and options.max_reductions is None,
-        frees_queued=streams and queues,
+        frees_queued=frees_queued(streams, has_one_mesh, options),
         reduces_last=options.reduce_unused,
         comm_policy=options.comm_policy,
         small_size=0 if options.few_ranks == 0 or any(map(is_extended, asked.params)) else options.few_ranks,
@@ -347,8 +347,7 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
     tree.set_holders()
     device = own.declaration.info.device
     gather_lane, reduce_lane = own.lanes or (lane_for(device), lane_for(device))
-    reduce_lane.free_queued(tree.has_one_mesh())
-    runtime = Runtime(BufferPool(device, gather_lane), gather_lane, reduce_lane)
+    runtime = Runtime(BufferPool(device, gather_lane), gather_lane, reduce_lane, tree.has_one_mesh())
     groups = tree.groups(transports, runtime, seat)
     without = [state.entries for state in tree.states if state not in groups]
     listener = weakref.WeakMethod(own.order_changed)

@@ -182,26 +182,26 @@ _numbered: weakref.WeakValueDictionary[tuple[str, int], nn.Module] = weakref.Wea
 
 
 def number_copy(made: nn.Module) -> None:
-    """Make `_find_root` find the root through a shallow copy, which has the same number as the original."""
-    _numbered[made.__dict__[STATE].traced.unknown, id(made)] = made
+    """Make `_build_engine` find the root through a shallow copy, which has the same number as the original."""
+    _numbered[made.__dict__[STATE].traced.number_until_built, id(made)] = made
 
 
 def assign_number(module: nn.Module) -> None:
-    """Number a sharded module, so that `_find_root` can find it: Dynamo passes only constants to that function."""
-    here = module.__dict__[STATE].traced.unknown = str(next(_numbers))
+    """Number a sharded module, so that `_build_engine` can find it: Dynamo passes only constants to that function."""
+    here = module.__dict__[STATE].traced.number_until_built = str(next(_numbers))
     _numbered[here, id(module)] = module
 
 
 @run_while_tracing
-def _find_root(unknown: str) -> bool:
+def _build_engine(number: str) -> bool:
     """Build the engine of a module that is compiled before its first forward.
 
     Dynamo may trace a function several times and must take the same path each time, so this is always called: with the
     module's number, or with an empty string once the engine exists.
     """
     put_rng_states_before_meshes()
-    if unknown:
-        module = next(module for (number, _), module in list(_numbered.items()) if number == unknown)
+    if number:
+        module = next(module for (known, _), module in list(_numbered.items()) if known == number)
         bound_of(module, agrees=False)  # no collective while Dynamo traces
     return True
 
@@ -209,7 +209,7 @@ def _find_root(unknown: str) -> bool:
 def trace(module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one call of a sharded module while Dynamo traces."""
     state: ShardState = module.__dict__[STATE]
-    _find_root(state.traced.unknown)
+    _build_engine(state.traced.number_until_built)
     with_side_effects(partial(setattr, state, "compiled_as", begin_trace(state.asked.schedule)))
     with_side_effects(partial(setattr, state, "way", Way.TRACED))
     steps = state.traced.steps

@@ -287,7 +287,7 @@ class ShardState:
                 self._check_same_root(state)
             groups = [group for state in states for group in state.groups]
             for index, own in enumerate(self.groups):
-                self.bound.engine.order.gather_ahead(own, backward, [] if index else groups)
+                self.bound.engine.order.set_prefetches(own, backward, [] if index else groups)
 
     def _check_same_root(self, other: ShardState) -> None:
         if self.bound is None or other.bound is None or other.bound.engine is not self.bound.engine:
@@ -469,7 +469,7 @@ class ShardState:
         """Prepare for a load of the sharded parameters: a pending backward must not read new values instead of old."""
         self.release()
         for group in self.groups:
-            group.stepped()
+            group.before_change()
 
     def check_edits(self) -> None:
         """Check that no unsharded parameter was modified in place, because the sharded one lacks that change.

@@ -121,7 +121,7 @@ MUTANTS = {
     "all-reduces-start-early": Mutant(
         "ReduceBucket._start_apart",
         "all-reduces over replicas wait for the reduce-scatter",
-        instead(StreamLane, "behind", behind_at_once),
+        instead(StreamLane, "second", behind_at_once),
         "replicas",
     ),
     "slots-freed-before-scatters": Mutant(
@@ -183,7 +183,7 @@ MUTANTS = {
     ),
     # _memory
     "rivals-carry-no-event": Mutant(
-        "_is_taken",
+        "_follow_rivals",
         "a slot waits for earlier uses of overlapping slots",
         instead(Slot, "add_events_of", _no_wait),
         "deep",
@@ -315,7 +315,7 @@ PASSED_ON = {
     "Launched._advance": "Waiting.wait",
     "StreamLane.record_current_stream": "only records an event",
     "StreamLane.queued": "DeviceMemory.leave",
-    "DeviceMemory.record_current_stream": "only records events",
+    "DeviceMemory.current_events": "only records events",
     "GatherBucket.forget": "BufferPool.release",
     "Slot.wait_until_free": "ReduceBucket._pack",
     "GatherBucket.await_memory": "BufferPool.release_failed",
@@ -328,7 +328,7 @@ PASSED_ON = {
     "Slot.take_events": "Arena.free",
     "Slot.reallocated": "Arena.allocate",
     "Slot.resize": "BufferPool._own_slot",
-    "Slot.add_events_of": "_is_taken",
+    "Slot.add_events_of": "_follow_rivals",
     "Region.take_events": "Arena.free",
     "_Gathers._wait": "Job.finish",
     "Gather.finish": "Job.finish",

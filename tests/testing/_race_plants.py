@@ -93,7 +93,7 @@ def unfenced(owner: Any, name: str) -> Plant:
 NO_WAIT = (Event, "wait", _nothing)
 NO_EVENT = (StreamLane, "record_current_stream", lambda lane: None)
 NO_SYNC = (Stream, "synchronize", _nothing)
-NO_EVENTS = (DeviceMemory, "record_current_stream", lambda memory: ())
+NO_EVENTS = (DeviceMemory, "current_events", lambda memory: ())
 
 
 def pack_into_used(real: Any, bucket: ReduceBucket, gradients: Any, out: Any, slots: Any) -> None:

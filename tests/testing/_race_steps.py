@@ -244,7 +244,7 @@ def reshard_between(model: Any, checked: testing.Checked) -> None:
 
 def reduce_by(bucket: Any, gradients: list[torch.Tensor]) -> None:
     """Reduce gradients with a bucket, and wait."""
-    job = bucket.start(gradients)
+    job = bucket.start(gradients, frees=True)
     free_queued(bucket._pool, [(bucket, job)])
     job.finish()
 
@@ -254,7 +254,7 @@ def reduce_on_two_streams(training: Training) -> None:
     plain_step(training)
     engine, compute = state_of(training.model).bound.engine, torch.accelerator.current_stream()
     group, pool = state_of(training.model.blocks[0]).bound.group, engine.pool
-    [bucket] = group.gradients._buckets()
+    [bucket] = group.gradients._bucket_set().buckets
     gradients = [torch.ones(param.shape) for param in group.params]
     side = training.checked.stream("other")
     side.wait_stream(compute)
