@@ -15,18 +15,9 @@ from _race_training import perform
 LIBRARY = Path(composable_shard.__file__).parent
 WINGS = ("_comm", "_memory", "_group", "_engine")
 ORDERS = {  # attributes by which the library orders streams
-    *(
-        "record_current_stream",
-        "current_events",
-        "queued",
-        "wait",
-        "wait_event",
-        "wait_stream",
-        "add_events_of",
-        "wait_until_free",
-        "record",
-    ),
-    *("synchronize", "finish", "free_after", "changed", "take_events", "wait_before_free", "occupied", "occupy"),
+    *("record_current_stream", "current_events", "queued", "record", "wait", "wait_event", "wait_stream"),
+    *("add_events_of", "wait_until_free", "synchronize", "finish", "free_after", "changed", "take_events"),
+    *("wait_before_free", "occupied", "occupy"),
 }
 
 
