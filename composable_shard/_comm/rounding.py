@@ -169,6 +169,10 @@ class Rounding:
         self.number = number
         self._generators: dict[torch.device, torch.Generator] = {}
 
+    def resume(self, number: int) -> None:
+        """Continue after the rounding of this number, which a checkpoint has saved."""
+        self.number = number
+
     def seeded(self, name: str, rank: int, device: torch.device) -> torch.Generator:
         """Return the generator of the next rounding, seeded by the number of the rounding, a name and the rank."""
         generator = self._generators.get(device)

@@ -356,9 +356,12 @@ class GroupGradients:
             if self._in_flight == 0:
                 waits = self._accumulated.whole or self._accumulated.pieces
                 self._set_phase(GradPhase.ACCUMULATED if waits else GradPhase.NONE)
-        # Jobs that copy results to the host: the host must wait for them before it reads the results.
-        copied = self._setup.lane.streams and reduction.whole and (self._setup.info.offloads or reduction.asked)
-        return GroupReduced(done, reduction.asked, [job for _, job in reduction.jobs] if copied else [])
+        return GroupReduced(done, reduction.asked, self._to_await(reduction) if self._setup.lane.streams else ())
+
+    def _to_await(self, reduction: Reduction) -> list[Job[Reduced]]:
+        """Return the jobs that copy results to the host. The host must wait for them before it reads the results."""
+        copied = reduction.whole and (self._setup.info.offloads or reduction.asked)
+        return [job for _, job in reduction.jobs] if copied else []
 
     def _accumulate_pieces(self, done: Sequence[tuple[list[int], Reduced]]) -> None:
         """Keep the pieces of a reduction that waits for its all-reduce over replicas."""

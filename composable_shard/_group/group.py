@@ -381,12 +381,15 @@ class ParamGroup:
             for resident in self.residents:
                 resident.release()
             return
-        edited = [fqn for bucket in self.buckets for fqn in bucket.changed_bits()] if debug.debugging else ()
+        edited = self._changed_bits() if debug.debugging else ()
         after, reserve = self._runtime.gather_lane.record_current_stream(), again or self.settings.current.keep_storage
         for bucket in self.buckets:
             bucket.release(after, reserve)
         if edited:
             raise lost_edit(edited)
+
+    def _changed_bits(self) -> list[str]:
+        return [fqn for bucket in self.buckets for fqn in bucket.changed_bits()]
 
     def is_written(self) -> bool:
         """Whether leaves (see `leaves`) were written to since the gather, judging by versions."""
@@ -429,7 +432,7 @@ class ParamGroup:
             ]
         for resident in self.residents:
             resident.keep()
-        edited = [fqn for bucket in self.buckets for fqn in bucket.changed_bits()] if debug.debugging else ()
+        edited = self._changed_bits() if debug.debugging else ()
         after = run.gather_lane.record_current_stream()
         for bucket in self.buckets:
             bucket.release(after)

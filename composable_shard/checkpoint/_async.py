@@ -96,7 +96,7 @@ def async_save(
             remove(prepared.attempt)
         pending._fail(error)
         raise
-    background().pending = pending
+    background().remember(pending)
     return pending
 
 

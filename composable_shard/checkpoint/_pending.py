@@ -102,6 +102,10 @@ class Background:
         self.writer = WriterProcess()
         self.pending: PendingSave | None = None
 
+    def remember(self, pending: PendingSave) -> None:
+        """Note a save that was started."""
+        self.pending = pending
+
     def settle(self) -> None:
         """Wait for the last save, and raise its error unless it was already raised."""
         error = None if self.pending is None else self.pending._unseen()

@@ -39,7 +39,7 @@ class _Roundings:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for index, rounding in enumerate(self._roundings):
-            rounding.number = state.get(str(index), {"number": 0})["number"]
+            rounding.resume(state.get(str(index), {"number": 0})["number"])
 
 
 def _resize(saved: list[dict[str, Any]], rank: int, ranks: int) -> dict[str, Any]:

@@ -96,6 +96,10 @@ class _Unit:
         """Bytes of the largest gradient, equal on all ranks."""
         return max(self._sizes.values(), default=0)
 
+    def limit(self, most: int) -> None:
+        """Set the maximum bytes of the waiting gradients."""
+        self.most = most
+
     def take(self, param: torch.Tensor) -> bool:
         """Record a ready gradient. Returns whether the waiting gradients must be stepped now."""
         self.waiting[param] = None
@@ -136,7 +140,7 @@ def _leave_room(units: set[_Unit]) -> None:
     """Limit the waiting gradients so that they and one more gradient have at most the bytes of the largest one."""
     largest = max([unit.largest for unit in units], default=0)
     for unit in units:
-        unit.most = largest - unit.largest
+        unit.limit(largest - unit.largest)
 
 
 def _in_graphs(model: nn.Module, stepped: set[torch.Tensor]) -> TracedSteps:
