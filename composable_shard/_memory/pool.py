@@ -448,7 +448,8 @@ class BufferPool:
         if not self.arena_bytes:
             return f"BufferPool({slots})"
         share = self.arena_bytes / self.peak_bytes
-        return f"BufferPool({slots}, arena {self.arena_bytes} bytes, {share:.2f} of the peak)"
+        # No arena can be smaller than the peak of live bytes, so that is the bound.
+        return f"BufferPool({slots}, arena {self.arena_bytes} bytes, {share:.2f} of the bound)"
 
 
 def _end_quietly(end: Callable[[], object]) -> bool:

@@ -15,7 +15,7 @@ from _models import shard_blocks
 from _pool import distributed
 from _sides import assert_same, backward, both, call, run_both
 from _stepping import engine_of, resident, train_step, twins
-from composable_shard import last_record, testing
+from composable_shard import errors, last_record, testing
 
 
 @distributed(world=4)
@@ -227,7 +227,7 @@ def test_backward_communicates_in_the_same_order_on_ranks_with_different_losses(
 
 
 def test_fsdp2_mixes_collectives_of_ranks_with_different_losses():
-    with pytest.raises(testing.CollectiveMismatchError):
+    with pytest.raises(errors.CollectiveMismatchError):
         testing.spmd(2)(two_losses, fsdp.fully_shard)
 
 

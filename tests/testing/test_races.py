@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import composable_shard as cs
 from _blocks import Transformer, next_token_loss, token_batch
-from composable_shard import testing
+from composable_shard import errors, testing
 from composable_shard._torch.distributed import local_tensor
 
 
@@ -381,13 +381,13 @@ def fail_after(_):
 
 
 def test_the_end_of_the_block_raises_an_error_unless_there_is_another_one():
-    with pytest.raises(testing.RaceError, match=r"1 race: .*\nfloat32 \[4\]"), testing.races(2) as checked:
+    with pytest.raises(errors.RaceError, match=r"1 race: .*\nfloat32 \[4\]"), testing.races(2) as checked:
         race_with(checked)
     with pytest.raises(ZeroDivisionError), testing.races(2) as checked:
         fail_after(race_with(checked))
     with testing.races(2, check=False) as checked:
         race_with(checked)
-        with pytest.raises(testing.RaceError):
+        with pytest.raises(errors.RaceError):
             checked.check()
     assert checked.report().startswith("1 race")
 

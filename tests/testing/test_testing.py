@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import composable_shard as cs
 from _models import Stack, shard_blocks, vectors
 from _pool import POOL
-from composable_shard import testing
+from composable_shard import errors, testing
 from composable_shard.testing import _processes
 
 
@@ -224,7 +224,7 @@ def test_a_deadlock_raises_immediately_with_the_position_of_each_rank():
             dist.recv(torch.ones(4), src=0)
 
     begin = time.monotonic()
-    with pytest.raises(testing.DeadlockError) as caught:
+    with pytest.raises(errors.DeadlockError) as caught:
         testing.spmd(3)(body)
     assert time.monotonic() - begin < 10
     assert_expected_inline(
@@ -247,7 +247,7 @@ def test_the_error_of_a_mismatch_names_the_different_collectives():
         elif world.rank == 1:
             dist.broadcast(torch.ones(3), src=0, group=group)
 
-    with pytest.raises(testing.CollectiveMismatchError) as caught:
+    with pytest.raises(errors.CollectiveMismatchError) as caught:
         testing.spmd(4, mesh={"a": 2, "b": 2})(body)
     assert_expected_inline(
         str(caught.value),
@@ -257,7 +257,7 @@ collective 1 of group 'mesh_b' differs among its ranks:
   rank 1 issues broadcast of float32 [3] of root 0 in group 'mesh_b' of ranks [0, 1]
 all ranks of a group must issue the same collectives in the same order""",
     )
-    with pytest.raises(testing.CollectiveMismatchError, match=r"float32 \[2\](.|\n)*float32 \[3\]"):
+    with pytest.raises(errors.CollectiveMismatchError, match=r"float32 \[2\](.|\n)*float32 \[3\]"):
         testing.spmd(2)(lambda world: dist.all_reduce(torch.ones(2 + world.rank)))
 
 
@@ -266,9 +266,9 @@ def test_a_collective_that_some_ranks_never_call_raises_even_if_no_rank_waits():
         if world.rank == 0:
             dist.all_reduce(torch.ones(2), async_op=True)
 
-    with pytest.raises(testing.CollectiveMismatchError, match=r"ranks \[0\] issued .*; ranks \[1\] have returned"):
+    with pytest.raises(errors.CollectiveMismatchError, match=r"ranks \[0\] issued .*; ranks \[1\] have returned"):
         testing.spmd(2)(body)
-    with pytest.raises(testing.CollectiveMismatchError, match="has returned without receiving send of float32"):
+    with pytest.raises(errors.CollectiveMismatchError, match="has returned without receiving send of float32"):
         testing.spmd(2)(lambda world: dist.isend(torch.ones(2), 1 - world.rank))
 
 
@@ -277,7 +277,7 @@ def test_a_rank_that_does_not_end_is_stopped_and_its_stack_is_shown():
         while world.rank == 1:
             time.sleep(0.001)
 
-    with pytest.raises(testing.WorldTimeoutError, match=r"within 0\.3 s(.|\n)*in spin"):
+    with pytest.raises(errors.WorldTimeoutError, match=r"within 0\.3 s(.|\n)*in spin"):
         testing.spmd(2, timeout=0.3)(spin)
     assert testing.spmd(2)(lambda world: world.rank) == [0, 1]
 
@@ -352,7 +352,7 @@ def hang(world):
 def test_processes_return_values_and_name_the_rank_that_fails():
     run = testing.processes(2, mesh={"a": 1, "b": 2})
     assert run(return_rank_and_fail, None) == [(0, ["a", "b"]), (1, ["a", "b"])]
-    with pytest.raises(testing.RankFailedError, match=r"^rank 1 of 2 failed first(.|\n)*NoError: this rank fails"):
+    with pytest.raises(errors.RankFailedError, match=r"^rank 1 of 2 failed first(.|\n)*NoError: this rank fails"):
         run(return_rank_and_fail, failing=1)
     assert run(return_rank_and_fail, failing=None) == [(0, ["a", "b"]), (1, ["a", "b"])]
 

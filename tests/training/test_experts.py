@@ -13,7 +13,7 @@ from _engines import fully_shard, named_mesh
 from _experts import DIM, Experts, ListedExperts, Net, SlottedMoE, distribute
 from _pool import distributed
 from _stepping import assert_at_rest
-from composable_shard import FSDPMeshInfo, ShardPlacementResult, testing
+from composable_shard import FSDPMeshInfo, ShardPlacementResult, errors, testing
 
 
 def meshes():
@@ -138,7 +138,7 @@ def one_step(world, told):
 
 def test_ranks_hang_if_one_uses_no_experts_unless_unused_gradients_are_reduced():
     assert testing.spmd(4)(one_step, True) == [[True] * 4] * 4
-    with pytest.raises((testing.DeadlockError, testing.CollectiveMismatchError)) as caught:
+    with pytest.raises((errors.DeadlockError, errors.CollectiveMismatchError)) as caught:
         testing.spmd(4)(one_step, False)
     assert "reduce_scatter" in str(caught.value)
 
