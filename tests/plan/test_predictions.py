@@ -222,7 +222,7 @@ def test_a_failed_reduction_releases_its_memory(monkeypatch):
         model = built(P.depth(1))
         train(model, sim, 2)
         pool = engine_of(model).pool
-        sim_wait, calls = sim.wait, []
+        sim_wait, calls = sim._wait, []
 
         def wait(event, finish_s):
             if event.kind == "reduce_scatter" and not calls:
@@ -230,7 +230,7 @@ def test_a_failed_reduction_releases_its_memory(monkeypatch):
                 raise BrokenError
             sim_wait(event, finish_s)
 
-        monkeypatch.setattr(sim, "wait", wait)
+        monkeypatch.setattr(sim, "_wait", wait)
         with pytest.raises(BrokenError):
             train(model, sim, 1)
         train(model, sim, 1)

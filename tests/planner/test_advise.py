@@ -314,9 +314,8 @@ def test_memory_by_category_follows_from_shards():
 
 @pytest.mark.matrix
 def test_optimizer_state_that_does_not_fit_on_the_host_goes_to_disk(monkeypatch):
-    def advice(host, **options):
-        machine = replace(KNOWN["h100"], memory=int(1.2e9), host_memory=host)
-        return advise(SMALL, **{"devices": 2, "machine": machine, "batch": 1} | options)
+    def advice(host, memory=int(1.2e9)):
+        return advise(SMALL, devices=2, machine=replace(KNOWN["h100"], memory=memory, host_memory=host))
 
     size = 4 * SMALL.parameters // 2
     monkeypatch.setattr(strategies, "DISK_MEMORY", size // 4)  # with the default, this small state would be in memory
@@ -340,7 +339,7 @@ def test_optimizer_state_that_does_not_fit_on_the_host_goes_to_disk(monkeypatch)
     assert of(everything, "zero3, offload").fits
     assert not of(none, "zero3, offload to disk").fits
     assert "no, host " in text.text(none, None)
-    tight = advice(int(2.5 * size), machine=replace(KNOWN["h100"], memory=disk.needed + 1))
+    tight = advice(int(2.5 * size), disk.needed + 1)
     lines = text.script(tight, of(tight, "zero3, offload to disk"))
     assert 'offload_policy=cs.DiskOffloadPolicy("offload", memory=1 << 30)' in lines
     assert lines.endswith("cs.optim.offload_optimizer(optimizer)\n")
