@@ -125,8 +125,8 @@ class Actions:
 
         A forward may write to shards, for example if a model updates its teacher after its student. Unsharded
         parameters from before the write are then outdated. They are gathered again, unless a backward may follow that
-        needs the old values: saved tensors of this step stand for them. (Such a backward raises a StaleStateError if it
-        has to gather them itself.)
+        has saved them: it needs the old values. (It raises a StaleStateError if it has to gather them itself, because
+        it would get the new ones.)
         """
         if group.phase in AWAY:
             if self.order.forward.budget is not None:
@@ -364,8 +364,8 @@ class Actions:
             self.reshard(group)
         elif group.phase is UNSHARDED:  # not if user code has resharded it in its forward
             self._shrink(group)
-        # After the last group has begun, nothing will be gathered in this forward. Not only at the end of the root's
-        # forward, because that may compute the loss. The first test saves the call on a CPU, where it does nothing.
+        # After the last group has begun, nothing will be gathered in this forward, so memory without leased slots is
+        # freed here. The root's forward may end later: it may compute the loss. On a CPU, `free_idle` does nothing.
         if not (self.pool.arena.keeps_idle or self.pool.backward) and self.order.all_have_begun():
             self.pool.free_idle()
 
@@ -420,8 +420,9 @@ class Actions:
             self.issue_held_prefetches()
         group = use.group
         self.staying.discard(group)
-        # So that edits since the forward are found. `outputs` are in the order of the group, so with several buckets
-        # each handle passes the outputs of its own bucket when it is read (`saved_tensors.py`).
+        # From here on, backward must read what the forward has saved. `outputs` are those of the whole group. If it has
+        # several buckets, this is left to their first reads, which know the outputs of their own bucket
+        # (`Writes.look_at`).
         if len(group.buckets) == 1:
             bucket = group.buckets[0]
             bucket.writes.begin_reads(outputs, bucket.here)

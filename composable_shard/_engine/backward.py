@@ -191,10 +191,10 @@ class BackwardPass:
     def completes(self, use: Use, number: int) -> bool:
         """Whether the gradients that arrive in the pass `number` are the last ones of `use`.
 
-        The last gradients of a use arrive in a certain pass: in the outermost one (depth 0) or, if a checkpoint has
-        recomputed the use in the pass `use.made_in`, in the pass that the checkpoint runs right after that (one level
-        deeper than `made_in`). Passes at deeper levels belong to checkpoints within the module. They bring a part of
-        the gradients, and more follow.
+        A reentrant checkpoint recomputes a forward and then runs a backward pass over it, which is nested in the pass
+        in which it is. So the gradients of a use that was made in the pass `use.made_in` arrive one level deeper than
+        that pass, and those of a use made outside of any pass at depth 0. At deeper levels, checkpoints within the
+        module bring a part of the gradients, and more follow.
         """
         if number == self.number == self.current and len(self._stack) == 1:  # no pass is nested; saves the calls below
             return True
@@ -223,8 +223,9 @@ class BackwardPass:
     def expects(self, group: ParamGroup) -> bool:
         """Whether this pass may still reach a use of this group.
 
-        Either a use is expected, or the group has no use yet: the forwards of this pass made none (`used_in` names the
-        last forward that did), for example because they ran it in a checkpoint, whose recomputation makes the use.
+        Either a use is expected. Or the forwards of this pass have made no node for the group (`used_in` is the last
+        forward that has made one). Then a checkpoint may have run it without gradients, and will make the use when it
+        recomputes.
         """
         return group.used_in not in self.forwards or any(use.group is group for use in self._upcoming)
 

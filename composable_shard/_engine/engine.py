@@ -213,8 +213,8 @@ class Engine:
             ShardConfigStateError: another thread is running the root.
         """
         if (is_root or self._depth == 0) and current_backward() < 0:
-            # Another thread may be running a backward, which the claim below does not cover. That thread also ran its
-            # forward.
+            # While a backward is running, only the thread of its forward may begin another forward. `claim` compares
+            # threads only while forwards run.
             if is_root and self._pass is not None and self._pass.alive:
                 self._iterations.check_thread()
             self._iterations.claim()
@@ -445,12 +445,12 @@ class Engine:
     def _is_past(self, other: Use, use: Use) -> bool:
         """Whether backward, which has now reached `use`, is done with `other`, a use that it has reached before.
 
-        In two cases it is. Numbers of uses count their beginnings (`Use.number`, `Use.last`):
+        There are two cases. (Uses are numbered in the order in which they begin, see `Use.number` and `Use.last`.)
 
-        1. `other` began after the forward of `use` had ended: backward goes from the last use to the first.
-        2. `other` was recomputed by a checkpoint, which had ended before `use` began, also a recomputation: backward
-           recomputes the last block first. But if `use` is a part of `other`, a checkpoint within `other` recomputes
-           it, and backward is still in `other`.
+        1. `other` began after the forward of `use` had ended. Backward goes from the last use to the first.
+        2. Checkpoints have recomputed both, first `other` and then `use`. Backward recomputes from the last block to
+           the first, so it is done with the block of `other`. The exception: if `use` is a module within `other`, a
+           checkpoint within `other` has recomputed it, and backward is still in `other`.
         """
         if other.number > use.last:
             return True
@@ -577,7 +577,7 @@ class Engine:
 
         The rest of the cleanup needs collectives to be waited for: `_recover`, when the next forward or pass begins.
         """
-        if self._pass is not None and not self._pass.alive:  # a pass that succeeded is forgotten before its token is
+        if self._pass is not None and not self._pass.alive:  # None after a success: `_end_backward` has run before
             self._actions.budget.unread.clear()
             if not self._depth:  # an interrupted recomputation never reports its end
                 self._forget_running()
@@ -599,9 +599,9 @@ class Engine:
     def on_handles_gone(self, use: Use, saved: Saved) -> None:
         """The last saved weight of a use of a frozen group was freed: end its backward, if no weight can still be read.
 
-        Two kinds can be. Packed weights: layers keep views of them, which are not saved tensors, and read these in
-        their own backward. And weights of a module that has saved none: it may run in a checkpoint, whose recomputation
-        reads them.
+        In two cases, weights can still be read without having been saved. Layers with packed weights keep views of
+        them, and read these in their own backward. A module that has saved none of its weights may have run in a
+        checkpoint, whose recomputation reads them.
         """
         self.uses.graph_gone(use)
         if self.active.get(use.group) is not use or self._pass is None or not self._pass.alive:
@@ -693,8 +693,8 @@ class Engine:
         if groups:
             self._iterations.end()
             if self._pass is None:
-                # Reductions may be in flight if the caller finishes backward itself. If the backward of a compiled
-                # graph runs this step, hooks on parameters stay removed from autograd: its end still needs them.
+                # Reductions may be in flight if the caller finishes backward itself. If the optimizer steps within the
+                # backward of a compiled graph, hooks stay removed from autograd: the graph gives them back at its end.
                 self._gradients.settle(keeps_hooks=current_backward() >= 0)
             self.review.seat.stepped(optimizer, {group.fqn: group.having() for group in groups})
         for group in groups:

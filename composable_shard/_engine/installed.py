@@ -21,8 +21,9 @@ class Installed:
     """Installs tensors in the modules of one engine's groups.
 
     In a backward with create_graph=True, modules see copies of the weights. Such a backward is itself recorded for
-    another backward. If a checkpoint recomputes a forward in it, autograd saves the weights that the module sees, and
-    not handles, because our saved-tensor hooks are not set there. A slot would be overwritten before they are read.
+    another backward. Operators in it save weights without our saved-tensor hooks, so not as handles. If they were in a
+    slot, they would be overwritten before the other backward reads them. Only while a checkpoint recomputes a sharded
+    module, whose call sets our hooks, does the module see the gathered weights (`install_gathered`).
 
     Args:
         watch_leaf: called once for every unsharded leaf that users can read from a module outside its forward.

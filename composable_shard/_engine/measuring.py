@@ -113,7 +113,7 @@ class Measuring:
         self.is_on, self._samples = False, []
         self._actions.recorder.time_by(self._watch)
         if self._watch is not None:
-            self._watch.clear()  # its spans end before the measured iterations, in the middle of a record
+            self._watch.clear()  # its spans are of iterations before the measured ones
 
 
 def _is_whole(plan: ShardPlan, record: Record) -> bool:

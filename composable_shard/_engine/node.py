@@ -273,8 +273,9 @@ class _Unshard(NotForCompiledAutograd):
         ctx.set_materialize_grads(False)
         outputs = tuple(map(_data, weights))  # tensors with version counters of their own, for `Writes`
         group = lifeline.use.group
-        # The node itself makes the DTensors. `DTensor.from_local` after the node would sum gradients in their own
-        # dtype, while autograd casts the gradients of this node's outputs to the dtype of the output.
+        # The node itself makes the DTensors, so that their gradients reach `backward` as they are. If
+        # `DTensor.from_local` were called on plain outputs, its backward would first sum a partial gradient, in the
+        # dtype of that gradient. Our reduction sums it later, in its own dtype.
         if group.layout.wraps:
             outputs = group.wrapped(outputs)
         needed = ctx.needs_input_grad  # of the three first arguments, then of the shards

@@ -195,9 +195,9 @@ class Order:
         """The schedule that compiled graphs follow, with the users' prefetch lists.
 
         Args:
-            reductions: whether graphs follow the plan's limits of reductions in flight. They always do if there is a
-                memory budget. If they do not, they also prefetch one module ahead unless the plan differs from the
-                default.
+            reductions: whether graphs follow the plan's limits of reductions in flight. If there is a memory budget,
+                they do in any case. If this is False and the plan is the default one, graphs also choose themselves
+                what to prefetch: one module ahead.
         """
         plan, edges = self.plan, self.plan.effective_schedule()
         ahead: tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]] = ({}, {})  # in forward, in backward

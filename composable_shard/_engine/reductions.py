@@ -5,7 +5,8 @@ in that order. When a reduction has been waited for, its result is usually added
 later:
 
     _batch    the group has no `.grad` yet: `.grad` of several groups is set together, which costs less host time
-    _unread   the host must read a part of the result: it does so once for all groups, after backward
+    _unread   the host must read from the result which parameters are unused, or gradients are offloaded: it waits
+              for the device once for all groups, after backward
     _sums     the group has hooks and several uses in this backward: hooks run once, on the sum, after backward
 
 `finish_all` waits for all reductions and empties these three.
@@ -107,9 +108,7 @@ class Reductions:
             start = partial(start, alone=alone, holds=group in self._order.backward.holds)
         reduction = self._recorder.act(REDUCE, group, start, gradients)
         self.in_flight.append((group, reduction))
-        self._recorder.history.add_bytes(
-            reduction.queued_bytes
-        )  # released already, though still in use (`free_queued`)
+        self._recorder.history.add_bytes(reduction.queued_bytes)  # `free_queued` has released them
 
     def finish_newest(self) -> dict[int, torch.Tensor]:
         """Wait for the reduction issued last, without setting `.grad`; return its pieces by parameter index."""

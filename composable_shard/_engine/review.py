@@ -61,8 +61,8 @@ class Review:
         self.measuring = Measuring(actions)
         self._order = order
         self._actions = actions
-        # Votes use only real process groups: in a simulation of one rank (`testing.fake`), no other rank votes. Times
-        # are agreed over all groups, because the simulated ranks of `testing.fabric` differ in their times.
+        # `testing.spmd` simulates ranks as threads. They measure different times, so times are agreed over its process
+        # groups, too (`_linked`). Votes leave them out (`real`): such a world detects by itself that ranks differ.
         self._linked, self._among = among, real(among)
         self.seat = seat
         seat.follow(order.plan)

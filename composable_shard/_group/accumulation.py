@@ -16,7 +16,7 @@ from .._torch.core import is_of_cuda_graph
 from .marks import GradientMarks
 from .param import ShardedParam
 
-# By index of the parameter: a reduced piece and its reduced mark, which is not 0 if any rank had a gradient.
+# By index of the parameter: a reduced piece, and a number that is not 0 if any rank had a gradient for it.
 Partial = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -29,8 +29,8 @@ class AccumulatedGradients:
         streams: whether they are on an accelerator.
 
     Attributes:
-        whole: the unsharded gradients. `zero_grad` makes them void, which the marks show (`marks.py`); the next method
-            that is called drops void ones. Other classes only read this.
+        whole: the unsharded gradients. A call of `zero_grad` makes them void. It is detected by *marks* on `.grad`
+            (`marks.py`), and the next method that is called drops void ones. Other classes only read this.
         pieces: the reduced pieces that wait for an all-reduce over replicas. Other classes only read this.
         wanted: indices of the parameters that required gradients when some were accumulated. The next reduction
             includes these even if they are frozen by then, because it must have the same members on all ranks. Ranks
@@ -87,9 +87,8 @@ class AccumulatedGradients:
         new = {index: gradient for index in self.whole if (gradient := total[index]) is not None}
         for index, gradient in {**self.whole, **self._sums(new)}.items():
             total[index] = gradient
-        taken = [
-            index for index in self.whole if index not in self.pieces
-        ]  # pieces need their marks until they go, too
+        # Accumulated pieces of the same parameters keep their marks on `.grad`.
+        taken = [index for index in self.whole if index not in self.pieces]
         self.whole.clear()
         self._owned.clear()
         self._marks.forget(taken)
@@ -128,7 +127,7 @@ class AccumulatedGradients:
     def held(self, stepped: Container[int]) -> list[str]:
         """Return the names of parameters, given by id, whose accumulated gradients `zero_grad` has not voided."""
         stepped_here = [index for index in self._held() if id(self._params[index].sharded) in stepped]
-        # A rank without rows of the group has no marks, so it cannot tell. Ranks with rows raise the error.
+        # A rank whose shards have no rows has no marks, so it cannot know. Ranks with rows raise the error.
         gone = self._marks.gone(stepped_here, or_unknown=True)
         return [self._params[index].fqn for index in stepped_here if index not in gone]
 
@@ -142,13 +141,16 @@ class AccumulatedGradients:
 
     @contextlib.contextmanager
     def marked(self) -> Iterator[None]:
-        """Check the marks before the body adds to `.grad`, which may erase marks, and restore them afterwards."""
+        """Around code that adds to `.grad`: drop void gradients before, and mark `.grad` again afterwards.
+
+        The addition changes marked elements, so whether `zero_grad` was called before cannot be seen after it.
+        """
         self._drop_voided()
         yield
         self._marks.put(self._held())
 
     def unmake(self, indices: Iterable[int]) -> None:
-        """Remove the `.grad` of these parameters if it was made here only to be marked and nothing was added to it."""
+        """Remove `.grad` of these parameters where it was made only to carry a mark (`marks.py`) and is unchanged."""
         self._marks.unmake(index for index in indices if index not in self.whole and index not in self.pieces)
 
     def _held(self) -> Iterable[int]:

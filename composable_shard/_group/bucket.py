@@ -431,11 +431,11 @@ class GatherBucket(Bucket):
     def _read_before(self, written: dict[int, list[torch.Tensor]]) -> set[int]:
         """Return those of the parameters in `written` that autograd saved as a leaf before the last write to the leaf.
 
-        Backward would read the values from after that write. So this counts as an edit even if the bits are now equal
-        to the gathered ones. For outputs of a node, the reads in backward compare versions (`Writes.look_at`). For
-        leaves they cannot, because `Leaves.give_up` increases versions at each release. Parameters that are DTensors
-        are left out: a write through a DTensor does not change the version that the handle has noted, that of the local
-        tensor.
+        They count as edited even if their bits are now equal to the gathered ones: the forward has computed with other
+        bits, and backward would read the gathered ones. If modules have outputs of a node, this is found in backward,
+        by their versions (`Writes.look_at`). Leaves cannot be checked there, because each release increases their
+        versions (`Leaves.give_up`). So they are checked here, by the versions in `Writes.packed`. DTensors are left
+        out: those versions are of local tensors, which a write through a DTensor does not change.
         """
         versions = {i: {each._version for each in w if not isinstance(each, DTensor)} for i, w in written.items()}
         packed = [(self.members[place], version) for place, version in self.writes.packed]

@@ -80,8 +80,8 @@ class Writes:
         noted: the outputs of the use that backward has reached; None if there is none.
         rewritten: by index, versions of the parameters of that use that were written to before backward reached it.
         looked_at: the outputs of that use, if backward has read a parameter of it; else None.
-        unwritten: the outputs of that use, if reads need no further check; else None. A read only has to compare this
-            with the outputs of its use, which costs little (`saved_tensors.py`).
+        unwritten: the outputs of that use, if its reads need no further check; else None. A handle knows the outputs of
+            its use, so "is `unwritten` the same object?" is all that most reads have to ask (`saved_tensors.py`).
     """
 
     __slots__ = ("_ended", "_ever", "gathered", "looked_at", "noted", "packed", "rewritten", "sums_next", "unwritten")
@@ -127,14 +127,14 @@ class Writes:
     def begin_reads(self, shown: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
         """Note the writes so far, when backward reaches a use. Its reads of parameters are checked against them.
 
-        At the first read it would be too late: a checkpoint may recompute the forward in between, and repeat writes
-        that are allowed, because they were checked at the end of the forward.
+        Why not at the first read: before it, a checkpoint may recompute the forward. If that writes to parameters
+        without changing a bit, which is allowed, the first read would take it for an edit.
 
         Args:
             shown: the outputs of the node. A handle has the version that the output had when it was saved. A higher
                 version now means that the parameter was edited after that.
-            leaves: the leaves over the memory of the parameters, if any were made. The handles of this use were made of
-                outputs, so they have no version to compare a leaf's with. Any write to a leaf counts.
+            leaves: the leaves over the memory of the parameters, if any were made. A handle's version cannot be
+                compared with theirs, because they have other version counters. So any write to a leaf counts.
         """
         rewritten: dict[int, int] = {}
         if any(map(_version, shown)):

@@ -248,7 +248,8 @@ class Faces:
             self._of_kept[slot] = Face(slot, self._dtype, self._layout)
         self._point_kept_at(self._of_kept[slot].weights)
         if (leaves := self.leaves.get(slot)) is not None:
-            # Leaves that were kept now refer to `_of_kept`, too. Back to their own face, whose counts include them.
+            # If leaves are among the kept ones, they refer to the face in `_of_kept` now. They must refer to their own
+            # face again, because its use counts at rest include them.
             leaves.show_weights()
         for param in self._params:
             for copy in param.kept_ones():
@@ -257,8 +258,9 @@ class Faces:
     def hide_kept(self, slot: Slot) -> None:
         """Fill the unsharded parameters that user code has kept with NaN, because the slot is released."""
         if not self._hidden:
-            # Any face will do, because only shapes and dtypes are copied. `_of_kept` has none in this slot if no
-            # parameter was kept before the last use; then `in_use` is the face of that use.
+            # Any face of the bucket will do, because only shapes and dtypes are taken from it. `_of_kept` gets a face
+            # for a slot when something is gathered into it while parameters are kept. Otherwise they were first kept in
+            # the last forward, which has read `in_use`.
             face = self._of_kept.get(slot) or self.in_use
             assert face is not None
             self._hidden = list(map(_without_values, face.weights))
@@ -300,8 +302,9 @@ class Faces:
         """
         faces = self._of.setdefault(slot, [])
         for face in faces:
-            # One output tells whether the node's outputs are alive: they are freed together. But if user code has kept
-            # that one, it refers to `_of_kept` and no longer counts here; so look at all.
+            # A face with outputs of another node cannot be used. It is enough to look at one storage, because the
+            # outputs of a node are freed together. But an output that user code has kept no longer refers to this face
+            # (`_point_kept_at`), so then all storages are looked at.
             looks_at_all = self.kept or face in self.lent
             if not (face.is_used() if looks_at_all else face.has_outputs):
                 break
@@ -341,7 +344,7 @@ class Faces:
 
         Args:
             shown: the outputs of the node, still installed; empty if modules have leaves.
-            dropped: views that the caller is about to drop.
+            dropped: views in the module's outputs, which the caller has replaced by copies and is about to drop.
             leaves: the leaves in this slot, if any were made.
         """
         if shown and list(map(getrefcount, shown)) != self._counts:

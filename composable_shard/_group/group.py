@@ -216,9 +216,10 @@ class ParamGroup:
     # ---- forwards
 
     def set_companions(self, following: Sequence[ParamGroup]) -> None:
-        """Set the groups of the same module that begin right after this one.
+        """Set the groups of the same module on other meshes that begin right after this one.
 
-        An empty list changes nothing: a group may be part of several lists of modules, and only one names companions.
+        An empty list changes nothing. This is called for each state of a call of `fully_shard`. Only the first state
+        knows the others, so the calls for the others have empty lists.
         """
         self.companions = following or self.companions
 

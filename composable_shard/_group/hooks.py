@@ -94,9 +94,9 @@ class ParamHooks:
         if self._node is not None and self._node.is_of(sharded):
             return
         self._node = _NodeHooks(sharded) if sharded.requires_grad else None
-        # Most parameters never have hooks on their node. If the first look finds none, the node is dropped: while it
-        # lives, autograd visits its empty dictionaries. A second look happens only if hooks were registered somewhere.
-        # From then on the node is kept, because `on_node` shows later hooks without another look.
+        # Most parameters never have hooks on their node. So if the first call finds none, it does not keep the node:
+        # while the node lives, autograd visits its empty dictionaries. A later call means that hooks were registered
+        # somewhere in the process. It keeps the node, so that `on_node` shows hooks that are added after it.
         if not self._node and not self._node_was_asked:
             self._node = None
         self._node_was_asked = True

@@ -41,7 +41,7 @@ class Carried:
     states: tuple[str, ...]
 
     def of(self, sharded: torch.Tensor) -> Carried:
-        """Return this state for a sharded parameter. That of a copied module has copies of the attributes."""
+        """Return this state with the attributes that a sharded parameter has; in a copied module, these are copies."""
         kept = {name: sharded.__dict__[name] for name in self.attributes if name in sharded.__dict__}
         return replace(self, attributes=kept)
 

@@ -288,7 +288,10 @@ class ShardedParam:
             hooks.after(sharded, dtensor_like(sharded, gradient), self.fqn)
 
     def add_without_hooks(self, gradient: torch.Tensor) -> None:
-        """Add this rank's piece of a part of the reduced gradient to `.grad`, without calling any hook."""
+        """Add this rank's piece of a reduced gradient to `.grad`, without calling hooks: another one will follow.
+
+        A parameter that a graph uses several times gets several reductions.
+        """
         grad = self.sharded.grad
         if grad is None:
             self.set_gradient(dtensor_like(self.sharded, gradient))

@@ -118,7 +118,8 @@ class Parallel:
     def _cut(self, dim: int, first: int) -> Placement:
         """Return the placement of our axis along `dim`: a strided one if other axes have sharded that dim before.
 
-        `first` is the first mesh axis that counts as before: axes of the other parallelism shard first, as with FSDP2.
+        "Before" means: before ours in the order in which axes divide a dim. As with FSDP2, the axes of the other
+        parallelism divide it first. Only mesh axes from number `first` on are looked at.
         """
         factor = 1
         for axis, placement in enumerate(self.placements):

@@ -238,7 +238,8 @@ class ReduceBucket:
         when_done: WhenDone,
     ) -> tuple[Job[Reduced], Job[Any]]:
         """Queue the reduction; returns its job, and the job after which its slots are no longer used."""
-        # The packed gradients, and earlier uses of scratch memory. `_pack` has waited for those of the bucket.
+        # The lane waits for the packing, and for earlier uses of scratch memory. `_pack` has made the current stream
+        # wait for earlier uses of the bucket's slot.
         after = [self._lane.record_current_stream()]
         for slot in slots[1:]:
             after += slot.free_after
@@ -362,8 +363,8 @@ class ReduceBucket:
 def free_queued(pool: BufferPool, jobs: Iterable[tuple[ReduceBucket, Job[Reduced]]]) -> int:
     """Release, on a stream, the memory of these reductions for work queued after them, such as the next gather.
 
-    Each part becomes free after the last reduction, and not after its own: a plan counts the reductions of a group as
-    one, so the memory must be free at the time that the plan assumes.
+    One event serves for all parts: that of the last reduction, which is queued after the others on the same lane. It is
+    also when a plan counts the memory as free.
 
     Returns:
         the size of this memory in bytes.

@@ -52,9 +52,9 @@ class Resident:
         itemsize, name = bucket.dtype.itemsize, bucket.fqns[0]
         self.for_pieces = pool.request(f"pieces {name}", layout.numel * itemsize)
         self.for_landing = landing = pool.request(f"landing {name}", layout.total * itemsize)
-        # The gathered pieces fill a slot of the bucket. Padding to a multiple of the few ranks needs no more memory
-        # than padding to a multiple of all ranks, because the few divide them (`info.shard_size`). All pieces land in
-        # one buffer, and are then copied to the slot.
+        # The gathered pieces fill a slot of the bucket, which is large enough: the number of the few ranks divides that
+        # of all ranks, so padding to a multiple of it needs no more memory. All pieces land in one buffer, and are then
+        # copied to the slot.
         together = GatherLayout(layout, (), tuple(range(len(shapes))), layout, 0, landing.nbytes)
         copies = GatherCopies(together, info.shard_rank, transport)
         self._gatherer = Gatherer(copies, bucket.dtype, (landing, landing), pool, lane, bucket.begins)

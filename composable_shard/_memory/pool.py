@@ -54,9 +54,8 @@ host runs ahead of the streams, so a released slot may still be read or written.
 6. If `frees_queued` (`_group/setup.py`), a reduction releases its slots as soon as it is queued (`release_queued`). A
    later writer waits for the event of the reduction, on its own stream. Freeing the memory would make the compute
    stream wait (rule 5), so slots that lose their memory at release keep it until the reduction was waited for
-   (`finish_queued`).
-   `free_idle` frees such memory before, and so makes compute wait. It runs at the end of a forward or backward, where
-   compute waits for reductions anyway, and where a large region needs the memory.
+   (`finish_queued`). Only `free_idle` may free it earlier, and make compute wait: at the end of a forward or backward,
+   where compute waits for reductions anyway, or when a large region is allocated.
 7. Whether a slot is lent, or retained for views that user code keeps, depends on the code and the garbage collector of
    this rank. No decision about a collective may depend on it (`issued_bytes`).
 8. A gather reads shards, which an optimizer writes on another stream: see `Actions.parameters_changed`.
@@ -212,7 +211,7 @@ class BufferPool:
     def loses_memory(self, request: Request) -> bool:
         """Whether the slot of a request loses its memory at release, even if tensors use it.
 
-        While a tool counts the memory of the pool (`_fsdp2/listening.py`), this is so for all requests.
+        `TrackedPool`, the subclass for tools that count memory (`_fsdp2/listening.py`), says so of all requests.
         """
         return request.refills
 
@@ -297,7 +296,9 @@ class BufferPool:
 
     def take_back(self, slot: Slot, owner: weakref.ref[Any] | None = None) -> None:
         """Use a retained slot as after a new lease."""
-        self.lent_bytes -= slot.nbytes if slot.for_views else 0
+        if slot.for_views:
+            self.lent_bytes -= slot.nbytes
+            slot.free_after = self.memory.current_events()  # code may have read its views since the release
         slot.take_back(owner)
 
     def lend(self, slot: Slot, is_used: Callable[[], bool]) -> None:
@@ -462,8 +463,8 @@ def _end_quietly(end: Callable[[], object]) -> bool:
 def _follow_rivals(slot: Slot) -> bool:
     """Make the next writer of a slot also wait for the overlapping slots. Returns False if one of these is leased."""
     if slot.awaited and not slot.free_after:
-        # The slot was released without an event. `awaited` lists events of rivals as waited for, because the release
-        # of the writer that has waited for them comes later. Without its event, nothing tells that.
+        # `add_events_of` skips events in `awaited`, because the event of this slot's own release comes after them. The
+        # slot has no such event now, so nothing may be skipped.
         slot.awaited.clear()
     for rival in slot.rivals:
         if rival.request is not None:

@@ -67,8 +67,9 @@ class Request:
         name: the purpose, including a parameter's name.
         nbytes: size of the slot in bytes, a multiple of 512.
         backward: whether this is the request of backward. Forward has its own request for the same purpose.
-        refills: whether existing views of the slot must show the data of the next gather, as views of packed weights
-            that layers keep. Such a request has a slot of its own. The slot has memory only while it is leased.
+        refills: whether existing views of the slot must show the data of the next gather, as the views that layers with
+            quantized weights keep (`_group/packed.py`). Such a request has a slot of its own. The slot has memory only
+            while it is leased.
         slot: the slot in the arena, or None.
         met: all requests that were ever leased at the same time; None before the first lease.
     """
@@ -117,8 +118,8 @@ class Slot:
         free_after: the events after the last work on the slot. The next writer waits for them.
         begin, end, nbytes: the half-open address range of the memory, and its size in bytes.
         rivals: other slots of the arena that overlap this slot.
-        awaited: by rival, the events of its last release that need not be added to `free_after` again: they are in it,
-            or an earlier writer of this slot has waited for them.
+        awaited: by rival, the events of its last release that `add_events_of` has already seen. They are in
+            `free_after`, or were in it when an earlier writer of this slot waited.
         region: the region of the arena that contains the slot, or None.
         reach: the highest `end` of this slot and its rivals. An address above it is in none of them (`Addresses.find`).
         resizes: whether the slot loses its memory at release, or in `finish_queued` if work is still queued on it.

@@ -105,7 +105,7 @@ class WatchedEntries(ModuleEntries):
         self._others = others
         self._seen = _Seen(tops)
         self._allows_unmanaged = False
-        self._idle: list[nn.Parameter] = []  # unsharded parameters that `adopt` has accepted so far
+        self._idle: list[nn.Parameter] = []  # parameters that are not sharded and that `adopt` has accepted so far
 
     def allow_unmanaged(self) -> None:
         """Accept parameters that are not sharded."""

@@ -6,7 +6,7 @@
     module(...), after `module.compile()`        `run`, `_run_around`       the compiled code
     module(...), while Dynamo traces             `trace`, `call_class`      the class's own `__call__`
     `nn.Module.__call__(module, ...)`            `_call_impl`, `run`        the class's own `_call_impl`
-    recomputation of the class's own `__call__`  `_call_impl`               the class's own `_call_impl`
+    checkpoint in a `__call__` recomputes        `_call_impl`               the class's own `_call_impl`
     method of `register_fsdp_forward_method`     `run` or `trace`           our hooks and the method, called directly
 
 `run` encloses the whole forward: it enters the engine, sets the saved-tensor hooks that keep autograd from saving
@@ -68,13 +68,13 @@ def call_class(call: Callable[..., Any], _module: nn.Module, args: tuple[Any, ..
 
 
 def call_counted(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`call_class` in eager mode. While it is counted, `FSDPModule._call_impl` knows that `run` encloses it."""
+    """`call_class` in eager mode. `ShardState.calls` is counted up meanwhile, so that `_call_impl` adds nothing."""
     state: ShardState = module.__dict__[STATE]
     return state.counted(call, args, kwargs)
 
 
 def call_bypassing(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`call_counted` for a call that has bypassed our `__call__`. Its recomputation will do so, too: note that."""
+    """`call_counted` for a call that did not go through our `__call__`: note that its recomputation will not either."""
     state: ShardState = module.__dict__[STATE]
     output = state.counted(call, args, kwargs)
     state.note_bypass()
@@ -148,9 +148,10 @@ def _hooks_for(engine: Engine, group: ParamGroup | None, stays: bool) -> context
 def recomputation_hooks(state: ShardState) -> contextlib.AbstractContextManager[Any] | None:
     """The saved-tensor hooks of a recomputation that bypasses our `__call__`; None if the checkpoint has set hooks.
 
-    A reentrant checkpoint sets no hooks. A non-reentrant one sets its own, and counts the tensors that they get, in the
-    original forward and in the recomputation. In the original forward its hooks were the inner ones, so they got all
-    tensors. In the recomputation they must be the inner ones, too, so ours are not set.
+    A reentrant checkpoint sets no hooks. A non-reentrant one sets its own, in the original forward and in the
+    recomputation, and both times they must get the same number of tensors. In the original forward they were set inside
+    of ours, and torch gives saved tensors to the innermost hooks, so they got all. If ours were set inside of them in
+    the recomputation, they would get fewer.
     """
     if state.bound is None or active_saved_tensors_hooks() is not None:
         return None
@@ -168,9 +169,9 @@ def _needs_storage(module: nn.Module, bound: Bound) -> ShardConfigStateError:
 def _saved_none(engine: Engine, group: ParamGroup | None) -> bool:
     """Whether this call recomputes a forward that saved no weights through our saved-tensor hooks.
 
-    In that forward, the hooks of an activation checkpoint inside of ours got all tensors. (A module hook that runs
-    after ours may begin a checkpoint, as `torch.distributed._composable.checkpoint` does.) In the recomputation they
-    must get all tensors again, because the checkpoint counts them, so ours must not be set inside of them.
+    In that forward, a module hook that ran after ours began an activation checkpoint, as
+    `torch.distributed._composable.checkpoint` does. The checkpoint's hooks were set inside of ours and got all saved
+    tensors. In the recomputation they must get as many, so ours must not be set (see `recomputation_hooks`).
     """
     use = None if group is None else engine.active.get(group)
     return use is not None and not use.saved_any

@@ -69,7 +69,7 @@ class ModuleEntries:
         self._assigned: list[tuple[dict[str, Any], str, Any]] = []  # see `note_assigned`
         self._recurrent: list[weakref.ref[nn.Module]] = []
         self._has_warned = False
-        # By index, the parameter that was adopted in place of another, to recognize it if it comes back.
+        # By index, the parameter that was replaced last, to recognize it if it is assigned again.
         self._before: dict[int, weakref.ref[nn.Parameter]] = {}
         # For the sharded parameters at the last check: the storage of each DTensor, and its local tensor.
         self._storages: list[Any] = []
@@ -286,9 +286,9 @@ class ModuleEntries:
     def _check_leaves(self) -> None:
         """Refuse parameters that were assigned over leaves.
 
-        They cannot be adopted: `torch.func.functional_call` assigns parameters for one call, and then restores what it
-        has found, here leaves, which would undo it. The parameter that was replaced last is accepted, because such a
-        call restores it.
+        They cannot be adopted. `torch.func.functional_call` assigns parameters for one call, and then assigns again
+        what it has found, which would be the leaves: the adopted parameters would be lost. The parameter that was
+        replaced last is accepted, because it may be what such a call assigns again.
 
         Raises:
             ShardConfigStateError: a leaf was replaced by a DTensor that is not ours.

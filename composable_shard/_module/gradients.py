@@ -163,7 +163,7 @@ def average_by_tokens(
     whole = (sums[1] if total is None else _count("total", total, loss.device)).clamp(min=1)
     ranks = math.prod([each.size() for each in groups])
     # The value is the mean over all tokens. The gradient is that of `weighted`, whose value cancels out: gradients are
-    # averaged over `ranks`, so this rank's share of the sum over all tokens is multiplied by their number.
+    # averaged over all ranks, so this rank's share of the sum is multiplied by the number of ranks.
     weighted = own * (ranks * count / whole).to(loss.dtype)
     return (sums[0] / whole).to(loss.dtype) + (weighted - weighted.detach())
 

@@ -389,8 +389,8 @@ class ShardState:
             module: the module.
             alone: whether to begin it only for the group of this state, and not for the other states of the call.
         """
-        # Other states, or modes and transforms of user code, which `_begin_family` keeps away from the engine's work.
-        # Without them, the calls below save host time.
+        # `_begin_family` begins all states of the call, and keeps modes and transforms of user code away from the
+        # engine's work. If there is neither, the code below does the same in less host time.
         if not alone and (self.others or modes_in_force() or is_transforming()):
             self._begin_family(module)
             return
