@@ -63,7 +63,8 @@ host runs ahead of the streams, so a released slot may still be read or written.
 `tests/testing/_race_mutants.py` removes each of these waits and events, and a test must find the race. The names of the
 mutants, by rule (rules 6 and 7 have no wait of their own):
 
-    1  weights-given-up-without-event, pieces-given-up-without-event, slots-freed-before-scatters
+    1  weights-given-up-without-event, pieces-given-up-without-event, slots-freed-before-scatters,
+       kept-views-written-early
     2  gathers-ignore-slots, gathers-ignore-landings, packing-ignores-slots, scratch-ignores-slots
     3  rivals-carry-no-event
     4  new-slots-without-event, own-slots-without-event, new-arenas-without-event, filled-without-event

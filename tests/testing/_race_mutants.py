@@ -24,6 +24,7 @@ from _race_plants import (
     job_without_end,
     not_awaited,
     pack_into_used,
+    take_back_with_old_events,
     unfenced,
     within,
 )
@@ -193,6 +194,12 @@ MUTANTS = {
         "reserved memory is written after its last reader",
         instead(Slot, "retain", lambda real, slot, after, for_views: real(slot, None, for_views)),
         "own-memory",
+    ),
+    "kept-views-written-early": Mutant(
+        "BufferPool.take_back",
+        "memory of which user code keeps views is written after their last reader",
+        instead(BufferPool, "take_back", take_back_with_old_events),
+        "kept-view",
     ),
     "given-back-after-reading": Mutant(
         "BufferPool._free_memory",

@@ -169,6 +169,13 @@ def behind_at_once(real: Any, lane: StreamLane) -> Any:
     return Early()
 
 
+def take_back_with_old_events(real: Any, pool: BufferPool, slot: Slot, owner: Any = None) -> None:
+    """Keep the events of the release, as if no code had read the slot since."""
+    before = slot.free_after
+    real(pool, slot, owner)
+    slot.free_after = before
+
+
 def back_to_current(real: Any, memory: DeviceMemory, after: Any) -> None:
     """Let only the current stream wait, and not the streams on which the memory was allocated."""
     with mock.patch.object(Stream, "wait_event", _nothing), mock.patch.object(Event, "wait", _join_current):

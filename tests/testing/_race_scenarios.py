@@ -43,6 +43,7 @@ from _race_steps import (
     idle_memory_goes_back_on_another_stream,
     memory_goes_back_on_another_stream,
     optimizer_on_another_stream,
+    read_a_kept_view,
     reduce_on_own_stream,
     reduce_on_two_streams,
     reshard_between,
@@ -107,6 +108,7 @@ SCENARIOS = {
     "extensions-and-optimizer": Scenario(make=extended, step=optimizer_on_another_stream, steps=3),
     "another-stream": Scenario(step=memory_goes_back_on_another_stream, steps=1),
     "idle-memory": Scenario(prepare=idle_memory_goes_back),
+    "kept-view": Scenario(prepare=read_a_kept_view),
     "own-memory": Scenario(prepare=setting("set_keep_unsharded_storage", True)),
     "idle-memory-on-another-stream": Scenario(
         prepare=idle_memory_goes_back, step=idle_memory_goes_back_on_another_stream

@@ -242,6 +242,17 @@ def reshard_between(model: Any, checked: testing.Checked) -> None:
         later.attention.register_forward_pre_hook(lambda *_, block=block: give_up(block))
 
 
+def read_a_kept_view(model: Any, checked: testing.Checked) -> None:
+    """The last block keeps a view of a weight, and the head reads it after the block was resharded."""
+    attention, kept = model.blocks[-1].attention, []
+    attention.register_forward_pre_hook(lambda *_: kept.append(attention.q.weight.detach()))
+
+    def read(*_: Any) -> None:
+        kept.pop().sum()
+
+    model.head.register_forward_pre_hook(read)
+
+
 def reduce_by(bucket: Any, gradients: list[torch.Tensor]) -> None:
     """Reduce gradients with a bucket, and wait."""
     job = bucket.start(gradients, frees=True)
