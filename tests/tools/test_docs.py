@@ -88,6 +88,21 @@ def defined(source):
     return names
 
 
+def check_named(named):
+    """Check that these files exist in the package, and define these names, which may be empty."""
+    for path, name in named:
+        assert (PACKAGE / path).exists(), path
+        assert not name or name in defined((PACKAGE / path).read_text()), f"{path}: {name}"
+
+
+def test_the_table_of_changes_names_existing_code():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = text.partition("## Where to change what")[2].partition("\n## ")[0]
+    named = re.findall(r"`([\w/]+\.py)(?:: ([\w.]+))?`", rows)
+    assert len(named) > 40
+    check_named(named)
+
+
 def test_the_life_of_a_parameter_has_twelve_steps_and_names_existing_code():
     text = (ROOT / "docs" / "life-of-a-parameter.md").read_text()
     steps = re.split(r"^## (?=\d+\. )", text, flags=re.MULTILINE)[1:]
@@ -96,9 +111,7 @@ def test_the_life_of_a_parameter_has_twelve_steps_and_names_existing_code():
         assert re.search(r"^In `", step, flags=re.MULTILINE), step
     named = re.findall(r"`([\w/]+\.py)(?:: ([\w.]+))?`", text)
     inside = [(path, name) for path, name in named if not path.startswith("tests/")]
-    for path, name in inside:
-        assert (PACKAGE / path).exists(), path
-        assert not name or name in defined((PACKAGE / path).read_text()), f"{path}: {name}"
+    check_named(inside)
     wings = {path.partition("/")[0] for path, _ in inside if "/" in path}
     assert wings == {"_module", "_group", "_engine", "_plan", "_memory", "_comm", "_graph"}
 
