@@ -124,9 +124,9 @@ class Actions:
         """Make a group's unsharded parameters readable: gather them if necessary, and wait.
 
         A forward may write to shards, for example if a model updates its teacher after its student. Unsharded
-        parameters from before the write are then outdated. They are gathered again, unless a backward may follow that
-        has saved them: it needs the old values. (It raises a StaleStateError if it has to gather them itself, because
-        it would get the new ones.)
+        parameters from before the write are then outdated. They are gathered again, except in training: backward needs
+        the values with which the forward has computed. (If backward has to gather, it gets the new values, and raises a
+        StaleStateError.)
         """
         if group.phase in AWAY:
             if self.order.forward.budget is not None:
@@ -420,9 +420,8 @@ class Actions:
             self.issue_held_prefetches()
         group = use.group
         self.staying.discard(group)
-        # From here on, backward must read what the forward has saved. `outputs` are those of the whole group. If it has
-        # several buckets, this is left to their first reads, which know the outputs of their own bucket
-        # (`Writes.look_at`).
+        # Note which weights were edited since the forward (`Writes`). Each bucket needs the outputs of its own
+        # parameters. If there are several buckets, their first reads note this, with the outputs that a handle has.
         if len(group.buckets) == 1:
             bucket = group.buckets[0]
             bucket.writes.begin_reads(outputs, bucket.here)

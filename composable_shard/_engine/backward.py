@@ -191,10 +191,10 @@ class BackwardPass:
     def completes(self, use: Use, number: int) -> bool:
         """Whether the gradients that arrive in the pass `number` are the last ones of `use`.
 
-        A reentrant checkpoint recomputes a forward and then runs a backward pass over it, which is nested in the pass
-        in which it is. So the gradients of a use that was made in the pass `use.made_in` arrive one level deeper than
-        that pass, and those of a use made outside of any pass at depth 0. At deeper levels, checkpoints within the
-        module bring a part of the gradients, and more follow.
+        A reentrant checkpoint recomputes a forward within a pass, and then runs a nested pass over what it has
+        recomputed. So the gradients of a use that was recomputed in the pass `use.made_in` arrive one level deeper than
+        that pass. A use that was not recomputed has -1 as `made_in` and as its depth, so its gradients arrive at depth
+        0. At deeper levels, checkpoints within the module bring a part of the gradients, and more follow.
         """
         if number == self.number == self.current and len(self._stack) == 1:  # no pass is nested; saves the calls below
             return True

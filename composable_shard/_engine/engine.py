@@ -262,7 +262,8 @@ class Engine:
         if self._actions.reshard_outdated(waiting):
             self._actions.rebuild(self.groups)
         elif not waiting:
-            # Ranks may differ in which graphs are alive, and so in when they make an arena. That needs no collective.
+            # Ranks may differ in which graphs are alive, and so make an arena at different times. They may, because
+            # making one needs no collective.
             if self.pool.wants_arena and self.uses.all_fired():
                 self._actions.plan_memory()
             self.review.between_steps()
@@ -505,8 +506,8 @@ class Engine:
         if self.active.get(use.group) is use:
             del self.active[use.group]
             self._actions.budget.unread.pop(use.group, None)
-        # A checkpoint stops a recomputation as soon as all tensors are recomputed, so its end is not reported. With
-        # `_depth`, this backward runs within a forward, which may be running the group.
+        # A checkpoint stops a recomputation as soon as all tensors are recomputed, so its end is not reported. (If
+        # `_depth` is not 0, this backward runs within a forward. That forward may be running the group.)
         if use.group.running and not self._depth:
             use.group.running = 0
         self._actions.end_use(use.group, now.next_group())
@@ -601,7 +602,7 @@ class Engine:
 
         In two cases, weights can still be read without having been saved. Layers with packed weights keep views of
         them, and read these in their own backward. A module that has saved none of its weights may have run in a
-        checkpoint, whose recomputation reads them.
+        checkpoint, whose recomputation reads them (`ParamGroup.all_have_saved`).
         """
         self.uses.graph_gone(use)
         if self.active.get(use.group) is not use or self._pass is None or not self._pass.alive:

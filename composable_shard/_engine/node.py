@@ -203,7 +203,7 @@ class NodeOwner(Protocol):
         """Handle the gradients when the node of a use runs; returns the gradients for the sharded parameters."""
 
     def on_handles_gone(self, use: Use, saved: Saved) -> None:
-        """Handle that the last saved weight of a use of a frozen group was freed; `saved` are all that there were."""
+        """Handle that the last saved weight of a use of a frozen group was freed; `saved` are all that were saved."""
 
 
 class _Lifeline:
@@ -306,7 +306,8 @@ class _Unshard(NotForCompiledAutograd):
 
 _apply = plain_apply(_Unshard)
 called_directly(_Unshard)
-# A forward may assign an unsharded parameter to a module, and a torch.fx tracer may assign one to its graph.
+# A forward may assign an unsharded parameter to a module, and a torch.fx tracer may assign one to its graph. Both are
+# allowed for leaves only, so the outputs pass for leaves.
 outputs_pass_for_leaves(_Unshard)
 _attributes, _data = attrgetter("__dict__"), attrgetter("data")
 

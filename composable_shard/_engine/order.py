@@ -55,8 +55,9 @@ class PhaseSchedule:
         in_flight: groups with a maximum other than `max_reductions` for their reduction, and that maximum.
         reduces_first: whether reductions are waited for before gathers in backward, regardless of the groups' settings.
         stays_for_next: whether a group stays unsharded if its own next backward follows immediately.
-        holds: groups whose reductions keep their memory until they are waited for, even with `frees_queued`. The
-            plan has enough memory for that. A later gather then does not wait for their memory.
+        holds: groups whose reductions keep their memory until they are waited for, even if other reductions release it
+            as soon as they are queued (`frees_queued` in `_group/setup.py`). The plan has enough memory for that. A
+            later gather then does not wait for their memory.
         budget: the maximum number of leased bytes; None for no limit.
     """
 

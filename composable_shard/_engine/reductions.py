@@ -98,7 +98,8 @@ class Reductions:
         Args:
             group: the group.
             gradients: unsharded gradients, in the order of the group's parameters.
-            alone: whether to reduce only these gradients, without accumulated ones, and over all ranks.
+            alone: whether to reduce only these gradients, without accumulated ones, and also over the replicas,
+                whatever the settings.
         """
         if self._before_next is not None:
             self._before_next()
@@ -108,7 +109,8 @@ class Reductions:
             start = partial(start, alone=alone, holds=group in self._order.backward.holds)
         reduction = self._recorder.act(REDUCE, group, start, gradients)
         self.in_flight.append((group, reduction))
-        self._recorder.history.add_bytes(reduction.queued_bytes)  # `free_queued` has released them
+        # These bytes were live in the action, and are released already (`free_queued`).
+        self._recorder.history.add_bytes(reduction.queued_bytes)
 
     def finish_newest(self) -> dict[int, torch.Tensor]:
         """Wait for the reduction issued last, without setting `.grad`; return its pieces by parameter index."""

@@ -61,8 +61,9 @@ class Review:
         self.measuring = Measuring(actions)
         self._order = order
         self._actions = actions
-        # `testing.spmd` simulates ranks as threads. They measure different times, so times are agreed over its process
-        # groups, too (`_linked`). Votes leave them out (`real`): such a world detects by itself that ranks differ.
+        # `_among` is without the process groups of `testing.spmd`, which simulates ranks as threads. Its ranks need no
+        # votes, because it detects by itself that they differ. But each measures its own times, so they must agree on
+        # times (`_linked`).
         self._linked, self._among = among, real(among)
         self.seat = seat
         seat.follow(order.plan)

@@ -142,12 +142,14 @@ class Bucket:
         readable: whether the gather is done, so that the unsharded parameters can be read.
         generation: increased when saved handles become stale: the sharded parameters have changed, or memory outside of
             the pool was replaced.
-        shown: during a forward with a node, the outputs of the node, by index; else empty.
-        here: the leaves over the memory in which the unsharded parameters are now; None if none were made over it.
+        shown: during a forward whose modules have outputs of an autograd node (`_engine/node.py`), these outputs, by
+            index; else empty.
+        here: the leaves over the memory in which the unsharded parameters are now, which modules have otherwise; None
+            if none were made over it (`faces.py`).
         writes: the writes to the unsharded parameters; see `edits.py`.
         saved: number of handles made so far.
-        reads_left: how many more handles backward will read before `Engine.halfway` is called; 0 if no
-            prefetch is held back for that.
+        reads_left: how many more handles backward will read before `Engine.halfway` is called; 0 if it is not to be
+            called.
         gather_bytes: bytes that a gather leases from the pool.
     """
 
@@ -193,7 +195,7 @@ class Bucket:
         """Note the end of a forward, while the outputs of its node or the leaves are still installed.
 
         Args:
-            dropped: views of parameters that the caller is about to drop.
+            dropped: views in the module's outputs, which the caller has replaced by copies and is about to drop.
 
         Returns:
             whether the forward has written to unsharded parameters, judging by versions.
@@ -431,11 +433,12 @@ class GatherBucket(Bucket):
     def _read_before(self, written: dict[int, list[torch.Tensor]]) -> set[int]:
         """Return those of the parameters in `written` that autograd saved as a leaf before the last write to the leaf.
 
-        They count as edited even if their bits are now equal to the gathered ones: the forward has computed with other
-        bits, and backward would read the gathered ones. If modules have outputs of a node, this is found in backward,
-        by their versions (`Writes.look_at`). Leaves cannot be checked there, because each release increases their
-        versions (`Leaves.give_up`). So they are checked here, by the versions in `Writes.packed`. DTensors are left
-        out: those versions are of local tensors, which a write through a DTensor does not change.
+        Such a parameter counts as edited, even if its bits are equal to the gathered ones again. For example, a forward
+        doubles a weight, computes with it, and halves it. Backward would compute with the halved one.
+
+        This check is for leaves only. For outputs of a node, backward compares versions when it reads (`Writes`). It
+        cannot for leaves, whose versions increase at each release. Leaves that are DTensors are left out:
+        `Writes.packed` has versions of their local tensors, which a write through a DTensor does not increase.
         """
         versions = {i: {each._version for each in w if not isinstance(each, DTensor)} for i, w in written.items()}
         packed = [(self.members[place], version) for place, version in self.writes.packed]

@@ -66,8 +66,9 @@ class Writes:
     because backward must read the value that was saved. The second check has three steps, each of which identifies a
     use by the outputs of its node:
 
-        begin_reads   backward reaches the use: `noted` is set, and `rewritten` has the writes until now
-        look_at       the first read: `looked_at` is set
+        begin_reads   backward reaches the use: `noted` is set, and `rewritten` has the writes until now. If there are
+                      none, reads need no check (`unwritten`)
+        look_at       a read that needs a check, or that the budget waits for (`await_read`): `looked_at` is set
         end_reads     the backward of the use is over: all are reset
 
     Args:
@@ -76,10 +77,11 @@ class Writes:
     Attributes:
         gathered: by index, sums of the parameters when they were gathered.
         sums_next: indices of the parameters whose sums the next gather computes.
-        packed: the places of the handles that the running forward has made of leaves, with the versions of the leaves.
+        packed: the places of the handles that the running forward has made of leaves, with the versions of the leaves
+            at that time (`GatherBucket._read_before`).
         noted: the outputs of the use that backward has reached; None if there is none.
         rewritten: by index, versions of the parameters of that use that were written to before backward reached it.
-        looked_at: the outputs of that use, if backward has read a parameter of it; else None.
+        looked_at: the outputs of that use, if `look_at` was called in its backward; else None.
         unwritten: the outputs of that use, if its reads need no further check; else None. A handle knows the outputs of
             its use, so "is `unwritten` the same object?" is all that most reads have to ask (`saved_tensors.py`).
     """

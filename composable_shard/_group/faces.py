@@ -72,8 +72,9 @@ class Face:
     def __init__(self, slot: Slot, dtype: torch.dtype, layout: BucketLayout) -> None:
         self.begin = slot.begin
         with plainly():
-            # If the slot resizes, views share its storage, and a kept view shows the next gather wherever the memory is
-            # then. Otherwise each parameter has a storage object of its own, for the counts.
+            # If the slot loses its memory at release (`Slot.resizes`), views share its storage, so that a kept view
+            # shows the next gather, wherever its memory is. Otherwise each parameter has a storage of its own, for the
+            # counts.
             view = _data if slot.resizes else alias
             self.weights = weights_in(slot.typed(torch.uint8), dtype, layout, view)
         counts = not slot.resizes and all(map(has_memory, self.weights[:1]))  # all are fake, or none
@@ -149,7 +150,8 @@ class Leaves:
             assert self.face is not None
             with plainly():
                 for index, local in self._locals.items():
-                    if type(self.params[index]) in _SHOWN:  # a packed one may have another class by now
+                    # A layer may have changed the class of a packed one, for example when it converted its layout.
+                    if type(self.params[index]) in _SHOWN:
                         local.data = self.face.weights[index].data
 
     def written(self) -> set[int]:
@@ -258,9 +260,9 @@ class Faces:
     def hide_kept(self, slot: Slot) -> None:
         """Fill the unsharded parameters that user code has kept with NaN, because the slot is released."""
         if not self._hidden:
-            # Any face of the bucket will do, because only shapes and dtypes are taken from it. `_of_kept` gets a face
-            # for a slot when something is gathered into it while parameters are kept. Otherwise they were first kept in
-            # the last forward, which has read `in_use`.
+            # Only shapes and dtypes are taken from a face, so any one will do. If parameters were kept when this slot
+            # was gathered into, `_of_kept` has one (`_show_kept`). If they were first kept in the forward after that,
+            # this forward has read `in_use`.
             face = self._of_kept.get(slot) or self.in_use
             assert face is not None
             self._hidden = list(map(_without_values, face.weights))

@@ -84,9 +84,8 @@ class GroupGradients:
         self._accumulated = AccumulatedGradients(params, partial(_kept_dtypes, params, settings), setup.lane.streams)
         self._in_flight = 0  # reductions
         self.hooks_taken = False
-        # For `may_have_hooks`. Torch numbers the handles of all hooks in the process, and `HANDLES` leaves out ours.
-        # This is that number at a time when no parameter of the group had a hook: as long as it is the same, no hook
-        # was registered since. -1 if there is no such time.
+        # For `may_have_hooks`: how many hook handles torch had made for other code (`HANDLES.of_others`) at a time when
+        # no parameter of the group had a hook. While that number is the same, no parameter has one. -1 if unknown.
         self._handles_seen = min([p.hooks.handles_seen for p in params], default=-1)
         self._on_nodes: list[dict[int, Hook]] | None = None  # torch's own dictionaries of node hooks; None if unknown
         self.bucket_sets: dict[tuple[object, ...], BucketSet] = {}

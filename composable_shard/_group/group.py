@@ -216,12 +216,8 @@ class ParamGroup:
     # ---- forwards
 
     def set_companions(self, following: Sequence[ParamGroup]) -> None:
-        """Set the groups of the same module on other meshes that begin right after this one.
-
-        An empty list changes nothing. This is called for each state of a call of `fully_shard`. Only the first state
-        knows the others, so the calls for the others have empty lists.
-        """
-        self.companions = following or self.companions
+        """Set the groups of the same module, on other meshes, that begin right after this one."""
+        self.companions = following
 
     # ---- facts
 
@@ -273,7 +269,7 @@ class ParamGroup:
     def all_have_saved(self, saved: Saved) -> bool:
         """Whether each module of the group has a parameter among these saved ones, or never saves any.
 
-        Embeddings save none. Parameters without a module belong to no forward.
+        Embeddings save none. Parameters whose module was freed, or is not known yet, count as those of one module.
         """
         names = {bucket.name_of(place) for bucket, place in saved}
         holders: dict[int, bool] = {}
@@ -356,7 +352,8 @@ class ParamGroup:
         """Note the end of a forward. If user code keeps views of parameters, their memory is not released (`Faces`).
 
         Args:
-            dropped: views that the caller is about to drop, which do not count.
+            dropped: views in the module's outputs, which the caller has replaced by copies and is about to drop. They
+                do not count.
 
         Returns:
             whether the forward has written to unsharded parameters, judging by versions.

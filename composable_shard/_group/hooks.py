@@ -206,7 +206,8 @@ def _call(hook: Callable[..., Any], fqn: str, *args: Any) -> Any:
 
 
 def _note_collective(fqn: str, name: str, ranks: Sequence[int]) -> None:
-    # Ranks may run the same collective in different hooks, for example to log on one rank only.
+    # The note names the parameter. Otherwise ranks whose hooks on different parameters run the same collective would
+    # combine unrelated values without an error.
     together(f"run {name}{IN_HOOK}{fqn}", ranks)
 
 

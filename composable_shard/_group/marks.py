@@ -77,12 +77,12 @@ class GradientMarks:
         """Return those of these parameters that have a `.grad` but lost the mark on it."""
         same = {index: self._is_same(index) for index in self._seen if not self._is_gone(index)}
         survives = self._look(same)
-        # A shard without rows has no mark. `zero_grad` usually clears all parameters of a group, so the mark of another
-        # one is taken for it. If the versions of its `.grad` have changed, it must be another one whose versions have
-        # changed, too; if not, one whose versions have not.
+        # A shard without rows has no mark. `zero_grad` usually clears all parameters of a group, so other parameters
+        # answer for it. Those whose `.grad` has changed its versions answer for each other, and so do those whose
+        # `.grad` has not.
         by_change = {same[index]: mark for index, mark in survives.items()}
         found = {index: survives.get(index, by_change.get(same[index])) for index in asked}
-        # If there is no such other one: unchanged versions mean that it survives, unless `or_unknown`.
+        # If no other one can answer, a `.grad` with unchanged versions survives, unless `or_unknown`.
         kept = {index: same[index] and not or_unknown if mark is None else mark for index, mark in found.items()}
         return {index for index, is_kept in kept.items() if not is_kept}
 

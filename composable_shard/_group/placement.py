@@ -118,8 +118,12 @@ class Parallel:
     def _cut(self, dim: int, first: int) -> Placement:
         """Return the placement of our axis along `dim`: a strided one if other axes have sharded that dim before.
 
-        "Before" means: before ours in the order in which axes divide a dim. As with FSDP2, the axes of the other
-        parallelism divide it first. Only mesh axes from number `first` on are looked at.
+        As with FSDP2, a dim is divided by the axes of the other parallelism first, and then by ours.
+
+        Args:
+            dim: the dim.
+            first: number of the first mesh axis that may be of the other parallelism: 0, or on a full mesh, the one
+                after our axis.
         """
         factor = 1
         for axis, placement in enumerate(self.placements):

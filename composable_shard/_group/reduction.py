@@ -406,8 +406,8 @@ class GroupReduced:
         jobs: those that the host must wait for before it reads a result.
 
     Attributes:
-        is_uncut: whether no result is split into pieces yet. Then the results hold only the memory of the pieces, so it
-            costs none to keep them for a while.
+        is_uncut: whether no result is split into pieces yet. Then each result is one tensor, the memory of all pieces,
+            so keeping it for a while costs no memory. (Results of several dtypes are split earlier.)
         host_may_read: whether the host can read a result without waiting for an accelerator.
         unused: those of `asked` that had no gradient; valid once `pieces` was called.
     """

@@ -54,8 +54,9 @@ host runs ahead of the streams, so a released slot may still be read or written.
 6. If `frees_queued` (`_group/setup.py`), a reduction releases its slots as soon as it is queued (`release_queued`). A
    later writer waits for the event of the reduction, on its own stream. Freeing the memory would make the compute
    stream wait (rule 5), so slots that lose their memory at release keep it until the reduction was waited for
-   (`finish_queued`). Only `free_idle` may free it earlier, and make compute wait: at the end of a forward or backward,
-   where compute waits for reductions anyway, or when a large region is allocated.
+   (`finish_queued`). Only `free_idle` may free it earlier, and make compute wait. That costs little where it is called:
+   at the end of a forward, when usually no reduction is in flight; at the end of backward, which waits for all
+   reductions; and before a large region is allocated.
 7. Whether a slot is lent, or retained for views that user code keeps, depends on the code and the garbage collector of
    this rank. No decision about a collective may depend on it (`issued_bytes`).
 8. A gather reads shards, which an optimizer writes on another stream: see `Actions.parameters_changed`.
@@ -124,7 +125,8 @@ class BufferPool:
         self.arena = Arena(self.memory, self.addresses)
         self._lacks = True  # whether a new arena would differ: leases were met that the current one does not serve
         self._free: dict[int, list[Slot]] = {}  # by size: free slots outside of the arena
-        # Lent slots, each with a function that tells whether the memory is used. Without a slot: work to be ended.
+        # What `collect` looks at: lent slots, each with a function that tells whether its memory is still used; and
+        # work that `finish_later` was given, without a slot.
         self._lent: deque[tuple[Slot | None, Callable[[], bool]]] = deque()
         self.places = Places()
         self._own: dict[tuple[str, int, bool], Slot] = {}  # slots of requests that `refills`
@@ -212,7 +214,7 @@ class BufferPool:
     def loses_memory(self, request: Request) -> bool:
         """Whether the slot of a request loses its memory at release, even if tensors use it.
 
-        `TrackedPool`, the subclass for tools that count memory (`_fsdp2/listening.py`), says so of all requests.
+        In `TrackedPool`, the subclass for tools that count memory (`_fsdp2/listening.py`), all slots do.
         """
         return request.refills
 
@@ -464,8 +466,8 @@ def _end_quietly(end: Callable[[], object]) -> bool:
 def _follow_rivals(slot: Slot) -> bool:
     """Make the next writer of a slot also wait for the overlapping slots. Returns False if one of these is leased."""
     if slot.awaited and not slot.free_after:
-        # `add_events_of` skips events in `awaited`, because the event of this slot's own release comes after them. The
-        # slot has no such event now, so nothing may be skipped.
+        # A slot without an event of its own gets all events of its rivals again. (`add_events_of` leaves out those that
+        # came before the slot's own release, because the event of that release covers them.)
         slot.awaited.clear()
     for rival in slot.rivals:
         if rival.request is not None:

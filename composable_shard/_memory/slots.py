@@ -118,8 +118,7 @@ class Slot:
         free_after: the events after the last work on the slot. The next writer waits for them.
         begin, end, nbytes: the half-open address range of the memory, and its size in bytes.
         rivals: other slots of the arena that overlap this slot.
-        awaited: by rival, the events of its last release that `add_events_of` has already seen. They are in
-            `free_after`, or were in it when an earlier writer of this slot waited.
+        awaited: by rival, the events that `add_events_of` has added for it so far, of its last release.
         region: the region of the arena that contains the slot, or None.
         reach: the highest `end` of this slot and its rivals. An address above it is in none of them (`Addresses.find`).
         resizes: whether the slot loses its memory at release, or in `finish_queued` if work is still queued on it.
@@ -215,8 +214,8 @@ class Slot:
     def add_events_of(self, rival: Slot) -> None:
         """Add the events of an overlapping slot to `free_after`, so that the next writer waits for its last work, too.
 
-        Events that an earlier writer of this slot has waited for are skipped. `free_after` has the event of that
-        writer's release, which was recorded later, so one wait is enough.
+        Events that were added before (`awaited`) are left out. A writer of this slot has waited for them since, and the
+        event of its release, which is in `free_after`, comes after them.
         """
         events, before = rival.free_after, self.awaited.get(rival, ())
         if events is not before:

@@ -117,7 +117,7 @@ class StateOnHost(StateKeeper):
                 set_grad_dtype(twin, param.grad.dtype)
             twin.grad = self._copy(param.grad)
             twins.append(twin)
-        yield from ()  # no handles, because the lane orders the copies
+        yield from ()  # a lane takes generators that yield handles of collectives; there are none here
         return twins
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ def bytes_of_copies(params: Sequence[torch.Tensor]) -> int:
 def _back(part: Sequence[torch.Tensor], twins: Sequence[torch.Tensor]) -> Steps[None]:
     for param, twin in zip(part, twins, strict=True):
         local_part(param.detach()).copy_(local_part(twin.detach()), non_blocking=True)
-    yield from ()  # no handles, because the lane orders the copies
+    yield from ()  # as above
 
 
 def _parts_of(params: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

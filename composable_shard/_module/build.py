@@ -186,9 +186,10 @@ class _Tree:
             comm = GroupComm(own.info, transports[state], own.small, seat.of(fqn), own.rounding)
             groups[state] = ParamGroup(fqn, own.params, own.settings, is_root, comm, runtime, entries)
         for state in self.states:
-            family = [groups[each] for each in state.family if each in groups]
-            for index, group in enumerate(family):
-                group.set_companions(family[index + 1 :])
+            if state.others:  # the first state of a call with several meshes
+                family = [groups[each] for each in state.family if each in groups]
+                for index, group in enumerate(family):
+                    group.set_companions(family[index + 1 :])
         return groups
 
     def bind(self, engine: Engine, groups: Mapping[ShardState, ParamGroup]) -> None:

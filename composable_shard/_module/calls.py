@@ -68,13 +68,13 @@ def call_class(call: Callable[..., Any], _module: nn.Module, args: tuple[Any, ..
 
 
 def call_counted(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`call_class` in eager mode. `ShardState.calls` is counted up meanwhile, so that `_call_impl` adds nothing."""
+    """`call_class` in eager mode. `ShardState.calls` tells `FSDPModule._call_impl` that `run` is already around it."""
     state: ShardState = module.__dict__[STATE]
     return state.counted(call, args, kwargs)
 
 
 def call_bypassing(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`call_counted` for a call that did not go through our `__call__`: note that its recomputation will not either."""
+    """Like `call_counted`, for a call that has bypassed our `__call__`. It notes the uses (`note_bypass`)."""
     state: ShardState = module.__dict__[STATE]
     output = state.counted(call, args, kwargs)
     state.note_bypass()

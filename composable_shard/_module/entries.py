@@ -286,9 +286,10 @@ class ModuleEntries:
     def _check_leaves(self) -> None:
         """Refuse parameters that were assigned over leaves.
 
-        They cannot be adopted. `torch.func.functional_call` assigns parameters for one call, and then assigns again
-        what it has found, which would be the leaves: the adopted parameters would be lost. The parameter that was
-        replaced last is accepted, because it may be what such a call assigns again.
+        They may be there for one call only. `torch.func.functional_call` assigns parameters, runs the module, and then
+        assigns what was there before, here the leaves. If the parameters were adopted, they would be lost by that. But
+        if the leaves were installed during such a call, it assigns the parameter from before the call, which is
+        accepted (`_is_known`).
 
         Raises:
             ShardConfigStateError: a leaf was replaced by a DTensor that is not ours.

@@ -81,8 +81,8 @@ def _after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, loca
         state.check_edits()
     for state, name, param in params:
         value = state_dict.get(prefix + name)
-        # `value` is what was installed. If sharded parameters were, and it is still a DTensor, it is one of them, or
-        # what a user's hook has made of it, and stays.
+        # A module saves the installed tensors. Unsharded ones are replaced here. If sharded parameters were installed,
+        # a DTensor is one of them, or comes from a user's hook, and is left alone.
         if value is not None and (state.entries.are_replaced or not isinstance(value, DTensor)):
             state_dict[prefix + name] = value if value is param.sharded else param.sharded.detach()
     for state in {state: None for state, _, _ in params}:
