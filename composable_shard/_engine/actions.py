@@ -420,8 +420,9 @@ class Actions:
             self.issue_held_prefetches()
         group = use.group
         self.staying.discard(group)
-        # Note which weights were edited since the forward (`Writes`). Each bucket needs the outputs of its own
-        # parameters. If there are several buckets, their first reads note this, with the outputs that a handle has.
+        # Note which weights were edited since the forward. `begin_reads` takes the outputs of one bucket, and `outputs`
+        # are those of all. If the group has several buckets, this is done later, at the first read of each bucket: its
+        # handles know the bucket's outputs (`Handle.shown`).
         if len(group.buckets) == 1:
             bucket = group.buckets[0]
             bucket.writes.begin_reads(outputs, bucket.here)

@@ -144,8 +144,8 @@ class Bucket:
             the pool was replaced.
         shown: during a forward whose modules have outputs of an autograd node (`_engine/node.py`), these outputs, by
             index; else empty.
-        here: the leaves over the memory in which the unsharded parameters are now, which modules have otherwise; None
-            if none were made over it (`faces.py`).
+        here: the leaves over the memory in which the unsharded parameters are now; None if none were made over it.
+            Modules have leaves when they do not have outputs of a node, for example in an evaluation (`faces.py`).
         writes: the writes to the unsharded parameters; see `edits.py`.
         saved: number of handles made so far.
         reads_left: how many more handles backward will read before `Engine.halfway` is called; 0 if it is not to be

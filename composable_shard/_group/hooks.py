@@ -31,7 +31,8 @@ from ..errors import ComposableShardError
 
 # Attribute of an unsharded parameter that is a leaf: the id of the handle of our own hook on it.
 WATCHED = "_watched_by"
-# Modules whose hooks, such as those of optimizers, need no watch: their users register them on all ranks.
+# Collectives in hooks are compared across ranks (`_call`), but not in hooks that these packages define, for example for
+# optimizers: these are registered on all ranks.
 _SAME_ON_ALL = ("composable_shard.", "torch.distributed.")
 
 

@@ -122,8 +122,8 @@ class Parallel:
 
         Args:
             dim: the dim.
-            first: number of the first mesh axis that may be of the other parallelism: 0, or on a full mesh, the one
-                after our axis.
+            first: number of the first mesh axis to look at for the other parallelism: 0, or on a full mesh, the one
+                after our axis. (Of the axes before ours, DTensor knows that they divide first.)
         """
         factor = 1
         for axis, placement in enumerate(self.placements):

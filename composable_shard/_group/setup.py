@@ -82,7 +82,7 @@ class ReduceSetup:
         options: the options under which gradients are reduced.
         pool, lane: the memory and the lane of the reductions.
         frees_queued: whether a reduction releases its memory as soon as it is queued (`frees_queued`).
-        slots: sizes in bytes of the slots of unsharded parameters. A reduction that nearly fits one requests its size.
+        slots: sizes in bytes of the slots of unsharded parameters. A reduction that nearly fills one requests its size.
         rounding: the state of rounding gradients, if they are sent in fewer bits.
     """
 

@@ -187,7 +187,8 @@ class BufferPool:
         while request in live:
             request = self.request(request.name + "'", request.nbytes, request.backward, request.refills)
         slot = request.slot
-        # The slot in the arena cannot be used if it is retained for views, or if an overlapping slot is leased.
+        # In the arena, requests that were never leased together so far may share a slot, or have slots that overlap.
+        # The slot cannot be used while another one of these requests is leased.
         if slot is None or slot.request is not None or (slot.rivals and not _follow_rivals(slot)):
             slot = self._own_slot(request) if request.refills else self._unplanned(request)
         elif self.arena.without_memory and not slot.region.has_memory:

@@ -118,7 +118,7 @@ class Slot:
         free_after: the events after the last work on the slot. The next writer waits for them.
         begin, end, nbytes: the half-open address range of the memory, and its size in bytes.
         rivals: other slots of the arena that overlap this slot.
-        awaited: by rival, the events that `add_events_of` has added for it so far, of its last release.
+        awaited: by rival, the events of the rival's last release that `add_events_of` has added to `free_after`.
         region: the region of the arena that contains the slot, or None.
         reach: the highest `end` of this slot and its rivals. An address above it is in none of them (`Addresses.find`).
         resizes: whether the slot loses its memory at release, or in `finish_queued` if work is still queued on it.

@@ -324,7 +324,7 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
         PoolBudgetError: a group does not fit into the budget.
         RankMismatchError: ranks have different plans.
     """
-    give_way()  # from now on, torch.func transforms may run in forwards of sharded modules, in the whole process
+    give_way()  # makes torch.func transforms work in forwards of sharded modules, from now on and in the whole process
     own = state_of(root)
     assert own is not None
     if runs:

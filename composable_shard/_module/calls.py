@@ -129,9 +129,12 @@ def run(module: nn.Module, call: Call | None, args: tuple[Any, ...], kwargs: dic
 
 
 def _hooks_for(engine: Engine, group: ParamGroup | None, stays: bool) -> contextlib.AbstractContextManager[Any] | None:
-    """The saved-tensor hooks of a call; None without gradients, or if those of the enclosing forward are enough.
+    """The saved-tensor hooks of a call. None in these cases:
 
-    Also None where hooks are forbidden, as in `torch.func.grad`. Autograd then saves the weights themselves.
+    - There are no gradients.
+    - Hooks are forbidden, as in `torch.func.grad`. Autograd then saves the weights themselves.
+    - The call is a recomputation that must not have our hooks (`_saved_none`).
+    - Our hooks of the enclosing forward are active, and are enough (`saved_weights`).
 
     Args:
         engine: the module's engine.

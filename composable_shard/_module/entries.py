@@ -286,10 +286,12 @@ class ModuleEntries:
     def _check_leaves(self) -> None:
         """Refuse parameters that were assigned over leaves.
 
-        They may be there for one call only. `torch.func.functional_call` assigns parameters, runs the module, and then
-        assigns what was there before, here the leaves. If the parameters were adopted, they would be lost by that. But
-        if the leaves were installed during such a call, it assigns the parameter from before the call, which is
-        accepted (`_is_known`).
+        `torch.func.functional_call` assigns parameters for one call, and afterwards assigns what was there before the
+        call. There are two cases:
+
+        - Leaves were there before. If the parameters of the call were adopted, assigning the leaves would lose them.
+        - The leaves were installed during the call. Then the parameters from before the call are assigned over them.
+          These are accepted (`_is_known`).
 
         Raises:
             ShardConfigStateError: a leaf was replaced by a DTensor that is not ours.
@@ -357,8 +359,8 @@ class ModuleEntries:
     def _tie(self) -> bool:
         """Note entries that now contain another parameter of the group, because users have tied the two.
 
-        That parameter must still be in its own entry. Adopting it as the replaced parameter would give one tensor two
-        gradients, and one of these would be lost.
+        This counts only if the other parameter is still in its own entry, too. If it were adopted in place of the one
+        that it replaces, one tensor would get two gradients, and one of these would be lost.
 
         Returns:
             whether there are such entries.

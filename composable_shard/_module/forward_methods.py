@@ -100,9 +100,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def adopt_forward_methods(module: nn.Module) -> None:
     """Replace the wrappers that torch's own `register_fsdp_forward_method` has set on a module by `ForwardMethod`.
 
-    A wrapper that is called first calls `_pre_forward` of the module's FSDP2 state, which calls this function
-    (`_fsdp2/state.py`). Then the wrapper continues, and calls the method that its closure holds. So the method in the
-    closure is replaced by the `ForwardMethod` as well. It ends the forward also if the method fails.
+    When such a wrapper is called, its first step is `_pre_forward` of the module's FSDP2 state, which calls this
+    function (`_fsdp2/state.py`). Its next step is to call the method that its closure holds. So the method in the
+    closure is replaced by the `ForwardMethod` as well, which ends the forward even if the method fails.
     """
     for name, value in list(module.__dict__.items()):
         cell = registered_by_torch(value)

@@ -30,7 +30,8 @@ def watch_state_dict(owner: nn.Module, state: ShardState) -> None:
 
 
 class StateDictOwner:
-    """A weak reference to the state of a module's parameters, in the module's `__dict__`. A copy refers to the copy.
+    """A weak reference to the state of a module's parameters, in the module's `__dict__`. A copied module's
+    refers to the copied state.
 
     It is also the `WatchedEntries.claim` of the state: called with a module into which parameters were moved.
     """
