@@ -92,7 +92,7 @@ def lent_attributes(params: Iterable[torch.Tensor]) -> list[dict[str, Any]]:
 
 
 def _of_the_class(tensor: torch.Tensor) -> set[str]:
-    """Return the names in a tensor's `__dict__` that its class sets: inner tensors, caches, attributes of `__init__`."""
+    """Return the names in a tensor's `__dict__` that its class sets: inner tensors, caches, those of `__init__`."""
     kind: Any = type(tensor)
     if kind in _PLAIN:
         return set()
