@@ -84,7 +84,7 @@ def __getattr__(name: str) -> _Any:
     if name not in _IMPORTED_WHEN_USED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _import_module(f"{__name__}.{name}")
-    _keep_from_dynamo(_sys.modules, f"{__name__}.{name}")
+    _keep_from_dynamo(_sys.modules, __name__)  # also modules of other folders that it has imported
     return module
 
 

@@ -337,5 +337,6 @@ def _described(plan: GroupPlan, group: ParamGroup) -> GroupPlan:
         params=params,
         reshard_after_forward=group.settings.gives_up[group.is_root],
         reduces_first=group.reduces_first,
+        frees_queued=group.frees_queued,
         reduces_last=options.reduce_unused,
     )

@@ -218,7 +218,10 @@ class Review:
             self.asked(plan, given=False)
 
     def converted(self) -> None:
-        """Note that parameters may have a new dtype. If one has, the next forward compares plans with other ranks."""
+        """Note that parameters may have a new dtype, or groups other communication.
+
+        If the plan depends on it, the next forward makes a new plan and compares it with other ranks.
+        """
         self._may_differ = True
 
     def _take_changes(self) -> None:

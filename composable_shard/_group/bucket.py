@@ -479,7 +479,7 @@ class GatherBucket(Bucket):
             if self._faces.kept:
                 self._faces.hide_kept(self._reserved)
             self._pool.take_back(self._reserved)
-            self._pool.release(self._reserved, *self._reserved.free_after)
+            self._pool.release_failed((self._reserved,))
             self._reserved = None
 
     def leave_slots(self) -> None:

@@ -279,13 +279,13 @@ class GroupGradients:
             trains = tuple(trained or index in wanted for index, trained in enumerate(trains))
         options = self._settings.current
         key = trains, options.mp_policy.reduce_dtype, options.divide_factor, options.only_sums
-        found = self.bucket_sets.get(key)
-        if found is None:
+        existing = self.bucket_sets.get(key)
+        if existing is None:
             indices = [index for index, trained in enumerate(trains) if trained]
             buckets = reduce_buckets(self._params, indices, self._setup.under(options))
             note = self._notes.reduce(_reduced(self._params, trains, options))
-            found = self.bucket_sets[key] = BucketSet(buckets, sum(bucket.nbytes for bucket in buckets), note)
-        return found
+            existing = self.bucket_sets[key] = BucketSet(buckets, sum(bucket.nbytes for bucket in buckets), note)
+        return existing
 
     def planned_note(self) -> str:
         """Return the note of a reduction of all parameters that currently require gradients."""

@@ -185,9 +185,10 @@ class ParamGroup:
 
     def _reduce_setup(self) -> ReduceSetup:
         comm, run = self._comm, self._runtime
-        slots, lane = [bucket.nbytes for bucket in self._in_slots()], run.reduce_lane
-        frees = frees_queued(lane.streams, run.has_one_mesh, self.options)
-        return ReduceSetup(comm.info, comm.transports, self.options, run.pool, lane, frees, slots, comm.rounding)
+        slots, frees = [bucket.nbytes for bucket in self._in_slots()], self.frees_queued
+        return ReduceSetup(
+            comm.info, comm.transports, self.options, run.pool, run.reduce_lane, frees, slots, comm.rounding
+        )
 
     def _gather_note(self) -> str:
         dtypes = [p.compute_dtype(self.options) for p in self.params]
@@ -254,6 +255,11 @@ class ParamGroup:
         return waits and self.settings.current.max_reductions is None
 
     @property
+    def frees_queued(self) -> bool:
+        """Whether its reductions release their memory as soon as they are queued (see `setup.py`)."""
+        return frees_queued(self._runtime.reduce_lane.streams, self._runtime.has_one_mesh, self.options)
+
+    @property
     def gathers_in_backward(self) -> bool:
         """Whether backward gathers the group before a handle is read.
 
@@ -302,9 +308,13 @@ class ParamGroup:
                     self._versions = self._versions_now()
                 for bucket in self.buckets:
                     self._gathers.append((bucket, bucket.start(after)))
-        except BaseException:  # for example out of memory: the group stays in its phase, and can be resharded
+        except BaseException:  # for example out of memory: the group is sharded, as before or as after a reshard
             self._comm.notes.take_back(self._comm.notes.gathers)
             self._give_up_gathers()
+            if self.phase is RESIDENT:  # some pieces are released already, by jobs that had begun
+                for resident in self.residents:
+                    resident.release()
+                self._set_phase(SHARDED)
             raise
         self._set_phase(GATHERING)
 
@@ -371,6 +381,7 @@ class ParamGroup:
         Raises:
             StaleStateError: when debugging: the bits of a parameter have changed. The group is still resharded.
         """
+        edited = self._changed_bits() if debug.debugging else ()
         was_resident = self.phase is RESIDENT
         self._set_phase(SHARDED)
         if not again and (self.stay.pinned or self.stay.kept):  # rare; a call would cost host time in each step
@@ -379,7 +390,6 @@ class ParamGroup:
             for resident in self.residents:
                 resident.release()
             return
-        edited = self._changed_bits() if debug.debugging else ()
         after, reserve = self._runtime.gather_lane.record_current_stream(), again or self.settings.current.keep_storage
         for bucket in self.buckets:
             bucket.release(after, reserve)
@@ -423,14 +433,19 @@ class ParamGroup:
         small, transport, run = self._comm.small, self._comm.transports.small, self._runtime
         assert small is not None
         assert transport is not None
-        self._set_phase(RESIDENT)
         if not self.residents:
             self.residents = [
                 Resident(bucket, small, transport, run.pool, run.gather_lane) for bucket in self._in_slots()
             ]
-        for resident in self.residents:
-            resident.keep()
         edited = self._changed_bits() if debug.debugging else ()
+        try:
+            for resident in self.residents:
+                resident.keep()
+        except BaseException:  # for example out of memory: the group stays unsharded
+            for resident in self.residents:
+                resident.release()
+            raise
+        self._set_phase(RESIDENT)
         after = run.gather_lane.record_current_stream()
         for bucket in self.buckets:
             bucket.release(after)

@@ -81,9 +81,9 @@ class GradientMarks:
         # answer for it. Those whose `.grad` has changed its versions answer for each other, and so do those whose
         # `.grad` has not.
         by_change = {same[index]: mark for index, mark in survives.items()}
-        found = {index: survives.get(index, by_change.get(same[index])) for index in asked}
+        survival = {index: survives.get(index, by_change.get(same[index])) for index in asked}
         # If no other one can answer, a `.grad` with unchanged versions survives, unless `or_unknown`.
-        kept = {index: same[index] and not or_unknown if mark is None else mark for index, mark in found.items()}
+        kept = {index: same[index] and not or_unknown if mark is None else mark for index, mark in survival.items()}
         return {index for index, is_kept in kept.items() if not is_kept}
 
     def _look(self, indices: Iterable[int]) -> dict[int, bool]:

@@ -300,9 +300,8 @@ class BufferPool:
 
     def take_back(self, slot: Slot, owner: weakref.ref[Any] | None = None) -> None:
         """Use a retained slot as after a new lease."""
-        if slot.for_views:
-            self.lent_bytes -= slot.nbytes
-            slot.free_after = self.memory.current_events()  # code may have read its views since the release
+        self.lent_bytes -= slot.nbytes if slot.for_views else 0
+        slot.free_after += self.memory.current_events()  # code may have read views of the slot since the release
         slot.take_back(owner)
 
     def lend(self, slot: Slot, is_used: Callable[[], bool]) -> None:
@@ -343,10 +342,10 @@ class BufferPool:
             self.release(slot, after)
 
     def release_failed(self, slots: Sequence[Slot]) -> None:
-        """Release those of these slots that are still leased, after an error in the code that leased them.
+        """Release those of these slots that are still leased, if possibly no stream has waited for `free_after`.
 
-        That code may have failed before any stream waited for `free_after`. So the current stream waits here, and the
-        event of the release is recorded on it after that.
+        For example, the code that leased them has failed before. The current stream waits here, and the event of the
+        release is recorded on it after that.
         """
         for slot in slots:
             if slot.request is not None:

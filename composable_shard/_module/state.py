@@ -320,6 +320,7 @@ class ShardState:
                 "iterations"
             )
         self.bound.group.rebuild(self.declaration.transports(TransportCache(runs=True)))
+        self.bound.engine.review.converted()  # the plan depends on whether reductions have a process group of their own
 
     def counted(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass a call to the class's own `__call__`, and count it in `calls` while it runs."""

@@ -21,8 +21,8 @@ class Sizes:
         reduction: the buffers of a reduction, leased until the reduction has been waited for.
         small: this rank's pieces of weights that are resharded to a few ranks between forward and backward.
         small_landing: additional buffers of a gather among these ranks.
-        frees_queued: whether the buffers of a reduction are leased only until the reduction is queued. True with
-            streams, because later work on the stream may reuse the buffers.
+        frees_queued: whether the buffers of a reduction are leased only until the reduction is queued (see
+            `GroupPlan.frees_queued`).
     """
 
     weights: int

@@ -20,7 +20,7 @@ class GraphSchedule:
         budget: the limit in bytes for unsharded weights and gradient buckets; None for no limit. Weights count from the
             launch of their gather (kept weights: from forward) to their last use, buckets until their reduction ends.
         kept: by module, the bytes of weights that stay unsharded between forward and backward, if there is a budget.
-        frees_queued: whether gradient buckets take memory only until their reduction is queued, as with streams.
+        frees_queued: whether gradient buckets take memory only until their reduction is queued.
     """
 
     forward: Listed = field(default_factory=dict)

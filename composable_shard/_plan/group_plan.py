@@ -94,8 +94,9 @@ class GroupPlan:
         route: how the transport handles large and small parameters; None if the shard axis has only one rank.
         small_size: number of ranks to which the weights are resharded after forward; 0 if they are resharded fully.
         reduces_first: whether the group's backward waits for reductions before it gathers.
-        frees_queued: whether work that is queued after a reduction may reuse the reduction's memory, as with streams.
-            Otherwise the memory is free once the host has waited for the reduction.
+        frees_queued: whether work that is queued after a reduction may reuse the reduction's memory. This needs a
+            stream, and one process group for all collectives. Otherwise the memory is free once the host has waited for
+            the reduction.
         reduces_last: whether the gradients are reduced after the whole backward, because some ranks may have none.
         comm_policy: number of bits in which parameters and gradients are communicated.
     """
