@@ -311,10 +311,6 @@ class ParamGroup:
         except BaseException:  # for example out of memory: the group is sharded, as before or as after a reshard
             self._comm.notes.take_back(self._comm.notes.gathers)
             self._give_up_gathers()
-            if self.phase is RESIDENT:  # some pieces are released already, by jobs that had begun
-                for resident in self.residents:
-                    resident.release()
-                self._set_phase(SHARDED)
             raise
         self._set_phase(GATHERING)
 
@@ -330,6 +326,10 @@ class ParamGroup:
         after = self._runtime.gather_lane.record_current_stream()
         for bucket in self.buckets:
             bucket.release(after)
+        if self.phase is RESIDENT:  # some pieces are released already, by jobs that had begun
+            for resident in self.residents:
+                resident.release()
+            self._set_phase(SHARDED)
 
     def _leave_gathers(self) -> None:
         """Clean up after an interrupted wait, for example by Ctrl-C: wait for no gather, and never reuse its memory."""
@@ -438,6 +438,15 @@ class ParamGroup:
                 Resident(bucket, small, transport, run.pool, run.gather_lane) for bucket in self._in_slots()
             ]
         edited = self._changed_bits() if debug.debugging else ()
+        self._keep_pieces()
+        self._set_phase(RESIDENT)
+        after = run.gather_lane.record_current_stream()
+        for bucket in self.buckets:
+            bucket.release(after)
+        if edited:
+            raise lost_edit(edited)
+
+    def _keep_pieces(self) -> None:
         try:
             for resident in self.residents:
                 resident.keep()
@@ -445,12 +454,6 @@ class ParamGroup:
             for resident in self.residents:
                 resident.release()
             raise
-        self._set_phase(RESIDENT)
-        after = run.gather_lane.record_current_stream()
-        for bucket in self.buckets:
-            bucket.release(after)
-        if edited:
-            raise lost_edit(edited)
 
     def pieces(self) -> list[torch.Tensor]:
         """Return the pieces that this rank keeps after `shrink`, as DTensor parameters on the small mesh."""

@@ -301,8 +301,7 @@ class BufferPool:
     def take_back(self, slot: Slot, owner: weakref.ref[Any] | None = None) -> None:
         """Use a retained slot as after a new lease."""
         self.lent_bytes -= slot.nbytes if slot.for_views else 0
-        slot.free_after += self.memory.current_events()  # code may have read views of the slot since the release
-        slot.take_back(owner)
+        slot.take_back(owner, self.memory.current_events())  # code may have read views of the slot since the release
 
     def lend(self, slot: Slot, is_used: Callable[[], bool]) -> None:
         """Let other code use a slot. `collect` releases it when no tensor refers to its memory any more.

@@ -202,9 +202,10 @@ class Slot:
         self.owner, self.for_views = None, for_views
         self.free_after = () if after is None else (after,)
 
-    def take_back(self, owner: weakref.ref[Any] | None) -> None:
-        """Set the owner of the weights again."""
+    def take_back(self, owner: weakref.ref[Any] | None, after: Events) -> None:
+        """Set the owner of the weights again. The next writer also waits for the events `after`."""
         self.owner, self.for_views = owner, False
+        self.free_after = (*self.free_after, *after)
 
     def wait_until_free(self) -> None:
         """Make the current stream wait until the memory may be written."""

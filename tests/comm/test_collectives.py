@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 
 import pytest
@@ -27,7 +28,7 @@ from composable_shard._comm.lanes import Job, Launched
 from composable_shard.planner.live import LiveBytes
 
 ORDERED = {"rank-ordered": RankOrdered, "point-to-point": PointToPoint}
-TRANSPORTS = {"packed": Packed, "direct": Direct, "torch": Plain, **ORDERED}
+TRANSPORTS = {"packed": Packed, "direct": Direct, "torch": functools.partial(Plain, averages=False), **ORDERED}
 LARGE = BROADCAST_FROM_BYTES // 4  # elements per rank, so that the whole bucket exceeds the limits
 
 

@@ -121,7 +121,7 @@ def moving():
         taken.append(torch.empty(nbytes, dtype=torch.uint8))
         fill(self, storage, nbytes)
 
-    with patch.object(DeviceMemory, "fill", elsewhere):
+    with patch.object(DeviceMemory, "allocate_in", elsewhere):
         yield taken
 
 
