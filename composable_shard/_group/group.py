@@ -430,6 +430,8 @@ class ParamGroup:
 
         Backward then gathers among these few ranks only (``reshard_after_forward=n``).
         """
+        if self.phase is not UNSHARDED:
+            raise illegal(self.name, self.phase, RESIDENT)
         small, transport, run = self._comm.small, self._comm.transports.small, self._runtime
         assert small is not None
         assert transport is not None

@@ -115,7 +115,7 @@ def test_a_steady_step_makes_no_new_allocations(rank, world):
 @pytest.fixture
 def moving():
     """Memory that is allocated again has another address, because something else occupies the old one."""
-    fill, taken = DeviceMemory.fill, []
+    fill, taken = DeviceMemory.allocate_in, []
 
     def elsewhere(self, storage, nbytes):
         taken.append(torch.empty(nbytes, dtype=torch.uint8))

@@ -319,6 +319,7 @@ COVERED = {
 # Functions that only pass events on to another function (its name), or that do not wait on a stream (the reason).
 PASSED_ON = {
     "Job._advance": "Waiting.wait",
+    "Slot.take_back": "BufferPool.take_back",
     "Launched._advance": "Waiting.wait",
     "StreamLane.record_current_stream": "only records an event",
     "StreamLane.queued": "DeviceMemory.leave",
