@@ -138,8 +138,8 @@ class BackwardPass:
                 expected.append(use)
         self.will_fire = set(expected)
         self._waiting = deque(reversed(expected))
-        # Uses of other forwards are excluded: their graphs may be alive on one rank only, and all ranks must decide
-        # alike.
+        # Only uses of these forwards count (`_with_others`): graphs of others may be alive on one rank only, and all
+        # ranks must decide alike.
         self.forwards = set(map(_forward_of, expected if opened_by is None else [*expected, opened_by]))
         self.newest = max(self.forwards, default=0)
         self._idle: set[Use] = set()

@@ -695,7 +695,7 @@ class Engine:
             self._iterations.end()
             if self._pass is None:
                 # Reductions may be in flight if the caller finishes backward itself. If the optimizer steps within the
-                # backward of a compiled graph, hooks stay removed from autograd: the graph gives them back at its end.
+                # backward of a compiled graph, hooks stay removed from autograd: `TracedGroup` returns them at its end.
                 self._gradients.settle(keeps_hooks=current_backward() >= 0)
             self.review.seat.stepped(optimizer, {group.fqn: group.having() for group in groups})
         for group in groups:

@@ -49,7 +49,8 @@ class GradientFlow:
         """Wait for all reductions, set `.grad`, call the hooks, and return the hooks to autograd.
 
         Args:
-            keeps_hooks: if True, the hooks are not returned yet: the backward of a compiled graph is running.
+            keeps_hooks: if True, the hooks are not returned yet: the backward of a compiled graph is running, at whose
+                end `TracedGroup` returns them.
         """
         self._actions.reductions.finish_all()
         for group in () if keeps_hooks else self._actions.groups:
@@ -166,7 +167,12 @@ class GradientFlow:
 
 
 def watch_replaced(refuse: Callable[[], Callable[[str], None] | None], whole: torch.Tensor) -> None:
-    """Pass the name of `whole`, a parameter from before sharding, to the method `refuse()` when it gets a gradient."""
+    """When `whole`, a parameter from before sharding, gets a gradient, pass its name to a method.
+
+    Args:
+        refuse: returns the method; None if its object was freed.
+        whole: the parameter.
+    """
     if whole.requires_grad:
         # The sharded parameter may share this tensor's dictionary of hooks. So the hook checks whose gradient it gets.
         hook = functools.partial(_refuse_replaced, refuse, weakref.ref(whole))
@@ -183,7 +189,12 @@ def _refuse_replaced(
 
 
 def watch_leaf(take: Callable[[], TakeGradient | None], leaf: torch.Tensor, group: ParamGroup, index: int) -> None:
-    """Pass gradients of `leaf`, the unsharded parameter `index` of `group`, to the method `take()`, not `leaf.grad`."""
+    """Pass gradients of `leaf`, the unsharded parameter `index` of `group`, to a method, instead of to `leaf.grad`.
+
+    Args:
+        take: returns the method; None if its object was freed.
+        leaf, group, index: the leaf, and the parameter that it stands for.
+    """
     if (before := leaf.__dict__.get(WATCHED)) is not None:  # of an earlier engine, whose hook would take the gradient
         (leaf._post_accumulate_grad_hooks or {}).pop(before, None)
     # A partial object is small. A closure for each parameter would need three more objects, for its cells.

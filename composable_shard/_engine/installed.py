@@ -77,7 +77,7 @@ class Installed:
     def end_use(self, group: ParamGroup) -> None:
         """End the backward of a use."""
         if self._copied:
-            self.install_gathered(group)  # user code may keep the node's outputs, which must not refer to copies then
+            self.install_gathered(group)  # outputs that user code keeps must not refer to copies afterwards
             self._copied.pop(group, None)
         for bucket in group.buckets if self._are_hooks else ():
             bucket.note_kept()

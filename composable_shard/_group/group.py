@@ -308,7 +308,7 @@ class ParamGroup:
                     self._versions = self._versions_now()
                 for bucket in self.buckets:
                     self._gathers.append((bucket, bucket.start(after)))
-        except BaseException:  # for example out of memory: the group is sharded, as before or as after a reshard
+        except BaseException:  # for example out of memory: the group is sharded then, even if it was resident
             self._comm.notes.take_back(self._comm.notes.gathers)
             self._give_up_gathers()
             raise

@@ -77,12 +77,12 @@ class GradientMarks:
         """Return those of these parameters that have a `.grad` but lost the mark on it."""
         same = {index: self._is_same(index) for index in self._seen if not self._is_gone(index)}
         survives = self._look(same)
-        # A shard without rows has no mark. `zero_grad` usually clears all parameters of a group, so other parameters
-        # answer for it. Those whose `.grad` has changed its versions answer for each other, and so do those whose
-        # `.grad` has not.
+        # A shard without rows has no mark. `zero_grad` usually clears all parameters of a group, so the mark of another
+        # parameter is used: if the versions of its own `.grad` have changed, the mark of a parameter whose versions
+        # have changed, too; if they have not, the mark of one whose versions have not.
         by_change = {same[index]: mark for index, mark in survives.items()}
         survival = {index: survives.get(index, by_change.get(same[index])) for index in asked}
-        # If no other one can answer, a `.grad` with unchanged versions survives, unless `or_unknown`.
+        # If there is no such mark, a `.grad` with unchanged versions survives, unless `or_unknown`.
         kept = {index: same[index] and not or_unknown if mark is None else mark for index, mark in survival.items()}
         return {index for index, is_kept in kept.items() if not is_kept}
 

@@ -363,8 +363,8 @@ class ReduceBucket:
 def free_queued(pool: BufferPool, jobs: Iterable[tuple[ReduceBucket, Job[Reduced]]]) -> int:
     """Release, on a stream, the memory of these reductions for work queued after them, such as the next gather.
 
-    One event serves for all parts: that of the last reduction, which is queued after the others on the same lane. It is
-    also when a plan counts the memory as free.
+    The slots of all reductions are released with one event, that of the last reduction: it is queued after the others
+    on the same lane. A plan also counts the memory as free at the end of the last reduction.
 
     Returns:
         the size of this memory in bytes.

@@ -341,7 +341,7 @@ class BufferPool:
             self.release(slot, after)
 
     def release_failed(self, slots: Sequence[Slot]) -> None:
-        """Release those of these slots that are still leased, if possibly no stream has waited for `free_after`.
+        """Release those of these slots that are still leased; for cases in which no stream has waited for `free_after`.
 
         For example, the code that leased them has failed before. The current stream waits here, and the event of the
         release is recorded on it after that.

@@ -242,8 +242,8 @@ class Slot:
         """The slot as a 1D tensor of `dtype`.
 
         Gathers and reductions write only through tensors with ``written=True``, which have their own version counter.
-        If they shared it, autograd would report saved weights as modified, each time a released slot is written to.
-        Saved weights are not read from there: a handle finds them in their current slot (`saved_tensors.py`).
+        Views for reading share that of the other tensor. So a gather into the slot does not make autograd take a view
+        that it has saved for modified.
         """
         view = self._typed.get((dtype, written))
         if view is None:

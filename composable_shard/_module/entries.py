@@ -289,7 +289,8 @@ class ModuleEntries:
         `torch.func.functional_call` assigns parameters for one call, and afterwards assigns what was there before the
         call. There are two cases:
 
-        - Leaves were there before. If the parameters of the call were adopted, assigning the leaves would lose them.
+        - Leaves were there before. If the parameters of the call were adopted, the module would have leaves after the
+          call, but the group the parameters of the call instead of its own.
         - The leaves were installed during the call. Then the parameters from before the call are assigned over them.
           These are accepted (`_is_known`).
 
@@ -359,8 +360,8 @@ class ModuleEntries:
     def _tie(self) -> bool:
         """Note entries that now contain another parameter of the group, because users have tied the two.
 
-        This counts only if the other parameter is still in its own entry, too. If it were adopted in place of the one
-        that it replaces, one tensor would get two gradients, and one of these would be lost.
+        If such a parameter were adopted in place of the one that it replaces, one tensor would get two gradients, and
+        one of these would be lost. If it is no longer in its own entry, it was moved, and is adopted.
 
         Returns:
             whether there are such entries.

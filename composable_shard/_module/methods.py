@@ -368,8 +368,8 @@ class Methods(TorchFSDPModule):
 
         With `PrefetchPolicy.auto`, the second and third training step are measured. In these steps, each collective is
         waited for immediately. Afterwards the schedule hides as much communication as possible. Two steps are measured
-        again after groups have joined, and after 64 steps, 128, 256, ... in case times have changed. If they have, a
-        new plan is made.
+        again if a group runs that was not measured before, and after 64 steps, 128, 256, ... in case times have
+        changed. If they have, a new plan is made.
 
         Raises:
             ShardConfigTypeError: `policy` is not a PrefetchPolicy.
