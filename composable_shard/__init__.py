@@ -68,13 +68,8 @@ if _TYPE_CHECKING:
     from . import report as report
     from . import testing as testing
 
-_IMPORTED_WHEN_USED = {
-    "checkpoint",
-    "optim",
-    "planner",
-    "report",
-    "testing",
-}  # so that `import composable_shard` is fast
+# These are imported when they are used first, so that `import composable_shard` takes less time.
+_IMPORTED_WHEN_USED = {"checkpoint", "optim", "planner", "report", "testing"}
 
 _keep_from_dynamo(_sys.modules, __name__)
 __all__ = sorted(name for name in globals() if not name.startswith("_") and name != "errors")

@@ -124,9 +124,9 @@ class Actions:
         """Make a group's unsharded parameters readable: gather them if necessary, and wait.
 
         A forward may write to shards, for example if a model updates its teacher after its student. Unsharded
-        parameters from before the write are then outdated. They are gathered again, except in training: backward needs
-        the values with which the forward has computed. (If backward has to gather, it gets the new values, and raises a
-        StaleStateError.)
+        parameters from before the write are then outdated. They are gathered again, unless this step trains the group:
+        backward needs the values with which the forward has computed. (If backward has to gather, it gets the new
+        values, and raises a StaleStateError.)
         """
         if group.phase in AWAY:
             if self.order.forward.budget is not None:

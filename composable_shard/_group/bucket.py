@@ -93,9 +93,8 @@ class Gatherer:
                 flat = slot.typed(self._dtype, written=True)
                 regions = regions_in(flat, self.copies.layout.places, self._begins)
                 wholes = self._seen[slot] = self.copies.into(regions)
-        if (
-            self.copies.is_straight
-        ):  # the collective reads shards and writes the slot without copies, so nothing is leased
+        # A straight gather reads the shards and writes the slot without copies, so it leases and releases nothing.
+        if self.copies.is_straight:
             assert self.copies.transport is not None
             assert not read
             return self._lane.launch(self.copies.transport.all_gather, (wholes.regions, shards), after, None)
