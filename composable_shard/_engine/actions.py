@@ -197,8 +197,8 @@ class Actions:
         """At the start of a root forward: adopt replaced parameters, and reshard outdated groups.
 
         Args:
-            waiting: whether the backward of an earlier forward may still run (`Iterations.waiting`). If so, the groups
-                that the earlier forward left unsharded stay unsharded for that backward.
+            waiting: whether the backward of an earlier forward may still run (`Iterations.waiting`). If so, and in grad
+                mode, the groups that the earlier forward left unsharded stay unsharded for that backward.
 
         Returns:
             whether any parameter was replaced.
@@ -259,13 +259,15 @@ class Actions:
                 self.reshard(group, check_edits=False)
 
     def pin(self, group: ParamGroup, wait: bool) -> None:
-        """Gather a group and keep it unsharded until `reshard`, its next use, or a change of its parameters."""
+        """Gather a group and keep it unsharded, as described at `FSDPModule.unshard`."""
         away = group.phase in AWAY
         group.stay.pin()  # before the gather, which notes versions for groups that stay
         if away:
             self.parameters_changed()  # users call this between steps, after any change that they have made
             self.issue_gather(group)
-        if wait:
+        # A group that is unsharded already may have its shards installed, for example after a backward that kept it. No
+        # handle has to be waited for, so its unsharded parameters are installed now, unless its forward is using them.
+        if wait or (group.phase is UNSHARDED and not group.running):
             self.gather(group)
             self.installed.install_leaves(group)
 
@@ -344,7 +346,7 @@ class Actions:
         if self.recorder.watch is not None:
             self.recorder.watch.begin(Kind.FORWARD, group.fqn)
 
-    def end_forward(self, group: ParamGroup, stays: bool) -> None:
+    def end_forward(self, group: ParamGroup, stays: bool, failed: bool = False) -> None:
         """End the forward of a group: reshard it, keep it unsharded, or keep pieces of it (`ParamGroup.shrink`).
 
         Args:
@@ -352,6 +354,8 @@ class Actions:
             stays: whether the forward was a recomputation in the group's own backward, which needs the unsharded
                 parameters next. Then the group is not resharded. If the backward is itself recorded (`create_graph`),
                 its modules get copies of the weights.
+            failed: whether the forward raised an error. Then no pieces are kept: they need memory, which may be what
+                was missing, and no backward follows.
         """
         if self.recorder.watch is not None:
             self.recorder.watch.end(Kind.FORWARD)
@@ -360,7 +364,7 @@ class Actions:
             return
         if not self.order.forward.reshards(group):
             self.installed.install_leaves(group)
-        elif not group.shrinks:
+        elif failed or not group.shrinks:
             self.reshard(group)
         elif group.phase is UNSHARDED:  # not if user code has resharded it in its forward
             self._shrink(group)
@@ -378,9 +382,10 @@ class Actions:
         """
         written |= group.is_written()
         group.forget_writes()
-        self.end_forward(group, stays)
         # In backward, a checkpoint stops a recomputation early by an exception. That is no failure.
-        if written and current_backward() < 0:
+        failed = current_backward() < 0
+        self.end_forward(group, stays, failed)
+        if failed and written:
             self.reshard(group, check_edits=False)
 
     def _shrink(self, group: ParamGroup) -> None:

@@ -1,6 +1,7 @@
 """The memory budget in a step that deviates from the plan: decides which groups to reshard to free memory.
 
-Decisions depend only on the bytes leased by issued actions. These are the same on all ranks, so all ranks decide alike.
+All ranks must decide alike, because a decision changes which gathers follow. So decisions depend only on what is the
+same on all ranks: the bytes leased by issued actions, the phases of groups, the schedule, and how far backward is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The engine, one per root. Modules and autograd report events to it, and it responds with actions on groups.
 
-Only the engine holds the state of an iteration. It holds groups, never modules or graphs. Graphs may therefore hold the
-engine: backward still works after the model was deleted, and a model is freed without the cycle collector.
+Only the engine holds the state of an iteration. It holds groups and never modules. It holds outputs of nodes, and with
+them graphs, only while a forward or backward needs them. Graphs may therefore hold the engine: backward still works
+after the model was deleted, and a model is freed without the cycle collector.
 
     event                                method: what the engine does
 
@@ -643,9 +644,13 @@ class Engine:
     # ---- requests of users
 
     def unshard(self, group: ParamGroup, wait: bool) -> None:
-        """Gather a group and keep it unsharded until `reshard`, its next use, or a change of its parameters."""
+        """Gather a group and keep it unsharded, as described at `FSDPModule.unshard`."""
         self._follow_tools()
         try:
+            # Pinned parameters whose shards have changed are gathered again, unless a backward needs the old values.
+            idle = not (group.running or self._iterations.waiting or self.in_backward)
+            if idle and group.stay.pinned and group.phase is UNSHARDED and group.is_stale():
+                self._actions.reshard(group)
             self._actions.pin(group, wait)
         except BaseException as error:
             self.review.seat.failed(error)

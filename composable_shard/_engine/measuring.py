@@ -61,7 +61,7 @@ class Measuring:
         if plan.prefetch.kind != "auto":
             return False
         if plan.costs is None:
-            return self._tries <= _TRIES or plan.order != self._order
+            return self._tries < _TRIES or plan.order != self._order
         self._due_in -= not self.is_on
         return self._due_in <= 0
 
@@ -85,7 +85,7 @@ class Measuring:
         self._tries += self.is_on
         record = self._actions.recorder.history.last
         if record is None or not _is_whole(plan, record):
-            if self._tries > _TRIES:
+            if self._tries >= _TRIES:
                 self._give_up(plan)
         elif self.is_on:
             return self._take(_seconds(plan, record))

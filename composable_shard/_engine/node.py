@@ -2,7 +2,9 @@
 
 A *use* is one forward of a group, with the backward that belongs to it. Its node takes the sharded parameters and
 returns the unsharded ones. All operations of that forward start from these, so autograd runs the node when all
-gradients of the use are complete. A use has *fired* when its node has run.
+gradients of the use are complete. A use has *fired* when a backward has taken its gradients. That is usually when the
+node has run. It is later if nested backward passes add to the gradients, and it also happens to uses that backward has
+passed without running their node.
 """
 
 from __future__ import annotations
@@ -189,7 +191,7 @@ class Uses:
         self.lost = [use for use in self.lost if forwards is not None and use.forward not in forwards]
 
     def all_fired(self) -> bool:
-        """Whether each graph that is alive has had a backward."""
+        """Whether all uses whose graph is alive have fired."""
         return all(map(_has_fired, self._live.values()))
 
 

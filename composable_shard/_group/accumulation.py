@@ -30,7 +30,7 @@ class AccumulatedGradients:
 
     Attributes:
         whole: the unsharded gradients. A call of `zero_grad` makes them void. It is detected by *marks* on `.grad`
-            (`marks.py`), and the next method that is called drops void ones. Other classes only read this.
+            (`marks.py`), and most methods first drop void ones (`_drop_voided`). Other classes only read this.
         pieces: the reduced pieces that wait for an all-reduce over replicas. Other classes only read this.
         wanted: indices of the parameters that required gradients when some were accumulated. The next reduction
             includes these even if they are frozen by then, because it must have the same members on all ranks. Ranks

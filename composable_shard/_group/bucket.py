@@ -149,7 +149,8 @@ class Bucket:
         saved: number of handles made so far.
         reads_left: how many more handles backward will read before `Engine.halfway` is called; 0 if it is not to be
             called.
-        gather_bytes: bytes that a gather leases from the pool.
+        gather_bytes: bytes that a gather leases from the pool; 0 for an `ExtensionBucket`, whose sizes are known only
+            when it gathers.
     """
 
     __slots__ = (

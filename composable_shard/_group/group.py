@@ -55,7 +55,7 @@ class GroupLayout:
         wraps: whether any parameter was a DTensor before it was sharded.
         extended: whether any parameter defines its own all-gather (see `extension.py`).
         packed: the state that its packed parameters carry, by index (see `packed.py`).
-        gather_bytes: bytes that a gather leases.
+        gather_bytes: bytes that a gather leases, without buckets that define their own all-gather.
         weight_bytes: the part of `gather_bytes` that stays leased after the gather, for the unsharded parameters.
         note: the note of a gather in the ledgers.
     """

@@ -65,8 +65,9 @@ class GradientMarks:
 
         Args:
             indices: the indices of the parameters.
-            or_unknown: what to return for parameters of which this rank cannot know it, because it has no rows of any
-                parameter of the group, and so no marks: True to include them, False to leave them out.
+            or_unknown: a parameter without rows on this rank has no mark, so the marks of others must tell. If none of
+                them does (see `_void`), parameters whose `.grad` has other versions are included. Those with unchanged
+                versions are included only if this is True.
         """
         indices = list(indices)
         gone = {index for index in indices if self._is_gone(index)}

@@ -174,7 +174,10 @@ class ShardedParam:
         return alive
 
     def replace(self, whole: nn.Parameter) -> None:
-        """Replace the parameter `whole`, which an optimizer may still hold; both get the name that errors show."""
+        """Note that this parameter has replaced `whole`, which an optimizer may still hold.
+
+        Both get the name that errors show. `whole` is held weakly.
+        """
         self._whole = weakref.ref(whole)
         self.rename(self.fqn)
 

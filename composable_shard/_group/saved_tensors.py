@@ -129,10 +129,10 @@ def give_way() -> None:
 
 
 def weights_in_place(owner: WeightOwner) -> AbstractContextManager[None] | None:
-    """Return a context without these hooks, as some `torch.func` transforms require; None if other hooks are innermost.
+    """Return a context without the owner's hooks, as some `torch.func` transforms require.
 
-    In it, autograd saves parameters like any tensor, so it is for forwards whose parameters stay gathered in their
-    slot.
+    None if these hooks are not the innermost ones, or none are set. In the context, autograd saves parameters like any
+    tensor, so it is for forwards whose parameters stay gathered in their slot.
     """
     owner.under_hooks = False
     ours = _ours(active_saved_tensors_hooks())

@@ -1,7 +1,8 @@
 """Offload in rehearsals: which tensors a run would have on the host or on disk, when its steps use fake tensors.
 
-Fake tensors have no bytes to move. A rehearsal steps optimizer state in the same parts as a run, and records which
-tensors would not be in device memory, so that memory estimates can leave them out.
+Fake tensors have no bytes to move. A rehearsal steps the optimizer in parts, as a run does, and records which tensors
+would not be in device memory, so that memory estimates can leave them out. State on disk has the same parts as in a
+run. With state on the host, each parameter is a part of its own.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class StateElsewhere(StateKeeper):
         self.policy = policy
 
     def step(self, states: States, params: Sequence[torch.Tensor], step: Step) -> None:
-        """Step parameters in parts on the host. Parameters without state are stepped one at a time."""
+        """Step parameters on the host, in parts."""
         with (rehearsed() or Rehearsed()).stepping():
             for part in self._parts(states, params):
                 step(part, part)
@@ -97,6 +98,7 @@ class StateElsewhere(StateKeeper):
         return bytes_of_copies(params)
 
     def _parts(self, states: States, params: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """The parameters of each part. A parameter without state begins a new one."""
         most = most_in_a_unit(self.policy.memory) if isinstance(self.policy, DiskOffloadPolicy) else 0
         part: list[torch.Tensor] = []
         held = 0

@@ -25,8 +25,8 @@ States of a slot
 
 The owner of a leased slot is the bucket whose weights are in it (`_group/bucket.py`); other purposes have none. Saved
 tensors and addresses of weights are looked up only in slots with an owner, so never in resharded ones. A queued slot
-has the same attributes as a free one: whoever has queued it must pass it to `finish_queued`, and
-`BufferPool.unfinished` counts these slots.
+has the same attributes as a free one: whoever has queued it must pass it to `finish_queued`, even if it was leased
+again in the meantime. `BufferPool.unfinished` counts the slots for which this was not done yet.
 
 Most slots keep their memory while they are free. Two kinds do not: slots that *resize* (`Request.refills`), and slots
 in a region of their own (`Region.is_large`). On an accelerator, the memory of other regions is freed at certain points
@@ -109,7 +109,7 @@ class BufferPool:
             backward, whose slots may differ.
         places: the unique object for each `Place`.
         fallbacks: by name, the number of leases for which the arena had no free slot.
-        unfinished: number of slots in the state *queued*.
+        unfinished: number of slots of `release_queued` for which `finish_queued` was not called yet.
     """
 
     def __init__(self, device: torch.device, lane: Lane) -> None:
@@ -213,9 +213,10 @@ class BufferPool:
         return free.pop() if free else self._make(request.nbytes)
 
     def loses_memory(self, request: Request) -> bool:
-        """Whether the slot of a request loses its memory at release, even if tensors use it.
+        """Whether the slot of a request resizes: all tensors that use its memory lose it at release.
 
-        In `TrackedPool`, the subclass for tools that count memory (`_fsdp2/listening.py`), all slots do.
+        Such a slot cannot be lent. The memory of a large region is also freed at release, but only if nothing uses it.
+        In `TrackedPool`, the subclass for tools that count memory (`_fsdp2/listening.py`), all slots resize.
         """
         return request.refills
 

@@ -287,7 +287,10 @@ class StateOnDisk(StateKeeper):
         step: Step,
         threads: Executor,
     ) -> list[torch.Tensor]:
-        """Step parameters with state. Returns the parameters whose state has changed its names, dtypes or shapes."""
+        """Step parameters with state. Returns the parameters whose state must be put into units again.
+
+        These are the ones of sections without a unit, and the ones whose state has other names, dtypes or shapes.
+        """
         units = deque(unit for unit, _ in sections if unit is not None)
         moves = _Moves(self.workspace.ring(sum(unit.run.nbytes for unit in units)), units, threads) if units else None
         changed = []

@@ -243,8 +243,8 @@ class ModuleEntries:
 
         Raises:
             ShardConfigStateError: an entry was deleted; or it does not contain a DTensor with the shape, mesh and
-                placements of the old one; or an unsharded copy was replaced; or the `.data` of a sharded parameter was
-                assigned.
+                placements of the old one; or an unsharded copy was replaced; or `.data` of a sharded parameter was
+                assigned a tensor that is no DTensor or has another dtype (`_check_data`).
         """
         if self._leaf_flags:
             self._check_leaves()

@@ -51,9 +51,8 @@ class Methods(TorchFSDPModule):
     between iterations, and identically on all ranks.
 
     Set policies on the root, the outermost sharded module, identically on all ranks. A policy that is set between two
-    forwards takes effect in the next one. Ranks that have set a policy compare it at the end of that forward, and raise
-    `RankMismatchError` if another rank has a different one or has set none. Ranks that have set none do not compare.
-    They get an error at their next collective, because the other ranks have stopped.
+    forwards takes effect in the next one. Ranks compare their plans before the first collective of that forward. If one
+    rank has another policy, or has set none, all ranks raise `RankMismatchError`.
     """
 
     _orig_cls_mro_index = 4  # of Linear, for example: FSDPLinear, FSDPModule, Methods, torch's FSDPModule, Linear
@@ -423,9 +422,10 @@ class Methods(TorchFSDPModule):
                 state.entries.allow_unmanaged()
 
     def reset_iter_state(self) -> None:
-        """Discard the state of a forward or backward that an exception has ended. The next forward does this, too.
+        """Discard the state of a forward or backward that an exception has ended.
 
-        Accumulated gradients and gradients in flight are lost.
+        Gradients in flight and accumulated gradients are lost. The next forward does the same without this call, but
+        keeps accumulated gradients.
 
         Raises:
             ShardConfigStateError: this is not the root (also a RuntimeError).

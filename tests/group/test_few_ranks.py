@@ -205,3 +205,42 @@ def test_a_gather_in_backward_that_runs_out_of_memory_leaves_the_model_usable(ra
         train_step(model, step), train_step(plain, step)
     assert_same_gradients(model, plain)
     assert_at_rest(model)
+
+
+class TwoDtypes(Stack):
+    """A stack whose blocks scale their outputs by a float64 parameter, so that a group has two buckets."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.scale = torch.nn.Parameter(torch.full((8,), 1.5, dtype=torch.float64))
+            block.register_forward_hook(lambda module, _, output: output * module.scale.mean().float())
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+@distributed(world=4)
+def test_running_out_of_memory_for_pieces_after_forward_leaves_the_model_usable(rank, world, kept):
+    """Fails where the first bucket of a group keeps its piece, and where the second does after the first has."""
+    model, plain = twins(TwoDtypes, reshard_after_forward=2)
+    train_step(model)
+    model.zero_grad()
+    engine = engine_of(model)
+    pieces, lease = [], engine.pool.lease
+
+    def fails(request, owner=None):
+        if request.name.startswith("pieces"):
+            pieces.append(request.name)
+            if len(pieces) > kept:
+                raise torch.OutOfMemoryError("no memory")
+        return lease(request, owner)
+
+    engine.pool.lease = fails
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        loss_of(model, 2)
+    engine.pool.lease = lease
+    assert len(pieces) == kept + 1
+    assert not any(group.phase is ParamPhase.RESIDENT for group in engine.groups)
+    for step in range(2):
+        train_step(model, step), train_step(plain, step)
+    assert_same_gradients(model, plain)
+    assert_at_rest(model)

@@ -141,6 +141,14 @@ def test_a_module_may_cache_its_weights_in_its_first_forward(rank, world, reshar
     assert_at_rest(models["ours"])
 
 
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(world=2)
+def test_a_module_may_cache_its_weights_with_kept_unsharded_storage(rank, world, reshard):
+    models = sides(Caching, reshard_after_forward=reshard)
+    models["ours"].set_keep_unsharded_storage(True)
+    assert_all_equal({name: trained(model) for name, model in models.items()})
+
+
 @pytest.mark.parametrize("when", [0, 1, 2])
 @distributed(world=2)
 def test_weights_kept_from_an_unshard_call_may_be_used_later(rank, world, when):

@@ -17,6 +17,7 @@ from _engines import ENGINES, fully_shard, mesh_of
 from _parity import own_part
 from _pool import distributed, simulated
 from _sides import whole
+from _stepping import counted_gathers
 
 ADDED = "were added after fully_shard"
 
@@ -464,3 +465,24 @@ def test_an_added_parameter_has_the_name_of_its_block(rank, world, trained_befor
         cs.errors.ShardConfigStateError, match=rf"parameters blocks\.1\.attention\.extra\.weight: {ADDED}"
     ):
         next_token_loss(model, *batch)
+
+
+@distributed(world=2)
+def test_only_the_group_of_a_replaced_parameter_is_gathered_again(rank, world):
+    """All groups stay unsharded between steps."""
+    torch.manual_seed(0)
+    plain = Transformer()
+    model = copy.deepcopy(plain)
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=False)
+    fully_shard(model)
+    model.set_reshard_after_backward(False)
+    models = {"plain": plain, "ours": model}
+    for each in models.values():
+        next_token_loss(each, *token_batch(0, 0)).backward()
+        norm = each.blocks[1].attention_norm
+        norm.weight = nn.Parameter(torch.full_like(norm.weight.detach(), 1.25))
+    with counted_gathers() as gathered:
+        losses = [next_token_loss(each, *token_batch(0, 1)) for each in models.values()]
+    assert gathered == ["blocks.1"]
+    assert torch.equal(*losses)

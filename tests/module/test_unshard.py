@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from _blocks import TransformerBlock, rotary
-from _engines import fully_shard
+from _engines import ENGINES, fully_shard
 from _models import Stack, shard_blocks, vectors
 from _parity import Case, check_parity, plain_step
 from _pool import distributed
@@ -51,6 +51,40 @@ def test_an_asynchronous_unshard_returns_a_handle(rank, world):
             assert torch.equal(param, plain[f"blocks.{number}.{name}"]), name
         block.reshard()
     assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@distributed(world=2)
+def test_unsharding_a_module_that_backward_has_kept_unsharded_installs_its_parameters(rank, world, engine):
+    model = Stack()
+    shard_blocks(model, ENGINES[engine])
+    model.set_reshard_after_backward(False)
+    for step in range(2):
+        model(*vectors(rank, step)).sum().backward()
+        block = model.blocks[1]
+        block.unshard(async_op=True).wait()
+        assert not isinstance(block.up.weight, DTensor)
+        model.state_dict()  # installs the sharded parameters
+        block.unshard(async_op=True).wait()
+        assert not isinstance(block.up.weight, DTensor)
+        block.reshard()
+        assert isinstance(block.up.weight, DTensor)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("async_op", [True, False])
+@distributed(world=2)
+def test_unsharding_again_shows_edits_of_shards_made_in_between(rank, world, async_op, grad):
+    model, plain = sharded_stack()
+    block = model.blocks[1]
+    block.unshard()
+    with torch.no_grad():
+        model.state_dict()["blocks.1.up.bias"].add_(1)
+    with torch.set_grad_enabled(grad):
+        handle = block.unshard(async_op=async_op)
+    if async_op:
+        handle.wait()
+    assert torch.equal(block.up.bias, plain["blocks.1.up.bias"] + 1)
 
 
 @distributed(world=(1, 2))

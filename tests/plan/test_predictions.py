@@ -143,6 +143,21 @@ def test_a_plan_predicts_gathers_among_a_few_ranks(clock):
         assert foreseen(plan, clock) == pytest.approx(exposed, rel=1e-9)
 
 
+def test_a_plan_keeps_the_memory_of_reductions_that_get_a_process_group_of_their_own():
+    """Their memory is released at the wait then, because a gather that got it earlier could not overlap with them."""
+    with net(clock="streams") as sim:
+        model = built(P.depth(2))
+        train(model, sim)
+        shared = cs.make_plan(model)
+        model.set_separate_reduce_scatter_group()
+        train(model, sim)
+        plan, record = cs.make_plan(model), cs.last_record(model)
+        assert all(group.frees_queued for group in shared.groups)
+        assert not any(group.frees_queued for group in plan.groups)
+        assert (record.actions, record.live_bytes) == (plan.actions(), plan.live_bytes())
+        assert record.live_bytes != shared.live_bytes()
+
+
 def evaluated(model, x):
     with torch.no_grad():
         model(x)

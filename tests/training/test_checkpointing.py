@@ -13,7 +13,7 @@ from torch.distributed._composable import checkpoint as checkpoint_by_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from _models import shard_blocks, shard_lists, shard_nested
-from _parity import Case, check_parity
+from _parity import Case, check_parity, plain_step
 from _pool import distributed, more
 
 
@@ -121,6 +121,39 @@ def test_checkpoints_started_by_module_hooks_are_exact(rank, world, reshard, who
         shard_blocks(model, fully_shard, reshard_after_forward=reshard, **options)
 
     check_parity(Case(model=Checkpointed, shard=shard, optimizer="adamw"), rank, world)
+
+
+class Scaled(Body):
+    """A block with parameters of two dtypes, so two buckets."""
+
+    def __init__(self, inside, dropout):
+        super().__init__(inside, dropout)
+        self.scale = nn.Parameter(torch.full((4,), 1.5, dtype=torch.float64))
+
+    def second(self, h):
+        return super().second(h) * self.scale.mean().float()
+
+
+class OfTwoDtypes(Checkpointed):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled(None, 0.0) for _ in range(3))
+
+
+def checkpointed_after_the_first_step(run):
+    if run.step == 1 and not run.reference:
+        for block in run.model.blocks:
+            checkpoint_by_hooks(block)
+    return plain_step(run)
+
+
+@pytest.mark.parametrize("make", [Checkpointed, OfTwoDtypes])
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(world=2)
+def test_checkpoints_added_by_module_hooks_after_a_step_are_exact(rank, world, reshard, make):
+    shard = functools.partial(shard_blocks, reshard_after_forward=reshard)
+    fsdp2 = make is Checkpointed  # FSDP2 refuses groups of several dtypes
+    check_parity(Case(model=make, shard=shard, train=checkpointed_after_the_first_step, fsdp2=fsdp2), rank, world)
 
 
 GROUPS = {"nested": shard_nested, "lists": shard_lists}
