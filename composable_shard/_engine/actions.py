@@ -237,6 +237,8 @@ class Actions:
     def end_root_forward(self, failed: bool) -> None:
         """At the end of a root forward: reshard prefetched groups that were not used; without grad mode, all groups.
 
+        Groups that a user has unsharded stay so.
+
         Args:
             failed: whether the forward raised an error. Then no collective is issued, because other ranks may not have
                 failed: edited weights are not gathered again for a comparison.
@@ -369,7 +371,7 @@ class Actions:
         elif group.phase is UNSHARDED:  # not if user code has resharded it in its forward
             self._shrink(group)
         # After the last group has begun, nothing will be gathered in this forward, so memory without leased slots is
-        # freed here. The root's forward may end later: it may compute the loss. On a CPU, `free_idle` does nothing.
+        # freed here. The root's forward may end later: it may compute the loss.
         if not (self.pool.arena.keeps_idle or self.pool.backward) and self.order.all_have_begun():
             self.pool.free_idle()
 

@@ -94,7 +94,7 @@ class BackwardPass:
     Args:
         number: number of the outermost pass.
         token: an object that is freed when the pass ends, successfully or not.
-        uses: all uses that a backward may go through, in the order of creation.
+        uses: all uses that a backward may go through (see `Uses`).
         on_end: returns the function to call when the token is freed, or None.
         opened_by: the use that backward reached first, if known. Its forward belongs to the pass even if no node will
             run, as for a frozen group.

@@ -65,7 +65,10 @@ class GradientFlow:
             self._reduce_or_accumulate(each.group, complete)
 
     def _reduce_or_accumulate(self, group: ParamGroup, gradients: Gradients) -> None:
-        """Reduce or accumulate gradients according to the settings. Without any gradient, `.grad` stays None."""
+        """Reduce or accumulate gradients according to the settings.
+
+        Without any gradient, `.grad` stays None; with `reduce_unused`, only if no other rank has one either.
+        """
         options = group.settings.current
         if any(map(getattr, gradients, repeat("is_sparse"), repeat(False))):
             raise _sparse(group, gradients)

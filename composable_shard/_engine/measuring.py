@@ -18,7 +18,7 @@ from .stopwatch import Stopwatch
 
 STEPS = 2  # how many steps are measured
 CHECK_AFTER = 64  # iterations until costs are measured again; doubled after each check
-_TRIES = 8  # measuring stops after this many steps that cannot be measured
+_TRIES = 8  # after this many steps, measuring stops at the next one that cannot be measured
 
 _PARTS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
     ("forward", (Kind.FORWARD,)),
@@ -103,11 +103,11 @@ class Measuring:
         return least
 
     def _give_up(self, plan: ShardPlan) -> None:
-        self._end()
         if plan.costs is None:
-            warnings.warn(_given_up(plan), stacklevel=2)
+            warnings.warn(_given_up(plan, len(self._samples), self._tries), stacklevel=2)
         else:
             self.check_later()
+        self._end()
 
     def _end(self) -> None:
         self.is_on, self._samples = False, []
@@ -123,12 +123,12 @@ def _is_whole(plan: ShardPlan, record: Record) -> bool:
     return record.order == plan.order and trains <= reduced
 
 
-def _given_up(plan: ShardPlan) -> str:
+def _given_up(plan: ShardPlan, measured: int, tries: int) -> str:
     forwards = ", ".join(fqn or ROOT_NAME for fqn in plan.order)
     return (
-        f"PrefetchPolicy.auto: none of {_TRIES} steps ran the forwards {forwards} "
-        "and reduced the gradients of them all, so there are no measured times and each group is prefetched one module "
-        "ahead. Set the policy when steps are regular, or use PrefetchPolicy.depth"
+        f"PrefetchPolicy.auto: {measured or 'none'} of {tries} steps ran the forwards {forwards} "
+        f"and reduced the gradients of them all ({STEPS} must), so there are no measured times and each group is "
+        "prefetched one module ahead. Set the policy when steps are regular, or use PrefetchPolicy.depth"
     )
 
 

@@ -58,7 +58,7 @@ class Use:
             them once, so counting reads tells when it has come halfway. The first bucket stands for all: most groups
             have only one.
         saved_any: whether autograd has saved a handle for any weight of the group.
-        fired: whether its gradients have been complete once.
+        fired: whether a backward has taken its gradients, as described above.
         under_hooks: whether its forward ran under saved-tensor hooks of other code, such as a checkpoint that
             recomputes the forward.
         partial: the sum of the gradients so far, if nested backward passes (of checkpoints) will add more; else None.
@@ -177,11 +177,13 @@ class Uses:
             self.lost.append(use)
 
     def forget_lost(self, waiting: bool) -> None:
-        """At the start of a root forward: forget lost uses for which no rank can run a backward any more.
+        """At the start of a root forward: forget lost uses that no later backward goes through.
+
+        All ranks run the backward of a root forward, or none does. So if this rank has no graph of it left, no rank
+        will run its backward, and the lost uses of that forward are forgotten.
 
         Args:
-            waiting: whether an earlier forward waits for its backward. If not, all lost uses are forgotten. If so, only
-                those are forgotten whose forward has no graph alive on this rank.
+            waiting: whether an earlier forward waits for its backward. If not, all lost uses are forgotten.
         """
         alive = set(map(_forward_of, self._live.values())) if waiting else ()
         self.lost = [use for use in self.lost if use.forward in alive]

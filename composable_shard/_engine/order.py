@@ -268,7 +268,7 @@ class Order:
         return self.explicit.get((False, group), listed) if self.explicit else listed
 
     def encloses(self, outer: ParamGroup, inner: ParamGroup) -> bool:
-        """Whether the modules of `inner` are in those of `outer`."""
+        """Whether forwards of `inner` run within forwards of `outer`, by the plan. All run in those of the root."""
         around, fqn = dict(self.plan.around), inner.fqn
         while fqn in around and fqn != outer.fqn:
             fqn = around[fqn]

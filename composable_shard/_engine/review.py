@@ -50,7 +50,8 @@ class Review:
     Attributes:
         drifts: number of forwards with a different order (``order``), of new peaks of live bytes above the planned one
             (``bytes``), and of measurements with different times (``time``).
-        replans: how often a new plan was made because steps deviated, and not because a user changed options.
+        replans: how often a new plan was made because steps deviated or times were measured, and not because a user
+            changed options.
         measuring: decides which steps are measured, and tracks whether the current one is.
         seat: the model's entry in the ledgers.
     """

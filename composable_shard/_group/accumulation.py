@@ -100,7 +100,7 @@ class AccumulatedGradients:
         Args:
             indices: the indices of the parameters.
             pieces: this rank's piece of each gradient; later calls write to these tensors.
-            used: the reduced mark of each gradient, not 0 if any rank of the shard axis had it.
+            used: for each gradient, a number that is not 0 if any rank of the shard axis had it (see `Partial`).
         """
         self._drop_voided()
         self.wanted.update(indices)

@@ -5,10 +5,12 @@ autograd function. No handle stands for such a tensor. This file finds them in t
 
 - **Views.** A view shares the storage of its base tensor. Each parameter of a face has a storage object of its own
   (`alias`), so the use count of that storage tells whether views exist. While they do, the slot is not leased for other
-  requests (`BufferPool.retain`). Only the next gather of the same bucket writes to it, so that views show new values.
-- **The parameter object itself.** Its reference count tells whether user code holds it. Counts are taken when the
-  parameter is installed in its modules, and right before it is replaced there. Installing and replacing are the only
-  places where this package stores or drops references, so any additional one is the user's. The slot is reused. Until
+  requests (`BufferPool.retain`). Only the next gather of the same bucket writes to it, so that views show new values. A
+  slot that resizes needs no counts: it is never leased for other requests.
+- **The parameter object itself.** Its reference count tells whether user code holds it. The count of an output is taken
+  when it is installed in its modules, and right before it is replaced there. That of a leaf is taken while no module
+  has it, and after it was replaced. Installing and replacing are the only places where this package stores or drops
+  references, so any additional one is the user's. The slot is reused. Until
   the next gather, the kept parameter reads as NaN (`hide_kept`). Then it shows the gathered values. So a module may
   cache its weight, as with FSDP2, where unsharded parameters are the same objects in all steps.
 """
@@ -57,7 +59,8 @@ def weights_in(
 class Face:
     """The unsharded parameters in one slot, as tensors whose storage use counts show whether other code reads them.
 
-    Each parameter has its own storage, also because operators such as `torch.cond` refuse tensors that share one.
+    Each parameter has its own storage, also because operators such as `torch.cond` refuse tensors that share one. In a
+    slot that resizes, all share the storage of the slot, and there are no counts.
 
     Attributes:
         begin: the address of the slot.

@@ -50,7 +50,8 @@ class WeightOwner(Protocol):
     """The interface of the engine for these hooks: it gathers parameters and finds their memory.
 
     Attributes:
-        under_hooks: whether other hooks are active outside of ours in the forward that began last.
+        under_hooks: whether other hooks are active outside of ours in the forward that began last. False while our
+            hooks are set aside (`weights_in_place`).
     """
 
     under_hooks: bool

@@ -13,7 +13,11 @@ from .slots import Events
 
 
 class DeviceMemory:
-    """Allocates memory on one device for use by one lane.
+    """Allocates memory on one device.
+
+    Args:
+        device: the device.
+        lane: finds the current stream and records events on it. The memory may be used on any stream.
 
     Attributes:
         device: the device.

@@ -310,6 +310,6 @@ def trim() -> None:
 
 
 def finish(futures: Sequence[Future[None]]) -> None:
-    """Wait for all futures, and raise the first exception."""
+    """Wait for these futures in turn. Raises the first exception, without waiting for the rest."""
     for future in futures:
         future.result()

@@ -302,8 +302,8 @@ def offload_optimizer(optimizer: AnyOptimizer, policy: OffloadPolicy | None = No
     AdamW are fused unless `foreach` or `fused` is set. The optimizer must step each parameter independently. LBFGS
     does not.
 
-    With `DiskOffloadPolicy`, a step reads, steps and writes the state of some parameters at a time, in the order of the
-    optimizer's parameters, which is that of the model. If a step or a load fails, the state is lost: the optimizer then
+    With `DiskOffloadPolicy`, a step reads, steps and writes the state of some parameters at a time, in the order in
+    which they first got state. If a step or a load fails, the state is lost: the optimizer then
     raises on every use, and training must resume from a checkpoint.
 
     Args:

@@ -29,8 +29,8 @@ has the same attributes as a free one: whoever has queued it must pass it to `fi
 again in the meantime. `BufferPool.unfinished` counts the slots for which this was not done yet.
 
 Most slots keep their memory while they are free. Two kinds do not: slots that *resize* (`Request.refills`), and slots
-in a region of their own (`Region.is_large`). On an accelerator, the memory of other regions is freed at certain points
-of a step if nothing in them is leased (`free_idle`).
+in a region of their own (`Region.is_large`). Unless the arena keeps idle memory (`keep_idle`), the memory of other
+regions is freed at certain points of a step if nothing in them is leased (`free_idle`).
 
 Who records, who waits, who frees
 ---------------------------------
@@ -157,8 +157,9 @@ class BufferPool:
     def keep_idle(self, wanted: bool | None) -> None:
         """Set whether the arena keeps its memory while nothing in it is leased. None for the default of the device.
 
-        The default is True on a CPU and False on accelerators. An accelerator's caching allocator returns memory
-        immediately. On a CPU, freed memory goes to the system, and comes back with a page fault per page.
+        The default is True on a CPU and False on accelerators. An accelerator's caching allocator keeps freed
+        memory for the next allocation. On a CPU, freed memory goes to the system, and comes back with a page fault per
+        page.
         """
         self._lacks |= self.arena.keep_idle(self.memory.device.type == "cpu" if wanted is None else wanted)
 

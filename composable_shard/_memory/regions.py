@@ -1,4 +1,8 @@
-"""The arena of a pool. It consists of regions. On an accelerator, a region without leased slots has no memory.
+"""The arena of a pool.
+
+If the arena keeps its memory while it is idle (`Arena.keeps_idle`), it is a single region. Otherwise it has several
+regions, and the memory of a region can be freed while none of its slots is leased: that of a large region is freed at
+release, that of others at certain points of a step (`BufferPool.free_idle`).
 
 A single allocation would stay fully allocated at the peak of a step, when the loss is computed after the last module
 has been resharded. Requests that stay leased at that time therefore have their own region. So has each request that is
@@ -34,8 +38,8 @@ class Region:
     Attributes:
         offset: offset in the arena, in bytes.
         is_large: whether the region has a single slot, which loses its memory at release, or in `finish_queued` if work
-            is still queued on it. In an arena, requests that are much larger than others have such regions. Before the
-            first arena is made, on an accelerator, all requests have.
+            is still queued on it. Requests that are much larger than others have such regions; before `Arena.make`, all
+            requests have. An arena with `keeps_idle` has none.
         nbytes: size in bytes.
         storage: the storage of the memory and of all views of its slots.
         slots: the slots in the region. `at` contains them by span.

@@ -1,4 +1,4 @@
-"""Slots (memory with a fixed address that the pool leases), requests for slots, and places of tensors in slots."""
+"""Slots (pieces of memory that the pool leases), requests for slots, and places of tensors in slots."""
 
 from __future__ import annotations
 
@@ -108,7 +108,9 @@ _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 class Slot:
-    """A piece of memory with a fixed address.
+    """A piece of memory that the pool leases.
+
+    It has the same address as long as it has memory. If its memory is freed, it may get another address.
 
     Attributes:
         views: views of the memory, by place.

@@ -1,7 +1,8 @@
 """Optimizer state in files, which a step reads into memory, updates and writes back.
 
-A *unit* is the set of parameters whose state is contiguous in a file. A step processes units in the order of their
-creation, which is the order of the optimizer's parameters. While one unit is stepped, the next units are read and the
+A *unit* is the set of parameters whose state is contiguous in a file. A step processes units in the order in
+which their parameters first got state. That is the order of the optimizer's parameters, except for those that got
+gradients later than others. While one unit is stepped, the next units are read and the
 previous unit is written. Between steps, the tensors of the state are mapped from the files. A reader, such as a
 checkpoint, therefore sees the state of the last step, and the system loads it page by page.
 """
