@@ -179,8 +179,8 @@ class Actions:
     def find_edits(self, group: ParamGroup) -> list[str]:
         """FQNs of the unsharded parameters whose values user code has changed (`edits.changed`).
 
-        Their versions have changed. A write of equal values also changes versions, so the values are gathered again and
-        compared.
+        Their versions have changed. A write of equal values also changes versions, so the values are compared with the
+        gathered ones, for which the group is gathered again if needed (`edits.py`).
         """
         try:
             return changed(group.buckets, partial(self._regather, group))
@@ -237,7 +237,7 @@ class Actions:
     def end_root_forward(self, failed: bool) -> None:
         """At the end of a root forward: reshard prefetched groups that were not used; without grad mode, all groups.
 
-        Groups that a user has unsharded stay so.
+        Groups that a user has unsharded stay so, unless they were edited and the forward failed.
 
         Args:
             failed: whether the forward raised an error. Then no collective is issued, because other ranks may not have
@@ -254,7 +254,7 @@ class Actions:
             self.pool.free_idle(between=True)
 
     def reshard_after_failure(self) -> None:
-        """After a failure: reshard all groups whose forward is not running, except those that a user unsharded."""
+        """After a failure: reshard groups whose forward is not running, except unedited ones that a user unsharded."""
         for group in self.groups:
             if not group.running and (group.is_written() or not group.stay.pinned):
                 group.forget_writes()  # the failure was reported already

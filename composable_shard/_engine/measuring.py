@@ -57,7 +57,7 @@ class Measuring:
             self._actions.recorder.time_by(self._watch)
 
     def _count_iteration(self, plan: ShardPlan) -> bool:
-        """Count one iteration. Returns whether costs are missing, or a check of them is due."""
+        """Count one iteration. Returns whether to measure costs now: for the first time, or to check them."""
         if plan.prefetch.kind != "auto":
             return False
         if plan.costs is None:

@@ -183,7 +183,8 @@ class Order:
     def placed(self) -> ShardPlan:
         """The plan with the offsets at which the pool places its slots.
 
-        On an accelerator the plan as it is: there, the arena consists of separate allocations, without common offsets.
+        The plan as it is if the arena does not keep idle memory (the default on accelerators): then it consists of
+        separate allocations, without common offsets.
         """
         if not self._pool.arena.keeps_idle:
             return self.plan

@@ -329,7 +329,7 @@ class GroupGradients:
         return Reduction(jobs, asked, whole, queued, nbytes - queued)
 
     def _asked(self, gradients: Gradients, buckets: Sequence[ReduceBucket]) -> list[int]:
-        """Return the parameters whose `.grad` stays None if no rank has a gradient for them; not the frozen ones."""
+        """Return the members of these buckets whose `.grad` stays None if no rank has a gradient for them."""
         if self._settings.current.reduce_unused or not any(map(is_, gradients, itertools.repeat(None))):
             return []
         return [index for bucket in buckets for index in bucket.indices if gradients[index] is None]

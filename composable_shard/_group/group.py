@@ -203,8 +203,8 @@ class ParamGroup:
         """Iterate over the group's requests to the pool.
 
         Yields:
-            a purpose, whether these requests are for backward only, and the requests. Where forward and backward share
-            requests, the second value is False.
+            a purpose, False, and its requests. If forward and backward have separate requests for a purpose, it comes
+            twice: with those of forward, and with True and those of backward.
         """
         yield "small", False, [resident.for_pieces for resident in self.residents]
         yield "landing", False, [resident.for_landing for resident in self.residents]

@@ -134,7 +134,9 @@ def _divisor(factor: float) -> torch.Tensor | None:
 
 
 class ReduceBucket:
-    """Gradients of one group that are reduced in one dtype. Frozen parameters are not members.
+    """Gradients of one group that are reduced in one dtype.
+
+    Frozen parameters are not members, unless they have accumulated gradients (`AccumulatedGradients.wanted`).
 
     Args:
         indices: the members' indices in the group.

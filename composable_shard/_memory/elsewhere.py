@@ -1,8 +1,8 @@
 """Offload in rehearsals: which tensors a run would have on the host or on disk, when its steps use fake tensors.
 
 Fake tensors have no bytes to move. A rehearsal steps the optimizer in parts, as a run does, and records which tensors
-would not be in device memory, so that memory estimates can leave them out. State on disk has the same parts as in a
-run. With state on the host, each parameter is a part of its own.
+would not be in device memory, so that memory estimates can leave them out. If all parameters have state, that on disk
+has the same parts as in a run. With state on the host, each parameter is a part of its own.
 """
 
 from __future__ import annotations

@@ -299,12 +299,12 @@ def offload_optimizer(optimizer: AnyOptimizer, policy: OffloadPolicy | None = No
     Call it once, before the first step and before you create learning rate schedulers. The optimizer's class is
     replaced by a subclass. Param groups, hooks, schedulers, state dicts and checkpoints work as before. Each step is
     bitwise identical to a step in memory. With `HostOffloadPolicy` it is identical to a step on the CPU, and Adam and
-    AdamW are fused unless `foreach` or `fused` is set. The optimizer must step each parameter independently. LBFGS
-    does not.
+    AdamW are fused unless `foreach` is True or `fused` is set. The optimizer must step each parameter independently.
+    LBFGS does not.
 
     With `DiskOffloadPolicy`, a step reads, steps and writes the state of some parameters at a time, in the order in
-    which they first got state. If a step or a load fails, the state is lost: the optimizer then
-    raises on every use, and training must resume from a checkpoint.
+    which they first got state. If a step or a load fails, the state is lost: the optimizer then raises on every use,
+    and training must resume from a checkpoint.
 
     Args:
         optimizer: an optimizer of `model.parameters()`, created after sharding.

@@ -204,7 +204,7 @@ class BufferPool:
         return slot
 
     def _unplanned(self, request: Request) -> Slot:
-        """A slot from the free lists, or a new slot."""
+        """A slot in a new region of the arena, a slot from the free lists, or a new slot outside of the arena."""
         if self.arena.is_planned:
             self.fallbacks[request.name] = self.fallbacks.get(request.name, 0) + 1
             self._lacks = True
@@ -371,7 +371,7 @@ class BufferPool:
         return self._lacks and bool(self._known) and not in_use
 
     def make_arena(self) -> None:
-        """Replace all slots by those of a new arena. Requires that no slot is in use."""
+        """Replace all slots by those of a new arena, except slots that resize. Requires that no slot is in use."""
         self.free_all()
         self.memory.return_segments()
         self.arena.make(list(self._known))

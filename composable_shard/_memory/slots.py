@@ -163,7 +163,7 @@ class Slot:
 
     @property
     def has_memory(self) -> bool:
-        """Whether the slot has memory. A slot that `resizes` may have none while it is free."""
+        """Whether a slot that `resizes` has memory; for a slot of the arena, see `Region.has_memory`."""
         return self.end > self.begin
 
     @property

@@ -30,7 +30,7 @@ class StateOnHost(StateKeeper):
 
     Args:
         pins: whether copies use pinned memory. This requires an accelerator.
-        fused: whether to use torch's fused step unless `fused` or `foreach` is set.
+        fused: whether to use torch's fused step unless `fused` is set or `foreach` is True.
     """
 
     loads_on_host = True

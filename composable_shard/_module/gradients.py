@@ -145,7 +145,7 @@ def average_by_tokens(
 
     Raises:
         ShardConfigTypeError: `tokens` or `total` is not an int or a tensor, or `group` has another type.
-        ShardConfigValueError: `loss`, `tokens` or `total` is not 0-dim; a number is negative; or `group` is a module
+        ShardConfigValueError: `loss`, `tokens` or `total` is not 0-dim; an int is negative; or `group` is a module
             that is not sharded.
 
     The default division of gradients must be in use: see `set_gradient_divide_factor`.
@@ -243,9 +243,9 @@ def _summed(numbers: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Ten
 
 
 def _mend_divisions(loss: torch.Tensor, some: torch.Tensor) -> None:
-    """On a rank without tokens, set NaN gradients of scalars in the last operations of its loss to 0.
+    """On a rank without tokens, set gradients of scalars in the last operations of its loss that are not finite to 0.
 
-    The gradient of 0/0 is NaN even if the gradient of the result is 0. Only such scalars are changed.
+    The gradient of 0/0 is NaN even if the gradient of the result is 0.
     """
     nodes = [loss.grad_fn]
     for node in nodes:

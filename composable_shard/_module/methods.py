@@ -94,7 +94,8 @@ class Methods(TorchFSDPModule):
 
         Pipelines call this. Call it on the root; it applies to all sharded modules below. The value matters only to
         `torch.autograd.grad` while gradient sync is off: with False it accumulates gradients, with True it reduces
-        them. `backward` follows gradient sync alone, and waits at its end for the reductions that it has issued.
+        them. `backward` follows gradient sync alone, and waits at its end for the reductions that it has issued. After
+        `set_manual_backward_finalization(True)`, the value has no effect, and `finalize_backward` waits for them.
 
         This call also installs the sharded parameters. They are the leaves of the graph, and torch's zero-bubble
         pipelines look for leaves in the modules.
