@@ -263,7 +263,10 @@ class BackwardPass:
         return ()
 
     def leave(self, use: Use) -> Iterable[Skipped]:
-        """The uses after `use` that backward skips, when the backward of `use` is about to end."""
+        """The uses that began after `use` and whose backward has not ended, when that of `use` is about to end.
+
+        Backward skips them.
+        """
         queue = self._upcoming
         return self._skipped_before(use) if self._open or (queue and queue[0].number > use.number) else ()
 

@@ -101,9 +101,9 @@ class Engine:
         runtime: the pool and lanes that the groups were built with.
         among: the process groups of the meshes, with their devices.
         seat: the model's entry in the ledgers of these process groups.
-        on_tools_changed: called with the engine when a forward or a backward begins and *tools* are active, or were:
-            a profiler, debug logs, or listeners of `_fsdp2`. It switches the engine to the classes that they need
-            (`tools.py`).
+        on_tools_changed: called with the engine when a forward, a backward or an `unshard()` begins and *tools* are
+            active, or were: a profiler, debug logs, or listeners of `_fsdp2`. It switches the engine to the classes
+            that they need (`tools.py`).
         without_group: the entries of sharded modules that have no parameters of their own.
         listener: returns the function to call when the plan or a user's prefetch list has changed, or None.
         is_given: whether a user set the plan.
@@ -229,7 +229,7 @@ class Engine:
         self._depth += 1
 
     def _follow_tools(self) -> None:
-        """At the start of a forward or backward: if tools are active, or were, switch to the classes that they need."""
+        """At the start of a forward, backward or unshard: if tools are or were active, switch to their classes."""
         if CHOOSERS or is_profiled() or self.profiled or is_logged():
             self._on_tools_changed(self)
 

@@ -1,8 +1,8 @@
 """Ranges for torch's profiler, with the names that torch's FSDP2 uses, and a log of all actions.
 
 While a profiler is active, or the logger ``composable_shard.engine`` has level DEBUG, the engine and its parts use the
-classes below, which put ranges around their work. The classes change when a forward or a backward begins
-(`tools.follow_tools`), so steps without a profiler or log pay no cost.
+classes below, which put ranges around their work. `tools.py` chooses the classes, so steps without a profiler or log
+pay no cost.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ order: the groups whose forwards began          at the end of each root forward
 bytes: the peak of live bytes                   between two iterations, if the peak has grown
 time: measured costs (see `measuring.py`)       between two iterations, less often the longer the costs hold
 
-All ranks must follow the same plan. All ranks run a first forward, so they agree on its order by a collective. They
-measure times in the same iterations, and agree on these in the same way. Later, a rank whose order differs from the
-planned one votes for a new plan (`Ballot`), and follows the old one until all ranks have voted for the same plan. So a
-single rank that deviates changes no plan, not even its own, and no rank waits for another.
+All ranks must follow the same plan. All ranks run a first forward in grad mode, so they agree on its order by a
+collective. They measure times in the same iterations, and agree on these in the same way. Later, a rank whose order
+differs from the planned one votes for a new plan (`Ballot`), and follows the old one until all ranks have voted for the
+same plan. So a single rank that deviates changes no plan, not even its own, and no rank waits for another.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Review:
         """End a successful root forward: count votes, and compare its order with the plan's.
 
         Raises:
-            RankMismatchError: ranks have run their first forward in different orders.
+            RankMismatchError: ranks have run their first forward in grad mode in different orders.
             PoolBudgetError: a group does not fit in the order in which the forward ran.
         """
         self._forwards += 1
@@ -119,7 +119,7 @@ class Review:
             self._order.note(self._phase, seen)
 
     def _learn_first(self, seen: Record) -> None:
-        """Learn the order of the first forward, and compare it with that of other ranks by a collective.
+        """Learn the order of the first forward in grad mode, and compare it with that of other ranks by a collective.
 
         A collective is possible because all ranks reach this point once. With `reduce_unused`, ranks may run different
         modules. Then no order is adopted, but ranks must have gathered in the same order, and `agree` raises an error

@@ -1,9 +1,9 @@
 """Choose the classes of an engine and its parts, by the tools that are active.
 
-Steps without tools must cost nothing. An engine and its parts therefore change their classes when a forward or a
-backward begins. While a profiler is active, or actions are logged, they use the classes of `profiling.py`. A package
-above the engine can choose other classes (`engine.CHOOSERS`), as `_fsdp2` does for memory trackers. Otherwise they use
-the plain classes.
+Steps without tools must cost nothing. An engine and its parts therefore change their classes when a forward, a backward
+or an `unshard()` of a user begins. While a profiler is active, or actions are logged, they use the classes of
+`profiling.py`. A package above the engine can choose other classes (`engine.CHOOSERS`), as `_fsdp2` does for memory
+trackers. Otherwise they use the plain classes.
 """
 
 from __future__ import annotations

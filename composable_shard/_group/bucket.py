@@ -437,8 +437,8 @@ class GatherBucket(Bucket):
         doubles a weight, computes with it, and halves it. Backward would compute with the halved one.
 
         This check is for leaves only. For outputs of a node, backward compares versions when it reads (`Writes`). It
-        cannot for leaves, whose versions increase at each release. Leaves that are DTensors are left out:
-        `Writes.packed` has versions of their local tensors, which a write through a DTensor does not increase.
+        cannot for leaves, whose versions increase at each release. If a leaf is a DTensor, any write counts as a later
+        one: `Writes.packed` has versions of local tensors, which a write through a DTensor does not increase.
         """
         versions = {i: {each._version for each in w if not isinstance(each, DTensor)} for i, w in written.items()}
         packed = [(self.members[place], version) for place, version in self.writes.packed]

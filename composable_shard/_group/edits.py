@@ -63,13 +63,13 @@ class Writes:
 
     There are two checks. At the end of a forward and at release, `changed` compares bit sums of written parameters
     with their sums when they were gathered. In backward, each read of a parameter through a handle compares versions,
-    because backward must read the value that was saved. The second check has three steps, each of which identifies a
+    because backward must read the value that was saved. The second check has three steps. The first two identify a
     use by the outputs of its node:
 
         begin_reads   backward reaches the use: `noted` is set, and `rewritten` has the writes until now. If there are
                       none, reads need no check (`unwritten`)
         look_at       a read that needs a check, or that the budget waits for (`await_read`): `looked_at` is set
-        end_reads     the backward of the use is over: all are reset
+        end_reads     the backward of the use is over: `noted`, `looked_at` and `unwritten` are None again
 
     Args:
         count: the number of parameters.

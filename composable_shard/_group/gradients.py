@@ -370,7 +370,7 @@ class GroupGradients:
 
 
 def _give_up(jobs: Iterable[tuple[ReduceBucket, Job[Reduced]]]) -> None:
-    """Wait for the remaining jobs after an error, because their memory is released; their own errors are ignored."""
+    """After an error, wait for the remaining jobs, which use memory that is released. Ignores their errors."""
     for _, job in jobs:
         with contextlib.suppress(Exception):
             job.finish()

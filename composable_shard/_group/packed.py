@@ -79,7 +79,8 @@ def carried_by(param: nn.Parameter) -> Carried | None:
     """Return the state that a parameter carries if it is packed; None if it is not.
 
     Two types of frozen parameters are packed: those whose dtype allows no gradient (integers), and those of a subclass
-    that carry tensors. DTensors, and subclasses that are made of other tensors (`__tensor_flatten__`), are not packed.
+    that carry tensors. Not packed are DTensors and other subclasses that are made of tensors (`__tensor_flatten__`),
+    and those that gather themselves (`fsdp_pre_all_gather`).
     """
     holding = [name for name, value in param.__dict__.items() if _holds_tensors(value)]
     if param.requires_grad or _gathers_itself(param) or not (_is_no_number(param.dtype) or _is_own(param, holding)):

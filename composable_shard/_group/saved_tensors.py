@@ -41,7 +41,10 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class HandleKeeper(Protocol):
-    """An object that all handles of a use hold."""
+    """An object that all handles of a use of a frozen group hold, to tell when the last of them was freed.
+
+    A frozen group has no node, whose deletion tells it for other groups.
+    """
 
     saved: Saved
 
@@ -67,7 +70,7 @@ class WeightOwner(Protocol):
 
     @property
     def keepers(self) -> Mapping[Bucket, HandleKeeper]:
-        """By bucket, an object that all handles made now hold. When it is deleted, the last of them was freed."""
+        """By bucket of a frozen group, the object that all handles made now hold. Other groups have none."""
 
 
 class Handle(NamedTuple):
@@ -76,7 +79,7 @@ class Handle(NamedTuple):
     bucket: Bucket
     place: Place | tuple[torch.Tensor, int]  # outside of the pool's memory: the view itself and the parameter's index
     owner: WeightOwner | None  # gathers the parameters; None if it was freed
-    keeper: object  # freed with the last handle of its use
+    keeper: object  # freed with the last handle of its use; None if the group is not frozen
     generation: int  # the bucket's generation when the view was saved
     shown: Sequence[torch.Tensor]  # the node outputs that were installed then, to detect edits of them
     version: int  # the version of the view then; a view shares its version counter with the output

@@ -110,7 +110,7 @@ def _applies(policy: OffloadPolicy, param: torch.Tensor) -> bool:
 
 
 class OffloadedOptimizer(Optimizer):
-    """The base class of offloaded optimizers. Their state is moved to where it is stepped, part by part."""
+    """The base class of offloaded optimizers, which step their parameters part by part."""
 
     _keeper: StateKeeper
     _keeps_all: bool
@@ -182,7 +182,7 @@ class OffloadedOptimizer(Optimizer):
         return super().state_dict()
 
     def blank_state(self, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, dict[str, Any]]:
-        """Create uninitialized state on disk for parameters without state, so that a load can fill it.
+        """Create state on disk for parameters without state, so that a load can fill it. Its values mean nothing.
 
         The optimizer does not use it until it is passed to `load_state_dict`. Empty if the state is not on disk.
         """
@@ -224,8 +224,8 @@ class OffloadedOptimizer(Optimizer):
     def _in_parts(self, options: Mapping[str, Any]) -> Iterator[Step]:
         """Context with a function that steps some of the parameters.
 
-        Each call sees the original param groups. Options that the calls change are written to the param groups at the
-        end.
+        Each call sees only the param groups of its parameters, with the options from before the first call. Options
+        that the calls change are written to the param groups at the end.
         """
         groups, step = self.param_groups, _own_step(type(self))
         index_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
@@ -303,8 +303,10 @@ def offload_optimizer(optimizer: AnyOptimizer, policy: OffloadPolicy | None = No
     LBFGS does not.
 
     With `DiskOffloadPolicy`, a step reads, steps and writes the state of some parameters at a time, in the order in
-    which they first got state. If a step or a load fails, the state is lost: the optimizer then raises on every use,
-    and training must resume from a checkpoint.
+    which they first got state.
+
+    If a step fails, or a load cannot offload what it has loaded, the state is lost: the optimizer then raises on every
+    use, and training must resume from a checkpoint.
 
     Args:
         optimizer: an optimizer of `model.parameters()`, created after sharding.
@@ -313,8 +315,8 @@ def offload_optimizer(optimizer: AnyOptimizer, policy: OffloadPolicy | None = No
             after a load with `assign=True`, which replaces the parameters.
 
     Returns:
-        `optimizer`. It is unchanged if the policy has no effect: for `HostOffloadPolicy` without an accelerator, and
-        for fake tensors outside of `estimate`.
+        `optimizer`. It is unchanged if the policy has no effect: a policy that does not offload optimizer state, or
+        `HostOffloadPolicy` for parameters that are not on an accelerator, or fake tensors outside of `estimate`.
 
     Raises:
         ShardConfigTypeError: `optimizer` is not an optimizer of torch, is LBFGS, or has state that cannot be offloaded.

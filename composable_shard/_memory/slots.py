@@ -61,7 +61,9 @@ class _SlotViews(dict[Place, torch.Tensor]):
 
 
 class Request:
-    """A purpose for which memory is leased in every step. A pool has one object per purpose (`BufferPool.request`).
+    """A purpose for which memory is leased in every step, in forward or in backward.
+
+    A pool has one object per purpose (`BufferPool.request`).
 
     Attributes:
         name: the purpose, including a parameter's name.

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -207,7 +208,7 @@ def workspace_of(policy: DiskOffloadPolicy) -> Workspace:
 
 
 class StateKeeper:
-    """Stores the offloaded state of an optimizer, and moves it to where it is stepped.
+    """Stores the offloaded state of an optimizer. A step moves the state to the parameters, or the other way round.
 
     Attributes:
         loads_on_host: whether a load leaves state on the host, instead of on the device of its parameter.
@@ -267,7 +268,7 @@ class StateOnDisk(StateKeeper):
     def _sections(
         self, states: States, params: Sequence[torch.Tensor]
     ) -> tuple[list[tuple[Unit | None, list[torch.Tensor]]], list[torch.Tensor]]:
-        """The parameters by unit (None if nothing is on disk), and the parameters without state.
+        """The parameters in sections with their unit (None if nothing is on disk), and the parameters without state.
 
         Parameters are in the order in which they got their state. Units differ between ranks, but this order does not,
         so ranks stay aligned if a step communicates.
@@ -275,10 +276,16 @@ class StateOnDisk(StateKeeper):
         unknown = [p for p in params if p not in self._units or (self._units[p] is not None and not states.get(p))]
         stepped = {*params}.difference(unknown)
         sections: list[tuple[Unit | None, list[torch.Tensor]]] = []
-        by_unit: dict[Unit, list[torch.Tensor]] = {}
-        for param, unit in self._units.items():
-            if param in stepped:
-                _section_of(unit, sections, by_unit).append(param)
+        seen: set[Unit] = set()
+        for unit, members in groupby([param for param in self._units if param in stepped], self._units.__getitem__):
+            part = [*members]
+            # After the state of a parameter has moved, its old unit may have parameters before and after it. A step of
+            # that whole unit would change the order, so the part after it becomes a unit of its own.
+            if unit in seen:
+                unit = self._move(states, part)
+            if unit is not None:
+                seen.add(unit)
+            sections.append((unit, part))
         return sections, unknown
 
     def _step_sections(
@@ -406,7 +413,7 @@ class StateOnDisk(StateKeeper):
         self.files.settle()
 
     def blank(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """Create state on disk with undefined values, with the names, dtypes and shapes of `state`."""
+        """Create state on disk for a parameter without state, with the names, dtypes, shapes and values of `state`."""
         states: States = {param: dict(state)}
         self._measure(param, self._checked(param, state), [param])
         self._keep(states, [param])
@@ -420,19 +427,24 @@ class StateOnDisk(StateKeeper):
 
     def _keep(self, states: States, params: Sequence[torch.Tensor]) -> None:
         """Move the state of parameters to disk: to its previous place if that matches, otherwise into a new unit."""
-        all_parts = {param: self._parts(states.get(param, {})) for param in params}
-        known = {param: self._units.get(param) for param in params}
         new = []
-        for param, parts in all_parts.items():
-            unit = known[param]
-            if unit is None or not unit.holds(param, parts):
-                new.append(param)
-        unit = self._new_unit({param: all_parts[param] for param in new})
-        self._units.update(dict.fromkeys(new, unit))
-        for param, parts in all_parts.items():
-            unit = self._units[param]
-            if unit is not None:
+        for param in params:
+            unit, parts = self._units.get(param), self._parts(states.get(param, {}))
+            if unit is not None and unit.holds(param, parts):
                 self._put(states[param], unit, param, parts)
+            else:
+                new.append(param)
+        self._move(states, new)
+
+    def _move(self, states: States, params: Sequence[torch.Tensor]) -> Unit | None:
+        """Move the state of parameters into a new unit, and return it; None if none of it belongs on disk."""
+        all_parts = {param: self._parts(states.get(param, {})) for param in params}
+        unit = self._new_unit(all_parts)
+        self._units.update(dict.fromkeys(params, unit))
+        if unit is not None:
+            for param, parts in all_parts.items():
+                self._put(states[param], unit, param, parts)
+        return unit
 
     def _new_unit(self, all_parts: Mapping[torch.Tensor, Parts]) -> Unit | None:
         if not any(all_parts.values()):
@@ -547,17 +559,3 @@ def _move_out(state: dict[str, Any], ring: Ring) -> None:
     for name, value in state.items():
         if _moves(value) and local_part(value).untyped_storage().data_ptr() == ring.storage.data_ptr():
             state[name] = wrap_like(value, local_part(value).clone())
-
-
-def _section_of(
-    unit: Unit | None, sections: list[tuple[Unit | None, list[torch.Tensor]]], by_unit: dict[Unit, list[torch.Tensor]]
-) -> list[torch.Tensor]:
-    """The section for a unit. Consecutive parameters without a unit share one section."""
-    if unit is None:
-        if not sections or sections[-1][0] is not None:
-            sections.append((None, []))
-        return sections[-1][1]
-    if unit not in by_unit:
-        by_unit[unit] = []
-        sections.append((unit, by_unit[unit]))
-    return by_unit[unit]

@@ -249,7 +249,7 @@ class Methods(TorchFSDPModule):
 
         Raises:
             ShardConfigTypeError: `modules` is not a list or another iterable.
-            ShardConfigValueError: one of the modules is not sharded.
+            ShardConfigValueError: one of the modules is not sharded, or has another root.
         """
         self._own_state().set_prefetch(False, _states_to_prefetch(modules))
 
@@ -258,7 +258,7 @@ class Methods(TorchFSDPModule):
 
         Raises:
             ShardConfigTypeError: `modules` is not a list or another iterable.
-            ShardConfigValueError: one of the modules is not sharded.
+            ShardConfigValueError: one of the modules is not sharded, or has another root.
         """
         self._own_state().set_prefetch(True, _states_to_prefetch(modules))
 

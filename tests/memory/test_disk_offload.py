@@ -309,8 +309,9 @@ class Meeting(torch.optim.SGD):
                     param.sub_(self.state[param]["mean"], alpha=0.01 + 0 * index)
 
 
+@pytest.mark.parametrize("late", [2, 3])  # the parameter that gets state after the others
 @distributed(world=2)
-def test_steps_that_communicate_stay_aligned_across_ranks(rank, world, tmp_path):
+def test_steps_that_communicate_stay_aligned_across_ranks(rank, world, tmp_path, late):
     torch.manual_seed(0)
     sizes = [(1, 4000), (700, 3), (1, 4000), (3, 900), (1, 5), (501, 7)]  # some shards are empty
     start = [torch.randn(size) for size in sizes]
@@ -319,16 +320,21 @@ def test_steps_that_communicate_stay_aligned_across_ranks(rank, world, tmp_path)
         model = nn.Module()
         model.params = nn.ParameterList(nn.Parameter(each.clone()) for each in start)
         model.forward = lambda model=model: sum(param.square().sum() for param in model.params)
-        model.params[2].requires_grad_(False)
+        model.params[late].requires_grad_(False)
         cs.fully_shard(model, offload_policy=policy or cs.OffloadPolicy())
         optimizer = Meeting(model.parameters(), lr=0.1)
         if policy is not None:
             cs.optim.offload_optimizer(optimizer)
-        for step in range(4):
-            model.params[2].requires_grad_(step > 1)
+        for step in range(5):
+            model.params[late].requires_grad_(step > 1)
             model().backward()
             optimizer.step()
             optimizer.zero_grad()
+            if step == 3:  # load larger state, which moves to other places on disk
+                state = copy.deepcopy(optimizer.state_dict())
+                for each in state["state"].values():
+                    each["more"] = torch.zeros_like(each["mean"])
+                optimizer.load_state_dict(state)
         sides.append((model, optimizer))
     assert_same(*sides)
 
