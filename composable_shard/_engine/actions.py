@@ -198,10 +198,11 @@ class Actions:
 
         Args:
             waiting: whether the backward of an earlier forward may still run (`Iterations.waiting`). If so, and in grad
-                mode, the groups that the earlier forward left unsharded stay unsharded for that backward.
+                mode, the groups that the earlier forward left unsharded stay unsharded for that backward, unless their
+                shards have changed.
 
         Returns:
-            whether any parameter was replaced.
+            whether any parameter was replaced, tied or converted.
         """
         if self._without_group:
             self._adopt_without_group()
@@ -221,7 +222,7 @@ class Actions:
         if group.stay.pinned:
             return True
         # Code often swaps weights before an evaluation (EMA). Foreach functions do not increase versions, so such a
-        # swap would go unnoticed. An evaluation therefore gathers all groups again.
+        # swap would go unnoticed. An evaluation therefore gathers the groups again that no user has unsharded.
         if not torch.is_grad_enabled():
             return False
         # For several microbatches, users set `reshard_after_backward` to False, and back to True for the last one. So
@@ -380,7 +381,7 @@ class Actions:
 
         Args:
             group, stays: as in `end_forward`.
-            written: whether the forward wrote to outputs of its node.
+            written: whether the forward wrote to what was installed: outputs of its node, or leaves.
         """
         written |= group.is_written()
         group.forget_writes()
@@ -406,8 +407,9 @@ class Actions:
     ) -> None:
         """Begin the backward of a use: gather and install its unsharded parameters, and prefetch the next groups.
 
-        With `ParamGroup.reduces_first` (True on a CPU), a gather can reuse the memory of a reduction only after the
-        host has waited for that reduction. So all reductions in flight are waited for before anything is gathered:
+        With `reduces_first` of the group (usual on a CPU) or of the schedule, a gather can reuse the memory of a
+        reduction only after the host has waited for that reduction. So all reductions in flight are waited for before
+        anything is gathered:
 
         - If the use's group, or one in `missed`, must be gathered: here.
         - Otherwise: when half of the weights that the use has saved in its first bucket have been read
@@ -544,7 +546,7 @@ class Actions:
             set_grad_enabled(grad)
 
     def rebuild(self, groups: Sequence[ParamGroup]) -> None:
-        """Re-create the buckets of those groups that are sharded, and free all memory that is not leased."""
+        """Re-create the buckets of those groups that are sharded, and free the pool's memory (`start_over`)."""
         for group in groups:
             if group.phase is SHARDED:
                 group.rebuild()

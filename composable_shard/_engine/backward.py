@@ -263,9 +263,11 @@ class BackwardPass:
         return ()
 
     def leave(self, use: Use) -> Iterable[Skipped]:
-        """The uses that began after `use` and whose backward has not ended, when that of `use` is about to end.
+        """When the backward of `use` is about to end: skip the uses that began after it and whose node does not run.
 
-        Backward skips them.
+        Returns:
+            where the backward of those with `reduce_unused` would begin and end (`Skipped`). The others are only
+            dropped from the expected uses.
         """
         queue = self._upcoming
         return self._skipped_before(use) if self._open or (queue and queue[0].number > use.number) else ()

@@ -51,9 +51,10 @@ class Budget:
     def reached(self, use: Use, outputs: Outputs) -> None:
         """Note that backward has reached a use; `outputs` are the outputs of its node.
 
-        In a checkpoint, its group may still be resharded, because the recomputation gathers it again. There are two
+        In a checkpoint, its group may still be resharded, because the recomputation gathers it again. There are three
         exceptions:
 
+        - Groups that backward does not gather (`unshard_in_backward`).
         - The root's group: checkpoints of its blocks are recomputed within its backward, and may read its weights.
         - Groups with `reduce_unused`. Ranks that do not run the use gather for those that do. But only a rank that
           reads the weights can tell whether they were read, and all ranks must reshard alike.

@@ -1,8 +1,9 @@
 """The engine, one per root. Modules and autograd report events to it, and it responds with actions on groups.
 
-Only the engine holds the state of an iteration. It holds groups and never modules. It holds outputs of nodes, and with
-them graphs, only while a forward or backward needs them. Graphs may therefore hold the engine: backward still works
-after the model was deleted, and a model is freed without the cycle collector.
+The engine holds the state of an iteration as a whole: what runs, and what comes next. It holds groups and never
+modules. It holds outputs of nodes, and with them graphs, only while a forward or backward needs them. Graphs may
+therefore hold the engine: backward still works after the model was deleted, and a model is freed without the cycle
+collector.
 
     event                                method: what the engine does
 
@@ -15,9 +16,7 @@ after the model was deleted, and a model is freed without the cycle collector.
     the node of a use runs               on_gradients: reshard, pass the gradients on (see `gradients.py`)
     the outermost backward ends          _end_backward: wait for reductions, set `.grad`, reshard the remaining groups
 
-There are two rarer events. When the last saved weight of a use of a frozen group, which has no node, is freed,
-`on_handles_gone` is called. When a gradient arrives for a tensor that was read outside forward,
-`on_gradient_outside_forward` is called.
+Rarer events, such as a failure, or a gradient for a tensor that was read outside forward, have methods of their own.
 """
 
 from __future__ import annotations
@@ -662,9 +661,10 @@ class Engine:
             self._actions.reshard(group)
 
     def rebuild_if_idle(self) -> bool:
-        """Free all memory of the pool and rebuild all groups, if no work uses the memory. Returns whether it did.
+        """Free the pool's memory and rebuild all groups, if no work uses the memory. Returns whether it did.
 
-        It does nothing while a forward or backward is running, a graph may read weights, or a reduction is in flight.
+        Groups that stay unsharded keep their memory, and are not rebuilt. It does nothing while a forward or backward
+        is running, a graph may read weights, or a reduction is in flight.
         """
         busy = self._depth or self._pass is not None or current_backward() >= 0 or not self.uses.all_fired()
         if busy or any(group.gradients.phase is GradPhase.REDUCING for group in self.groups):

@@ -67,7 +67,8 @@ class GradientFlow:
     def _reduce_or_accumulate(self, group: ParamGroup, gradients: Gradients) -> None:
         """Reduce or accumulate gradients according to the settings.
 
-        Without any gradient, `.grad` stays None. With `reduce_unused`, it becomes a reduced gradient in any case.
+        Without any gradient, `.grad` stays None. With `reduce_unused` and gradient sync, it becomes a reduced
+        gradient in any case.
         """
         options = group.settings.current
         if any(map(getattr, gradients, repeat("is_sparse"), repeat(False))):

@@ -18,7 +18,7 @@ from .stopwatch import Stopwatch
 
 STEPS = 2  # how many steps are measured
 CHECK_AFTER = 64  # iterations until costs are measured again; doubled after each check
-_TRIES = 8  # after this many steps, measuring stops at the next one that cannot be measured
+_TRIES = 8  # from this step on, measuring stops at the first one that cannot be measured
 
 _PARTS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
     ("forward", (Kind.FORWARD,)),
@@ -61,7 +61,7 @@ class Measuring:
         if plan.prefetch.kind != "auto":
             return False
         if plan.costs is None:
-            return self._tries < _TRIES or plan.order != self._order
+            return self.is_on or self._tries < _TRIES or plan.order != self._order
         self._due_in -= not self.is_on
         return self._due_in <= 0
 

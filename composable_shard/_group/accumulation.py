@@ -111,7 +111,7 @@ class AccumulatedGradients:
         self._marks.put(indices)
 
     def take_partial(self) -> Partial | None:
-        """Return the accumulated pieces that `zero_grad` has not voided, and drop them; None if there are none.
+        """Return the accumulated pieces that `zero_grad` has not voided, and drop all; None if there were none at all.
 
         Call this after the members of the reduction have been chosen by `wanted`, which is cleared here.
         """

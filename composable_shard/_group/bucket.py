@@ -266,7 +266,7 @@ class Bucket:
 
     def leave_slots(self) -> None:
         """Drop all views of slots, while no slot is leased."""
-        return
+        raise NotImplementedError
 
     # A handle stands for a parameter as it was gathered, and resharding discards anything written to it. So an edit is
     # an error, raised at the end of the forward that made the edit, at the release of the parameters, or when backward

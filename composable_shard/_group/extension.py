@@ -248,6 +248,10 @@ class ExtensionBucket(Bucket):
             self._gatherers = {sizes: Gatherer(copies, torch.uint8, landings, self._pool, self._lane)}
         return self._gatherers[sizes]
 
+    def leave_slots(self) -> None:
+        for gatherer in self._gatherers.values():
+            gatherer.leave_slots()
+
     def arrived(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             taken = [(index, member.take()) for index, member in enumerate(self._members)]

@@ -112,7 +112,8 @@ class ParamGroup:
     Attributes:
         fqn, params, settings, is_root, entries: as given.
         shards: the sharded parameters, as users and optimizers see them.
-        buckets: the gather buckets, one per dtype; parameters that define their own all-gather have separate ones.
+        buckets: the gather buckets, one per dtype. Packed parameters have separate ones, and so have those that
+            define their own all-gather.
         layout: the layout of these buckets.
         residents: for each gather bucket, the pieces that a few ranks keep of it; empty until `shrink` is called.
         phase: the phase of the parameters: sharded, gathering, unsharded or resident.
@@ -203,8 +204,8 @@ class ParamGroup:
         """Iterate over the group's requests to the pool.
 
         Yields:
-            a purpose, False, and its requests. If forward and backward have separate requests for a purpose, it comes
-            twice: with those of forward, and with True and those of backward.
+            a purpose, whether the requests are those of backward where forward has others, and the requests. A purpose
+            may come several times.
         """
         yield "small", False, [resident.for_pieces for resident in self.residents]
         yield "landing", False, [resident.for_landing for resident in self.residents]

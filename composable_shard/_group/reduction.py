@@ -136,7 +136,8 @@ def _divisor(factor: float) -> torch.Tensor | None:
 class ReduceBucket:
     """Gradients of one group that are reduced in one dtype.
 
-    Frozen parameters are not members, unless they have accumulated gradients (`AccumulatedGradients.wanted`).
+    Frozen parameters are not members, unless they required gradients when some were accumulated
+    (`AccumulatedGradients.wanted`).
 
     Args:
         indices: the members' indices in the group.
@@ -408,7 +409,7 @@ class GroupReduced:
         jobs: those that the host must wait for before it reads a result.
 
     Attributes:
-        is_uncut: whether no result is split into pieces yet. Then each result is one tensor, the memory of all pieces,
+        is_uncut: whether no result was split into pieces. Then each result is one tensor, the memory of all pieces,
             so keeping it for a while costs no memory. (Results of several dtypes are split earlier.)
         host_may_read: whether the host can read a result without waiting for an accelerator.
         unused: those of `asked` that had no gradient; valid once `pieces` was called.

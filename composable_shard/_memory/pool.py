@@ -216,7 +216,8 @@ class BufferPool:
     def loses_memory(self, request: Request) -> bool:
         """Whether the slot of a request resizes: all tensors that use its memory lose it at release.
 
-        Such a slot cannot be lent. The memory of a large region is also freed at release, but only if nothing uses it.
+        Such a slot cannot be lent. The memory of a large region is also freed at release. But a slot that other code
+        uses is lent or retained, which delays its release.
         In `TrackedPool`, the subclass for tools that count memory (`_fsdp2/listening.py`), all slots resize.
         """
         return request.refills
@@ -426,7 +427,7 @@ class BufferPool:
         self._beside_bytes = sum([slot.nbytes for slot in remaining.difference(self.arena.slots)])
 
     def start_over(self) -> None:
-        """Free all memory that is not leased, and forget the arena and which requests were leased together.
+        """Free the memory as `free_all` does, and forget which requests were leased together.
 
         Called when sizes will change. Leased requests keep their slots until they are released.
         """

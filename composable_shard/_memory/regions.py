@@ -37,9 +37,9 @@ class Region:
 
     Attributes:
         offset: offset in the arena, in bytes.
-        is_large: whether the region has a single slot, which loses its memory at release, or in `finish_queued` if work
-            is still queued on it. Requests that are much larger than others have such regions, and those that the arena
-            does not know yet: before `Arena.make`, all. An arena with `keeps_idle` has none.
+        is_large: whether the region is for requests of one name. It loses its memory at release, or in
+            `finish_queued` if work is still queued on it. Requests that are much larger than others have such regions,
+            and those that the arena does not know yet: before `Arena.make`, all. An arena with `keeps_idle` has none.
         nbytes: size in bytes.
         storage: the storage of the memory and of all views of its slots.
         slots: the slots in the region. `at` contains them by span.

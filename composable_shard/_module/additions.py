@@ -52,9 +52,14 @@ class Top(NamedTuple):
 
 
 class _Seen:
-    """A snapshot of the children and parameters of modules, for a cheap check whether they have changed."""
+    """A snapshot of the children and parameters of modules, for a cheap check whether they have changed.
 
-    def __init__(self, tops: Sequence[Top]) -> None:
+    Args:
+        tops: the modules, with all modules below them.
+        known: the entries of the sharded parameters, whose own checks find that a parameter was deleted.
+    """
+
+    def __init__(self, tops: Sequence[Top], known: Iterable[ModuleEntries]) -> None:
         below = [top for _, _, top in _below(tops)]
         self._parents = [top.children for top in below]
         self._children = [*chain.from_iterable(map(dict.values, self._parents))]
@@ -65,6 +70,11 @@ class _Seen:
         ]
         empty = [(params, name) for params, filled in self._filled for name in params.keys() - filled]
         self._empty = [params for params, _ in empty], [name for _, name in empty]
+        sharded = {(id(params), name) for entries in known for params, name, _ in entries.places}
+        others = [
+            (params, name) for params, names in self._filled for name in names if (id(params), name) not in sharded
+        ]
+        self._others = [params for params, _ in others], [name for _, name in others]
 
     def is_current(self) -> bool:
         """Whether the modules still have the same children, and no additional parameters."""
@@ -72,6 +82,8 @@ class _Seen:
             [*map(len, self._dicts)] == self._sizes
             and all(map(is_, chain.from_iterable(map(dict.values, self._parents)), self._children))
             and all(map(is_, map(dict.get, *self._empty), repeat(None)))
+            # Otherwise, if a parameter was deleted, another one could take its place in the size of a dictionary.
+            and all(map(dict.__contains__, *self._others))
         )
 
     def names(self) -> dict[int, set[str]]:
@@ -103,7 +115,7 @@ class WatchedEntries(ModuleEntries):
         self._tops = tops
         self._prefixes = [""] * len(tops)  # prefix of the names in each top; set once the root is known
         self._others = others
-        self._seen = _Seen(tops)
+        self._seen = _Seen(tops, [self, *others])
         self._allows_unmanaged = False
         self._idle: list[nn.Parameter] = []  # parameters that are not sharded and that `adopt` has accepted so far
 
@@ -149,7 +161,7 @@ class WatchedEntries(ModuleEntries):
         self._check_managed(added)
         self._follow_moved(moved)
         self._idle = [] if self._allows_unmanaged else [*added.values()]
-        self._seen = _Seen(self._tops)
+        self._seen = _Seen(self._tops, family)
 
     def _new_places(
         self, family: Sequence[ModuleEntries]

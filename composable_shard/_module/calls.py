@@ -129,17 +129,19 @@ def run(module: nn.Module, call: Call | None, args: tuple[Any, ...], kwargs: dic
 
 
 def _hooks_for(engine: Engine, group: ParamGroup | None, stays: bool) -> contextlib.AbstractContextManager[Any] | None:
-    """The saved-tensor hooks of a call. None in these cases:
+    """A context that makes the saved-tensor hooks right for a call; None if they are right already:
 
     - There are no gradients.
     - Hooks are forbidden, as in `torch.func.grad`. Autograd then saves the weights themselves.
     - The call is a recomputation that must not have our hooks (`_saved_none`).
-    - Our hooks of the enclosing forward are active, and are enough (`saved_weights`).
+    - It needs our hooks, and those of the enclosing forward are active and enough (`saved_weights`).
+    - It needs none, and our hooks are not the innermost ones (`weights_in_place`).
 
     Args:
         engine: the module's engine.
         group: the module's group, if it has parameters.
-        stays: whether the weights keep their memory until backward (`set_keep_unsharded_storage`).
+        stays: whether the weights keep their memory until backward (`set_keep_unsharded_storage`). Then the call needs
+            no hooks, and those of the enclosing forward are set aside. Otherwise it needs ours.
     """
     if not (torch.is_grad_enabled() and saved_tensors_hooks_are_enabled()):
         return None
@@ -149,7 +151,7 @@ def _hooks_for(engine: Engine, group: ParamGroup | None, stays: bool) -> context
 
 
 def recomputation_hooks(state: ShardState) -> contextlib.AbstractContextManager[Any] | None:
-    """The saved-tensor hooks of a recomputation that bypasses our `__call__`; None if the checkpoint has set hooks.
+    """Like `_hooks_for`, for a recomputation that bypasses our `__call__`; None if the checkpoint has set hooks.
 
     A reentrant checkpoint sets no hooks. A non-reentrant one sets its own, in the original forward and in the
     recomputation, and both times they must get the same number of tensors. In the original forward they were set inside

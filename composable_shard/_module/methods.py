@@ -1,6 +1,7 @@
 """The settings of a sharded module: methods of torch's `FSDPModule`, and this library's policies.
 
-Each method replaces the frozen `Options` of the affected groups. Forward and backward read the options while they run.
+Most of these methods replace the frozen `Options` of the affected groups, which forward and backward read while they
+run. Those that apply to a whole root set attributes of its engine, or what was asked of it (`state.Asked`).
 """
 
 from __future__ import annotations
@@ -270,7 +271,7 @@ class Methods(TorchFSDPModule):
         self._own_state().set_for_root(changed_at=event)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Do nothing: torch's setting avoids allocations on other streams, which gathers never make here."""
+        """Do nothing: torch's setting avoids allocations on other streams. Here, only low-bit gathers make any."""
 
     # ---- communication
 

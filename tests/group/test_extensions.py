@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import time
+import weakref
 from unittest import mock
 
 import pytest
@@ -220,6 +222,19 @@ def test_uneven_shards_are_sent_padded(rank, world):
     models = {side: shard(make(InTwo, sizes=(7, 5)), engine) for side, engine in ENGINES.items()}
     train(models, rank)
     assert_at_rest(models["ours"])
+
+
+@distributed(world=2)
+def test_landing_memory_from_before_the_arena_is_freed(rank, world):
+    model = shard(make(InTwo, sizes=(7, 5)), fully_shard)
+    step(model, rank)
+    pool = engine_of(model).pool
+    before = [weakref.ref(slot) for slot in pool.addresses]
+    assert before and not pool.arena.is_planned
+    step(model, rank, 1)
+    assert pool.arena.is_planned
+    gc.collect()
+    assert not [slot for ref in before if (slot := ref()) is not None]
 
 
 @distributed(world=2)

@@ -267,9 +267,14 @@ def add_tensor_parallel(model):
     model.scale = nn.Parameter(distribute_tensor(torch.ones(4), mesh_of(dist.get_world_size()), [Replicate()]))
 
 
+def rename_ignored(model):
+    del model.ignored
+    model.scale = nn.Parameter(torch.ones(4))
+
+
 WAYS = [
     add_child, add_to_list, add_deep, add_deep_in_new, replace_layer, add_parameter, add_parameter_to_list,
-    add_tensor_parallel,
+    add_tensor_parallel, rename_ignored,
 ]  # fmt: skip
 
 
@@ -282,9 +287,10 @@ def test_an_added_parameter_is_refused_wherever_it_is_added(rank, world, run_bef
         if own:
             model.first = nn.Linear(4, 4)
             model.register_forward_pre_hook(lambda m, args: (m.first(*args),))
+        model.ignored = nn.Parameter(torch.ones(4))
         for layer in model.layers:
             fully_shard(layer)
-        fully_shard(model)
+        fully_shard(model, ignored_params={model.ignored})
         if run_before:
             model(torch.ones(2, 4)).sum().backward()
             model.zero_grad()

@@ -130,6 +130,18 @@ def test_auto_warns_and_stops_if_no_step_can_be_measured(rank, world):
     assert cs.make_plan(model).costs is None
 
 
+@pytest.mark.parametrize("frozen", [6, 7])
+@distributed(world=2)
+def test_auto_measures_one_more_step_if_the_last_try_succeeds(rank, world, frozen):
+    model, plain = made(P.auto())
+    train(model, plain, 1)
+    for trains, steps in ((False, frozen), (True, 4)):
+        for each in (model, plain):
+            each.blocks[1].requires_grad_(trains)
+        train(model, plain, steps)
+    assert cs.make_plan(model).costs is not None
+
+
 @distributed(world=2)
 def test_a_users_watch_continues_after_measurements_end(rank, world):
     model, plain = made(P.auto())
