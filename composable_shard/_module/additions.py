@@ -69,12 +69,8 @@ class _Seen:
             (top.params, {name for name, param in top.params.items() if param is not None}) for top in below
         ]
         empty = [(params, name) for params, filled in self._filled for name in params.keys() - filled]
-        self._empty = [params for params, _ in empty], [name for _, name in empty]
-        sharded = {(id(params), name) for entries in known for params, name, _ in entries.places}
-        others = [
-            (params, name) for params, names in self._filled for name in names if (id(params), name) not in sharded
-        ]
-        self._others = [params for params, _ in others], [name for _, name in others]
+        self._empty = _columns(empty)
+        self._others = _columns(_not_sharded(self._filled, known))
 
     def is_current(self) -> bool:
         """Whether the modules still have the same children, and no additional parameters."""
@@ -89,6 +85,25 @@ class _Seen:
     def names(self) -> dict[int, set[str]]:
         """By id of a module's `_parameters`: the names of its parameters in the snapshot."""
         return {id(params): names for params, names in self._filled}
+
+
+def _columns(places: Iterable[tuple[dict[str, Any], str]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The dictionaries and the names of places, as arguments of `map`."""
+    listed = list(places)
+    return [params for params, _ in listed], [name for _, name in listed]
+
+
+def _not_sharded(
+    filled: Iterable[tuple[dict[str, Any], set[str]]], known: Iterable[ModuleEntries]
+) -> list[tuple[dict[str, Any], str]]:
+    """The places of parameters that are not sharded.
+
+    Args:
+        filled: the dictionaries of all parameters, with the names of those that are not None.
+        known: the entries of the sharded parameters.
+    """
+    sharded = {(id(params), name) for entries in known for params, name, _ in entries.places}
+    return [(params, name) for params, names in filled for name in names if (id(params), name) not in sharded]
 
 
 class WatchedEntries(ModuleEntries):
