@@ -192,7 +192,7 @@ class Engine:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward has begun and not ended."""
+        """Whether a backward has begun and not ended, or has failed and was not cleaned up yet."""
         return self._pass is not None
 
     @property

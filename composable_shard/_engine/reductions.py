@@ -1,8 +1,7 @@
 """The reductions of one engine's groups, from the reduce-scatter to `.grad`.
 
 `start` issues a reduction, which is then *in flight*. All ranks issue reductions in the same order, and wait for them
-in that order. When a reduction has been waited for, its result is usually added to `.grad`. In three cases that happens
-later:
+in that order. When a reduction has been waited for, its result is added to `.grad`, in three cases only later:
 
     _batch    the group has no `.grad` yet: `.grad` of several groups is set together, which costs less host time
     _unread   the host must read from the result which parameters are unused, or gradients are offloaded: it waits

@@ -3,7 +3,7 @@
 compared                                        when
 order: the groups whose forwards began          at the end of each root forward
 bytes: the peak of live bytes                   between two iterations, if the peak has grown
-time: measured costs (see `measuring.py`)       between two iterations, less often the longer the costs hold
+time: measured costs (see `measuring.py`)       between two iterations, less often after each comparison
 
 All ranks must follow the same plan. All ranks run a first forward in grad mode, so they agree on its order by a
 collective. They measure times in the same iterations, and agree on these in the same way. Later, a rank whose order

@@ -1,7 +1,7 @@
 """The times of a step: spans of compute, of collectives and of waits, by group.
 
-`Actions` notifies a `Stopwatch` when compute of a group begins and ends. `Recorder` runs other work through it. With a
-`serial` stopwatch, each collective is waited for where it is issued, so that it is timed separately.
+`Actions` and the engine notify a `Stopwatch` when compute of a group begins and ends. `Recorder` runs other work
+through it. With a `serial` stopwatch, each collective is waited for where it is issued, so that it is timed separately.
 """
 
 from __future__ import annotations

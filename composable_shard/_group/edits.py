@@ -197,7 +197,7 @@ class Edited(Protocol):
         """
 
     def accept(self, edited: Collection[int] = ()) -> None:
-        """Accept all writes so far, except those to the parameters with the indices `edited`."""
+        """Accept all writes so far, except those to the leaves of the parameters with the indices `edited`."""
 
 
 def changed(buckets: Sequence[Edited], gather_again: Callable[[], None]) -> list[str]:

@@ -88,7 +88,7 @@ class Arena:
         slots: all slots.
         is_planned: whether `make` has been called, after the first step.
         keeps_idle: whether regions keep their memory while nothing in them is leased.
-        least_large: size in bytes above which a request has memory only while it is leased.
+        least_large: size in bytes above which `make` gives a request a large region.
         nbytes: bytes of all regions.
         held_bytes: bytes of all regions that have memory.
         without_memory: number of regions without memory.

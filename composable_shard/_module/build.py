@@ -90,6 +90,7 @@ class _Tree:
     def _around(self) -> tuple[tuple[str, str], ...]:
         """Pairs of FQNs: a group, and the innermost other group whose modules enclose the modules of the first.
 
+        For the later groups of a module with several, it is the group before them.
         The root's own groups enclose all others and are left out.
         """
         inside: dict[str, list[ShardState]] = {}  # by name of a module: its groups, outermost first

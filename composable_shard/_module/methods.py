@@ -374,7 +374,8 @@ class Methods(TorchFSDPModule):
 
         Raises:
             ShardConfigTypeError: `policy` is not a PrefetchPolicy.
-            ShardConfigStateError: this is not the root.
+            ShardConfigStateError: this is not the root. Before the first forward, the error is raised by the first
+                forward of the root instead.
         """
         _check_kind("policy", PrefetchPolicy, policy)
         self._own_state().ask(prefetch=policy)
@@ -384,7 +385,8 @@ class Methods(TorchFSDPModule):
 
         Raises:
             ShardConfigTypeError: `policy` is not a PoolPolicy.
-            ShardConfigStateError: this is not the root.
+            ShardConfigStateError: this is not the root. Before the first forward, the error is raised by the first
+                forward of the root instead.
             PoolBudgetError: a group does not fit into the budget. Before the first forward, the error is raised by that
                 forward instead.
         """
@@ -399,7 +401,8 @@ class Methods(TorchFSDPModule):
 
         Raises:
             ShardConfigTypeError: `plan` is not a ShardPlan.
-            ShardConfigStateError: this is not the root.
+            ShardConfigStateError: this is not the root. Before the first forward, the error is raised by the first
+                forward of the root instead.
             ShardConfigValueError: the plan belongs to another model. Before the first forward, the error is raised by
                 that forward instead.
         """

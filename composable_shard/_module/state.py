@@ -243,7 +243,8 @@ class ShardState:
         """Change `asked`; the engine, if it is built, follows it from the next forward on.
 
         Raises:
-            ShardConfigStateError: this module is not the root.
+            ShardConfigStateError: this module is not the root; before the engine is built, the root's first forward
+                raises it instead.
             PoolBudgetError, ShardConfigValueError: the plan cannot be made; the previous requests stay in effect.
         """
         if self.bound is None:
