@@ -101,7 +101,7 @@ class Actions:
         self.changed = at or self._runtime.gather_lane.record_current_stream()
 
     def issue_gather(self, group: ParamGroup) -> None:
-        """Issue a group's gather without waiting for it. The group must be sharded, or resident."""
+        """Issue the gather of a sharded or resident group. Only a serial stopwatch (`stopwatch.py`) waits for it."""
         if self.order.forward.kept and group in self.order.forward.kept:
             # Groups that settings keep unsharded note versions in `start_gather`. This one is kept by the schedule. The
             # next root forward then finds out whether its parameters are outdated.
@@ -230,7 +230,7 @@ class Actions:
         return waiting or group.stay.kept or not group.settings.current.reshard_after_backward
 
     def _adopt_without_group(self) -> None:
-        """Adopt parameters that users added to modules that had none of their own."""
+        """Check, and refuse if they train, parameters that were added to modules without a group."""
         for known in self._without_group:
             if (entries := known()) is not None:
                 entries.adopt()

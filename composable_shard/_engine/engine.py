@@ -71,7 +71,8 @@ def _group_of(bucket: Bucket) -> ParamGroup:
     """The group that a bucket belongs to.
 
     Raises:
-        ShardConfigStateError: the group was freed, or a conversion of its parameters has replaced its buckets.
+        ShardConfigStateError: the group was freed, or its buckets were replaced, for example by a conversion of
+            its parameters.
     """
     group: ParamGroup | None = bucket.group()
     if group is None or bucket not in group.buckets:

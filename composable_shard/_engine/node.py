@@ -58,7 +58,8 @@ class Use:
             them once, so counting reads tells when it has come halfway. The first bucket stands for all: most groups
             have only one.
         saved_any: whether autograd has saved a handle for any weight of the group.
-        fired: whether a backward has taken its gradients, as described above.
+        fired: whether a backward has taken its gradients, as described above. Not if `torch.autograd.grad` has returned
+            them.
         under_hooks: whether its forward ran under saved-tensor hooks of other code, such as a checkpoint that
             recomputes the forward.
         partial: the sum of the gradients so far, if nested backward passes (of checkpoints) will add more; else None.

@@ -218,7 +218,8 @@ class BufferPool:
 
         Such a slot cannot be lent. The memory of a large region is also freed at release. But a slot that other code
         uses is lent or retained, which delays its release.
-        In `TrackedPool`, the subclass for tools that count memory (`_fsdp2/listening.py`), all slots resize.
+        In `TrackedPool`, the subclass for tools that count memory (`_fsdp2/listening.py`), all slots resize while it
+        counts.
         """
         return request.refills
 

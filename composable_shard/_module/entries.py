@@ -49,7 +49,7 @@ class ModuleEntries:
         params: the sharded parameters, tied ones once.
 
     Attributes:
-        places, params: as given, then updated when users move or tie parameters.
+        places, params: as given; `places` is updated when users move or tie parameters.
         are_replaced: whether tensors other than the sharded parameters are installed: unsharded ones, copies or pieces.
         converted: whether the next `adopt` must report a change even if it finds none, because `Module._apply` has
             converted parameters, or Dynamo has traced a change.

@@ -569,7 +569,7 @@ def share_comm_ctx(modules: Iterable[Any]) -> None:
 
     Raises:
         ShardConfigValueError: one of the modules is not sharded.
-        ShardConfigStateError: one of the modules has run already.
+        ShardConfigStateError: one of the modules has an engine already, because it has run or was unsharded.
     """
     share_lanes(_states_of(modules))
 

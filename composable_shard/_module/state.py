@@ -240,7 +240,7 @@ class ShardState:
         return bool(self._for_root.get("ends_by_hand"))
 
     def ask(self, **wanted: Any) -> None:
-        """Change `asked`; the engine, if it is built, follows it from the next forward on.
+        """Change `asked`; the engine, if it is built, follows it immediately.
 
         Raises:
             ShardConfigStateError: this module is not the root; before the engine is built, the root's first forward
