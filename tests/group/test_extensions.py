@@ -230,7 +230,8 @@ def test_landing_memory_from_before_the_arena_is_freed(rank, world):
     step(model, rank)
     pool = engine_of(model).pool
     before = [weakref.ref(slot) for slot in pool.addresses]
-    assert before and not pool.arena.is_planned
+    assert before
+    assert not pool.arena.is_planned
     step(model, rank, 1)
     assert pool.arena.is_planned
     gc.collect()
