@@ -205,7 +205,7 @@ class Actions:
             whether any parameter was replaced, tied or converted.
         """
         if self._without_group:
-            self._adopt_without_group()
+            self._check_without_group()
         adopted = False
         for group in self.groups:
             entries = group.entries()
@@ -229,8 +229,8 @@ class Actions:
         # what an earlier backward has kept (`stay.kept`) may be used even if the setting is True now.
         return waiting or group.stay.kept or not group.settings.current.reshard_after_backward
 
-    def _adopt_without_group(self) -> None:
-        """Check, and refuse if they train, parameters that were added to modules without a group."""
+    def _check_without_group(self) -> None:
+        """Refuse parameters that train and that were added to modules without a group."""
         for known in self._without_group:
             if (entries := known()) is not None:
                 entries.adopt()

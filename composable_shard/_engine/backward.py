@@ -207,7 +207,7 @@ class BackwardPass:
         return self._upcoming[0].group if self._upcoming else None
 
     def next_groups(self, group: ParamGroup) -> Sequence[ParamGroup]:
-        """The groups whose backward is expected after that of `group`, up to and with those of the next module."""
+        """The groups whose backward is expected after that of `group`, up to and including those of the next module."""
         first = self.next_group()
         if first is None:
             return ()

@@ -260,6 +260,7 @@ class StateOnDisk(StateKeeper):
         """
         self.keep_all(states, params)
         sections, unknown = self._sections(states, params)
+        self.files.settle()  # reads bypass the page cache, and `_sections` may have moved state
         with self.workspace, ThreadPoolExecutor(THREADS, "composable_shard.offload") as threads:
             changed = self._step_sections(states, sections, step, threads)
             self._step_unknown(states, unknown, params, step)

@@ -78,7 +78,7 @@ class _Seen:
             [*map(len, self._dicts)] == self._sizes
             and all(map(is_, chain.from_iterable(map(dict.values, self._parents)), self._children))
             and all(map(is_, map(dict.get, *self._empty), repeat(None)))
-            # Otherwise, if a parameter was deleted, another one could take its place in the size of a dictionary.
+            # If one parameter was deleted and another one added, the size of a dictionary is the same.
             and all(map(dict.__contains__, *self._others))
         )
 

@@ -243,7 +243,7 @@ def _summed(numbers: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Ten
 
 
 def _mend_divisions(loss: torch.Tensor, some: torch.Tensor) -> None:
-    """On a rank without tokens, set gradients of scalars in the last operations of its loss that are not finite to 0.
+    """On a rank without tokens, set infinite and NaN gradients of scalars in the last operations of its loss to 0.
 
     The gradient of 0/0 is NaN even if the gradient of the result is 0.
     """

@@ -325,7 +325,7 @@ def test_steps_that_communicate_stay_aligned_across_ranks(rank, world, tmp_path,
         optimizer = Meeting(model.parameters(), lr=0.1)
         if policy is not None:
             cs.optim.offload_optimizer(optimizer)
-        for step in range(5):
+        for step in range(6):
             model.params[late].requires_grad_(step > 1)
             model().backward()
             optimizer.step()

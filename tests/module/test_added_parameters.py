@@ -267,14 +267,14 @@ def add_tensor_parallel(model):
     model.scale = nn.Parameter(distribute_tensor(torch.ones(4), mesh_of(dist.get_world_size()), [Replicate()]))
 
 
-def rename_ignored(model):
+def replace_ignored(model):
     del model.ignored
     model.scale = nn.Parameter(torch.ones(4))
 
 
 WAYS = [
     add_child, add_to_list, add_deep, add_deep_in_new, replace_layer, add_parameter, add_parameter_to_list,
-    add_tensor_parallel, rename_ignored,
+    add_tensor_parallel, replace_ignored,
 ]  # fmt: skip
 
 

@@ -119,7 +119,7 @@ def test_auto_measures_again_when_a_block_joins(rank, world):
 
 
 @distributed(world=2)
-def test_auto_warns_and_stops_if_no_step_can_be_measured(rank, world):
+def test_auto_warns_and_stops_if_too_few_steps_can_be_measured(rank, world):
     model, plain = made(P.auto())
     train(model, plain, 2)
     for each in (model, plain):
