@@ -177,6 +177,10 @@ class Job(Generic[T]):
         """Return a tuple of the event recorded after the work; of None on a CPU."""
         return (self._event,)
 
+    def forget_event(self) -> None:
+        """Let `finish` wait for no event: a capture has begun or ended since, and the device was idle then."""
+        self._event = None
+
     def wait_on_host(self) -> None:
         """After `finish`, make the host wait as well, before it reads a result that was copied to the host."""
         if self._event is not None:

@@ -19,6 +19,7 @@ from .._group.phases import AWAY, GATHERING, RESIDENT, SHARDED, UNSHARDED
 from .._group.setup import Runtime
 from .._plan.schedule import Kind
 from .._torch.core import current_backward, set_grad_enabled
+from ..errors import ShardConfigStateError
 from .budget import Budget, gathering
 from .installed import Installed, LeafHook
 from .node import Outputs, Use
@@ -49,6 +50,8 @@ class Actions:
         installed: tracks which tensors are installed in the modules.
         staying: groups whose unsharded parameters are needed again within the running backward. They were not resharded
             when the backward of a use ended, because the next use is of the same group or its forward is running.
+        may_be_replayed: whether a step was captured in a CUDA graph. A replay may change parameters, and increases no
+            version.
         gathered: groups that were gathered since the last backward ended. The same on all ranks, so that it can decide
             about collectives (`GradientFlow`).
     """
@@ -76,6 +79,7 @@ class Actions:
         self._held_prefetches: Sequence[ParamGroup] | None = None
         self.staying: set[ParamGroup] = set()
         self.gathered: set[ParamGroup] = set()
+        self.may_be_replayed = False
 
     # ---- between passes
 
@@ -181,7 +185,12 @@ class Actions:
 
         Their versions have changed. A write of equal values also changes versions, so the values are compared with the
         gathered ones, for which the group is gathered again if needed (`edits.py`).
+
+        Raises:
+            ShardConfigStateError: in a capture of a CUDA graph, where the host cannot read a comparison.
         """
+        if self.pool.memory.capture:
+            raise _written_in_capture(group)
         try:
             return changed(group.buckets, partial(self._regather, group))
         except BaseException:
@@ -219,6 +228,8 @@ class Actions:
 
     def _outlives(self, group: ParamGroup, waiting: bool) -> bool:
         """Whether unsharded parameters of this group may be used by a root forward that begins now."""
+        if self.may_be_replayed and not waiting and not self.pool.memory.capture:
+            return False
         if group.stay.pinned:
             return True
         # Code often swaps weights before an evaluation (EMA). Foreach functions do not increase versions, so such a
@@ -310,7 +321,8 @@ class Actions:
         for group in self.groups:
             if group.phase is SHARDED or group.running or (group.stay.pinned and not ends_pins):
                 continue
-            if group.settings.current.reshard_after_backward or (group.phase is GATHERING and not group.stay.pinned):
+            unused = group.phase is GATHERING and not group.stay.pinned
+            if group.settings.current.reshard_after_backward or unused or self.pool.memory.capture:
                 self.reshard(group)
             else:
                 self.installed.install_sharded(group)
@@ -561,3 +573,11 @@ class Actions:
             for group in self.groups:
                 group.leave_slots()
             self.pool.make_arena()
+
+
+def _written_in_capture(group: ParamGroup) -> ShardConfigStateError:
+    return ShardConfigStateError(
+        f"group {group.name}: a forward writes to its unsharded parameters while a CUDA graph is being captured. "
+        "Resharding loses such a write, which is allowed only if it changes no value, and the host cannot compare "
+        "values in a capture. Write to the sharded parameters outside of the graph, or do not capture this step"
+    )

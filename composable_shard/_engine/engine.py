@@ -43,10 +43,10 @@ from .._group.setup import Runtime
 from .._plan.plan import ShardPlan
 from .._plan.record import Record
 from .._plan.schedule import Kind
+from .._torch.capturing import capture_number
 from .._torch.core import (
     Fate,
     apart_from_checkpoints,
-    captures,
     current_backward,
     is_profiled,
     passes_through,
@@ -55,6 +55,7 @@ from .._torch.core import (
 from ..errors import ShardConfigStateError
 from .actions import Actions
 from .backward import BackwardPass, Skipped, Token
+from .capturing import Capturing, needs_eager_step
 from .gradients import GradientFlow, watch_leaf, watch_replaced
 from .iterations import Iterations
 from .node import Keeper, Outputs, Use, Uses, Witness, unshard
@@ -81,15 +82,6 @@ def _group_of(bucket: Bucket) -> ParamGroup:
             "run backward before the change, or run forward again after it"
         )
     return group
-
-
-NO_CAPTURE = (
-    "a sharded model runs while a CUDA graph is being captured, but an eager step cannot be part of a graph: its "
-    "streams wait for events from before the capture, its schedule depends on earlier steps, and it needs work on the "
-    "host. "
-    "Capture the code between sharded modules only, or compile the model with "
-    "torch.compile(mode='reduce-overhead'), which leaves the communication out of its CUDA graphs"
-)
 
 
 class Engine:
@@ -124,8 +116,7 @@ class Engine:
         is_last_backward: set by `set_is_last_backward`. If True, gradients that `torch.autograd.grad` returns are
             reduced even if gradient sync is off, unless `ends_by_hand`.
         ends_by_hand: whether the caller finishes each backward (`finish_backward`), as a pipeline does.
-        changed_at: an event that a user recorded after the last parameter change (`set_post_optim_event`). The next
-            forward uses it instead of recording one.
+        capturing: keeps work in captures of CUDA graphs apart from work outside.
         profiled: whether the engine's work runs in profiler ranges (see `profiling.py`).
     """
 
@@ -154,7 +145,9 @@ class Engine:
         self.review = Review(self.order, self._actions, among, seat, is_given)
         self.uses = Uses()
         self.is_last_backward, self.ends_by_hand, self.under_hooks = True, False, False
-        self.changed_at: torch.Event | None = None
+        self._changed_at: torch.Event | None = None
+        self._changed_in = 0  # number of the capture in which `changed_at` was set; it counts only in this one
+        self.capturing = Capturing(self._actions, runtime.pool)
         self._iterations = Iterations()
         self._depth = 0  # how many forwards of sharded modules are nested now
         self._pass: BackwardPass | None = None
@@ -180,6 +173,18 @@ class Engine:
     def parts(self) -> tuple[object, ...]:
         """The objects whose classes `tools.py` replaces, in the order in which it names them."""
         return self, self._actions, self._actions.recorder, self._actions.reductions, self._gradients
+
+    @property
+    def changed_at(self) -> torch.Event | None:
+        """An event that a user recorded after the last parameter change (`set_post_optim_event`).
+
+        The next forward uses it instead of recording one.
+        """
+        return self._changed_at
+
+    @changed_at.setter
+    def changed_at(self, event: torch.Event | None) -> None:
+        self._changed_at, self._changed_in = event, capture_number(self.pool.memory.device)
 
     @property
     def has_run(self) -> bool:
@@ -248,8 +253,7 @@ class Engine:
 
     @apart_from_checkpoints
     def _begin_forward(self) -> None:
-        if captures(self.pool.memory.device):
-            raise ShardConfigStateError(NO_CAPTURE)
+        self.capturing.follow()
         self._end_abandoned()  # of an earlier forward that failed
         if self._pass is not None or self._iterations.was_interrupted:  # a pass that succeeds sets `_pass` to None
             self._recover()
@@ -258,17 +262,22 @@ class Engine:
             self.uses.forget_lost(waiting)
         if not waiting:  # otherwise this forward belongs to the iteration of the one that waits for its backward
             self._actions.recorder.end_iteration()
-        self._actions.parameters_changed(self.changed_at)
-        self.changed_at = None
+        self._actions.parameters_changed(self._changed_at if self._changed_in == self.capturing.number else None)
+        self._changed_at = None
         if self._actions.reshard_outdated(waiting):
+            if self.capturing.number:
+                raise needs_eager_step("parameters were replaced or converted since its last step")
             self._actions.rebuild(self.groups)
+        elif self.capturing.number:
+            if not (self.review.has_learned if torch.is_grad_enabled() else self.has_run):
+                raise needs_eager_step("its plan is made in the first step that trains")
         elif not waiting:
             # Ranks may differ in which graphs are alive, and so make an arena at different times. They may, because
             # making one needs no collective.
             if self.pool.wants_arena and self.uses.all_fired():
                 self._actions.plan_memory()
             self.review.between_steps()
-        self.review.begin(torch.is_grad_enabled(), waiting)
+        self.review.begin(torch.is_grad_enabled(), waiting, bool(self.capturing.number))
 
     def leave(self, learn_order: bool, failed: bool) -> None:
         """Leave a call of a sharded module, successful or not.
@@ -289,8 +298,10 @@ class Engine:
         self._end_abandoned(failed)  # for example, of a group with several modules that have not all run
         if not self._iterations.was_interrupted:
             self._actions.end_root_forward(failed)
+        if not torch.is_grad_enabled():
+            self.capturing.end()
         if learn_order:
-            self.review.end()
+            self.review.end(bool(self.capturing.number))
 
     def _end_abandoned(self, failed: bool = True) -> None:
         """After the last forward: end the forwards whose end was not reported.
@@ -396,6 +407,7 @@ class Engine:
         if self._pass is not None and not self._pass.alive:
             self._recover()
         if self._pass is None:
+            self.capturing.follow()
             self._follow_tools()
             token = Token()
             self._pass = BackwardPass(number, token, self.uses, weakref.WeakMethod(self.on_pass_ended), use)
@@ -546,6 +558,7 @@ class Engine:
         # such a pass, groups on which users have called `unshard` stay unsharded. A backward that the caller finishes
         # itself (`now` is None) goes through forwards.
         self._actions.end_root_backward(ends_pins=now is None or now.newest > 0)
+        self.capturing.end()
 
     def reduce_waiting(self, group: ParamGroup) -> None:
         """Between backwards, with gradient sync on: reduce what a group has accumulated, and set `.grad`."""
@@ -647,9 +660,11 @@ class Engine:
         """Gather a group and keep it unsharded, as described at `FSDPModule.unshard`."""
         self._follow_tools()
         try:
+            self.capturing.follow()
             # Pinned parameters whose shards have changed are gathered again, unless a backward needs the old values.
             idle = not (group.running or self._iterations.waiting or self.in_backward)
-            if idle and group.stay.pinned and group.phase is UNSHARDED and group.is_stale():
+            may_differ = self._actions.may_be_replayed or group.is_stale()
+            if idle and group.stay.pinned and group.phase is UNSHARDED and may_differ:
                 self._actions.reshard(group)
             self._actions.pin(group, wait)
         except BaseException as error:
@@ -658,6 +673,7 @@ class Engine:
 
     def reshard(self, group: ParamGroup) -> None:
         """Reshard a group, unless its forward is running."""
+        self.capturing.follow()
         if not group.running and group.phase is not SHARDED:
             self._actions.reshard(group)
 
@@ -674,7 +690,13 @@ class Engine:
         return True
 
     def between_graphs(self) -> None:
-        """Between compiled steps, when no memory is leased: place the pool's slots in an arena if that is due."""
+        """Between compiled steps, when no memory is leased: place the pool's slots in an arena if that is due.
+
+        Also notice that a capture of a CUDA graph has begun or ended.
+        """
+        self.capturing.follow()
+        if self.capturing.number:
+            return
         if not self._depth and self._pass is None and self.pool.wants_arena and self.uses.all_fired():
             self._actions.plan_memory()
 
@@ -698,6 +720,8 @@ class Engine:
         """
         groups = [group for group in self.groups if not stepped.isdisjoint(map(id, group.shards))]
         if groups:
+            self.capturing.follow()
+            self.capturing.check_step(optimizer)
             self._iterations.end()
             if self._pass is None:
                 # Reductions may be in flight if the caller finishes backward itself. If the optimizer steps within the

@@ -52,6 +52,7 @@ class Review:
             (``bytes``), and of measurements with different times (``time``).
         replans: how often a new plan was made because steps deviated or times were measured, and not because a user
             changed options.
+        has_learned: whether a forward in grad mode has ended, whose order all ranks have compared.
         measuring: decides which steps are measured, and tracks whether the current one is.
         seat: the model's entry in the ledgers.
     """
@@ -71,7 +72,7 @@ class Review:
         self._group_names = names_in(self._among)
         self._is_given = given  # whether a user set the current plan
         self._forwards = 0  # how many root forwards ended without an error
-        self._has_learned = False
+        self.has_learned = False
         self._phase = ""
         self._begun: Position = (0, 0, 0)  # where in the history the current forward began
         # Since the last forward: whether a user has changed the plan, and whether a conversion may have changed it.
@@ -84,31 +85,41 @@ class Review:
 
     # ---- order
 
-    def begin(self, grad: bool, waiting: bool) -> None:
-        """Begin a root forward; arguments as for `phase_of`."""
+    def begin(self, grad: bool, waiting: bool, captured: bool = False) -> None:
+        """Begin a root forward.
+
+        Args:
+            grad, waiting: as for `phase_of`.
+            captured: whether it is captured in a CUDA graph. Then nothing is voted on, compared or checked.
+        """
         if self._changed or self._may_differ:
             self._take_changes()
         groups = self._actions.groups
         self._phase = phase_of(grad, not groups or groups[0].settings.current.requires_gradient_sync, waiting)
         self._order.begin(self._phase, grad)
-        self.seat.begin(self._phase)
+        self.seat.begin(self._phase, checks=not captured)
         self._begun = self._actions.recorder.history.position()
-        if self._vote is not None:
+        if self._vote is not None and not captured:
             self._vote[0].cast()
 
-    def end(self) -> None:
+    def end(self, captured: bool = False) -> None:
         """End a successful root forward: count votes, and compare its order with the plan's.
+
+        Args:
+            captured: as for `begin`.
 
         Raises:
             RankMismatchError: ranks have run their first forward in grad mode in different orders.
             PoolBudgetError: a group does not fit in the order in which the forward ran.
         """
         self._forwards += 1
+        if captured:
+            return
         history = self._actions.recorder.history
         if self._vote is not None:
             self._count_votes(_arrived(history.since(self._begun).actions))
-        if not self._has_learned and not self._phase.startswith(NO_GRAD):
-            self._has_learned = True
+        if not self.has_learned and not self._phase.startswith(NO_GRAD):
+            self.has_learned = True
             self._learn_first(history.since(self._begun))
         planned = self._order.phases.get(self._phase, self._order.usual)
         _, order, around = self._begun

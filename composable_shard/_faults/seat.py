@@ -117,9 +117,9 @@ class Seat:
         for ledger, expected in notes.items():
             ledger.plan(expected)
 
-    def begin(self, phase: str) -> None:
-        """Begin a forward of the model."""
-        if self._of_group and not phase.startswith(NO_GRAD) and (due := self._rolling.due()) is not None:
+    def begin(self, phase: str, checks: bool = True) -> None:
+        """Begin a forward of the model; `checks` tells whether a check of replicas may follow."""
+        if checks and self._of_group and not phase.startswith(NO_GRAD) and (due := self._rolling.due()) is not None:
             held, groups = due
             for ledger in {self._of_group[group]: None for group in groups if group in self._of_group}:
                 ledger.stepped(f"{HOLD}{held} ({self._model})")

@@ -398,7 +398,7 @@ def _keep(gradients: list[torch.Tensor], anchor: torch.Tensor, indices: list[int
 
 def _settle(pieces: list[torch.Tensor], marks: torch.Tensor, anchor: torch.Tensor, indices: list[int]) -> None:
     if (owner := registry.known(anchor).owner()) is not None:
-        for piece, mark, index in zip(pieces, marks.tolist(), indices, strict=True):
+        for piece, mark, index in zip(pieces, owner.marks_of_unused(indices, marks), indices, strict=True):
             if mark > 0:
                 _check_sets_gradients(anchor, "a parameter that only other ranks have used")
             if owner.zeros_for_unused or mark > 0:

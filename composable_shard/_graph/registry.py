@@ -36,6 +36,9 @@ class Owner(Protocol):
     def settle(self, index: int, piece: torch.Tensor, complete: bool = True) -> None:
         """Add a reduced gradient to `.grad`."""
 
+    def marks_of_unused(self, indices: Sequence[int], marks: torch.Tensor) -> list[float]:
+        """The reduced marks of these parameters: positive if any rank had a gradient."""
+
     @property
     def zeros_for_unused(self) -> bool:
         """Whether a parameter that got no gradient on any rank gets zeros as its gradient."""

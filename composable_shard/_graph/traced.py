@@ -28,8 +28,10 @@ from .._group.group import Entries, ParamGroup
 from .._group.optimizers import watch_steps
 from .._group.param import ShardedParam, reduced_as
 from .._group.phases import SHARDED
+from .._group.reduction import UNUSED_ELSEWHERE
 from .._plan.layout import first_alike
 from .._policies import Comms, Options, Settings
+from .._torch.capturing import capture_number
 from .._torch.core import GRAPHS_GIVE_NONE, any_gradient_hooks, queue_backward_callback, with_side_effects
 from .._torch.ragged import DISPATCHES
 from ..errors import ShardConfigStateError
@@ -162,6 +164,7 @@ class TracedGroup:
         self.watched = 0
         self.uses = 0
         self.steps: TracedSteps | None = None
+        self._marks_before: dict[tuple[int, ...], list[float]] = {}  # the last result of `marks_of_unused`, by indices
         self._extended = False
         self._tag = _tag_of(params, info.device)
         registry.add(self)
@@ -331,10 +334,13 @@ class TracedGroup:
         return None if group is None else group.exchange()
 
     def before_gather(self) -> None:
-        """Let the engine arrange its memory in an arena, if that is due, before a graph gathers the group."""
+        """Before a graph gathers the group, let the engine arrange its memory if an arena is due or a capture began."""
         watch_steps(self)  # not earlier: without graphs that save shards, optimizer steps concern only the engine
         group, between_steps = self._of_runtime(), self._between_steps and self._between_steps()
-        if group is not None and between_steps is not None and group.exchange().pool.wants_arena:
+        if group is None or between_steps is None:
+            return
+        pool = group.exchange().pool
+        if pool.wants_arena or pool.memory.capture != capture_number(pool.memory.device):
             between_steps()
 
     def _of_runtime(self) -> ParamGroup | None:
@@ -372,6 +378,28 @@ class TracedGroup:
         if any_gradient_hooks(group.shards) or (not group.gradients.hooks_taken and group.gradients.may_have_hooks):
             group.gradients.take_hooks()
             queue_backward_callback(group.gradients.give_hooks_back)
+
+    def marks_of_unused(self, indices: Sequence[int], marks: torch.Tensor) -> list[float]:
+        """The reduced marks of these parameters, which had no gradient on this rank: positive if any rank had one.
+
+        In a capture of a CUDA graph, the host cannot read them. Then those of the last step outside count, and an
+        assertion in the graph compares them.
+
+        Raises:
+            ShardConfigStateError: in a capture, there was no such step.
+        """
+        key = tuple(indices)
+        if not capture_number(marks.device):
+            self._marks_before[key] = marks.tolist()
+        elif key not in self._marks_before:
+            raise ShardConfigStateError(
+                f"group with {self._params[0].fqn}: a captured step computes no gradient for {len(key)} of its "
+                "parameters, unlike the steps before it; run one step before the capture, with the same code"
+            )
+        else:
+            for mark, before in zip(marks.unbind(), self._marks_before[key], strict=True):
+                torch._assert_async((mark > 0) if before > 0 else (mark == 0), UNUSED_ELSEWHERE)
+        return self._marks_before[key]
 
     @property
     def zeros_for_unused(self) -> bool:

@@ -19,13 +19,14 @@ from .._comm.copies import Gradients
 from .._comm.lanes import Job
 from .._faults.seat import Notes, summary
 from .._policies import Options, Settings, reduce_dtypes
+from .._torch.capturing import capture_number
 from .._torch.core import HANDLES, Hook, any_gradient_hooks, without_torch_function
 from .._torch.distributed import dtensor_of, local_tensor, new_dtensor, spec_of
 from ..errors import ShardConfigStateError, ShardConfigValueError
 from .accumulation import AccumulatedGradients
 from .param import ShardedParam, reduced_as, run_all
 from .phases import TRANSITIONS, GradPhase, illegal
-from .reduction import GroupReduced, ReduceBucket, Reduced, Reduction, free_queued, reduce_buckets
+from .reduction import GroupReduced, ReduceBucket, Reduced, Reduction, UnusedBefore, free_queued, reduce_buckets
 from .setup import ReduceSetup
 
 _requires_grad, _sharded, _grad = map(attrgetter, ("requires_grad", "sharded", "grad"))
@@ -64,7 +65,7 @@ class GroupGradients:
 
     __slots__ = (
         "_accumulated", "_handles_seen", "_in_flight", "_name", "_new", "_notes", "_on_nodes", "_params", "_settings",
-        "_setup", "_shards", "bucket_sets", "hooks_taken", "phase",
+        "_setup", "_shards", "_unused_before", "bucket_sets", "hooks_taken", "phase",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +84,7 @@ class GroupGradients:
         self.phase = GradPhase.NONE
         self._accumulated = AccumulatedGradients(params, partial(_kept_dtypes, params, settings), setup.lane.streams)
         self._in_flight = 0  # reductions
+        self._unused_before: UnusedBefore = {}
         self.hooks_taken = False
         # For `may_have_hooks`: how many hook handles torch had made for other code (`HANDLES.of_others`) at a time when
         # no parameter of the group had a hook. While that number is the same, no parameter has one. -1 if unknown.
@@ -314,9 +316,10 @@ class GroupGradients:
         jobs: list[tuple[ReduceBucket, Job[Reduced]]] = []
         frees = self._setup.frees_queued and not holds
         asked = self._asked(gradients, buckets) if whole else []
+        captured = bool(asked) and capture_number(self._setup.info.device) != 0
         try:
             for bucket in buckets:
-                asks = bool(asked) and self._setup.lane.streams
+                asks = bool(asked) and self._setup.lane.streams and not captured
                 jobs.append((bucket, bucket.start(gradients, pieces, whole, asks, frees)))
         except BaseException:
             self._notes.take_back(ledgers)
@@ -326,7 +329,7 @@ class GroupGradients:
         queued = free_queued(self._setup.pool, jobs)
         self._set_phase(GradPhase.REDUCING)
         self._in_flight += 1
-        return Reduction(jobs, asked, whole, queued, nbytes - queued)
+        return Reduction(jobs, asked, whole, queued, nbytes - queued, captured)
 
     def _asked(self, gradients: Gradients, buckets: Sequence[ReduceBucket]) -> list[int]:
         """Return the members of these buckets whose `.grad` stays None if no rank has a gradient for them."""
@@ -355,11 +358,12 @@ class GroupGradients:
             if self._in_flight == 0:
                 waits = self._accumulated.whole or self._accumulated.pieces
                 self._set_phase(GradPhase.ACCUMULATED if waits else GradPhase.NONE)
-        return GroupReduced(done, reduction.asked, self._to_await(reduction) if self._setup.lane.streams else ())
+        awaited = self._to_await(reduction) if self._setup.lane.streams else ()
+        return GroupReduced(done, reduction.asked, awaited, self._unused_before, reduction.captured)
 
     def _to_await(self, reduction: Reduction) -> list[Job[Reduced]]:
         """Return the jobs that copy results to the host. The host must wait for them before it reads the results."""
-        copied = reduction.whole and (self._setup.info.offloads or reduction.asked)
+        copied = reduction.whole and (self._setup.info.offloads or (reduction.asked and not reduction.captured))
         return [job for _, job in reduction.jobs] if copied else []
 
     def _accumulate_pieces(self, done: Sequence[tuple[list[int], Reduced]]) -> None:

@@ -244,6 +244,18 @@ class ParamGroup:
         return not self._runtime.gather_lane.streams and self._comm.transports.replicate is not None
 
     @property
+    def offloads(self) -> bool:
+        """Whether its parameters are stored on the CPU."""
+        return self._comm.info.offloads
+
+    @property
+    def rounds_gradients(self) -> bool:
+        """Whether its gradients are sent in fewer bits."""
+        policy = self.options.comm_policy
+        dtypes = {param.sum_dtype(self.options) for param in self.params}
+        return any(policy.wire(kind, dtype) is not None for kind in ("reduce", "replicas") for dtype in dtypes)
+
+    @property
     def reduces_first(self) -> bool:
         """Whether backward waits for reductions before it gathers this group.
 
@@ -354,6 +366,11 @@ class ParamGroup:
             self._set_phase(SHARDED)
             raise
         self._gathers = []
+
+    def forget_events(self) -> None:
+        """Let no stream wait for a gather in flight: a capture has begun or ended since, and the device was idle."""
+        for _, job in self._gathers:
+            job.forget_event()
 
     def is_outdated(self) -> bool:
         """Whether sharded parameters were written to since the last gather was issued, judging by versions."""

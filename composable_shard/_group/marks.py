@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from .._torch.capturing import capture_number
 from .._torch.core import has_memory, without_torch_function
 from .._torch.distributed import dtensor_like, local_tensor
+from ..errors import ShardConfigStateError
 from .param import ShardedParam
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -42,9 +44,13 @@ class GradientMarks:
         self, params: Sequence[ShardedParam], dtypes: Callable[[], Sequence[torch.dtype]], trusts: bool
     ) -> None:
         self._params, self._dtypes = params, dtypes
-        self._trusts = trusts
+        self._on_device = trusts
         self._seen: dict[int, _State] = {}  # by index: the state of `.grad` when it was marked
         self._made: dict[int, _State] = {}  # by index: the state of each `.grad` that was made here
+
+    @property
+    def _trusts(self) -> bool:
+        return self._on_device or _captured(self._params) != 0
 
     def put(self, indices: Iterable[int]) -> None:
         """Mark the `.grad` of these parameters, whose gradients are accumulated; make a `.grad` where it is missing."""
@@ -88,7 +94,17 @@ class GradientMarks:
         return {index for index, is_kept in kept.items() if not is_kept}
 
     def _look(self, indices: Iterable[int]) -> dict[int, bool]:
-        """Return whether gradients survive, for those that have a mark on this rank."""
+        """Return whether gradients survive, for those that have a mark on this rank.
+
+        Raises:
+            ShardConfigStateError: in a capture of a CUDA graph, where the host cannot read a mark.
+        """
+        if _captured(self._params):
+            raise ShardConfigStateError(
+                f"a captured step has changed .grad of {self._params[0].fqn} or another parameter of its group while "
+                "gradients of microbatches without gradient sync were accumulated, and the host cannot read in a "
+                "capture whether it was set to zero; call zero_grad(set_to_none=True) before the first microbatch only"
+            )
         marks = self._marks(indices)
         present = dict(zip(marks, _survive(marks.values()).tolist(), strict=True)) if marks else {}
         return {index: bool(mark) or self._has_values(index) for index, mark in present.items()}
@@ -162,6 +178,11 @@ class GradientMarks:
                 real = torch.view_as_real(local) if local.is_complex() else local
                 marks[index] = real.as_strided((1,), (1,))
         return marks
+
+
+def _captured(params: Sequence[ShardedParam]) -> int:
+    """Return the number of the capture of a CUDA graph in which these parameters are used now; 0 if there is none."""
+    return capture_number(params[0].local.device) if params else 0
 
 
 def _state(grad: torch.Tensor | None) -> _State:

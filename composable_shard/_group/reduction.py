@@ -25,6 +25,7 @@ from .._memory.slots import Slot
 from .._plan.layout import reduce_layout
 from .._policies import AllReduceHook, Comms, GradDtype, Options, division, reduce_dtypes
 from .._torch.core import has_memory, plainly
+from ..errors import ShardConfigStateError
 from .accumulation import Partial
 from .setup import ReduceSetup
 
@@ -391,6 +392,7 @@ class Reduction:
         queued_bytes: bytes of the pool that were leased while it was being queued, and are released already
             (`free_queued`).
         leased_bytes: bytes of the pool that stay leased until the wait for it.
+        captured: whether it is captured in a CUDA graph, so that the host cannot read a result.
     """
 
     jobs: list[tuple[ReduceBucket, Job[Reduced]]]
@@ -398,6 +400,17 @@ class Reduction:
     whole: bool
     queued_bytes: int
     leased_bytes: int
+    captured: bool = False
+
+
+# By the parameters of a group that had no gradient on this rank: those that had none on any rank, at the last reduction
+# that was not captured.
+UnusedBefore = dict[tuple[int, ...], list[int]]
+UNUSED_ELSEWHERE = (
+    "composable_shard: a captured step found that other ranks have a gradient for other parameters than in the last "
+    "eager step. .grad of the parameters that no rank uses is decided by the eager step; run it with the same code on "
+    "all ranks, right before the capture"
+)
 
 
 class GroupReduced:
@@ -407,6 +420,9 @@ class GroupReduced:
         done: the result of each bucket, with the indices of its members in the group.
         asked: indices of parameters that are left out if they had no gradient on any rank.
         jobs: those that the host must wait for before it reads a result.
+        before: what earlier reductions have shown; updated.
+        captured: whether the reduction is captured in a CUDA graph. Then `before` decides, and an assertion in the
+            graph compares it with the marks.
 
     Attributes:
         is_uncut: whether no result was split into pieces. Then each result is one tensor, the memory of all pieces,
@@ -415,15 +431,18 @@ class GroupReduced:
         unused: those of `asked` that had no gradient; valid once `pieces` was called.
     """
 
-    __slots__ = ("_asked", "_done", "_jobs", "host_may_read", "is_uncut", "unused")
+    __slots__ = ("_asked", "_before", "_captured", "_done", "_jobs", "host_may_read", "is_uncut", "unused")
 
     def __init__(
         self,
         done: Sequence[tuple[list[int], Reduced]],
         asked: Sequence[int],
         jobs: Sequence[Job[Reduced]],
+        before: UnusedBefore,
+        captured: bool,
     ) -> None:
         self._done, self._asked, self._jobs = done, asked, jobs
+        self._before, self._captured = before, captured
         self.unused: list[int] = []
         self.host_may_read = not jobs
         self.is_uncut = True
@@ -439,7 +458,7 @@ class GroupReduced:
         for indices, reduced in self._done:
             by_index.update(zip(indices, reduced.parts().pieces, strict=True))
         if self._asked:
-            self.unused = self._unused()
+            self.unused = self._assumed() if self._captured else self._unused()
         for index in self.unused:
             del by_index[index]
         return by_index
@@ -454,6 +473,24 @@ class GroupReduced:
             unused += [
                 index for index, value in zip(indices, values, strict=True) if index in self._asked and not value
             ]
+        self._before[tuple(self._asked)] = unused
+        return unused
+
+    def _assumed(self) -> list[int]:
+        """Return those of `asked` that had no gradient on any rank before, and let the device check that again."""
+        unused = self._before.get(tuple(self._asked))
+        if unused is None:
+            raise ShardConfigStateError(
+                f"a captured step computes no gradient for {len(self._asked)} parameters of a group, unlike the eager "
+                "steps before it; run one step eagerly before the capture, with the same code"
+            )
+        marks: dict[int, torch.Tensor] = {}
+        for indices, reduced in self._done:
+            marks.update(zip(indices, reduced.parts().used, strict=True))
+        if absent := [marks[index] for index in unused]:
+            torch._assert_async((torch.stack(absent) == 0).all(), UNUSED_ELSEWHERE)
+        if present := [marks[index] for index in self._asked if index not in unused]:
+            torch._assert_async((torch.stack(present) != 0).all(), UNUSED_ELSEWHERE)
         return unused
 
 

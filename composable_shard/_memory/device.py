@@ -8,6 +8,7 @@ from contextlib import suppress
 import torch
 
 from .._comm.lanes import Lane
+from .._torch.capturing import capture_number
 from .._torch.core import to_keep
 from .slots import Events
 
@@ -21,12 +22,24 @@ class DeviceMemory:
 
     Attributes:
         device: the device.
+        capture: the number of the capture in which the memory is used now; 0 outside of captures.
     """
 
     def __init__(self, device: torch.device, lane: Lane) -> None:
         self.device = device
         self._lane = lane
-        self._streams: dict[torch.Stream, None] = {}  # streams on which it has allocated
+        self.capture = 0
+        self._streams: dict[torch.Stream, None] = {}  # streams on which it has allocated, in this capture if any
+        self._streams_outside = self._streams  # those on which it has allocated outside of captures
+
+    def cross(self, capture: int) -> None:
+        """Enter a capture, given by its number, or leave captures (0).
+
+        A stream that waited for an event of a capture would become part of it. So only streams of the same capture wait
+        before memory is freed. No other stream gets that memory: a capture has a memory pool of its own.
+        """
+        self.capture = capture
+        self._streams = {} if capture else self._streams_outside
 
     def return_segments(self) -> None:
         """Return the allocator's free segments to the device. Call this when the arena is replaced by another one.
@@ -73,7 +86,13 @@ class DeviceMemory:
                 stream.wait_event(event)
 
     def leave(self, *lanes: Lane) -> None:
-        """Make the streams that may reuse the memory wait for these lanes: its owner is being deleted (rule 5)."""
+        """Make the streams that may reuse the memory wait for these lanes: its owner is being deleted (rule 5).
+
+        Not in a capture, where the garbage collector may delete owners, too. An owner from outside has no work in it,
+        and the streams of an owner that was used in it have been waited for at the end of its backward.
+        """
+        if capture_number(self.device):
+            return
         with suppress(Exception):  # the device may no longer exist, for example at exit
             for lane in lanes:
                 self.wait_before_free(lane.queued())

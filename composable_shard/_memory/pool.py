@@ -130,6 +130,8 @@ class BufferPool:
         self._lent: deque[tuple[Slot | None, Callable[[], bool]]] = deque()
         self.places = Places()
         self._own: dict[tuple[str, int, bool], Slot] = {}  # slots of requests that `refills`
+        self._keeps_idle_outside = True  # the arena's setting outside of captures
+        self._abandoned_outside: list[tuple[Slot | None, Callable[[], bool]]] = []  # set aside during a capture
 
     @property
     def arena_bytes(self) -> int:
@@ -162,6 +164,34 @@ class BufferPool:
         page.
         """
         self._lacks |= self.arena.keep_idle(self.memory.device.type == "cpu" if wanted is None else wanted)
+
+    def cross(self, capture: int) -> None:
+        """Enter a capture of a CUDA graph, given by its number, or leave captures (0). `drain` must follow.
+
+        No stream waits across the border: the device is idle when a capture begins, and its work runs only in replays.
+        In a capture, memory is freed as with ``keep_idle(False)``. At its end, no slot has memory of the graph.
+        """
+        for slot in {*self.addresses, *self.arena.slots}:
+            slot.forget_events()
+        if capture and not self.memory.capture:
+            self._keeps_idle_outside = self.arena.keeps_idle
+            self._abandoned_outside = [each for each in self._lent if each[0] is None]  # they wait for outside events
+            self.arena.keep_idle(False)
+        elif not capture:
+            self.arena.keep_idle(self._keeps_idle_outside)
+        abandoned = [] if capture else self._abandoned_outside
+        self._lent = deque([*(each for each in self._lent if each[0] is not None), *abandoned])
+        self.memory.cross(capture)
+
+    def drain(self) -> None:
+        """Free all memory in which nothing is leased. All groups must have dropped their views of slots."""
+        self.collect()
+        apart = [slot for slots in self._free.values() for slot in slots]
+        self._free.clear()
+        self.memory.wait_before_free([event for slot in apart for event in slot.free_after])
+        self.addresses.replace(set(self.addresses).difference(apart))
+        self._beside_bytes -= sum([slot.nbytes for slot in apart])
+        self.arena.free_idle()
 
     def request(self, name: str, nbytes: int, backward: bool = False, refills: bool = False) -> Request:
         """The request for `nbytes` bytes under a name. All of its leases get the same slot, if possible."""

@@ -87,7 +87,7 @@ class Arena:
     Attributes:
         slots: all slots.
         is_planned: whether `make` has been called, after the first step.
-        keeps_idle: whether regions keep their memory while nothing in them is leased.
+        keeps_idle: whether regions keep their memory while nothing in them is leased. Never in a capture.
         least_large: size in bytes above which `make` gives a request a large region.
         nbytes: bytes of all regions.
         held_bytes: bytes of all regions that have memory.

@@ -211,6 +211,11 @@ class Slot:
         self.owner, self.for_views = owner, False
         self.free_after = (*self.free_after, *after)
 
+    def forget_events(self) -> None:
+        """Drop all events: a capture has begun or ended since they were recorded, and the device was idle then."""
+        self.free_after = ()
+        self.awaited.clear()
+
     def wait_until_free(self) -> None:
         """Make the current stream wait until the memory may be written."""
         for event in self.free_after:

@@ -364,11 +364,6 @@ def is_of_cuda_graph(tensor: torch.Tensor) -> bool:
     return trees.get_manager(tensor.get_device(), create_if_none_exists=False) is not None
 
 
-def captures(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 # Whether a transform of `torch.func` runs. Asking functorch itself would create a state in each thread, which autograd
 # would then copy for every node that it runs.
 is_transforming: Callable[[], bool] = partial(

@@ -13,17 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..._comm.lanes import Lane, StreamLane, cpu_lanes
 from ..._comm.transports import VARIABLE
+from ..._torch.capturing import simulated
 from ..._torch.distributed import store_of_one_process
 from ...errors import RaceError, ShardConfigValueError
 from .._process_group import register
 from .._spmd import Axes, check_no_group, check_world
 from .._torch import forget_meshes, streams_of_torch
+from .captures import Captures
 from .memory import Memory
 from .names import Names
 from .network import BACKEND, Network
 from .nodes import Nodes
-from .operators import Launches, Watch
-from .report import Race, Races, text_of
+from .operators import Launches, Watch, stack_here
+from .report import Race, Races, place_of, text_of
 from .streams import Event, Stream, Streams
 
 _NAMES = ("gathers", "reductions")  # names of an engine's lanes, in the order in which it creates them
@@ -37,8 +39,11 @@ class Checked:
         stream_of_compute: the default stream.
     """
 
-    def __init__(self, mesh: DeviceMesh, streams: Streams, launches: Launches, races: Races) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, streams: Streams, launches: Launches, races: Races, captures: Captures
+    ) -> None:
         self.mesh = mesh
+        self._captures = captures
         self.stream_of_compute = streams.compute
         self._launches, self._races = launches, races
 
@@ -146,11 +151,18 @@ def _entered(stack: ExitStack, world: int, axes: dict[str, int]) -> Checked:
     nodes = Nodes(streams, memory.record)
     launches = Launches(streams, nodes, memory)
     stack.enter_context(streams_of_torch(Stream, Event, streams, memory.record, launches.resize))
+    captures = Captures(streams, _here, launches.lies_on_host)
+    stack.enter_context(simulated(captures))
     stack.enter_context(cpu_lanes(_lanes(streams, names)))
     stack.enter_context(_world(Network(streams, launches), world))
     of_mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     stack.enter_context(Watch(launches))
-    return Checked(of_mesh, streams, launches, made)
+    return Checked(of_mesh, streams, launches, made, captures)
+
+
+def _here() -> str:
+    place = place_of(stack_here())
+    return ", ".join(filter(None, [place.library, place.user]))
 
 
 def _lanes(streams: Streams, names: Names) -> Callable[[], Lane]:

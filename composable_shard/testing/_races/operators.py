@@ -51,7 +51,8 @@ class Launches:
     def launch(self, name: str, stream: Stream, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Operator:
         """Record that an operator or collective reads and writes these tensors on a stream."""
         self.count += 1
-        operator = Operator(name, stream, stream.advance(), _stack())
+        self._streams.rules.launch(stream, name)
+        operator = Operator(name, stream, stream.advance(), stack_here())
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 self._memory.know(tensor.untyped_storage(), self._streams.compute)
@@ -89,8 +90,10 @@ class Launches:
                 self._memory.know(tensor.untyped_storage(), stream)
             return
         name = str(func)
+        if func.overloadpacket is torch.ops.aten._local_scalar_dense:
+            self._streams.rules.read("Tensor.item")
         if "empty" in name or func.overloadpacket is torch.ops.aten.set_:  # no kernel on the stream
-            operator = Operator(name, stream, stream.count, _stack())
+            operator = Operator(name, stream, stream.count, stack_here())
         else:
             operator = self.launch(name, stream, read, written)
         for tensor in made:
@@ -108,9 +111,10 @@ class Launches:
 
     def _is_of_host(self, given: Sequence[Tensor]) -> bool:
         """Whether all inputs of an operator are in host memory."""
-        return bool(given) and all(self._lies_on_host(tensor) for tensor in given)
+        return bool(given) and all(self.lies_on_host(tensor) for tensor in given)
 
-    def _lies_on_host(self, tensor: Tensor) -> bool:
+    def lies_on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in host memory."""
         known = self._on_host.get(_key(tensor))
         return known is not None and known() is tensor.untyped_storage()
 
@@ -119,7 +123,7 @@ class Launches:
         before = storage.data_ptr()
         result = resize()
         stream = self._streams.current()
-        self._memory.resized(before, storage, Operator("storage.resize_", stream, stream.count, _stack()))
+        self._memory.resized(before, storage, Operator("storage.resize_", stream, stream.count, stack_here()))
         return result
 
 
@@ -192,7 +196,7 @@ def _is_of_engine(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
-def _stack() -> Stack:
+def stack_here() -> Stack:
     """The current call stack, innermost line first, and the name of the running autograd node."""
     frame = _outer_frame()
     lines: list[tuple[CodeType, int]] = []

@@ -139,10 +139,11 @@ class Races:
 
 
 def _access(operator: Operator, writes: bool) -> Access:
-    return Access(operator.name, operator.stream.name, writes, _place(operator.stack))
+    return Access(operator.name, operator.stream.name, writes, place_of(operator.stack))
 
 
-def _place(stack: Stack) -> Place:
+def place_of(stack: Stack) -> Place:
+    """The lines of the program and of the library in a call stack."""
     user = library = ""
     for code, line in stack.lines:
         file = code.co_filename

@@ -61,11 +61,12 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """Order all later work of this stream after the event."""
+        self._of.rules.wait(self, event)
         join(self.clock, event.clock)
 
     def wait_stream(self, other: Stream) -> None:
         """Order all later work of this stream after the work of `other` so far."""
-        join(self.clock, other.clock)
+        self.wait_event(other.record_event())
 
     def record_event(self, event: Event | None = None) -> Event:
         """Record an event after the work of this stream so far."""
@@ -75,6 +76,7 @@ class Stream:
 
     def synchronize(self) -> None:
         """Make the host wait for this stream. Later work of all streams is then ordered after its work so far."""
+        self._of.rules.wait_on_host()
         join(self._of.host.clock, self.clock)
 
     def query(self) -> bool:
@@ -94,14 +96,21 @@ class Stream:
 
 
 class Event:
-    """Replaces `torch.Event`, `torch.cuda.Event` and `torch.cpu.Event`: a position in the order of a stream."""
+    """Replaces `torch.Event`, `torch.cuda.Event` and `torch.cpu.Event`: a position in the order of a stream.
+
+    Attributes:
+        clock: the clock of the stream when the event was recorded.
+        capture: number of the capture in which it was recorded, 0 if outside of captures; None if it was not recorded.
+    """
 
     def __init__(self, *_of_torch: object, **_also: object) -> None:
         self.clock: Clock = {}
+        self.capture: int | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         """Record the event after the work of the stream so far."""
-        self.clock = dict((stream or streams().current()).clock)
+        stream = stream or streams().current()
+        self.clock, self.capture = dict(stream.clock), streams().rules.number_of(stream)
 
     def wait(self, stream: Stream | None = None) -> None:
         """Order all later work of the stream after the event."""
@@ -109,10 +118,12 @@ class Event:
 
     def synchronize(self) -> None:
         """Let the host wait for the event."""
+        streams().rules.wait_on_host(self)
         join(streams().host.clock, self.clock)
 
     def query(self) -> bool:
         """Whether the event was reached: always True. It orders nothing."""
+        streams().rules.wait_on_host(self)
         return True
 
     def elapsed_time(self, end: Event) -> float:
@@ -130,15 +141,37 @@ class Entered(Protocol):
         """Change the stream of the running node. False if autograd runs none."""
 
 
+class Rules:
+    """Is told what streams and the host wait for. This class has no rules: see `captures.Captures`."""
+
+    def number_of(self, stream: Stream) -> int:
+        """Return the number of the capture of a stream; 0 if it is not captured."""
+        return 0
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Report that a stream waits for an event."""
+
+    def wait_on_host(self, event: Event | None = None) -> None:
+        """Report that the host waits for an event, or for a stream."""
+
+    def read(self, operator: str) -> None:
+        """Report that the host reads a value of the current stream."""
+
+    def launch(self, stream: Stream, operator: str) -> None:
+        """Report an operator."""
+
+
 class Streams:
     """The streams of a program, and the current stream of each thread.
 
     Attributes:
+        rules: rules for captures of CUDA graphs.
         host: operators that run on the host. Its clock includes all work that the host has waited for.
         compute: the default stream.
     """
 
     def __init__(self) -> None:
+        self.rules = Rules()
         self._threads = threading.local()
         self._numbers: dict[str, int] = {}
         self._kind = ""
@@ -167,6 +200,10 @@ class Streams:
             kind, self._kind = self._kind or "stream", ""
         number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
         return kind if number == 1 else f"{kind} {number}"
+
+    def watch(self, rules: Rules) -> None:
+        """Follow these rules for captures from now on."""
+        self.rules = rules
 
     def ask_first(self, nodes: Entered) -> None:
         """Ask `nodes` first for the current stream. It returns a stream while a backward runs."""

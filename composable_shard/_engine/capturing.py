@@ -1,0 +1,144 @@
+"""Steps that are captured in a CUDA graph.
+
+`torch.cuda.graph` around forward, loss and backward records the work that streams get, without running it. A replay
+runs the recorded work again, and no Python. So in a capture:
+
+- Work inside and outside must not depend on each other through the state of the engine. Whenever a capture begins or
+  ends, all groups are resharded, and the pool is drained (`Capturing.follow`): a group that was gathered outside would
+  put no gather into the graph, and each replay would use old weights. Events are dropped. The device is idle when a
+  capture begins, and its work runs only in replays.
+- Memory comes from the graph's private pool, and is freed at the end of backward. So nothing outside refers to it,
+  except `.grad` and accumulated gradients, which the next replay writes again.
+- Nothing may need the host: no vote, measurement or check of replicas, and no value that the host reads. Decisions that
+  depend on values are taken from the last eager step. The graph then contains an assertion that they still hold.
+
+A replay increases no version and runs no hook. So once an engine was captured, weights that were kept unsharded count
+as stale (`Actions.may_be_replayed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from .._group.group import ParamGroup
+from .._group.phases import SHARDED
+from .._memory.pool import BufferPool
+from .._torch import debug
+from .._torch.capturing import capture_number
+from ..errors import ShardConfigStateError
+from .actions import Actions
+from .stopwatch import Stopwatch
+
+_WHERE = "a sharded model runs while a CUDA graph is being captured"
+
+
+class Capturing:
+    """Keeps the work of one engine in a capture apart from its work outside.
+
+    Args:
+        actions: the actions of the engine.
+        pool: its memory.
+
+    Attributes:
+        number: number of the capture in which the engine has worked last; 0 if that was outside of captures.
+    """
+
+    def __init__(self, actions: Actions, pool: BufferPool) -> None:
+        self.number = 0
+        self._actions, self._pool = actions, pool
+        self._watch: Stopwatch | None = None  # the stopwatch outside of captures
+
+    def follow(self) -> None:
+        """Notice that a capture has begun or ended. Called before the engine begins any work.
+
+        Raises:
+            ShardConfigStateError: the model has a feature that cannot be captured.
+        """
+        now = capture_number(self._pool.memory.device)
+        if now != self.number:
+            self._cross(now)
+
+    def _cross(self, now: int) -> None:
+        actions = self._actions
+        if now:
+            _check_features(actions.groups)
+            actions.may_be_replayed = True
+        if now and not self.number:
+            self._watch = actions.recorder.watch
+            actions.recorder.time_by(None)  # the host reads the times of its events
+        elif not now:
+            actions.recorder.time_by(self._watch)
+        self.number = now
+        for group in actions.groups:
+            group.forget_events()
+        actions.reductions.forget_events()
+        self._pool.cross(now)
+        for group in actions.groups:
+            if group.phase is not SHARDED and not group.running:
+                actions.reshard(group)
+        self.drain()
+        actions.parameters_changed()  # the first gather begins after the work that is queued now, and so in the capture
+
+    def drain(self) -> None:
+        """Free all memory of the pool that is not in use."""
+        for group in self._actions.groups:
+            if group.phase is SHARDED:
+                group.leave_slots()
+        self._pool.drain()
+
+    def end(self) -> None:
+        """At the end of a backward, or of a forward without one: in a capture, leave no memory of the graph behind."""
+        if self.number:
+            self.drain()
+
+    def check_step(self, optimizer: Optimizer | None) -> None:
+        """Check that an optimizer step can be captured.
+
+        Raises:
+            ShardConfigStateError: a learning rate is a number, or the optimizer keeps its step count on the host.
+        """
+        if optimizer is None or not self.number:
+            return
+        groups = optimizer.param_groups
+        if any(not isinstance(group.get("lr", 0), torch.Tensor) for group in groups if "lr" in group):
+            fix = "pass lr=torch.tensor(..., device=...), and change it with fill_()"
+            raise ShardConfigStateError(_about_step(optimizer, "its learning rate is a Python number", fix))
+        if any(group.get("capturable") is False for group in groups):
+            fix = "pass capturable=True"
+            raise ShardConfigStateError(_about_step(optimizer, "it counts its steps on the host", fix))
+
+
+def _about_step(optimizer: Optimizer, problem: str, fix: str) -> str:
+    return (
+        f"{type(optimizer).__name__}.step() runs while a CUDA graph is being captured, but {problem}, so all replays "
+        f"would use the value of the capture; {fix}, or step after the replay, outside of the graph"
+    )
+
+
+def _check_features(groups: Sequence[ParamGroup]) -> None:
+    if debug.debugging:
+        raise ShardConfigStateError(f"{_WHERE}, but debug mode reads values on the host; call set_debug(False)")
+    offloaded = _names(group for group in groups if group.offloads)
+    if offloaded:
+        raise ShardConfigStateError(
+            f"{_WHERE}, but the host waits for copies of its offloaded parameters ({offloaded}); remove "
+            "offload_policy, or do not capture"
+        )
+    rounded = _names(group for group in groups if group.rounds_gradients)
+    if rounded:
+        raise ShardConfigStateError(
+            f"{_WHERE}, but its gradients are rounded with random numbers that the host seeds for each step "
+            f"({rounded}); remove the reduction from comm_policy, or do not capture"
+        )
+
+
+def _names(groups: Iterable[ParamGroup]) -> str:
+    return ", ".join([group.name for group in groups][:3])
+
+
+def needs_eager_step(what: str) -> ShardConfigStateError:
+    """Return the error for a captured step that would have to decide something that only an eager step can."""
+    return ShardConfigStateError(f"{_WHERE}, but {what}; run one step eagerly before the capture, with the same code")

@@ -1,0 +1,101 @@
+"""Captures of CUDA graphs: the number of the running one, and new ones. Tests replace both on a CPU (`simulated`)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import ShardConfigStateError
+
+
+class Graph(Protocol):
+    """A captured graph."""
+
+    def replay(self) -> None:
+        """Queue the captured work on the current stream."""
+
+
+class Captures(Protocol):
+    """An implementation of captures."""
+
+    def number(self) -> int:
+        """Return the number of the capture on the current stream; 0 if there is none."""
+
+    def capture(self, work: Callable[[], object], pool: Any) -> tuple[Graph, Any]:
+        """Capture what `work` queues. Returns the graph, and the memory pool to pass for the next graph."""
+
+
+_simulated: list[Captures] = []
+
+
+@contextmanager
+def simulated(captures: Captures) -> Iterator[None]:
+    """In this context, use these captures instead of those of CUDA."""
+    _simulated.append(captures)
+    try:
+        yield
+    finally:
+        _simulated.pop()
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether work on a device can be captured."""
+    return bool(_simulated) or device.type == "cuda"
+
+
+def capture_number(device: torch.device) -> int:
+    """Return the number of the capture on the current stream of a device; 0 if there is none.
+
+    All streams of a capture have its number, and no other capture of this process has it.
+    """
+    if _simulated:
+        return _simulated[-1].number()
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return 0
+    return _number_of(torch.cuda.current_stream(device).cuda_stream)
+
+
+def capture(work: Callable[[], object], pool: Any) -> tuple[Graph, Any]:
+    """Capture what `work` queues on the current stream and on streams that wait for it.
+
+    The mode is ``thread_local``: other threads may use the device meanwhile, for example to watch collectives.
+
+    Args:
+        work: the work. It must leave no stream that waits for the current one without a wait in return.
+        pool: the memory pool of an earlier graph, or None. Graphs may share a pool if they are replayed in the order of
+            their captures, or if no result of one is needed after a replay of another one.
+
+    Returns:
+        the graph, and its memory pool.
+    """
+    if _simulated:
+        return _simulated[-1].capture(work, pool)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool, torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        work()
+    return graph, graph.pool()
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _number_of(stream: int) -> int:
+    """Ask the driver for the number of a capture; torch only tells whether there is one."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    try:
+        ask = _driver().cuStreamGetCaptureInfo_v2
+    except (OSError, AttributeError) as error:
+        raise ShardConfigStateError(
+            f"a sharded model can be captured in a CUDA graph only with an NVIDIA driver: {error}"
+        ) from error
+    failed = ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None)
+    if failed:
+        raise ShardConfigStateError(f"cuStreamGetCaptureInfo returned error {failed} for a stream that is captured")
+    return 1 + number.value  # 0 means that there is none
