@@ -16,6 +16,8 @@ from ._compile import compile as compile  # noqa: A004 - named like torch.compil
 from ._compile import keep_from_dynamo as _keep_from_dynamo
 from ._faults.replicas import broadcast_state as broadcast_state
 from ._faults.replicas import check_replicas as check_replicas
+from ._graphed.step import GraphedStep as GraphedStep
+from ._graphed.step import make_graphed_step as make_graphed_step
 from ._integrations.install import install as install
 from ._integrations.install import uninstall as uninstall
 from ._module.forward_methods import register_fsdp_forward_method as register_fsdp_forward_method

@@ -165,6 +165,8 @@ def stats(model: nn.Module) -> dict[str, float]:
         ``plan/order_drifts``, ``plan/bytes_drifts``, ``plan/time_drifts``: how often the execution differed from the
         plan: in order (compared at each forward), in bytes (when a new peak is reached) and, with
         `PrefetchPolicy.auto`, in times (when steps are measured again).
+        ``graphs/captures``, ``graphs/replays``, ``graphs/eager_steps``: what the functions of `make_graphed_step` have
+        done, if there are any. Replays change no other figure.
         ``step/unshards``, ``step/reductions``: number of gathers and reductions in the last iteration.
         ``step/exposed_ms``, ``step/compute_ms``, ``step/communication_share``: for the last iteration, while `watch` is
         on: exposed communication; compute; exposed communication divided by the sum of both.
@@ -189,6 +191,8 @@ def figures_of(engines: Sequence[Engine]) -> dict[str, float]:
         add("plan/replans", engine.review.replans)
         for kind, count in engine.review.drifts.items():
             add(f"plan/{kind}_drifts", count)
+        for kind, count in engine.capturing.counts.items() if any(engine.capturing.counts.values()) else ():
+            add(f"graphs/{kind}", count)
         actions = () if record is None else record.actions
         add("step/unshards", sum(action.kind is Kind.UNSHARD for action in actions))
         add("step/reductions", sum(action.kind is Kind.REDUCE for action in actions))

@@ -205,12 +205,14 @@ class Captures:
             return real(storage, nbytes)
 
         torch.UntypedStorage.resize_ = resize_
+        random = torch.get_rng_state()  # a real capture draws no numbers
         try:
             with recording:
                 work()
         finally:
             torch.UntypedStorage.resize_ = real
             self._active = 0
+            torch.set_rng_state(random)
         recording.end()
         self.recordings.append(recording)
         return recording, pool

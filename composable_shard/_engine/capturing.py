@@ -18,6 +18,7 @@ as stale (`Actions.may_be_replayed`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -44,10 +45,14 @@ class Capturing:
 
     Attributes:
         number: number of the capture in which the engine has worked last; 0 if that was outside of captures.
+        stepped: the groups that an optimizer has stepped in this capture.
+        counts: for `stats`: steps of `make_graphed_step` by kind.
     """
 
     def __init__(self, actions: Actions, pool: BufferPool) -> None:
         self.number = 0
+        self.stepped: set[ParamGroup] = set()
+        self.counts = Counter(captures=0, replays=0, eager_steps=0)
         self._actions, self._pool = actions, pool
         self._watch: Stopwatch | None = None  # the stopwatch outside of captures
 
@@ -72,6 +77,7 @@ class Capturing:
         elif not now:
             actions.recorder.time_by(self._watch)
         self.number = now
+        self.stepped.clear()
         for group in actions.groups:
             group.forget_events()
         actions.reductions.forget_events()
@@ -94,21 +100,27 @@ class Capturing:
         if self.number:
             self.drain()
 
-    def check_step(self, optimizer: Optimizer | None) -> None:
-        """Check that an optimizer step can be captured.
+    def before_step(self, optimizer: Optimizer | None, groups: Iterable[ParamGroup]) -> None:
+        """In a capture: note that an optimizer steps these groups, and check that its step can be captured.
 
         Raises:
             ShardConfigStateError: a learning rate is a number, or the optimizer keeps its step count on the host.
         """
-        if optimizer is None or not self.number:
+        if not self.number:
             return
-        groups = optimizer.param_groups
-        if any(not isinstance(group.get("lr", 0), torch.Tensor) for group in groups if "lr" in group):
-            fix = "pass lr=torch.tensor(..., device=...), and change it with fill_()"
-            raise ShardConfigStateError(_about_step(optimizer, "its learning rate is a Python number", fix))
-        if any(group.get("capturable") is False for group in groups):
-            fix = "pass capturable=True"
-            raise ShardConfigStateError(_about_step(optimizer, "it counts its steps on the host", fix))
+        self.stepped.update(groups)
+        if optimizer is not None:
+            _check_step(optimizer)
+
+
+def _check_step(optimizer: Optimizer) -> None:
+    groups = optimizer.param_groups
+    if any(not isinstance(group.get("lr", 0), torch.Tensor) for group in groups if "lr" in group):
+        fix = "pass lr=torch.tensor(..., device=...), and change it with fill_()"
+        raise ShardConfigStateError(_about_step(optimizer, "its learning rate is a Python number", fix))
+    if any(group.get("capturable") is False for group in groups):
+        fix = "pass capturable=True"
+        raise ShardConfigStateError(_about_step(optimizer, "it counts its steps on the host", fix))
 
 
 def _about_step(optimizer: Optimizer, problem: str, fix: str) -> str:

@@ -22,7 +22,7 @@ Rarer events, such as a failure, or a gradient for a tensor that was read outsid
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -190,6 +190,16 @@ class Engine:
     def has_run(self) -> bool:
         """Whether a forward of any group has begun."""
         return self._iterations.has_run
+
+    @property
+    def forwards(self) -> int:
+        """The number of root forwards that have begun."""
+        return self._iterations.forward
+
+    @property
+    def serves_graphs(self) -> bool:
+        """Whether compiled graphs have gathered any group."""
+        return any(group.serves_graphs for group in self.groups)
 
     @property
     def in_forward(self) -> bool:
@@ -689,6 +699,24 @@ class Engine:
         self._actions.rebuild(self.groups)
         return True
 
+    def before_capture(self) -> None:
+        """Before a capture: place the pool's slots in an arena if that is due, because a capture makes none.
+
+        In the capture, each request gets memory from the graph's pool. With an arena, requests share it.
+        """
+        if not self._depth and self._pass is None and self.uses.all_fired():
+            self.capturing.follow()
+            if self.pool.wants_arena:
+                self._actions.plan_memory()
+
+    def replayed(self, stepped: Collection[ParamGroup]) -> None:
+        """After a replay of a captured step: its optimizers have changed the shards of these groups."""
+        for group in stepped:
+            group.before_change()
+            torch.autograd.graph.increment_version([param.local for param in group.params])
+        if stepped:
+            self._iterations.end()
+
     def between_graphs(self) -> None:
         """Between compiled steps, when no memory is leased: place the pool's slots in an arena if that is due.
 
@@ -721,7 +749,7 @@ class Engine:
         groups = [group for group in self.groups if not stepped.isdisjoint(map(id, group.shards))]
         if groups:
             self.capturing.follow()
-            self.capturing.check_step(optimizer)
+            self.capturing.before_step(optimizer, groups)
             self._iterations.end()
             if self._pass is None:
                 # Reductions may be in flight if the caller finishes backward itself. If the optimizer steps within the

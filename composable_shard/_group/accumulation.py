@@ -8,7 +8,8 @@ for their all-reduce over the replicas. `zero_grad` must clear both, whether it 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,31 @@ from .param import ShardedParam
 
 # By index of the parameter: a reduced piece, and a number that is not 0 if any rank had a gradient for it.
 Partial = dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+class Held(NamedTuple):
+    """What a group holds between two backwards; a replay of a captured step makes it again, in the same memory.
+
+    Attributes:
+        whole, pieces, wanted: as in `AccumulatedGradients`.
+        owned: the parameters whose sum in `whole` was made here.
+        marked: the state of the marks (`GradientMarks.marked`).
+    """
+
+    whole: dict[int, torch.Tensor]
+    pieces: Partial
+    wanted: set[int]
+    owned: set[int]
+    marked: tuple[list[int], list[int]]
+
+    def key(self) -> Hashable:
+        """Return a value that is equal if the same is held for the same parameters, in any memory."""
+        seen, made = self.marked
+        return tuple(self.whole), tuple(self.pieces), *map(frozenset, (self.wanted, self.owned, seen, made))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors, in the same order if the keys are equal."""
+        return [*self.whole.values(), *(tensor for pair in self.pieces.values() for tensor in pair)]
 
 
 class AccumulatedGradients:
@@ -50,6 +76,16 @@ class AccumulatedGradients:
     def tensors(self) -> list[torch.Tensor]:
         """Return the accumulated gradients and pieces, including those that `zero_grad` has voided."""
         return [*self.whole.values(), *(piece for piece, _ in self.pieces.values())]
+
+    def held_now(self) -> Held:
+        """Return what is held now."""
+        return Held(dict(self.whole), dict(self.pieces), set(self.wanted), set(self._owned), self._marks.marked())
+
+    def resume(self, held: Held) -> None:
+        """Hold this instead. Each parameter must have the `.grad` that it had when `held` was noted."""
+        self.whole, self.pieces, self.wanted = dict(held.whole), dict(held.pieces), set(held.wanted)
+        self._owned = set(held.owned)
+        self._marks.resume(held.marked)
 
     def note_wanted(self) -> None:
         """Note which parameters require gradients, right before gradients are accumulated."""

@@ -23,7 +23,7 @@ from .._torch.capturing import capture_number
 from .._torch.core import HANDLES, Hook, any_gradient_hooks, without_torch_function
 from .._torch.distributed import dtensor_of, local_tensor, new_dtensor, spec_of
 from ..errors import ShardConfigStateError, ShardConfigValueError
-from .accumulation import AccumulatedGradients
+from .accumulation import AccumulatedGradients, Held
 from .param import ShardedParam, reduced_as, run_all
 from .phases import TRANSITIONS, GradPhase, illegal
 from .reduction import GroupReduced, ReduceBucket, Reduced, Reduction, UnusedBefore, free_queued, reduce_buckets
@@ -235,6 +235,15 @@ class GroupGradients:
         if self.phase is GradPhase.ACCUMULATED and self._in_flight:
             self._set_phase(GradPhase.REDUCING)
         return total
+
+    def held_now(self) -> Held:
+        """Return the gradients that are held now, between two steps."""
+        return self._accumulated.held_now()
+
+    def resume(self, held: Held) -> None:
+        """Hold these gradients instead, after a replay of a captured step has made them."""
+        self._accumulated.resume(held)
+        self.phase = GradPhase.ACCUMULATED if held.whole or held.pieces else GradPhase.NONE
 
     def forget(self) -> None:
         """Drop all accumulated gradients."""

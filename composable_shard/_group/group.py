@@ -229,6 +229,11 @@ class ParamGroup:
         return self.fqn or ROOT_NAME
 
     @property
+    def serves_graphs(self) -> bool:
+        """Whether a compiled graph has gathered it since it was built."""
+        return self._exchange is not None
+
+    @property
     def shard_size(self) -> int:
         """The number of ranks among which each parameter is sharded."""
         return self._comm.info.shard_size

@@ -52,6 +52,12 @@ def note_optimizer(optimizer: Optimizer) -> None:
     _optimizers[id(optimizer)] = optimizer
 
 
+def known_parameters() -> list[torch.Tensor]:
+    """Return the parameters of known optimizers."""
+    optimizers = list(filter(None, map(call, _optimizers.valuerefs())))
+    return [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+
+
 def state_of_optimizers(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that known optimizers store for these parameters, except those on disk."""
     optimizers = list(filter(None, map(call, _optimizers.valuerefs())))

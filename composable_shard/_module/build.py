@@ -288,6 +288,15 @@ def _check_offloaded(asked: Sequence[Declaration]) -> None:
         )
 
 
+_roots: weakref.WeakKeyDictionary[Engine, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def living_engines() -> list[tuple[Engine, nn.Module]]:
+    """All engines of this process with their roots, in the order in which they were built."""
+    pairs = [(engine, root()) for engine, root in list(_roots.items())]
+    return [(engine, root) for engine, root in pairs if root is not None]
+
+
 # Key in a root's `__dict__`: the id of the thread that builds its engine. It is set by `setdefault`, which is atomic.
 _BUILDER = "_shard_builder"
 
@@ -364,6 +373,7 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
         planned = {group.fqn: (group.layout.note, group.gradients.planned_note()) for group in groups.values()}
         seat.plan(plan.actions(), planned)
     tree.bind(engine, groups)
+    _roots[engine] = weakref.ref(root)
     own.order_changed(engine.order)
     return engine
 

@@ -81,6 +81,28 @@ def capture(work: Callable[[], object], pool: Any) -> tuple[Graph, Any]:
     return graph, graph.pool()
 
 
+class SideStream:
+    """A stream for work that is later captured: the default stream cannot be captured.
+
+    Args:
+        device: its device. With simulated captures there is no stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = None if _simulated else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """Run `work` with this stream as the current one, after earlier work of the caller's stream, which waits."""
+        if self._stream is None:
+            return work()
+        here = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            result = work()
+        here.wait_stream(self._stream)
+        return result
+
+
 @functools.cache
 def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")

@@ -597,6 +597,34 @@ is_traced_by_jit: Callable[[], object] = torch._C._get_tracing_state
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of containers that torch knows, and their structure, which is hashable."""
+    return pytree.tree_flatten(tree)
+
+
+def unflatten(leaves: list[Any], structure: Any) -> Any:
+    """The inverse of `flatten`."""
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def autocast_state() -> tuple[object, ...]:
+    """Return a value that is equal if autocast has the same settings."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.amp.autocast_mode.is_autocast_available(kind)]
+    return tuple([(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds])
+
+
+@contextlib.contextmanager
+def autocast_cache_off() -> Iterator[None]:
+    """In this context, an active autocast casts weights each time, so that no cast from outside is used."""
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 def tree_tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors in nested containers, in order, including containers that `map_tensors` does not support."""
     tensors: list[torch.Tensor] = []
