@@ -158,6 +158,16 @@ def _memory(part: str, gpu: str, limit_s: int) -> Part:
     )
 
 
+def _graphed(name: str, dry: str, limit_s: int) -> Part:
+    return Part(
+        name,
+        f"bench/card/graphs.py {name} --json {{json}}",
+        "--device cuda",
+        f"--device cpu --size tiny --batch 1 --rounds 1 --steps 1 {dry}",
+        limit_s,
+    )
+
+
 def _growth(part: str, options: str, rounds: int, dry: str, limit_s: int) -> Part:
     return Part(
         part,
@@ -172,6 +182,31 @@ def _growth(part: str, options: str, rounds: int, dry: str, limit_s: int) -> Par
 _PYTEST = "-m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q -ra --timeout=200"
 
 QUEUE = (
+    Entry(
+        "graphs",
+        "Are training steps that are captured in CUDA graphs bitwise identical to eager steps on NCCL ranks that share "
+        "the GPU, and do replays keep memory, random numbers and private pools as they should be?",
+        (
+            Part(
+                "correctness",
+                "bench/card/graphs.py correctness --json {json}",
+                "--jobs 4 --limit 140",
+                "--only 'no sync,frozen unused,dropout' --replays 2 --jobs 1",
+                480,
+                dry_env={"WIDTH": "32"},
+            ),
+        ),
+    ),
+    Entry(
+        "graphed-steps",
+        "How long are captured steps of 1B parameters (8 and 32 sequences), and compiled and captured steps of 150M "
+        "parameters, compared with eager ones, FSDP2 and the unsharded model? Expected for ours: captured within 10 % "
+        "of the unsharded captured step plus the collectives.",
+        (
+            _graphed("steps-1b", "--engines ours,ours-graph,compute-graph,collectives-graph", 230),
+            _graphed("steps-150m", "--backend aot_eager --engines ours-placed-whole-graph,fsdp2-blocks-graph", 270),
+        ),
+    ),
     Entry(
         "host-overhead",
         "How much host time does the runtime add per GPT-2 block on an idle machine, at world 8, 64 and 512, with each "

@@ -52,7 +52,7 @@ from composable_shard._policies import keeps_shards_on_host
 
 CARD = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CARD else torch.device("cpu")
-WORLD = 2
+WORLD = int(os.environ.get("WORLD_SIZE", "2"))  # set by `run_ranks`
 STEPS = 4
 LIMIT_S = 20.0  # timeout of collectives with --faults
 NOTICED = 42  # exit status of a rank that ended with an error, as expected if its peer fails
@@ -283,7 +283,7 @@ class Side:
                 parameter.requires_grad_(False)
         if case.recompute:
             for block in self.model.blocks:
-                block.forward = _recomputing(block.forward)
+                block.forward = _recomputing(block.forward, case.dropout > 0)
         if engine != "plain":
             shard: Callable[..., Any] = composable_shard.fully_shard if engine == "ours" else fsdp2
             for block in self.model.blocks:
@@ -343,22 +343,33 @@ class Side:
             loss.backward()
         self.optimizer.zero_grad()
 
+    def gradients(self, *microbatches: Tensor) -> list[Tensor]:
+        """Run forward and backward of each microbatch. Return their parts of the loss."""
+        losses = []
+        for micro, batch in enumerate(microbatches):
+            if self.case.no_sync and self.engine != "plain":
+                self.model.set_requires_gradient_sync(micro == len(microbatches) - 1)
+            loss = self.loss(batch) / len(microbatches)
+            self.backward(self.scaler.scale(loss))
+            losses.append(loss.detach())
+        return losses
+
+    def clip(self) -> float:
+        """Clip the gradients and return their norm."""
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+        return (norm.full_tensor() if self.engine == "fsdp2" else norm).item()
+
     def step(self, number: int) -> float:
         case = self.case
         torch.manual_seed(100 + number)
-        total = 0.0
         if case.fail:
             self.fail(tokens(number, 0))
             torch.manual_seed(100 + number)
         full = self.model.blocks
         if case.unused and number % 2:
             self.model.blocks = full[:-1]
-        for micro in range(case.passes):
-            if case.no_sync and self.engine != "plain":
-                self.model.set_requires_gradient_sync(micro == case.passes - 1)
-            loss = self.loss(tokens(number, micro)) / case.passes
-            self.backward(self.scaler.scale(loss))
-            total += loss.item()
+        total = sum(loss.item() for loss in self.gradients(*batches(case, number)))
         self.model.blocks = full
         if self.engine == "plain":
             for parameter in self.model.parameters():
@@ -366,9 +377,7 @@ class Side:
                     dist.all_reduce(parameter.grad)
                     parameter.grad /= WORLD
         if case.clip:
-            parameters = [p for p in self.model.parameters() if p.grad is not None]
-            norm = torch.nn.utils.clip_grad_norm_(parameters, 0.1)
-            total += (norm.full_tensor() if self.engine == "fsdp2" else norm).item()
+            total += self.clip()
         if case.scale:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -383,8 +392,9 @@ class Side:
             return self.loss(tokens(999, 0)).item()
 
 
-def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+def _recomputing(forward: Callable[..., Any], draws: bool) -> Callable[..., Any]:
+    # A CUDA graph cannot save the state of the random numbers, so it is saved only if the block draws some.
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=draws)
 
 
 @contextlib.contextmanager
@@ -399,6 +409,11 @@ def tokens(step: int, micro: int) -> Tensor:
     """Return tokens of this rank, shape (batch, length)."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + dist.get_rank())
     return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator).to(DEVICE)
+
+
+def batches(case: Case, step: int) -> list[Tensor]:
+    """Return the microbatches of a step."""
+    return [tokens(step, micro) for micro in range(case.passes)]
 
 
 def run(case: Case) -> dict[str, Any]:
@@ -539,9 +554,9 @@ def start(arguments: list[str], limit: float, script: Path = Path(__file__)) -> 
 
 
 def run_ranks(
-    arguments: list[str], limit: float, script: Path = Path(__file__), count: int = WORLD
+    arguments: list[str], limit: float, script: Path = Path(__file__), count: int | None = None, world: int = WORLD
 ) -> list[int] | None:
-    """Run `script` on each rank. Return the exit statuses of the first `count` ranks.
+    """Run `script` on `world` ranks. Return the exit statuses of the first `count` ranks (default: all).
 
     Returns None if one of them is still running after `limit` seconds. All ranks are killed at the end.
     """
@@ -556,10 +571,11 @@ def run_ranks(
                     **os.environ,
                     **common,
                     "RANK": str(rank),
+                    "WORLD_SIZE": str(world),
                     "NCCL_HOSTID": f"rank{rank}",
                 },
             )
-            for rank in range(WORLD)
+            for rank in range(world)
         ]
         end = time.monotonic() + limit
         try:

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench" / "card" / "gpu_queue.py"
 H100 = _queue_results.Gpu("NVIDIA H100 80GB HBM3", "580.1")
 KIND = "h100-80gb-hbm3"
+HOST_OVERHEAD = find_entry("host-overhead")  # an entry with two parts
 
 
 def without_gpu(**variables):
@@ -256,7 +257,7 @@ def test_invalid_arguments_of_the_queue_raise_errors_that_explain_the_fix(tmp_pa
     into = ("--out", tmp_path)
     for arguments, message in (
         (("run", "host-overhead", *into), "finds no GPU on this machine; --dry runs an entry on the CPU"),
-        (("run", "nothing", *into), "unknown entry nothing; known: host-overhead"),
+        (("run", "nothing", *into), "unknown entry nothing; known: graphs"),
         (("run", "memory", "--dry", "--parts", "fast", *into), "memory has no part fast; known: 1b"),
         (("run", "memory", "--dry", "--seconds", "60", *into), "no part of memory fits into 1 min 0 s"),
         (("record", broken["none"]), "cannot read"),
@@ -319,9 +320,11 @@ def run_of(entry, repository, kind=KIND, **parts):
     return {"entry": entry.name, "dry": False, "kind": kind, "sources": sources, "parts": parts}
 
 
-def test_results_are_stored_by_part_and_the_queue_continues_with_missing_parts(repository, tmp_path):
+def test_results_are_stored_by_part_and_the_queue_continues_with_missing_parts(repository, tmp_path, monkeypatch):
     results = tmp_path / "results"
-    first, second = QUEUE[:2]
+    entries = QUEUE[QUEUE.index(HOST_OVERHEAD) :]
+    monkeypatch.setattr(_queue_results, "QUEUE", entries)
+    first, second = entries[:2]
     direct, packed = first.parts
     eager, blocks = second.parts
 
@@ -361,7 +364,7 @@ def test_results_are_stored_by_part_and_the_queue_continues_with_missing_parts(r
     assert following("h100")[0] == "gpu-bound-steps"
     assert following(None)[0] == "nccl-peaks"
 
-    for entry in QUEUE[1:]:
+    for entry in entries[1:]:
         store(entry, **{part.name: outcome(part) for part in entry.parts})
     assert following("h100") == ("host-overhead", ("direct",))
     store(first, direct=outcome(direct))
@@ -385,7 +388,7 @@ def test_results_in_the_folder_of_a_run_are_not_measured_again(tmp_path):
 
 
 def test_results_of_a_cpu_and_unknown_entries_are_not_stored(repository, tmp_path):
-    entry = QUEUE[0]
+    entry = HOST_OVERHEAD
     on_cpu = outcome(entry.parts[0], figures=None) | {"figures": {"about": {"device": "cpu"}, "results": []}}
     for run, message in (
         (run_of(entry, repository, direct=on_cpu), "host-overhead direct has figures of cpu: not measured on the GPU"),
@@ -401,7 +404,7 @@ def test_results_of_a_cpu_and_unknown_entries_are_not_stored(repository, tmp_pat
 def test_record_stores_the_run_and_updates_the_table(repository, tmp_path, monkeypatch, capsys):
     results, page, run = tmp_path / "results", tmp_path / "README.md", tmp_path / "run.json"
     page.write_text(f"before\n{''.join(_queue_results.TABLE_MARKERS)}after\n")
-    entry = QUEUE[0]
+    entry = HOST_OVERHEAD
     outcomes = {"direct": outcome(entry.parts[0]), "packed": outcome(entry.parts[1], status=1, figures=None)}
     run.write_text(json.dumps(run_of(entry, repository, **outcomes)))
     monkeypatch.setattr(gpu_queue, "store", lambda document: _queue_results.store(document, results, repository))
@@ -417,11 +420,11 @@ def test_record_stores_the_run_and_updates_the_table(repository, tmp_path, monke
 def test_next_shows_the_command_its_time_limit_and_the_result_file():
     shown = queue("next", "--gpu", "B200").stdout
     assert "the first not measured on B200 with release line" in shown
-    assert "command:   python bench/card/gpu_queue.py run host-overhead --out OUT\n" in shown
-    assert "at most 8 min 50 s: direct 250 s, packed 250 s" in shown
-    assert "bench/results/gpu/host-overhead-b200.json" in shown
+    assert "command:   python bench/card/gpu_queue.py run graphs --out OUT\n" in shown
+    assert "at most 8 min 25 s: correctness 480 s" in shown
+    assert "bench/results/gpu/graphs-b200.json" in shown
     shown = queue("next", "--gpu", "B200", "--seconds", "300").stdout
-    assert "run host-overhead --parts direct --out OUT\n" in shown
+    assert "run graphed-steps --parts steps-1b --out OUT\n" in shown
 
 
 def test_the_table_matches_the_stored_results():
@@ -615,6 +618,56 @@ assert (ours.over_unsharded, ours.tokens_per_s, ours.loss_difference) == (None, 
 
 def test_engines_of_a_gpu_bound_step_are_compared_with_equally_configured_ones():
     run_code(STEPS)
+
+
+GRAPHS = """
+import argparse
+
+import torch
+
+import graphs
+
+eager = [{"loss": torch.ones(1), "weight": torch.ones(2)}, {"loss": torch.ones(1)}, {"loss": torch.ones(1)}]
+other = [{"loss": torch.ones(1), "weight": torch.tensor([1, 1.5])}, {"loss": torch.ones(1)}, {}]
+assert graphs.describe_differences(eager, eager) == []
+assert graphs.describe_differences(other, eager) == [
+    "step 0: 1 tensors differ, weight by up to 5.0e-01",
+    "step 2: only one has loss",
+]
+
+
+class Played:
+    # Captured steps take 1 s (ours), 0.75 s (unsharded) and 0.25 s (collectives), eager ones 2 s.
+    def __init__(self, engine):
+        self.seconds = {"ours-graph": 1.0, "compute-graph": 0.75, "collectives-graph": 0.25}.get(engine, 2.0)
+        self.turns = 0
+        self.fails = engine == "fsdp2-graph"
+
+    def call(self, method, rows, steps):
+        assert method == "measure"
+        self.turns += 1
+        if self.fails and self.turns == 2:
+            raise SystemExit("ended")
+        return graphs.Turn([self.seconds] * steps, [3.0] * steps, 10 + self.turns, 20)
+
+
+engines = "ours,ours-graph,fsdp2-graph,compute,compute-graph,collectives-graph"
+assert graphs.parse_engines(engines) == engines.split(",")
+players = {engine: Played(engine) for engine in engines.split(",")}
+turns = graphs.take_turns(players, 8, argparse.Namespace(rounds=3, steps=2))
+assert players["fsdp2-graph"].turns == 2
+steps = {each.engine: each for each in graphs.evaluate(8, turns)}
+ours = steps["ours-graph"]
+assert (ours.step_ms.median, ours.over_eager.median, ours.over_parts.median) == (1000, 0.5, 1.0), ours
+assert ours.over_unsharded.median == 1 / 0.75
+assert (ours.allocated, ours.loss_difference, ours.error) == (13, 0, None)
+assert (steps["ours"].over_unsharded.median, steps["ours"].over_parts) == (1, None)
+assert (steps["fsdp2-graph"].step_ms, steps["fsdp2-graph"].error) == (None, "ended")
+"""
+
+
+def test_captured_steps_are_compared_with_eager_ones_and_a_failed_capture_is_a_result():
+    run_code(GRAPHS)
 
 
 PLAYERS = """
