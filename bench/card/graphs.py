@@ -19,7 +19,7 @@ stream), and with `make_graphed_step`. The exit status is 1 if a case has a prob
 - Memory: allocated and reserved bytes stay the same over 50 replays.
 - Allocator: its assertions hold during a capture, and when graphs are freed.
 - Random numbers: with dropout, each replay draws new masks, and these are the masks of eager steps from the same seed.
-- Capture ids: `capture_id` is the same on all streams of a capture, different in the next capture, and otherwise 0.
+- Capture ids: `capture_number` is the same on all streams of a capture, different in the next capture, and otherwise 0.
 
 `steps-1b` and `steps-150m` compare ours with FSDP2 and the unsharded model, all eager and captured (`-graph`). Ours is
 captured with `make_graphed_step`, the others as torchtitan does it. If a capture fails, its error is the result. Each
@@ -256,21 +256,21 @@ def find_pool_tensors(allowed: set[int]) -> tuple[int, list[str]]:
     return sum(map(len, ranges)), others
 
 
-def check_capture_ids() -> list[str]:
-    from composable_shard._torch.capturing import capture_id
+def check_capture_numbers() -> list[str]:
+    from composable_shard._torch.capturing import capture_number
 
-    seen = [capture_id(DEVICE)]
+    seen = [capture_number(DEVICE)]
     for _ in range(2 if CARD else 0):
         other = torch.cuda.Stream()
         with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
             torch.zeros(1, device=DEVICE)
-            seen.append(capture_id(DEVICE))
+            seen.append(capture_number(DEVICE))
             other.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(other):
                 torch.zeros(1, device=DEVICE)
-                seen.append(capture_id(DEVICE))
+                seen.append(capture_number(DEVICE))
             torch.cuda.current_stream().wait_stream(other)
-    seen.append(capture_id(DEVICE))
+    seen.append(capture_number(DEVICE))
     names: dict[int, int] = {0: 0}  # ids are arbitrary: number them in the order in which they appear
     order = [names.setdefault(each, len(names)) for each in seen]
     return [] if order == ([0, 1, 1, 2, 2, 0] if CARD else [0, 0]) else [f"capture ids: {seen}"]
@@ -325,7 +325,7 @@ def try_way(case: Case, way: str, expected: list[dict[str, Tensor]], replays: in
     if not expected:
         expected += trial.seen
     problems = [*describe_differences(trial.seen, expected), *trial.problems]
-    return problems + (check_capture_ids() if way == SIDE_STREAM else []), trial.counts
+    return problems + (check_capture_numbers() if way == SIDE_STREAM else []), trial.counts
 
 
 def check_together(names: list[str], folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
