@@ -21,6 +21,7 @@ from composable_shard._torch.capturing import simulated
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _COMMUNICATES = ("c10d", "_c10d_functional")
 _READS = (torch.ops.aten._local_scalar_dense,)
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _IGNORED = (torch.ops.aten.set_, torch.ops.aten.lift_fresh)
 
 
@@ -83,7 +84,14 @@ class _Place:
 
 
 class Recording(TorchDispatchMode):
-    """Records all operators of this thread while it is active; `replay` runs them again."""
+    """Records all operators of this thread while it is active; `replay` runs them again.
+
+    Operators of `composable_shard` in compiled graphs are recorded by the operators that they run.
+    """
+
+    @classmethod
+    def is_infra_mode(cls):
+        return True  # compiled code runs in spite of this mode
 
     def __init__(self):
         super().__init__()
@@ -91,6 +99,7 @@ class Recording(TorchDispatchMode):
         self._all = []
         self._steps = []
         self._works = []
+        self._on_host = set()
 
     # ---- recording
 
@@ -98,15 +107,24 @@ class Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented
-        if func.overloadpacket in _READS:
+        if not all(map(_is_real, _tensors((args, kwargs)))):
+            return func(*args, **kwargs)
+        if func.namespace == "composable_shard":
+            with self:
+                return func.redispatch(_CPU, *args, **kwargs)
+        if func.overloadpacket in _READS and self._memory_of(args[0], True) not in self._on_host:
             raise HostReadError(f"the host reads a value in a capture ({func})")
         given = [self._memory_of(each, True) for each in _tensors((args, kwargs))]
         placed = pytree.tree_map_only(torch.Tensor, self._place, (args, kwargs))
         result = func(*args, **kwargs)
+        if not all(map(_is_real, _tensors(result))):
+            return result
         writes = any(arg.alias_info is not None and arg.alias_info.is_write for arg in func._schema.arguments)
         made = [self._memory_of(each, False) for each in _tensors(result)]
         communicates = func.namespace in _COMMUNICATES  # whose schemas do not tell what they write
         is_view = not (writes or communicates) and made and all(memory in given for memory in made)
+        if func.overloadpacket is torch.ops.aten.scalar_tensor:
+            self._on_host.update(made)  # the number of work in flight, which stays on the CPU
         if not is_view and func.overloadpacket not in _IGNORED:
             outputs = [self._place(each) for each in _tensors(result)]
             self._steps.append((func, placed, [out if out.memory not in given else None for out in outputs]))
@@ -178,6 +196,10 @@ class Recording(TorchDispatchMode):
     def count(self, name):
         """How many collectives of this name a replay issues."""
         return sum(func.namespace in _COMMUNICATES and name in str(func) for func, _, _ in self._steps)
+
+
+def _is_real(tensor):
+    return type(tensor) in _PLAIN and tensor.device.type == "cpu"
 
 
 def _tensors(tree):

@@ -110,17 +110,18 @@ class Capturing:
             return
         self.stepped.update(groups)
         if optimizer is not None:
-            _check_step(optimizer)
+            _check_step(optimizer, self._pool.memory.device)
 
 
-def _check_step(optimizer: Optimizer) -> None:
-    groups = optimizer.param_groups
-    if any(not isinstance(group.get("lr", 0), torch.Tensor) for group in groups if "lr" in group):
-        fix = "pass lr=torch.tensor(..., device=...), and change it with fill_()"
-        raise ShardConfigStateError(_about_step(optimizer, "its learning rate is a Python number", fix))
-    if any(group.get("capturable") is False for group in groups):
-        fix = "pass capturable=True"
-        raise ShardConfigStateError(_about_step(optimizer, "it counts its steps on the host", fix))
+def _check_step(optimizer: Optimizer, device: torch.device) -> None:
+    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    on_host = [rate for rate in rates if not isinstance(rate, torch.Tensor) or rate.device.type != device.type]
+    if on_host:
+        kind = "a tensor on the CPU" if isinstance(on_host[0], torch.Tensor) else "a Python number"
+        fix = f"pass lr=torch.tensor(..., device={device.type!r}), and change it with fill_()"
+        raise ShardConfigStateError(_about_step(optimizer, f"its learning rate is {kind}", fix))
+    if any(group.get("capturable") is False for group in optimizer.param_groups):
+        raise ShardConfigStateError(_about_step(optimizer, "it counts its steps on the host", "pass capturable=True"))
 
 
 def _about_step(optimizer: Optimizer, problem: str, fix: str) -> str:

@@ -192,14 +192,9 @@ class Engine:
         return self._iterations.has_run
 
     @property
-    def forwards(self) -> int:
-        """The number of root forwards that have begun."""
-        return self._iterations.forward
-
-    @property
-    def serves_graphs(self) -> bool:
-        """Whether compiled graphs have gathered any group."""
-        return any(group.serves_graphs for group in self.groups)
+    def runs(self) -> tuple[int, int]:
+        """The number of eager root forwards that have begun, and of gathers of compiled graphs."""
+        return self._iterations.forward, sum([group.gathers_of_graphs for group in self.groups])
 
     @property
     def in_forward(self) -> bool:
@@ -755,7 +750,8 @@ class Engine:
                 # Reductions may be in flight if the caller finishes backward itself. If the optimizer steps within the
                 # backward of a compiled graph, hooks stay removed from autograd: `TracedGroup` returns them at its end.
                 self._gradients.settle(keeps_hooks=current_backward() >= 0)
-            self.review.seat.stepped(optimizer, {group.fqn: group.having() for group in groups})
+            settings_of = None if self.capturing.number else optimizer  # the host would read its learning rates
+            self.review.seat.stepped(settings_of, {group.fqn: group.having() for group in groups})
         for group in groups:
             group.before_change()
             if not group.running and group.phase is not SHARDED:

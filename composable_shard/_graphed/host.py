@@ -59,7 +59,7 @@ class Host:
         Raises:
             ShardConfigValueError: there are none.
         """
-        before = {id(engine): engine.forwards for engine, _ in living_engines()}
+        before = {id(engine): engine.runs for engine, _ in living_engines()}
         others = known_parameters()
         grads = _grads_of(others)
         result = run()
@@ -68,8 +68,7 @@ class Host:
             if was != now:
                 self._touched[id(param)] = param
         for engine, root in living_engines():
-            has_run = engine.forwards > before.get(id(engine), 0) or engine.serves_graphs
-            if has_run and engine not in known:
+            if engine.runs != before.get(id(engine), (0, 0)) and engine not in known:
                 self.engines.append((engine, root))
         if not self.engines:
             raise ShardConfigValueError("make_graphed_step: the step has run no sharded model; call fully_shard first")
@@ -83,7 +82,7 @@ class Host:
     @property
     def is_settled(self) -> bool:
         """Whether no model is about to follow another plan or to measure a step. Equal on all ranks."""
-        return all(engine.review.is_settled or engine.serves_graphs for engine, _ in self.engines)
+        return all(engine.review.is_settled for engine, _ in self.engines if engine.runs[0])
 
     def _modules(self) -> Iterator[nn.Module]:
         for root in [*(root for _, root in self.engines), *self._others]:

@@ -261,6 +261,8 @@ class GraphedStep(Generic[P, R]):
 
         def work() -> None:
             results.append(self._step(*args, **kwargs))
+            for engine, _ in host.engines:
+                engine.capturing.end()  # compiled graphs do not tell when a backward ends
 
         def run() -> tuple[Graph, Any]:
             with autocast_cache_off(), _no_collector():

@@ -218,6 +218,10 @@ class Exchange:
         setup: the meshes, transports, memory and options of its reductions. Of the options, only the dtypes and the
             number of bits in which tensors are sent are used here.
         notes, note: the notes of the group before its collectives, and its note before a gather.
+
+    Attributes:
+        pool: the pool.
+        gathers: number of gathers so far.
     """
 
     def __init__(
@@ -237,6 +241,7 @@ class Exchange:
         self._setup = setup
         self._reduces: dict[tuple[object, ...], list[ReduceBucket]] = {}
         self.pool = setup.pool
+        self.gathers = 0
 
     @property
     def name(self) -> str:
@@ -245,6 +250,7 @@ class Exchange:
 
     def gather(self, shards: Sequence[torch.Tensor]) -> Gather:
         """Begin to gather shards, in the order of the group's parameters."""
+        self.gathers += 1
         for ledger in self._notes.gathers:
             ledger.issue(self._note)
         started: list[_Gathering] = []

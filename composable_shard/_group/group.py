@@ -229,9 +229,9 @@ class ParamGroup:
         return self.fqn or ROOT_NAME
 
     @property
-    def serves_graphs(self) -> bool:
-        """Whether a compiled graph has gathered it since it was built."""
-        return self._exchange is not None
+    def gathers_of_graphs(self) -> int:
+        """How often compiled graphs have gathered it since its buckets were made."""
+        return 0 if self._exchange is None else self._exchange.gathers
 
     @property
     def shard_size(self) -> int:

@@ -13,6 +13,7 @@ import composable_shard as cs
 from _blocks import token_batch
 from _decoders import Training
 from _pool import distributed, more
+from _replaying import captures_on_cpu
 from composable_shard._faults.watch import WATCHER
 
 LIMIT_S = 60.0
@@ -209,7 +210,17 @@ def export_safetensors_where_the_other_exports_to_dcp(run):
     cs.checkpoint.export_dcp(f"{tempfile.mkdtemp()}/out", {"model": run.model})
 
 
+def replay_where_the_other_runs_eagerly(run):
+    call = cs.make_graphed_step(lambda tokens: run.model(tokens).sum().backward())
+    with captures_on_cpu():
+        for _ in range(3):
+            call(*token_batch(run.rank, 0))
+            run.model.zero_grad()
+        call(*token_batch(run.rank, 0, length=8 - run.rank))
+
+
 CASES = {
+    replay_where_the_other_runs_eagerly: r"replay graph 1 of a captured step of model \d+, and rank 1 is about to",
     export_to_dcp_alone: r"begin a forward of model \d+ .* rank 1 is about to export a DCP checkpoint \(",
     import_from_dcp_alone: r"begin a forward of model \d+ .* rank 1 is about to load a DCP checkpoint \(",
     export_safetensors_alone: r"begin a forward of model \d+ .* rank 1 is about to export weights",
