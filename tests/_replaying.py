@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from composable_shard._comm.lanes import WAITING
 from composable_shard._torch.capturing import simulated
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -188,7 +189,7 @@ class Recording(TorchDispatchMode):
     def _wait(self):
         works, self._works = self._works, []
         for work in works:
-            dist.distributed_c10d.Work.unbox(work).wait()
+            WAITING.wait(dist.distributed_c10d.Work.unbox(work))
 
     def __len__(self):
         return len(self._steps)
