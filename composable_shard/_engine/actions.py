@@ -83,6 +83,10 @@ class Actions:
 
     # ---- between passes
 
+    def note_capture(self) -> None:
+        """Note that a step is captured in a CUDA graph."""
+        self.may_be_replayed = True
+
     def end_reads(self) -> None:
         """Let go of the outputs of nodes: no backward reads weights any more.
 

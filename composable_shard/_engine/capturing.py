@@ -46,12 +46,15 @@ class Capturing:
     Attributes:
         number: number of the capture in which the engine has worked last; 0 if that was outside of captures.
         stepped: the groups that an optimizer has stepped in this capture.
+        changed_at: an event of a user after the last parameter change; see `Engine.changed_at`.
         counts: for `stats`: steps of `make_graphed_step` by kind.
     """
 
     def __init__(self, actions: Actions, pool: BufferPool) -> None:
         self.number = 0
         self.stepped: set[ParamGroup] = set()
+        self.changed_at: torch.Event | None = None
+        self._changed_in = 0  # number of the capture in which it was set
         self.counts = Counter(captures=0, replays=0, eager_steps=0)
         self._actions, self._pool = actions, pool
         self._watch: Stopwatch | None = None  # the stopwatch outside of captures
@@ -70,7 +73,7 @@ class Capturing:
         actions = self._actions
         if now:
             _check_features(actions.groups)
-            actions.may_be_replayed = True
+            actions.note_capture()
         if now and not self.number:
             self._watch = actions.recorder.watch
             actions.recorder.time_by(None)  # the host reads the times of its events
@@ -87,6 +90,36 @@ class Capturing:
                 actions.reshard(group)
         self.drain()
         actions.parameters_changed()  # the first gather begins after the work that is queued now, and so in the capture
+
+    def note_change(self, event: torch.Event | None) -> None:
+        """Set `changed_at`. The event counts only in the capture in which it was set: others cannot wait for it."""
+        self.changed_at, self._changed_in = event, capture_number(self._pool.memory.device)
+
+    def take_change(self) -> torch.Event | None:
+        """Return the event of `note_change` for a forward that begins, and forget it."""
+        event, self.changed_at = self.changed_at, None
+        return event if self._changed_in == self.number else None
+
+    def check_forward(self, replaced: bool, has_plan: bool) -> None:
+        """Check a captured forward that begins.
+
+        Args:
+            replaced: whether parameters were replaced or converted since the last one.
+            has_plan: whether an eager step has made the plan that it follows.
+
+        Raises:
+            ShardConfigStateError: an eager step must run first.
+        """
+        if replaced or not has_plan:
+            why = "parameters were replaced or converted since its last step"
+            raise ShardConfigStateError(
+                f"{_WHERE}, but {why if replaced else 'its plan is made in the first step that trains'}; run one step "
+                "eagerly before the capture, with the same code"
+            )
+
+    def count(self, kind: str) -> None:
+        """Count a step of `make_graphed_step`."""
+        self.counts[kind] += 1
 
     def drain(self) -> None:
         """Free all memory of the pool that is not in use."""
@@ -150,8 +183,3 @@ def _check_features(groups: Sequence[ParamGroup]) -> None:
 
 def _names(groups: Iterable[ParamGroup]) -> str:
     return ", ".join([group.name for group in groups][:3])
-
-
-def needs_eager_step(what: str) -> ShardConfigStateError:
-    """Return the error for a captured step that would have to decide something that only an eager step can."""
-    return ShardConfigStateError(f"{_WHERE}, but {what}; run one step eagerly before the capture, with the same code")

@@ -43,7 +43,6 @@ from .._group.setup import Runtime
 from .._plan.plan import ShardPlan
 from .._plan.record import Record
 from .._plan.schedule import Kind
-from .._torch.capturing import capture_number
 from .._torch.core import (
     Fate,
     apart_from_checkpoints,
@@ -55,7 +54,7 @@ from .._torch.core import (
 from ..errors import ShardConfigStateError
 from .actions import Actions
 from .backward import BackwardPass, Skipped, Token
-from .capturing import Capturing, needs_eager_step
+from .capturing import Capturing
 from .gradients import GradientFlow, watch_leaf, watch_replaced
 from .iterations import Iterations
 from .node import Keeper, Outputs, Use, Uses, Witness, unshard
@@ -145,8 +144,6 @@ class Engine:
         self.review = Review(self.order, self._actions, among, seat, is_given)
         self.uses = Uses()
         self.is_last_backward, self.ends_by_hand, self.under_hooks = True, False, False
-        self._changed_at: torch.Event | None = None
-        self._changed_in = 0  # number of the capture in which `changed_at` was set; it counts only in this one
         self.capturing = Capturing(self._actions, runtime.pool)
         self._iterations = Iterations()
         self._depth = 0  # how many forwards of sharded modules are nested now
@@ -180,11 +177,11 @@ class Engine:
 
         The next forward uses it instead of recording one.
         """
-        return self._changed_at
+        return self.capturing.changed_at
 
     @changed_at.setter
     def changed_at(self, event: torch.Event | None) -> None:
-        self._changed_at, self._changed_in = event, capture_number(self.pool.memory.device)
+        self.capturing.note_change(event)
 
     @property
     def has_run(self) -> bool:
@@ -267,22 +264,22 @@ class Engine:
             self.uses.forget_lost(waiting)
         if not waiting:  # otherwise this forward belongs to the iteration of the one that waits for its backward
             self._actions.recorder.end_iteration()
-        self._actions.parameters_changed(self._changed_at if self._changed_in == self.capturing.number else None)
-        self._changed_at = None
-        if self._actions.reshard_outdated(waiting):
-            if self.capturing.number:
-                raise needs_eager_step("parameters were replaced or converted since its last step")
+        self._actions.parameters_changed(self.capturing.take_change())
+        replaced = self._actions.reshard_outdated(waiting)
+        if self.capturing.number:
+            self.capturing.check_forward(replaced, self.review.has_learned if torch.is_grad_enabled() else self.has_run)
+        elif replaced:
             self._actions.rebuild(self.groups)
-        elif self.capturing.number:
-            if not (self.review.has_learned if torch.is_grad_enabled() else self.has_run):
-                raise needs_eager_step("its plan is made in the first step that trains")
         elif not waiting:
-            # Ranks may differ in which graphs are alive, and so make an arena at different times. They may, because
-            # making one needs no collective.
-            if self.pool.wants_arena and self.uses.all_fired():
-                self._actions.plan_memory()
-            self.review.between_steps()
+            self._between_iterations()
         self.review.begin(torch.is_grad_enabled(), waiting, bool(self.capturing.number))
+
+    def _between_iterations(self) -> None:
+        # Ranks may differ in which graphs are alive, and so make an arena at different times. They may, because making
+        # one needs no collective.
+        if self.pool.wants_arena and self.uses.all_fired():
+            self._actions.plan_memory()
+        self.review.between_steps()
 
     def leave(self, learn_order: bool, failed: bool) -> None:
         """Leave a call of a sharded module, successful or not.

@@ -7,6 +7,7 @@ each replay, the host gets the state that the captured step left (`Host.state`, 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from .._engine.engine import Engine
 from .._group.accumulation import Held
 from .._group.optimizers import known_parameters
+from .._group.param import run_all
 from .._module.build import living_engines
 from .._policies import Options
 from .._torch.core import address_of, autocast_state, without_torch_function
@@ -157,9 +159,7 @@ class Host:
     def resume(self, state: HostState) -> None:
         """Set the state: the one that a captured step left, after its replay."""
         with without_torch_function():
-            for param, grad in zip(self.params(), state.grads, strict=True):
-                if param.grad is not grad:
-                    param.grad = grad
+            run_all(map(setattr, self.params(), repeat("grad"), state.grads))
         groups = [group for engine, _ in self.engines for group in engine.groups]
         for group, held in zip(groups, state.held, strict=True):
             group.gradients.resume(held)
@@ -176,7 +176,7 @@ class Host:
     def count(self, kind: str) -> None:
         """Count a call of the step in the figures of all models (`stats`)."""
         for engine, _ in self.engines:
-            engine.capturing.counts[kind] += 1
+            engine.capturing.count(kind)
 
 
 def _grads_of(params: Iterable[torch.Tensor]) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ Partial = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class Held(NamedTuple):
-    """What a group holds between two backwards; a replay of a captured step makes it again, in the same memory.
+    """The gradients of a group between two backwards; a replay of a captured step makes them again, in the same memory.
 
     Attributes:
         whole, pieces, wanted: as in `AccumulatedGradients`.
@@ -78,7 +78,7 @@ class AccumulatedGradients:
         return [*self.whole.values(), *(piece for piece, _ in self.pieces.values())]
 
     def held_now(self) -> Held:
-        """Return what is held now."""
+        """Return the current gradients, pieces and marks."""
         return Held(dict(self.whole), dict(self.pieces), set(self.wanted), set(self._owned), self._marks.marked())
 
     def resume(self, held: Held) -> None:

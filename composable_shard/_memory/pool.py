@@ -130,8 +130,8 @@ class BufferPool:
         self._lent: deque[tuple[Slot | None, Callable[[], bool]]] = deque()
         self.places = Places()
         self._own: dict[tuple[str, int, bool], Slot] = {}  # slots of requests that `refills`
-        self._keeps_idle_outside = True  # the arena's setting outside of captures
-        self._abandoned_outside: list[tuple[Slot | None, Callable[[], bool]]] = []  # set aside during a capture
+        # During a capture: `keeps_idle` of the arena and the work of `finish_later` from outside.
+        self._outside: tuple[bool, list[tuple[Slot | None, Callable[[], bool]]]] | None = None
 
     @property
     def arena_bytes(self) -> int:
@@ -173,14 +173,16 @@ class BufferPool:
         """
         for slot in {*self.addresses, *self.arena.slots}:
             slot.forget_events()
-        if capture and not self.memory.capture:
-            self._keeps_idle_outside = self.arena.keeps_idle
-            self._abandoned_outside = [each for each in self._lent if each[0] is None]  # they wait for outside events
+        abandoned = [each for each in self._lent if each[0] is None]  # each waits for an event from its own side
+        self._lent = deque(each for each in self._lent if each[0] is not None)
+        if self._outside is None:
+            self._outside = self.arena.keeps_idle, abandoned
             self.arena.keep_idle(False)
         elif not capture:
-            self.arena.keep_idle(self._keeps_idle_outside)
-        abandoned = [] if capture else self._abandoned_outside
-        self._lent = deque([*(each for each in self._lent if each[0] is not None), *abandoned])
+            keeps_idle, abandoned = self._outside
+            self._outside = None
+            self.arena.keep_idle(keeps_idle)
+            self._lent += abandoned
         self.memory.cross(capture)
 
     def drain(self) -> None:
