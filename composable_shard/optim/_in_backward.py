@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from .._graph.traced import TracedSteps
 from .._module.state import states_below
-from .._torch.distributed import local_tensor, sum_over_ranks
+from .._torch.capturing import capture_number
+from .._torch.distributed import local_part, local_tensor, sum_over_ranks
 from .._torch.loss_scaling import in_scaled_backward, note_scaled_losses
 from ..errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from ._checks import IN_PARTS, check_steps_once, check_takes_parts, check_unchanged, title_of
@@ -252,6 +253,11 @@ class InBackward(Optimizer):
             norms.add(params)
             _scale(params, self._max_norm, norms.total())
             return
+        if capture_number(local_part(params[0]).device):  # a graph would always read the norm from before the capture
+            raise ShardConfigStateError(
+                "in_backward: a backward with norm_of='delayed' cannot be captured in a CUDA graph: it clips by "
+                "the norm of the previous step; use norm_of='group'"
+            )
         self._norms.add(params)
         if self.last_norm is not None:
             _scale(params, self._max_norm, self.last_norm)

@@ -262,6 +262,40 @@ def test_the_optimizer_can_be_part_of_the_step(rank, world):
             assert ours.grad is None
 
 
+def stepping_in_backward(model, **how):
+    rate = torch.tensor(0.01)
+    make = lambda params: torch.optim.AdamW(params, lr=rate, capturable=True, foreach=True)  # noqa: E731
+    optimizer = cs.optim.in_backward(model, make, **how)
+
+    def step(tokens):
+        loss = next_token_loss(model, tokens)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+@distributed(world=2)
+def test_an_optimizer_that_steps_in_backward_is_captured_unless_it_needs_the_last_norm(rank, world):
+    models = [decoder(), decoder()]
+    eager = stepping_in_backward(models[1], max_norm=1.0)
+    graphed = cs.make_graphed_step(stepping_in_backward(models[0], max_norm=1.0))
+    delayed = cs.make_graphed_step(stepping_in_backward(decoder(), max_norm=1.0, norm_of="delayed"))
+    with captures_on_cpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adam, "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
+        for number in range(5):
+            tokens = token_batch(rank, number)[0]
+            assert torch.equal(graphed(tokens), eager(tokens)), number
+        assert graphed.replays == 3
+        with torch.no_grad():
+            assert torch.equal(*(model(tokens) for model in models))
+        for number in range(2):
+            delayed(*token_batch(rank, number))
+        with pytest.raises(ShardConfigStateError, match="norm_of='delayed' cannot be captured"):
+            delayed(*token_batch(rank, 2))
+
+
 @distributed(world=2)
 def test_a_learning_rate_that_is_a_number_is_refused_and_eager_steps_go_on(rank, world):
     model = decoder()
