@@ -14,7 +14,7 @@ from _pool import distributed
 from composable_shard._faults.watch import WATCHER
 
 LIMIT_S = 900.0
-FAILURES, STEPS = 600, 1000
+FAILURES, STEPS = 600, 400  # test_growth runs a thousand steps
 
 
 class Taken:
@@ -48,7 +48,7 @@ def fail_often(run, times):
 @pytest.mark.matrix
 @pytest.mark.timeout(LIMIT_S + 60)
 @distributed(world=2, limit_s=LIMIT_S)
-def test_failures_on_all_ranks_and_a_thousand_steps_do_not_increase_memory(rank, world):
+def test_failures_on_all_ranks_and_a_long_training_after_them_do_not_increase_memory(rank, world):
     run = Training(rank, world)
     for _ in range(50):
         run.step()
@@ -66,4 +66,5 @@ def test_failures_on_all_ranks_and_a_thousand_steps_do_not_increase_memory(rank,
     assert after.asked - before.asked < FAILURES / 20, taken
     assert after.keys - before.keys < 10, taken
     assert after.mib - before.mib < 5, taken
+    assert after.mib - failed.mib < 1, taken
     run.goes_on_exactly()
