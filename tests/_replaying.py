@@ -178,7 +178,9 @@ class Recording(TorchDispatchMode):
                 if func.namespace not in _COMMUNICATES:
                     self._wait()
                 result = func(*args, **kwargs)
-                if func.namespace in _COMMUNICATES:
+                if func.namespace == "_c10d_functional" and isinstance(result, torch.Tensor):
+                    result = torch.ops._c10d_functional.wait_tensor(result)
+                elif func.namespace in _COMMUNICATES:
                     self._works += [each for each in pytree.tree_leaves(result) if isinstance(each, torch.ScriptObject)]
                 for output, value in zip(outputs, _tensors(result), strict=True):
                     if output is not None:

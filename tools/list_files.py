@@ -13,8 +13,18 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "files.md"
 # Folders by layer, users' functions first; the contract in pyproject.toml has the exact order.
 FOLDERS = (
-    *(".", "_fsdp2", "_module", "_engine", "_graph", "_group", "_memory", "_faults", "_comm", "_plan", "_torch"),
-    *("checkpoint", "checkpoint/_full", "checkpoint/_format", "checkpoint/_io", "optim", "planner", "report", "cli"),
+    *(".", "_graphed", "_fsdp2", "_module", "_engine", "_graph", "_group", "_memory", "_faults", "_comm", "_plan"),
+    *(
+        "_torch",
+        "checkpoint",
+        "checkpoint/_full",
+        "checkpoint/_format",
+        "checkpoint/_io",
+        "optim",
+        "planner",
+        "report",
+        "cli",
+    ),
     *("testing", "testing/_races", "_integrations"),
 )
 HEAD = """\

@@ -21,6 +21,7 @@ Rarer events, such as a failure, or a gradient for a tensor that was read outsid
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -187,6 +188,11 @@ class Engine:
     def has_run(self) -> bool:
         """Whether a forward of any group has begun."""
         return self._iterations.has_run
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        """Whether no other thread has run its last eager forward. Simulated ranks are threads."""
+        return self._iterations.thread in (0, threading.get_ident())
 
     @property
     def runs(self) -> tuple[int, int]:

@@ -32,12 +32,13 @@ class Iterations:
         forward: number of the last forward.
         was_interrupted: whether an interrupt (Ctrl-C) ended the last forward.
         has_run: whether a forward of any group has begun.
+        thread: the thread in which the last forward began; 0 if there was none.
     """
 
     def __init__(self) -> None:
         self.forward = 0
         self.was_interrupted = self.has_run = False
-        self._thread = 0  # the thread in which the last forward began
+        self.thread = 0
         self._inside: dict[str, int] = {}  # the thread of the running forward; a dict because `setdefault` is atomic
         # Numbers of forwards; all between the two wait for their backward.
         self._awaited = 0  # the last one that has trained parameters, so that a backward can follow
@@ -55,7 +56,7 @@ class Iterations:
             self._reached = self.forward
         self.forward += 1
         self.was_interrupted = False
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         return waiting
 
     def claim(self) -> None:
@@ -75,7 +76,7 @@ class Iterations:
 
     def check_thread(self) -> None:
         """Raise ShardConfigStateError if the forward began in another thread than this one."""
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self.thread:
             raise two_threads(f"forward {self.forward} of it, or in its backward")
 
     def interrupt(self) -> None:

@@ -70,6 +70,8 @@ class Host:
             if was != now:
                 self._touched[id(param)] = param
         for engine, root in living_engines():
+            if not engine.is_of_this_thread:
+                continue
             if engine.runs != before.get(id(engine), (0, 0)) and engine not in known:
                 self.engines.append((engine, root))
         if not self.engines:

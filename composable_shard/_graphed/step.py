@@ -134,7 +134,7 @@ class GraphedStep(Generic[P, R]):
         self._step, self._most, self._further = step, max_graphs, key
         self._host = Host(modules)
         self._graphs: dict[Hashable, _Captured] = {}
-        self._seen: dict[Hashable, None] = {}
+        self._seen: dict[Hashable, list[object]] = {}  # with the plans whose ids are in the key
         self._places: tuple[int, ...] = ()
         self._pool: Any = None
         self._stream: SideStream | None = None
@@ -170,10 +170,11 @@ class GraphedStep(Generic[P, R]):
         if (known := self._graphs.get(key)) is not None:
             return self._replay(known, leaves)
         if (why := self._why_eager(key)) is not None:
+            plans = self._host.plans()  # those of before the call, which may make new ones
             result = self._run_eagerly(why, args, kwargs)
             if len(self._seen) >= _MOST_SEEN:
                 self._seen.clear()
-            self._seen[key] = None
+            self._seen[key] = plans
             return result
         return self._replay(self._capture(key, leaves, tree), leaves)
 

@@ -78,7 +78,7 @@ class AccumulatedGradients:
         return [*self.whole.values(), *(piece for piece, _ in self.pieces.values())]
 
     def held_now(self) -> Held:
-        """Return the current gradients, pieces and marks."""
+        """Return the accumulated gradients and pieces now, to hold them again after a replay."""
         return Held(dict(self.whole), dict(self.pieces), set(self.wanted), set(self._owned), self._marks.marked())
 
     def resume(self, held: Held) -> None:

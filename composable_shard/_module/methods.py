@@ -237,8 +237,8 @@ class Methods(TorchFSDPModule):
         """Set whether unsharded parameters keep their memory permanently, so that their addresses do not change.
 
         This takes the memory of all unsharded parameters all the time. It is needed if something other than autograd
-        refers to weights: CUDA graphs, `torch.func` transforms in a forward, or a selective activation checkpoint that
-        saves views of weights.
+        refers to weights: a CUDA graph of code between sharded modules, `torch.func` transforms in a forward, or a
+        selective activation checkpoint that saves views of weights.
 
         Raises:
             ShardConfigValueError: the value is not a bool, number, None or tensor of one element.

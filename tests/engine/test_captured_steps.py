@@ -108,7 +108,7 @@ class Twins:
     def update(self, set_to_none=False):
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
             clip = torch.nn.utils.clip_grad_norm_ if model is self.plain else cs.clip_grad_norm_
-            clip(model.parameters(), 1.0)
+            clip(model.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)
 

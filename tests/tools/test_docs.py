@@ -360,7 +360,17 @@ def assert_losses_fall(losses):
 
 @pytest.mark.parametrize(
     "page",
-    ["sharding", "checkpoints", "lora", "optimizers", "migration", "integrations", "slow_networks", "launching"],
+    [
+        "sharding",
+        "checkpoints",
+        "lora",
+        "optimizers",
+        "migration",
+        "integrations",
+        "slow_networks",
+        "launching",
+        "cuda_graphs",
+    ],
 )
 def test_the_examples_of_a_guide_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -12,6 +12,7 @@ import signal
 import time
 import types
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import _logbook
 from _gpt import Corpus, bigram_entropy, build_gpt, load_corpus, next_byte_loss, spaced_windows
 from _launched import descendants, finish, kill
 from _pool import POOL, distributed, more
+from _replaying import captures_on_cpu
 from composable_shard import checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -305,13 +307,38 @@ def test_the_tutorial_on_adapters_trains_only_them_as_the_planner_advises(tmp_pa
     assert all(key.endswith(("/up/weight", "/down/weight")) for key in saved)
 
 
+def graphs_on_a_rank(rank, world, arguments):
+    """Run the tutorial on CUDA graphs on a rank of the worker pool. Returns losses and counts, eager and replayed."""
+    tutorial = importlib.import_module("09_cuda_graphs")
+    options = tutorial.parse(arguments)
+    outcomes = []
+    for captures in (nullcontext(), captures_on_cpu()):
+        with captures:
+            sides = tutorial.run(options, torch.device("cpu"))
+        call = sides["graphed"].call
+        losses = [side.losses for side in sides.values()]
+        outcomes.append((losses, call.captures, call.replays, call.eager_calls, repr(call)))
+    return outcomes
+
+
+def test_the_tutorial_on_cuda_graphs_has_equal_losses_eagerly_and_in_replays():
+    arguments = ["--size", "tiny", "--steps", "6", "--microbatches", "4"]
+    for found in POOL.run(f"{__name__}:graphs_on_a_rank", 2, {"arguments": arguments}):
+        for (eager, graphed), *_ in found:
+            assert eager == graphed
+            assert eager[-1] < eager[0]
+        assert found[0][1:4] == (0, 0, 24)
+        assert "no CUDA graphs on cpu" in found[0][4]
+        assert found[1][1:4] == (4, 16, 8), found[1][4]
+
+
 # ---------------------------------------------------------------------------------------- the page
 
 
 def test_every_command_on_the_page_is_valid_and_every_picture_is_created_by_a_script():
     page = PAGE.read_text()
     commands = re.findall(r"^\.venv/bin/python tutorials/(\w+)\.py(.*)$", page, re.MULTILINE)
-    assert [name[:2] for name, _ in commands] == ["02", "03", "04", "05", "06"]
+    assert [name[:2] for name, _ in commands] == ["02", "03", "04", "05", "06", "09"]
     for name, arguments in commands:
         assert (TUTORIALS / f"{name}.py").exists()
         parse = getattr(importlib.import_module(name), "parse", None)

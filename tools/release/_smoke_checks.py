@@ -26,6 +26,7 @@ TUTORIALS = {
     "06": "06_lora.py --shape layers=2,width=128,heads=4,vocabulary=512,sequence=2048 --devices 2 --memory 0.8 "
     "--size tiny --sequence 64 --rank 2 --base-steps 4 --steps 4 --evaluation 16 --out runs/06",
     "07": "07_launch.py --steps 4 --save-every 2",
+    "09": "09_cuda_graphs.py --size tiny --steps 3",
     "train": "train.py --model tiny --sequence 16 --steps 6 --evaluation 16 --sample 0",
 }
 # Test files that take seconds. `make test` runs all tests in the checkout.
