@@ -6,7 +6,7 @@ each replay, the host gets the state that the captured step left (`Host.state`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -26,11 +26,25 @@ from ..errors import ShardConfigValueError
 _MOST_OPTIONS = 256  # how many different options of groups are numbered; then numbering starts again
 
 
+class Sight(NamedTuple):
+    """The modules of a step at one call. Seen once for each call, because a large model has thousands.
+
+    Attributes:
+        training: whether each module is in training mode.
+        params: all parameters of the modules, and others that the step trains.
+        buffers: all buffers of the modules.
+    """
+
+    training: list[bool]
+    params: list[torch.Tensor]
+    buffers: list[torch.Tensor]
+
+
 class HostState(NamedTuple):
     """The state of the host between two steps.
 
     Attributes:
-        grads: `.grad` of each parameter of `Host.params`.
+        grads: `.grad` of each parameter.
         held: the accumulated gradients of each group.
     """
 
@@ -88,22 +102,27 @@ class Host:
         """Whether no model is about to follow another plan or to measure a step. Equal on all ranks."""
         return all(engine.review.is_settled for engine, _ in self.engines if engine.runs[0])
 
-    def _modules(self) -> Iterator[nn.Module]:
-        for root in [*(root for _, root in self.engines), *self._others]:
-            yield from root.modules()
+    def see(self) -> Sight:
+        """Walk through all modules."""
+        modules: dict[int, nn.Module] = {}
+        waiting = [*self._others, *(root for _, root in self.engines)]
+        while waiting:
+            module = waiting.pop()
+            if id(module) not in modules:
+                modules[id(module)] = module
+                waiting += [child for child in module._modules.values() if child is not None]
+        every = modules.values()
+        params = [param for module in every for param in module._parameters.values() if param is not None]
+        buffers = [buffer for module in every for buffer in module._buffers.values() if buffer is not None]
+        unique = {id(param): param for param in params} | self._touched
+        return Sight([module.training for module in every], list(unique.values()), buffers)
 
-    def params(self) -> list[torch.Tensor]:
-        """All parameters of the models and modules, and the others that the step trains."""
-        here = [param for module in self._modules() for param in module._parameters.values() if param is not None]
-        return list({id(param): param for param in [*here, *self._touched.values()]}.values())
-
-    def places(self) -> tuple[int, ...]:
+    @staticmethod
+    def places(sight: Sight) -> tuple[int, ...]:
         """The addresses of all parameters and buffers, which a graph contains."""
-        buffers = [each for module in self._modules() for each in module._buffers.values() if each is not None]
-        with without_torch_function():
-            return tuple([address_of(local_part(each)) for each in [*self.params(), *buffers]])
+        return tuple([address_of(local_part(each)) for each in (*sight.params, *sight.buffers)])
 
-    def key(self) -> Hashable:
+    def key(self, sight: Sight) -> Hashable:
         """All facts that decide what the step runs, except its arguments.
 
         - whether gradients are recorded, and autocast
@@ -112,9 +131,8 @@ class Host:
         - the plan and the settings of each model
         - which gradients are accumulated, and so the position among microbatches
         """
-        training = tuple([module.training for module in self._modules()])
         with without_torch_function():
-            grads = tuple([(param.requires_grad, param.grad is None) for param in self.params()])
+            grads = tuple([(param.requires_grad, param.grad is None) for param in sight.params])
         plans = tuple(
             [(id(engine.order.plan), engine.is_last_backward, engine.ends_by_hand) for engine, _ in self.engines]
         )
@@ -122,7 +140,7 @@ class Host:
         settings = tuple([self._number_of(group.options) for group in groups])
         held = tuple([group.gradients.held_now().key() for group in groups])
         grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        return grad, autocast_state(), training, grads, plans, settings, held
+        return grad, autocast_state(), tuple(sight.training), grads, plans, settings, held
 
     def _number_of(self, options: Options) -> int:
         """A number for these options. Hashing options takes long, and setters often return to earlier ones."""
@@ -140,15 +158,15 @@ class Host:
 
     # ---- state
 
-    def state(self) -> HostState:
+    def state(self, sight: Sight) -> HostState:
         """The state now."""
         with without_torch_function():
-            grads = [param.grad for param in self.params()]
+            grads = [param.grad for param in sight.params]
         return HostState(grads, [group.gradients.held_now() for engine, _ in self.engines for group in engine.groups])
 
-    def copy_into(self, state: HostState) -> None:
+    def copy_into(self, state: HostState, sight: Sight) -> None:
         """Copy each gradient into the one of `state`, which a graph reads, if it is another tensor."""
-        now = self.state()
+        now = self.state(sight)
         pairs = list(zip(now.grads, state.grads, strict=True))
         for held, wanted in zip(now.held, state.held, strict=True):
             pairs += zip(held.tensors(), wanted.tensors(), strict=True)
@@ -158,10 +176,10 @@ class Host:
         if apart:
             torch._foreach_copy_([to for to, _ in apart], [of for _, of in apart])
 
-    def resume(self, state: HostState) -> None:
+    def resume(self, state: HostState, sight: Sight) -> None:
         """Set the state: the one that a captured step left, after its replay."""
         with without_torch_function():
-            run_all(map(setattr, self.params(), repeat("grad"), state.grads))
+            run_all(map(setattr, sight.params, repeat("grad"), state.grads))
         groups = [group for engine, _ in self.engines for group in engine.groups]
         for group, held in zip(groups, state.held, strict=True):
             group.gradients.resume(held)

@@ -17,7 +17,7 @@ from .._group.group import ParamGroup
 from .._torch.capturing import Graph, SideStream, can_capture, capture, capture_number
 from .._torch.core import autocast_cache_off, flatten, unflatten
 from ..errors import ComposableShardError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
-from .host import Host, HostState
+from .host import Host, HostState, Sight
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -165,10 +165,11 @@ class GraphedStep(Generic[P, R]):
         if capture_number(device):
             return self._step(*args, **kwargs)  # it becomes part of a graph of other code
         leaves, tree = flatten((args, kwargs))
-        key = tree, self._facts_of(leaves), self._host.key(), self._further and self._further()
-        self._follow_places()
+        sight = self._host.see()
+        key = tree, self._facts_of(leaves), self._host.key(sight), self._further and self._further()
+        self._follow_places(sight)
         if (known := self._graphs.get(key)) is not None:
-            return self._replay(known, leaves)
+            return self._replay(known, leaves, sight)
         if (why := self._why_eager(key)) is not None:
             plans = self._host.plans()  # those of before the call, which may make new ones
             result = self._run_eagerly(why, args, kwargs)
@@ -176,7 +177,7 @@ class GraphedStep(Generic[P, R]):
                 self._seen.clear()
             self._seen[key] = plans
             return result
-        return self._replay(self._capture(key, leaves, tree), leaves)
+        return self._replay(self._capture(key, leaves, tree, sight), leaves, sight)
 
     def _facts_of(self, leaves: Sequence[Any]) -> tuple[Hashable, ...]:
         facts: list[Hashable] = []
@@ -208,9 +209,9 @@ class GraphedStep(Generic[P, R]):
                 "which a graph would not set; pass tensor.detach(), or run this step without make_graphed_step"
             )
 
-    def _follow_places(self) -> None:
+    def _follow_places(self, sight: Sight) -> None:
         """Drop all graphs if a parameter or buffer has moved: they read and write its old memory."""
-        places = self._host.places()
+        places = self._host.places(sight)
         if places != self._places:
             self._graphs.clear()
             self._pool = None
@@ -251,13 +252,13 @@ class GraphedStep(Generic[P, R]):
 
     # ---- capture and replay
 
-    def _capture(self, key: Hashable, leaves: Sequence[Any], tree: Any) -> _Captured:
+    def _capture(self, key: Hashable, leaves: Sequence[Any], tree: Any, sight: Sight) -> _Captured:
         host = self._host
         for engine, _ in host.engines:
             engine.before_capture()
         inputs = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = unflatten(inputs, tree)
-        before = host.state()
+        before = host.state(sight)
         results: list[Any] = []
 
         def work() -> None:
@@ -272,7 +273,7 @@ class GraphedStep(Generic[P, R]):
         try:
             graph, self._pool = self._on_stream(run)()
         except Exception as error:
-            host.resume(before)
+            host.resume(before, sight)
             if isinstance(error, ComposableShardError):
                 raise
             raise ShardConfigStateError(f"make_graphed_step: the step cannot be captured: {error}. {_HINT}") from error
@@ -281,21 +282,23 @@ class GraphedStep(Generic[P, R]):
         stepped = [(engine, list(engine.capturing.stepped)) for engine, _ in host.engines]
         self.captures += 1
         host.count("captures")
-        made = _Captured(self.captures, graph, inputs, outputs, of_result, before, host.state(), stepped, host.plans())
+        made = _Captured(
+            self.captures, graph, inputs, outputs, of_result, before, host.state(sight), stepped, host.plans()
+        )
         self._graphs[key] = made
-        host.resume(before)
+        host.resume(before, sight)
         return made
 
-    def _replay(self, captured: _Captured, leaves: Sequence[Any]) -> R:
+    def _replay(self, captured: _Captured, leaves: Sequence[Any], sight: Sight) -> R:
         host = self._host
         with torch.no_grad():
             for buffer, leaf in zip(captured.inputs, leaves, strict=True):
                 if isinstance(buffer, torch.Tensor):
                     buffer.copy_(leaf)
-            host.copy_into(captured.before)
+            host.copy_into(captured.before, sight)
         host.note(f"replay graph {captured.number} of a captured step")
         captured.graph.replay()
-        host.resume(captured.after)
+        host.resume(captured.after, sight)
         for engine, groups in captured.stepped:
             engine.replayed(groups)
         self.replays += 1
