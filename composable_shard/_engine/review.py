@@ -106,7 +106,7 @@ class Review:
     def is_settled(self) -> bool:
         """Whether the next step is not measured, and no other plan is about to be followed. Equal on all ranks."""
         waits = self._order.plan.prefetch.kind == "auto" and self._order.plan.costs is None
-        return self.has_learned and not (self._changed or waits or self.measuring.is_on)
+        return not (self._changed or waits or self.measuring.is_on)
 
     def end(self, captured: bool = False) -> None:
         """End a successful root forward: count votes, and compare its order with the plan's.

@@ -100,7 +100,7 @@ class Host:
     @property
     def is_settled(self) -> bool:
         """Whether no model is about to follow another plan or to measure a step. Equal on all ranks."""
-        return all(engine.review.is_settled for engine, _ in self.engines if engine.runs[0])
+        return all(engine.review.is_settled for engine, _ in self.engines)
 
     def see(self) -> Sight:
         """Walk through all modules."""

@@ -214,6 +214,7 @@ class GraphedStep(Generic[P, R]):
         places = self._host.places(sight)
         if places != self._places:
             self._graphs.clear()
+            self._seen.clear()  # the engine adopts replaced parameters in an eager step
             self._pool = None
             self._places = places
 

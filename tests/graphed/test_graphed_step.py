@@ -214,6 +214,35 @@ def test_moved_parameters_are_captured_again(rank, world):
 
 
 @distributed(world=2)
+def test_replaced_parameters_run_eagerly_before_they_are_captured(rank, world):
+    pair = Pair(rank)
+    with captures_on_cpu():
+        for number in range(4):
+            pair.step(number)
+            pair.update()
+        for model in pair.models:
+            model.head.weight = nn.Parameter(2 * model.head.weight.detach())
+        pair.optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in pair.models]
+        for number in range(4, 8):
+            pair.step(number)
+            pair.update()
+        assert pair.call.captures == 2
+        pair.ends(8)
+
+
+@distributed(world=2)
+def test_an_evaluation_is_captured_without_any_training(rank, world):
+    model, twin = decoder(), decoder()
+    call = cs.make_graphed_step(torch.no_grad()(lambda tokens: model(tokens)))
+    with captures_on_cpu():
+        for number in range(5):
+            tokens = token_batch(rank, number)[0]
+            with torch.no_grad():
+                assert torch.equal(call(tokens), twin(tokens)), number
+        assert call.replays == 3
+
+
+@distributed(world=2)
 def test_more_keys_than_graphs_run_eagerly_with_one_warning(rank, world):
     pair = Pair(rank, max_graphs=1)
     with captures_on_cpu(), warnings.catch_warnings(record=True) as caught:
