@@ -542,7 +542,11 @@ class Settings:
 
     def change(self, **values: Any) -> None:
         """Set these values in the current options."""
-        self.current = replace(self.current, **values)
+        self.take(replace(self.current, **values))
+
+    def take(self, options: Options) -> None:
+        """Replace the current options."""
+        self.current = options
         self.gives_up = self.current.reshards(False), self.current.reshards(True)
         self.outlives = self.current.outlives_forward
         self.accumulates |= not self.current.requires_gradient_sync

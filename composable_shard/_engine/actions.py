@@ -172,6 +172,7 @@ class Actions:
 
         Raises:
             StaleStateError: an unsharded parameter was edited in place. The group is still resharded.
+            ShardConfigStateError: one was written to in a capture of a CUDA graph (`find_edits`).
         """
         edited = self.find_edits(group) if check_edits and group.is_written() else ()
         self.staying.discard(group)
@@ -232,8 +233,8 @@ class Actions:
 
     def _outlives(self, group: ParamGroup, waiting: bool) -> bool:
         """Whether unsharded parameters of this group may be used by a root forward that begins now."""
-        if self.may_be_replayed and not waiting and not self.pool.memory.capture:
-            return False
+        if self.may_be_replayed and not self.pool.memory.capture:
+            return False  # even if a forward is waiting: it may be one whose backward never comes
         if group.stay.pinned:
             return True
         # Code often swaps weights before an evaluation (EMA). Foreach functions do not increase versions, so such a

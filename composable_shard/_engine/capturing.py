@@ -8,12 +8,12 @@ runs the recorded work again, and no Python. So in a capture:
   put no gather into the graph, and each replay would use old weights. Events are dropped. The device is idle when a
   capture begins, and its work runs only in replays.
 - Memory comes from the graph's private pool, and is freed at the end of backward. So nothing outside refers to it,
-  except `.grad` and accumulated gradients, which the next replay writes again.
+  except `.grad`, accumulated gradients and results, which the next replay writes again.
 - Nothing may need the host: no vote, measurement or check of replicas, and no value that the host reads. Decisions that
   depend on values are taken from the last eager step. The graph then contains an assertion that they still hold.
 
-A replay increases no version and runs no hook. So once an engine was captured, weights that were kept unsharded count
-as stale (`Actions.may_be_replayed`).
+A replay increases no version and runs no hook. So once an engine was captured by other code than `make_graphed_step`,
+weights that were kept unsharded count as stale in each root forward (`Actions.may_be_replayed`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from .._group.group import ParamGroup
 from .._group.phases import SHARDED
+from .._memory.offload import OffloadedOptimizer
 from .._memory.pool import BufferPool
 from .._torch import debug
 from .._torch.capturing import capture_number
@@ -33,7 +34,8 @@ from ..errors import ShardConfigStateError
 from .actions import Actions
 from .stopwatch import Stopwatch
 
-_WHERE = "a sharded model runs while a CUDA graph is being captured"
+_CAPTURED = "while a CUDA graph is being captured"
+_WHERE = f"a sharded model runs {_CAPTURED}"
 
 
 class Capturing:
@@ -46,6 +48,7 @@ class Capturing:
     Attributes:
         number: number of the capture in which the engine has worked last; 0 if that was outside of captures.
         stepped: the groups that an optimizer has stepped in this capture.
+        optimizers: the optimizers that have stepped some.
         changed_at: an event of a user after the last parameter change; see `Engine.changed_at`.
         counts: for `stats`: steps of `make_graphed_step` by kind.
     """
@@ -53,6 +56,8 @@ class Capturing:
     def __init__(self, actions: Actions, pool: BufferPool) -> None:
         self.number = 0
         self.stepped: set[ParamGroup] = set()
+        self.optimizers: dict[int, Optimizer] = {}
+        self._is_known = False  # whether the next capture is one of `make_graphed_step`, which tells of its replays
         self.changed_at: torch.Event | None = None
         self._changed_in = 0  # number of the capture in which it was set
         self.counts = Counter(captures=0, replays=0, eager_steps=0)
@@ -73,14 +78,16 @@ class Capturing:
         actions = self._actions
         if now:
             _check_features(actions.groups)
-            actions.note_capture()
+            if not self._is_known:
+                actions.note_capture()
         if now and not self.number:
             self._watch = actions.recorder.watch
             actions.recorder.time_by(None)  # the host reads the times of its events
-        elif not now:
+        elif not now and actions.recorder.watch is None:  # else a user has turned it on since
             actions.recorder.time_by(self._watch)
-        self.number = now
+        self.number, self._is_known = now, False
         self.stepped.clear()
+        self.optimizers.clear()
         for group in actions.groups:
             group.forget_events()
         actions.reductions.forget_events()
@@ -88,6 +95,12 @@ class Capturing:
         for group in actions.groups:
             if group.phase is not SHARDED and not group.running:
                 actions.reshard(group)
+        kept = _names(group for group in actions.groups if group.phase is SHARDED and not group.leave_reserved())
+        if now and kept:
+            raise ShardConfigStateError(
+                f"{_WHERE}, but code keeps views of unsharded parameters from outside of the graph ({kept}), for "
+                "example in the graph of an earlier loss; delete them before the capture"
+            )
         self.drain()
         actions.parameters_changed()  # the first gather begins after the work that is queued now, and so in the capture
 
@@ -121,6 +134,10 @@ class Capturing:
         """Count a step of `make_graphed_step`."""
         self.counts[kind] += 1
 
+    def expect(self) -> None:
+        """Expect a capture of `make_graphed_step`."""
+        self._is_known = True
+
     def drain(self) -> None:
         """Free all memory of the pool that is not in use."""
         for group in self._actions.groups:
@@ -141,12 +158,20 @@ class Capturing:
         """
         if not self.number:
             return
+        if optimizer is None:
+            raise ShardConfigStateError(
+                f"a compiled optimizer step runs {_CAPTURED}, and its settings cannot be checked; step outside of the "
+                "graph, or do not compile the step"
+            )
+        _check_step(optimizer, self._pool.memory.device)
         self.stepped.update(groups)
-        if optimizer is not None:
-            _check_step(optimizer, self._pool.memory.device)
+        self.optimizers[id(optimizer)] = optimizer
 
 
 def _check_step(optimizer: Optimizer, device: torch.device) -> None:
+    if isinstance(optimizer, OffloadedOptimizer):
+        fix = "keep it on the device (offload_optimizer)"
+        raise ShardConfigStateError(_about_step(optimizer, "the host copies its offloaded state", fix))
     rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
     on_host = [rate for rate in rates if not isinstance(rate, torch.Tensor) or rate.device.type != device.type]
     if on_host:
@@ -159,7 +184,7 @@ def _check_step(optimizer: Optimizer, device: torch.device) -> None:
 
 def _about_step(optimizer: Optimizer, problem: str, fix: str) -> str:
     return (
-        f"{type(optimizer).__name__}.step() runs while a CUDA graph is being captured, but {problem}, so all replays "
+        f"{type(optimizer).__name__}.step() runs {_CAPTURED}, but {problem}, so all replays "
         f"would use the value of the capture; {fix}, or step after the replay, outside of the graph"
     )
 
@@ -172,6 +197,12 @@ def _check_features(groups: Sequence[ParamGroup]) -> None:
         raise ShardConfigStateError(
             f"{_WHERE}, but the host waits for copies of its offloaded parameters ({offloaded}); remove "
             "offload_policy, or do not capture"
+        )
+    fixed = _names(group for group in groups if group.options.keep_storage)
+    if fixed:
+        raise ShardConfigStateError(
+            f"{_WHERE}, but set_keep_unsharded_storage(True) keeps unsharded parameters in memory from outside of the "
+            f"graph ({fixed}); set it to False, or do not capture"
         )
     rounded = _names(group for group in groups if group.rounds_gradients)
     if rounded:

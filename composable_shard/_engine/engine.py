@@ -706,6 +706,20 @@ class Engine:
             self.capturing.follow()
             if self.pool.wants_arena:
                 self._actions.plan_memory()
+        self.capturing.expect()
+
+    def before_replay(self) -> None:
+        """Before a replay of a captured step: reshard all groups, as at the beginning of a capture.
+
+        Modules then have the sharded parameters, whose `.grad` the replay sets. If a user has set an event after the
+        last parameter change, the replay waits for it.
+        """
+        self.capturing.follow()
+        for group in self.groups:
+            if group.phase is not SHARDED and not group.running:
+                self._actions.reshard(group)
+        if (event := self.capturing.take_change()) is not None:
+            event.wait()
 
     def replayed(self, stepped: Collection[ParamGroup]) -> None:
         """After a replay of a captured step: its optimizers have changed the shards of these groups."""

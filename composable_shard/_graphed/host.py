@@ -6,17 +6,18 @@ each replay, the host gets the state that the captured step left (`Host.state`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from itertools import repeat
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from .._engine.engine import Engine
 from .._group.accumulation import Held
-from .._group.optimizers import known_parameters
-from .._group.param import run_all
+from .._group.faces import LEAF_OF
+from .._group.group import ParamGroup
+from .._group.optimizers import known_optimizers
 from .._module.build import living_engines
 from .._policies import Options
 from .._torch.core import address_of, autocast_state, without_torch_function
@@ -30,12 +31,12 @@ class Sight(NamedTuple):
     """The modules of a step at one call. Seen once for each call, because a large model has thousands.
 
     Attributes:
-        training: whether each module is in training mode.
-        params: all parameters of the modules, and others that the step trains.
+        modules: the modules.
+        params: the sharded parameters of the models, other parameters of the modules, and others that the step trains.
         buffers: all buffers of the modules.
     """
 
-    training: list[bool]
+    modules: list[nn.Module]
     params: list[torch.Tensor]
     buffers: list[torch.Tensor]
 
@@ -45,11 +46,19 @@ class HostState(NamedTuple):
 
     Attributes:
         grads: `.grad` of each parameter.
+        requires_grad: whether each parameter requires one.
+        training: whether each module is in training mode.
         held: the accumulated gradients of each group.
+        options: the options of each group.
+        ends: `is_last_backward` and `ends_by_hand` of each engine.
     """
 
     grads: list[torch.Tensor | None]
+    requires_grad: list[bool]
+    training: list[bool]
     held: list[Held]
+    options: list[Options]
+    ends: list[tuple[bool, bool]]
 
 
 class Host:
@@ -76,18 +85,19 @@ class Host:
             ShardConfigValueError: there are none.
         """
         before = {id(engine): engine.runs for engine, _ in living_engines()}
-        others = known_parameters()
+        others = [p for optimizer in known_optimizers() for group in optimizer.param_groups for p in group["params"]]
         grads = _grads_of(others)
         result = run()
         known = [engine for engine, _ in self.engines]
-        for param, was, now in zip(others, grads, _grads_of(others), strict=True):
-            if was != now:
-                self._touched[id(param)] = param
         for engine, root in living_engines():
             if not engine.is_of_this_thread:
                 continue
             if engine.runs != before.get(id(engine), (0, 0)) and engine not in known:
                 self.engines.append((engine, root))
+        ours = {id(param.sharded) for group in self._groups() for param in group.params}
+        for param, was, now in zip(others, grads, _grads_of(others), strict=True):
+            if was != now and id(param) not in ours:
+                self._touched[id(param)] = param
         if not self.engines:
             raise ShardConfigValueError("make_graphed_step: the step has run no sharded model; call fully_shard first")
         return result
@@ -111,16 +121,30 @@ class Host:
             if id(module) not in modules:
                 modules[id(module)] = module
                 waiting += [child for child in module._modules.values() if child is not None]
-        every = modules.values()
-        params = [param for module in every for param in module._parameters.values() if param is not None]
+        every = list(modules.values())
+        params = {id(param.sharded): param.sharded for group in self._groups() for param in group.params}
+        for module in every:
+            for param in module._parameters.values():
+                # Not the unsharded ones that are installed after `unshard()`. A parameter that was just assigned is
+                # among these, until an eager step adopts it.
+                if param is not None and LEAF_OF not in param.__dict__:
+                    params[id(param)] = param
         buffers = [buffer for module in every for buffer in module._buffers.values() if buffer is not None]
-        unique = {id(param): param for param in params} | self._touched
-        return Sight([module.training for module in every], list(unique.values()), buffers)
+        return Sight(every, list((params | self._touched).values()), buffers)
 
-    @staticmethod
-    def places(sight: Sight) -> tuple[int, ...]:
-        """The addresses of all parameters and buffers, which a graph contains."""
-        return tuple([address_of(local_part(each)) for each in (*sight.params, *sight.buffers)])
+    def _groups(self) -> list[ParamGroup]:
+        return [group for engine, _ in self.engines for group in engine.groups]
+
+    def binding(self, sight: Sight) -> tuple[object, ...]:
+        """What all graphs depend on: if it changes, they cannot be replayed any more.
+
+        - the addresses of all parameters and buffers
+        - the buckets of the groups, which are made again if parameters are converted or memory is freed
+        - the plan
+        """
+        places = tuple([address_of(local_part(each)) for each in (*sight.params, *sight.buffers)])
+        plans = tuple([engine.order.plan.digest for engine, _ in self.engines])
+        return places, tuple([group.layout for group in self._groups()]), plans
 
     def key(self, sight: Sight) -> Hashable:
         """All facts that decide what the step runs, except its arguments.
@@ -128,19 +152,22 @@ class Host:
         - whether gradients are recorded, and autocast
         - whether each module is in training mode
         - for each parameter, whether it requires a gradient, and whether it has one, to which the step adds
-        - the plan and the settings of each model
+        - the settings of each model
         - which gradients are accumulated, and so the position among microbatches
         """
+        training = tuple([module.training for module in sight.modules])
         with without_torch_function():
             grads = tuple([(param.requires_grad, param.grad is None) for param in sight.params])
-        plans = tuple(
-            [(id(engine.order.plan), engine.is_last_backward, engine.ends_by_hand) for engine, _ in self.engines]
-        )
-        groups = [group for engine, _ in self.engines for group in engine.groups]
+        ends = tuple([(engine.is_last_backward, engine.ends_by_hand) for engine, _ in self.engines])
+        groups = self._groups()
         settings = tuple([self._number_of(group.options) for group in groups])
         held = tuple([group.gradients.held_now().key() for group in groups])
         grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        return grad, autocast_state(), tuple(sight.training), grads, plans, settings, held
+        return grad, autocast_state(), training, grads, ends, settings, held
+
+    def are_voided(self) -> bool:
+        """Whether accumulated gradients may have been set to zero, which only an eager step can tell."""
+        return any(group.gradients.held_now().is_voided for group in self._groups())
 
     def _number_of(self, options: Options) -> int:
         """A number for these options. Hashing options takes long, and setters often return to earlier ones."""
@@ -152,17 +179,18 @@ class Host:
             seen = self._seen[id(options)] = options, number
         return seen[1]
 
-    def plans(self) -> list[object]:
-        """The plans, to hold them as long as a key refers to them."""
-        return [engine.order.plan for engine, _ in self.engines]
-
     # ---- state
 
     def state(self, sight: Sight) -> HostState:
         """The state now."""
         with without_torch_function():
             grads = [param.grad for param in sight.params]
-        return HostState(grads, [group.gradients.held_now() for engine, _ in self.engines for group in engine.groups])
+            requires_grad = [param.requires_grad for param in sight.params]
+        training = [module.training for module in sight.modules]
+        groups, engines = self._groups(), [engine for engine, _ in self.engines]
+        held, options = [group.gradients.held_now() for group in groups], [group.options for group in groups]
+        ends = [(engine.is_last_backward, engine.ends_by_hand) for engine in engines]
+        return HostState(grads, requires_grad, training, held, options, ends)
 
     def copy_into(self, state: HostState, sight: Sight) -> None:
         """Copy each gradient into the one of `state`, which a graph reads, if it is another tensor."""
@@ -178,11 +206,31 @@ class Host:
 
     def resume(self, state: HostState, sight: Sight) -> None:
         """Set the state: the one that a captured step left, after its replay."""
+        now = self.state(sight)
         with without_torch_function():
-            run_all(map(setattr, sight.params, repeat("grad"), state.grads))
-        groups = [group for engine, _ in self.engines for group in engine.groups]
-        for group, held in zip(groups, state.held, strict=True):
-            group.gradients.resume(held)
+            _set("grad", sight.params, now.grads, state.grads)
+            _set("requires_grad", sight.params, now.requires_grad, state.requires_grad)
+        _set("training", sight.modules, now.training, state.training)
+        engines = [engine for engine, _ in self.engines]
+        for index, name in enumerate(("is_last_backward", "ends_by_hand")):
+            _set(name, engines, [ends[index] for ends in now.ends], [ends[index] for ends in state.ends])
+        groups = self._groups()
+        for group, options, wanted in zip(groups, now.options, state.options, strict=True):
+            if options is not wanted:
+                group.settings.take(wanted)
+        for group, held, gradients in zip(groups, now.held, state.held, strict=True):
+            if held.tensors() or gradients.tensors() or gradients.wanted != held.wanted:
+                group.gradients.resume(gradients)
+
+    def captured_optimizers(self) -> list[Optimizer]:
+        """The optimizers that have stepped in the last capture."""
+        found = [engine.capturing.optimizers for engine, _ in self.engines]
+        return list({number: each for optimizers in found for number, each in optimizers.items()}.values())
+
+    def before_replay(self) -> None:
+        """Reshard all groups, and wait for the last change of parameters."""
+        for engine, _ in self.engines:
+            engine.before_replay()
 
     def note(self, what: str) -> None:
         """Note a replay, as one action, in the ledgers of all models: all ranks must replay the same graph now.
@@ -204,3 +252,28 @@ def _grads_of(params: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     with without_torch_function():
         grads = [param.grad for param in params]
         return [(0, 0) if grad is None else (id(grad), grad._version) for grad in grads]
+
+
+def _set(name: str, owners: Sequence[object], now: Sequence[object], wanted: Sequence[object]) -> None:
+    """Set an attribute of those owners that do not have the wanted value."""
+    changed = [(owner, value) for owner, before, value in zip(owners, now, wanted, strict=True) if before is not value]
+    for owner, value in changed:
+        setattr(owner, name, value)
+
+
+def settings_of(optimizers: Iterable[Optimizer]) -> Hashable:
+    """The facts about optimizers that a graph with their steps contains: settings, and addresses of tensors."""
+    return tuple([_settings_of(optimizer) for optimizer in optimizers])
+
+
+def _settings_of(optimizer: Optimizer) -> Hashable:
+    facts: list[Hashable] = []
+    for group in optimizer.param_groups:
+        facts += [(name, _fact(value)) for name, value in group.items() if name != "params"]
+        states = [optimizer.state.get(param, {}) for param in group["params"]]
+        facts += [(name, _fact(value)) for state in states for name, value in state.items()]
+    return tuple(facts)
+
+
+def _fact(value: object) -> Hashable:
+    return address_of(local_part(value)) if isinstance(value, torch.Tensor) else repr(value)

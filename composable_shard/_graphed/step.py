@@ -5,24 +5,28 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from types import NoneType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from .._engine.engine import Engine
 from .._group.group import ParamGroup
+from .._group.optimizers import known_optimizers
 from .._torch.capturing import Graph, SideStream, can_capture, capture, capture_number
 from .._torch.core import autocast_cache_off, flatten, unflatten
 from ..errors import ComposableShardError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
-from .host import Host, HostState, Sight
+from .host import Host, HostState, Sight, settings_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_NAMED = 3  # how many facts a text names
+_CONSTANTS = (str, bytes, bool, int, float, complex, NoneType, Enum, torch.dtype, torch.device, torch.Size)
 _MOST_SEEN = 1024  # how many keys are remembered of steps that have run eagerly
 _HINT = (
     "In a captured step, Python runs once, and no value may reach the host: no .item(), print(tensor), `if tensor`, "
@@ -102,7 +106,7 @@ class _Captured:
         tree: the structure of its result.
         before, after: the state of the host before and after it.
         stepped: the groups that an optimizer steps in it.
-        plans: the plans of the models, held because the key contains their ids.
+        optimizers: the optimizers that step in it, with their settings (`settings_of`).
     """
 
     number: int
@@ -113,7 +117,7 @@ class _Captured:
     before: HostState
     after: HostState
     stepped: list[tuple[Engine, list[ParamGroup]]]
-    plans: list[object]
+    optimizers: tuple[list[Optimizer], Hashable]
 
 
 class GraphedStep(Generic[P, R]):
@@ -134,10 +138,11 @@ class GraphedStep(Generic[P, R]):
         self._step, self._most, self._further = step, max_graphs, key
         self._host = Host(modules)
         self._graphs: dict[Hashable, _Captured] = {}
-        self._seen: dict[Hashable, list[object]] = {}  # with the plans whose ids are in the key
-        self._places: tuple[int, ...] = ()
+        self._seen: set[Hashable] = set()
+        self._binding: tuple[object, ...] = ()
+        self._why_first = ""
         self._pool: Any = None
-        self._stream: SideStream | None = None
+        self._stream = SideStream()
         self._has_warned = False
         self.captures = self.replays = 0
         self.eager_reasons: Counter[str] = Counter()
@@ -167,15 +172,16 @@ class GraphedStep(Generic[P, R]):
         leaves, tree = flatten((args, kwargs))
         sight = self._host.see()
         key = tree, self._facts_of(leaves), self._host.key(sight), self._further and self._further()
-        self._follow_places(sight)
-        if (known := self._graphs.get(key)) is not None:
+        self._follow(sight)
+        if self._host.are_voided():
+            return self._run_eagerly("accumulated gradients may have been set to zero", args, kwargs)
+        if (known := self._known(key)) is not None:
             return self._replay(known, leaves, sight)
         if (why := self._why_eager(key)) is not None:
-            plans = self._host.plans()  # those of before the call, which may make new ones
             result = self._run_eagerly(why, args, kwargs)
             if len(self._seen) >= _MOST_SEEN:
                 self._seen.clear()
-            self._seen[key] = plans
+            self._seen.add(key)
             return result
         return self._replay(self._capture(key, leaves, tree, sight), leaves, sight)
 
@@ -186,13 +192,11 @@ class GraphedStep(Generic[P, R]):
                 self._check(leaf)
                 facts.append((leaf.shape, leaf.dtype, type(leaf)))
                 continue
-            try:
-                hash(leaf)
-            except TypeError as error:
+            if not isinstance(leaf, _CONSTANTS):  # the values in another object may change
                 raise ShardConfigTypeError(
-                    f"make_graphed_step: the step got a {type(leaf).__name__}, which is neither a tensor nor hashable; "
-                    "pass tensors in tuples, lists and dicts"
-                ) from error
+                    f"make_graphed_step: the step got a {type(leaf).__name__}; pass tensors, numbers and text, in "
+                    "tuples, lists and dicts"
+                )
             facts.append((type(leaf), leaf))
         return tuple(facts)
 
@@ -209,21 +213,35 @@ class GraphedStep(Generic[P, R]):
                 "which a graph would not set; pass tensor.detach(), or run this step without make_graphed_step"
             )
 
-    def _follow_places(self, sight: Sight) -> None:
-        """Drop all graphs if a parameter or buffer has moved: they read and write its old memory."""
-        places = self._host.places(sight)
-        if places != self._places:
+    def _follow(self, sight: Sight) -> None:
+        """Drop all graphs if something has changed that they depend on, such as the address of a parameter."""
+        binding = self._host.binding(sight)
+        if binding != self._binding:
             self._graphs.clear()
             self._seen.clear()  # the engine adopts replaced parameters in an eager step
             self._pool = None
-            self._places = places
+            self._binding = binding
+            self._why_first = "the first call after parameters, buffers or the plan have changed"
+        else:
+            self._why_first = "the first call with its key"
+
+    def _known(self, key: Hashable) -> _Captured | None:
+        """The graph of a key, unless settings or state of an optimizer in it have changed since its capture."""
+        known = self._graphs.get(key)
+        if known is not None and settings_of(known.optimizers[0]) != known.optimizers[1]:
+            del self._graphs[key]
+            return None
+        return known
 
     def _why_eager(self, key: Hashable) -> str | None:
-        """Why a call without a graph runs eagerly; None if it is to be captured. The same on all ranks."""
+        """Why a call without a graph runs eagerly; None if it is to be captured.
+
+        Ranks decide alike if they get batches of the same shapes. If not, the ledger of actions raises an error.
+        """
         if not self._host.is_settled:
             return "the plan had not settled"
         if key not in self._seen:
-            return "the first call with its key"
+            return self._why_first
         if len(self._graphs) < self._most:
             return None
         if not self._has_warned:
@@ -238,18 +256,13 @@ class GraphedStep(Generic[P, R]):
     # ---- eager calls
 
     def _run_eagerly(self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        run = self._on_stream(lambda: self._step(*args, **kwargs))
-        result: R = self._host.observe(run)
+        # On the stream of the captures: autograd accumulates gradients on the stream of a parameter's first use.
+        result = self._host.observe(lambda: self._stream.run(lambda: self._step(*args, **kwargs)))
         self.eager_reasons[why] += 1
         self._host.count("eager_steps")
-        return result
-
-    def _on_stream(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """Run on the stream of the captures, on which autograd then accumulates gradients in eager calls, too."""
-        if not self._host.engines or not can_capture(self._host.device):
-            return run
-        stream = self._stream = self._stream or SideStream(self._host.device)
-        return lambda: stream.run(run)
+        leaves, tree = flatten(result)
+        made: R = unflatten([each.detach() if isinstance(each, torch.Tensor) else each for each in leaves], tree)
+        return made
 
     # ---- capture and replay
 
@@ -259,8 +272,9 @@ class GraphedStep(Generic[P, R]):
             engine.before_capture()
         inputs = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = unflatten(inputs, tree)
-        before = host.state(sight)
-        results: list[Any] = []
+        before, results = host.state(sight), list[Any]()
+        settings = {id(each): settings_of([each]) for each in known_optimizers()}
+        versions = [each._version if isinstance(each, torch.Tensor) else 0 for each in inputs]
 
         def work() -> None:
             results.append(self._step(*args, **kwargs))
@@ -272,10 +286,12 @@ class GraphedStep(Generic[P, R]):
                 return capture(work, self._pool)
 
         try:
-            graph, self._pool = self._on_stream(run)()
-        except Exception as error:
+            graph, self._pool = self._stream.run(run)
+            optimizers = host.captured_optimizers()
+            self._check_repeats(inputs, versions, optimizers, settings)
+        except BaseException as error:
             host.resume(before, sight)
-            if isinstance(error, ComposableShardError):
+            if isinstance(error, ComposableShardError) or not isinstance(error, Exception):
                 raise
             raise ShardConfigStateError(f"make_graphed_step: the step cannot be captured: {error}. {_HINT}") from error
         outputs, of_result = flatten(results.pop())
@@ -283,15 +299,47 @@ class GraphedStep(Generic[P, R]):
         stepped = [(engine, list(engine.capturing.stepped)) for engine, _ in host.engines]
         self.captures += 1
         host.count("captures")
-        made = _Captured(
-            self.captures, graph, inputs, outputs, of_result, before, host.state(sight), stepped, host.plans()
-        )
+        after, stepping = host.state(sight), (optimizers, settings_of(optimizers))
+        made = _Captured(self.captures, graph, inputs, outputs, of_result, before, after, stepped, stepping)
         self._graphs[key] = made
         host.resume(before, sight)
         return made
 
+    def _check_repeats(
+        self,
+        inputs: Sequence[Any],
+        versions: Sequence[int],
+        optimizers: Sequence[Optimizer],
+        settings: Mapping[int, Hashable],
+    ) -> None:
+        """Check that the captured step has not changed anything that a replay cannot change again.
+
+        Args:
+            inputs, versions: the leaves of the arguments, and their versions before.
+            optimizers: the optimizers that have stepped.
+            settings: the settings of optimizers before, by id.
+        """
+        for tensor, version in zip(inputs, versions, strict=True):
+            if isinstance(tensor, torch.Tensor) and tensor._version != version:
+                raise ShardConfigStateError(
+                    f"make_graphed_step: the step writes to an argument of shape {list(tensor.shape)}, and a replay "
+                    "would write to its own copy; return the result, or write to a tensor that is not an argument"
+                )
+        for optimizer in optimizers:
+            if settings.get(id(optimizer)) != settings_of([optimizer]):
+                raise ShardConfigStateError(
+                    f"make_graphed_step: the step of {type(optimizer).__name__} changes Python numbers or replaces "
+                    "tensors in its state, which a replay would not repeat; step outside of the graph"
+                )
+        if self._host.binding(self._host.see()) != self._binding:
+            raise ShardConfigStateError(
+                "make_graphed_step: the step replaces a parameter or a buffer, such as self.mean = ..., and a replay "
+                "would go on with the old one; write to it in place, such as self.mean.copy_(...)"
+            )
+
     def _replay(self, captured: _Captured, leaves: Sequence[Any], sight: Sight) -> R:
         host = self._host
+        host.before_replay()
         with torch.no_grad():
             for buffer, leaf in zip(captured.inputs, leaves, strict=True):
                 if isinstance(buffer, torch.Tensor):

@@ -41,6 +41,11 @@ class Held(NamedTuple):
         seen, made = self.marked
         return tuple(self.whole), tuple(self.pieces), *map(frozenset, (self.wanted, self.owned, seen, made))
 
+    @property
+    def is_voided(self) -> bool:
+        """Whether `.grad` of a parameter was changed since its gradients were accumulated, perhaps by `zero_grad`."""
+        return not {*self.whole, *self.pieces} <= {*self.marked[0]}
+
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors, in the same order if the keys are equal."""
         return [*self.whole.values(), *(tensor for pair in self.pieces.values() for tensor in pair)]

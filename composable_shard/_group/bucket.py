@@ -260,6 +260,10 @@ class Bucket:
         """Drop the unsharded parameters without reusing their memory: an abandoned gather may still write to it."""
         self.readable = False
 
+    def keeps_views(self) -> bool:
+        """Whether user code has views of memory that is reserved for the next gather."""
+        return False
+
     def forget(self) -> None:
         """Release memory that is reserved for the next gather: this bucket will not be used again."""
         raise NotImplementedError
@@ -473,6 +477,9 @@ class GatherBucket(Bucket):
             return []
         compared = zip(self.fqns, before, self._checksums(self.slot), strict=True)
         return [fqn for fqn, was, now in compared if was != now]
+
+    def keeps_views(self) -> bool:
+        return self._reserved is not None and self._faces.release(None)
 
     def forget(self) -> None:
         if self._reserved is not None:

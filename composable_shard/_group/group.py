@@ -590,6 +590,17 @@ class ParamGroup:
         self.residents, self._exchange = [], None
         self.gradients.rebuild(self.shards, self._reduce_setup())
 
+    def leave_reserved(self) -> bool:
+        """Release memory that is reserved for the next gather, only while sharded; False if user code has views of it.
+
+        A graph must not gather into memory from outside, which may be freed later.
+        """
+        if any(bucket.keeps_views() for bucket in self.buckets):
+            return False
+        for bucket in self.buckets:
+            bucket.forget()
+        return True
+
     def leave_slots(self) -> None:
         """Drop all views of slots, because the pool is about to replace its slots; only while sharded."""
         self.gradients.leave_slots()

@@ -53,15 +53,15 @@ class GradientMarks:
         return self._on_device or _captured(self._params) != 0
 
     def marked(self) -> tuple[list[int], list[int]]:
-        """Return the parameters whose `.grad` is marked, and those whose `.grad` was made here and is unchanged."""
-        return list(self._seen), [index for index in self._made if self._is_untouched(index)]
+        """Return the parameters whose `.grad` is marked, and those whose `.grad` was made here, and is unchanged."""
+        seen = [index for index in self._seen if self._is_same(index)]
+        return seen, [index for index in self._made if self._is_untouched(index)]
 
     def resume(self, marked: tuple[list[int], list[int]]) -> None:
         """Take the current `.grad` of these parameters for marked, and for made here: a replay has done both."""
-        self._seen.clear()
-        self._made.clear()
-        self._note(self._seen, marked[0])
-        self._note(self._made, marked[1])
+        for states, indices in zip((self._seen, self._made), marked, strict=True):
+            states.clear()
+            self._note(states, [index for index in indices if self._grad(index) is not None])
 
     def put(self, indices: Iterable[int]) -> None:
         """Mark the `.grad` of these parameters, whose gradients are accumulated; make a `.grad` where it is missing."""

@@ -52,15 +52,14 @@ def note_optimizer(optimizer: Optimizer) -> None:
     _optimizers[id(optimizer)] = optimizer
 
 
-def known_parameters() -> list[torch.Tensor]:
-    """Return the parameters of known optimizers."""
-    optimizers = list(filter(None, map(call, _optimizers.valuerefs())))
-    return [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+def known_optimizers() -> list[Optimizer]:
+    """Return all living optimizers that have stepped, or were noted."""
+    return list(filter(None, map(call, _optimizers.valuerefs())))
 
 
 def state_of_optimizers(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that known optimizers store for these parameters, except those on disk."""
-    optimizers = list(filter(None, map(call, _optimizers.valuerefs())))
+    optimizers = known_optimizers()
     # A wrapper shares its state with the optimizer that it wraps, so count each state once.
     apart = {id(optimizer.state): optimizer for optimizer in optimizers}.values()
     params = list(params)

@@ -75,21 +75,29 @@ def capture(work: Callable[[], object], pool: Any) -> tuple[Graph, Any]:
     """
     if _simulated:
         return _simulated[-1].capture(work, pool)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool, torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        work()
+    graph, errors = torch.cuda.CUDAGraph(), []
+    try:
+        with torch.cuda.graph(graph, pool, torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            try:
+                work()
+            except BaseException as error:
+                errors.append(error)
+    except Exception as error:  # the end of a capture that has failed
+        errors.append(error)
+    if errors:
+        raise errors[0]
     return graph, graph.pool()
 
 
 class SideStream:
     """A stream for work that is later captured: the default stream cannot be captured.
 
-    Args:
-        device: its device. With simulated captures there is no stream.
+    On the current CUDA device. Without CUDA, and with simulated captures, there is no stream.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = None if _simulated else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        has_one = torch.cuda.is_available() and not _simulated
+        self._stream = torch.cuda.Stream() if has_one else None  # type: ignore[no-untyped-call]
 
     def run(self, work: Callable[[], Any]) -> Any:
         """Run `work` with this stream as the current one, after earlier work of the caller's stream, which waits."""
@@ -97,10 +105,11 @@ class SideStream:
             return work()
         here = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
-            result = work()
-        here.wait_stream(self._stream)
-        return result
+        try:
+            with torch.cuda.stream(self._stream):
+                return work()
+        finally:
+            here.wait_stream(self._stream)
 
 
 @functools.cache

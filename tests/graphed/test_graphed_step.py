@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -186,7 +187,7 @@ def test_arguments_and_results_can_be_containers_and_constants(rank, world):
         assert call.replays == 3
         call({"tokens": token_batch(rank, 0)}, scale=3.0)
         assert call.captures == 1
-        with pytest.raises(ShardConfigTypeError, match="got a ndarray, which is neither a tensor nor hashable"):
+        with pytest.raises(ShardConfigTypeError, match="got a ndarray; pass tensors, numbers and text"):
             call(torch.ones(2).numpy(), scale=1.0)
         with pytest.raises(ShardConfigValueError, match=r"shape \[2\] that requires a gradient.*pass tensor.detach"):
             call(torch.ones(2, requires_grad=True), scale=1.0)
@@ -240,6 +241,241 @@ def test_an_evaluation_is_captured_without_any_training(rank, world):
             with torch.no_grad():
                 assert torch.equal(call(tokens), twin(tokens)), number
         assert call.replays == 3
+
+
+@distributed(world=2)
+def test_gradients_and_clipping_are_right_when_unsharded_parameters_are_installed_before_each_call(rank, world):
+    pair = Pair(rank)
+    with captures_on_cpu():
+        for number in range(6):
+            for model in pair.models:
+                model.unshard()
+            tokens = token_batch(rank, number)[0]
+            assert torch.equal(pair.call(tokens), pair.run(pair.eager, tokens)), number
+            pair.compare(number)
+            norms = [cs.clip_grad_norm_(model.parameters(), 0.1) for model in pair.models]
+            assert torch.equal(*map(full, norms)), number
+            for optimizer in pair.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert pair.call.replays == 4
+        pair.ends(6)
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@distributed(world=2)
+def test_settings_that_the_step_changes_are_those_of_eager_steps_after_a_replay(rank, world):
+    models = [decoder(), decoder()]
+
+    def make(model):
+        def step(tokens, last):
+            model.set_requires_gradient_sync(last)
+            model.train(not last)
+            loss = next_token_loss(model, tokens)
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    graphed, eager = cs.make_graphed_step(make(models[0])), make(models[1])
+    with captures_on_cpu():
+        for number in range(10):
+            tokens = token_batch(rank, number)[0]
+            assert torch.equal(graphed(tokens, number % 2 == 1), eager(tokens, number % 2 == 1))
+            assert models[0].training is models[1].training
+            if number % 2:
+                for model in models:
+                    model.zero_grad()
+        assert graphed.replays >= 4
+        for model in models:
+            next_token_loss(model, tokens).backward()  # with gradient sync, as after an eager last microbatch
+        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@distributed(world=2)
+def test_gradients_can_be_set_to_zero_between_microbatches_without_sync(rank, world, set_to_none):
+    pair = Pair(rank)
+    with captures_on_cpu():
+        for number in range(16):
+            for model in pair.models:
+                model.set_requires_gradient_sync(number % 4 == 3)
+            pair.step(number)
+            if number % 4 == 0:
+                for optimizer in pair.optimizers:
+                    optimizer.zero_grad(set_to_none=set_to_none)
+            if number % 4 == 3:
+                pair.update(set_to_none=set_to_none)
+        assert pair.call.replays >= 2
+        pair.ends(16)
+
+
+def capturable(model, rate):
+    return torch.optim.AdamW(model.parameters(), lr=rate, capturable=True, foreach=True)
+
+
+@distributed(world=2)
+def test_a_changed_optimizer_is_captured_again(rank, world):
+    models = [decoder(), decoder()]
+    rate = torch.tensor(0.01)
+    optimizers = [capturable(model, rate) for model in models]
+
+    def make(which):
+        def step(tokens):
+            loss = next_token_loss(models[which], tokens)
+            loss.backward()
+            optimizers[which].step()
+            optimizers[which].zero_grad()
+            return loss.detach()
+
+        return step
+
+    graphed, eager = cs.make_graphed_step(make(0)), make(1)
+    with captures_on_cpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adam, "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
+
+        def steps(begin, captures):
+            for number in range(begin, begin + 4):
+                tokens = token_batch(rank, number)[0]
+                assert torch.equal(graphed(tokens), eager(tokens)), number
+            assert graphed.captures == captures
+
+        steps(0, 1)
+        states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+        steps(4, 1)
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+        rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+        assert len(rates) == 2
+        steps(8, 2)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+        steps(12, 3)
+
+
+class Mean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+
+@distributed(world=2)
+def test_steps_with_effects_that_a_replay_cannot_repeat_are_refused(rank, world):
+    model, mean, total = decoder(), Mean(), torch.zeros(())
+
+    def adds(tokens, total):
+        loss = next_token_loss(model, tokens)
+        loss.backward()
+        total += loss.detach()
+
+    def replaces(tokens, _total):
+        mean.mean = 0.9 * mean.mean + next_token_loss(model, tokens).detach()
+
+    def trained(step, count):
+        call = cs.make_graphed_step(step, modules=[mean])
+        for number in range(count):
+            call(token_batch(rank, number)[0], total)
+            model.zero_grad()
+        return call
+
+    with captures_on_cpu():
+        trained(adds, 2)
+        with pytest.raises(ShardConfigStateError, match=r"writes to an argument of shape \[\]"):
+            trained(adds, 3)
+        call = trained(replaces, 5)
+        assert call.eager_calls == 5
+        assert "because the first call after parameters, buffers or the plan have changed" in repr(call)
+
+
+@distributed(world=2)
+def test_a_teacher_that_never_trains_does_not_prevent_captures(rank, world):
+    teacher = decoder()
+
+    def run(model, tokens):
+        with torch.no_grad():
+            target = teacher(tokens).softmax(-1)
+        return -(target * model(tokens).log_softmax(-1)).mean()
+
+    pair = Pair(rank, run=run)
+    with captures_on_cpu():
+        for number in range(5):
+            pair.step(number)
+            pair.update()
+            with torch.no_grad():
+                pair.graphed(*token_batch(rank, number))  # an evaluation does not cause another capture
+        assert (pair.call.captures, pair.call.replays) == (1, 3)
+        pair.ends(5)
+
+
+@distributed(world=2)
+def test_a_replay_waits_for_the_event_of_the_optimizer_and_forgets_it(rank, world):
+    waits = []
+
+    class Event:
+        def wait(self):
+            waits.append(self)
+
+    pair = Pair(rank)
+    with captures_on_cpu():
+        for number in range(4):
+            pair.step(number)
+            pair.update()
+        event = Event()
+        pair.graphed.set_post_optim_event(event)
+        pair.step(4)
+        assert waits == [event]
+        pair.update()
+        pair.step(5)
+        assert waits == [event]
+
+
+@distributed(world=2)
+def test_an_interrupted_capture_leaves_the_state_as_it_was(rank, world):
+    pair, stops = Pair(rank), []
+
+    def run(model, tokens):
+        loss = next_token_loss(model, tokens)
+        if stops and model is pair.graphed:
+            loss.backward()
+            raise KeyboardInterrupt
+        return loss
+
+    pair._run = run
+    with captures_on_cpu():
+        for number in range(2):
+            pair.step(number)
+            pair.update()
+        stops.append(True)
+        with pytest.raises(KeyboardInterrupt):
+            pair.call(*token_batch(rank, 2))
+        stops.clear()
+        assert all(parameter.grad is None for parameter in pair.graphed.parameters())
+        for number in range(3, 6):
+            pair.step(number)
+            pair.update()
+        assert pair.call.replays == 3
+
+
+@distributed(world=2)
+def test_the_stopwatch_of_a_user_and_unsharded_parameters_survive_captures(rank, world):
+    pair = Pair(rank)
+    with captures_on_cpu():
+        for number in range(4):
+            pair.step(number)
+            pair.update()
+        cs.watch(pair.graphed)  # before the next eager step
+        pair.graphed.unshard()
+        with torch.no_grad():
+            for number in range(3):
+                pair.graphed(*token_batch(rank, number))
+                assert torch.equal(pair.graphed.head.weight, pair.eager.head.weight.full_tensor())
+                gathers = [action for action in cs.last_record(pair.graphed).actions if str(action.kind) == "UNSHARD"]
+                assert "root" not in {action.fqn for action in gathers}
+        assert cs.last_record(pair.graphed).spans
 
 
 @distributed(world=2)

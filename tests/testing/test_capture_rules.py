@@ -22,7 +22,7 @@ from composable_shard.errors import ShardConfigStateError
 IN_SHORT = ("default", "accumulate", "few-ranks", "replicas-mixed", "checkpoint", "keep-weights")
 CAPTURED = (
     *("packed", "mixed", "deep-packed", "evaluate", "gradient-hooks", "all-reduce-hook", "checkpoint-reentrant"),
-    *("two-backwards", "budget", "held-packed", "idle-memory", "own-memory", "branches", "by-hand", "replicas"),
+    *("two-backwards", "budget", "held-packed", "idle-memory", "branches", "by-hand", "replicas"),
     *("uneven", "frozen", "tensor-parallel", "two-dtypes", "two-streams", "extensions", "low-bits-gathers", "unused"),
     *("replicas-two-streams", "blocks-in-turns"),
 )
@@ -125,7 +125,7 @@ MUTANTS = {
         mock.patch.object(Slot, "forget_events", _nothing),
         steps_and_captures,
         "is captured, and waits for an event from outside",
-        "own-memory",
+        "default",
     ),
     "the default stream becomes part of a capture": (
         mock.patch.object(DeviceMemory, "cross", _nothing),
@@ -216,12 +216,19 @@ def test_a_forked_and_joined_stream_is_part_of_the_capture():
     assert capture_of(program) == []
 
 
-def test_offloaded_parameters_are_refused():
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("offload", "waits for copies of its offloaded parameters"),
+        ("own-memory", r"set_keep_unsharded_storage\(True\) keeps unsharded parameters in memory from outside"),
+    ],
+)
+def test_parameters_that_must_stay_in_other_memory_are_refused(name, match):
     def program(scenario, training, capturer):
         scenario.step(training)
-        with pytest.raises(ShardConfigStateError, match="waits for copies of its offloaded parameters"):
+        with pytest.raises(ShardConfigStateError, match=match):
             capturer.capture(training.backward)
         scenario.step(training)
 
-    faults, report = trained("offload", program)
+    faults, report = trained(name, program)
     assert (faults, report) == ([], "")
