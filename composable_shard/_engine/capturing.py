@@ -19,7 +19,8 @@ weights that were kept unsharded count as stale in each root forward (`Actions.m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch.optim import Optimizer
@@ -57,7 +58,7 @@ class Capturing:
         self.number = 0
         self.stepped: set[ParamGroup] = set()
         self.optimizers: dict[int, Optimizer] = {}
-        self._is_known = False  # whether the next capture is one of `make_graphed_step`, which tells of its replays
+        self._is_known = False  # whether the next capture is one of `make_graphed_step`, which reports its replays
         self.changed_at: torch.Event | None = None
         self._changed_in = 0  # number of the capture in which it was set
         self.counts = Counter(captures=0, replays=0, eager_steps=0)
@@ -80,11 +81,7 @@ class Capturing:
             _check_features(actions.groups)
             if not self._is_known:
                 actions.note_capture()
-        if now and not self.number:
-            self._watch = actions.recorder.watch
-            actions.recorder.time_by(None)  # the host reads the times of its events
-        elif not now and actions.recorder.watch is None:  # else a user has turned it on since
-            actions.recorder.time_by(self._watch)
+        self._switch_stopwatch(now)
         self.number, self._is_known = now, False
         self.stepped.clear()
         self.optimizers.clear()
@@ -95,14 +92,32 @@ class Capturing:
         for group in actions.groups:
             if group.phase is not SHARDED and not group.running:
                 actions.reshard(group)
-        kept = _names(group for group in actions.groups if group.phase is SHARDED and not group.leave_reserved())
-        if now and kept:
+        self._leave_reserved()
+        self.drain()
+        actions.parameters_changed()  # the first gather begins after the work that is queued now, and so in the capture
+
+    def _switch_stopwatch(self, now: int) -> None:
+        """Time nothing in a capture, because the host reads the times of events."""
+        recorder = self._actions.recorder
+        if now and not self.number:
+            self._watch = recorder.watch
+            recorder.time_by(None)
+        elif not now and recorder.watch is None:  # otherwise a user has turned it on since
+            recorder.time_by(self._watch)
+
+    def _leave_reserved(self) -> None:
+        """Release memory that is reserved for the next gather: a graph must not gather into memory from outside.
+
+        Raises:
+            ShardConfigStateError: in a capture: code keeps views of such memory.
+        """
+        sharded = [group for group in self._actions.groups if group.phase is SHARDED]
+        kept = _names(group for group in sharded if not group.leave_reserved())
+        if self.number and kept:
             raise ShardConfigStateError(
                 f"{_WHERE}, but code keeps views of unsharded parameters from outside of the graph ({kept}), for "
                 "example in the graph of an earlier loss; delete them before the capture"
             )
-        self.drain()
-        actions.parameters_changed()  # the first gather begins after the work that is queued now, and so in the capture
 
     def note_change(self, event: torch.Event | None) -> None:
         """Set `changed_at`. The event counts only in the capture in which it was set: others cannot wait for it."""
@@ -172,14 +187,19 @@ def _check_step(optimizer: Optimizer, device: torch.device) -> None:
     if isinstance(optimizer, OffloadedOptimizer):
         fix = "keep it on the device (offload_optimizer)"
         raise ShardConfigStateError(_about_step(optimizer, "the host copies its offloaded state", fix))
-    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-    on_host = [rate for rate in rates if not isinstance(rate, torch.Tensor) or rate.device.type != device.type]
-    if on_host:
-        kind = "a tensor on the CPU" if isinstance(on_host[0], torch.Tensor) else "a Python number"
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            _check_rate(optimizer, group["lr"], device)
+        if group.get("capturable") is False:
+            fix = "pass capturable=True"
+            raise ShardConfigStateError(_about_step(optimizer, "it counts its steps on the host", fix))
+
+
+def _check_rate(optimizer: Optimizer, rate: object, device: torch.device) -> None:
+    if not isinstance(rate, torch.Tensor) or rate.device.type != device.type:
+        kind = "a tensor on the CPU" if isinstance(rate, torch.Tensor) else "a Python number"
         fix = f"pass lr=torch.tensor(..., device={device.type!r}), and change it with fill_()"
         raise ShardConfigStateError(_about_step(optimizer, f"its learning rate is {kind}", fix))
-    if any(group.get("capturable") is False for group in optimizer.param_groups):
-        raise ShardConfigStateError(_about_step(optimizer, "it counts its steps on the host", "pass capturable=True"))
 
 
 def _about_step(optimizer: Optimizer, problem: str, fix: str) -> str:
@@ -189,27 +209,28 @@ def _about_step(optimizer: Optimizer, problem: str, fix: str) -> str:
     )
 
 
+# By property of a group: why it cannot be captured, and what to do.
+_REFUSED: Sequence[tuple[Callable[[ParamGroup], bool], str, str]] = (
+    (attrgetter("offloads"), "the host waits for copies of its offloaded parameters", "remove offload_policy"),
+    (
+        attrgetter("options.keep_storage"),
+        "set_keep_unsharded_storage(True) keeps unsharded parameters in memory from outside of the graph",
+        "set it to False",
+    ),
+    (
+        attrgetter("rounds_gradients"),
+        "its gradients are rounded with random numbers that the host seeds for each step",
+        "remove the reduction from comm_policy",
+    ),
+)
+
+
 def _check_features(groups: Sequence[ParamGroup]) -> None:
     if debug.debugging:
         raise ShardConfigStateError(f"{_WHERE}, but debug mode reads values on the host; call set_debug(False)")
-    offloaded = _names(group for group in groups if group.offloads)
-    if offloaded:
-        raise ShardConfigStateError(
-            f"{_WHERE}, but the host waits for copies of its offloaded parameters ({offloaded}); remove "
-            "offload_policy, or do not capture"
-        )
-    fixed = _names(group for group in groups if group.options.keep_storage)
-    if fixed:
-        raise ShardConfigStateError(
-            f"{_WHERE}, but set_keep_unsharded_storage(True) keeps unsharded parameters in memory from outside of the "
-            f"graph ({fixed}); set it to False, or do not capture"
-        )
-    rounded = _names(group for group in groups if group.rounds_gradients)
-    if rounded:
-        raise ShardConfigStateError(
-            f"{_WHERE}, but its gradients are rounded with random numbers that the host seeds for each step "
-            f"({rounded}); remove the reduction from comm_policy, or do not capture"
-        )
+    for has, why, fix in _REFUSED:
+        if named := _names(filter(has, groups)):
+            raise ShardConfigStateError(f"{_WHERE}, but {why} ({named}); {fix}, or do not capture")
 
 
 def _names(groups: Iterable[ParamGroup]) -> str:

@@ -6,7 +6,7 @@ each replay, the host gets the state that the captured step left (`Host.state`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from .._group.accumulation import Held
 from .._group.faces import LEAF_OF
 from .._group.group import ParamGroup
 from .._group.optimizers import known_optimizers
+from .._group.param import run_all
 from .._module.build import living_engines
 from .._policies import Options
 from .._torch.core import address_of, autocast_state, without_torch_function
@@ -85,22 +86,24 @@ class Host:
             ShardConfigValueError: there are none.
         """
         before = {id(engine): engine.runs for engine, _ in living_engines()}
-        others = [p for optimizer in known_optimizers() for group in optimizer.param_groups for p in group["params"]]
-        grads = _grads_of(others)
+        stepped = _params_of(known_optimizers())
+        grads = _grads_of(stepped)
         result = run()
+        self._add_engines(before)
+        ours = self._sharded()
+        changed = [param for param, was, now in zip(stepped, grads, _grads_of(stepped), strict=True) if was != now]
+        self._touched |= {id(param): param for param in changed if id(param) not in ours}
+        return result
+
+    def _add_engines(self, before: Mapping[int, tuple[int, int]]) -> None:
+        """Add the engines that have run since `before`, their `runs` by id."""
         known = [engine for engine, _ in self.engines]
         for engine, root in living_engines():
-            if not engine.is_of_this_thread:
-                continue
-            if engine.runs != before.get(id(engine), (0, 0)) and engine not in known:
+            has_run = engine.is_of_this_thread and engine.runs != before.get(id(engine), (0, 0))
+            if has_run and engine not in known:
                 self.engines.append((engine, root))
-        ours = {id(param.sharded) for group in self._groups() for param in group.params}
-        for param, was, now in zip(others, grads, _grads_of(others), strict=True):
-            if was != now and id(param) not in ours:
-                self._touched[id(param)] = param
         if not self.engines:
             raise ShardConfigValueError("make_graphed_step: the step has run no sharded model; call fully_shard first")
-        return result
 
     @property
     def device(self) -> torch.device:
@@ -114,23 +117,17 @@ class Host:
 
     def see(self) -> Sight:
         """Walk through all modules."""
-        modules: dict[int, nn.Module] = {}
-        waiting = [*self._others, *(root for _, root in self.engines)]
-        while waiting:
-            module = waiting.pop()
-            if id(module) not in modules:
-                modules[id(module)] = module
-                waiting += [child for child in module._modules.values() if child is not None]
-        every = list(modules.values())
-        params = {id(param.sharded): param.sharded for group in self._groups() for param in group.params}
-        for module in every:
-            for param in module._parameters.values():
-                # Not the unsharded ones that are installed after `unshard()`. A parameter that was just assigned is
-                # among these, until an eager step adopts it.
-                if param is not None and LEAF_OF not in param.__dict__:
-                    params[id(param)] = param
-        buffers = [buffer for module in every for buffer in module._buffers.values() if buffer is not None]
-        return Sight(every, list((params | self._touched).values()), buffers)
+        modules = _all_below([*self._others, *(root for _, root in self.engines)])
+        # Without the unsharded parameters that are installed after `unshard()`. A parameter that was just assigned is
+        # among these, until an eager step adopts it.
+        held = [param for module in modules for param in module._parameters.values() if param is not None]
+        others = {id(param): param for param in held if LEAF_OF not in param.__dict__}
+        buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
+        return Sight(modules, list((self._sharded() | others | self._touched).values()), buffers)
+
+    def _sharded(self) -> dict[int, torch.Tensor]:
+        """The sharded parameters of the models, by id."""
+        return {id(param.sharded): param.sharded for group in self._groups() for param in group.params}
 
     def _groups(self) -> list[ParamGroup]:
         return [group for engine, _ in self.engines for group in engine.groups]
@@ -214,18 +211,15 @@ class Host:
         engines = [engine for engine, _ in self.engines]
         for index, name in enumerate(("is_last_backward", "ends_by_hand")):
             _set(name, engines, [ends[index] for ends in now.ends], [ends[index] for ends in state.ends])
-        groups = self._groups()
-        for group, options, wanted in zip(groups, now.options, state.options, strict=True):
-            if options is not wanted:
-                group.settings.take(wanted)
-        for group, held, gradients in zip(groups, now.held, state.held, strict=True):
-            if held.tensors() or gradients.tensors() or gradients.wanted != held.wanted:
-                group.gradients.resume(gradients)
+        for group, options, held, held_now in zip(self._groups(), state.options, state.held, now.held, strict=True):
+            group.settings.take(options)
+            if not (held.is_empty and held_now.is_empty):
+                group.gradients.resume(held)
 
     def captured_optimizers(self) -> list[Optimizer]:
         """The optimizers that have stepped in the last capture."""
-        found = [engine.capturing.optimizers for engine, _ in self.engines]
-        return list({number: each for optimizers in found for number, each in optimizers.items()}.values())
+        by_id = [engine.capturing.optimizers for engine, _ in self.engines]
+        return list({number: each for optimizers in by_id for number, each in optimizers.items()}.values())
 
     def before_replay(self) -> None:
         """Reshard all groups, and wait for the last change of parameters."""
@@ -257,8 +251,24 @@ def _grads_of(params: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
 def _set(name: str, owners: Sequence[object], now: Sequence[object], wanted: Sequence[object]) -> None:
     """Set an attribute of those owners that do not have the wanted value."""
     changed = [(owner, value) for owner, before, value in zip(owners, now, wanted, strict=True) if before is not value]
-    for owner, value in changed:
-        setattr(owner, name, value)
+    if changed:
+        run_all(map(setattr, *zip(*[(owner, name, value) for owner, value in changed], strict=True)))
+
+
+def _all_below(roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """These modules and all modules in them, each once. `nn.Module.modules` takes several times as long."""
+    modules: dict[int, nn.Module] = {}
+    waiting = list(roots)
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in modules:
+            modules[id(module)] = module
+            waiting += filter(None, module._modules.values())
+    return list(modules.values())
+
+
+def _params_of(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
+    return [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
 
 
 def settings_of(optimizers: Iterable[Optimizer]) -> Hashable:

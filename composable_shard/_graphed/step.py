@@ -261,7 +261,7 @@ class GraphedStep(Generic[P, R]):
         self.eager_reasons[why] += 1
         self._host.count("eager_steps")
         leaves, tree = flatten(result)
-        made: R = unflatten([each.detach() if isinstance(each, torch.Tensor) else each for each in leaves], tree)
+        made: R = unflatten(_each_tensor(leaves, torch.Tensor.detach), tree)
         return made
 
     # ---- capture and replay
@@ -270,11 +270,11 @@ class GraphedStep(Generic[P, R]):
         host = self._host
         for engine, _ in host.engines:
             engine.before_capture()
-        inputs = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        inputs = _each_tensor(leaves, lambda leaf: leaf.detach().clone())
         args, kwargs = unflatten(inputs, tree)
         before, results = host.state(sight), list[Any]()
         settings = {id(each): settings_of([each]) for each in known_optimizers()}
-        versions = [each._version if isinstance(each, torch.Tensor) else 0 for each in inputs]
+        versions = _versions(inputs)
 
         def work() -> None:
             results.append(self._step(*args, **kwargs))
@@ -291,11 +291,9 @@ class GraphedStep(Generic[P, R]):
             self._check_repeats(inputs, versions, optimizers, settings)
         except BaseException as error:
             host.resume(before, sight)
-            if isinstance(error, ComposableShardError) or not isinstance(error, Exception):
-                raise
-            raise ShardConfigStateError(f"make_graphed_step: the step cannot be captured: {error}. {_HINT}") from error
+            raise _explained(error) from error
         outputs, of_result = flatten(results.pop())
-        outputs = [each.detach() if isinstance(each, torch.Tensor) else each for each in outputs]
+        outputs = _each_tensor(outputs, torch.Tensor.detach)
         stepped = [(engine, list(engine.capturing.stepped)) for engine, _ in host.engines]
         self.captures += 1
         host.count("captures")
@@ -319,8 +317,8 @@ class GraphedStep(Generic[P, R]):
             optimizers: the optimizers that have stepped.
             settings: the settings of optimizers before, by id.
         """
-        for tensor, version in zip(inputs, versions, strict=True):
-            if isinstance(tensor, torch.Tensor) and tensor._version != version:
+        for tensor, version, now in zip(inputs, versions, _versions(inputs), strict=True):
+            if now != version:
                 raise ShardConfigStateError(
                     f"make_graphed_step: the step writes to an argument of shape {list(tensor.shape)}, and a replay "
                     "would write to its own copy; return the result, or write to a tensor that is not an argument"
@@ -334,7 +332,7 @@ class GraphedStep(Generic[P, R]):
         if self._host.binding(self._host.see()) != self._binding:
             raise ShardConfigStateError(
                 "make_graphed_step: the step replaces a parameter or a buffer, such as self.mean = ..., and a replay "
-                "would go on with the old one; write to it in place, such as self.mean.copy_(...)"
+                "would use the old one; write to it in place, such as self.mean.copy_(...)"
             )
 
     def _replay(self, captured: _Captured, leaves: Sequence[Any], sight: Sight) -> R:
@@ -352,8 +350,7 @@ class GraphedStep(Generic[P, R]):
             engine.replayed(groups)
         self.replays += 1
         host.count("replays")
-        copied = [each.clone() if isinstance(each, torch.Tensor) else each for each in captured.outputs]
-        result: R = unflatten(copied, captured.tree)
+        result: R = unflatten(_each_tensor(captured.outputs, torch.Tensor.clone), captured.tree)
         return result
 
     def __repr__(self) -> str:
@@ -361,6 +358,23 @@ class GraphedStep(Generic[P, R]):
         reasons = "; ".join(f"{count} because {why}" for why, count in self.eager_reasons.most_common())
         eager = f"{self.eager_calls} eager calls" + (f" ({reasons})" if reasons else "")
         return f"GraphedStep({name}: {self.captures} captures, {self.replays} replays, {eager})"
+
+
+def _explained(error: BaseException) -> BaseException:
+    """The error to raise after a failed capture. Interrupts and errors of this library explain themselves."""
+    if isinstance(error, ComposableShardError) or not isinstance(error, Exception):
+        return error
+    return ShardConfigStateError(f"make_graphed_step: the step cannot be captured: {error}. {_HINT}")
+
+
+def _each_tensor(leaves: Iterable[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+    """The leaves, with the result of `change` instead of each tensor."""
+    return [change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def _versions(leaves: Iterable[Any]) -> list[int]:
+    """The version of each leaf that is a tensor; 0 for others."""
+    return [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
 
 
 class _no_collector:  # noqa: N801 - used like a function

@@ -42,6 +42,11 @@ class Held(NamedTuple):
         return tuple(self.whole), tuple(self.pieces), *map(frozenset, (self.wanted, self.owned, seen, made))
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no gradients are accumulated."""
+        return not (self.whole or self.pieces or self.wanted)
+
+    @property
     def is_voided(self) -> bool:
         """Whether `.grad` of a parameter was changed since its gradients were accumulated, perhaps by `zero_grad`."""
         return not {*self.whole, *self.pieces} <= {*self.marked[0]}

@@ -335,6 +335,7 @@ PASSED_ON = {
     "Slot.take_events": "Arena.free",
     "Slot.forget_events": "the device is idle when a capture begins or ends; see test_capture_rules.py",
     "BufferPool.drain": "Arena.free",
+    "Engine.before_replay": "the event of a user before a replay; see test_graphed_step.py",
     "Slot.reallocated": "Arena.allocate",
     "Slot.resize": "BufferPool._own_slot",
     "Slot.add_events_of": "_follow_rivals",
