@@ -14,12 +14,13 @@ stream), and with `make_graphed_step`. The exit status is 1 if a case has a prob
 - Numerics: losses, gradients and norms of each step are bitwise identical to eager ones. So are an eager step after the
   replays, an evaluation, and an eager step after the graphs were freed.
 - NCCL: collectives in a capture have the results of eager ones.
-- Private pools: after a capture, only the results of the step, and gradients that it created, are in the pools of the
-  graphs. Any other tensor there would be overwritten by a replay.
+- Private pools: after a capture, only the results of the step, and gradients that it created or accumulates, are in
+  the pools of the graphs. Any other tensor there would be overwritten by a replay.
 - Memory: allocated and reserved bytes stay the same over 50 replays.
 - Allocator: its assertions hold during a capture, and when graphs are freed.
 - Random numbers: with dropout, each replay draws new masks, and these are the masks of eager steps from the same seed.
-- Capture ids: `capture_number` is the same on all streams of a capture, different in the next capture, and otherwise 0.
+- Numbers of captures: `capture_number` is the same on all streams of a capture, different in the next capture, and
+  otherwise 0.
 
 `steps-1b` and `steps-150m` compare ours with FSDP2 and the unsharded model, all eager and captured (`-graph`). Ours is
 captured with `make_graphed_step`, the others as torchtitan does it. If a capture fails, its error is the result. Each
@@ -216,6 +217,11 @@ class Trial:
         return losses
 
     def _check_pools(self) -> None:
+        # `make_graphed_step` returns copies of results, and holds accumulated gradients between microbatches.
+        for captured in self._call._graphs.values() if self._way == GRAPHED else ():
+            held = [tensor for held in captured.after.held for tensor in held.tensors()]
+            results = [each for each in captured.outputs if isinstance(each, Tensor)]
+            self._addresses |= {each.untyped_storage().data_ptr() for each in (*held, *results)}
         self.counts["pool"], others = find_pool_tensors(self._addresses)
         if others:
             self.problems.append(f"{len(others)} tensors in private pools: {', '.join(others[:5])}")
@@ -273,7 +279,7 @@ def check_capture_numbers() -> list[str]:
     seen.append(capture_number(DEVICE))
     names: dict[int, int] = {0: 0}  # ids are arbitrary: number them in the order in which they appear
     order = [names.setdefault(each, len(names)) for each in seen]
-    return [] if order == ([0, 1, 1, 2, 2, 0] if CARD else [0, 0]) else [f"capture ids: {seen}"]
+    return [] if order == ([0, 1, 1, 2, 2, 0] if CARD else [0, 0]) else [f"numbers of captures: {seen}"]
 
 
 def describe_differences(found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> list[str]:

@@ -48,8 +48,8 @@ class Capturing:
 
     Attributes:
         number: number of the capture in which the engine has worked last; 0 if that was outside of captures.
-        stepped: the groups that an optimizer has stepped in this capture.
-        optimizers: the optimizers that have stepped some.
+        stepped: the groups that an optimizer has stepped in the last capture.
+        optimizers: the optimizers that have stepped some in it, by id.
         changed_at: an event of a user after the last parameter change; see `Engine.changed_at`.
         counts: for `stats`: steps of `make_graphed_step` by kind.
     """
@@ -82,7 +82,7 @@ class Capturing:
             if not self._is_known:
                 actions.note_capture()
         self._switch_stopwatch(now)
-        self.number, self._is_known = now, False
+        self.number = now
         self.stepped.clear()
         self.optimizers.clear()
         for group in actions.groups:
@@ -149,9 +149,12 @@ class Capturing:
         """Count a step of `make_graphed_step`."""
         self.counts[kind] += 1
 
-    def expect(self) -> None:
-        """Expect a capture of `make_graphed_step`."""
-        self._is_known = True
+    def expect(self, is_next: bool) -> None:
+        """Expect, or no longer expect, that the next capture is one of `make_graphed_step`, which may not use the engine."""
+        self._is_known = is_next
+        if is_next:
+            self.stepped.clear()
+            self.optimizers.clear()
 
     def drain(self) -> None:
         """Free all memory of the pool that is not in use."""

@@ -706,7 +706,11 @@ class Engine:
             self.capturing.follow()
             if self.pool.wants_arena:
                 self._actions.plan_memory()
-        self.capturing.expect()
+        self.capturing.expect(True)
+
+    def after_capture(self) -> None:
+        """After a capture for which `before_capture` was called, successful or not."""
+        self.capturing.expect(False)
 
     def before_replay(self) -> None:
         """Before a replay of a captured step: reshard all groups, as at the beginning of a capture.

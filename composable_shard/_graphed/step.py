@@ -292,6 +292,9 @@ class GraphedStep(Generic[P, R]):
         except BaseException as error:
             host.resume(before, sight)
             raise _explained(error) from error
+        finally:
+            for engine, _ in host.engines:
+                engine.after_capture()
         outputs, of_result = flatten(results.pop())
         outputs = _each_tensor(outputs, torch.Tensor.detach)
         stepped = [(engine, list(engine.capturing.stepped)) for engine, _ in host.engines]

@@ -319,6 +319,33 @@ def capturable(model, rate):
 
 
 @distributed(world=2)
+def test_each_graph_of_two_models_steps_only_its_own(rank, world):
+    pairs = [(decoder(), decoder()) for _ in range(2)]  # the models of a GAN, graphed and eager
+    rate = torch.tensor(0.01)
+    optimizers = [[capturable(model, rate) for model in models] for models in pairs]
+
+    def make(side):
+        def step(tokens, which):
+            loss = next_token_loss(pairs[which][side], tokens)
+            loss.backward()
+            optimizers[which][side].step()
+            optimizers[which][side].zero_grad()
+            return loss.detach()
+
+        return step
+
+    graphed, eager = cs.make_graphed_step(make(0)), make(1)
+    with captures_on_cpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adam, "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
+        for number in range(12):
+            tokens, which = token_batch(rank, number)[0], number % 2
+            assert torch.equal(graphed(tokens, which), eager(tokens, which)), number
+        assert graphed.captures == 2
+        (first,), (second,) = ([e for e, groups in each.stepped if groups] for each in graphed._graphs.values())
+        assert first is not second
+
+
+@distributed(world=2)
 def test_a_changed_optimizer_is_captured_again(rank, world):
     models = [decoder(), decoder()]
     rate = torch.tensor(0.01)
