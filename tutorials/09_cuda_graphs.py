@@ -7,8 +7,8 @@ The script starts itself under `torchrun`. It trains two equal models on the sam
 `make_graphed_step`. Both use the same function for forward, loss and backward of a microbatch. Clipping, the optimizer
 and the learning rate schedule stay eager.
 
-On GPUs, each position of a microbatch gets a graph of its own: the first, the second, further ones, and the last. The
-first two steps run eagerly, the third is captured, and later ones are replayed. At the end, the script prints what the
+On GPUs, each position of a microbatch gets a graph of its own: the first, the second, further ones, and the last. Each
+runs eagerly in the first step, is captured in the second or third, and replayed in later ones. At the end, the script prints what the
 graphed step did, and the losses and step times of both models.
 """
 

@@ -150,7 +150,7 @@ class Capturing:
         self.counts[kind] += 1
 
     def expect(self, is_next: bool) -> None:
-        """Expect, or no longer expect, that the next capture is one of `make_graphed_step`, which may not use the engine."""
+        """Set whether the next capture is one of `make_graphed_step`. It may not use this engine."""
         self._is_known = is_next
         if is_next:
             self.stepped.clear()
