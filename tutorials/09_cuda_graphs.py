@@ -8,8 +8,8 @@ The script starts itself under `torchrun`. It trains two equal models on the sam
 and the learning rate schedule stay eager.
 
 On GPUs, each position of a microbatch gets a graph of its own: the first, the second, further ones, and the last. Each
-runs eagerly in the first step, is captured in the second or third, and replayed in later ones. At the end, the script prints what the
-graphed step did, and the losses and step times of both models.
+runs eagerly in the first step, is captured in the second or third, and replayed in later ones. At the end, the script
+prints what the graphed step did, and the losses and step times of both models.
 """
 
 import argparse
