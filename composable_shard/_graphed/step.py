@@ -59,20 +59,21 @@ def make_graphed_step(
     call with this key is captured and replayed, and so are later ones. The key contains all facts that decide what the
     host does: the shapes, dtypes and structure of the arguments, and the values of those that are not tensors; which
     parameters have a `.grad`; settings of the models, such as gradient sync, and accumulated gradients, so that the
-    first, the middle and the last microbatch have graphs of their own; training mode; autocast; the plan. Everything
-    else that Python decides is decided once, at the capture. If parameters or buffers have moved, for example in a
-    load with ``assign=True``, all graphs are captured again.
+    first, the middle and the last microbatch have graphs of their own; training mode; autocast. Everything else
+    that Python decides is decided once, at the capture. Graphs are captured again if parameters or buffers have moved,
+    for example in a load with ``assign=True``, if the plan has changed, and if settings or state of an optimizer in the
+    step were replaced.
 
     A replay computes the same as an eager step, and draws new random numbers. Before it, the arguments are copied into
     the graph's own buffers. After it, each parameter has the `.grad` that the captured step set, in the same memory,
-    and the result is copied. It runs no Python code of the step: no hooks, and no actions that `last_record`, `watch`
+    settings and training mode are as after an eager step, and the result is copied. It runs no Python code of the step: no hooks, and no actions that `last_record`, `watch`
     or `stats` would show. All ranks must replay the same graph at the same time, which the ledger of actions checks.
 
     The step may include the optimizer if its learning rate is a tensor and it was created with ``capturable=True``.
     Without CUDA, all calls run eagerly.
 
     Args:
-        step: takes and returns any containers. Its tensors must be on the device of the models, and must not require
+        step: takes tensors, numbers and text in any containers. Its tensors must be on the device of the models, and must not require
             gradients. A result does not require one, either: the step runs backward itself.
         max_graphs: the most graphs to keep, at least 1. Calls with other keys run eagerly, with one warning.
         modules: modules without sharded ones that the step trains or runs. Their training mode and `.grad` are observed
@@ -156,7 +157,7 @@ class GraphedStep(Generic[P, R]):
         """Run, capture or replay the step.
 
         Raises:
-            ShardConfigTypeError: an argument is neither a tensor nor hashable.
+            ShardConfigTypeError: an argument is neither a tensor, nor a number, text or another constant.
             ShardConfigValueError: a tensor requires a gradient, or is on another device; or the step ran no sharded
                 model.
             ShardConfigStateError: the step cannot be captured.
@@ -291,7 +292,9 @@ class GraphedStep(Generic[P, R]):
             self._check_repeats(inputs, versions, optimizers, settings)
         except BaseException as error:
             host.resume(before, sight)
-            raise _explained(error) from error
+            if (explained := _explained(error)) is error:
+                raise
+            raise explained from error
         finally:
             for engine, _ in host.engines:
                 engine.after_capture()

@@ -92,17 +92,19 @@ def capture(work: Callable[[], object], pool: Any) -> tuple[Graph, Any]:
 class SideStream:
     """A stream for work that is later captured: the default stream cannot be captured.
 
-    On the current CUDA device. Without CUDA, and with simulated captures, there is no stream.
+    It is made on the CUDA device that is current at the first use. Without CUDA, and with simulated captures, there is
+    none.
     """
 
     def __init__(self) -> None:
-        has_one = torch.cuda.is_available() and not _simulated
-        self._stream = torch.cuda.Stream() if has_one else None  # type: ignore[no-untyped-call]
+        self._stream: torch.cuda.Stream | None = None
 
     def run(self, work: Callable[[], Any]) -> Any:
         """Run `work` with this stream as the current one, after earlier work of the caller's stream, which waits."""
-        if self._stream is None:
+        if _simulated or not torch.cuda.is_available():
             return work()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         here = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(here)
         try:
