@@ -65,16 +65,17 @@ def make_graphed_step(
     step were replaced.
 
     A replay computes the same as an eager step, and draws new random numbers. Before it, the arguments are copied into
-    the graph's own buffers. After it, each parameter has the `.grad` that the captured step set, in the same memory,
-    settings and training mode are as after an eager step, and the result is copied. It runs no Python code of the step: no hooks, and no actions that `last_record`, `watch`
-    or `stats` would show. All ranks must replay the same graph at the same time, which the ledger of actions checks.
+    the graph's own buffers. After it, each parameter has the `.grad` that the captured step set, in the same memory.
+    Settings and training mode are as after an eager step, and the result is copied. A replay runs no Python code of the
+    step: no hooks, and no actions that `last_record`, `watch` or `stats` would show. All ranks must replay the same
+    graph at the same time, which the ledger of actions checks.
 
     The step may include the optimizer if its learning rate is a tensor and it was created with ``capturable=True``.
     Without CUDA, all calls run eagerly.
 
     Args:
-        step: takes tensors, numbers and text in any containers. Its tensors must be on the device of the models, and must not require
-            gradients. A result does not require one, either: the step runs backward itself.
+        step: takes tensors, numbers and text in any containers. Its tensors must be on the device of the models, and
+            must not require gradients. A result does not require one, either: the step runs backward itself.
         max_graphs: the most graphs to keep, at least 1. Calls with other keys run eagerly, with one warning.
         modules: modules without sharded ones that the step trains or runs. Their training mode and `.grad` are observed
             as well. (Those in sharded models, and parameters of optimizers that have stepped, are always observed.)
