@@ -263,7 +263,7 @@ def _all_below(roots: Iterable[nn.Module]) -> list[nn.Module]:
         module = waiting.pop()
         if id(module) not in modules:
             modules[id(module)] = module
-            waiting += filter(None, module._modules.values())
+            waiting += [child for child in module._modules.values() if child is not None]  # an empty one is false
     return list(modules.values())
 
 

@@ -6,7 +6,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -20,21 +20,26 @@ class Graph(Protocol):
         """Queue the captured work on the current stream."""
 
 
-class Captures(Protocol):
-    """An implementation of captures."""
+class Numbers(Protocol):
+    """Simulated streams that can be captured."""
 
     def number(self) -> int:
         """Return the number of the capture on the current stream; 0 if there is none."""
+
+
+@runtime_checkable
+class Captures(Numbers, Protocol):
+    """Simulated captures that can also be replayed."""
 
     def capture(self, work: Callable[[], object], pool: Any) -> tuple[Graph, Any]:
         """Capture what `work` queues. Returns the graph, and the memory pool to pass for the next graph."""
 
 
-_simulated: list[Captures] = []
+_simulated: list[Numbers] = []
 
 
 @contextmanager
-def simulated(captures: Captures) -> Iterator[None]:
+def simulated(captures: Numbers) -> Iterator[None]:
     """In this context, use these captures instead of those of CUDA."""
     _simulated.append(captures)
     try:
@@ -44,8 +49,8 @@ def simulated(captures: Captures) -> Iterator[None]:
 
 
 def can_capture(device: torch.device) -> bool:
-    """Whether work on a device can be captured."""
-    return bool(_simulated) or device.type == "cuda"
+    """Whether work on a device can be captured and replayed."""
+    return isinstance(_simulated[-1], Captures) if _simulated else device.type == "cuda"
 
 
 def capture_number(device: torch.device) -> int:
@@ -74,7 +79,9 @@ def capture(work: Callable[[], object], pool: Any) -> tuple[Graph, Any]:
         the graph, and its memory pool.
     """
     if _simulated:
-        return _simulated[-1].capture(work, pool)
+        made = _simulated[-1]
+        assert isinstance(made, Captures)  # `can_capture`
+        return made.capture(work, pool)
     graph, errors = torch.cuda.CUDAGraph(), []
     try:
         with torch.cuda.graph(graph, pool, torch.cuda.current_stream(), capture_error_mode="thread_local"):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 from unittest import mock
 
 import pytest
 import torch
 
+import composable_shard as cs
 from _race_plants import _nothing, instead, job_without_end
 from _race_scenarios import SCENARIOS
 from _race_training import Training, build, one_thread
@@ -64,12 +66,11 @@ def trained(name, program):
     scenario = MORE[name]() if name in MORE else SCENARIOS[name]
     world = functools.reduce(int.__mul__, scenario.mesh.values())
     with (
-        pytest.MonkeyPatch.context() as patch,
+        mock.patch.dict(os.environ, COMPOSABLE_SHARD_TRANSPORT=scenario.transport),  # first: `races` sets it if unset
         one_thread(),
         scenario.around(),
         testing.races(world, mesh=scenario.mesh, check=False) as checked,
     ):
-        patch.setenv("COMPOSABLE_SHARD_TRANSPORT", scenario.transport)
         model = build(scenario, checked)
         optimizer = scenario.optimizer([p for p in model.parameters() if p.requires_grad])
         training = Training(checked, model, optimizer)
@@ -232,3 +233,12 @@ def test_parameters_that_must_stay_in_other_memory_are_refused(name, match):
 
     faults, report = trained(name, program)
     assert (faults, report) == ([], "")
+
+
+def test_a_graphed_step_runs_eagerly_where_nothing_can_be_replayed():
+    with testing.races() as checked:
+        layer = cs.fully_shard(torch.nn.Linear(8, 8), mesh=checked.mesh)
+        step = cs.make_graphed_step(lambda x: layer(x).sum().backward())
+        for _ in range(4):
+            step(torch.ones(2, 8))
+        assert (step.captures, step.eager_calls) == (0, 4)

@@ -10,7 +10,8 @@ refuses some calls, and leaves some work out of the graph without an error:
     an event of a capture is used after its end
     an operator runs on a stream that is not part of the capture, so replays do not repeat it
 
-Operators run in a capture, too: only the order of their waits is checked here. There are no replays.
+Operators run in a capture, too: only the order of their waits is checked here. There are no replays, and
+`make_graphed_step` runs eagerly.
 """
 
 from __future__ import annotations
@@ -21,13 +22,7 @@ from typing import Any
 
 import torch
 
-from ..._torch.capturing import Graph
 from .streams import Event, Rules, Stream, Streams
-
-
-class _NoGraph:
-    def replay(self) -> None:
-        raise NotImplementedError("testing.races checks captures, but replays nothing")
 
 
 class Captures(Rules):
@@ -70,12 +65,6 @@ class Captures(Rules):
         finally:
             self._active, self._members = 0, {}
             self._streams.synchronize()
-
-    def capture(self, work: Callable[[], object], pool: Any) -> tuple[Graph, Any]:
-        """Capture what `work` queues on the current stream."""
-        with self.on(self._streams.current()):
-            work()
-        return _NoGraph(), pool
 
     def _check_joined(self, origin: Stream) -> None:
         for stream, before in self._members.items():
