@@ -168,6 +168,22 @@ def test_what_the_host_decides_is_part_of_the_key(rank, world):
 
 
 @distributed(world=2)
+def test_the_training_mode_of_an_empty_container_is_part_of_the_key(rank, world):
+    def run(model, tokens):
+        return next_token_loss(model, tokens) * (2.0 if model.extra.training else 1.0)
+
+    pair = Pair(rank, lambda: decoder(prepare=lambda model: model.add_module("extra", nn.Sequential())), run)
+    with captures_on_cpu():
+        for expected in (1, 2):
+            for number in range(3):
+                pair.step(number)
+                pair.update()
+            assert pair.call.captures == expected
+            for model in pair.models:
+                model.extra.eval()
+
+
+@distributed(world=2)
 def test_arguments_and_results_can_be_containers_and_constants(rank, world):
     model = decoder()
 
