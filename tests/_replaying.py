@@ -9,6 +9,7 @@ changes data that a replay would change; `CapturedStep` in the tests restores it
 from __future__ import annotations
 
 import contextlib
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -24,10 +25,6 @@ _COMMUNICATES = ("c10d", "_c10d_functional")
 _READS = (torch.ops.aten._local_scalar_dense,)
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _IGNORED = (torch.ops.aten.set_, torch.ops.aten.lift_fresh)
-
-
-class HostReadError(AssertionError):
-    pass
 
 
 class _Memory:
@@ -62,7 +59,6 @@ class _Memory:
         self.before = None
 
     def restore(self):
-        """Undo what the capture wrote, because a real one writes nothing."""
         storage = self.storage()
         if self.before is not None and storage is not None:
             torch.empty(0, dtype=torch.uint8).set_(storage).copy_(self.before)
@@ -114,7 +110,7 @@ class Recording(TorchDispatchMode):
             with self:
                 return func.redispatch(_CPU, *args, **kwargs)
         if func.overloadpacket in _READS and self._memory_of(args[0], True) not in self._on_host:
-            raise HostReadError(f"the host reads a value in a capture ({func})")
+            raise RuntimeError(f"the host reads a value in a capture ({func})")
         given = [self._memory_of(each, True) for each in _tensors((args, kwargs))]
         placed = pytree.tree_map_only(torch.Tensor, self._place, (args, kwargs))
         result = func(*args, **kwargs)
@@ -158,9 +154,13 @@ class Recording(TorchDispatchMode):
         if storage._cdata in self._known:
             self._known.pop(storage._cdata)[1].is_over = True
 
-    def end(self):
+    def undo(self):
+        """Undo what the capture wrote, because a real one writes nothing."""
         for memory in self._all:
             memory.restore()
+
+    def end(self):
+        self.undo()
         for memory in self._all:
             memory.settle()
         self._known.clear()
@@ -209,18 +209,27 @@ def _tensors(tree):
     return [each for each in pytree.tree_leaves(tree) if isinstance(each, torch.Tensor)]
 
 
+class Pool:
+    """A memory pool. torch frees it with the last graph in it, and a failed capture breaks it."""
+
+    def __init__(self):
+        self.graphs = weakref.WeakSet()
+        self.is_broken = False
+
+
 class Captures:
     """Replaces the captures of CUDA in `composable_shard`."""
 
     def __init__(self):
         self._active = self._count = 0
-        self.recordings = []
 
     def number(self):
         return self._active
 
     def capture(self, work, pool):
         recording = Recording()
+        assert pool is None or (len(pool.graphs) and not pool.is_broken), "torch fails: this pool cannot be used"
+        pool = pool or Pool()
         self._count += 1
         self._active = self._count
         real = torch.UntypedStorage.resize_
@@ -234,12 +243,16 @@ class Captures:
         try:
             with recording:
                 work()
+        except BaseException:
+            recording.undo()
+            pool.is_broken = True
+            raise
         finally:
             torch.UntypedStorage.resize_ = real
             self._active = 0
             torch.set_rng_state(random)
         recording.end()
-        self.recordings.append(recording)
+        pool.graphs.add(recording)
         return recording, pool
 
 

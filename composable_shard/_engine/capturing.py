@@ -37,6 +37,10 @@ from .stopwatch import Stopwatch
 
 _CAPTURED = "while a CUDA graph is being captured"
 _WHERE = f"a sharded model runs {_CAPTURED}"
+_NOT_FINISHED = (
+    "a backward was captured in a CUDA graph, but its finalize_backward() was not, so replays would set no .grad; call "
+    "finalize_backward() in the captured step"
+)
 
 
 class Capturing:
@@ -81,13 +85,13 @@ class Capturing:
             _check_features(actions.groups)
             if not self._is_known:
                 actions.note_capture()
+        self._leave_reductions(now)
         self._switch_stopwatch(now)
         self.number = now
         self.stepped.clear()
         self.optimizers.clear()
         for group in actions.groups:
             group.forget_events()
-        actions.reductions.forget_events()
         self._pool.cross(now)
         for group in actions.groups:
             if group.phase is not SHARDED and not group.running:
@@ -95,6 +99,33 @@ class Capturing:
         self._leave_reserved()
         self.drain()
         actions.parameters_changed()  # the first gather begins after the work that is queued now, and so in the capture
+
+    def _leave_reductions(self, now: int) -> None:
+        """Leave no reduction in flight when a capture begins or ends. Those of a failed capture are discarded.
+
+        Raises:
+            ShardConfigStateError: the program has not finished a backward before a capture (`finalize_backward`).
+        """
+        if not self._actions.reductions.in_flight:
+            return
+        if now:
+            raise ShardConfigStateError(
+                f"{_WHERE}, but reductions of an earlier backward are in flight; call finalize_backward() before the "
+                "capture"
+            )
+        self._actions.discard_reductions()
+
+    def follow_end_by_hand(self) -> None:
+        """Do the same as `follow`, before the program finishes a backward itself.
+
+        Raises:
+            ShardConfigStateError: that backward was captured, and its end is not.
+        """
+        number = self.number
+        was_in_flight = bool(self._actions.reductions.in_flight)
+        self.follow()
+        if number and number != self.number and was_in_flight:
+            raise ShardConfigStateError(_NOT_FINISHED)
 
     def _switch_stopwatch(self, now: int) -> None:
         """Time nothing in a capture, because the host reads the times of events."""
@@ -168,13 +199,25 @@ class Capturing:
         if self.number:
             self.drain()
 
+    def end_step(self) -> None:
+        """At the end of a captured step.
+
+        Raises:
+            ShardConfigStateError: its backward is not finished.
+        """
+        if self.number:
+            self.end()  # compiled graphs do not tell when a backward ends
+            if self._actions.reductions.in_flight:
+                self._actions.discard_reductions()
+                raise ShardConfigStateError(_NOT_FINISHED)
+
     def before_step(self, optimizer: Optimizer | None, groups: Iterable[ParamGroup]) -> None:
-        """In a capture: note that an optimizer steps these groups, and check that its step can be captured.
+        """In a capture: note that an optimizer steps these groups or others, and check that it can be captured.
 
         Raises:
             ShardConfigStateError: a learning rate is a number, or the optimizer keeps its step count on the host.
         """
-        if not self.number:
+        if not self.number or self.number != capture_number(self._pool.memory.device):
             return
         if optimizer is None:
             raise ShardConfigStateError(

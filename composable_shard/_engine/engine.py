@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -195,9 +196,9 @@ class Engine:
         return self._iterations.thread in (0, threading.get_ident())
 
     @property
-    def runs(self) -> tuple[int, int]:
-        """The number of eager root forwards that have begun, and of gathers of compiled graphs."""
-        return self._iterations.forward, sum([group.gathers_of_graphs for group in self.groups])
+    def runs(self) -> tuple[int, int, int]:
+        """Numbers that change when the model runs: of eager root forwards, gathers of compiled graphs, and captures."""
+        return self._iterations.forward, sum([group.gathers_of_graphs for group in self.groups]), self.capturing.number
 
     @property
     def in_forward(self) -> bool:
@@ -558,8 +559,10 @@ class Engine:
 
         Args:
             wait: whether to wait for all reductions; if not, a later `GradientFlow.settle` does.
-            now: the pass that ends, if there is one.
+            now: the pass that ends, if there is one; None for a call of `finalize_backward`.
         """
+        if now is None:
+            self.capturing.follow_end_by_hand()
         with torch.no_grad():
             self._gradients.finish(now, self.groups, wait)
         # A pass may go through no forward of the model, for example if a loss outside reads unsharded weights. After
@@ -712,6 +715,19 @@ class Engine:
         """After a capture for which `before_capture` was called, successful or not."""
         self.capturing.expect(False)
 
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """In this context, no other thread can run the model.
+
+        Raises:
+            ShardConfigStateError: another thread does.
+        """
+        self._iterations.claim()
+        try:
+            yield
+        finally:
+            self._iterations.release()
+
     def before_replay(self) -> None:
         """Before a replay of a captured step: reshard all groups, as at the beginning of a capture.
 
@@ -729,6 +745,7 @@ class Engine:
         """After a replay of a captured step: its optimizers have changed the shards of these groups."""
         for group in stepped:
             group.before_change()
+            # For graphs outside of the model that have saved a shard: their backward then raises an error.
             torch.autograd.graph.increment_version([param.local for param in group.params])
         if stepped:
             self._iterations.end()
@@ -763,7 +780,9 @@ class Engine:
         Unsharded parameters must not outlive the values that they were gathered from.
         """
         groups = [group for group in self.groups if not stepped.isdisjoint(map(id, group.shards))]
-        if groups:
+        if not groups:
+            self.capturing.before_step(optimizer, ())
+        else:
             self.capturing.follow()
             self.capturing.before_step(optimizer, groups)
             self._iterations.end()

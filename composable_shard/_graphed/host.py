@@ -6,7 +6,8 @@ each replay, the host gets the state that the captured step left (`Host.state`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +18,15 @@ from .._engine.engine import Engine
 from .._group.accumulation import Held
 from .._group.faces import LEAF_OF
 from .._group.group import ParamGroup
-from .._group.optimizers import known_optimizers
-from .._group.param import run_all
-from .._module.build import living_engines
+from .._group.optimizers import DecidesSteps, known_optimizers
 from .._policies import Options
-from .._torch.core import address_of, autocast_state, without_torch_function
+from .._torch import debug
+from .._torch.core import address_of, autocast_state, version_of, without_torch_function
 from .._torch.distributed import local_part
-from ..errors import ShardConfigValueError
+from .observation import Observation, set_each
 
 _MOST_OPTIONS = 256  # how many different options of groups are numbered; then numbering starts again
+_OF_A_SCHEDULER = "_opt_called"  # an attribute by which a scheduler of torch knows that an optimizer has stepped
 
 
 class Sight(NamedTuple):
@@ -40,6 +41,18 @@ class Sight(NamedTuple):
     modules: list[nn.Module]
     params: list[torch.Tensor]
     buffers: list[torch.Tensor]
+
+
+class Unknown(NamedTuple):
+    """What a step uses, but `Host` does not observe yet.
+
+    Attributes:
+        engines: engines of sharded models, with their roots.
+        params: parameters that are in no module that it observes.
+    """
+
+    engines: list[tuple[Engine, nn.Module]]
+    params: list[torch.Tensor]
 
 
 class HostState(NamedTuple):
@@ -75,35 +88,26 @@ class Host:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._others = list(modules)
         self.engines: list[tuple[Engine, nn.Module]] = []
-        self._touched: dict[int, torch.Tensor] = {}  # by id, parameters outside of the models that eager calls train
+        self._trained: dict[int, torch.Tensor] = {}  # by id, parameters outside of the models that the step trains
         self._numbers: dict[Options, int] = {}
         self._seen: dict[int, tuple[Options, int]] = {}  # by id, which is unique because the options are held here
 
-    def observe(self, run: Callable[[], Any]) -> Any:
-        """Call `run`, and add the sharded models that it has run, and other parameters whose `.grad` it has changed.
-
-        Raises:
-            ShardConfigValueError: there are none.
-        """
-        before = {id(engine): engine.runs for engine, _ in living_engines()}
-        stepped = _params_of(known_optimizers())
-        grads = _grads_of(stepped)
-        result = run()
-        self._add_engines(before)
-        ours = self._sharded()
-        changed = [param for param, was, now in zip(stepped, grads, _grads_of(stepped), strict=True) if was != now]
-        self._touched |= {id(param): param for param in changed if id(param) not in ours}
-        return result
-
-    def _add_engines(self, before: Mapping[int, tuple[int, int]]) -> None:
-        """Add the engines that have run since `before`, their `runs` by id."""
+    def unknown(self, seen: Observation) -> Unknown:
+        """What a call of the step has run and trained that is not observed yet."""
         known = [engine for engine, _ in self.engines]
-        for engine, root in living_engines():
-            has_run = engine.is_of_this_thread and engine.runs != before.get(id(engine), (0, 0))
-            if has_run and engine not in known:
-                self.engines.append((engine, root))
-        if not self.engines:
-            raise ShardConfigValueError("make_graphed_step: the step has run no sharded model; call fully_shard first")
+        engines = [(engine, root) for engine, root in seen.engines() if engine not in known]
+        modules = self._modules([root for _, root in engines])
+        inside = {id(param) for module in modules for param in module._parameters.values()}
+        params = [param for param in seen.trained() if id(param) not in inside and id(param) not in self._trained]
+        return Unknown(engines, params)
+
+    def add(self, unknown: Unknown) -> None:
+        """Observe these as well."""
+        self.engines += unknown.engines
+        self._trained |= {id(param): param for param in unknown.params}
+
+    def _modules(self, further: Iterable[nn.Module] = ()) -> list[nn.Module]:
+        return _all_below([*self._others, *(root for _, root in self.engines), *further])
 
     @property
     def device(self) -> torch.device:
@@ -117,13 +121,13 @@ class Host:
 
     def see(self) -> Sight:
         """Walk through all modules."""
-        modules = _all_below([*self._others, *(root for _, root in self.engines)])
+        modules = self._modules()
         # Without the unsharded parameters that are installed after `unshard()`. A parameter that was just assigned is
         # among these, until an eager step adopts it.
         held = [param for module in modules for param in module._parameters.values() if param is not None]
         others = {id(param): param for param in held if LEAF_OF not in param.__dict__}
         buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
-        return Sight(modules, list((self._sharded() | others | self._touched).values()), buffers)
+        return Sight(modules, list((self._sharded() | others | self._trained).values()), buffers)
 
     def _sharded(self) -> dict[int, torch.Tensor]:
         """The sharded parameters of the models, by id."""
@@ -135,11 +139,12 @@ class Host:
     def binding(self, sight: Sight) -> tuple[object, ...]:
         """What all graphs depend on: if it changes, they cannot be replayed any more.
 
-        - the addresses of all parameters and buffers
+        - the memory of all parameters and buffers
         - the buckets of the groups, which are made again if parameters are converted or memory is freed
         - the plan
         """
-        places = tuple([address_of(local_part(each)) for each in (*sight.params, *sight.buffers)])
+        device = self.device
+        places = tuple([_place(local_part(each), device) for each in (*sight.params, *sight.buffers)])
         plans = tuple([engine.order.plan.digest for engine, _ in self.engines])
         return places, tuple([group.layout for group in self._groups()]), plans
 
@@ -151,6 +156,8 @@ class Host:
         - for each parameter, whether it requires a gradient, and whether it has one, to which the step adds
         - the settings of each model
         - which gradients are accumulated, and so the position among microbatches
+        - whether optimizers step in backward
+        - debug mode, in which each capture is refused
         """
         training = tuple([module.training for module in sight.modules])
         with without_torch_function():
@@ -159,8 +166,10 @@ class Host:
         groups = self._groups()
         settings = tuple([self._number_of(group.options) for group in groups])
         held = tuple([group.gradients.held_now().key() for group in groups])
-        grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        return grad, autocast_state(), training, grads, ends, settings, held
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), debug.debugging
+        deciding = [each for each in known_optimizers() if isinstance(each, DecidesSteps)]
+        steps = tuple([each.decision() for each in deciding if _trains_some(each, sight.params)])
+        return modes, autocast_state(), training, grads, ends, settings, held, steps
 
     def are_voided(self) -> bool:
         """Whether accumulated gradients may have been set to zero, which only an eager step can tell."""
@@ -205,21 +214,40 @@ class Host:
         """Set the state: the one that a captured step left, after its replay."""
         now = self.state(sight)
         with without_torch_function():
-            _set("grad", sight.params, now.grads, state.grads)
-            _set("requires_grad", sight.params, now.requires_grad, state.requires_grad)
-        _set("training", sight.modules, now.training, state.training)
+            set_each("grad", sight.params, now.grads, state.grads)
+            set_each("requires_grad", sight.params, now.requires_grad, state.requires_grad)
+        set_each("training", sight.modules, now.training, state.training)
         engines = [engine for engine, _ in self.engines]
         for index, name in enumerate(("is_last_backward", "ends_by_hand")):
-            _set(name, engines, [ends[index] for ends in now.ends], [ends[index] for ends in state.ends])
+            set_each(name, engines, [ends[index] for ends in now.ends], [ends[index] for ends in state.ends])
         for group, options, held, held_now in zip(self._groups(), state.options, state.held, now.held, strict=True):
             group.settings.take(options)
             if not (held.is_empty and held_now.is_empty):
                 group.gradients.resume(held)
 
+    def dicts(self, sight: Sight) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+        """Each dict of buffers, and of settings and state of optimizers, with a copy, to restore after a failure."""
+        dicts: list[dict[Any, Any]] = [module._buffers for module in sight.modules if module._buffers]
+        for optimizer in known_optimizers():
+            dicts += [*optimizer.param_groups, optimizer.state, *optimizer.state.values()]
+        return [(each, dict(each)) for each in dicts]
+
     def captured_optimizers(self) -> list[Optimizer]:
         """The optimizers that have stepped in the last capture."""
         by_id = [engine.capturing.optimizers for engine, _ in self.engines]
         return list({number: each for optimizers in by_id for number, each in optimizers.items()}.values())
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """In this context, other threads cannot run the models.
+
+        Raises:
+            ShardConfigStateError: another thread does.
+        """
+        with ExitStack() as claims:
+            for engine, _ in self.engines:
+                claims.enter_context(engine.claimed())
+            yield
 
     def before_replay(self) -> None:
         """Reshard all groups, and wait for the last change of parameters."""
@@ -241,18 +269,16 @@ class Host:
             engine.capturing.count(kind)
 
 
-def _grads_of(params: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    """The id and the version of each `.grad`, by which a change is recognized; zeros if there is none."""
-    with without_torch_function():
-        grads = [param.grad for param in params]
-        return [(0, 0) if grad is None else (id(grad), grad._version) for grad in grads]
+def _trains_some(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> bool:
+    ids = set(map(id, params))
+    return any(id(param) in ids for group in optimizer.param_groups for param in group["params"])
 
 
-def _set(name: str, owners: Sequence[object], now: Sequence[object], wanted: Sequence[object]) -> None:
-    """Set an attribute of those owners that do not have the wanted value."""
-    changed = [(owner, value) for owner, before, value in zip(owners, now, wanted, strict=True) if before is not value]
-    if changed:
-        run_all(map(setattr, *zip(*[(owner, name, value) for owner, value in changed], strict=True)))
+def _place(tensor: torch.Tensor, device: torch.device) -> Hashable:
+    """What a graph contains of a tensor: where it is, and of one that is not on the device, its values."""
+    values = version_of(tensor) if tensor.device.type != device.type else 0
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    return address_of(tensor), tensor.dtype, tensor.shape, strides, values
 
 
 def _all_below(roots: Iterable[nn.Module]) -> list[nn.Module]:
@@ -267,22 +293,24 @@ def _all_below(roots: Iterable[nn.Module]) -> list[nn.Module]:
     return list(modules.values())
 
 
-def _params_of(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-    return [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
-
-
 def settings_of(optimizers: Iterable[Optimizer]) -> Hashable:
     """The facts about optimizers that a graph with their steps contains: settings, and addresses of tensors."""
     return tuple([_settings_of(optimizer) for optimizer in optimizers])
 
 
 def _settings_of(optimizer: Optimizer) -> Hashable:
-    facts: list[Hashable] = []
+    facts = _numbers_of(optimizer)
     for group in optimizer.param_groups:
         facts += [(name, _fact(value)) for name, value in group.items() if name != "params"]
         states = [optimizer.state.get(param, {}) for param in group["params"]]
         facts += [(name, _fact(value)) for state in states for name, value in state.items()]
     return tuple(facts)
+
+
+def _numbers_of(optimizer: Optimizer) -> list[Hashable]:
+    """Its attributes that are numbers, such as a count of its steps."""
+    named = vars(optimizer).items()
+    return [(name, value) for name, value in named if isinstance(value, (int, float)) and name != _OF_A_SCHEDULER]
 
 
 def _fact(value: object) -> Hashable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -19,18 +20,26 @@ from .._engine.engine import Engine
 from .._group.group import ParamGroup
 from .._group.optimizers import known_optimizers
 from .._torch.capturing import Graph, SideStream, can_capture, capture, capture_number
-from .._torch.core import autocast_cache_off, flatten, unflatten
-from ..errors import ComposableShardError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
-from .host import Host, HostState, Sight, settings_of
+from .._torch.core import autocast_cache_off, flatten, unflatten, version_of
+from ..errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
+from .host import Host, HostState, Sight, Unknown, settings_of
+from .observation import Observation
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _CONSTANTS = (str, bytes, bool, int, float, complex, NoneType, Enum, torch.dtype, torch.device, torch.Size)
 _MOST_SEEN = 1024  # how many keys are remembered of steps that have run eagerly
+_NUMBERS = itertools.count(1)  # of captures
+_MOST_CHANGES = 3
+_MOST_UNUSED = 16  # so many calls in a row without a replay of an earlier graph cause a warning
 _HINT = (
     "In a captured step, Python runs once, and no value may reach the host: no .item(), print(tensor), `if tensor`, "
     "GradScaler.step, copy to the CPU, or data-dependent shape. Move such code out of the step"
+)
+_FIRST_TIME = (
+    "make_graphed_step: the step has run a model or trained a parameter for the first time in a capture, so what it "
+    "does depends on something that is not part of the key; pass it with key="
 )
 
 
@@ -65,20 +74,22 @@ def make_graphed_step(
     step were replaced.
 
     A replay computes the same as an eager step, and draws new random numbers. Before it, the arguments are copied into
-    the graph's own buffers. After it, each parameter has the `.grad` that the captured step set, in the same memory.
-    Settings and training mode are as after an eager step, and the result is copied. A replay runs no Python code of the
-    step: no hooks, and no actions that `last_record`, `watch` or `stats` would show. All ranks must replay the same
-    graph at the same time, which the ledger of actions checks.
+    the graph's own buffers. After it, each parameter has the `.grad` that the captured step set, in the same memory, so
+    copy gradients that you keep. Settings and training mode are as after an eager step. Tensors of the result are
+    copied, and its numbers are those of the capture. A replay runs no Python code of the step: no hooks, and no actions
+    that `last_record`, `watch` or `stats` would show. All ranks must replay the same graph at the same time, which the
+    ledger of actions checks.
 
     The step may include the optimizer if its learning rate is a tensor and it was created with ``capturable=True``.
     Without CUDA, all calls run eagerly.
 
     Args:
-        step: takes tensors, numbers and text in any containers. Its tensors must be on the device of the models, and
-            must not require gradients. A result does not require one, either: the step runs backward itself.
+        step: takes and returns tensors, numbers and text in any containers. Tensors that it takes must be on the device
+            of the models, and must not require gradients. A result does not require one, either: the step runs backward
+            itself.
         max_graphs: the most graphs to keep, at least 1. Calls with other keys run eagerly, with one warning.
-        modules: modules without sharded ones that the step trains or runs. Their training mode and `.grad` are observed
-            as well. (Those in sharded models, and parameters of optimizers that have stepped, are always observed.)
+        modules: modules without sharded ones that the step runs, whose training mode and buffers then are part of the
+            key. (Modules in sharded models, and parameters that an eager call of the step has trained, always are.)
         key: returns another part of the key: a hashable value of further facts that decide what the step does, such as
             ``lambda: config.use_auxiliary_loss``.
 
@@ -101,8 +112,9 @@ class _Captured:
     """A captured step.
 
     Attributes:
-        number: its number among the captures of this function.
+        number: its number among the captures of the process.
         graph: the graph.
+        pool: its memory pool, which other graphs may share.
         inputs: the leaves of the arguments with which it was captured; tensors are the graph's buffers.
         outputs: the leaves of its result; tensors are in the graph's memory.
         tree: the structure of its result.
@@ -113,6 +125,7 @@ class _Captured:
 
     number: int
     graph: Graph
+    pool: Any
     inputs: list[Any]
     outputs: list[Any]
     tree: Any
@@ -145,7 +158,11 @@ class GraphedStep(Generic[P, R]):
         self._why_first = ""
         self._pool: Any = None
         self._stream = SideStream()
-        self._has_warned = False
+        self._changes: Counter[Hashable] = (
+            Counter()
+        )  # by key, graphs in a row that were dropped before their second use
+        self._unused = 0  # calls in a row without a replay of an earlier graph
+        self._warned: set[str] = set()
         self.captures = self.replays = 0
         self.eager_reasons: Counter[str] = Counter()
 
@@ -158,14 +175,14 @@ class GraphedStep(Generic[P, R]):
         """Run, capture or replay the step.
 
         Raises:
-            ShardConfigTypeError: an argument is neither a tensor, nor a number, text or another constant.
+            ShardConfigTypeError: an argument or a result is neither a tensor, nor a number, text or another constant.
             ShardConfigValueError: a tensor requires a gradient, or is on another device; or the step ran no sharded
                 model.
-            ShardConfigStateError: the step cannot be captured.
+            ShardConfigStateError: the step cannot be captured, or another thread runs a model of the step.
             RankMismatchError: another rank does something else than to replay the same graph.
         """
         if not self._host.engines:
-            return self._run_eagerly("the first call finds the models", args, kwargs)
+            return self._observe("the first call finds the models", args, kwargs)
         device = self._host.device
         if not can_capture(device):
             return self._run_eagerly(f"no CUDA graphs on {device.type}", args, kwargs)
@@ -173,18 +190,19 @@ class GraphedStep(Generic[P, R]):
             return self._step(*args, **kwargs)  # it becomes part of a graph of other code
         leaves, tree = flatten((args, kwargs))
         sight = self._host.see()
-        key = tree, self._facts_of(leaves), self._host.key(sight), self._further and self._further()
+        key = tree, self._facts_of(leaves), self._host.key(sight), self._further_facts()
         self._follow(sight)
         if self._host.are_voided():
             return self._run_eagerly("accumulated gradients may have been set to zero", args, kwargs)
         if (known := self._known(key)) is not None:
             return self._replay(known, leaves, sight)
-        if (why := self._why_eager(key)) is not None:
-            result = self._run_eagerly(why, args, kwargs)
-            if len(self._seen) >= _MOST_SEEN:
-                self._seen.clear()
-            self._seen.add(key)
-            return result
+        if not self._host.is_settled:
+            return self._observe("the plan had not settled", args, kwargs, key)
+        self._count_unused()
+        if key not in self._seen:
+            return self._observe(self._why_first, args, kwargs, key)
+        if (why := self._why_no_capture(key)) is not None:
+            return self._run_eagerly(why, args, kwargs)
         return self._replay(self._capture(key, leaves, tree, sight), leaves, sight)
 
     def _facts_of(self, leaves: Sequence[Any]) -> tuple[Hashable, ...]:
@@ -201,6 +219,14 @@ class GraphedStep(Generic[P, R]):
                 )
             facts.append((type(leaf), leaf))
         return tuple(facts)
+
+    def _further_facts(self) -> Hashable:
+        facts = None if self._further is None else self._further()
+        if not isinstance(facts, Hashable):
+            raise ShardConfigTypeError(
+                f"key: must return a value that can be a key of a dict, got a {type(facts).__name__}; return a tuple"
+            )
+        return facts
 
     def _check(self, tensor: torch.Tensor) -> None:
         device = self._host.device
@@ -220,6 +246,7 @@ class GraphedStep(Generic[P, R]):
         binding = self._host.binding(sight)
         if binding != self._binding:
             self._graphs.clear()
+            self._changes.clear()
             self._seen.clear()  # the engine adopts replaced parameters in an eager step
             self._pool = None
             self._binding = binding
@@ -232,87 +259,143 @@ class GraphedStep(Generic[P, R]):
         known = self._graphs.get(key)
         if known is not None and settings_of(known.optimizers[0]) != known.optimizers[1]:
             del self._graphs[key]
+            self._seen.discard(key)
+            self._changes[key] += 1
+            self._why_first = "the first call after settings or state of an optimizer have changed"
             return None
+        if known is not None:
+            self._unused = self._changes[key] = 0
         return known
 
-    def _why_eager(self, key: Hashable) -> str | None:
-        """Why a call without a graph runs eagerly; None if it is to be captured.
+    # Ranks decide alike if they get batches of the same shapes. If not, the ledger of actions raises an error.
 
-        Ranks decide alike if they get batches of the same shapes. If not, the ledger of actions raises an error.
-        """
-        if not self._host.is_settled:
-            return "the plan had not settled"
-        if key not in self._seen:
-            return self._why_first
+    def _why_no_capture(self, key: Hashable) -> str | None:
+        """Why a call that could be captured runs eagerly, if it does."""
+        if self._changes[key] >= _MOST_CHANGES:
+            return "settings or state of an optimizer change often"
         if len(self._graphs) < self._most:
             return None
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"make_graphed_step: {self._most} graphs are captured, and calls with further keys run eagerly. Pass "
-                "batches of fewer shapes, for example padded ones, or increase max_graphs",
-                stacklevel=4,
-            )
+        self._warn_once(
+            f"make_graphed_step: {self._most} graphs are captured, and calls with further keys run eagerly. Pass "
+            "batches of fewer shapes, for example padded ones, or increase max_graphs"
+        )
         return f"{self._most} graphs were captured before"
+
+    def _count_unused(self) -> None:
+        """Count a call that replays no earlier graph, and warn if there were many in a row."""
+        self._unused += 1
+        if self._unused == _MOST_UNUSED:
+            self._warn_once(
+                f"make_graphed_step: none of the last {_MOST_UNUSED} calls could replay an earlier graph: {self!r}. "
+                "Pass numbers that change as tensors, pad batches to few shapes, write to buffers in place, and step "
+                "an optimizer whose settings change outside of the step"
+            )
+
+    def _warn_once(self, text: str) -> None:
+        kind = text[:40]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, stacklevel=4)
 
     # ---- eager calls
 
-    def _run_eagerly(self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+    def _observe(self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable = None) -> R:
+        """Run eagerly, and note what the step runs and trains: the next call with this key may be captured."""
+        result = self._run_eagerly(why, args, kwargs, Observation())
+        if len(self._seen) >= _MOST_SEEN:
+            self._seen.clear()
+        self._seen.add(key)
+        return result
+
+    def _run_eagerly(
+        self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Observation | None = None
+    ) -> R:
+        host = self._host
         # On the stream of the captures: autograd accumulates gradients on the stream of a parameter's first use.
-        result = self._host.observe(lambda: self._stream.run(lambda: self._step(*args, **kwargs)))
+        result = self._stream.run(lambda: self._step(*args, **kwargs))
+        if seen is not None:
+            host.add(host.unknown(seen))
+        if not host.engines:
+            raise ShardConfigValueError("make_graphed_step: the step has run no sharded model; call fully_shard first")
         self.eager_reasons[why] += 1
-        self._host.count("eager_steps")
-        leaves, tree = flatten(result)
-        made: R = unflatten(_each_tensor(leaves, torch.Tensor.detach), tree)
+        host.count("eager_steps")
+        leaves, tree = _leaves_of(result)
+        made: R = unflatten(_each_tensor(leaves, _copy), tree)
         return made
 
     # ---- capture and replay
 
     def _capture(self, key: Hashable, leaves: Sequence[Any], tree: Any, sight: Sight) -> _Captured:
         host = self._host
-        for engine, _ in host.engines:
-            engine.before_capture()
-        inputs = _each_tensor(leaves, lambda leaf: leaf.detach().clone())
-        args, kwargs = unflatten(inputs, tree)
-        before, results = host.state(sight), list[Any]()
-        settings = {id(each): settings_of([each]) for each in known_optimizers()}
-        versions = _versions(inputs)
-
-        def work() -> None:
-            results.append(self._step(*args, **kwargs))
-            for engine, _ in host.engines:
-                engine.capturing.end()  # compiled graphs do not tell when a backward ends
-
-        def run() -> tuple[Graph, Any]:
-            with autocast_cache_off(), _no_collector():
-                return capture(work, self._pool)
-
         try:
-            graph, self._pool = self._stream.run(run)
-            optimizers = host.captured_optimizers()
-            self._check_repeats(inputs, versions, optimizers, settings)
+            for engine, _ in host.engines:
+                engine.before_capture()
+            made = self._capture_now(leaves, tree, sight)
         except BaseException as error:
-            host.resume(before, sight)
+            self._pool = None  # torch still records into it
             if (explained := _explained(error)) is error:
                 raise
             raise explained from error
         finally:
             for engine, _ in host.engines:
                 engine.after_capture()
-        outputs, of_result = flatten(results.pop())
-        outputs = _each_tensor(outputs, torch.Tensor.detach)
-        stepped = [(engine, list(engine.capturing.stepped)) for engine, _ in host.engines]
+        self._graphs[key] = made
+        self._pool = made.pool
         self.captures += 1
         host.count("captures")
-        after, stepping = host.state(sight), (optimizers, settings_of(optimizers))
-        made = _Captured(self.captures, graph, inputs, outputs, of_result, before, after, stepped, stepping)
-        self._graphs[key] = made
-        host.resume(before, sight)
+        host.resume(made.before, sight)
         return made
+
+    def _capture_now(self, leaves: Sequence[Any], tree: Any, sight: Sight) -> _Captured:
+        host = self._host
+        inputs = _each_tensor(leaves, lambda leaf: leaf.detach().clone())
+        args, kwargs = unflatten(inputs, tree)
+        before, dicts, results = host.state(sight), host.dicts(sight), list[Any]()
+        settings = {id(each): settings_of([each]) for each in known_optimizers()}
+        written = [*inputs, *leaves]  # the arguments themselves may be buffers, to which the step writes
+        versions = _versions(written)
+        seen, unknown = Observation(), Unknown([], [])
+
+        def work() -> None:
+            results.append(self._step(*args, **kwargs))
+            for engine, _ in host.engines:
+                engine.capturing.end_step()
+
+        def run() -> tuple[Graph, Any]:
+            with autocast_cache_off(), _no_collector():
+                return capture(work, self._shared_pool())
+
+        try:
+            graph, pool = self._stream.run(run)
+            outputs, of_result = _leaves_of(results.pop())
+            optimizers = host.captured_optimizers()
+            self._check_repeats(written, versions, optimizers, settings)
+            unknown = host.unknown(seen)
+            if any(unknown):
+                raise ShardConfigStateError(_FIRST_TIME)
+        except BaseException as error:
+            unknown = unknown._replace(engines=host.unknown(seen).engines)
+            seen.restore()
+            host.resume(before, sight)
+            host.add(unknown)
+            for each, copy in dicts:
+                each.clear()
+                each.update(copy)
+            if unknown.engines and isinstance(error, ShardConfigStateError):
+                raise ShardConfigStateError(_FIRST_TIME) from error
+            raise
+        stepped = [(engine, list(engine.capturing.stepped)) for engine, _ in host.engines]
+        after, stepping = host.state(sight), (optimizers, settings_of(optimizers))
+        outputs = _each_tensor(outputs, torch.Tensor.detach)
+        return _Captured(next(_NUMBERS), graph, pool, inputs, outputs, of_result, before, after, stepped, stepping)
+
+    def _shared_pool(self) -> Any:
+        """The pool of the last graph, if a graph still uses it: torch frees a pool with its last graph."""
+        return self._pool if any(each.pool == self._pool for each in self._graphs.values()) else None
 
     def _check_repeats(
         self,
-        inputs: Sequence[Any],
+        written: Sequence[Any],
         versions: Sequence[int],
         optimizers: Sequence[Optimizer],
         settings: Mapping[int, Hashable],
@@ -320,11 +403,11 @@ class GraphedStep(Generic[P, R]):
         """Check that the captured step has not changed anything that a replay cannot change again.
 
         Args:
-            inputs, versions: the leaves of the arguments, and their versions before.
+            written, versions: the leaves of the arguments, and their versions before.
             optimizers: the optimizers that have stepped.
             settings: the settings of optimizers before, by id.
         """
-        for tensor, version, now in zip(inputs, versions, _versions(inputs), strict=True):
+        for tensor, version, now in zip(written, versions, _versions(written), strict=True):
             if now != version:
                 raise ShardConfigStateError(
                     f"make_graphed_step: the step writes to an argument of shape {list(tensor.shape)}, and a replay "
@@ -343,6 +426,14 @@ class GraphedStep(Generic[P, R]):
             )
 
     def _replay(self, captured: _Captured, leaves: Sequence[Any], sight: Sight) -> R:
+        # On one stream: otherwise, a program that changes streams could write arguments while a replay reads others.
+        with self._host.claimed():
+            result: R = self._stream.run(lambda: self._replay_now(captured, leaves, sight))
+        self.replays += 1
+        self._host.count("replays")
+        return result
+
+    def _replay_now(self, captured: _Captured, leaves: Sequence[Any], sight: Sight) -> Any:
         host = self._host
         host.before_replay()
         with torch.no_grad():
@@ -350,15 +441,12 @@ class GraphedStep(Generic[P, R]):
                 if isinstance(buffer, torch.Tensor):
                     buffer.copy_(leaf)
             host.copy_into(captured.before, sight)
-        host.note(f"replay graph {captured.number} of a captured step")
+        host.note(f"replay captured graph {captured.number}")
         captured.graph.replay()
         host.resume(captured.after, sight)
         for engine, groups in captured.stepped:
             engine.replayed(groups)
-        self.replays += 1
-        host.count("replays")
-        result: R = unflatten(_each_tensor(captured.outputs, torch.Tensor.clone), captured.tree)
-        return result
+        return unflatten(_each_tensor(captured.outputs, _copy), captured.tree)
 
     def __repr__(self) -> str:
         name = getattr(self._step, "__qualname__", type(self._step).__name__)
@@ -368,10 +456,29 @@ class GraphedStep(Generic[P, R]):
 
 
 def _explained(error: BaseException) -> BaseException:
-    """The error to raise after a failed capture. Interrupts and errors of this library explain themselves."""
-    if isinstance(error, ComposableShardError) or not isinstance(error, Exception):
-        return error
-    return ShardConfigStateError(f"make_graphed_step: the step cannot be captured: {error}. {_HINT}")
+    """The error to raise after a failed capture. Errors of CUDA, which raises RuntimeError, do not explain themselves.
+
+    Programs handle a lack of memory and errors of their own.
+    """
+    if type(error) in (RuntimeError, torch.AcceleratorError):
+        return ShardConfigStateError(f"make_graphed_step: the step cannot be captured: {error}. {_HINT}")
+    return error
+
+
+def _leaves_of(result: Any) -> tuple[list[Any], Any]:
+    """The leaves and the structure of a result.
+
+    Raises:
+        ShardConfigTypeError: a leaf cannot be copied.
+    """
+    leaves, tree = flatten(result)
+    for leaf in leaves:
+        if not isinstance(leaf, (torch.Tensor, *_CONSTANTS)):
+            raise ShardConfigTypeError(
+                f"make_graphed_step: the step returned a {type(leaf).__name__}, whose tensors the next replay would "
+                "overwrite; return tensors, numbers and text, in tuples, lists and dicts"
+            )
+    return leaves, tree
 
 
 def _each_tensor(leaves: Iterable[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
@@ -379,9 +486,13 @@ def _each_tensor(leaves: Iterable[Any], change: Callable[[torch.Tensor], torch.T
     return [change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
 def _versions(leaves: Iterable[Any]) -> list[int]:
     """The version of each leaf that is a tensor; 0 for others."""
-    return [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
+    return [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
 
 
 class _no_collector:  # noqa: N801 - used like a function

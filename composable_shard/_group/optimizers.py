@@ -7,10 +7,10 @@ graph runs. So the hook causes no graph break.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from operator import call
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -32,6 +32,14 @@ class StepWatcher(Protocol):
 
     def check_reduced(self, stepped: set[int]) -> None:
         """Check, before an optimizer reads the gradients of these parameters, that none waits for its reduction."""
+
+
+@runtime_checkable
+class DecidesSteps(Protocol):
+    """An optimizer that steps in backward, and decides on the host whether it does."""
+
+    def decision(self) -> Hashable:
+        """Return a value that is equal if it decides alike. Backwards with different values do different work."""
 
 
 _NAMED = 5  # maximum number of parameters that an error names

@@ -244,6 +244,11 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Number of writes to a tensor in place; 0 for inference tensors, which do not count these."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def address_of(tensor: torch.Tensor) -> int:
     """Address of a tensor's data; made up for a fake tensor; 0 if it has none, like sparse and functorch's tensors."""
     if isinstance(tensor, FakeTensor):

@@ -237,13 +237,15 @@ class InBackward(Optimizer):
         self._inner.param_groups[:] = groups
         try:
             self._inner.step()
+            self._inner.zero_grad()
         except Exception as error:
             names = ", ".join(self._names.get(param, "another one") for param in params)
             error.add_note(f"in_backward: {title_of(self._inner)} raised this error in the step of {names}")
             raise
+        finally:
+            self._inner.param_groups[:] = self.param_groups  # a captured step notices if their settings change
         for group, given in zip(groups, options, strict=True):
             check_unchanged(self._inner, group, given, self._names.get(params[0], "of the model"))
-        self._inner.zero_grad()
 
     def _clip(self, params: Sequence[torch.Tensor]) -> None:
         if self._max_norm is None:
@@ -275,7 +277,12 @@ class InBackward(Optimizer):
         """Remove the hooks: backward then steps nothing, and `step` steps all parameters like any optimizer."""
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
         self._in_graphs.let_go()
+
+    def decision(self) -> tuple[bool, bool]:
+        """Whether backward steps at all, and whether it only accumulates now."""
+        return bool(self._handles), self._accumulates
 
     # ---- after backward
 

@@ -220,7 +220,7 @@ def replay_where_the_other_runs_eagerly(run):
 
 
 CASES = {
-    replay_where_the_other_runs_eagerly: r"replay graph 1 of a captured step of model \d+, and rank 1 is about to",
+    replay_where_the_other_runs_eagerly: r"replay captured graph 1 of model \d+, and rank 1 is about to",
     export_to_dcp_alone: r"begin a forward of model \d+ .* rank 1 is about to export a DCP checkpoint \(",
     import_from_dcp_alone: r"begin a forward of model \d+ .* rank 1 is about to load a DCP checkpoint \(",
     export_safetensors_alone: r"begin a forward of model \d+ .* rank 1 is about to export weights",
