@@ -21,6 +21,7 @@ stream), and with `make_graphed_step`. The exit status is 1 if a case has a prob
 - Random numbers: with dropout, each replay draws new masks, and these are the masks of eager steps from the same seed.
 - Numbers of captures: `capture_number` is the same on all streams of a capture, different in the next capture, and
   otherwise 0.
+- Failed captures: after one, random numbers can be drawn eagerly and in the next capture.
 
 `steps-1b` and `steps-150m` compare ours with FSDP2 and the unsharded model, all eager and captured (`-graph`). Ours is
 captured with `make_graphed_step`, the others as torchtitan does it. If a capture fails, its error is the result. Each
@@ -282,6 +283,28 @@ def check_capture_numbers() -> list[str]:
     return [] if order == ([0, 1, 1, 2, 2, 0] if CARD else [0, 0]) else [f"numbers of captures: {seen}"]
 
 
+def check_failed_capture() -> list[str]:
+    """Fail in a capture, then draw random numbers eagerly, in the next capture and in its replay."""
+    from composable_shard._torch.capturing import SideStream, capture
+
+    if not CARD:
+        return []
+    stream = SideStream()
+    try:
+        stream.run(lambda: capture(lambda: torch.rand(1, device=DEVICE).item(), None))
+    except RuntimeError:
+        pass
+    else:
+        return ["a capture in which the host reads a value did not fail"]
+    drawn: list[Tensor] = [torch.rand(8, device=DEVICE)]
+    graph, _ = stream.run(lambda: capture(lambda: drawn.append(torch.rand(8, device=DEVICE)), None))
+    values = [drawn[0].tolist()]
+    for _ in range(2):
+        graph.replay()
+        values.append(drawn[1].tolist())
+    return [] if len(set(map(tuple, values))) == len(values) else ["random numbers repeat after a failed capture"]
+
+
 def describe_differences(found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> list[str]:
     """Describe the first difference of each step."""
     problems = []
@@ -315,6 +338,13 @@ def run_rank(options: argparse.Namespace) -> NoReturn:
                 problems, counts = [f"{type(error).__name__}: {error}"], {}
             outcomes.append(Outcome(name, way, rank, problems, **counts, seconds=round(time.monotonic() - begin, 1)))
             _report.write_json(options.json.with_suffix(f".{rank}.json"), "ranks", {}, outcomes)
+    if "plain" in options.only:  # last, because it may leave the device unusable
+        try:
+            problems = check_failed_capture()
+        except Exception as error:
+            problems = [f"{type(error).__name__}: {error}"]
+        outcomes.append(Outcome("failed capture", "capture", rank, problems))
+    _report.write_json(options.json.with_suffix(f".{rank}.json"), "ranks", {}, outcomes)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # closing an NCCL communicator may wait for a peer that has ended
@@ -371,7 +401,7 @@ def check(options: argparse.Namespace) -> int:
                 *(str(each[name]) for name in ("case", "way", "rank", "captures", "replays", "eager_calls")),
                 f"{each['pool'] / MIB:.1f}",
                 f"{each['seconds']:.1f}",
-                "; ".join(each["problems"]) or "bitwise identical",
+                "; ".join(each["problems"]) or ("bitwise identical" if each["way"] in WAYS else "no problem"),
             )
             for each in outcomes
             if each["rank"] == 0 or each["problems"]
