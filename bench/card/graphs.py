@@ -338,7 +338,7 @@ def run_rank(options: argparse.Namespace) -> NoReturn:
                 problems, counts = [f"{type(error).__name__}: {error}"], {}
             outcomes.append(Outcome(name, way, rank, problems, **counts, seconds=round(time.monotonic() - begin, 1)))
             _report.write_json(options.json.with_suffix(f".{rank}.json"), "ranks", {}, outcomes)
-    if "plain" in options.only:  # last, because it may leave the device unusable
+    if "dropout" in options.only:  # last, because it may leave the device unusable
         try:
             problems = check_failed_capture()
         except Exception as error:
