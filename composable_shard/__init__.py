@@ -10,10 +10,10 @@ from typing import Any as _Any
 from . import errors as errors
 from ._api import fully_shard as fully_shard
 from ._api import last_record as last_record
-from ._artifacts import load_cache_artifacts as load_cache_artifacts
-from ._artifacts import save_cache_artifacts as save_cache_artifacts
-from ._compile import compile as compile  # noqa: A004 - named like torch.compile
-from ._compile import keep_from_dynamo as _keep_from_dynamo
+from ._compile.artifacts import load_cache_artifacts as load_cache_artifacts
+from ._compile.artifacts import save_cache_artifacts as save_cache_artifacts
+from ._compile.compiled import compile as compile  # noqa: A004 - named like torch.compile
+from ._compile.compiled import keep_from_dynamo as _keep_from_dynamo
 from ._faults.replicas import broadcast_state as broadcast_state
 from ._faults.replicas import check_replicas as check_replicas
 from ._graphed.step import GraphedStep as GraphedStep

@@ -106,13 +106,15 @@ class Capturing:
         Raises:
             ShardConfigStateError: the program has not finished a backward before a capture (`finalize_backward`).
         """
-        if not self._actions.reductions.in_flight:
+        reductions = self._actions.reductions
+        if not reductions.in_flight:
             return
-        if now:
+        if now and not self.number:
             raise ShardConfigStateError(
                 f"{_WHERE}, but reductions of an earlier backward are in flight; call finalize_backward() before the "
                 "capture"
             )
+        reductions.forget_events()
         self._actions.discard_reductions()
 
     def follow_end_by_hand(self) -> None:
@@ -217,7 +219,10 @@ class Capturing:
         Raises:
             ShardConfigStateError: a learning rate is a number, or the optimizer keeps its step count on the host.
         """
-        if not self.number or self.number != capture_number(self._pool.memory.device):
+        now = capture_number(self._pool.memory.device)
+        if now and self._is_known:
+            self.follow()  # the step may begin with the optimizer
+        if not now or now != self.number:
             return
         if optimizer is None:
             raise ShardConfigStateError(

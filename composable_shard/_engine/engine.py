@@ -197,7 +197,7 @@ class Engine:
 
     @property
     def runs(self) -> tuple[int, int, int]:
-        """Numbers that change when the model runs: of eager root forwards, gathers of compiled graphs, and captures."""
+        """Numbers that change if the model runs: of root forwards, gathers of compiled graphs, and the capture."""
         return self._iterations.forward, sum([group.gathers_of_graphs for group in self.groups]), self.capturing.number
 
     @property
@@ -705,10 +705,9 @@ class Engine:
 
         In the capture, each request gets memory from the graph's pool. With an arena, requests share it.
         """
-        if not self._depth and self._pass is None and self.uses.all_fired():
-            self.capturing.follow()
-            if self.pool.wants_arena:
-                self._actions.plan_memory()
+        self.capturing.follow()
+        if not self._depth and self._pass is None and self.pool.wants_arena and self.uses.all_fired():
+            self._actions.plan_memory()
         self.capturing.expect(True)
 
     def after_capture(self) -> None:

@@ -60,6 +60,12 @@ class Reductions:
         """Whether waiting for a reduction in flight would release memory of the pool."""
         return any(reduction.leased_bytes for _, reduction in self.in_flight)
 
+    def forget_events(self) -> None:
+        """Let no stream wait for reductions in flight: the capture in which they were issued has ended."""
+        for _, reduction in self.in_flight:
+            for _, job in reduction.jobs:
+                job.forget_event()
+
     def call_before_next(self, call: Callable[[], None]) -> None:
         """Call `call` once, before the next reduction is issued; if it raises, again before the following one."""
         self._before_next = call

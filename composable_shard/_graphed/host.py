@@ -6,7 +6,8 @@ each replay, the host gets the state that the captured step left (`Host.state`, 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -35,24 +36,14 @@ class Sight(NamedTuple):
     Attributes:
         modules: the modules.
         params: the sharded parameters of the models, other parameters of the modules, and others that the step trains.
+        sharded: how many of `params` are sharded.
         buffers: all buffers of the modules.
     """
 
     modules: list[nn.Module]
     params: list[torch.Tensor]
+    sharded: int
     buffers: list[torch.Tensor]
-
-
-class Unknown(NamedTuple):
-    """What a step uses, but `Host` does not observe yet.
-
-    Attributes:
-        engines: engines of sharded models, with their roots.
-        params: parameters that are in no module that it observes.
-    """
-
-    engines: list[tuple[Engine, nn.Module]]
-    params: list[torch.Tensor]
 
 
 class HostState(NamedTuple):
@@ -88,26 +79,34 @@ class Host:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._others = list(modules)
         self.engines: list[tuple[Engine, nn.Module]] = []
-        self._trained: dict[int, torch.Tensor] = {}  # by id, parameters outside of the models that the step trains
+        # By id, parameters outside of the models that the step trains; weakly, because a program may make new ones.
+        self._trained: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._numbers: dict[Options, int] = {}
         self._seen: dict[int, tuple[Options, int]] = {}  # by id, which is unique because the options are held here
 
-    def unknown(self, seen: Observation) -> Unknown:
-        """What a call of the step has run and trained that is not observed yet."""
+    def unknown_engines(self, seen: Observation) -> list[tuple[Engine, nn.Module]]:
+        """The engines that a call of the step has run and that are not observed yet, with their roots."""
         known = [engine for engine, _ in self.engines]
-        engines = [(engine, root) for engine, root in seen.engines() if engine not in known]
-        modules = self._modules([root for _, root in engines])
-        inside = {id(param) for module in modules for param in module._parameters.values()}
-        params = [param for param in seen.trained() if id(param) not in inside and id(param) not in self._trained]
-        return Unknown(engines, params)
+        return [(engine, root) for engine, root in seen.engines() if engine not in known]
 
-    def add(self, unknown: Unknown) -> None:
-        """Observe these as well."""
-        self.engines += unknown.engines
-        self._trained |= {id(param): param for param in unknown.params}
+    def unknown_params(self, seen: Observation) -> list[torch.Tensor]:
+        """The parameters that a call of the step has trained and that are not observed yet."""
+        inside = {id(param) for module in self._modules() for param in module._parameters.values()}
+        return [param for param in seen.trained() if id(param) not in inside and id(param) not in self._trained]
 
-    def _modules(self, further: Iterable[nn.Module] = ()) -> list[nn.Module]:
-        return _all_below([*self._others, *(root for _, root in self.engines), *further])
+    def add_engines(self, seen: Observation) -> list[tuple[Engine, nn.Module]]:
+        """Observe the models that a call of the step has run. Returns those that were not observed yet."""
+        engines = self.unknown_engines(seen)
+        self.engines += engines
+        return engines
+
+    def add(self, seen: Observation) -> None:
+        """Observe what a call of the step has run and trained."""
+        self.add_engines(seen)
+        self._trained.update({id(param): param for param in self.unknown_params(seen)})
+
+    def _modules(self) -> list[nn.Module]:
+        return _all_below([*self._others, *(root for _, root in self.engines)])
 
     @property
     def device(self) -> torch.device:
@@ -127,7 +126,9 @@ class Host:
         held = [param for module in modules for param in module._parameters.values() if param is not None]
         others = {id(param): param for param in held if LEAF_OF not in param.__dict__}
         buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
-        return Sight(modules, list((self._sharded() | others | self._trained).values()), buffers)
+        sharded = self._sharded()
+        params = sharded | others | dict(self._trained.items())
+        return Sight(modules, list(params.values()), len(sharded), buffers)
 
     def _sharded(self) -> dict[int, torch.Tensor]:
         """The sharded parameters of the models, by id."""
@@ -143,10 +144,10 @@ class Host:
         - the buckets of the groups, which are made again if parameters are converted or memory is freed
         - the plan
         """
-        device = self.device
-        places = tuple([_place(local_part(each), device) for each in (*sight.params, *sight.buffers)])
+        shards = tuple([address_of(local_part(each)) for each in sight.params[: sight.sharded]])
+        places = tuple(_places((*sight.params[sight.sharded :], *sight.buffers), self.device))
         plans = tuple([engine.order.plan.digest for engine, _ in self.engines])
-        return places, tuple([group.layout for group in self._groups()]), plans
+        return shards, places, tuple([group.layout for group in self._groups()]), plans
 
     def key(self, sight: Sight) -> Hashable:
         """All facts that decide what the step runs, except its arguments.
@@ -254,14 +255,21 @@ class Host:
         for engine, _ in self.engines:
             engine.before_replay()
 
-    def note(self, what: str) -> None:
+    def numbers(self) -> list[int]:
+        """How many captures there were of each engine. Ranks capture a model in the same order."""
+        return [engine.capturing.counts["captures"] for engine, _ in self.engines]
+
+    def note_replay(self, numbers: Sequence[int]) -> None:
         """Note a replay, as one action, in the ledgers of all models: all ranks must replay the same graph now.
+
+        Args:
+            numbers: the number of the graph for each engine (`numbers` after its capture).
 
         Raises:
             RankMismatchError: another rank does something else.
         """
-        for engine, _ in self.engines:
-            engine.review.seat.together(what)
+        for (engine, _), number in zip(self.engines, numbers, strict=True):
+            engine.review.seat.together(f"replay captured graph {number}")
 
     def count(self, kind: str) -> None:
         """Count a call of the step in the figures of all models (`stats`)."""
@@ -274,11 +282,15 @@ def _trains_some(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> bool:
     return any(id(param) in ids for group in optimizer.param_groups for param in group["params"])
 
 
-def _place(tensor: torch.Tensor, device: torch.device) -> Hashable:
-    """What a graph contains of a tensor: where it is, and of one that is not on the device, its values."""
-    values = version_of(tensor) if tensor.device.type != device.type else 0
-    strides = tensor.stride() if tensor.layout is torch.strided else ()
-    return address_of(tensor), tensor.dtype, tensor.shape, strides, values
+def _places(tensors: Iterable[torch.Tensor], device: torch.device) -> list[Hashable]:
+    """What a graph contains of each tensor: where it is, and of one on the CPU in a graph of a GPU, its values."""
+    is_gpu, facts = device.type != "cpu", list[Hashable]()
+    for tensor in map(local_part, tensors):
+        address = address_of(tensor)
+        strides = tensor.stride() if address else ()  # sparse tensors have none
+        values = version_of(tensor) if is_gpu and tensor.is_cpu else 0
+        facts.append((address, tensor.dtype, tensor.shape, strides, values))
+    return facts
 
 
 def _all_below(roots: Iterable[nn.Module]) -> list[nn.Module]:
@@ -299,7 +311,7 @@ def settings_of(optimizers: Iterable[Optimizer]) -> Hashable:
 
 
 def _settings_of(optimizer: Optimizer) -> Hashable:
-    facts = _numbers_of(optimizer)
+    facts: list[Hashable] = []
     for group in optimizer.param_groups:
         facts += [(name, _fact(value)) for name, value in group.items() if name != "params"]
         states = [optimizer.state.get(param, {}) for param in group["params"]]
@@ -307,10 +319,10 @@ def _settings_of(optimizer: Optimizer) -> Hashable:
     return tuple(facts)
 
 
-def _numbers_of(optimizer: Optimizer) -> list[Hashable]:
+def numbers_of(optimizer: Optimizer) -> Hashable:
     """Its attributes that are numbers, such as a count of its steps."""
     named = vars(optimizer).items()
-    return [(name, value) for name, value in named if isinstance(value, (int, float)) and name != _OF_A_SCHEDULER]
+    return tuple([pair for pair in named if isinstance(pair[1], (int, float)) and pair[0] != _OF_A_SCHEDULER])
 
 
 def _fact(value: object) -> Hashable:

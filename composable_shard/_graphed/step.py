@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from enum import Enum
 from types import NoneType
 from typing import Any, Generic, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -22,15 +22,14 @@ from .._group.optimizers import known_optimizers
 from .._torch.capturing import Graph, SideStream, can_capture, capture, capture_number
 from .._torch.core import autocast_cache_off, flatten, unflatten, version_of
 from ..errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
-from .host import Host, HostState, Sight, Unknown, settings_of
+from .host import Host, HostState, Sight, numbers_of, settings_of
 from .observation import Observation
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_CONSTANTS = (str, bytes, bool, int, float, complex, NoneType, Enum, torch.dtype, torch.device, torch.Size)
+_CONSTANTS = (str, bytes, bool, int, float, complex, np.generic, NoneType, Enum, torch.dtype, torch.device, torch.Size)
 _MOST_SEEN = 1024  # how many keys are remembered of steps that have run eagerly
-_NUMBERS = itertools.count(1)  # of captures
 _MOST_CHANGES = 3
 _MOST_UNUSED = 16  # so many calls in a row without a replay of an earlier graph cause a warning
 _HINT = (
@@ -38,8 +37,8 @@ _HINT = (
     "GradScaler.step, copy to the CPU, or data-dependent shape. Move such code out of the step"
 )
 _FIRST_TIME = (
-    "make_graphed_step: the step has run a model or trained a parameter for the first time in a capture, so what it "
-    "does depends on something that is not part of the key; pass it with key="
+    "make_graphed_step: the step has run a sharded model for the first time in a capture, so what it does depends on "
+    "something that is not part of the key; pass it with key="
 )
 
 
@@ -88,8 +87,8 @@ def make_graphed_step(
             of the models, and must not require gradients. A result does not require one, either: the step runs backward
             itself.
         max_graphs: the most graphs to keep, at least 1. Calls with other keys run eagerly, with one warning.
-        modules: modules without sharded ones that the step runs, whose training mode and buffers then are part of the
-            key. (Modules in sharded models, and parameters that an eager call of the step has trained, always are.)
+        modules: modules without sharded ones that the step trains or runs, which are then observed as well. (Modules in
+            sharded models, and parameters that an optimizer has stepped before the capture, always are.)
         key: returns another part of the key: a hashable value of further facts that decide what the step does, such as
             ``lambda: config.use_auxiliary_loss``.
 
@@ -112,7 +111,7 @@ class _Captured:
     """A captured step.
 
     Attributes:
-        number: its number among the captures of the process.
+        numbers: its number among the captures of each engine.
         graph: the graph.
         pool: its memory pool, which other graphs may share.
         inputs: the leaves of the arguments with which it was captured; tensors are the graph's buffers.
@@ -123,7 +122,7 @@ class _Captured:
         optimizers: the optimizers that step in it, with their settings (`settings_of`).
     """
 
-    number: int
+    numbers: list[int]
     graph: Graph
     pool: Any
     inputs: list[Any]
@@ -199,10 +198,10 @@ class GraphedStep(Generic[P, R]):
         if not self._host.is_settled:
             return self._observe("the plan had not settled", args, kwargs, key)
         self._count_unused()
-        if key not in self._seen:
-            return self._observe(self._why_first, args, kwargs, key)
         if (why := self._why_no_capture(key)) is not None:
             return self._run_eagerly(why, args, kwargs)
+        if key not in self._seen:
+            return self._observe(self._why_first, args, kwargs, key)
         return self._replay(self._capture(key, leaves, tree, sight), leaves, sight)
 
     def _facts_of(self, leaves: Sequence[Any]) -> tuple[Hashable, ...]:
@@ -301,7 +300,7 @@ class GraphedStep(Generic[P, R]):
 
     def _observe(self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable = None) -> R:
         """Run eagerly, and note what the step runs and trains: the next call with this key may be captured."""
-        result = self._run_eagerly(why, args, kwargs, Observation())
+        result = self._run_eagerly(why, args, kwargs, Observation(everything=False))
         if len(self._seen) >= _MOST_SEEN:
             self._seen.clear()
         self._seen.add(key)
@@ -312,16 +311,20 @@ class GraphedStep(Generic[P, R]):
     ) -> R:
         host = self._host
         # On the stream of the captures: autograd accumulates gradients on the stream of a parameter's first use.
-        result = self._stream.run(lambda: self._step(*args, **kwargs))
+        leaves, tree = self._stream.run(lambda: _copied(self._step(*args, **kwargs)))
         if seen is not None:
-            host.add(host.unknown(seen))
+            host.add(seen)
         if not host.engines:
             raise ShardConfigValueError("make_graphed_step: the step has run no sharded model; call fully_shard first")
         self.eager_reasons[why] += 1
         host.count("eager_steps")
-        leaves, tree = _leaves_of(result)
-        made: R = unflatten(_each_tensor(leaves, _copy), tree)
-        return made
+        return self._given(leaves, tree)
+
+    def _given(self, leaves: list[Any], tree: Any) -> R:
+        """A result on the caller's stream, which was made on another one."""
+        self._stream.hand_over([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        result: R = unflatten(leaves, tree)
+        return result
 
     # ---- capture and replay
 
@@ -342,7 +345,6 @@ class GraphedStep(Generic[P, R]):
         self._graphs[key] = made
         self._pool = made.pool
         self.captures += 1
-        host.count("captures")
         host.resume(made.before, sight)
         return made
 
@@ -351,10 +353,10 @@ class GraphedStep(Generic[P, R]):
         inputs = _each_tensor(leaves, lambda leaf: leaf.detach().clone())
         args, kwargs = unflatten(inputs, tree)
         before, dicts, results = host.state(sight), host.dicts(sight), list[Any]()
-        settings = {id(each): settings_of([each]) for each in known_optimizers()}
+        settings = {id(each): _settings_in_a_step(each) for each in known_optimizers()}
         written = [*inputs, *leaves]  # the arguments themselves may be buffers, to which the step writes
         versions = _versions(written)
-        seen, unknown = Observation(), Unknown([], [])
+        seen = Observation(everything=True)
 
         def work() -> None:
             results.append(self._step(*args, **kwargs))
@@ -370,24 +372,25 @@ class GraphedStep(Generic[P, R]):
             outputs, of_result = _leaves_of(results.pop())
             optimizers = host.captured_optimizers()
             self._check_repeats(written, versions, optimizers, settings)
-            unknown = host.unknown(seen)
-            if any(unknown):
+            if host.unknown_engines(seen):
                 raise ShardConfigStateError(_FIRST_TIME)
+            if params := host.unknown_params(seen):
+                raise ShardConfigStateError(_unknown_param(params[0]))
         except BaseException as error:
-            unknown = unknown._replace(engines=host.unknown(seen).engines)
             seen.restore()
             host.resume(before, sight)
-            host.add(unknown)
+            engines = host.add_engines(seen)
             for each, copy in dicts:
                 each.clear()
                 each.update(copy)
-            if unknown.engines and isinstance(error, ShardConfigStateError):
+            if engines and isinstance(error, ShardConfigStateError):
                 raise ShardConfigStateError(_FIRST_TIME) from error
             raise
+        host.count("captures")
         stepped = [(engine, list(engine.capturing.stepped)) for engine, _ in host.engines]
         after, stepping = host.state(sight), (optimizers, settings_of(optimizers))
         outputs = _each_tensor(outputs, torch.Tensor.detach)
-        return _Captured(next(_NUMBERS), graph, pool, inputs, outputs, of_result, before, after, stepped, stepping)
+        return _Captured(host.numbers(), graph, pool, inputs, outputs, of_result, before, after, stepped, stepping)
 
     def _shared_pool(self) -> Any:
         """The pool of the last graph, if a graph still uses it: torch frees a pool with its last graph."""
@@ -414,7 +417,7 @@ class GraphedStep(Generic[P, R]):
                     "would write to its own copy; return the result, or write to a tensor that is not an argument"
                 )
         for optimizer in optimizers:
-            if settings.get(id(optimizer)) != settings_of([optimizer]):
+            if settings.get(id(optimizer)) != _settings_in_a_step(optimizer):
                 raise ShardConfigStateError(
                     f"make_graphed_step: the step of {type(optimizer).__name__} changes Python numbers or replaces "
                     "tensors in its state, which a replay would not repeat; step outside of the graph"
@@ -428,12 +431,12 @@ class GraphedStep(Generic[P, R]):
     def _replay(self, captured: _Captured, leaves: Sequence[Any], sight: Sight) -> R:
         # On one stream: otherwise, a program that changes streams could write arguments while a replay reads others.
         with self._host.claimed():
-            result: R = self._stream.run(lambda: self._replay_now(captured, leaves, sight))
+            results = self._stream.run(lambda: self._replay_now(captured, leaves, sight))
         self.replays += 1
         self._host.count("replays")
-        return result
+        return self._given(results, captured.tree)
 
-    def _replay_now(self, captured: _Captured, leaves: Sequence[Any], sight: Sight) -> Any:
+    def _replay_now(self, captured: _Captured, leaves: Sequence[Any], sight: Sight) -> list[Any]:
         host = self._host
         host.before_replay()
         with torch.no_grad():
@@ -441,18 +444,30 @@ class GraphedStep(Generic[P, R]):
                 if isinstance(buffer, torch.Tensor):
                     buffer.copy_(leaf)
             host.copy_into(captured.before, sight)
-        host.note(f"replay captured graph {captured.number}")
+        host.note_replay(captured.numbers)
         captured.graph.replay()
         host.resume(captured.after, sight)
         for engine, groups in captured.stepped:
             engine.replayed(groups)
-        return unflatten(_each_tensor(captured.outputs, _copy), captured.tree)
+        return _each_tensor(captured.outputs, _copy)
 
     def __repr__(self) -> str:
         name = getattr(self._step, "__qualname__", type(self._step).__name__)
         reasons = "; ".join(f"{count} because {why}" for why, count in self.eager_reasons.most_common())
         eager = f"{self.eager_calls} eager calls" + (f" ({reasons})" if reasons else "")
         return f"GraphedStep({name}: {self.captures} captures, {self.replays} replays, {eager})"
+
+
+def _unknown_param(param: torch.Tensor) -> str:
+    return (
+        f"make_graphed_step: the step trains a parameter of shape {list(param.shape)} outside of the sharded models, "
+        "which no optimizer has stepped before; pass its module with modules=, or itself in an nn.ParameterList"
+    )
+
+
+def _settings_in_a_step(optimizer: Optimizer) -> Hashable:
+    """What a step of this optimizer may not change, because a replay would not repeat it."""
+    return settings_of([optimizer]), numbers_of(optimizer)
 
 
 def _explained(error: BaseException) -> BaseException:
@@ -484,6 +499,12 @@ def _leaves_of(result: Any) -> tuple[list[Any], Any]:
 def _each_tensor(leaves: Iterable[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
     """The leaves, with the result of `change` instead of each tensor."""
     return [change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def _copied(result: Any) -> tuple[list[Any], Any]:
+    """Copies of the leaves, and the structure, of a result."""
+    leaves, tree = _leaves_of(result)
+    return _each_tensor(leaves, _copy), tree
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -119,6 +119,14 @@ class SideStream:
                 return work()
         finally:
             here.wait_stream(self._stream)
+
+    def hand_over(self, tensors: Iterable[torch.Tensor]) -> None:
+        """After `run`: let the allocator wait for the caller's stream before it gives their memory to other tensors."""
+        if self._stream is not None:
+            here = torch.cuda.current_stream(self._stream.device)
+            for tensor in tensors:
+                if tensor.is_cuda:
+                    tensor.record_stream(here)
 
 
 @functools.cache

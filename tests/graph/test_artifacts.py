@@ -18,7 +18,7 @@ from _cached_process import cache_counts, model_of, step
 from _compiling import same_gradients, under_inductor
 from _pool import POOL, simulated
 from composable_shard import testing
-from composable_shard._artifacts import _about, _differences
+from composable_shard._compile.artifacts import _about, _differences
 from composable_shard._plan.layout import first_alike
 from composable_shard.report import watch_graphs
 

@@ -20,7 +20,7 @@ from _compiling import LIMIT_S, even, graphs_of, local, make_twins, same_gradien
 from _engines import fully_shard
 from _models import Stack, shard_blocks, vectors
 from _pool import distributed
-from composable_shard._compile import aot_eager
+from composable_shard._compile.compiled import aot_eager
 from composable_shard._torch.core import GRAPHS_GIVE_NONE
 from composable_shard.report import watch_graphs
 

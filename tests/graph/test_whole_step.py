@@ -52,7 +52,7 @@ def train(rank: int, world: int, clip: str, uneven: bool = False, **options: Any
     eager, model = copy.deepcopy(plain), copy.deepcopy(plain)
     for each in (eager, model):
         shard_blocks(each, fully_shard, **options)
-    run = torch.compile(step, fullgraph=True, backend=cs._compile.aot_eager())
+    run = torch.compile(step, fullgraph=True, backend=cs._compile.compiled.aot_eager())
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, eager, model)]
     with watch_graphs() as found:
         for number in range(4):
@@ -142,7 +142,7 @@ def in_order(rank: int, world: int) -> str:
     """Steps and an evaluation of a decoder under Inductor, with the same graphs as under aot_eager."""
     warnings.simplefilter("ignore")  # torch itself uses deprecated functions
     texts = []
-    for backend in (cs._compile.aot_eager(), "composable_shard"):
+    for backend in (cs._compile.compiled.aot_eager(), "composable_shard"):
         torch._dynamo.reset()
         training = Training(rank, world)
         model, plain, tokens = training.model, training.plain, token_batch(rank, 1000)
@@ -202,7 +202,7 @@ def test_a_parameter_used_only_by_other_ranks_is_an_error_in_a_whole_step(rank, 
     torch._dynamo.reset()
     x, plain = torch.ones(2, 4), [UsedByTheFirst(uses) for uses in (True, False)]
     model = fully_shard(UsedByTheFirst(rank == 0))
-    run = torch.compile(backward_too, fullgraph=True, backend=cs._compile.aot_eager())
+    run = torch.compile(backward_too, fullgraph=True, backend=cs._compile.compiled.aot_eager())
     used = (
         contextlib.nullcontext()
         if rank == 0

@@ -159,3 +159,14 @@ def test_an_error_of_the_end_of_a_capture_is_raised(cuda_graph):
     cuda_graph.ends_with = RuntimeError("unjoined work")
     with pytest.raises(RuntimeError, match="unjoined work"):
         capturing.capture(lambda: None, None)
+
+
+def test_results_are_handed_over_to_the_stream_of_the_caller(log):
+    """The allocator would otherwise reuse their memory on the side stream, while the caller's one reads it."""
+    stream, users = capturing.SideStream(), []
+    result = SimpleNamespace(is_cuda=True, record_stream=users.append)
+    stream.hand_over([result])
+    assert users == []  # nothing has run on another stream
+    stream.run(lambda: None)
+    stream.hand_over([result, torch.zeros(1)])
+    assert users == [torch.cuda.current_stream()]

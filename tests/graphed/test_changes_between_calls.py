@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import threading
 import warnings
+import weakref
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import adam
 
 import composable_shard as cs
 from _pool import distributed, simulated
 from _replaying import captures_on_cpu
-from composable_shard._graphed.host import _place
+from composable_shard._graphed.host import _places
 from composable_shard.errors import ShardConfigStateError, ShardConfigTypeError, StaleStateError
+
+
+class OwnError(RuntimeError):
+    pass
 
 
 class Net(nn.Sequential):
@@ -146,6 +154,35 @@ def test_an_optimizer_outside_of_the_capture_may_have_a_rate_that_is_a_number(ra
                 optimizer.step()
                 optimizer.zero_grad()
         assert call.replays == 3
+
+
+@distributed(world=2)
+def test_an_optimizer_that_steps_at_the_beginning_is_checked_too(rank, world):
+    model, critic = net(), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(critic.parameters(), 0.1)
+
+    def step(inputs):
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = critic(model(inputs)).mean()
+        loss.backward()
+        return loss.detach()
+
+    call = cs.make_graphed_step(step)
+    with captures_on_cpu():
+        for number in range(2):
+            call(data(number))
+        with pytest.raises(ShardConfigStateError, match=r"SGD.step\(\) .* learning rate is a Python number"):
+            call(data(3))
+
+
+@distributed(world=2)
+def test_attributes_that_a_program_sets_on_an_optimizer_cause_no_captures(rank, world):
+    with capturable():
+        twins = Twins(lambda: WithCritic(torch.tensor(0.1)))
+        for number in range(6):
+            twins.run(data(number), change=lambda side, number=number: setattr(side.optimizer, "logged", number))
+        assert (twins.call.captures, twins.call.replays) == (1, 4)
 
 
 class Counting(torch.optim.Optimizer):
@@ -305,12 +342,13 @@ def test_a_buffer_of_another_shape_at_the_same_address_is_captured_again(rank, w
 
 def test_a_graph_depends_on_the_values_of_tensors_that_are_not_on_its_device():
     tensor, cpu, other = torch.zeros(2), torch.device("cpu"), torch.device("cuda")
-    before = _place(tensor, cpu), _place(tensor, other)
+    before = _places([tensor], cpu), _places([tensor], other)
     tensor.add_(1)
-    assert _place(tensor, cpu) == before[0]
-    assert _place(tensor, other) != before[1]
-    assert _place(tensor[:1], cpu) != before[0]
-    assert _place(tensor.view(torch.int32), cpu) != before[0]
+    assert _places([tensor], cpu) == before[0]
+    assert _places([tensor], other) != before[1]
+    assert _places([tensor[:1]], cpu) != before[0]
+    assert _places([tensor.view(torch.int32)], cpu) != before[0]
+    assert _places([torch.eye(2).to_sparse()], cpu)
 
 
 @distributed(world=2)
@@ -373,14 +411,61 @@ class WithHiddenCritic(Side):
 
 
 @distributed(world=2)
-def test_parameters_outside_of_the_models_are_trained_without_an_optimizer_or_modules(rank, world):
+def test_parameters_that_no_optimizer_has_stepped_are_trained_if_their_module_is_passed(rank, world):
     with captures_on_cpu():
-        twins = Twins(WithHiddenCritic)
+        sides = WithHiddenCritic(), WithHiddenCritic()
+        twins = Twins(iter(sides).__next__, modules=sides[0].others)
         for number in range(6):
             twins.run(data(number))
             for side in twins.sides if number % 2 else ():
                 side.zero_grad()
         assert twins.call.replays >= 3
+        side = WithHiddenCritic()
+        call = cs.make_graphed_step(side.step)
+        for number in range(2):
+            call(data(number))
+            side.zero_grad()
+        for _ in range(2):
+            with pytest.raises(ShardConfigStateError, match=r"trains a parameter of shape .* modules="):
+                call(data(2))
+        assert all(param.grad is None for module in (side.model, *side.others) for param in module.parameters())
+
+
+@distributed(world=2)
+def test_parameters_whose_gradient_the_step_clears_are_followed(rank, world):
+    """Their optimizer steps in the step, so `.grad` is None before and after it."""
+    with capturable():
+        twins = Twins(lambda: WithCritic(torch.tensor(0.1)))
+
+        def change(side):
+            side.others[0].bias.requires_grad_(False)
+
+        for number in range(9):
+            twins.run(data(number), change=change if number == 5 else lambda side: None)
+        assert (twins.call.captures, twins.call.replays) == (2, 6)
+
+
+@distributed(world=2)
+def test_parameters_that_a_program_makes_for_each_call_are_not_held(rank, world):
+    model, made = net(), []
+
+    def step(inputs):
+        return trained(model, inputs + made[-1])
+
+    call = cs.make_graphed_step(step)
+    with captures_on_cpu():
+        for number in range(5):
+            made.append(torch.zeros(4, requires_grad=True))
+            optimizer = torch.optim.SGD([made[-1]], 0.1)
+            optimizer.step()
+            call(data(number))
+            model.zero_grad()
+        refs = [weakref.ref(each) for each in made]
+        optimizer = None
+        made.clear()
+        gc.collect()
+        assert [ref() for ref in refs] == [None] * 5
+        assert call.captures == 0
 
 
 @dataclass
@@ -400,11 +485,12 @@ class Late:
         return loss.detach()
 
 
-@pytest.mark.parametrize("is_sharded", [True, False])
 @distributed(world=2)
-def test_a_step_that_uses_something_new_in_its_capture_is_refused_and_then_follows(rank, world, is_sharded):
-    steps = [Late(net(), net() if is_sharded else nn.Linear(4, 1)) for _ in range(2)]
-    steps[1].other.load_state_dict(steps[0].other.state_dict())
+def test_a_step_that_runs_a_new_model_in_its_capture_is_refused_and_then_follows(rank, world):
+    steps = [Late(net(), net()) for _ in range(2)]
+    for each in steps:
+        each.other(data(0)).sum().backward()
+        each.other.zero_grad()
     call = cs.make_graphed_step(steps[0])
     with captures_on_cpu():
         for number in range(8):
@@ -420,6 +506,20 @@ def test_a_step_that_uses_something_new_in_its_capture_is_refused_and_then_follo
                     assert ours.grad is None or torch.equal(local(ours.grad), local(theirs.grad))
                     ours.grad = theirs.grad = None
         assert call.replays >= 3
+
+
+@distributed(world=2)
+def test_a_model_that_first_runs_in_the_capture_needs_an_eager_call(rank, world):
+    step = Late(net(), net())
+    call = cs.make_graphed_step(step)
+    with captures_on_cpu():
+        for number in range(2):
+            call(data(number))
+        with pytest.raises(ShardConfigStateError, match="for the first time in a capture"):
+            call(data(2))
+        for number in range(3):
+            call(data(number))
+        assert call.replays >= 1
 
 
 class Freezing(Side):
@@ -506,6 +606,34 @@ def test_a_backward_that_is_finished_after_the_step_is_refused(rank, world):
         assert torch.equal(model[0].weight.grad.to_local(), gradient)
 
 
+@distributed(world=2)
+def test_a_capture_that_fails_in_backward_leaves_nothing_in_flight(rank, world):
+    model, errors = net(), []
+
+    def fail(gradient):
+        if errors:
+            raise errors.pop()
+
+    model[1].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+    call = cs.make_graphed_step(lambda inputs: trained(model, inputs))
+    with captures_on_cpu():
+        for number in range(2):
+            call(data(number))
+            model.zero_grad()
+        errors.append(OwnError("of the hook"))
+        with pytest.raises(OwnError, match="of the hook"):
+            call(data(2))
+        model.zero_grad()
+        for number in range(3):
+            call(data(number))
+            gradient = model[0].weight.grad.to_local().clone()
+            model.zero_grad()
+            trained(model, data(number))
+            assert torch.equal(model[0].weight.grad.to_local(), gradient)
+            model.zero_grad()
+        assert call.replays == 3
+
+
 # ------------------------------------------------------------------ ranks, threads and modes
 
 
@@ -524,10 +652,23 @@ def test_ranks_that_replay_different_steps_are_told_so(rank, world):
                 step(data(number))
                 model.zero_grad()
         assert [step.replays for step in steps] == [2, 2]
-        numbers = [next(iter(step._graphs.values())).number for step in steps]
+        numbers = [next(iter(step._graphs.values())).numbers[0] for step in steps]
         match = rf"rank 0 is about to replay captured graph {numbers[0]} .* replay captured graph {numbers[1]} "
         with pytest.raises(cs.errors.RankMismatchError, match=match):
             steps[rank](data(9))
+
+
+@distributed(world=2)
+def test_graphs_of_other_models_of_one_rank_do_not_count(rank, world):
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ranks", "alone"))["alone"]
+    torch.manual_seed(0)
+    models = cs.fully_shard(nn.Linear(4, 4), mesh=alone), net()
+    steps = [cs.make_graphed_step(lambda inputs, model=model: trained(model, inputs)) for model in models]
+    with captures_on_cpu():
+        for step in steps if rank == 0 else steps[1:]:
+            for number in range(4):
+                step(data(number))
+        assert steps[1].replays == 2
 
 
 @simulated(world=1)
@@ -600,6 +741,16 @@ def test_debug_mode_is_not_replayed(rank, world):
 # ------------------------------------------------------------------ results and errors
 
 
+@distributed(world=2)
+def test_numbers_of_numpy_are_results(rank, world):
+    model = net()
+    call = cs.make_graphed_step(lambda inputs: (trained(model, inputs), np.float32(1.5)))
+    with captures_on_cpu():
+        for number in range(4):
+            assert call(data(number))[1] == 1.5
+        assert call.replays == 2
+
+
 class Opaque:
     def __init__(self, loss):
         self.loss = loss
@@ -626,10 +777,6 @@ def test_results_are_copies_and_other_objects_are_refused(rank, world):
         call(data(0))
         with pytest.raises(ShardConfigTypeError, match=r"key: must return a value .* got a list"):
             call(data(0))
-
-
-class OwnError(RuntimeError):
-    pass
 
 
 @pytest.mark.parametrize("kind", [OwnError, torch.OutOfMemoryError, ValueError])

@@ -56,7 +56,7 @@ def train(model, call, optimizer, rank, steps=3, micro=1):
 
 
 def compiled(model):
-    return torch.compile(model, backend=cs._compile.aot_eager(), fullgraph=True)
+    return torch.compile(model, backend=cs._compile.compiled.aot_eager(), fullgraph=True)
 
 
 def in_graph(rank, net, kind, micro, options):
@@ -132,7 +132,7 @@ def test_a_graph_that_includes_the_backward_is_refused(rank, world):
     torch._dynamo.reset()
     _, model = twins(Transformer)
     cs.optim.in_backward(model, KINDS["foreach"])
-    run = torch.compile(whole_step, fullgraph=True, backend=cs._compile.aot_eager())
+    run = torch.compile(whole_step, fullgraph=True, backend=cs._compile.compiled.aot_eager())
     with (
         pytest.raises(
             cs.errors.ShardConfigStateError, match="an optimizer inside of backward cannot be part of a compiled"

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from ._graph.guard import guard_pass, guarded
-from ._module.module import FSDPModule
-from ._torch.compiler import aot_backend, as_it_is, inductor, mode_options
-from ._torch.core import never_compile
-from .errors import ShardConfigTypeError
+from .._graph.guard import guard_pass, guarded
+from .._module.module import FSDPModule
+from .._torch.compiler import aot_backend, as_it_is, inductor, mode_options
+from .._torch.core import never_compile
+from ..errors import ShardConfigTypeError
 
 M = TypeVar("M", bound=nn.Module)
 
