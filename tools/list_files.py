@@ -13,7 +13,20 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "files.md"
 # Folders by layer, users' functions first; the contract in pyproject.toml has the exact order.
 FOLDERS = (
-    *(".", "_graphed", "_fsdp2", "_module", "_engine", "_graph", "_group", "_memory", "_faults", "_comm", "_plan"),
+    *(
+        ".",
+        "_compile",
+        "_graphed",
+        "_fsdp2",
+        "_module",
+        "_engine",
+        "_graph",
+        "_group",
+        "_memory",
+        "_faults",
+        "_comm",
+        "_plan",
+    ),
     *(
         "_torch",
         "checkpoint",

@@ -162,7 +162,7 @@ def test_an_error_of_the_end_of_a_capture_is_raised(cuda_graph):
 
 
 def test_results_are_handed_over_to_the_stream_of_the_caller(log):
-    """The allocator would otherwise reuse their memory on the side stream, while the caller's one reads it."""
+    """The allocator would otherwise reuse their memory, while the caller's one reads it."""
     stream, users = capturing.SideStream(), []
     result = SimpleNamespace(is_cuda=True, record_stream=users.append)
     stream.hand_over([result])

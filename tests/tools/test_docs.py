@@ -113,7 +113,7 @@ def test_the_life_of_a_parameter_has_twelve_steps_and_names_existing_code():
     inside = [(path, name) for path, name in named if not path.startswith("tests/")]
     check_named(inside)
     wings = {path.partition("/")[0] for path, _ in inside if "/" in path}
-    assert wings == {"_module", "_group", "_engine", "_plan", "_memory", "_comm", "_graph"}
+    assert wings == {"_module", "_group", "_engine", "_plan", "_memory", "_comm", "_graph", "_compile"}
 
 
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
