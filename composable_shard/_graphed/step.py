@@ -157,9 +157,7 @@ class GraphedStep(Generic[P, R]):
         self._why_first = ""
         self._pool: Any = None
         self._stream = SideStream()
-        self._changes: Counter[Hashable] = (
-            Counter()
-        )  # by key, graphs in a row that were dropped before their second use
+        self._changes = Counter[Hashable]()  # by key, graphs in a row that were dropped before their second use
         self._unused = 0  # calls in a row without a replay of an earlier graph
         self._warned: set[str] = set()
         self.captures = self.replays = 0
