@@ -53,6 +53,18 @@ def trained(model, inputs):
     return loss.detach()
 
 
+def stepping(model, optimizer):
+    """A training step with its optimizer."""
+
+    def step(inputs):
+        loss = trained(model, inputs)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
 @contextlib.contextmanager
 def capturable():
     """Let Adam be captured on the CPU."""
@@ -206,14 +218,7 @@ class Counting(torch.optim.Optimizer):
 def test_optimizers_that_count_on_the_host_are_refused_and_their_settings_restored(rank, world, where):
     model = net()
     optimizer = Counting(model.parameters(), where)
-
-    def step(inputs):
-        loss = trained(model, inputs)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    call = cs.make_graphed_step(step)
+    call = cs.make_graphed_step(stepping(model, optimizer))
     with captures_on_cpu():
         for number in range(2):
             call(data(number))
@@ -263,14 +268,7 @@ def test_in_backward_follows_accumulation_settings_and_removed_hooks(rank, world
 def test_settings_that_change_in_each_call_are_not_captured_again_and_again(rank, world):
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), torch.tensor(0.1), capturable=True)
-
-    def step(inputs):
-        loss = trained(model, inputs)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    call = cs.make_graphed_step(step)
+    call = cs.make_graphed_step(stepping(model, optimizer))
     with capturable(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(24):
@@ -287,14 +285,7 @@ def test_settings_that_change_in_each_call_are_not_captured_again_and_again(rank
 def test_a_replayed_optimizer_makes_earlier_forwards_stale(rank, world):
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), torch.tensor(0.1), capturable=True)
-
-    def step(inputs):
-        loss = trained(model, inputs)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    call = cs.make_graphed_step(step)
+    call = cs.make_graphed_step(stepping(model, optimizer))
     with capturable():
         for number in range(4):
             call(data(number))
