@@ -20,6 +20,7 @@ from torch import fx
 from .._plan.course import CourseStep
 from .._plan.schedule import ROOT_NAME, Kind
 from .._torch.core import size_hint
+from .operators import is_sent
 
 GATHER = "composable_shard.all_gather_into_tensor"
 REDUCES = frozenset(("composable_shard.reduce_scatter_tensor", "composable_shard.all_reduce"))
@@ -175,10 +176,16 @@ def _is_input(node: fx.Node) -> bool:
 
 def bytes_of(node: fx.Node) -> int:
     """Bytes of the tensors that a node returns, with the sizes at the time when the graph was made."""
+    return sum(map(_nbytes, _tensors_of(node)))
+
+
+def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
-    tensors = value if isinstance(value, (list, tuple)) else [value]
-    sizes = [math.prod(map(size_hint, t.shape)) * t.itemsize for t in tensors if isinstance(t, torch.Tensor)]
-    return sum(sizes)
+    return [each for each in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(each, torch.Tensor)]
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return math.prod(map(size_hint, tensor.shape)) * tensor.itemsize
 
 
 def is_backward(graph: fx.Graph) -> bool:
@@ -249,9 +256,11 @@ def _step(node: fx.Node, compute: Kind) -> CourseStep | None:
     """The step of a node in the course of its graph; None if it has none."""
     name = name_of(node)
     if name == GATHER:
-        return CourseStep(Kind.UNSHARD, module_of(node), nbytes=sum(map(bytes_of, node.users)))
+        tensors = [tensor for user in node.users for tensor in _weights_in(user)]
+        return CourseStep(Kind.UNSHARD, module_of(node), 0.0, sum(map(_nbytes, tensors)), _dtypes_of(tensors))
     if takes_gradients(node):
-        return CourseStep(Kind.REDUCE, module_of(node), nbytes=_bytes_of_all(node.args[0]))
+        tensors = [tensor for given in _nodes_in(node.args[0]) for tensor in _tensors_of(given)]
+        return CourseStep(Kind.REDUCE, module_of(node), 0.0, sum(map(_nbytes, tensors)), _dtypes_of(tensors))
     if name in WAITS and letter_of(node):
         launch = node
         while launch.args and isinstance(launch.args[0], fx.Node):
@@ -265,8 +274,20 @@ def _last_read(gather: fx.Node) -> fx.Node:
     return max([gather, *(user for node in weights_of(gather) for user in node.users)])
 
 
-def _bytes_of_all(nodes: Any) -> int:
-    return sum(bytes_of(node) for node in nodes if isinstance(node, fx.Node))
+def _nodes_in(argument: Any) -> list[fx.Node]:
+    return [node for node in argument if isinstance(node, fx.Node)]
+
+
+def _weights_in(wait: fx.Node) -> list[torch.Tensor]:
+    """The gathered tensors among the results of a wait: without metadata, which is not sent, and without the mark."""
+    *tensors, _ = _tensors_of(wait)
+    sent = is_sent(str(wait.args[-1]))
+    return [tensor for tensor, gathered in zip(tensors, sent, strict=True) if gathered]
+
+
+def _dtypes_of(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+    """The distinct dtypes, as text."""
+    return tuple(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
 
 
 def _multiplications(node: fx.Node) -> float:

@@ -48,6 +48,7 @@ from .._torch import compiler
 from .._torch.core import alias, has_side_effect
 from ..errors import ShardConfigStateError
 from . import registry
+from .extension import Parts
 
 _FILES = *sorted(Path(__file__).parent.glob("*.py")), Path(layouts.__file__), Path(compiler.__file__)
 CODE = hashlib.sha256(b"".join(file.read_bytes() for file in _FILES)).hexdigest()  # of all code that makes a graph
@@ -72,6 +73,7 @@ class Layout:
             `unshard` returns a further output without memory. Its value is not used, but backward receives the gradient
             of the parameter through it. Autograd would cast a gradient of the parameter itself.
         options: only their dtypes matter here.
+        extended: the parts of parameters that define their own all-gather; None for the others (see `extension.py`).
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -85,6 +87,7 @@ class Layout:
     device: str
     ports: tuple[int, ...]
     options: Options
+    extended: tuple[Parts | None, ...]
 
     def register(self) -> str:
         """Register the layout for the operators; returns its key."""
@@ -103,18 +106,37 @@ class Layout:
 
     def gradients_of(self, of_outputs: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
         """The gradients of the parameters, by index, from those of all outputs of `unshard`, without missing ones."""
-        count = len(self.shapes)
-        gradients = dict(enumerate(of_outputs[:count]))
-        gradients.update({i: port for i, port in zip(self.ports, of_outputs[count:], strict=True) if port is not None})
+        ports = of_outputs[len(of_outputs) - len(self.ports) :]
+        gradients = dict(enumerate(of_outputs[: len(self.shapes)]))
+        gradients.update({i: port for i, port in zip(self.ports, ports, strict=True) if port is not None})
         return {i: gradient for i, gradient in gradients.items() if gradient is not None}
 
     def room_for_weights(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors for the unsharded parameters."""
-        dtypes = [self._gathered(index, shard.dtype) for index, shard in enumerate(shards)]
-        device = self.device or shards[0].device
-        return [
-            torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(self.shapes, dtypes, strict=True)
-        ]
+        """Tensors for the unsharded parameters, or for their parts."""
+        like = torch.empty(0, device=self.device or shards[0].device)
+        room: list[torch.Tensor] = []
+        for index, (shape, parts) in enumerate(zip(self.shapes, self.extended, strict=True)):
+            dtype = self._gathered(index, shards[index].dtype)
+            room += [like.new_empty(shape, dtype=dtype)] if parts is None else parts.room(like)
+        return room
+
+    def outputs_of(self, arrived: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs of `unshard`, from the tensors that have arrived.
+
+        They are one tensor per parameter, and then all parts. For a parameter that consists of parts, the one tensor
+        has no memory, and its gradient is that of the parameter.
+        """
+        waiting = iter(arrived)
+        weights: list[torch.Tensor] = []
+        all_parts: list[torch.Tensor] = []
+        for shape, parts in zip(self.shapes, self.extended, strict=True):
+            if parts is None:
+                weights.append(next(waiting))
+            else:
+                own = [next(waiting) for _ in range(parts.count)]
+                weights.append(own[0].new_empty((), dtype=parts.dtype).expand(shape))
+                all_parts += own
+        return weights + all_parts
 
     def _gathered(self, index: int, stored: torch.dtype) -> torch.dtype:
         return stored if self.keeps[index] else self.options.compute_dtype(stored)
@@ -157,6 +179,14 @@ class Layout:
 _layouts: dict[str, Layout] = {}
 
 
+def is_sent(key: str) -> list[bool]:
+    """For each tensor that a gather with this layout returns, whether ranks send it; they do not send metadata."""
+    sent: list[bool] = []
+    for parts in _layouts[key].extended:
+        sent += [True] if parts is None else [True] * len(parts.gathered) + [False] * len(parts.metadata)
+    return sent
+
+
 def _names(dtypes: Sequence[torch.dtype]) -> str:
     """Dtypes in the form of an operator's argument."""
     return " ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -169,13 +199,13 @@ def _dtypes(names: str) -> list[torch.dtype]:
 # ---- traced code
 
 
-def _gather(layout: Layout, shards: Sequence[torch.Tensor], anchor: torch.Tensor) -> list[torch.Tensor]:
-    """All-gather the parameters of a group; an empty tensor follows them in the results."""
+def _gather(layout: Layout, shards: Sequence[torch.Tensor], anchor: torch.Tensor, trains: bool) -> list[torch.Tensor]:
+    """All-gather the parameters of a group; an empty tensor follows them in the results (see `Layout.outputs_of`)."""
     ops = torch.ops.composable_shard
     launch = ops.all_gather_into_tensor if layout.world > 1 else ops.copy_weights
-    token = launch(shards, anchor, layout.key)
-    results: list[torch.Tensor] = ops.wait_weights(token, shards, anchor, layout.key)
-    return results
+    token = launch(shards, anchor, layout.key, trains)
+    *arrived, mark = ops.wait_weights(token, shards, anchor, layout.key)
+    return [*layout.outputs_of(arrived), mark]
 
 
 @dataclass(frozen=True)
@@ -224,18 +254,19 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, how: tuple[str, int, bool, float | None, bool], tag: torch.Tensor | None, *shards: torch.Tensor
+        ctx: Any, how: tuple[str, int, bool, float | None, bool, bool], tag: torch.Tensor | None, *shards: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        key, fate, again, factor, only_sums = how
+        key, fate, again, factor, only_sums, trains = how
         anchor = _anchor(shards, tag)
         stored = {i: shard.dtype for i, shard in enumerate(shards) if shard.requires_grad}
         ctx.use = _Use(_layouts[key], fate, factor, only_sums, stored)
         ctx.set_materialize_grads(False)
-        *outputs, mark = _gather(_layouts[key], shards, anchor)
+        *outputs, mark = _gather(_layouts[key], shards, anchor, trains)
         ctx.save_for_backward(anchor, *((mark,) if again else ()))
         ports = {i: _port(outputs[i], _layouts[key].sum_dtype(i, shards[i].dtype)) for i in _layouts[key].ports}
-        members = [*enumerate(outputs), *ports.items()]
-        ctx.mark_non_differentiable(*[out for i, out in members if i not in stored])
+        members = [*enumerate(outputs[: len(shards)]), *ports.items()]
+        apart = [out for i, out in members if i not in stored]
+        ctx.mark_non_differentiable(*apart, *outputs[len(shards) :])
         return *outputs, *ports.values()
 
     @staticmethod
@@ -251,9 +282,11 @@ class _Unshard(torch.autograd.Function):
         if use.fate & (STEPS | ADDS):
             ops.hand_over([reduced[i] for i in given], anchor, list(given), bool(use.fate & STEPS), _IN_BACKWARD)
             return (None,) * (2 + count)
-        # Autograd would cast a gradient in another dtype than that of the shard.
-        if apart := [i for i in given if reduced[i].dtype is not use.stored[i]]:
-            ops.hand_over([reduced[i] for i in apart], anchor, apart, True, _IN_OTHER_DTYPE)
+        # Autograd would cast a gradient in another dtype than that of the shard. The graph does not have all shards.
+        extended = use.layout.extended
+        if apart := [i for i in given if reduced[i].dtype is not use.stored[i] or extended[i] is not None]:
+            why = _IN_OTHER_DTYPE if any(extended[i] is None for i in apart) else _OF_SUBCLASS
+            ops.hand_over([reduced[i] for i in apart], anchor, apart, True, why)
         return (None, None, *(reduced[i] if i in given and i not in apart else None for i in range(count)))
 
 
@@ -266,11 +299,11 @@ def _anchor(shards: Sequence[torch.Tensor], tag: torch.Tensor | None) -> torch.T
 
 
 def _with_gradients(shards: list[torch.Tensor], tag: torch.Tensor | None, *how: Any) -> list[torch.Tensor]:
-    return list(_Unshard.apply(how, tag, *shards))  # type: ignore[no-untyped-call]
+    return list(_Unshard.apply((*how, torch.is_grad_enabled()), tag, *shards))  # type: ignore[no-untyped-call]
 
 
 def _without_gradients(shards: list[torch.Tensor], tag: torch.Tensor | None, key: str, *how: Any) -> list[torch.Tensor]:
-    return _gather(_layouts[key], shards, _anchor(shards, tag))[:-1]
+    return _gather(_layouts[key], shards, _anchor(shards, tag), False)[:-1]
 
 
 # ---- work in flight while a graph runs
@@ -312,11 +345,24 @@ _gathers: _Flights[Gather] = _Flights()
 _reductions: _Flights[Reduction] = _Flights()
 
 
-def _launch_gather(shards: list[torch.Tensor], anchor: torch.Tensor, key: str) -> torch.Tensor:
+def _launch_gather(shards: list[torch.Tensor], anchor: torch.Tensor, key: str, trains: bool) -> torch.Tensor:
     known = registry.known(anchor)
     if (owner := known.owner()) is not None:
-        owner.before_gather()
-    return _gathers.launch(known.exchange().gather(shards))
+        owner.before_gather(trains)
+    return _gathers.launch(_begin(known, shards, key))
+
+
+def _begin(known: registry.Known, shards: list[torch.Tensor], key: str) -> Gather:
+    gather = known.exchange().gather(shards)
+    try:
+        for arriving in gather.arriving:
+            parts = _layouts[key].extended[arriving.index]
+            assert parts is not None
+            parts.check(arriving)
+    except BaseException:
+        gather.abandon()
+        raise
+    return gather
 
 
 def _wait_weights(
@@ -324,7 +370,7 @@ def _wait_weights(
 ) -> list[torch.Tensor]:
     gather = _gathers.take(token)
     if gather is None:  # the compiler has saved the token for backward, and waits for it a second time there
-        gather = registry.known(anchor).exchange().gather(shards)
+        gather = _begin(registry.known(anchor), shards, key)
     return [*gather.finish(), token.new_empty(0)]
 
 
@@ -375,6 +421,7 @@ def _room_for_gradients(
 
 _IN_BACKWARD = "an optimizer inside of backward"
 _IN_OTHER_DTYPE = "a parameter with a grad_dtype other than its own dtype"
+_OF_SUBCLASS = "a parameter with fsdp_pre_all_gather"
 
 
 def _check_sets_gradients(anchor: torch.Tensor, what: str) -> None:
@@ -455,7 +502,7 @@ _define(
     autograd=_with_gradients,
 )
 for _name in ("all_gather_into_tensor", "copy_weights"):
-    _define(f"{_name}(Tensor[] shards, Tensor anchor, str key) -> Tensor", _launch_gather, _token)
+    _define(f"{_name}(Tensor[] shards, Tensor anchor, str key, bool trains) -> Tensor", _launch_gather, _token)
 _define(
     "wait_weights(Tensor token, Tensor[] shards, Tensor anchor, str key) -> Tensor[]",
     _wait_weights,

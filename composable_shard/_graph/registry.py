@@ -24,8 +24,8 @@ class Owner(Protocol):
     def exchange(self) -> Exchange | None:
         """Its gathers and reductions; None if the group of the eager runtime was freed."""
 
-    def before_gather(self) -> None:
-        """Prepare for a graph that is about to gather the group."""
+    def before_gather(self, with_gradients: bool) -> None:
+        """Prepare for a graph that is about to gather the group, and was compiled with or without gradients."""
 
     def keep(self, gradients: Gradients) -> None:
         """Keep the current values of these gradients for a later backward; the graph may reuse their memory."""

@@ -7,12 +7,13 @@ It must therefore be the same for equal layers, or they would not share code.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,11 +33,19 @@ from .._group.reduction import UNUSED_ELSEWHERE
 from .._plan.layout import first_alike
 from .._policies import Comms, Options, Settings
 from .._torch.capturing import capture_number
-from .._torch.core import GRAPHS_GIVE_NONE, any_gradient_hooks, queue_backward_callback, with_side_effects
+from .._torch.core import (
+    GRAPHS_GIVE_NONE,
+    any_gradient_hooks,
+    current_backward,
+    queue_backward_callback,
+    run_while_tracing,
+    with_side_effects,
+)
 from .._torch.ragged import DISPATCHES
-from ..errors import ShardConfigStateError
+from ..errors import ShardConfigStateError, StaleStateError
 from . import registry
 from .edits import edited, watch_edits
+from .extension import Traced
 from .operators import ADDS, KEEP, REDUCE, STEPS, TAKE, Layout
 
 
@@ -76,7 +85,9 @@ def _ports(params: Sequence[ShardedParam], options: Options) -> tuple[int, ...]:
     return tuple(i for i, p in enumerate(params) if p.parallel is not None and wider[i])
 
 
-def _layout_of(params: Sequence[ShardedParam], info: MeshInfo, options: Options) -> Layout:
+def _layout_of(
+    params: Sequence[ShardedParam], info: MeshInfo, options: Options, extended: Mapping[int, Traced]
+) -> Layout:
     """The layout of the group of these parameters."""
     rows = tuple(param.rows for param in params)
     return Layout(
@@ -89,8 +100,9 @@ def _layout_of(params: Sequence[ShardedParam], info: MeshInfo, options: Options)
         rank=first_alike([p.shape[p.dim] for p in params], info.shard_size, info.shard_rank, rows),
         replicates=info.replicate_size > 1,
         device=str(info.device) if info.offloads else "",
-        ports=_ports(params, options),
+        ports=tuple(i for i in _ports(params, options) if i not in extended),
         options=Options(mp_policy=options.mp_policy),
+        extended=tuple(extended[i].parts if i in extended else None for i in range(len(params))),
     )
 
 
@@ -138,14 +150,34 @@ class TracedSteps:
             group.stepped_by(None)
 
 
+_numbers = itertools.count()
+_unprepared: weakref.WeakValueDictionary[str, TracedGroup] = weakref.WeakValueDictionary()
+
+
+@run_while_tracing
+def _prepare(number: str) -> bool:
+    """Prepare a group with this number, and the others of its engine; see `_build_engine` in `_module/calls.py`.
+
+    All together, because equal layers share code: it was compiled for groups that are prepared.
+    """
+    if number:
+        first = _unprepared.pop(number)
+        others = [other for other in list(_unprepared.values()) if other.is_of_engine(first)]
+        for each in (first, *others):
+            _unprepared.pop(each.unprepared, None)
+            each.prepare()
+    return True
+
+
 class TracedGroup:
     """The state of a group for traced code.
 
     Attributes:
         key: key of its layout; equal on ranks that can share compiled code.
         number_until_built: number of a module of the group until the engine is built; empty afterwards.
+        unprepared: a number, if parameters define their own all-gather and `prepare` was not called; else empty.
+        refusal: why these parameters cannot be traced; empty if they can.
         is_root: whether this is the root's own group.
-        compiled: whether a graph gathers the group.
         watched: while its forward is traced, the number to pass to `edited`.
         uses: how many times the traced forward has gathered the group; counted if an optimizer steps inside of
             backward.
@@ -160,12 +192,14 @@ class TracedGroup:
         self._group: weakref.ref[ParamGroup] | None = None
         self._between_steps: weakref.WeakMethod[Callable[[], None]] | None = None
         self._info = info
+        self.unprepared = self.refusal = ""
+        self._extended: dict[int, Traced] = {}
+        self._plain = list(range(len(params)))  # indices of the others
         self.key, self._ports, self._sets_gradients = self._register()
         self.watched = 0
         self.uses = 0
         self.steps: TracedSteps | None = None
         self._marks_before: dict[tuple[int, ...], list[float]] = {}  # the last result of `marks_of_unused`, by indices
-        self._extended = False
         self._tag = _tag_of(params, info.device)
         registry.add(self)
 
@@ -173,13 +207,13 @@ class TracedGroup:
         """Register the layout, with the current `grad_dtype` of each parameter.
 
         Returns:
-            its key; by parameter, the index of its port among the outputs; and whether any `.grad` has another dtype
-            than its parameter.
+            its key; by parameter, the index of its port among the ports; and whether any `.grad` has another dtype than
+            its parameter.
         """
         params, options = self._params, self._settings.current
-        layout = _layout_of(params, self._info, options)
+        layout = _layout_of(params, self._info, options, self._extended)
         ports: list[int | None] = [None] * len(params)
-        for place, index in enumerate(layout.ports, len(params)):
+        for place, index in enumerate(layout.ports):
             ports[index] = place
         kept = [
             p.grad_dtype.kept(p.dtype, reduced) for p, reduced in zip(params, reduced_as(params, options), strict=True)
@@ -195,12 +229,32 @@ class TracedGroup:
             is_root: whether this is the root's own group.
             between_steps: a method of the engine to call before a graph gathers, when no memory is leased.
         """
+        self._extended, self.refusal = {}, ""
+        if group is not None and group.layout.extended:
+            self.unprepared = str(next(_numbers))
+            _unprepared[self.unprepared] = self
         self.key, self._ports, self._sets_gradients = self._register()  # users may have set `grad_dtype` meanwhile
         self._between_steps = weakref.WeakMethod(between_steps)
         self.number_until_built = ""
         self.is_root = is_root
         self._group = weakref.ref(group) if group is not None else None
-        self._extended = group is not None and group.layout.extended
+
+    def prepare(self) -> None:
+        """Prepare parameters that define their own all-gather, because the group is traced for the first time."""
+        self.unprepared = ""
+        group = self._of_runtime()
+        assert group is not None
+        options = self._settings.current
+        try:
+            self._extended = {index: Traced(each, options) for index, each in sorted(group.extensions().items())}
+        except ShardConfigStateError as error:
+            self.refusal = str(error)
+        self._plain = [index for index in range(len(self._params)) if index not in self._extended]
+        self.key, self._ports, self._sets_gradients = self._register()
+
+    def is_of_engine(self, other: TracedGroup) -> bool:
+        """Whether two groups have the same engine."""
+        return self._between_steps == other._between_steps
 
     def stepped_by(self, steps: TracedSteps | None) -> None:
         """Make graphs add gradients to `.grad` for an optimizer; None to stop this."""
@@ -216,17 +270,37 @@ class TracedGroup:
         """The unsharded parameters of the tensors that are installed in the modules now."""
         with_side_effects(entries.follow)
         self._count_use()
+        _prepare(self.unprepared)
         self._check_can_trace()
-        full = self._gather([param.sharded for param in self._params])
-        count = len(self._params)
+        extended = self._extended
+        full = self._gather([extended[i].stand_in if i in extended else p.sharded for i, p in enumerate(self._params)])
+        count, plain = len(self._params), self._plain
         # A plain view, made outside this checkpoint. Otherwise a user's checkpoint of the block would save the weights.
-        views = [tensor.view(tensor.shape) for tensor in full[:count]]
+        views = [full[index].view(full[index].shape) for index in plain]
         with_side_effects(partial(setattr, self, "watched", watch_edits(len(views))))
-        self._lend_carried(views)
-        # Without gradients, or if none is needed, the operator returns no ports.
-        ports = [None] * count if len(full) == count else [None if at is None else full[at] for at in self._ports]
-        triples = zip(views, ports, self._params, strict=True)
-        return [p.parallel.wrap(view, port) if p.parallel else view for view, port, p in triples]
+        wholes = list(full[:count])
+        for index, view in zip(plain, views, strict=True):
+            wholes[index] = view
+        self._lend_carried(wholes)
+        return self._as_seen(wholes, full[count:])
+
+    def _as_seen(self, wholes: list[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The unsharded parameters as modules see them.
+
+        Args:
+            wholes: one tensor for each parameter.
+            others: the ports, and then the tensors inside of parameters that define their own all-gather. Without
+                gradients, or if none is needed, there are no ports.
+        """
+        begin = len(others) - sum([traced.inner for traced in self._extended.values()])
+        for index in self._plain:
+            parallel, at = self._params[index].parallel, self._ports[index]
+            if parallel is not None:
+                wholes[index] = parallel.wrap(wholes[index], others[at] if begin and at is not None else None)
+        for index, traced in self._extended.items():
+            wholes[index] = traced.make(wholes[index], *others[begin : begin + traced.inner])
+            begin += traced.inner
+        return wholes
 
     def _check_can_trace(self) -> None:
         options = self._settings.current
@@ -243,11 +317,8 @@ class TracedGroup:
                 "torch.compile: a grad_dtype other than the dtype of the parameter needs torch 2.13 or later, this is "
                 f"{torch.__version__}; compile the modules one by one with module.compile(), or do not compile"
             )
-        if self._extended:
-            raise ShardConfigStateError(
-                "torch.compile: parameters with fsdp_pre_all_gather are gathered in eager steps only; compile the "
-                "modules that hold them one by one with module.compile()"
-            )
+        if self.refusal:
+            raise ShardConfigStateError(self.refusal)
 
     def _gather(self, shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The outputs of the operator, called in a checkpoint that decides whether backward gathers again."""
@@ -274,24 +345,37 @@ class TracedGroup:
         indices = edited(self.watched)
         with_side_effects(partial(setattr, self, "watched", 0))
         if indices:
-            raise lost_edit([self._params[int(index)].fqn for index in indices.split()])
+            raise lost_edit([self._params[self._plain[int(index)]].fqn for index in indices.split()])
 
     def _count_use(self) -> None:
         if self.steps is not None and self.steps.is_open:
             with_side_effects(partial(setattr, self, "uses", self.uses + 1))
 
     def _again(self, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self._call(shards, again=self._settings.current.unshard_in_backward)
+        return self._made(self._call(shards, again=self._settings.current.unshard_in_backward))
 
     def _once(self, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self._call(shards, again=False)
+        return self._made(self._call(shards, again=False))
+
+    def _made(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Replace the parts, which follow the weights, by the tensors inside of the parameters, at the end."""
+        begin = len(self._params)
+        weights = outputs[:begin]
+        inner: list[torch.Tensor] = []
+        for traced in self._extended.values():
+            end = begin + traced.parts.count
+            inner.extend(traced.take_apart(*outputs[begin:end]))
+            begin = end
+        return (*weights, *outputs[begin:], *inner)
 
     def _call(self, shards: Sequence[torch.Tensor], again: bool) -> tuple[torch.Tensor, ...]:
         self._check_placements()
         options = self._settings.current
         how = self.key, self._fate(), again, options.divide_factor, options.only_sums
         return tuple(
-            torch.ops.composable_shard.unshard([cast(DTensor, shard).to_local() for shard in shards], self._tag, *how)
+            torch.ops.composable_shard.unshard(
+                [shard.to_local() if isinstance(shard, DTensor) else shard for shard in shards], self._tag, *how
+            )
         )
 
     def _check_placements(self) -> None:
@@ -320,28 +404,64 @@ class TracedGroup:
 
     def anchors(self) -> list[torch.Tensor]:
         """The tensors whose memory identifies the group, after it has adopted parameters that users assigned."""
+        self._adopt()
+        if self._tag is not None:
+            return [self._tag]
+        extended = self._extended
+        return [extended[i].stand_in if i in extended else param.local for i, param in enumerate(self._params)]
+
+    def _adopt(self) -> None:
+        """Adopt parameters that users have assigned."""
         group = self._of_runtime()
         entries = None if group is None else group.entries()
         if group is not None and entries is not None and group.phase is SHARDED:
             entries.follow()
             if any(param.sharded is not shard for param, shard in zip(self._params, group.shards, strict=True)):
                 group.rebuild()
-        return [self._tag] if self._tag is not None else [param.local for param in self._params]
 
     def exchange(self) -> Exchange | None:
         """The gathers and reductions of the group; None if the group of the eager runtime was freed."""
         group = self._of_runtime()
         return None if group is None else group.exchange()
 
-    def before_gather(self) -> None:
-        """Before a graph gathers the group, let the engine arrange its memory if an arena is due or a capture began."""
+    def before_gather(self, with_gradients: bool) -> None:
+        """Prepare for a graph that is about to gather the group.
+
+        Let the engine arrange its memory if an arena is due or a capture began.
+
+        Args:
+            with_gradients: whether the graph was compiled with gradients enabled.
+
+        Raises:
+            StaleStateError: in a backward: a parameter that defines its own all-gather was edited since the forward.
+            ShardConfigStateError: such a parameter was unfrozen, so the graph does not compute its gradient.
+        """
         watch_steps(self)  # not earlier: without graphs that save shards, optimizer steps concern only the engine
+        self._follow_shards(with_gradients)
         group, between_steps = self._of_runtime(), self._between_steps and self._between_steps()
         if group is None or between_steps is None:
             return
         pool = group.exchange().pool
         if pool.wants_arena or pool.memory.capture != capture_number(pool.memory.device):
             between_steps()
+
+    def _follow_shards(self, with_gradients: bool) -> None:
+        """Let the stand-ins follow the shards of parameters that define their own all-gather."""
+        if not self._extended:
+            return
+        self._adopt()
+        edited = [each.name for each in self._extended.values() if each.follow_version()]
+        if edited and current_backward() >= 0:
+            raise StaleStateError(
+                f"{edited[0]} was changed between a forward and its backward, which gathers it again; change it after "
+                "the backward"
+            )
+        thawed = [each.name for each in self._extended.values() if each.follow_freezing()]
+        if thawed and with_gradients:
+            raise ShardConfigStateError(
+                f"{thawed[0]} requires a gradient now, unlike when this graph was compiled; call the model again, and "
+                "torch.compile will compile it again"
+            )
 
     def _of_runtime(self) -> ParamGroup | None:
         return self._group() if self._group is not None else None
@@ -361,6 +481,8 @@ class TracedGroup:
     def settle(self, index: int, piece: torch.Tensor, complete: bool = True) -> None:
         """Add a reduced gradient to `.grad`, and call the hooks unless more gradients will follow."""
         self._set_hooks_aside()
+        if index in self._extended and not self._params[index].sharded.requires_grad:
+            return  # frozen after the graph was compiled
         if not complete:
             self._params[index].add_without_hooks(piece)
             return
@@ -414,6 +536,7 @@ class TracedGroup:
         """
         if not stepped.isdisjoint([id(param.sharded) for param in self._params]):
             torch.autograd.graph.increment_version([param.local for param in self._params])
+            torch.autograd.graph.increment_version([each.stand_in for each in self._extended.values()])
 
     def check_reduced(self, stepped: set[int]) -> None:
         """Do nothing: the group of the eager runtime also stores the gradients of graphs, and the engine checks it."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -24,7 +24,9 @@ from .._memory.pool import BufferPool
 from .._memory.slots import Slot
 from .._policies import GradDtype, Options
 from .._torch.core import alias, plainly
-from .bucket import GatherBucket, Gatherer
+from .bucket import Bucket, GatherBucket, Gatherer
+from .extension_bucket import ExtensionBucket
+from .extension_gathers import Arriving, ExtensionGathers
 from .faces import Face, weights_in
 from .param import ShardedParam
 from .reduction import ReduceBucket, Reduced, free_queued, reduce_buckets
@@ -139,30 +141,69 @@ class _Gathering:
     slot: Slot | None
     memory: torch.Tensor | None
 
+    @property
+    def members(self) -> Sequence[int]:
+        return self.gathers.members
+
+    @property
+    def arriving(self) -> Sequence[Arriving]:
+        return ()
+
+    def finish(self) -> list[list[torch.Tensor]]:
+        return [[weight] for weight in self.gathers.finish(self)]
+
+    def abandon(self) -> None:
+        self.gathers.abandon(self)
+
+
+class _InFlight(Protocol):
+    """The gather of one bucket, in flight."""
+
+    @property
+    def members(self) -> Sequence[int]:
+        """Indices of its parameters in the group."""
+
+    @property
+    def arriving(self) -> Sequence[Arriving]:
+        """Its parameters, if they define their own all-gather."""
+
+    def finish(self) -> list[list[torch.Tensor]]:
+        """Wait; returns for each parameter the unsharded one, or the tensors from which it is made."""
+
+    def abandon(self) -> None:
+        """Wait later, because no one uses the parameters."""
+
 
 class Gather:
     """The gathers of all buckets of a group, in flight."""
 
-    def __init__(self, parts: list[_Gathering]) -> None:
+    def __init__(self, parts: list[_InFlight]) -> None:
         self._parts = parts
 
+    @property
+    def arriving(self) -> list[Arriving]:
+        """The parameters that define their own all-gather."""
+        return [each for part in self._parts for each in part.arriving]
+
     def finish(self) -> list[torch.Tensor]:
-        """Wait for the unsharded parameters, and return them in the order of the group's parameters."""
-        weights: dict[int, torch.Tensor] = {}
+        """Wait for the unsharded parameters, and return them in the order of the group's parameters.
+
+        For parameters that define their own all-gather, return the tensors from which they are made.
+        """
+        tensors: dict[int, list[torch.Tensor]] = {}
         try:
             while self._parts:
                 part = self._parts.pop(0)
-                weights.update(zip(part.gathers.members, part.gathers.finish(part), strict=True))
+                tensors.update(zip(part.members, part.finish(), strict=True))
         except BaseException:
             self.abandon()
             raise
-        return [weights[index] for index in range(len(weights))]
+        return [tensor for index in range(len(tensors)) for tensor in tensors[index]]
 
     def abandon(self) -> None:
         """Abandon all gathers that were not finished."""
         while self._parts:
-            part = self._parts.pop(0)
-            part.gathers.abandon(part)
+            self._parts.pop(0).abandon()
 
 
 class Reduction:
@@ -208,6 +249,13 @@ class Reduction:
             self._pool.finish_later(self._jobs.pop(0)[1].finish)
 
 
+def _gathers_of(bucket: Bucket, members: Sequence[int], pool: BufferPool, lane: Lane) -> _Gathers | ExtensionGathers:
+    if isinstance(bucket, ExtensionBucket):
+        return ExtensionGathers(bucket, members, pool)
+    assert isinstance(bucket, GatherBucket)
+    return _Gathers(bucket, members, pool, lane)
+
+
 class Exchange:
     """The gathers and reductions of a group for compiled graphs.
 
@@ -227,7 +275,7 @@ class Exchange:
     def __init__(
         self,
         params: Sequence[ShardedParam],
-        buckets: Mapping[GatherBucket, Sequence[int]],
+        buckets: Mapping[Bucket, Sequence[int]],
         gather_lane: Lane,
         setup: ReduceSetup,
         notes: Notes,
@@ -237,7 +285,7 @@ class Exchange:
         self._facts = [
             _Facts(p.fqn, p.shape, p.dim, p.dtype, p.rows, p.grad_dtype, p.sum_dtype(setup.options)) for p in params
         ]
-        self._gathers = [_Gathers(bucket, members, setup.pool, gather_lane) for bucket, members in buckets.items()]
+        self._gathers = [_gathers_of(bucket, members, setup.pool, gather_lane) for bucket, members in buckets.items()]
         self._setup = setup
         self._reduces: dict[tuple[object, ...], list[ReduceBucket]] = {}
         self.pool = setup.pool
@@ -253,7 +301,7 @@ class Exchange:
         self.gathers += 1
         for ledger in self._notes.gathers:
             ledger.issue(self._note)
-        started: list[_Gathering] = []
+        started: list[_InFlight] = []
         try:
             for gathers in self._gathers:
                 started.append(gathers.start([shards[index] for index in gathers.members]))

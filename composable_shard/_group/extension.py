@@ -4,36 +4,25 @@
     tensor, owned = shard.fsdp_post_all_gather(outputs, metadata, param_dtype)
     shard.fsdp_post_all_gather(outputs, metadata, param_dtype, out=tensor)  # from the second time on
 
-The unsharded tensor stays one object, as such subclasses expect: a leaf Parameter, which is installed where there is no
-node. Its memory does not belong to the pool: it consists of the gathered `outputs` and the tensors `owned` that the
-shard returns with the tensor. Resharding empties the storages of both. All other memory that the tensor refers to
-belongs to the shard and stays.
+`extension_bucket.py` gathers them in eager steps, `extension_gathers.py` for compiled graphs.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from .._comm.copies import GatherCopies
-from .._comm.lanes import Job
 from .._comm.mesh import MeshInfo
-from .._memory.slots import Outside
-from .._plan.layout import bucket_layout, gather_layout
+from .._plan.layout import bucket_layout
 from .._policies import MixedPrecisionPolicy
-from .._torch.core import plain_parts, storage_id
-from .._torch.distributed import local_tensor
+from .._torch.tracing import without_data
 from ..errors import ShardConfigAssertionError, ShardConfigTypeAssertionError
-from .bucket import Bucket, Gatherer
-from .faces import LEAF_OF, Leaves
 from .param import ShardedParam
-from .setup import GatherSetup
 
-_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def is_extended(param: ShardedParam) -> bool:
@@ -43,9 +32,9 @@ def is_extended(param: ShardedParam) -> bool:
         ShardConfigTypeAssertionError: it has only one of the two methods, or a signature that FSDP2 does not support.
     """
     local = param.local
-    has_pre, has_post = hasattr(local, _PRE), hasattr(local, _POST)
+    has_pre, has_post = hasattr(local, PRE), hasattr(local, POST)
     if has_pre is not has_post:
-        present, missing = (_PRE, _POST) if has_pre else (_POST, _PRE)
+        present, missing = (PRE, POST) if has_pre else (POST, PRE)
         raise ShardConfigTypeAssertionError(
             f"parameter {param.fqn}: Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using "
             f"all-gather extensions: its tensor has {present} but not {missing}"
@@ -66,224 +55,107 @@ def _takes_all(param: ShardedParam) -> bool:
     return len(signature.parameters) == 5
 
 
-class _Memory:
-    """The memory of some tensors, which is freed and allocated again while the tensors stay.
+class Extension:
+    """The all-gather that one parameter defines.
+
+    Args:
+        param: the parameter.
+        dtype: the dtype in which it is used.
+        info: the mesh.
+        policy: the mixed-precision policy, for `fsdp_pre_all_gather`.
 
     Attributes:
-        storages: the storages of the tensors, by id.
-    """
-
-    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
-        self.storages = {storage_id(tensor): tensor.untyped_storage() for tensor in tensors}
-        self._nbytes = {key: storage.nbytes() for key, storage in self.storages.items()}
-
-    def allocate(self) -> None:
-        for key, storage in self.storages.items():
-            if storage.nbytes() != self._nbytes[key]:
-                storage.resize_(self._nbytes[key])
-
-    def free(self) -> None:
-        for storage in self.storages.values():
-            storage.resize_(0)
-
-
-class _Extended:
-    """One parameter that defines its own all-gather.
-
-    Attributes:
-        leaf: the unsharded parameter, like that of torch's FSDP2; None before the first gather.
-        inputs: the tensors that this rank sends.
-        outputs: for each input, the flat tensor into which the inputs of all ranks are gathered.
+        param, dtype, info: as given.
+        shape: the unsharded shape.
+        stride: the stride of the unsharded parameter.
     """
 
     def __init__(self, param: ShardedParam, dtype: torch.dtype, info: MeshInfo, policy: MixedPrecisionPolicy) -> None:
-        self.param = param
-        self.leaf: nn.Parameter | None = None
-        self.inputs: list[torch.Tensor] = []
-        self.outputs: list[torch.Tensor] = []
-        self._dtype = dtype
-        self._info = info
-        self._shape = torch.Size(param.shape)
-        self._stride = torch.empty(self._shape, device="meta").stride()
+        self.param, self.dtype, self.info = param, dtype, info
+        self.shape = torch.Size(param.shape)
+        self.stride = torch.empty(self.shape, device="meta").stride()
         self._policy = policy
         self._takes_all = _takes_all(param)
-        self._metadata: Any = None
-        self._sizes: list[torch.Size] = []
-        self._arriving = _Memory()  # the memory of the outputs
-        self._handed_over = _Memory()  # the memory of the tensors that `fsdp_post_all_gather` returned as owned
 
-    def ask(self) -> bool:
-        """Get the inputs from the shard and allocate the outputs.
+    @property
+    def name(self) -> str:
+        """The parameter and its class, for messages."""
+        return f"parameter {self.param.fqn} (a {type(self.param.local).__name__})"
 
-        Returns:
-            whether there is a leaf that must be made again, because sizes or dtypes have changed since the last gather.
+    def call_pre(self) -> tuple[list[torch.Tensor], Any]:
+        """Call `fsdp_pre_all_gather`; returns the contiguous tensors that this rank sends, and the metadata.
+
+        Raises:
+            ShardConfigAssertionError: the shards are uneven, and the tensors are not padded.
         """
-        param, info = self.param, self._info
+        param, info = self.param, self.info
         local: Any = param.local.to(info.device, non_blocking=True) if info.offloads else param.local
         arguments: tuple[Any, ...] = (info.shard_mesh,)
         if self._takes_all:
             module = None if param.module is None else param.module()
-            arguments = (*arguments, self._shape, self._stride, module, self._policy)
+            arguments = (*arguments, self.shape, self.stride, module, self._policy)
         with param.during_pre_all_gather():
-            inputs, self._metadata = local.fsdp_pre_all_gather(*arguments)
-        self.inputs = [tensor.contiguous() for tensor in inputs]
-        self._check_padded()
-        self._sizes = [tensor.shape for tensor in self.inputs]
-        kinds = [(tensor.numel() * info.shard_size, tensor.dtype) for tensor in self.inputs]
-        before = self.leaf
-        if kinds != [(output.numel(), output.dtype) for output in self.outputs]:
-            self._arriving.free()
-            self._handed_over.free()
-            self.outputs = [torch.empty(numel, dtype=dtype, device=info.device) for numel, dtype in kinds]
-            self._arriving = _Memory(self.outputs)
-            self.leaf = None
-        self._arriving.allocate()
-        return before is not None and self.leaf is None
+            inputs, metadata = local.fsdp_pre_all_gather(*arguments)
+        inputs = [tensor.contiguous() for tensor in inputs]
+        self._check_padded(inputs)
+        return inputs, metadata
 
-    def _check_padded(self) -> None:
-        param, info = self.param, self._info
+    def preview(self) -> tuple[list[torch.Tensor], Any]:
+        """Like `call_pre`, but in a context of fake tensors (`without_data`), and without effects on the parameter."""
+        attributes = self.param.local.__dict__
+        before = dict(attributes)
+        try:
+            return self.call_pre()
+        finally:  # it may have stored fake tensors
+            attributes.clear()
+            attributes.update(before)
+
+    def _check_padded(self, inputs: Sequence[torch.Tensor]) -> None:
+        param, info = self.param, self.info
         layout = bucket_layout([param.shape], info.shard_size, dims=[param.dim]).params[0]
         rows = layout.rows_of(info.shard_rank)
         unpadded = torch.Size(layout.local_shape(info.shard_rank))
-        if rows < layout.chunk and any(tensor.shape == unpadded for tensor in self.inputs):
+        if rows < layout.chunk and any(tensor.shape == unpadded for tensor in inputs):
             raise ShardConfigAssertionError(
                 f"parameter {param.fqn}: When a parameter is unevenly sharded by FSDP (orig size="
                 f"{torch.Size(param.shape)}, FSDP world size={info.size}), fsdp_pre_all_gather must return all-gather "
                 f"inputs with the padded sharded size, of {layout.chunk} rows, on every rank, but got "
-                f"{[tuple(t.shape) for t in self.inputs]}"
+                f"{[tuple(t.shape) for t in inputs]}"
             )
 
-    def take(self) -> dict[int, torch.UntypedStorage]:
-        """Make the unsharded parameter from the outputs; returns the storages that `free` will empty, by id."""
+    def call_post(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Call `fsdp_post_all_gather`; returns the unsharded parameter (or its local tensor), and the owned tensors."""
         local: Any = self.param.local
-        outputs = tuple(output.view(-1, *size[1:]) for output, size in zip(self.outputs, self._sizes, strict=True))
-        if self.leaf is None:
-            made, owned = local.fsdp_post_all_gather(outputs, self._metadata, self._dtype)
-            self._handed_over = _Memory(owned)
-            self.leaf = self._leaf(made)
-        else:
-            self._handed_over.allocate()
-            local.fsdp_post_all_gather(outputs, self._metadata, self._dtype, out=self.leaf)
-        self.inputs, self._metadata = [], None
-        parts = plain_parts(self.leaf)
-        # Parts of other classes may refer to memory that is not visible here. Then the outputs are kept.
-        are_plain = all(type(part) in (torch.Tensor, nn.Parameter) for part in parts)
-        if are_plain and self._arriving.storages.keys().isdisjoint(map(storage_id, parts)):
-            self._arriving.free()  # no part of the parameter is in the outputs
-            return self._handed_over.storages
-        return self._handed_over.storages | self._arriving.storages
+        made, owned = local.fsdp_post_all_gather(outputs, metadata, self.dtype)
+        if made.shape != self.shape:  # it has padding rows at the end
+            made = torch.as_strided(made, self.shape, self.stride, 0)
+        return made, owned
 
-    def _leaf(self, made: torch.Tensor) -> nn.Parameter:
-        parallel = self.param.parallel
-        if made.shape != self._shape:  # it has padding rows at the end
-            made = torch.as_strided(made, self._shape, self._stride, 0)
-        leaf = nn.Parameter(made if parallel is None else parallel.around(made), requires_grad=False)
-        leaf.__dict__[LEAF_OF] = self.param.fqn
-        return leaf
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The unsharded parameter, or its local tensor if it was a DTensor."""
-        assert self.leaf is not None
-        return self.leaf if self.param.parallel is None else local_tensor(self.leaf)
-
-    def free(self) -> None:
-        """Empty the storages of the unsharded parameter."""
-        self._arriving.free()
-        self._handed_over.free()
-        self.inputs = []
-
-    def abandon(self) -> list[torch.Tensor]:
-        """Use new memory from the next gather on; returns the memory of the gather that is abandoned."""
-        abandoned = [*self.inputs, *self.outputs]
-        self.inputs, self.outputs, self.leaf = [], [], None
-        self._arriving, self._handed_over = _Memory(), _Memory()
-        return abandoned
+    def refill(self, whole: torch.Tensor, outputs: tuple[torch.Tensor, ...], metadata: Any) -> None:
+        """Call `fsdp_post_all_gather` with a tensor that an earlier call has made from the same outputs."""
+        local: Any = self.param.local
+        local.fsdp_post_all_gather(outputs, metadata, self.dtype, out=whole)
 
 
-class ExtensionBucket(Bucket):
-    """The parameters of a group that define their own all-gather. One collective gathers all of their bytes."""
-
-    def __init__(
-        self,
-        params: Sequence[ShardedParam],
-        dtype: torch.dtype,
-        setup: GatherSetup,
-        policy: MixedPrecisionPolicy,
-    ) -> None:
-        super().__init__(params, dtype, setup.group)
-        self._members = [_Extended(p, dtype, setup.info, policy) for p in params]
-        self._info, self._transport = setup.info, setup.transport
-        self._pool, self._lane = setup.pool, setup.lane
-        self._gatherers: dict[tuple[int, ...], Gatherer] = {}  # by the sizes of the inputs in bytes
-        self._claims: list[Outside] = []
-        self._abandoned: list[torch.Tensor] = []  # interrupted gathers may still use these; held as long as the bucket
-
-    @property
-    def weights(self) -> list[torch.Tensor]:
-        return [member.tensor for member in self._members]
-
-    def start(self, after: torch.Event | None) -> Job[None]:
-        if after is not None:  # `ask` reads the parameters on the current stream
-            after.wait()
-        self.note_shards([param.local for param in self.params])
-        with torch.inference_mode(False), torch.no_grad():
-            if any([member.ask() for member in self._members]):  # noqa: C419 - all of them
-                self.generation += 1  # handles hold views of the former outputs, which are freed
-        inputs = [_bytes(tensor) for member in self._members for tensor in member.inputs]
-        outputs = [_bytes(tensor) for member in self._members for tensor in member.outputs]
-        gatherer = self._gatherer_of(tuple([tensor.numel() for tensor in inputs]))
-        # The lane must wait for what `ask` has queued on the current stream, and for its allocations.
-        return gatherer.start_into(gatherer.copies.into(outputs), inputs, (self._lane.record_current_stream(),))
-
-    def _gatherer_of(self, sizes: tuple[int, ...]) -> Gatherer:
-        """Return the gatherer of inputs with these sizes in bytes; only the last one is kept."""
-        if sizes not in self._gatherers:
-            info, route = self._info, None if self._transport is None else self._transport.route
-            shapes = [(info.shard_size * size,) for size in sizes]
-            layout = gather_layout(shapes, info.shard_size, 1, [0] * len(sizes), route)
-            copies = GatherCopies(layout, info.shard_rank, self._transport)
-            landing = self._pool.request(f"landing {self.fqns[0]}", layout.landing_bytes)
-            landings = None if layout.landing is None else (landing, landing)
-            self._gatherers = {sizes: Gatherer(copies, torch.uint8, landings, self._pool, self._lane)}
-        return self._gatherers[sizes]
-
-    def leave_slots(self) -> None:
-        for gatherer in self._gatherers.values():
-            gatherer.leave_slots()
-
-    def arrived(self) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            taken = [(index, member.take()) for index, member in enumerate(self._members)]
-        by_id = {key: (storage, index) for index, storages in taken for key, storage in storages.items()}
-        self._claims = [Outside(storage, self, index) for storage, index in by_id.values()]
-        self._pool.register(self._claims)
-        self.here = Leaves([member.leaf for member in self._members if member.leaf is not None])
-        super().arrived()
-
-    def release(self, after: torch.Event | None, reserve: bool = False) -> None:
-        # `after` is not needed: torch has allocated the memory on the current stream, which also reads it, and reuses
-        # it there. The lane has written it, but the current stream has waited for that.
-        leaves, self.here = self.here, None
-        super().lose()  # only marks the parameters as unreadable: the members own the memory
-        self.writes.end_reads()
-        if leaves is not None:
-            leaves.give_up()
-        self._pool.unregister(self._claims)
-        self._claims = []
-        for member in self._members if not reserve else ():  # the next gather writes into the same storages
-            member.free()
-
-    def lose(self) -> None:
-        for member in self._members:
-            self._abandoned += member.abandon()
-        self.generation += 1  # handles hold views of the outputs, which the abandoned gather may still use
-        self.release(None)
-
-    def forget(self) -> None:
-        for member in self._members:
-            member.free()
+def gathered_shapes(inputs: Sequence[torch.Tensor], ranks: int) -> list[tuple[int, ...]]:
+    """The shapes in which tensors of `ranks` ranks are gathered: one after the other along dim 0."""
+    return [(ranks * tensor.shape[0], *tensor.shape[1:]) if tensor.ndim else (ranks,) for tensor in inputs]
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
+def sent_by(
+    param: ShardedParam, dtype: torch.dtype, info: MeshInfo, policy: MixedPrecisionPolicy
+) -> tuple[tuple[int, torch.dtype], ...]:
+    """The elements and dtype of each tensor that a rank sends for a parameter.
+
+    Empty if the parameter does not define its own all-gather, or if this is known only when it is gathered.
+    """
+    if not is_extended(param):
+        return ()
+    try:
+        with without_data(), torch.no_grad():
+            inputs, _ = Extension(param, dtype, info, policy).preview()
+    except Exception:  # whatever the user's method raises, the gather will raise it again, with its values
+        return ()
+    return tuple((tensor.numel(), tensor.dtype) for tensor in inputs)

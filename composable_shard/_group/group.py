@@ -32,7 +32,8 @@ from ..errors import PhaseError
 from .bucket import Bucket, GatherBucket, LowBitBucket, Saved
 from .edits import changed, lost_edit
 from .exchange import Exchange
-from .extension import ExtensionBucket, is_extended
+from .extension import Extension, is_extended
+from .extension_bucket import ExtensionBucket
 from .gradients import GroupGradients
 from .packed import Carried
 from .param import ShardedParam, lend_attributes, lent_attributes, run_all
@@ -214,6 +215,12 @@ class ParamGroup:
         for backward in (False, True):
             yield "weights", backward, [bucket.for_weights[backward] for bucket in self._in_slots()]
             yield "landing", backward, [b.for_landing[backward] for b in self._in_slots() if b.for_landing is not None]
+
+    def extensions(self) -> dict[int, Extension]:
+        """Return the parameters that define their own all-gather, by index."""
+        pairs = zip(self.buckets, self.layout.members, strict=True)
+        own = [(bucket.extensions, members) for bucket, members in pairs if isinstance(bucket, ExtensionBucket)]
+        return {index: each for extensions, members in own for index, each in zip(members, extensions, strict=True)}
 
     # ---- forwards
 
@@ -613,8 +620,7 @@ class ParamGroup:
     def exchange(self) -> Exchange:
         """Return its gathers and reductions for compiled graphs, made at the first call, and again after `rebuild`."""
         if self._exchange is None:
-            assert not self.layout.extended
-            members = dict(zip(self._in_slots(), self.layout.members, strict=True))
+            members = dict(zip(self.buckets, self.layout.members, strict=True))
             lane, notes = self._runtime.gather_lane, self._comm.notes
             self._exchange = Exchange(self.params, members, lane, self._reduce_setup(), notes, self.layout.note)
         return self._exchange

@@ -19,7 +19,7 @@ from .._engine.engine import Engine
 from .._engine.iterations import two_threads
 from .._engine.tools import follow_tools
 from .._faults.seat import Seat
-from .._group.extension import is_extended
+from .._group.extension import is_extended, sent_by
 from .._group.group import ParamGroup
 from .._group.param import reduced_as
 from .._group.saved_tensors import give_way
@@ -174,6 +174,7 @@ class _Tree:
         """Set the module of each parameter."""
         holders = {id(module._parameters): weakref.ref(module) for _, module in self.modules}
         for state in self.states:
+            state.entries.know_modules(holders)
             for names, _, index in reversed(state.entries.places):
                 state.declaration.params[index].set_module(holders.get(id(names)))
 
@@ -230,6 +231,7 @@ def _describe(fqn: str, asked: Declaration, is_root: bool, transports: Transport
                 dim=p.dim,
                 rows=p.rows,
                 packed=p.carried is not None,
+                sent=sent_by(p, p.compute_dtype(options), asked.info, options.mp_policy),
             )
             for p, reduced in zip(asked.params, reduced_as(asked.params, options), strict=True)
         ),

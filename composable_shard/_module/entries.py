@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .._group.extension import is_extended
 from .._group.faces import LEAF_OF
 from .._group.param import ShardedParam, run_all
 from .._torch.core import HANDLES, address_of, without_torch_function
@@ -57,10 +58,10 @@ class ModuleEntries:
 
     def __init__(self, places: Sequence[Place], params: Sequence[ShardedParam]) -> None:
         self.params = params
-        self.places = list(places)
+        self._modules: Mapping[int, weakref.ref[nn.Module]] = {}  # by id of their `_parameters`
+        self._set_places(places)
         self.are_replaced = False
         self.converted = False
-        self._columns = _Columns.of(places)
         self._shards = [param.sharded for param in params]
         self._installed: Sequence[torch.Tensor] = self._shards
         # `requires_grad` of the installed tensors, if these are leaves, which users may freeze; else empty.
@@ -78,7 +79,15 @@ class ModuleEntries:
 
     def __getstate__(self) -> dict[str, Any]:
         # These refer to modules and tensors of the original. The copy's engine and `_check_data` set its own.
-        return self.__dict__ | {"_recurrent": [], "_storages": [], "_pieces": [], "_before": {}}
+        own: dict[str, Any] = {
+            "_modules": {},
+            "_apart": [],
+            "_recurrent": [],
+            "_storages": [],
+            "_pieces": [],
+            "_before": {},
+        }
+        return self.__dict__ | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -94,6 +103,11 @@ class ModuleEntries:
             if module._parameters.keys() >= {*vars(module)["_flat_weights_names"]}
         ]
 
+    def know_modules(self, modules: Mapping[int, weakref.ref[nn.Module]]) -> None:
+        """Receive the modules, by id of their `_parameters`."""
+        self._modules = modules
+        self._set_places(self.places)
+
     def name_modules(self, names: Mapping[int, str]) -> None:
         """Receive the modules' names in the root, by id of their `_parameters`. This class does not use them."""
 
@@ -105,7 +119,8 @@ class ModuleEntries:
         """
         if self.are_replaced:
             return
-        if any([names.get(name) is not self._shards[index] for names, name, index in self.places]):  # noqa: C419
+        places = self._traced if torch.compiler.is_compiling() else self.places
+        if any([names.get(name) is not self._shards[index] for names, name, index in places]):  # noqa: C419
             self.adopt()
             self.converted = True
 
@@ -117,8 +132,10 @@ class ModuleEntries:
         self.are_replaced = True
         self._installed = tensors
         if traced:
-            for names, name, index in self.places:
+            for names, name, index in self._traced:
                 names[name] = tensors[index]  # type: ignore[assignment]
+            for known, name, index in self._apart:
+                known().__dict__[name] = tensors[index]
         else:
             dicts, names_in, indices = self._columns
             run_all(map(_setitem, dicts, names_in, tensors if indices is None else [tensors[i] for i in indices]))
@@ -165,8 +182,14 @@ class ModuleEntries:
 
     def install_sharded(self, traced: bool = False) -> None:
         """Install the sharded parameters, then the tensors that users have assigned; `traced` as for `install`."""
-        if self.are_replaced:
-            self.install(self._shards, traced)
+        if self.are_replaced and traced:
+            for names, name, index in self._traced:
+                names[name] = self._shards[index]
+            for known, name, _ in self._apart:
+                del known().__dict__[name]
+            self._installed, self.are_replaced = self._shards, False
+        elif self.are_replaced:
+            self.install(self._shards)
             self.are_replaced = False
             for names, name, assigned in self._assigned:
                 names[name] = assigned
@@ -381,6 +404,14 @@ class ModuleEntries:
 
     def _set_places(self, places: Sequence[Place]) -> None:
         self.places, self._columns = list(places), _Columns.of(places)
+        # Dynamo sees only the entries of `_traced`. Traced code does not touch those of parameters that define their own
+        # all-gather, but sets attributes of the modules during a forward. Otherwise Dynamo would guard on the tensors
+        # inside of these parameters, which change, and each forward would call their `__tensor_flatten__`, which may
+        # read values from the device. Graphs look at all entries when they run (`TracedGroup.before_gather`).
+        apart = [place for place in self.places if is_extended(self.params[place[2]])]
+        known = self._modules
+        self._apart = [(known[id(names)], name, index) for names, name, index in apart if id(names) in known]
+        self._traced = [place for place in self.places if not is_extended(self.params[place[2]])]
 
     def _install_anew(self) -> None:
         """Install the current tensors into all places, including new and changed ones."""

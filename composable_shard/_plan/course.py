@@ -31,12 +31,14 @@ class CourseStep(NamedTuple):
         share: for compute, the fraction of the compute of one use of the module in this direction.
         nbytes: for a launch, the bytes that stay allocated until the wait (`REDUCE`) or until the last read of the
             weights (`UNSHARD`).
+        dtypes: for a launch in a graph, the dtypes of the tensors that it communicates.
     """
 
     kind: Kind
     module: str
     share: float = 0.0
     nbytes: int = 0
+    dtypes: tuple[str, ...] = ()
 
 
 Course = Sequence[CourseStep]
@@ -49,7 +51,7 @@ class Flight(NamedTuple):
         kind: `UNSHARD` or `REDUCE`.
         module: FQN of the group's module.
         number: index of the collective among those of this kind and module in the course, from 0.
-        nbytes: `nbytes` of the launch.
+        nbytes, dtypes: those of the launch.
         behind: the modules that compute between launch and wait, in order.
         begin, end: beginning of the launch and end of the wait, in seconds. Without times, indices of steps.
         seconds: duration without contention on the link. None without times.
@@ -65,6 +67,7 @@ class Flight(NamedTuple):
     end: float
     seconds: float | None
     waited: float | None
+    dtypes: tuple[str, ...]
 
     @property
     def key(self) -> tuple[Kind, str, int]:
@@ -180,7 +183,8 @@ def flights_of(course: Course, times: Mapping[str, Times] | None) -> Iterator[Fl
             if times is not None:
                 alone, waited = _alone(of[0], times.get(step.module, _NO_TIME)), spans[at].end - spans[at].begin
             when = spans[begin].begin, spans[at].end
-            yield Flight(*of, numbers[of], course[begin].nbytes, tuple(computed), *when, alone, waited)
+            launch = course[begin]
+            yield Flight(*of, numbers[of], launch.nbytes, tuple(computed), *when, alone, waited, launch.dtypes)
             numbers[of] += 1
 
 

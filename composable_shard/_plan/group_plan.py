@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._policies import AS_IT_IS, CommPolicy
+from .._policies import AS_IT_IS, CommPolicy, Wire
 from .costs import Moved, Sizes
 from .layout import (
     BucketLayout,
@@ -39,6 +39,8 @@ class ParamPlan:
         rows: shard boundaries are multiples of this number of rows (`Ragged`).
         packed: whether the bytes are not numbers of the dtype (as in packed 4-bit weights). Such parameters are
             gathered separately.
+        sent: elements and dtype of each tensor that a rank sends, if the parameter defines its own all-gather and they
+            are known. Such parameters are gathered separately.
     """
 
     fqn: str
@@ -50,6 +52,7 @@ class ParamPlan:
     dim: int = 0
     rows: int = 1
     packed: bool = False
+    sent: tuple[tuple[int, torch.dtype], ...] = ()
 
     @property
     def numel(self) -> int:
@@ -58,7 +61,10 @@ class ParamPlan:
 
 
 class _Members(NamedTuple):
-    """The parameters of one dtype: their shapes, and the `dim` and `rows` of each (see `ParamPlan`)."""
+    """The parameters of one dtype: their shapes, and the `dim` and `rows` of each (see `ParamPlan`).
+
+    Parameters that define their own all-gather are gathered as bytes.
+    """
 
     dtype: torch.dtype
     shapes: list[tuple[int, ...]]
@@ -129,18 +135,29 @@ class GroupPlan:
             of_dtype.rows.append(param.rows)
         return list(members.values())
 
-    @property
-    def _gathered(self) -> list[_Members]:
-        return self._by_dtype([p.gathered for p in self.params], self.params)
+    @functools.cached_property
+    def _gathered(self) -> list[tuple[_Members, Wire | None]]:
+        """The parameters of each gather, and the format in which they are sent if it is not their dtype."""
+        kinds: dict[tuple[torch.dtype, bool, bool], list[ParamPlan]] = {}
+        for param in self.params:
+            kinds.setdefault((param.gathered, param.packed, bool(param.sent)), []).append(param)
+        gathers: list[tuple[_Members, Wire | None]] = []
+        for (dtype, packed, own), params in kinds.items():
+            if own:
+                sizes = [numel * sent.itemsize for param in params for numel, sent in param.sent]
+                shapes: list[tuple[int, ...]] = [(self.shard_size * size,) for size in sizes]
+                gathers.append((_Members(torch.uint8, shapes, [0] * len(sizes), [1] * len(sizes)), None))
+            else:
+                (members,) = self._by_dtype([dtype] * len(params), params)
+                gathers.append((members, None if packed else self.comm_policy.wire("gather", dtype)))
+        return gathers
 
     @functools.cached_property
     def gather_layouts(self) -> tuple[GatherLayout, ...]:
         """The layout of each dtype's gather."""
-        kinds = dict.fromkeys((p.gathered, p.packed) for p in self.params)
-        wires = [None if packed else self.comm_policy.wire("gather", dtype) for dtype, packed in kinds]
         return tuple(
             gather_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route, rows, wire)
-            for (dtype, shapes, dims, rows), wire in zip(self._gathered, wires, strict=True)
+            for (dtype, shapes, dims, rows), wire in self._gathered
         )
 
     @property
@@ -152,7 +169,8 @@ class GroupPlan:
         """By dtype, the bucket for weights that are resharded to `small_size` ranks; empty if `small_size` is 0."""
         members = self._gathered if self.small_size else ()
         return [
-            (dtype, bucket_layout(shapes, self.small_size, dtype.itemsize, dims)) for dtype, shapes, dims, _ in members
+            (dtype, bucket_layout(shapes, self.small_size, dtype.itemsize, dims))
+            for (dtype, shapes, dims, _), _ in members
         ]
 
     @property
@@ -194,7 +212,7 @@ class GroupPlan:
     def moved(self) -> Moved:
         """Bytes that the group's collectives move."""
         layouts = zip(self.gather_layouts, self._gathered, strict=True)
-        gather = tuple(layout.moved(of.dtype.itemsize) for layout, of in layouts) if self.route else ()
+        gather = tuple(layout.moved(of.dtype.itemsize) for layout, (of, _) in layouts) if self.route else ()
         reduce = tuple(layout.moved for _, layout in self._reduce_layouts)
         few = tuple(layout.total * dtype.itemsize for dtype, layout in self._resident_layouts())
         return Moved(self.shard_size, gather, reduce, self.small_size or 1, few)
@@ -272,7 +290,9 @@ class GroupPlan:
 
 def _dtype(param: ParamPlan) -> str:
     stored, gathered, reduced = (str(d).removeprefix("torch.") for d in (param.stored, param.gathered, param.reduced))
-    text = stored if gathered == stored else f"{stored} as {gathered}"
+    sent = dict.fromkeys(str(dtype).removeprefix("torch.") for _, dtype in param.sent)
+    arrives = " and ".join(sent) or gathered
+    text = stored if arrives == stored else f"{stored} as {arrives}"
     if not param.trains:
         return f"{text} packed" if param.packed else f"{text} frozen"
     return text if reduced == gathered else f"{text}, reduced as {reduced}"

@@ -121,6 +121,14 @@ class ProgramMode(FakeTensorMode):
         return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
 
 
+def without_data() -> FakeTensorMode:
+    """A context in which operators compute only shapes and dtypes, also those of real tensors, and communicate nothing.
+
+    Results are fake tensors. In-place operators do not change real tensors.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def with_values(function: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
     """Call a function with a real version of a fake tensor: with its values if it has kept them, else with ones."""
     with _disable_current_modes():

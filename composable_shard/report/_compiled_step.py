@@ -75,7 +75,7 @@ class CompiledStep:
         for direction, compiled, planned in self._directions():
             at = _DIRECTIONS.index(direction)
             lines.append(f"{direction}: {sequence_of(self.compiled[at])}; planned {sequence_of(self.planned[at])}")
-            lines += [f"  {line}" for line in table(_rows(compiled, planned), left=(0, 2, 3))]
+            lines += [f"  {line}" for line in table(_rows(compiled, planned), left=(0, 2, 3, 4))]
         return "\n".join([*lines, *(f"exposed: {text}" for text in self.exposed)])
 
     def draw(self, path: str | Path) -> None:
@@ -220,13 +220,14 @@ def _rows(compiled: Iterable[Flight], planned: Iterable[Flight]) -> Iterator[tup
     """The rows of a table of collectives, its header first."""
     mine, plans = {each.key: each for each in compiled}, {each.key: each for each in planned}
     timed = any(each.seconds is not None for each in (*mine.values(), *plans.values()))
-    head = ("", "bytes", "behind", "planned behind")
+    head = ("", "bytes", "dtype", "behind", "planned behind")
     yield (*head, "takes ms", "waited ms", "planned ms") if timed else head
     for key in {**mine, **plans}:
         one, two = mine.get(key), plans.get(key)
         either = one or two
         assert either is not None
-        row = str(either), f"{one.nbytes:,}" if one else "-", _behind(one), _behind(two)
+        nbytes, dtypes = (f"{one.nbytes:,}", ", ".join(one.dtypes)) if one else ("-", "-")
+        row = str(either), nbytes, dtypes, _behind(one), _behind(two)
         seconds = either.seconds, one and one.waited, two and two.waited
         yield (*row, *map(_ms, seconds)) if timed else row
 

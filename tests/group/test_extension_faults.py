@@ -10,13 +10,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
-from test_extensions import Halved, InTwo, Wrapping, aten, batch, make, shard, step, train
+from test_extensions import batch, make, shard, step, train
 from torch.utils import _pytree as pytree
 
 from _engines import ENGINES, fully_shard
+from _extended import Halved, InTwo, Wrapping, aten
 from _pool import distributed
 from _stepping import assert_at_rest, engine_of
-from composable_shard._group.extension import ExtensionBucket
+from composable_shard._group.extension_bucket import ExtensionBucket
 from composable_shard._group.phases import GATHERING
 from composable_shard.errors import StaleStateError
 
