@@ -692,6 +692,9 @@ class Counter:
         self.value += number
         return self.value
 
+    def fail(self):
+        raise ValueError("too large")
+
     def die(self):
         os._exit(7)
 
@@ -706,10 +709,18 @@ if __name__ == "__main__":
             assert "the process of counter ended with status 7" in str(error), error
         else:
             raise AssertionError("no error")
+    with Player("counter", Counter, 1) as player:
+        player.ready()
+        try:
+            player.call("fail")
+        except SystemExit as error:
+            assert str(error) == "the process of counter ended: ValueError: too large", error
+        else:
+            raise AssertionError("no error")
 """
 
 
-def test_the_error_of_a_process_that_dies_has_its_name_and_status(tmp_path):
+def test_the_error_of_a_process_has_its_name_and_its_status_or_its_exception(tmp_path):
     script = tmp_path / "players.py"
     script.write_text(PLAYERS)
     environment = without_gpu(PYTHONPATH=str(ROOT / "bench"))
