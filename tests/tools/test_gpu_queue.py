@@ -599,7 +599,9 @@ for text, message in (
         assert message in str(error), error
     else:
         raise AssertionError("no error")
-for engine, reference in {"ours-fp8": "fsdp2", "ours-blocks": "fsdp2-blocks", "ours-offload": "fsdp2-offload"}.items():
+references = {"ours-fp8": "fsdp2", "ours-blocks": "fsdp2-blocks", "ours-offload": "fsdp2-offload"}
+references |= {"ours-whole": "fsdp2-blocks", "fsdp2-again-blocks-float8": "fsdp2-blocks-float8"}
+for engine, reference in references.items():
     assert llama_steps.name_reference(engine, "fsdp2") == reference, engine
 assert llama_steps.name_reference("ours-offload", "unsharded") == "unsharded"
 losses = {"ours": [2.0, 4.0], "fsdp2": [2.0, 5.0], "unsharded": [9.0, 9.0]}
