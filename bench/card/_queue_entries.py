@@ -30,6 +30,8 @@ class Part:
         gpu: additional options on a GPU.
         dry: additional options of the dry run on a CPU, which takes seconds.
         limit_s: the time limit on a GPU, in seconds.
+        wheels: packages that a machine with a GPU can lack, as `name==version`. The queue finds their wheels in
+            `.wheels/`.
         env: environment variables of the command.
         dry_env: environment variables of the dry run, instead of `env`.
     """
@@ -39,6 +41,7 @@ class Part:
     gpu: str
     dry: str
     limit_s: int
+    wheels: tuple[str, ...] = field(default=(), kw_only=True)
     env: Mapping[str, str] = field(default_factory=dict)
     dry_env: Mapping[str, str] = field(default_factory=dict)
 
