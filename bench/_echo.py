@@ -28,7 +28,12 @@ LIMIT = timedelta(minutes=5)
 
 
 class EchoGroup(NoopGroup):
-    """A process group that reports `size` ranks and communicates with a group of one rank."""
+    """A process group that reports `size` ranks and communicates with a group of one rank.
+
+    `gathered_bytes` counts the outputs of the all-gathers of all groups of the process.
+    """
+
+    gathered_bytes = 0
 
     def __init__(self, size: int, inner: dist.ProcessGroup) -> None:
         super().__init__(0, size)
@@ -46,6 +51,7 @@ class EchoGroup(NoopGroup):
     def allgather_into_tensor_coalesced(
         self, wholes: Sequence[Tensor], pieces: Sequence[Tensor], options: Any = None
     ) -> dist.Work:
+        EchoGroup.gathered_bytes += sum(whole.nbytes for whole in wholes)
         places = [place for whole in wholes for place in whole.view(self.size(), -1)]
         echoes = [piece.reshape(-1) for piece in pieces for _ in range(self.size())]
         return self._inner.allgather_into_tensor_coalesced(places, echoes, options or AllgatherOptions())

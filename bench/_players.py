@@ -7,10 +7,18 @@ other load on the machine affects all of them alike.
 import contextlib
 import multiprocessing
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
 END_S = 30  # time for a process to end before it is killed
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """The error with which a process ends."""
+
+    text: str
 
 
 class Player:
@@ -43,7 +51,7 @@ class Player:
         """Wait until the object is built. Call this once, before the first `call`.
 
         Raises:
-            SystemExit: the process ended.
+            SystemExit: the process ended. The message has its error.
         """
         self._receive()
 
@@ -51,7 +59,7 @@ class Player:
         """Call a method of the object and return its result.
 
         Raises:
-            SystemExit: the process ended.
+            SystemExit: the process ended. The message has its error.
         """
         with contextlib.suppress(OSError):  # the process has ended; `_receive` raises
             self._connection.send((method, arguments))
@@ -59,16 +67,29 @@ class Player:
 
     def _receive(self) -> Any:
         try:
-            return self._connection.recv()
+            answer = self._connection.recv()
         except (EOFError, OSError):
             self._process.join(END_S)
             raise SystemExit(
                 f"the process of {self._name} ended with status {self._process.exitcode}; "
                 "if it raised an error, see above"
             ) from None
+        if isinstance(answer, _Failure):
+            self._process.join(END_S)  # its memory on the GPU is free afterwards
+            raise SystemExit(f"the process of {self._name} ended: {answer.text}")
+        return answer
 
 
 def _play(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        _answer_calls(connection, make, arguments)
+    except Exception as error:
+        with contextlib.suppress(OSError):  # the parent ended
+            connection.send(_Failure(f"{type(error).__name__}: {error}"))
+        raise
+
+
+def _answer_calls(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     played = make(*arguments)
     try:
         connection.send(None)

@@ -30,6 +30,8 @@ class Part:
         gpu: additional options on a GPU.
         dry: additional options of the dry run on a CPU, which takes seconds.
         limit_s: the time limit on a GPU, in seconds.
+        wheels: packages that a machine with a GPU can lack, as `name==version`. The queue finds their wheels in
+            `.wheels/`.
         env: environment variables of the command.
         dry_env: environment variables of the dry run, instead of `env`.
     """
@@ -39,6 +41,7 @@ class Part:
     gpu: str
     dry: str
     limit_s: int
+    wheels: tuple[str, ...] = field(default=(), kw_only=True)
     env: Mapping[str, str] = field(default_factory=dict)
     dry_env: Mapping[str, str] = field(default_factory=dict)
 
@@ -168,6 +171,18 @@ def _graphed(name: str, dry: str, limit_s: int) -> Part:
     )
 
 
+def _float8(tokens: int) -> Part:
+    return Part(
+        f"tokens{tokens}",
+        "bench/card/float8.py --json {json}",
+        f"--device cuda --tokens {tokens}",
+        "--device cpu --size tiny --tokens 32 --world 2 --rounds 1 --steps 1 --backend aot_eager --tolerance 1e-4 "
+        "--skip-unsupported",
+        250,
+        wheels=("torchao==0.18.0",),
+    )
+
+
 def _growth(part: str, options: str, rounds: int, dry: str, limit_s: int) -> Part:
     return Part(
         part,
@@ -206,6 +221,12 @@ QUEUE = (
             _graphed("steps-1b", "--engines ours,ours-graph,compute-graph,collectives-graph", 230),
             _graphed("steps-150m", "--backend aot_eager --engines ours-placed-whole-graph,fsdp2-blocks-graph", 270),
         ),
+    ),
+    Entry(
+        "float8",
+        "What are tokens/s, peak memory and gathered bytes of four Llama 3 8B layers in torchao's float8, compared "
+        "with bfloat16, for FSDP2 and ours with compiled blocks, and ours as one graph?",
+        (_float8(4096), _float8(8192)),
     ),
     Entry(
         "host-overhead",

@@ -14,8 +14,10 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+import zipfile
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from _queue_results import (
     write_document,
 )
 
+WHEELS = ROOT / ".wheels"  # git ignores it
 DRY_LIMIT_S = 250  # time limit of a part in a dry run
 OUTPUT_LINES = 40  # The outcome of a part that failed or has no figures contains its last lines of output,
 RESULT_LINE = re.compile(r"^(real|stress|fault) | per group: ")  # and result lines of scripts without figures.
@@ -64,6 +67,31 @@ def check_gpu() -> None:
         raise QueueError(f"nvidia-smi finds a GPU, but torch cannot use it: {last}")
 
 
+def find_wheel(requirement: str) -> Path | None:
+    """Return the wheel in `.wheels/` for a requirement such as "torchao==0.18.0"."""
+    return next(iter(sorted(WHEELS.glob(f"{requirement.replace('==', '-')}-*.whl"))), None)
+
+
+def find_missing(parts: Iterable[Part]) -> list[str]:
+    """Return the requirements of the parts that are neither installed in this version nor in `.wheels/`."""
+
+    def is_installed(requirement: str) -> bool:
+        name, _, version = requirement.partition("==")
+        try:
+            return metadata.version(name) == version
+        except metadata.PackageNotFoundError:
+            return False
+
+    wanted = dict.fromkeys(requirement for part in parts for requirement in part.wheels)
+    return [each for each in wanted if not find_wheel(each) and not is_installed(each)]
+
+
+def download_command(requirements: Sequence[str]) -> str:
+    """Return the command that downloads wheels for the usual machine with a GPU."""
+    target = "--only-binary=:all: --platform manylinux_2_28_x86_64"
+    return f"python -m pip download --no-deps {target} --dest {WHEELS.name} {' '.join(requirements)}"
+
+
 class Run:
     """Executes parts and rewrites the result file after each part, so an interrupted run keeps finished parts.
 
@@ -94,6 +122,7 @@ class Run:
         self._logs, self._files = self._work / f"{entry.name}-logs", self._work / f"{entry.name}-files"
         self._logs.mkdir()
         self._files.mkdir()
+        self._packages = self._work / "packages"
         out.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
@@ -104,11 +133,16 @@ class Run:
         return self._out / f"{self._entry.name}.json"
 
     def perform(self, names: Iterable[str]) -> bool:
-        """Run the named parts and pack their files. Return whether all of them succeeded."""
+        """Run the named parts and pack their files. Return whether all of them succeeded.
+
+        Raises:
+            QueueError: a part needs a package that is missing here. A dry run leaves out what needs it.
+        """
         names = list(names)
         parts = [part for part in self._entry.parts if part.name in names]
         threads = [threading.Thread(target=self._run, args=(part,)) for part in parts]
         try:
+            self._prepare_packages(parts)
             for thread in threads:
                 thread.start()
                 if not self._entry.parallel:
@@ -126,6 +160,17 @@ class Run:
                     thread.join()
             self._pack("" if len(parts) == len(self._entry.parts) else "-".join(["", *names]))
         return all(self._document["parts"].get(name, {}).get("exit") == 0 for name in names)
+
+    def _prepare_packages(self, parts: Sequence[Part]) -> None:
+        missing = find_missing(parts)
+        if missing and not self._dry:
+            raise QueueError(
+                f"{self._entry.name} needs {', '.join(missing)}. On a machine with a network, run "
+                f"`{download_command(missing)}` in the repository, then copy {WHEELS.name}/ with it"
+            )
+        for wheel in filter(None, map(find_wheel, {each for part in parts for each in part.wheels})):
+            with zipfile.ZipFile(wheel) as archive:  # Nothing is installed: pip can be absent, or need permissions.
+                archive.extractall(self._packages)
 
     def _run(self, part: Part) -> None:
         figures, folder, log = (
@@ -188,7 +233,7 @@ class Run:
 
     def _environment(self, part: Part) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED)}
-        paths = [str(ROOT), str(ROOT / "bench"), inherited.get("PYTHONPATH", "")]
+        paths = [str(ROOT), str(ROOT / "bench"), str(self._packages), inherited.get("PYTHONPATH", "")]
         own = {**ENVIRONMENT, **part.variables(self._dry), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         return inherited | own | (DRY_ENVIRONMENT if self._dry else {})
 

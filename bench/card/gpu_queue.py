@@ -36,7 +36,7 @@ from _queue_results import (
     store,
     write_table,
 )
-from _queue_run import Run, check_gpu
+from _queue_run import Run, check_gpu, download_command, find_missing
 
 PROGRAM = "python bench/card/gpu_queue.py"
 
@@ -59,6 +59,8 @@ def show_next(kind: str | None, seconds: float) -> int:
         f"time:      at most {format_time(entry.limit_s(names))}: {limits}{', in parallel' if entry.parallel else ''}\n"
         f"result:    {file}, written by {PROGRAM} record OUT/{entry.name}.json"
     )
+    if missing := find_missing(part for part in entry.parts if part.name in names):
+        print(f"wheels:    {download_command(missing)}")
     warn_of_changes()
     return 0
 

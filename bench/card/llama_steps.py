@@ -17,8 +17,10 @@ predict the time that a network adds. Engine names can have these suffixes:
 
     -again      FSDP2 a second time, the control: its ratio to the first one shows the noise
     -blocks     every block is compiled before it is sharded
+    -whole      the sharded model is compiled as one graph for forward and one for backward (`torch.compile`)
     -packed     gathers use one buffer per group (`COMPOSABLE_SHARD_TRANSPORT=packed`)
     -fp8        weights are gathered in 8 bits (`CommPolicy(gather="fp8")`)
+    -float8     linear layers of blocks compute in float8, and their weights are gathered in float8 (torchao)
     -offload    shards, gradients and optimizer states are on the host (`CPUOffloadPolicy()`)
 
 The exit status is 1 if the losses of the sharded engines differ by more than `--tolerance`, or are not finite. Figures
@@ -59,8 +61,12 @@ from _players import Player
 
 OURS, FSDP2, UNSHARDED = "ours", "fsdp2", "unsharded"
 BASES = (OURS, FSDP2, UNSHARDED)
-AGAIN, BLOCKS, PACKED, FP8, OFFLOAD = "again", "blocks", "packed", "fp8", "offload"
-SUFFIXES = {OURS: {BLOCKS, PACKED, FP8, OFFLOAD}, FSDP2: {AGAIN, BLOCKS, OFFLOAD}, UNSHARDED: {BLOCKS}}
+AGAIN, BLOCKS, WHOLE, PACKED, FP8, FLOAT8, OFFLOAD = "again", "blocks", "whole", "packed", "fp8", "float8", "offload"
+SUFFIXES = {
+    OURS: {BLOCKS, WHOLE, PACKED, FP8, FLOAT8, OFFLOAD},
+    FSDP2: {AGAIN, BLOCKS, FLOAT8, OFFLOAD},
+    UNSHARDED: {BLOCKS},
+}
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WARM_STEPS = 3
 TRACES = 3  # number of traces per engine and sequence length
@@ -100,9 +106,10 @@ class StepResult:
 
     Attributes:
         step_ms: time of forward, loss and backward.
-        over_fsdp2: ratio to `step_ms` of FSDP2 with the same `-blocks` or `-offload`, formed within each round.
+        over_fsdp2: ratio to `step_ms` of FSDP2 with the same `-blocks`, `-float8` or `-offload`, formed within each
+            round.
         over_unsharded: ratio to the unsharded model with the same `-blocks`.
-        optimizer_ms: time of AdamW's step.
+        optimizer_ms: time of AdamW's step, and of the scales of `-float8`.
         tokens_per_s: tokens / (median of `step_ms` + median of `optimizer_ms`).
         loss_difference: the largest relative difference between the losses of the sharded engines; None if a loss is
             not finite.
@@ -153,9 +160,29 @@ def parse_engines(text: str) -> list[str]:
 
 
 def name_reference(engine: str, base: str) -> str:
-    """Return the engine of `base` for comparison, with the same `-blocks` and `-offload` suffixes."""
-    kept = [suffix for suffix in (BLOCKS, OFFLOAD) if suffix in split_name(engine)[1] & SUFFIXES[base]]
+    """Return the engine of `base` for comparison, with the same `-blocks`, `-float8` and `-offload` suffixes.
+
+    The reference of `-whole` is `-blocks`.
+    """
+    suffixes = split_name(engine)[1]
+    if WHOLE in suffixes:
+        suffixes.add(BLOCKS)
+    kept = [suffix for suffix in (BLOCKS, FLOAT8, OFFLOAD) if suffix in suffixes & SUFFIXES[base]]
     return "-".join([base, *kept])
+
+
+def convert_to_float8(model: nn.Module, emulate: bool) -> None:
+    """Convert the linear layers of a model to torchao's float8, with weights that are gathered in float8.
+
+    The head stays as it is, as torchao recommends.
+    """
+    from torchao.float8 import (  # type: ignore[import-not-found, unused-ignore]
+        Float8LinearConfig,
+        convert_to_float8_training,
+    )
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=emulate)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _layer, name: name != "head")
 
 
 class Trainer:
@@ -169,7 +196,11 @@ class Trainer:
         _device.select(self._device.type)
         _echo.init(settings["world"], self._device)
         self.model = self._build(base, suffixes, settings)
+        self._call: Any = self.model
+        if WHOLE in suffixes:
+            self._call = torch.compile(self.model, fullgraph=True, dynamic=False, backend=settings["backend"])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self._in_float8 = FLOAT8 in suffixes
         self._steps = 0
         self._free_cache()
 
@@ -186,6 +217,8 @@ class Trainer:
                 size.hidden,
                 max(settings["tokens"]),
             )
+        if FLOAT8 in suffixes:
+            convert_to_float8(model, emulate=self._device.type == _device.CPU)
         if BLOCKS in suffixes:
             _engines.compile_blocks(model, TransformerBlock, settings["backend"], dynamic=False)
         if base == UNSHARDED:
@@ -244,8 +277,7 @@ class Trainer:
             for _ in range(TRACES):
                 batch = self._batch(tokens)
                 found.append(_gpu_trace.record_step(lambda batch=batch: self._loss(batch).backward()))
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+                self._update()
             self._free_cache()
         return found
 
@@ -262,8 +294,17 @@ class Trainer:
         return torch.randint(self._size.vocabulary, (1, tokens + 1), generator=generator).to(self._device)
 
     def _loss(self, batch: Tensor) -> Tensor:
-        logits = self.model(batch[:, :-1])
+        logits = self._call(batch[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+    def _update(self) -> None:
+        """Update the weights. In float8, also compute the scales of the next gathers."""
+        self.optimizer.step()
+        if self._in_float8:
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            precompute_float8_dynamic_scale_for_fsdp(self.model)
+        self.optimizer.zero_grad()
 
     def _run(self, tokens: int, steps: int) -> Turn:
         turn = Turn([], [], [])
@@ -275,8 +316,7 @@ class Trainer:
             loss.backward()
             _device.synchronize(self._device.type)
             middle = time.perf_counter()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self._update()
             _device.synchronize(self._device.type)
             turn.steps.append(middle - begin)
             turn.optimizers.append(time.perf_counter() - middle)
@@ -413,8 +453,8 @@ def describe_losses(difference: float | None) -> str:
     return f"losses of the sharded engines differ by at most {difference:.1e}"
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser, engines: str) -> None:
+    """Add the options of a measurement, with the default engines."""
     _device.add_option(parser)
     parser.add_argument(
         "--size", choices=SIZES, default="8b-4-layers", help="size of the decoder (default: %(default)s)"
@@ -422,18 +462,22 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens", type=_report.integers, default="4096,8192", help="sequence lengths (default: %(default)s)"
     )
-    parser.add_argument(
-        "--engines", type=parse_engines, default="ours,fsdp2,unsharded", help="engines (default: %(default)s)"
-    )
+    parser.add_argument("--engines", type=parse_engines, default=engines, help="engines (default: %(default)s)")
     parser.add_argument("--world", type=int, default=8, help="number of ranks (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each engine (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps per turn (default: %(default)s)")
     parser.add_argument("--backend", default="inductor", help="backend of torch.compile (default: %(default)s)")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, "ours,fsdp2,unsharded")
     parser.add_argument(
         "--tolerance",
         type=float,
         default=1e-2,
-        help="largest relative difference of losses (default: %(default)s); use 5e-2 for -fp8, which rounds weights",
+        help="largest relative difference of losses (default: %(default)s); use 5e-2 for -fp8 and -float8, which "
+        "round weights",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     return parser.parse_args(argv)

@@ -599,7 +599,9 @@ for text, message in (
         assert message in str(error), error
     else:
         raise AssertionError("no error")
-for engine, reference in {"ours-fp8": "fsdp2", "ours-blocks": "fsdp2-blocks", "ours-offload": "fsdp2-offload"}.items():
+references = {"ours-fp8": "fsdp2", "ours-blocks": "fsdp2-blocks", "ours-offload": "fsdp2-offload"}
+references |= {"ours-whole": "fsdp2-blocks", "fsdp2-again-blocks-float8": "fsdp2-blocks-float8"}
+for engine, reference in references.items():
     assert llama_steps.name_reference(engine, "fsdp2") == reference, engine
 assert llama_steps.name_reference("ours-offload", "unsharded") == "unsharded"
 losses = {"ours": [2.0, 4.0], "fsdp2": [2.0, 5.0], "unsharded": [9.0, 9.0]}
@@ -692,6 +694,9 @@ class Counter:
         self.value += number
         return self.value
 
+    def fail(self):
+        raise ValueError("too large")
+
     def die(self):
         os._exit(7)
 
@@ -706,10 +711,18 @@ if __name__ == "__main__":
             assert "the process of counter ended with status 7" in str(error), error
         else:
             raise AssertionError("no error")
+    with Player("counter", Counter, 1) as player:
+        player.ready()
+        try:
+            player.call("fail")
+        except SystemExit as error:
+            assert str(error) == "the process of counter ended: ValueError: too large", error
+        else:
+            raise AssertionError("no error")
 """
 
 
-def test_the_error_of_a_process_that_dies_has_its_name_and_status(tmp_path):
+def test_the_error_of_a_process_has_its_name_and_its_status_or_its_exception(tmp_path):
     script = tmp_path / "players.py"
     script.write_text(PLAYERS)
     environment = without_gpu(PYTHONPATH=str(ROOT / "bench"))
