@@ -132,7 +132,7 @@ def sent(run: Run, recipe: Recipe, scales: tuple[int, int]) -> None:
     Args:
         scales: the all-reduces of a scale in forward and backward, and after a step.
     """
-    with testing.fabric(2, latency_s=0.0, bandwidth_Bps=1e9, clock="virtual") as net:
+    with testing.fabric(2, latency_s=1e-6, bandwidth_Bps=1e9, clock="virtual") as net:
         model = build(recipe.convert)
         run.sharded(model)
         optimizer = ADAMW(list(model.parameters()))
