@@ -82,11 +82,8 @@ class Quantized(torch.Tensor):
             return cls(first.shape, first.parts)
         if func is aten.split.Tensor:
             sizes = {name: args[1] // (BLOCK if name == "column_scales" else 1) for name in PARTS}
-            pieces = [first.parts[name].split(size) for name, size in sizes.items()]
-            return [
-                cls(rows.shape, dict(zip(PARTS, (rows, *rest), strict=True)))
-                for rows, *rest in zip(*pieces, strict=True)
-            ]
+            pieces = zip(*[first.parts[name].split(size) for name, size in sizes.items()], strict=True)
+            return [cls(each[0].shape, dict(zip(PARTS, each, strict=True))) for each in pieces]
         copied = args[1] if func is aten.copy_.default else None  # without rounding again
         args, kwargs = pytree.tree_map_only(cls, cls.whole, (args, kwargs or {}))
         out = func(*args, **kwargs)
