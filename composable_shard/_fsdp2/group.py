@@ -17,6 +17,7 @@ from .._group.phases import GATHERING, RESIDENT, SHARDED, UNSHARDED, GradPhase
 from .._module.build import build_engine
 from .._module.state import ShardState, change_settings
 from .._policies import CPUOffloadPolicy, HSDPMeshInfo, OffloadPolicy
+from .._torch.core import current_backward
 from .._torch.distributed import ShardedState, TrainingState, data_parallel_mesh_info
 from ..errors import ShardConfigStateError, ShardConfigValueError
 from . import listening
@@ -183,6 +184,8 @@ class GroupFacade(View):
         group, engine = self._group, self._engine
         if group is None or engine is None:
             return TrainingState.IDLE
+        if any(param._param.in_graph for param in self.fsdp_params):
+            return TrainingState.FORWARD if current_backward() < 0 else TrainingState.PRE_BACKWARD
         if any(param._param.in_pre_all_gather for param in self.fsdp_params):  # it may be a prefetch
             recomputes = engine.in_forward and group not in engine.active
             if engine.in_backward and not recomputes:
@@ -276,7 +279,8 @@ class GroupFacade(View):
         """Called after backward has computed the group's gradients, and again after `.grad` of the shards is set.
 
         The first call reshards and reduces; a replacement must call the original. A call between backwards reduces the
-        accumulated gradients of the group if gradient sync is on, and sets `.grad`.
+        accumulated gradients of the group if gradient sync is on, and sets `.grad`. Unsharded gradients that code has
+        assigned to `.grad` of shards, such as delayed weight gradients, count as accumulated.
         """
         return self._replacements.get(POST_BACKWARD, self._post_backward)
 
@@ -288,6 +292,7 @@ class GroupFacade(View):
         if self._event is not None:
             self._do(POST_BACKWARD)
         elif self._engine is not None and self._group is not None and not self._engine.in_backward:
+            self._group.gradients.take_assigned()
             self._engine.reduce_waiting(self._group)
             if self._options.reshard_after_backward and self._options.requires_gradient_sync:
                 self._engine.reshard(self._group)

@@ -177,6 +177,12 @@ class Bucket:
         """The unsharded parameters, without autograd history."""
         raise NotImplementedError
 
+    remakes = False  # whether each gather makes the parameters again, perhaps from other tensors
+
+    def whole(self, index: int) -> torch.Tensor:
+        """Return the unsharded parameter that the last gather has made, if `remakes`."""
+        raise NotImplementedError
+
     def name_of(self, place: Place | int) -> str:
         """Return the name of the parameter at a place, or with an index."""
         assert isinstance(place, int)

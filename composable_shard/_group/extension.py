@@ -82,8 +82,14 @@ class Extension:
         """The parameter and its class, for messages."""
         return f"parameter {self.param.fqn} (a {type(self.param.local).__name__})"
 
-    def call_pre(self) -> tuple[list[torch.Tensor], Any]:
-        """Call `fsdp_pre_all_gather`; returns the contiguous tensors that this rank sends, and the metadata.
+    def call_pre(self, in_graph: bool = False) -> tuple[list[torch.Tensor], Any]:
+        """Call `fsdp_pre_all_gather`.
+
+        Args:
+            in_graph: whether a compiled graph gathers, and not the engine.
+
+        Returns:
+            the contiguous tensors that this rank sends, and the metadata.
 
         Raises:
             ShardConfigAssertionError: the shards are uneven, and the tensors are not padded.
@@ -94,7 +100,7 @@ class Extension:
         if self._takes_all:
             module = None if param.module is None else param.module()
             arguments = (*arguments, self.shape, self.stride, module, self._policy)
-        with param.during_pre_all_gather():
+        with param.during_pre_all_gather(in_graph):
             inputs, metadata = local.fsdp_pre_all_gather(*arguments)
         inputs = [tensor.contiguous() for tensor in inputs]
         self._check_padded(inputs)
@@ -105,7 +111,7 @@ class Extension:
         attributes = self.param.local.__dict__
         before = dict(attributes)
         try:
-            return self.call_pre()
+            return self.call_pre(in_graph=True)
         finally:  # it may have stored fake tensors
             attributes.clear()
             attributes.update(before)

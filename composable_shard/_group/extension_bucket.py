@@ -157,9 +157,16 @@ class ExtensionBucket(Bucket):
         self._claims: list[Outside] = []
         self._abandoned: list[torch.Tensor] = []  # interrupted gathers may still use these; held as long as the bucket
 
+    remakes = True
+
     @property
     def weights(self) -> list[torch.Tensor]:
         return [member.tensor for member in self._members]
+
+    def whole(self, index: int) -> torch.Tensor:
+        leaf = self._members[index].leaf
+        assert leaf is not None
+        return leaf
 
     def start(self, after: torch.Event | None) -> Job[None]:
         if after is not None:  # `ask` reads the parameters on the current stream

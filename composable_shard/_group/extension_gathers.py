@@ -39,7 +39,7 @@ class ExtensionGathers:
         arriving: list[Arriving] = []
         with torch.inference_mode(False), torch.no_grad():
             for index, extension in zip(self.members, self._bucket.extensions, strict=True):
-                inputs, metadata = extension.call_pre()
+                inputs, metadata = extension.call_pre(in_graph=True)
                 shapes = gathered_shapes(inputs, info.shard_size)
                 outputs = [
                     torch.empty(shape, dtype=tensor.dtype, device=info.device)

@@ -14,6 +14,7 @@ from operator import attrgetter, is_, is_not
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .._comm.copies import Gradients
 from .._comm.lanes import Job
@@ -209,6 +210,17 @@ class GroupGradients:
                 raise
         if self._accumulated.whole:
             self._set_phase(GradPhase.ACCUMULATED)
+
+    def take_assigned(self) -> None:
+        """Accumulate unsharded gradients that code has assigned to `.grad` of shards: tensors that are no DTensors."""
+        assigned: list[torch.Tensor | None] = [None] * len(self._params)
+        for index, param in enumerate(self._params):
+            grad = param.sharded.grad
+            if grad is not None and not isinstance(grad, DTensor):
+                assigned[index] = grad
+                param.set_gradient(None)
+        if any(grad is not None for grad in assigned):
+            self.accumulate(assigned)
 
     def check_unused(self) -> None:
         """Check that every gradient has a dtype even if no rank computes it, because it is then reduced as zeros.

@@ -135,12 +135,13 @@ class ShardedParam:
         hooks: the users' hooks on it.
         grad_dtype: the `grad_dtype` that users have set on it or on the parameter from before sharding.
         in_pre_all_gather: whether its `fsdp_pre_all_gather` is running.
+        in_graph: whether a compiled graph has called it.
         module: a weak reference to the module that has it; None until the root is known.
     """
 
     __slots__ = (
-        "__weakref__", "_cut", "_whole", "carried", "dim", "fqn", "grad_dtype", "hooks", "in_pre_all_gather",
-        "keeps_dtype", "kept", "module", "parallel", "rows", "shape", "sharded",
+        "__weakref__", "_cut", "_whole", "carried", "dim", "fqn", "grad_dtype", "hooks", "in_graph",
+        "in_pre_all_gather", "keeps_dtype", "kept", "module", "parallel", "rows", "shape", "sharded",
     )  # fmt: skip
 
     def __init__(self, fqn: str, sharded: nn.Parameter, cut: Cut, shape: tuple[int, ...]) -> None:
@@ -151,7 +152,7 @@ class ShardedParam:
         self.module: weakref.ref[nn.Module] | None = None
         self.kept: list[weakref.ref[torch.Tensor]] = []
         self.hooks = ParamHooks()
-        self.in_pre_all_gather = False
+        self.in_pre_all_gather = self.in_graph = False
         self._whole: weakref.ref[nn.Parameter] | None = None
         self.grad_dtype = GradDtype()
         self.prepare()
@@ -310,13 +311,13 @@ class ShardedParam:
         self.module = module
 
     @contextlib.contextmanager
-    def during_pre_all_gather(self) -> Iterator[None]:
-        """In this context, `in_pre_all_gather` is True."""
-        self.in_pre_all_gather = True
+    def during_pre_all_gather(self, in_graph: bool) -> Iterator[None]:
+        """In this context, `in_pre_all_gather` is True, and `in_graph` is as given."""
+        self.in_pre_all_gather, self.in_graph = True, in_graph
         try:
             yield
         finally:
-            self.in_pre_all_gather = False
+            self.in_pre_all_gather = self.in_graph = False
 
     def check_grad_dtype(self) -> None:
         """Check that `grad_dtype` was not changed since it was adopted.

@@ -15,7 +15,7 @@ hooks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -99,6 +99,14 @@ class _Flattened(NamedTuple):
     stride: tuple[int, ...]
 
 
+class _Whole(NamedTuple):
+    """A saved parameter that defines its own all-gather: as a whole, and not a view of it."""
+
+    flattened: _Flattened
+    bucket: Bucket
+    place: int
+
+
 class _Foreign(NamedTuple):
     """A saved tensor as the hooks outside of ours have packed it."""
 
@@ -170,7 +178,7 @@ class _Hooks:
             if memory.first <= address < memory.end and (handle := self._handle(tensor, address)) is not None:
                 return handle
         elif (flattened := self._flattened(tensor)) is not None:
-            return flattened
+            return _whole(tensor, flattened)
         if self._outer is not None:
             return _Foreign(self._outer[0](tensor))
         # An operator may save its own output, as `exp` does. The output holds the operator's node, and the node holds
@@ -236,6 +244,24 @@ class _Hooks:
         return _Flattened(type(tensor), kept, context, tensor.shape, tensor.stride())
 
 
+def _handles_in(packed: Any) -> Iterator[Handle]:
+    if isinstance(packed, Handle):
+        yield packed
+    elif isinstance(packed, _Flattened):
+        for part in packed.inner.values():
+            yield from _handles_in(part)
+
+
+def _whole(tensor: torch.Tensor, packed: Any) -> Any:
+    """Save a parameter as a whole if the node of its use has shown it; any other tensor as it is packed."""
+    for handle in _handles_in(packed):
+        for index, shown in enumerate(handle.bucket.shown if handle.bucket.remakes else ()):
+            if shown is tensor:
+                return _Whole(packed, handle.bucket, index)
+        break
+    return packed
+
+
 def _is_lazy(tensor: torch.Tensor) -> bool:
     """Whether a tensor is lazily conjugated or negated, which a handle does not record."""
     return tensor.is_conj() or tensor.is_neg()
@@ -279,6 +305,13 @@ def _restored(packed: Any) -> torch.Tensor:
     """Restore a tensor of a subclass, or one of its inner tensors, from the form in which it was saved."""
     if isinstance(packed, Handle):
         return _weight(packed)
+    if isinstance(packed, _Whole):
+        # A gather may change the parts of the parameter: a class can send other tensors in backward than in forward.
+        if not _is_grad_enabled():
+            for handle in _handles_in(packed.flattened):
+                _weight(handle)
+            return packed.bucket.whole(packed.place)
+        packed = packed.flattened
     if isinstance(packed, _Flattened):
         inner = {name: _restored(part) for name, part in packed.inner.items()}
         return unflattened(packed.kind, inner, packed.context, packed.shape, packed.stride)

@@ -404,10 +404,10 @@ class ModuleEntries:
 
     def _set_places(self, places: Sequence[Place]) -> None:
         self.places, self._columns = list(places), _Columns.of(places)
-        # Dynamo sees only the entries of `_traced`. Traced code does not touch those of parameters that define their own
-        # all-gather, but sets attributes of the modules during a forward. Otherwise Dynamo would guard on the tensors
-        # inside of these parameters, which change, and each forward would call their `__tensor_flatten__`, which may
-        # read values from the device. Graphs look at all entries when they run (`TracedGroup.before_gather`).
+        # Dynamo sees only the entries of `_traced`. For parameters that define their own all-gather, traced code sets
+        # attributes of the modules during a forward instead of entries. Otherwise Dynamo would guard on the tensors
+        # inside of these parameters, which change, and would call their `__tensor_flatten__` in each forward, which may
+        # read values from the device. Graphs look at all entries when they run.
         apart = [place for place in self.places if is_extended(self.params[place[2]])]
         known = self._modules
         self._apart = [(known[id(names)], name, index) for names, name, index in apart if id(names) in known]

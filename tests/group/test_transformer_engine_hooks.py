@@ -213,11 +213,7 @@ def assert_equal_shards(models):
         assert torch.equal(shard_of(mine), shard_of(theirs))
 
 
-FORMS = pytest.mark.xfail(reason="a saved weight has the parts that forward gathered, also in backward", strict=True)
-DELAYED = pytest.mark.xfail(reason="modules hold sharded parameters after backward, also without reshard", strict=True)
-
-
-@pytest.mark.parametrize("reshards", [pytest.param(True, marks=FORMS), False])
+@pytest.mark.parametrize("reshards", [True, False])
 @distributed(world=2)
 def test_weights_send_their_rows_in_forward_and_their_columns_in_backward(rank, world, reshards):
     models = models_of(reshard_after_forward=reshards)
@@ -250,16 +246,10 @@ def reduce_by_hand(model):
     state._root_post_backward_final_callback()
 
 
-@DELAYED
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("quantized", [False, True])
 @distributed(world=2)
-def test_delayed_weight_gradients_are_reduced(rank, world, quantized, fused):
-    """`main_grad` of a sharded parameter has the shape of the shard, so delayed gradients must not be added to it."""
+def test_delayed_weight_gradients_are_reduced(rank, world, quantized):
     models = models_of(quantized, delays=True, reshard_after_forward=False)
-    for side in ENGINES if fused else ():
-        for layer in models[side]:
-            layer.weight.main_grad = torch.zeros(WIDTH // world, WIDTH)
     for step in range(2):
         for name, model in models.items():
             if name != "plain":
