@@ -27,6 +27,7 @@ config.json, or the import path of a function that makes your model (package.mod
 EXAMPLE = """\
 examples:
   python -m composable_shard advise llama3-8b --devices 8 --machine h100 --batch 2
+  python -m composable_shard advise llama3-8b --devices 8 --linear-format float8_tensorwise --compile-blocks
   python -m composable_shard advise layers=12,width=768,heads=12,vocabulary=50304,sequence=1024 --devices 4
   python -m composable_shard advise my_package.models:build --sequence 2048 --devices 16 --machine machine.json
 
@@ -71,6 +72,7 @@ def add_command(commands: Any) -> None:
     add("--adapters", type=int, default=0, metavar="RANK", help="train only adapters of this rank (LoRA)")
     add("--optimizer", default="adamw", metavar="NAME", help="adamw (default), in_backward, or owned (Muon)")
     add_bits(parser)
+    add("--compile-blocks", action="store_true", help="predict blocks that torch.compile has compiled")
     add("--all", action="store_true", help="show every strategy instead of the first 12")
     add("--emit", type=Path, metavar="FILE", help="write the code that shards a model by the recommended strategy")
     add("--plot", type=Path, metavar="FILE", help="draw memory by category, and step time over bandwidth")
@@ -97,6 +99,8 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             adapters=parsed.adapters,
             optimizer=parsed.optimizer,
             comm_policy=bits_of(parsed),
+            linear_format=parsed.linear_format,
+            compile_blocks=parsed.compile_blocks,
         )
         if parsed.emit and advice.recommended is not None:
             parsed.emit.write_text(text.script(advice, advice.recommended))

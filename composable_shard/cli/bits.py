@@ -1,4 +1,4 @@
-"""The precision in which weights and gradients are sent, as options of a command."""
+"""Formats of communication and of linear layers, as options of a command."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def add_bits(parser: Any) -> None:
     add("--gather", choices=_FORMS, help="format in which weights are sent (default: their dtype)")
     add("--reduce", choices=_FORMS, help="format in which gradients are sent between shards")
     add("--between-replicas", choices=_FORMS, help="format in which gradients are sent between replicas (hsdp)")
+    add(
+        "--linear-format",
+        metavar="NAME",
+        help="format of linear layers in blocks: float8_tensorwise (also gathers in float8), float8_rowwise or mxfp8",
+    )
     parser.add_argument(
         "--block", type=int, default=256, metavar="N", help="elements that share a scale (default: 256)"
     )

@@ -137,7 +137,8 @@ def _of_model(parsed: argparse.Namespace) -> Rehearsal:
             "strategy, such as 'zero3'"
         )
     import_from_here()
-    precision, source = precision_of(parsed.precision), source_of(parsed.what[0], parsed.sequence)
+    precision = precision_of(parsed.precision, parsed.linear_format)
+    source = source_of(parsed.what[0], parsed.sequence)
     strategy = strategy_named(parsed.strategy, parsed.devices, parsed.checkpointing, parsed.replicas)
     strategy = replace(strategy, **OFFLOADS[parsed.offload])
     return rehearse_source(source, strategy, precision, parsed.batch, parsed.optimizer, bits_of(parsed))

@@ -13,12 +13,13 @@ from .._plan.plan import ShardPlan
 from .._policies import AS_IT_IS, CommPolicy
 from ..errors import ShardConfigTypeError, ShardConfigValueError
 from .checkpointing import CHECKPOINTING
+from .linear import LinearFormat
 from .machine import KNOWN, Machine
 from .memory import Gradients, Memory, memory_of, pool_of
 from .precision import Precision, precision_of
 from .profile import Profile
 from .shape import Shape
-from .sources import Source, source_of
+from .sources import Source, check_linear, source_of
 from .stepping import ADAMW, check_optimizer, is_possible, shown_groups, stepping_of
 from .strategies import (
     STAYS,
@@ -31,7 +32,7 @@ from .strategies import (
     shard_bytes,
     strategies,
 )
-from .timing import Time, compute_seconds, time_of
+from .timing import Time, compute_seconds, scales_of, time_of
 
 _CLOSE = 0.05  # relative difference in throughput below which the simpler, then the smaller strategy is recommended
 _TIGHT = 0.9  # fraction of the device memory that the recommended strategy should not exceed
@@ -98,6 +99,8 @@ class Advice:
         reason: the reason for the recommendation or, if no strategy fits, the missing memory.
         optimizer: name of the optimizer.
         comm_policy: the precision in which weights and gradients are sent.
+        linear_format: format of the matrix products of linear layers in blocks; None for the compute dtype.
+        compile_blocks: whether the blocks are compiled.
         on: estimates the same strategies on another machine, in the same order, without tracing again.
     """
 
@@ -112,6 +115,8 @@ class Advice:
     optimizer: str
     on: Callable[[Machine], list[Estimate]] = field(repr=False, compare=False)
     comm_policy: CommPolicy = AS_IT_IS
+    linear_format: str | None = None
+    compile_blocks: bool = False
 
 
 def advise(
@@ -126,6 +131,8 @@ def advise(
     adapters: int = 0,
     optimizer: str = ADAMW,
     comm_policy: CommPolicy = AS_IT_IS,
+    linear_format: str | None = None,
+    compile_blocks: bool = False,
 ) -> Advice:
     """Estimate all strategies for a model and recommend one.
 
@@ -156,6 +163,13 @@ def advise(
             ``owned`` (Muon for the matrices of blocks, stepped by their owners, `cs.optim.owned`; AdamW for all other
             parameters).
         comm_policy: the precision in which every sharding strategy sends weights and gradients.
+        linear_format: format of the matrix products of linear layers in blocks: ``float8_tensorwise`` (weights are
+            gathered in float8, 1 byte each), ``float8_rowwise``, ``mxfp8`` (both gather in the compute dtype), or None
+            for the compute dtype. Layers that do not train, or whose sizes are not multiples of 16, and all layers
+            outside of blocks keep the compute dtype. `Machine.flops` must have the rate of the format. Casts count as
+            memory accesses (`planner/linear.py`). Not with `adapters` or `tensor`.
+        compile_blocks: whether blocks are compiled: operators between matrix products become one kernel, which reads
+            and writes each tensor once. Use it with `linear_format`, because eager casts are slow.
 
     Returns:
         the estimates of all strategies, the recommended one, and the reason.
@@ -168,10 +182,11 @@ def advise(
     for name, value in (("devices", devices), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ShardConfigValueError(f"{name}: {value!r} is not a number above 0")
-    dtypes = precision_of(precision)
+    dtypes = precision_of(precision, linear_format)
     source = source_of(model, sequence, adapters)
     check_optimizer(optimizer, tuple(tensor))
-    planner = Planner(source, dtypes, batch, optimizer, comm_policy)
+    check_linear(dtypes.linear, max(tensor, default=1), adapters, comm_policy)
+    planner = Planner(source, dtypes, batch, optimizer, comm_policy, compile_blocks=compile_blocks)
     known = strategies(devices, chosen.devices_per_node, tuple(tensor), chosen.host_memory)
     possible = list(filter(partial(is_possible, optimizer), known))
     if not possible:
@@ -191,6 +206,8 @@ def advise(
         optimizer=optimizer,
         on=lambda other: [planner.estimate(each.strategy, other) for each in estimates],
         comm_policy=comm_policy,
+        linear_format=linear_format,
+        compile_blocks=compile_blocks,
     )
 
 
@@ -217,19 +234,45 @@ def machine_of(machine: Machine | str | os.PathLike[str]) -> Machine:
         ) from None
 
 
+def check_rate(form: LinearFormat | None, machine: Machine) -> None:
+    """Check that a machine has the rate of a format of linear layers.
+
+    Raises:
+        ShardConfigValueError: it does not.
+    """
+    if form is not None and form.rate not in machine.flops:
+        having = [name for name, each in KNOWN.items() if form.rate in each.flops]
+        raise ShardConfigValueError(
+            f"linear_format: {machine.name} has no rate for {form.name!r}. If it supports the format, add "
+            f"{form.rate!r} to Machine.flops, in operations per second; known machines with it: {', '.join(having)}"
+        )
+
+
 class Planner:
     """Estimates strategies. Caches traces and plans."""
 
     def __init__(
-        self, source: Source, precision: Precision, batch: int, optimizer: str = ADAMW, comm: CommPolicy = AS_IT_IS
+        self,
+        source: Source,
+        precision: Precision,
+        batch: int,
+        optimizer: str = ADAMW,
+        comm: CommPolicy = AS_IT_IS,
+        *,
+        compile_blocks: bool = False,
     ) -> None:
         self._source, self._precision, self._batch = source, precision, batch
-        self._optimizer, self._comm = optimizer, comm
-        self._profiles: dict[tuple[int, str], Profile] = {}
+        self._optimizer, self._comm, self._compiles = optimizer, comm, compile_blocks
+        self._profiles: dict[tuple[int, str, bool], Profile] = {}
         self._plans: dict[int, ShardPlan] = {}
 
     def estimate(self, strategy: Strategy, machine: Machine) -> Estimate:
-        """Estimate the memory and the time of a strategy on a machine."""
+        """Estimate the memory and the time of a strategy on a machine.
+
+        Raises:
+            ShardConfigValueError: the machine has no rate for the format of linear layers.
+        """
+        check_rate(self._precision.linear, machine)
         layout = strategy.layout
         profile, base = self._profile(strategy), self._base(layout.tensor)
         plan = plan_of(base, strategy, machine)
@@ -242,7 +285,9 @@ class Planner:
         gradients = Gradients(by_group, stepping.at_once)
         memory = memory_of(profile, held, pool, gradients, reducing(plan, strategy, machine), stepping.buffer_bytes)
         host, disk = off_device(strategy, shards)
-        time = time_of(plan, strategy, compute_seconds(profile, machine, layout), machine, stepping.seconds)
+        scales = scales_of(plan, strategy, machine)
+        computed = compute_seconds(profile, machine, layout)
+        time = time_of(plan, strategy, computed, machine, stepping.seconds + scales.seconds)
         needed = memory.reserved if machine.streams else memory.peak.total
         return Estimate(
             strategy=strategy,
@@ -251,7 +296,7 @@ class Planner:
             disk_bytes=disk,
             disk_moved=2 * disk,
             disk_seconds=2 * disk / machine.disk_bandwidth,
-            moved=moved_bytes(plan, strategy) + stepping.sent,
+            moved=moved_bytes(plan, strategy) + stepping.sent + scales.sent,
             exchanged=stepping.sent,
             time=time,
             tokens_per_second=profile.tokens * layout.shard * layout.replicas / time.seconds,
@@ -267,11 +312,17 @@ class Planner:
         return sum(p.numel * p.gathered.itemsize for group in base.groups for p in group.params)
 
     def _profile(self, strategy: Strategy) -> Profile:
-        key = strategy.layout.tensor, strategy.checkpointing
+        tensor, shards = strategy.layout.tensor, strategy.name != "none"
+        # Only weights that are gathered in float8 make a difference between sharded and other models.
+        key = tensor, strategy.checkpointing, shards or self._precision.linear is None
         if key not in self._profiles:
-            sequences = self._batch * strategy.layout.tensor
             self._profiles[key] = self._source.traced(
-                self._precision, strategy.checkpointing, sequences, strategy.layout.tensor
+                self._precision,
+                strategy.checkpointing,
+                self._batch * tensor,
+                tensor,
+                shards=shards,
+                compiles=self._compiles,
             )
         return self._profiles[key]
 

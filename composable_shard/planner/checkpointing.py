@@ -17,7 +17,7 @@ Checkpointing = Literal["none", "selective", "full"]
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 _aten = torch.ops.aten
-_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default}
 _ATTENTION = {
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
@@ -54,7 +54,7 @@ def _contexts() -> Any:
             products[context.is_recompute] += 1
             keep = products[context.is_recompute] % 2 == 1
         else:
-            keep = operator in _ATTENTION
+            keep = operator in _ATTENTION or operator is _aten.max.default  # a scale of float8: one number
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

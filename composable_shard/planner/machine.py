@@ -44,7 +44,8 @@ class Machine:
     Attributes:
         name: name of the machine.
         memory: bytes of device memory that tensors can use.
-        flops: operations per second of matrix products, by dtype ("float32", "bfloat16", "float16", "float8").
+        flops: operations per second of matrix products, by dtype ("float32", "bfloat16", "float16", "float8", "mxfp8").
+            Formats of linear layers that the device does not support are missing.
         memory_bandwidth: bytes per second that a device reads and writes in its memory.
         launch: seconds that the host needs to launch one operator of an eager step.
         intra_node: the link between devices of a node.
@@ -134,10 +135,20 @@ _REACHED_FLOPS, _REACHED_MEMORY, _REACHED_LINK = 0.60, 0.85, 0.80
 
 
 def _accelerator(
-    name: str, memory: float, bfloat16: float, float32: float, bandwidth: float, link: float, outside: float
+    name: str,
+    memory: float,
+    bfloat16: float,
+    float32: float,
+    bandwidth: float,
+    link: float,
+    outside: float,
+    **formats: float,
 ) -> Machine:
-    """Make a machine from data sheet values: GiB, dense TFLOP/s, TB/s, and GB/s per direction of both links."""
-    flops = {"bfloat16": bfloat16, "float16": bfloat16, "float32": float32, "float8": 2 * bfloat16}
+    """Make a machine from data sheet values: GiB, dense TFLOP/s, TB/s, and GB/s per direction of both links.
+
+    `formats` are the dense TFLOP/s of formats in 8 bits.
+    """
+    flops = {"bfloat16": bfloat16, "float16": bfloat16, "float32": float32, **formats}
     return Machine(
         name=name,
         memory=int(memory * _GIB),
@@ -150,13 +161,14 @@ def _accelerator(
 
 
 KNOWN = {
-    "h100": _accelerator("H100 SXM 80 GB, NVLink, 400 Gb/s", 78.5, 989, 495, 3.35, 450, 50),
-    "h100-96gb": _accelerator("H100 SXM 96 GB HBM2e, NVLink, 400 Gb/s", 94.5, 884, 442, 2.4, 450, 50),
-    "h200": _accelerator("H200 SXM 141 GB, NVLink, 400 Gb/s", 139.0, 989, 495, 4.8, 450, 50),
+    "h100": _accelerator("H100 SXM 80 GB, NVLink, 400 Gb/s", 78.5, 989, 495, 3.35, 450, 50, float8=1979),
+    "h100-96gb": _accelerator("H100 SXM 96 GB HBM2e, NVLink, 400 Gb/s", 94.5, 884, 442, 2.4, 450, 50, float8=1768),
+    "h200": _accelerator("H200 SXM 141 GB, NVLink, 400 Gb/s", 139.0, 989, 495, 4.8, 450, 50, float8=1979),
+    "b200": _accelerator("B200 SXM 180 GB, NVLink, 400 Gb/s", 178.0, 2250, 1125, 7.7, 900, 50, float8=4500, mxfp8=4500),
     "a100-80gb": _accelerator("A100 SXM 80 GB, NVLink, 200 Gb/s", 78.5, 312, 156, 2.04, 300, 25),
     "a100-40gb": _accelerator("A100 SXM 40 GB, NVLink, 200 Gb/s", 39.0, 312, 156, 1.56, 300, 25),
-    "l40s": _accelerator("L40S 48 GB, PCIe 4.0, 100 Gb/s", 44.0, 362, 183, 0.864, 25, 12.5),
-    "rtx4090": _accelerator("RTX 4090 24 GB, PCIe 4.0, 25 Gb/s", 23.0, 165, 82, 1.01, 25, 3.1),
+    "l40s": _accelerator("L40S 48 GB, PCIe 4.0, 100 Gb/s", 44.0, 362, 183, 0.864, 25, 12.5, float8=733),
+    "rtx4090": _accelerator("RTX 4090 24 GB, PCIe 4.0, 25 Gb/s", 23.0, 165, 82, 1.01, 25, 3.1, float8=330),
 }
 """Machines by the name of their accelerator, as `composable-shard advise` accepts them.
 

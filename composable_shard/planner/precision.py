@@ -1,13 +1,14 @@
-"""Precisions by name: the dtypes of stored parameters, of compute and of reductions."""
+"""Precisions by name: the dtypes of stored parameters, of compute, of linear layers and of reductions."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from .._policies import MixedPrecisionPolicy
 from ..errors import ShardConfigValueError
+from .linear import LinearFormat, linear_format_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,14 @@ class Precision:
         stored: dtype of the sharded parameters, which the optimizer steps.
         compute: dtype of forward and backward.
         reduce: dtype of gradients in reductions.
+        linear: format of the matrix products of linear layers in blocks; None for `compute`.
     """
 
     name: str
     stored: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
+    linear: LinearFormat | None = None
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
@@ -45,12 +48,12 @@ PRECISIONS = {
 }
 
 
-def precision_of(name: str) -> Precision:
-    """Look up a precision by its name.
+def precision_of(name: str, linear_format: str | None = None) -> Precision:
+    """Look up a precision by its name, and the format of linear layers by its name.
 
     Raises:
-        ShardConfigValueError: there is no precision with this name.
+        ShardConfigValueError: there is no precision or format with this name.
     """
     if name not in PRECISIONS:
         raise ShardConfigValueError(f"precision: {name!r} is not one of {', '.join(PRECISIONS)}")
-    return PRECISIONS[name]
+    return replace(PRECISIONS[name], linear=linear_format_of(linear_format))

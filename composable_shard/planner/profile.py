@@ -25,6 +25,7 @@ from .._torch.tracing import bytes_of_operator, collective_bytes, flops_of_opera
 
 ROOT = ""
 FORWARD, BACKWARD = "forward", "backward"
+FUSED = "fused"  # dtype of the kernels of compiled blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class Work:
     Attributes:
         flops: floating-point operations of matrix products. A multiplication and an addition count as two.
         nbytes: bytes read and written in memory.
-        dtype: dtype of its first floating-point argument, without ``torch.``.
+        dtype: dtype of its first floating-point argument, without ``torch.``; ``float8`` or ``mxfp8`` for all products
+            in 8 bits, and `FUSED` for kernels of compiled blocks.
         sent: bytes of a collective of tensor parallelism; 0 for other operators.
     """
 
@@ -87,7 +89,11 @@ class Profile:
 
 
 def profile(
-    model: nn.Module, groups: Mapping[str, nn.Module], step: Callable[[], torch.Tensor], tokens: int
+    model: nn.Module,
+    groups: Mapping[str, nn.Module],
+    step: Callable[[], torch.Tensor],
+    tokens: int,
+    compiles: bool = False,
 ) -> Profile:
     """Trace a step.
 
@@ -96,8 +102,9 @@ def profile(
         groups: by FQN, the modules to shard, without the model itself.
         step: runs forward and returns the loss. Backward is run here.
         tokens: tokens in the batch.
+        compiles: whether the modules in `groups` are compiled (see `Kernel`).
     """
-    tracker = _Tracker(model)
+    tracker = _Tracker(model, compiles)
     with contextlib.ExitStack() as stack:
         for fqn, module in groups.items():
             for handle in _marked(tracker, fqn, module):
@@ -117,16 +124,18 @@ def profile(
 class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts live bytes and operators from mark to mark."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, compiles: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.segments = [Segment(FORWARD, ROOT, True)]
         self._live = 0
         self._gradients = 0  # bytes of the group whose backward runs
         self._storages: dict[int, int] = {}  # bytes by address of an activation's storage
         self._owned = {_key(storage) for tensor in _held(model) for storage in _storages(tensor)}
+        self._compiles, self._kernel = compiles, _Kernel()
 
     def mark(self, direction: str, group: str, begins: bool = False) -> None:
         """Begin a segment: a use of a group begins, or the root continues."""
+        self._end_kernel()
         self._gradients = 0
         self.segments[-1].end(self._live)
         self.segments.append(Segment(direction, group, begins, activations=self._live))
@@ -134,6 +143,7 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def accumulated(self, parameter: torch.Tensor) -> None:
         """Count a gradient no longer as an activation, but as a gradient that waits for the end of its group."""
         for storage in _storages(parameter.grad):
+            self._end_kernel()  # the gradient is one of its results
             nbytes = self._storages.pop(_key(storage), 0)
             self._live -= nbytes
             self._gradients += nbytes
@@ -150,25 +160,83 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = list(tree_tensors(out))
         known = {_key(storage) for tensor in inputs for storage in _storages(tensor)}
         made = [storage for tensor in outputs for storage in _storages(tensor) if _key(storage) not in known]
+        work = _work(func, inputs, outputs, out, args, kwargs)
+        fuses = self._fuses(work)
+        if work.nbytes:
+            self._count(work, fuses)
         for storage in made:
-            self._made(storage)
+            self._made(storage, fuses)
+        if fuses:
+            self._kernel.add(inputs, outputs, func._schema.is_mutable)
+        self.segments[-1].see(self._live + self._gradients)
+
+    def _count(self, work: Work, fuses: bool) -> None:
+        if not fuses or self._kernel.is_full:
+            self._end_kernel()
+        if not fuses:
+            self.segments[-1].work[work] += 1
+
+    def _fuses(self, work: Work) -> bool:
+        """Whether an operator becomes a part of a kernel of a compiled block."""
+        compiles = self._compiles and self.segments[-1].group != ROOT
+        return compiles and work.nbytes > 0 and not work.flops and not work.sent
+
+    def _end_kernel(self) -> None:
+        kernel, self._kernel = self._kernel, _Kernel()
+        self._live += sum(kernel.results.values())
         segment = self.segments[-1]
         segment.see(self._live + self._gradients)
-        nbytes = bytes_of_operator(func, inputs, outputs)
-        if nbytes:
-            flops, sent = flops_of_operator(func, args, kwargs, out), collective_bytes(func, outputs)
-            segment.work[Work(flops, nbytes, _dtype(inputs), sent)] += 1
+        if nbytes := kernel.nbytes:
+            segment.work[Work(0, nbytes, FUSED)] += 1
 
-    def _made(self, storage: torch.UntypedStorage) -> None:
+    def _made(self, storage: torch.UntypedStorage, fuses: bool) -> None:
         key = _key(storage)
         if key in self._storages or key in self._owned:
             return
         self._storages[key] = storage.nbytes()
-        self._live += storage.nbytes()
+        if fuses:
+            self._kernel.results[key] = storage.nbytes()
+        else:
+            self._live += storage.nbytes()
         weakref.finalize(storage, self._freed, key)
 
     def _freed(self, key: int) -> None:
-        self._live -= self._storages.pop(key, 0)
+        nbytes = self._storages.pop(key, 0)
+        if self._kernel.results.pop(key, None) is None:  # results of a kernel are live from its end on
+            self._live -= nbytes
+
+
+class _Kernel:
+    """A kernel of a compiled block: all operators between two matrix products, attentions or collectives.
+
+    It reads each tensor from before it once, and writes only results that are used after it. Compilers may recompute
+    results instead of saving them for backward, or split kernels. This is not modelled.
+
+    Attributes:
+        results: bytes of live tensors that it has made, by the key of their storage.
+        is_full: whether no operator can follow, because a number depends on the results of all of its threads.
+    """
+
+    def __init__(self) -> None:
+        self.results: dict[int, int] = {}
+        self.is_full = False
+        self._reads: dict[int, int] = {}
+        self._changes: dict[int, int] = {}
+
+    def add(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], changes: bool) -> None:
+        """Add an operator. `changes` is whether it writes outputs in place."""
+        for tensors, known in ((inputs, self._reads), (outputs if changes else [], self._changes)):
+            for tensor in tensors:
+                for storage in _storages(tensor):
+                    key = _key(storage)
+                    if key not in self.results:  # an expanded view has more bytes than its storage
+                        known[key] = max(known.get(key, 0), min(tensor.nbytes, storage.nbytes()))
+        self.is_full = max(each.numel() for each in outputs) == 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it reads and writes in memory."""
+        return sum(sum(each.values()) for each in (self._reads, self._changes, self.results))
 
 
 def _key(storage: torch.UntypedStorage) -> int:
@@ -191,8 +259,19 @@ def _storages(tensor: Any) -> list[torch.UntypedStorage]:
     return [local.untyped_storage()]
 
 
+def _work(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor], out: Any, args: Any, kwargs: Any) -> Work:
+    nbytes = bytes_of_operator(func, inputs, outputs)
+    if not nbytes:
+        return Work(0, 0, "")
+    flops, sent = flops_of_operator(func, args, kwargs, out), collective_bytes(func, outputs)
+    return Work(flops, nbytes, _dtype(inputs), sent)
+
+
 def _dtype(inputs: list[torch.Tensor]) -> str:
-    return next((str(each.dtype).removeprefix("torch.") for each in inputs if each.is_floating_point()), "float32")
+    name = next((str(each.dtype).removeprefix("torch.") for each in inputs if each.is_floating_point()), "float32")
+    if not name.startswith("float8_e"):
+        return name
+    return "mxfp8" if any(each.dtype == torch.float8_e8m0fnu for each in inputs) else "float8"
 
 
 class _Marks:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -33,19 +34,20 @@ from .._memory.elsewhere import Rehearsed, rehearsing
 from .._memory.offload import offload_optimizer
 from .._memory.slots import Slot
 from .._policies import AS_IT_IS, CommPolicy, CPUOffloadPolicy, DiskOffloadPolicy, HostOffloadPolicy, OffloadPolicy
-from .._torch.core import current_backward, has_memory, tree_tensors
+from .._torch.core import current_backward, has_memory, plain_parts, tree_tensors
 from .._torch.tracing import Guesses, ProgramMode, seen_as_real, with_values
 from .._wrap import shard_auto
 from ..errors import ShardConfigStateError, ShardConfigValueError
 from ..optim import in_backward, owned
 from ..optim._checks import IN_PARTS
 from .checkpointing import checkpoint_modules
+from .linear import Float8Weight, convert_layers
 from .live import LiveBytes
 from .memory import Bytes
 from .off_device import OffDevice, Offloaded
 from .precision import Precision
 from .profile import materialize
-from .sources import Source, named_blocks, parallelize
+from .sources import Source, check_linear, named_blocks, parallelize
 from .stepping import ADAMW, IN_BACKWARD, check_optimizer, is_possible
 from .strategies import DISK_MEMORY, Layout, Strategy
 
@@ -59,7 +61,8 @@ class Rehearsal:
     Attributes:
         ranks: world size.
         steps: number of steps that ran, of the first optimizer that stepped.
-        peak: bytes of tensors at the peak. The whole pool counts as `unsharded`, and `activations` is the remainder.
+        peak: bytes of tensors at the peak. The whole pool and weights that are gathered in float8 count as
+            `unsharded`, and `activations` is the remainder.
         step: the step of the peak, from 1.
         phase: the phase of the peak: ``forward`` (and everything outside the other phases), ``backward`` or
             ``optimizer``.
@@ -118,6 +121,7 @@ def rehearse_source(
     """
     layout = strategy.layout
     check_optimizer(optimizer, (layout.tensor,))
+    check_linear(precision.linear, layout.tensor, source.adapters, comm)
     if strategy.offloads and not is_possible(optimizer, strategy):
         raise ShardConfigValueError(f"{strategy}: cannot be planned with {optimizer!r}")
 
@@ -125,7 +129,10 @@ def rehearse_source(
         model, step = source.made()
         mesh = _cut(model, layout)
         materialize(model, precision.stored)
-        checkpoint_modules(named_blocks(model).values(), strategy.checkpointing)
+        blocks = named_blocks(model).values()
+        if precision.linear is not None:
+            convert_layers(blocks, precision.linear, strategy.name != "none", traces=False)
+        checkpoint_modules(blocks, strategy.checkpointing)
         if strategy.name != "none":
             settings: Any = {"strategy": strategy.name, "replicas": layout.replicas, "mp_policy": precision.policy}
             shard_auto(model, mesh=mesh, comm_policy=comm, offload_policy=_policy(strategy), **settings)
@@ -271,12 +278,19 @@ class _Watch:
             return
         self._known = counter.peak
         stored = _parameters(self._optimizers)
+        shards = [part for each in stored for part in plain_parts(each)]
         gradients = counter.bytes_at_peak([each.grad for each in stored if each.grad is not None])
         states = tree_tensors([list(each.state.values()) for each in self._optimizers])
-        kept, moments = counter.bytes_at_peak(stored), counter.bytes_at_peak(states)
-        pool = counter.bytes_at_peak([each.typed(torch.uint8) for each in gc.get_objects() if type(each) is Slot])
+        kept, moments = counter.bytes_at_peak(shards), counter.bytes_at_peak(states)
+        pool = counter.bytes_at_peak(_unsharded())
         rest = counter.peak - kept - moments - gradients - pool
         self._peak = Bytes(kept, moments, gradients, rest, pool)
+
+
+def _unsharded() -> list[torch.Tensor]:
+    """The slots of all pools, and the weights that are gathered in float8, which are not in a pool."""
+    slots = [each.typed(torch.uint8) for each in gc.get_objects() if type(each) is Slot]
+    return slots + [each.content for each in gc.get_objects() if type(each) is Float8Weight and each.is_gathered]
 
 
 def _parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
@@ -302,6 +316,9 @@ def _world(ranks: int) -> Iterator[None]:
         stack.enter_context(testing.fake(ranks))
         stack.enter_context(seen_as_real())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(warnings.catch_warnings())
+        # Weights that define their own all-gather are found by address, and those of fake storages are harmless.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         for owner, name, instead in _INSTEAD:
             stack.enter_context(mock.patch.object(owner, name, instead))
         yield

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from .. import testing
 from .._api import fully_shard
 from .._module.module import FSDPModule
+from .._plan.group_plan import GroupPlan
 from .._plan.plan import ShardPlan
 from .._policies import AS_IT_IS, CommPolicy
 from .._status import make_plan
@@ -28,6 +29,7 @@ from .._wrap import repeated_blocks
 from ..errors import ShardConfigTypeError, ShardConfigValueError
 from . import decoder
 from .checkpointing import Checkpointing, checkpoint_modules
+from .linear import FLOAT8, LinearFormat, convert_layers
 from .precision import Precision
 from .profile import Profile, materialize, profile, repeated
 from .shape import NAMED, Shape
@@ -55,7 +57,16 @@ class Source:
     factory: Callable[[], Made] | None = None
     adapters: int = 0
 
-    def traced(self, precision: Precision, checkpointing: Checkpointing, sequences: int, tensor: int = 1) -> Profile:
+    def traced(
+        self,
+        precision: Precision,
+        checkpointing: Checkpointing,
+        sequences: int,
+        tensor: int = 1,
+        *,
+        shards: bool = True,
+        compiles: bool = False,
+    ) -> Profile:
         """Trace a step.
 
         Args:
@@ -63,6 +74,8 @@ class Source:
             checkpointing: activation checkpointing of the blocks.
             sequences: sequences in the batch of a rank, or of the ranks that share tensors.
             tensor: number of ranks of tensor parallelism.
+            shards: whether weights are sharded, and so may be gathered in float8.
+            compiles: whether the blocks are compiled.
         """
         small = self.shape is not None and self.shape.layers > _TRACED_LAYERS
         layers = _TRACED_LAYERS if small else None
@@ -73,12 +86,14 @@ class Source:
                 parallelize(model, world.mesh)
             materialize(model, precision.compute)
             blocks = named_blocks(model)
+            if precision.linear is not None:
+                convert_layers(blocks.values(), precision.linear, shards, traces=True)
             checkpoint_modules(blocks.values(), checkpointing)
             if precision.compute != precision.stored:
                 for module in (model, *blocks.values()):
                     module.register_forward_pre_hook(partial(_cast, precision.compute), with_kwargs=True)
             with loss_parallel():
-                traced = profile(model, blocks, lambda: step(model, sequences), sequences * self.sequence)
+                traced = profile(model, blocks, lambda: step(model, sequences), sequences * self.sequence, compiles)
         if not small:
             return traced
         assert self.shape is not None
@@ -95,7 +110,7 @@ class Source:
                 fully_shard(module, mesh=world.mesh["shard"], mp_policy=precision.policy)
                 if isinstance(module, FSDPModule):
                     module.set_comm_policy(comm, recurse=False)
-            return make_plan(model)
+            return with_gathers(make_plan(model), float8_weights(model, precision.linear))
 
     def made(self, layers: int | None = None) -> tuple[nn.Module, Step]:
         """Make a model and its step. Call it in ``FakeTensorMode``.
@@ -197,6 +212,46 @@ def named_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that are sharded as separate groups, by FQN."""
     names = {id(module): name for name, module in model.named_modules()}
     return {names[id(module)]: module for module in repeated_blocks(model)}
+
+
+def check_linear(form: LinearFormat | None, tensor: int, adapters: int, comm: CommPolicy) -> None:
+    """Check that a format of linear layers can be planned with other settings.
+
+    Raises:
+        ShardConfigValueError: it cannot.
+    """
+    if form is None:
+        return
+    if tensor > 1 or adapters:
+        raise ShardConfigValueError(
+            f"linear_format: {form.name!r} cannot be planned with {'`tensor`' if tensor > 1 else '`adapters`'}; leave "
+            "one of both at its default"
+        )
+    if form.gathers and comm.gather is not None:
+        raise ShardConfigValueError(
+            f"linear_format: {form.name!r} defines the format of gathered weights, so comm_policy cannot have "
+            f"gather={comm.gather!r}; set gather to None"
+        )
+
+
+def float8_weights(model: nn.Module, form: LinearFormat | None) -> set[str]:
+    """The FQNs of the weights that are gathered in float8."""
+    if form is None or not form.gathers:
+        return set()
+    blocks = named_blocks(model).items()
+    return {
+        f"{fqn}.{name}.weight" for fqn, block in blocks for name, each in block.named_modules() if form.converts(each)
+    }
+
+
+def with_gathers(plan: ShardPlan, names: set[str]) -> ShardPlan:
+    """The plan with these parameters gathered in float8, as their own tensor subclass does."""
+
+    def gathered(group: GroupPlan) -> GroupPlan:
+        params = [replace(each, gathered=FLOAT8) if each.fqn in names else each for each in group.params]
+        return replace(group, params=tuple(params))
+
+    return replace(plan, groups=tuple(map(gathered, plan.groups))) if names else plan
 
 
 def parallelize(model: nn.Module, mesh: Any) -> None:

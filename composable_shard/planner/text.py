@@ -64,6 +64,8 @@ def title(advice: Advice) -> str:
     devices = "1 device" if advice.devices == 1 else f"{advice.devices} devices"
     memory = advice.machine.memory / 2**30
     bits = "" if advice.comm_policy == AS_IT_IS else f" ({advice.comm_policy})"
+    bits += "" if advice.linear_format is None else f", linear layers in {advice.linear_format}"
+    bits += ", compiled blocks" if advice.compile_blocks else ""
     return (
         f"{advice.model}, {advice.precision}{bits}, {advice.tokens:,} tokens per step on {devices} "
         f"({advice.machine.name}, {memory:.1f} GiB each)"
@@ -98,6 +100,8 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "machine": asdict(advice.machine),
         "devices": advice.devices,
         "precision": advice.precision,
+        "linear_format": advice.linear_format,
+        "compile_blocks": advice.compile_blocks,
         "comm_policy": str(advice.comm_policy),
         "tokens": advice.tokens,
         "recommended": None if advice.recommended is None else estimate(advice.recommended),
@@ -109,16 +113,61 @@ def as_json(advice: Advice) -> dict[str, Any]:
 def script(advice: Advice, estimate: Estimate) -> str:
     """Python lines that shard `model` by a strategy. The script that contains them must make `model` first."""
     strategy = estimate.strategy
-    lines = ["import torch", "import composable_shard as cs", ""]
+    lines = ["import torch", "import composable_shard as cs", "", *_conversion(advice.linear_format)]
     if strategy.checkpointing != "none":
         lines += [f"# {strategy.checkpointing} activation checkpointing of each block, before it is sharded"]
         lines += ["from composable_shard.planner import checkpoint_modules, repeated_blocks", ""]
         lines += [f'checkpoint_modules(repeated_blocks(model), "{strategy.checkpointing}")']
+    if advice.compile_blocks:
+        lines += ["", _IMPORT_BLOCKS, "", "for block in repeated_blocks(model):", "    block.compile()"]
     lines += _sharding(strategy, _POLICIES[advice.precision], advice.comm_policy)
     lines += _OPTIMIZERS[advice.optimizer]
     lines += ["cs.optim.offload_optimizer(optimizer)"] if strategy.disk or strategy.state else []
+    lines += _AFTER_STEP if advice.linear_format == "float8_tensorwise" else []
     lines += [""]
     return "\n".join(lines)
+
+
+_CONVERTED = (
+    "",
+    "def converts(layer, name):",
+    "    if not isinstance(layer, torch.nn.Linear) or not layer.weight.requires_grad:",
+    "        return False",
+    "    return layer.in_features % 16 == layer.out_features % 16 == 0",
+    "",
+    "for block in repeated_blocks(model):",
+)
+_FLOAT8 = "from torchao.float8 import Float8LinearConfig, convert_to_float8_training"
+_CONVERT = "    convert_to_float8_training(block, module_filter_fn=converts, config=config)"
+_CONVERSIONS = {
+    "float8_tensorwise": [
+        _FLOAT8, "", "config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)", *_CONVERTED, _CONVERT,
+    ],
+    "float8_rowwise": [
+        _FLOAT8, "", 'config = Float8LinearConfig.from_recipe_name("rowwise")', *_CONVERTED, _CONVERT,
+    ],
+    "mxfp8": [
+        "from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig",
+        "from torchao.quantization import quantize_",
+        "",
+        *_CONVERTED,
+        "    quantize_(block, MXFP8TrainingOpConfig(), filter_fn=converts)",
+    ],
+}  # fmt: skip
+_IMPORT_BLOCKS = "from composable_shard.planner import repeated_blocks"
+_AFTER_STEP = [
+    "",
+    "# after each optimizer step:",
+    "# from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp",
+    "# precompute_float8_dynamic_scale_for_fsdp(model)",
+]
+
+
+def _conversion(linear_format: str | None) -> list[str]:
+    """Python lines that convert the linear layers of blocks by torchao."""
+    if linear_format is None:
+        return []
+    return [_IMPORT_BLOCKS, *_CONVERSIONS[linear_format], ""]
 
 
 _ADAMW = "torch.optim.AdamW({params}, lr=3e-4, fused=True)"

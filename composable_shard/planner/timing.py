@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .._plan.costs import Costs
-from .._plan.group_plan import GroupPlan
+from .._plan.group_plan import GroupPlan, ParamPlan
 from .._plan.plan import ShardPlan
+from .linear import FLOAT8
 from .machine import Link, Machine
 from .profile import FORWARD, Profile, Segment, Work
 from .strategies import Layout, Strategy, between_replicas, replicated_bytes
@@ -23,6 +24,7 @@ from .strategies import Layout, Strategy, between_replicas, replicated_bytes
 ADAM_ACCESSES = 7  # reads of parameter, gradient and two moments, writes of all except the gradient
 ADAM_ON_DISK = 4  # accesses on disk: two moments, read and written
 ADAM_ON_LINK = 2  # copies from the device if Adam steps on the host: shards and gradients; fewer bytes return
+SCALE_BYTES = 4  # bytes of the scale of a weight that is gathered in float8
 ROUNDED, ADDED = 20, 60  # bytes of memory accesses per element that is gathered, or reduced, in low precision
 
 
@@ -75,7 +77,7 @@ class Time:
         seconds: total.
         compute: forward and backward, including communication of tensor parallelism.
         exposed: exposed data-parallel communication.
-        optimizer: the optimizer step.
+        optimizer: the optimizer step, and the search for the scales of weights that are gathered in float8.
     """
 
     seconds: float
@@ -98,7 +100,7 @@ def time_of(
         strategy: the strategy of the plan.
         computed: the result of `compute_seconds`.
         machine: the machine.
-        optimizer: seconds of the optimizer step.
+        optimizer: seconds of the optimizer step and of the search for scales.
     """
     compute = sum(computed.values())
     if plan is None:
@@ -124,6 +126,7 @@ def costs_of(plan: ShardPlan, strategy: Strategy, computed: Mapping[tuple[str, s
         reduce[group.fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in group.moved.reduce)
         reduce[group.fqn] += sent(replicas, layout.replicas, between_replicas(group, layout))
         gather[group.fqn] += rounding_seconds(group, group.comm_policy.gather, ROUNDED, machine)
+        gather[group.fqn] += cast_bytes(group) / machine.memory_bandwidth
         reduce[group.fqn] += rounding_seconds(group, group.comm_policy.reduce, ADDED, machine)
         if strategy.offload:  # shards are copied from the host, and gradients to it
             gather[group.fqn] += group.shard_bytes / machine.host_link.bandwidth
@@ -151,6 +154,41 @@ def rounding_seconds(group: GroupPlan, form: str | None, accesses: int, machine:
     if form is None or group.shard_size == 1:
         return 0.0
     return accesses * sum(param.numel for param in group.params) / machine.memory_bandwidth
+
+
+def cast_bytes(group: GroupPlan) -> float:
+    """Bytes of memory accesses in which a rank casts its shards of weights that are gathered in float8."""
+    return sum(each.numel * (each.stored.itemsize + FLOAT8.itemsize) for each in in_float8(group)) / group.shard_size
+
+
+def in_float8(group: GroupPlan) -> list[ParamPlan]:
+    """The parameters that are gathered in float8."""
+    return [each for each in group.params if each.gathered == FLOAT8]
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """The search for the scales of weights that are gathered in float8, once per step after the optimizer.
+
+    Attributes:
+        seconds: seconds in which a rank reads its shards, and of one all-reduce of the largest numbers of all weights.
+        sent: bytes that a rank sends.
+    """
+
+    seconds: float = 0.0
+    sent: int = 0
+
+
+def scales_of(plan: ShardPlan | None, strategy: Strategy, machine: Machine) -> Scales:
+    """Predict the search for the scales of weights that are gathered in float8."""
+    shard, groups = strategy.layout.shard, () if plan is None else plan.groups
+    weights = [each for group in groups for each in in_float8(group)]
+    if not weights:
+        return Scales()
+    nbytes = 2 * SCALE_BYTES * len(weights)  # an all-reduce sends everything twice
+    read = sum(each.numel * each.stored.itemsize for each in weights) / shard
+    seconds = read / machine.memory_bandwidth + sent(ring(machine, shard, strategy.layout.tensor), shard, nbytes)
+    return Scales(seconds, int(nbytes * (shard - 1) / shard))
 
 
 def on_links(plan: ShardPlan, machine: Machine) -> ShardPlan:
