@@ -41,6 +41,9 @@ class _Members(dict[Place, int]):
         return index
 
 
+# Attribute of a node's outputs that later gathers may make from other tensors: a weak reference to the bucket, and the
+# parameter's index in it.
+OUTPUT_OF = "_output_of"
 # Parameters of which autograd has saved handles: by place in a slot, or by index if they are not in a slot.
 Saved = set[tuple["Bucket", Place | int]]
 
@@ -177,10 +180,8 @@ class Bucket:
         """The unsharded parameters, without autograd history."""
         raise NotImplementedError
 
-    remakes = False  # whether each gather makes the parameters again, perhaps from other tensors
-
     def whole(self, index: int) -> torch.Tensor:
-        """Return the unsharded parameter that the last gather has made, if `remakes`."""
+        """Return an unsharded parameter as the last gather has made it, if outputs of nodes have `OUTPUT_OF`."""
         raise NotImplementedError
 
     def name_of(self, place: Place | int) -> str:

@@ -9,8 +9,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ class Extension:
         self.param, self.dtype, self.info = param, dtype, info
         self.shape = torch.Size(param.shape)
         self.stride = torch.empty(self.shape, device="meta").stride()
+        self._place = bucket_layout([param.shape], info.shard_size, dims=[param.dim]).params[0]
         self._policy = policy
         self._takes_all = _takes_all(param)
 
@@ -94,6 +96,36 @@ class Extension:
         Raises:
             ShardConfigAssertionError: the shards are uneven, and the tensors are not padded.
         """
+        inputs, metadata = self._call_pre(in_graph)
+        for tensor in inputs:
+            if self._lacks_padding(tensor):
+                raise ShardConfigAssertionError(
+                    f"parameter {self.param.fqn}: When a parameter is unevenly sharded by FSDP (orig size="
+                    f"{self.shape}, FSDP world size={self.info.size}), fsdp_pre_all_gather must return all-gather "
+                    f"inputs with the padded sharded size, of {self._place.chunk} rows, on every rank, but got "
+                    f"{[tuple(t.shape) for t in inputs]}"
+                )
+        return inputs, metadata
+
+    def preview(self) -> tuple[list[torch.Tensor], Any]:
+        """Like `call_pre` in a graph, but in a context of fake tensors, and without effects on the parameter."""
+        with self._unchanged():
+            return self.call_pre(in_graph=True)
+
+    def sizes(self) -> list[tuple[int, torch.dtype]]:
+        """The elements and dtype of each tensor that a rank sends, with padding. Call it in a context of fake tensors.
+
+        Ranks that forget the padding get the same result, and an error from `call_pre`.
+        """
+        with self._unchanged():
+            inputs, _ = self._call_pre(in_graph=True)
+        chunk = self._place.chunk
+        return [
+            (chunk * tensor.shape[1:].numel() if self._lacks_padding(tensor) else tensor.numel(), tensor.dtype)
+            for tensor in inputs
+        ]
+
+    def _call_pre(self, in_graph: bool) -> tuple[list[torch.Tensor], Any]:
         param, info = self.param, self.info
         local: Any = param.local.to(info.device, non_blocking=True) if info.offloads else param.local
         arguments: tuple[Any, ...] = (info.shard_mesh,)
@@ -102,32 +134,23 @@ class Extension:
             arguments = (*arguments, self.shape, self.stride, module, self._policy)
         with param.during_pre_all_gather(in_graph):
             inputs, metadata = local.fsdp_pre_all_gather(*arguments)
-        inputs = [tensor.contiguous() for tensor in inputs]
-        self._check_padded(inputs)
-        return inputs, metadata
+        return [tensor.contiguous() for tensor in inputs], metadata
 
-    def preview(self) -> tuple[list[torch.Tensor], Any]:
-        """Like `call_pre`, but in a context of fake tensors (`without_data`), and without effects on the parameter."""
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Undo what `fsdp_pre_all_gather` stores in the parameter: fake tensors, for example."""
         attributes = self.param.local.__dict__
         before = dict(attributes)
         try:
-            return self.call_pre(in_graph=True)
-        finally:  # it may have stored fake tensors
+            yield
+        finally:
             attributes.clear()
             attributes.update(before)
 
-    def _check_padded(self, inputs: Sequence[torch.Tensor]) -> None:
-        param, info = self.param, self.info
-        layout = bucket_layout([param.shape], info.shard_size, dims=[param.dim]).params[0]
-        rows = layout.rows_of(info.shard_rank)
-        unpadded = torch.Size(layout.local_shape(info.shard_rank))
-        if rows < layout.chunk and any(tensor.shape == unpadded for tensor in inputs):
-            raise ShardConfigAssertionError(
-                f"parameter {param.fqn}: When a parameter is unevenly sharded by FSDP (orig size="
-                f"{torch.Size(param.shape)}, FSDP world size={info.size}), fsdp_pre_all_gather must return all-gather "
-                f"inputs with the padded sharded size, of {layout.chunk} rows, on every rank, but got "
-                f"{[tuple(t.shape) for t in inputs]}"
-            )
+    def _lacks_padding(self, tensor: torch.Tensor) -> bool:
+        rank = self.info.shard_rank
+        short = self._place.rows_of(rank) < self._place.chunk
+        return short and tensor.shape == torch.Size(self._place.local_shape(rank))
 
     def call_post(
         self, outputs: tuple[torch.Tensor, ...], metadata: Any
@@ -161,7 +184,6 @@ def sent_by(
         return ()
     try:
         with without_data(), torch.no_grad():
-            inputs, _ = Extension(param, dtype, info, policy).preview()
-    except Exception:  # whatever the user's method raises, the gather will raise it again, with its values
+            return tuple(Extension(param, dtype, info, policy).sizes())
+    except Exception:  # whatever the user's method raises; the gather calls it with real tensors
         return ()
-    return tuple((tensor.numel(), tensor.dtype) for tensor in inputs)

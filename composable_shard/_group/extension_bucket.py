@@ -8,6 +8,7 @@ belongs to the shard and stays.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from .._plan.layout import gather_layout
 from .._policies import MixedPrecisionPolicy
 from .._torch.core import plain_parts, storage_id
 from .._torch.distributed import local_tensor
-from .bucket import Bucket, Gatherer
+from .bucket import OUTPUT_OF, Bucket, Gatherer
 from .extension import Extension, gathered_shapes
 from .faces import LEAF_OF, Leaves
 from .param import ShardedParam
@@ -157,8 +158,6 @@ class ExtensionBucket(Bucket):
         self._claims: list[Outside] = []
         self._abandoned: list[torch.Tensor] = []  # interrupted gathers may still use these; held as long as the bucket
 
-    remakes = True
-
     @property
     def weights(self) -> list[torch.Tensor]:
         return [member.tensor for member in self._members]
@@ -167,6 +166,12 @@ class ExtensionBucket(Bucket):
         leaf = self._members[index].leaf
         assert leaf is not None
         return leaf
+
+    def begin_forward(self, outputs: Sequence[torch.Tensor]) -> None:
+        super().begin_forward(outputs)
+        own = weakref.ref(self)
+        for index, output in enumerate(outputs):
+            output.__dict__[OUTPUT_OF] = own, index
 
     def start(self, after: torch.Event | None) -> Job[None]:
         if after is not None:  # `ask` reads the parameters on the current stream

@@ -184,7 +184,14 @@ class GradientMarks:
         for index in indices:
             grad = self._grad(index)
             assert grad is not None
-            local = local_tensor(grad)
+            try:
+                local = local_tensor(grad)
+            except AttributeError as error:
+                raise ShardConfigStateError(
+                    f"parameter {self._params[index].fqn}: its .grad is a plain tensor of shape {tuple(grad.shape)}; "
+                    "assign a DTensor like the parameter. To reduce an unsharded gradient, such as a delayed weight "
+                    "gradient, call post_backward() of the parameter's group before the next backward"
+                ) from error
             if local.numel() and has_memory(local):
                 real = torch.view_as_real(local) if local.is_complex() else local
                 marks[index] = real.as_strided((1,), (1,))

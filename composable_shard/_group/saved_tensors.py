@@ -15,7 +15,7 @@ hooks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -35,9 +35,10 @@ from .._torch.core import (
     unflattened,
 )
 from ..errors import SavedTensorModifiedError, StaleStateError
-from .bucket import Bucket, Saved
+from .bucket import OUTPUT_OF, Bucket, Saved
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+_OF_NONE = (None, 0)
 
 
 class HandleKeeper(Protocol):
@@ -77,7 +78,8 @@ class Handle(NamedTuple):
     """A saved view of an unsharded parameter."""
 
     bucket: Bucket
-    place: Place | tuple[torch.Tensor, int]  # outside of the pool's memory: the view itself and the parameter's index
+    # Outside of the pool's memory: the view itself, or None for the whole parameter, and the parameter's index.
+    place: Place | tuple[torch.Tensor | None, int]
     owner: WeightOwner | None  # gathers the parameters; None if it was freed
     keeper: object  # freed with the last handle of its use; None if the group is not frozen
     generation: int  # the bucket's generation when the view was saved
@@ -100,11 +102,12 @@ class _Flattened(NamedTuple):
 
 
 class _Whole(NamedTuple):
-    """A saved parameter that defines its own all-gather: as a whole, and not a view of it."""
+    """A saved parameter that defines its own all-gather, as a whole and not a view of it.
 
-    flattened: _Flattened
-    bucket: Bucket
-    place: int
+    A gather may make it from other tensors: a class can send other ones in backward than in forward.
+    """
+
+    handle: Handle
 
 
 class _Foreign(NamedTuple):
@@ -177,8 +180,8 @@ class _Hooks:
             memory = self._addresses
             if memory.first <= address < memory.end and (handle := self._handle(tensor, address)) is not None:
                 return handle
-        elif (flattened := self._flattened(tensor)) is not None:
-            return _whole(tensor, flattened)
+        elif (packed := self._whole(tensor) or self._flattened(tensor)) is not None:
+            return packed
         if self._outer is not None:
             return _Foreign(self._outer[0](tensor))
         # An operator may save its own output, as `exp` does. The output holds the operator's node, and the node holds
@@ -229,6 +232,18 @@ class _Hooks:
             keeper.saved.add((bucket, slot.index if type(slot) is Outside else place))
         return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown, tensor._version))
 
+    def _whole(self, tensor: Any) -> _Whole | None:
+        """Save an output of a node that a later gather may make from other tensors; None for other tensors."""
+        bucket, index = tensor.__dict__.get(OUTPUT_OF, _OF_NONE)
+        if bucket is None or (owner := bucket()) is None:
+            return None
+        owner.saved += 1
+        keeper = self._keepers.get(owner) if self._keepers else None
+        if keeper is not None:
+            keeper.saved.add((owner, index))
+        place = (None, index)
+        return _Whole(Handle(owner, place, self.owner(), keeper, owner.generation, owner.shown, tensor._version))
+
     def _flattened(self, tensor: Any) -> Any:
         """Flatten a tensor subclass, with handles for inner tensors that are parameters; None if there are none."""
         if type(tensor) in PLAIN or not hasattr(tensor, "__tensor_flatten__"):
@@ -242,24 +257,6 @@ class _Hooks:
             return None
         kept = {name: _kept(parts[name]) if handle is None else handle for name, handle in inner.items()}
         return _Flattened(type(tensor), kept, context, tensor.shape, tensor.stride())
-
-
-def _handles_in(packed: Any) -> Iterator[Handle]:
-    if isinstance(packed, Handle):
-        yield packed
-    elif isinstance(packed, _Flattened):
-        for part in packed.inner.values():
-            yield from _handles_in(part)
-
-
-def _whole(tensor: torch.Tensor, packed: Any) -> Any:
-    """Save a parameter as a whole if the node of its use has shown it; any other tensor as it is packed."""
-    for handle in _handles_in(packed):
-        for index, shown in enumerate(handle.bucket.shown if handle.bucket.remakes else ()):
-            if shown is tensor:
-                return _Whole(packed, handle.bucket, index)
-        break
-    return packed
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
@@ -292,7 +289,11 @@ def _weight(handle: Handle) -> torch.Tensor:
         bucket.reads_left -= 1
         if not bucket.reads_left and owner is not None:
             owner.halfway()
-    view: torch.Tensor = bucket.slot.views[place] if type(place) is Place else place[0]  # type: ignore[attr-defined, index]
+    view: torch.Tensor
+    if type(place) is Place:
+        view = bucket.slot.views[place]  # type: ignore[attr-defined]
+    else:
+        view = bucket.whole(place[1]) if place[0] is None else place[0]  # type: ignore[index]
     # With grad mode on (create_graph), backward saves this view again, without hooks, so the view needs its own memory.
     return view.clone() if _is_grad_enabled() else view
 
@@ -306,12 +307,7 @@ def _restored(packed: Any) -> torch.Tensor:
     if isinstance(packed, Handle):
         return _weight(packed)
     if isinstance(packed, _Whole):
-        # A gather may change the parts of the parameter: a class can send other tensors in backward than in forward.
-        if not _is_grad_enabled():
-            for handle in _handles_in(packed.flattened):
-                _weight(handle)
-            return packed.bucket.whole(packed.place)
-        packed = packed.flattened
+        return _weight(packed.handle)
     if isinstance(packed, _Flattened):
         inner = {name: _restored(part) for name, part in packed.inner.items()}
         return unflattened(packed.kind, inner, packed.context, packed.shape, packed.stride)

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from _engines import ENGINES
 from _pool import distributed
 from _stepping import assert_at_rest
+from composable_shard.errors import ShardConfigStateError
 
 aten = torch.ops.aten
 BLOCK, WIDTH = 4, 16
@@ -61,13 +62,6 @@ class Quantized(torch.Tensor):
     def parts(self):
         return {name: self.__dict__[name] for name in PARTS}
 
-    def __tensor_flatten__(self):
-        return [name for name in PARTS if self.__dict__[name] is not None], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, parts, context, shape, stride):
-        return cls(shape, dict.fromkeys(PARTS) | parts)
-
     def whole(self):
         if self.rows is not None:
             return dequantize(self.rows, self.row_scales)
@@ -114,9 +108,20 @@ class Quantized(torch.Tensor):
         found |= zip(PARTS[:2], outputs[:2], strict=True) if has_rows else {}
         found |= zip(PARTS[2:], outputs[-2:], strict=True) if has_columns else {}
         if out is None:
-            out = Quantized(outputs[0].shape, found)
+            out = type(self)(outputs[0].shape, found)
         out.__dict__ |= found
         return out, outputs
+
+
+class Flattened(Quantized):
+    """The same, with the methods that torch.compile needs."""
+
+    def __tensor_flatten__(self):
+        return [name for name in PARTS if self.__dict__[name] is not None], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, context, shape, stride):
+        return cls(shape, dict.fromkeys(PARTS) | parts)
 
 
 UNCHANGED = {aten.detach.default, aten.as_strided.default, aten.slice.Tensor}
@@ -144,12 +149,12 @@ class Product(torch.autograd.Function):
 
 
 class Linear(nn.Module):
-    """A layer with a quantized or plain weight. With `delays`, `backward_dw` computes the gradient of the weight."""
+    """A layer with a weight of a class, or a plain one. With `delays`, `backward_dw` computes its gradient."""
 
-    def __init__(self, quantized, delays=False):
+    def __init__(self, kind, delays=False):
         super().__init__()
         data = torch.randn(WIDTH, WIDTH) / 4
-        self.weight = nn.Parameter(Quantized.of(data) if quantized else data)
+        self.weight = nn.Parameter(data if kind is None else kind.of(data))
         self.norm = nn.RMSNorm(WIDTH)
         self.delays, self.store, self.sent = delays, [], []
 
@@ -166,12 +171,12 @@ class Linear(nn.Module):
             weight.grad = found if weight.grad is None else weight.grad + found
 
 
-def models_of(quantized=True, delays=False, **options):
+def models_of(kind, delays=False, **options):
     """The same model unsharded, with ours and with FSDP2."""
     models = {}
     for name in ("plain", *ENGINES):
         torch.manual_seed(0)
-        models[name] = nn.Sequential(*(Linear(quantized, delays) for _ in range(3)))
+        models[name] = nn.Sequential(*(Linear(kind, delays) for _ in range(3)))
         if name != "plain":
             for layer in models[name]:
                 ENGINES[name](layer, **options)
@@ -213,10 +218,11 @@ def assert_equal_shards(models):
         assert torch.equal(shard_of(mine), shard_of(theirs))
 
 
+@pytest.mark.parametrize("kind", [Quantized, Flattened])
 @pytest.mark.parametrize("reshards", [True, False])
 @distributed(world=2)
-def test_weights_send_their_rows_in_forward_and_their_columns_in_backward(rank, world, reshards):
-    models = models_of(reshard_after_forward=reshards)
+def test_weights_send_their_rows_in_forward_and_their_columns_in_backward(rank, world, reshards, kind):
+    models = models_of(kind, reshard_after_forward=reshards)
     for step in range(3):
         losses = {name: model(batch(step)).square().mean() for name, model in models.items()}
         for side, loss in losses.items():
@@ -246,10 +252,10 @@ def reduce_by_hand(model):
     state._root_post_backward_final_callback()
 
 
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("kind", [None, Quantized])
 @distributed(world=2)
-def test_delayed_weight_gradients_are_reduced(rank, world, quantized):
-    models = models_of(quantized, delays=True, reshard_after_forward=False)
+def test_delayed_weight_gradients_are_reduced(rank, world, kind):
+    models = models_of(kind, delays=True, reshard_after_forward=False)
     for step in range(2):
         for name, model in models.items():
             if name != "plain":
@@ -270,9 +276,21 @@ def test_delayed_weight_gradients_are_reduced(rank, world, quantized):
 
 @distributed(world=2)
 def test_an_optimizer_refuses_a_delayed_gradient_of_a_resharded_weight(rank, world):
-    models = models_of(quantized=False, delays=True)
+    models = models_of(None, delays=True)
     for side in ENGINES:
         models[side](batch(0)).square().mean().backward()
         models[side][0].backward_dw()
         with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
             torch.optim.SGD(models[side].parameters(), lr=0.1, foreach=False).step()
+
+
+@distributed(world=2)
+def test_a_gradient_that_was_assigned_and_not_reduced_is_an_error_in_the_next_backward(rank, world):
+    model = models_of(None)["ours"]
+    model.set_requires_gradient_sync(False)
+    model(batch(0)).square().mean().backward()
+    model[0].weight.grad = torch.ones(WIDTH, WIDTH)
+    model.set_requires_gradient_sync(True)
+    loss = model(batch(0)).square().mean()
+    with pytest.raises(ShardConfigStateError, match=r"0.weight: its .grad is a plain tensor .*post_backward\(\)"):
+        loss.backward()
