@@ -536,6 +536,11 @@ class TracedGroup:
         """
         if not stepped.isdisjoint([id(param.sharded) for param in self._params]):
             torch.autograd.graph.increment_version([param.local for param in self._params])
+            self.note_change()
+
+    def note_change(self) -> None:
+        """Note that parameters that define their own all-gather are about to change."""
+        if self._extended:
             torch.autograd.graph.increment_version([each.stand_in for each in self._extended.values()])
 
     def check_reduced(self, stepped: set[int]) -> None:

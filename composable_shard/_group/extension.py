@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from .._comm.mesh import MeshInfo
 from .._plan.layout import bucket_layout
 from .._policies import MixedPrecisionPolicy
+from .._torch.core import inner_values
 from .._torch.tracing import without_data
 from ..errors import ShardConfigAssertionError, ShardConfigTypeAssertionError
 from .param import ShardedParam
@@ -43,6 +45,23 @@ def is_extended(param: ShardedParam) -> bool:
     if has_pre:
         _takes_all(param)
     return has_pre
+
+
+def warn_of_old_state(params: Iterable[ShardedParam]) -> None:
+    """Before a load: warn if parameters hold tensors besides their values, for example scales.
+
+    Warns:
+        UserWarning: one does.
+    """
+    for param in params:
+        if (found := inner_values(param.local) if is_extended(param) else None) is not None and found[0]:
+            warnings.warn(
+                f"parameter {param.fqn}: a load changes the values of this {type(param.local).__name__}, but not its "
+                f"{', '.join(found[0])}; compute them again after the load, or reset them before",
+                UserWarning,
+                stacklevel=3,
+            )
+            return
 
 
 def _takes_all(param: ShardedParam) -> bool:

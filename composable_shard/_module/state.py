@@ -23,6 +23,7 @@ from .._engine.engine import Engine
 from .._engine.node import Outputs, Use
 from .._engine.order import Order
 from .._graph.traced import TracedGroup
+from .._group.extension import warn_of_old_state
 from .._group.group import ParamGroup
 from .._group.param import ShardedParam
 from .._plan.layout import piece_numel
@@ -470,6 +471,9 @@ class ShardState:
     def before_load(self) -> None:
         """Prepare for a load of the sharded parameters: a pending backward must not read new values instead of old."""
         self.release()
+        for each in self.family:
+            each.traced.note_change()
+            warn_of_old_state(each.declaration.params)
         for group in self.groups:
             group.before_change()
 

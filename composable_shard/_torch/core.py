@@ -732,6 +732,18 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part for each in inner if isinstance(each, torch.Tensor) for part in plain_parts(each)]
 
 
+def inner_values(tensor: torch.Tensor) -> tuple[list[str], torch.Tensor] | None:
+    """The tensor inside of a subclass that holds its values, and the names of the other tensors inside of it.
+
+    It is the only one with the shape and dtype of the subclass. None if there is no such tensor.
+    """
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    inner = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    alike = [name for name, each in inner.items() if (each.shape, each.dtype) == (tensor.shape, tensor.dtype)]
+    return ([name for name in inner if name != alike[0]], inner[alike[0]]) if len(alike) == 1 else None
+
+
 class ContainerCopy(NamedTuple):
     """A mutable container that was copied because some of its items had to change.
 

@@ -23,6 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import composable_shard as cs
 from _blocks import Transformer, next_token_loss, token_batch
 from _engines import ENGINES
+from _extended import Scaled, precompute_scales
 from _pool import POOL, distributed
 from composable_shard import checkpoint
 from composable_shard.checkpoint._format.boxes import Box
@@ -235,6 +236,36 @@ VALUES = {
     "numpy": [np.float32(0.1), np.arange(6, dtype=np.int16).reshape(2, 3), np.float64(0.3), np.complex128(1 + 2j)],
     "torch": [torch.bfloat16, torch.Size([2, 3]), torch.device("cpu")],
 }
+
+
+@distributed(world=2)
+def test_subclasses_that_wrap_their_values_are_saved_as_plain_tensors(rank, world, tmp_path):
+    """As torchao's float8 weights do."""
+
+    def make(seed, shard):
+        torch.manual_seed(seed)
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(2)))
+        for layer in model:
+            layer.weight = nn.Parameter(Scaled(layer.weight.detach()))
+            shard(layer)
+        shard(model)
+        return model
+
+    saved, loaded = make(1, cs.fully_shard), make(2, cs.fully_shard)
+    precompute_scales(saved), precompute_scales(loaded)
+    checkpoint.save(tmp_path, {"model": saved}, step=1)
+    loaded(torch.ones(2, 6)).sum().backward()
+    with pytest.warns(UserWarning, match=r"weight: a load changes the values of this Scaled, but not its scale"):
+        checkpoint.load(tmp_path, {"model": loaded})
+    for mine, theirs in zip(saved.parameters(), loaded.parameters(), strict=True):
+        assert type(mine.to_local()) is type(theirs.to_local())
+        mine, theirs = (getattr(each.to_local(), "inner", each.to_local()) for each in (mine, theirs))
+        assert torch.equal(mine, theirs)
+    plain = make(3, lambda module: module)
+    for layer in plain:
+        layer.weight = nn.Parameter(layer.weight.detach().inner)
+    checkpoint.load(tmp_path, {"model": plain})
+    assert torch.equal(plain[0].weight.chunk(2)[rank], saved[0].weight.to_local().inner)
 
 
 def test_plain_values_are_restored_exactly(tmp_path):

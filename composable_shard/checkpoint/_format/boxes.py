@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..._torch.core import has_memory
+from ..._torch.core import has_memory, inner_values
 from ..._torch.distributed import local_tensor
 from ...errors import ShardConfigValueError
 from .manifest import DTYPES, name_of
@@ -77,11 +77,13 @@ def _index(key: str, chunk: Any) -> Any:
 
 
 def plain(key: str, local: torch.Tensor) -> torch.Tensor:
-    """A local tensor as a plain `torch.Tensor` with the same memory.
+    """A local tensor, or the tensor inside of it that holds its values, as a plain `torch.Tensor` on the same memory.
 
     Raises:
         ShardConfigValueError: the tensor's memory cannot be written as it is.
     """
+    if (values := inner_values(local)) is not None:
+        _, local = values
     is_own = type(local) is torch.Tensor
     if not is_own and (is_traceable_wrapper_subclass(local) or not has_memory(local)):
         raise ShardConfigValueError(
