@@ -258,9 +258,9 @@ def test_subclasses_that_wrap_their_values_are_saved_as_plain_tensors(rank, worl
     with pytest.warns(UserWarning, match=r"weight: a load changes the values of this Scaled, but not its scale"):
         checkpoint.load(tmp_path, {"model": loaded})
     for mine, theirs in zip(saved.parameters(), loaded.parameters(), strict=True):
-        assert type(mine.to_local()) is type(theirs.to_local())
-        mine, theirs = (getattr(each.to_local(), "inner", each.to_local()) for each in (mine, theirs))
-        assert torch.equal(mine, theirs)
+        one, two = mine.to_local(), theirs.to_local()
+        assert type(one) is type(two)
+        assert torch.equal(one.inner, two.inner) if isinstance(one, Scaled) else torch.equal(one, two)
     plain = make(3, lambda module: module)
     for layer in plain:
         layer.weight = nn.Parameter(layer.weight.detach().inner)
