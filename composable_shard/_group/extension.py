@@ -54,10 +54,11 @@ def warn_of_old_state(params: Iterable[ShardedParam]) -> None:
         UserWarning: one does.
     """
     for param in params:
-        if (found := inner_values(param.local) if is_extended(param) else None) is not None and found[0]:
+        others, _ = (inner_values(param.local) if is_extended(param) else None) or ((), None)
+        if others:
             warnings.warn(
                 f"parameter {param.fqn}: a load changes the values of this {type(param.local).__name__}, but not its "
-                f"{', '.join(found[0])}; compute them again after the load, or reset them before",
+                f"{', '.join(others)}; compute them again after the load, or reset them before",
                 UserWarning,
                 stacklevel=3,
             )

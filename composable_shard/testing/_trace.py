@@ -155,7 +155,7 @@ def assert_collectives(what: Callable[[], T], /, **expected: int) -> T:
         testing.assert_collectives(lambda: layer(x).sum().backward(), all_gather=2, reduce_scatter=1)
 
     In a simulated world and under `fake`, each bucket has one all-gather and one reduce-scatter. On gloo the library
-    builds them from other collectives (see docs/slow_networks.md), and those are counted. Collectives in compiled
+    builds them from other collectives (see docs/low_precision.md), and those are counted. Collectives in compiled
     graphs are counted only in simulated worlds.
 
     Args:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _llama import GATHERED, HALF, Llama, build, evaluated, float8, inner, life, nothing, train
+from _llama import GATHERED, HALF, Llama, Recipe, build, compiled, evaluated, float8, inner, life, nothing, train
 from torch import nn
 from torch.nn import functional
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
@@ -148,6 +148,14 @@ def adapted(model: nn.Module) -> None:
 add("NF4 base, frozen, with adapters", convert=adapted, saves=False)
 add("NF4 base, frozen, with adapters, kept gathered", convert=adapted, saves=False, reshard_after_forward=False)
 add("NF4 base, frozen, with adapters and AdamW8bit", convert=adapted, saves=False, optimize=eager(AdamW8bit))
+
+
+for title, recipe in {
+    "int8 mixed-precision training": Recipe(int8),
+    "BitNet training": Recipe(bitnet, precompute_bitnet_scale_for_fsdp),
+    "NF4 base, frozen, with adapters": Recipe(adapted),
+}.items():
+    rows.add(f"whole graph, {title}", partial(compiled, recipe=recipe, whole=True), timeout=300.0)
 
 
 @rows("NF4 base, whose state dict is gathered and loaded into the unsharded model")

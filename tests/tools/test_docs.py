@@ -367,7 +367,7 @@ def assert_losses_fall(losses):
         "optimizers",
         "migration",
         "integrations",
-        "slow_networks",
+        "low_precision",
         "launching",
         "cuda_graphs",
     ],
