@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from .._group.extension import is_extended
 from .._group.faces import LEAF_OF
 from .._group.param import ShardedParam, run_all
-from .._torch.core import HANDLES, address_of, without_torch_function
+from .._torch.core import DELETES_ATTRIBUTES, HANDLES, address_of, without_torch_function
 from .._torch.distributed import local_tensor
 from ..errors import ShardConfigStateError
 
@@ -408,10 +408,11 @@ class ModuleEntries:
         # attributes of the modules during a forward instead of entries. Otherwise Dynamo would guard on the tensors
         # inside of these parameters, which change, and would call their `__tensor_flatten__` in each forward, which may
         # read values from the device. Graphs look at all entries when they run.
-        apart = [place for place in self.places if is_extended(self.params[place[2]])]
+        hidden = {index for index, param in enumerate(self.params) if DELETES_ATTRIBUTES and is_extended(param)}
+        apart = [(names, name, index) for names, name, index in self.places if index in hidden]
         known = self._modules
         self._apart = [(known[id(names)], name, index) for names, name, index in apart if id(names) in known]
-        self._traced = [place for place in self.places if not is_extended(self.params[place[2]])]
+        self._traced = [place for place in self.places if place[2] not in hidden]
 
     def _install_anew(self) -> None:
         """Install the current tensors into all places, including new and changed ones."""

@@ -31,6 +31,8 @@ Ts = TypeVarTuple("Ts")
 _REDUCES_AS_STORED = torch.__version__ >= "2.15"
 # Compiled backward graphs return None for a missing gradient. Those of torch 2.11 return zeros.
 GRAPHS_GIVE_NONE = torch.__version__ >= "2.13"
+# Dynamo traces the deletion of a key from a module's `__dict__`. That of torch 2.11 does not.
+DELETES_ATTRIBUTES = torch.__version__ >= "2.13"
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 SavedTensorsHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
