@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from .._graph.guard import guard_pass, guarded
+from .._graph.traced import follow_freezing
 from .._module.module import FSDPModule
 from .._torch.compiler import aot_backend, as_it_is, inductor, mode_options
 from .._torch.core import never_compile
@@ -70,6 +71,7 @@ def compile(  # noqa: A001 - named like the function of torch that it wraps
     elif backend == "aot_eager":
         backend = aot_eager()
     compiled: M = torch.compile(model, fullgraph=fullgraph, backend=backend, **torch_compile_kwargs)  # type: ignore[assignment]
+    compiled.register_forward_pre_hook(follow_freezing)
     return compiled
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -75,14 +74,14 @@ class Parts:
     """The parts of a parameter.
 
     Attributes:
-        kind: the class of the shard and its state besides tensors; equal for parameters that can share compiled code.
+        code: names the class of the shard and its state besides tensors. Parameters that share code have equal ones.
         gathered: the gathered tensors.
         metadata: the tensors of the metadata.
         constants: the text of the rest of the metadata.
         dtype: the dtype of the unsharded parameter, in which its gradient leaves.
     """
 
-    kind: str
+    code: str
     gathered: tuple[_Tensor, ...]
     metadata: tuple[_Tensor, ...]
     constants: str
@@ -132,20 +131,28 @@ def _split(metadata: Any) -> tuple[list[torch.Tensor], str]:
     return tensors, f"{[None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]} in {spec}"
 
 
-_numbers = itertools.count()
-
-
-def _kind(local: torch.Tensor) -> str:
-    """The class of a shard and its state besides tensors."""
+def _state_of(local: torch.Tensor) -> dict[str, Any]:
+    """The attributes of a shard besides tensors, which `fsdp_post_all_gather` may read."""
     slots = itertools.chain.from_iterable(
         (names,) if isinstance(names, str) else names
         for names in (vars(cls).get("__slots__", ()) for cls in type(local).__mro__)
     )
-    names = sorted({*slots, *local.__dict__} - {"__dict__", "__weakref__"})
-    state = {name: getattr(local, name) for name in names if hasattr(local, name) and not name.startswith("_dynamo")}
-    state = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
-    text = repr(state) if _is_constant(state) else f"number {next(_numbers)}"  # then no parameters share code
-    return f"{type(local).__module__}.{type(local).__qualname__} {text}"
+    names = {*slots, *local.__dict__} - {"__dict__", "__weakref__"}
+    state = {name: getattr(local, name, None) for name in sorted(names) if not name.startswith("_dynamo")}
+    # A tensor may be None at first, for example a scale that is not computed yet.
+    return {name: each for name, each in state.items() if each is not None and not isinstance(each, torch.Tensor)}
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Names of the attributes whose values differ."""
+    return [name for name in {*before, *now} if not _are_equal(before.get(name), now.get(name))]
+
+
+def _are_equal(one: Any, two: Any) -> bool:
+    try:
+        return bool(one is two or one == two)
+    except Exception:  # values that cannot be compared
+        return False
 
 
 def _refuse(extension: Extension, method: str, why: str) -> ShardConfigStateError:
@@ -177,19 +184,35 @@ class Traced:
     def __init__(self, extension: Extension, options: Options) -> None:
         param = self._param = extension.param
         self._extension = extension  # `make` needs one that is alive
-        self.parts, self.inner, same = _parts_of(extension, options)
+        maker = self._maker = _maker_for(extension, options)
+        maker.add(extension)
+        self.parts, self.inner, self.take_apart, self.make = maker.parts, maker.inner, maker.take_apart, maker.make
         self.stand_in = torch.empty(1, dtype=param.dtype, device=param.local.device)
         self.stand_in.requires_grad_(param.sharded.requires_grad)
         self._version = param.local._version
-        parallel = param.parallel
-        maker = _maker(self.parts, extension.shape, extension.dtype, parallel and parallel.wrapper, same)
-        maker.add(extension)
-        self.take_apart, self.make = maker.take_apart, maker.make
 
     @property
     def name(self) -> str:
         """The parameter, for messages."""
         return f"parameter {self._param.fqn}"
+
+    def fits(self) -> bool:
+        """Whether the parameter, which was replaced, is like the one before."""
+        local, facts = self._param.local, self._maker.facts
+        same = type(local) is facts.kind and self._param.dtype is self.stand_in.dtype
+        return same and not _changed(facts.state, _state_of(local))
+
+    def check_state(self) -> None:
+        """Check that the attributes of the shard, which the graph contains as constants, are as they were.
+
+        Raises:
+            ShardConfigStateError: they are not.
+        """
+        if changed := _changed(self._maker.facts.state, _state_of(self._param.local)):
+            raise ShardConfigStateError(
+                f"{self._extension.name}: its {', '.join(sorted(changed))} changed after the graph was compiled, which "
+                f"contains the old value; return such values as metadata of {PRE}, in tensors"
+            )
 
     def follow_freezing(self) -> bool:
         """Set `requires_grad` of the stand-in; returns whether the parameter requires a gradient only now."""
@@ -206,25 +229,49 @@ class Traced:
         return edited
 
 
-class _Same:
-    """Makes metadata from its tensors. All are equal, because the rest of the metadata is in `Parts.constants`."""
+class _Facts(NamedTuple):
+    """All that decides which code makes an unsharded parameter from its parts.
 
-    def __init__(self, rebuild: Callable[[Sequence[torch.Tensor]], Any]) -> None:
-        self.rebuild = rebuild
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-def _parts_of(extension: Extension, options: Options) -> tuple[Parts, int, _Same]:
-    """Find the parts with fake tensors.
-
-    Returns:
-        the parts; the number of tensors inside of the unsharded parameter; and what makes the metadata.
+    Attributes:
+        kind: the class of the shard.
+        state: its attributes besides tensors.
+        shape, dtype: those of the unsharded parameter, or of its local tensor.
+        wrapper: makes a DTensor of it, if it was one before.
+        gathered, tensors: the gathered tensors, and those of the metadata.
+        leaves: the leaves of the metadata, with None for tensors.
+        spec: the structure of the metadata.
+        made: the dtype in which the gradient leaves.
     """
+
+    kind: type
+    state: dict[str, Any]
+    shape: torch.Size
+    dtype: torch.dtype
+    wrapper: object
+    gathered: tuple[_Tensor, ...]
+    tensors: tuple[_Tensor, ...]
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    made: torch.dtype
+
+    def are(self, others: _Facts) -> bool:
+        """Whether the others are the same: by value, because values with equal texts may differ."""
+        rest = self._replace(state={}), others._replace(state={})
+        return not _changed(self.state, others.state) and all(map(_are_equal, *rest))
+
+    def metadata(self, tensors: Sequence[torch.Tensor], where: Sequence[bool]) -> Any:
+        """The metadata with these tensors; `where` tells which leaves are tensors."""
+        given = iter(tensors)
+        filled = [next(given) if here else leaf for here, leaf in zip(where, self.leaves, strict=True)]
+        return pytree.tree_unflatten(filled, self.spec)
+
+
+_makers: weakref.WeakSet[_Maker] = weakref.WeakSet()
+_numbers = itertools.count()
+
+
+def _maker_for(extension: Extension, options: Options) -> _Maker:
+    """The functions for a parameter. Parameters with the same facts share them, so that equal layers share code."""
     param, info = extension.param, extension.info
     with without_data(), torch.no_grad():
         inputs, metadata = _called_pre(extension)
@@ -235,18 +282,21 @@ def _parts_of(extension: Extension, options: Options) -> tuple[Parts, int, _Same
             torch.empty(shape, dtype=each.dtype, device=info.device) for shape, each in zip(shapes, inputs, strict=True)
         ]
         made = _called_post(extension, outputs, metadata)
-    constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-
-    def rebuild(tensors: Sequence[torch.Tensor]) -> Any:
-        given = iter(tensors)
-        filled = [next(given) if here else leaf for here, leaf in zip(is_tensor, constants, strict=True)]
-        return pytree.tree_unflatten(filled, spec)
-
     tensors, text = _split(metadata)
-    dtype = made.dtype if param.parallel is None else param.sum_dtype(options)
-    parts = Parts(_kind(param.local), tuple(map(_Tensor.of, outputs)), tuple(map(_Tensor.of, tensors)), text, dtype)
-    return parts, len(_Form.of(made)[1]), _Same(rebuild)
+    facts = _Facts(
+        kind=type(param.local),
+        state=_state_of(param.local),
+        shape=extension.shape,
+        dtype=extension.dtype,
+        wrapper=param.parallel and param.parallel.wrapper,
+        gathered=tuple(map(_Tensor.of, outputs)),
+        tensors=tuple(map(_Tensor.of, tensors)),
+        leaves=[None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
+        spec=spec,
+        made=made.dtype if param.parallel is None else param.sum_dtype(options),
+    )
+    known = next((maker for maker in list(_makers) if maker.facts.are(facts)), None)
+    return known or _Maker(facts, [isinstance(leaf, torch.Tensor) for leaf in leaves], text, len(_Form.of(made)[1]))
 
 
 def _called_pre(extension: Extension) -> tuple[list[torch.Tensor], Any]:
@@ -306,18 +356,27 @@ class _Maker:
     would be saved.
 
     Args:
-        parts: the parts.
-        same: makes the metadata from its tensors.
+        facts: what decides about the code.
+        where: which leaves of the metadata are tensors.
+        constants: the text of the other leaves.
+        inner: number of tensors inside of the unsharded parameter.
 
     Attributes:
-        take_apart, make: see `Traced`.
+        facts, inner: as given.
+        parts, take_apart, make: see `Traced`.
     """
 
-    def __init__(self, parts: Parts, same: _Same) -> None:
-        self._parts, self._rebuild = parts, same.rebuild
+    def __init__(self, facts: _Facts, where: Sequence[bool], constants: str, inner: int) -> None:
+        kind = facts.kind
+        state = repr(facts.state) if _is_constant(facts.state) else f"number {next(_numbers)}"
+        code = f"{kind.__module__}.{kind.__qualname__} {state}"
+        self.facts, self.inner = facts, inner
+        self.parts = Parts(code, facts.gathered, facts.tensors, constants, facts.made)
+        self._where = where
         self._known: weakref.WeakSet[Extension] = weakref.WeakSet()
         self._form: _Form | None = None
-        build, reduced = self._build, parts.dtype
+        _makers.add(self)
+        build, reduced = self._build, facts.made
 
         class Make(torch.autograd.Function):
             """The port of a parameter and the tensors inside of it -> the unsharded parameter."""
@@ -349,22 +408,19 @@ class _Maker:
         """Use the methods of a parameter of this kind as long as it is alive."""
         self._known.add(extension)
 
+    def _any(self) -> Extension:
+        """A parameter of this kind; users may have replaced others meanwhile."""
+        return next(each for each in self._known if type(each.param.local) is self.facts.kind)
+
     def _take_apart(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        extension, count = next(iter(self._known)), len(self._parts.gathered)
+        extension, count = self._any(), len(self.facts.gathered)
         with torch.no_grad():
-            made = _called_post(extension, parts[:count], self._rebuild(parts[count:]))
+            made = _called_post(extension, parts[:count], self.facts.metadata(parts[count:], self._where))
         self._form, inner = _Form.of(made)
         return inner
 
     def _build(self, inner: Sequence[torch.Tensor]) -> tuple[Any, torch.Tensor]:
-        parallel = next(iter(self._known)).param.parallel
+        parallel = self._any().param.parallel
         viewed = [each if is_traceable_wrapper_subclass(each) else each.view(each.shape) for each in inner]
         made = viewed[0] if self._form is None else self._form.make(viewed)
         return parallel, made if parallel is None else parallel.around(made)
-
-
-@functools.lru_cache(maxsize=256)  # one function for all parameters of a kind, so equal layers share compiled code
-def _maker(
-    parts: Parts, shape: torch.Size, dtype: torch.dtype, wrapper: Callable[..., Any] | None, same: _Same
-) -> _Maker:
-    return _Maker(parts, same)

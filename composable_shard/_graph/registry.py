@@ -97,6 +97,11 @@ def add(owner: Owner) -> None:
     _owners[id(owner)] = owner
 
 
+def owners() -> list[Owner]:
+    """All groups that are alive."""
+    return list(_owners.values())
+
+
 def known(anchor: torch.Tensor) -> Known:
     """The group that this memory identifies.
 

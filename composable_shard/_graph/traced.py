@@ -37,6 +37,7 @@ from .._torch.core import (
     GRAPHS_GIVE_NONE,
     any_gradient_hooks,
     current_backward,
+    node_will_run,
     queue_backward_callback,
     run_while_tracing,
     with_side_effects,
@@ -150,6 +151,7 @@ class TracedSteps:
             group.stepped_by(None)
 
 
+_extended: weakref.WeakSet[TracedGroup] = weakref.WeakSet()  # groups that graphs take through stand-ins
 _numbers = itertools.count()
 _unprepared: weakref.WeakValueDictionary[str, TracedGroup] = weakref.WeakValueDictionary()
 
@@ -161,12 +163,23 @@ def _prepare(number: str) -> bool:
     All together, because equal layers share code: it was compiled for groups that are prepared.
     """
     if number:
-        first = _unprepared.pop(number)
+        first = _unprepared.pop(number, None)
+        if first is None:  # a second use in the same trace, which still sees the number
+            return True
         others = [other for other in list(_unprepared.values()) if other.is_of_engine(first)]
         for each in (first, *others):
             _unprepared.pop(each.unprepared, None)
             each.prepare()
     return True
+
+
+def follow_freezing(*_: object) -> None:
+    """Before a compiled model is called, let its stand-ins require gradients as their parameters do.
+
+    Then Dynamo notices that a parameter was frozen or unfrozen.
+    """
+    for group in list(_extended):
+        group.follow_freezing()
 
 
 class TracedGroup:
@@ -192,13 +205,15 @@ class TracedGroup:
         self._group: weakref.ref[ParamGroup] | None = None
         self._between_steps: weakref.WeakMethod[Callable[[], None]] | None = None
         self._info = info
-        self.unprepared = self.refusal = ""
+        self.unprepared = self.refusal = self._replaced = ""
         self._extended: dict[int, Traced] = {}
         self._plain = list(range(len(params)))  # indices of the others
         self.key, self._ports, self._sets_gradients = self._register()
         self.watched = 0
         self.uses = 0
         self.steps: TracedSteps | None = None
+        self._pending: dict[int, torch.Tensor] = {}  # see `_begin_pending`
+        self._pending_in = -1  # number of the backward that they belong to
         self._marks_before: dict[tuple[int, ...], list[float]] = {}  # the last result of `marks_of_unused`, by indices
         self._tag = _tag_of(params, info.device)
         registry.add(self)
@@ -229,15 +244,23 @@ class TracedGroup:
             is_root: whether this is the root's own group.
             between_steps: a method of the engine to call before a graph gathers, when no memory is leased.
         """
-        self._extended, self.refusal = {}, ""
-        if group is not None and group.layout.extended:
-            self.unprepared = str(next(_numbers))
-            _unprepared[self.unprepared] = self
-        self.key, self._ports, self._sets_gradients = self._register()  # users may have set `grad_dtype` meanwhile
         self._between_steps = weakref.WeakMethod(between_steps)
         self.number_until_built = ""
         self.is_root = is_root
         self._group = weakref.ref(group) if group is not None else None
+        self.reset()  # users may have set `grad_dtype` meanwhile
+
+    def reset(self) -> None:
+        """Forget what was found out about the parameters, because they were converted or replaced."""
+        _unprepared.pop(self.unprepared, None)
+        _extended.discard(self)
+        self._extended, self.unprepared, self.refusal = {}, "", ""
+        self._plain = list(range(len(self._params)))
+        group = self._of_runtime()
+        if group is not None and group.layout.extended:
+            self.unprepared = str(next(_numbers))
+            _unprepared[self.unprepared] = self
+        self.key, self._ports, self._sets_gradients = self._register()
 
     def prepare(self) -> None:
         """Prepare parameters that define their own all-gather, because the group is traced for the first time."""
@@ -249,6 +272,8 @@ class TracedGroup:
             self._extended = {index: Traced(each, options) for index, each in sorted(group.extensions().items())}
         except ShardConfigStateError as error:
             self.refusal = str(error)
+        if self._extended:
+            _extended.add(self)
         self._plain = [index for index in range(len(self._params)) if index not in self._extended]
         self.key, self._ports, self._sets_gradients = self._register()
 
@@ -411,13 +436,18 @@ class TracedGroup:
         return [extended[i].stand_in if i in extended else param.local for i, param in enumerate(self._params)]
 
     def _adopt(self) -> None:
-        """Adopt parameters that users have assigned."""
+        """Adopt parameters that users have assigned. If graphs do not fit them, `before_gather` will refuse to run."""
         group = self._of_runtime()
         entries = None if group is None else group.entries()
-        if group is not None and entries is not None and group.phase is SHARDED:
-            entries.follow()
-            if any(param.sharded is not shard for param, shard in zip(self._params, group.shards, strict=True)):
-                group.rebuild()
+        if group is None or entries is None or group.phase is not SHARDED:
+            return
+        entries.follow()
+        if any(param.sharded is not shard for param, shard in zip(self._params, group.shards, strict=True)):
+            group.rebuild()
+            if group.extensions().keys() == self._extended.keys() and all(x.fits() for x in self._extended.values()):
+                return
+            self._replaced = self._replaced or ", ".join(each.name for each in self._extended.values())
+            self.reset()
 
     def exchange(self) -> Exchange | None:
         """The gathers and reductions of the group; None if the group of the eager runtime was freed."""
@@ -447,21 +477,46 @@ class TracedGroup:
 
     def _follow_shards(self, with_gradients: bool) -> None:
         """Let the stand-ins follow the shards of parameters that define their own all-gather."""
-        if not self._extended:
+        if not (self._extended or self._replaced):
             return
         self._adopt()
+        if names := self._replaced:
+            self._adopt_in_engine()
+            raise ShardConfigStateError(
+                f"{names}: at least one was replaced after this graph was compiled; call the model again, and "
+                "torch.compile will compile it again"
+            )
+        for each in self._extended.values():
+            each.check_state()
         edited = [each.name for each in self._extended.values() if each.follow_version()]
         if edited and current_backward() >= 0:
             raise StaleStateError(
                 f"{edited[0]} was changed between a forward and its backward, which gathers it again; change it after "
                 "the backward"
             )
-        thawed = [each.name for each in self._extended.values() if each.follow_freezing()]
+        thawed = self.follow_freezing()
         if thawed and with_gradients:
+            for other in [other for other in list(_extended) if other.is_of_engine(self)]:
+                other.follow_freezing()
             raise ShardConfigStateError(
                 f"{thawed[0]} requires a gradient now, unlike when this graph was compiled; call the model again, and "
-                "torch.compile will compile it again"
+                "torch.compile will compile it again. A model from composable_shard.compile needs only one call"
             )
+
+    def follow_freezing(self) -> list[str]:
+        """Let the stand-ins require gradients as their parameters do; returns the parameters that do only now."""
+        return [each.name for each in self._extended.values() if each.follow_freezing()]
+
+    def _adopt_in_engine(self) -> None:
+        """Adopt parameters in all groups of the engine, because one error is enough for them."""
+        for other in registry.owners():
+            if isinstance(other, TracedGroup) and other.is_of_engine(self):
+                other.adopt_quietly()
+
+    def adopt_quietly(self) -> None:
+        """Adopt parameters that users have assigned, and let `before_gather` not refuse to run because of them."""
+        self._adopt()
+        self._replaced = ""
 
     def _of_runtime(self) -> ParamGroup | None:
         return self._group() if self._group is not None else None
@@ -470,7 +525,7 @@ class TracedGroup:
         """Keep the current values of these gradients for a later backward."""
         group = self._of_runtime()
         if group is not None:
-            self._set_hooks_aside()
+            self._set_hooks_aside([index for index, gradient in enumerate(gradients) if gradient is not None])
             group.gradients.accumulate(gradients, overwritten=True)
 
     def take(self, gradients: Gradients) -> list[torch.Tensor | None]:
@@ -480,25 +535,60 @@ class TracedGroup:
 
     def settle(self, index: int, piece: torch.Tensor, complete: bool = True) -> None:
         """Add a reduced gradient to `.grad`, and call the hooks unless more gradients will follow."""
-        self._set_hooks_aside()
-        if index in self._extended and not self._params[index].sharded.requires_grad:
-            return  # frozen after the graph was compiled
+        if not self._is_wanted(index):
+            return
+        self._begin_pending()
+        self._set_hooks_aside([index])
         if not complete:
             self._params[index].add_without_hooks(piece)
-            return
-        group = self._of_runtime()
-        if group is None:
-            self._params[index].add_gradient(piece)
+        elif self._params[index].hooks and index in self._extended and self._pending_in >= 0:
+            before = self._pending.get(index)
+            self._pending[index] = piece if before is None else before + piece
         else:
-            group.gradients.add({index: piece})
+            self._add({index: piece})
 
-    def _set_hooks_aside(self) -> None:
-        """Take hooks from autograd until this backward ends, because autograd would call them with None as gradient."""
+    def _begin_pending(self) -> None:
+        """At the end of the running backward, add the gradients of parameters with hooks to `.grad`.
+
+        A graph hands over a gradient for each use of a module, but hooks get their sum.
+        """
+        if self._pending_in != (running := current_backward()):  # gradients of a backward that failed are dropped
+            self._pending, self._pending_in = {}, running
+            queue_backward_callback(self._add_pending)  # before `give_hooks_back` is queued
+
+    def _add_pending(self) -> None:
+        pending, self._pending, self._pending_in = self._pending, {}, -1
+        self._add(pending)
+
+    def _add(self, pieces: Mapping[int, torch.Tensor]) -> None:
+        group = self._of_runtime()
+        if group is not None:
+            group.gradients.add(pieces)
+            return
+        for index, piece in pieces.items():
+            self._params[index].add_gradient(piece)
+
+    def _is_wanted(self, index: int) -> bool:
+        """Whether the running backward computes `.grad` of a parameter that does not get it from autograd."""
+        sharded = self._params[index].sharded
+        if not sharded.requires_grad:  # it was frozen after the graph was compiled
+            return False
+        leaf = self._extended[index].stand_in if index in self._extended else sharded
+        # Not in `torch.autograd.grad`, or with `inputs`. A backward for the parameter itself counts, too.
+        nodes = [torch.autograd.graph.get_gradient_edge(each).node for each in (leaf, sharded) if each.requires_grad]
+        return current_backward() < 0 or any(map(node_will_run, nodes))
+
+    def _set_hooks_aside(self, indices: Sequence[int]) -> None:
+        """Take hooks from autograd until this backward ends, because autograd would call them with None as gradient.
+
+        Args:
+            indices: the parameters whose gradients do not leave the graph through autograd.
+        """
         group = self._of_runtime()
         if group is None:
             return
         if any_gradient_hooks(group.shards) or (not group.gradients.hooks_taken and group.gradients.may_have_hooks):
-            group.gradients.take_hooks()
+            group.gradients.take_hooks(indices)
             queue_backward_callback(group.gradients.give_hooks_back)
 
     def marks_of_unused(self, indices: Sequence[int], marks: torch.Tensor) -> list[float]:

@@ -22,7 +22,7 @@ from .._group.group import ParamGroup
 from .._group.optimizers import DecidesSteps, known_optimizers
 from .._policies import Options
 from .._torch import debug
-from .._torch.core import address_of, autocast_state, version_of, without_torch_function
+from .._torch.core import address_of, addresses_in, autocast_state, version_of, without_torch_function
 from .._torch.distributed import local_part
 from .observation import Observation, set_each
 
@@ -144,7 +144,7 @@ class Host:
         - the buckets of the groups, which are made again if parameters are converted or memory is freed
         - the plan
         """
-        shards = tuple([address_of(local_part(each)) for each in sight.params[: sight.sharded]])
+        shards = tuple([addresses_in(local_part(each)) for each in sight.params[: sight.sharded]])
         places = tuple(_places((*sight.params[sight.sharded :], *sight.buffers), self.device))
         plans = tuple([engine.order.plan.digest for engine, _ in self.engines])
         return shards, places, tuple([group.layout for group in self._groups()]), plans

@@ -186,7 +186,7 @@ class ModuleEntries:
             for names, name, index in self._traced:
                 names[name] = self._shards[index]
             for known, name, _ in self._apart:
-                del known().__dict__[name]
+                known().__dict__.pop(name, None)
             self._installed, self.are_replaced = self._shards, False
         elif self.are_replaced:
             self.install(self._shards)
@@ -300,6 +300,8 @@ class ModuleEntries:
             if not torch.compiler.is_compiling():
                 self.params[index].prepare()
         self._storages, self._pieces = [], []
+        if not torch.compiler.is_compiling():
+            self._set_places(self.places)  # the new ones may be of another class
 
     def _is_known(self, param: Any, index: int) -> bool:
         """Whether `param` is the sharded parameter with this index, or the one that was replaced by it."""

@@ -109,6 +109,8 @@ class FSDPModule(Methods):
                 each.entries.return_own_dtype_grads(gradients)
             if state.bound is not None:
                 state.bound.engine.converted(state.groups)
+                for each in state.family:
+                    each.traced.reset()
 
     def share_memory(self) -> Any:
         """Move this rank's shards of the parameters, and the buffers, to shared memory."""

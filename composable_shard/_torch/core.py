@@ -261,6 +261,11 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
 
 
+def addresses_in(tensor: torch.Tensor) -> int | tuple[int, ...]:
+    """Address of a tensor's data; for a subclass without memory of its own, those of the tensors in its attributes."""
+    return address_of(tensor) or tuple([address_of(v) for v in vars(tensor).values() if isinstance(v, torch.Tensor)])
+
+
 # Number of tensors and other objects that share a storage, given by its id; some tensor must keep it alive.
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 

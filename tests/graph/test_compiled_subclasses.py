@@ -253,17 +253,138 @@ def test_parameters_may_be_frozen_and_unfrozen_after_compilation(rank, world):
             model.blocks[0].requires_grad_(not frozen)
 
     sides.train(rank, steps=1)
+    for frozen in (True, False):
+        freeze(frozen)
+        sides.train(rank, steps=2)
     freeze(True)
-    sides.train(rank, steps=2)
+    sides.evaluate(rank)
+    sides.run = torch.compile(sides.ours, backend="aot_eager", fullgraph=True)
+    sides.train(rank, steps=1)
     freeze(False)
     with pytest.raises(cs.errors.ShardConfigStateError, match=r"parameter blocks.0.*requires a gradient now"):
         next_token_loss(sides.run, *token_batch(rank, 0))
-    sides.train(rank, steps=2)
-    freeze(True)
-    sides.evaluate(rank)
-    freeze(False)
-    sides.evaluate(rank)
     sides.train(rank, steps=1)
+
+
+class Layers(nn.Module):
+    """Two layers; the first one runs twice."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        for block in self.blocks:
+            block.weight = nn.Parameter(kind(block.weight.detach()))
+
+    def forward(self, x):
+        return self.blocks[1](self.blocks[0](self.blocks[0](x).tanh()).tanh())
+
+
+def layers(kind=Scaled):
+    """Two equal sharded models: an eager one and a compiled one, and the compiled one's call."""
+    torch._dynamo.reset()
+    eager, model = (sharded(Layers(kind), fully_shard) for _ in range(2))
+    return eager, model, cs.compile(model, backend="aot_eager", fullgraph=True)
+
+
+def rows(rank, step=0):
+    return torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def assert_same_step(eager, model, run, rank, step=0):
+    losses = [each(rows(rank, step)).square().mean() for each in (eager, run)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(eager, model)
+
+
+def assert_same_gradients(eager, model):
+    for name, param in eager.named_parameters():
+        twin = model.get_parameter(name)
+        assert (param.grad is None) == (twin.grad is None), name
+        # A graph reduces the gradients of each use of a module, and eager steps reduce their sum.
+        assert param.grad is None or torch.allclose(local(param.grad), local(twin.grad), rtol=1e-5, atol=1e-7), name
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_module_may_run_several_times(rank, world):
+    eager, model, run = layers()
+    for step in range(2):
+        assert_same_step(eager, model, run, rank, step)
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_gradients_of_inputs_alone_leave_the_parameters_without(rank, world):
+    eager, model, run = layers()
+    assert_same_step(eager, model, run, rank)
+    for each in (eager, run):
+        x = rows(rank).requires_grad_()
+        torch.autograd.grad(each(x).sum(), x)
+        each(x).sum().backward(inputs=[x])
+    assert_same_gradients(eager, model)
+    assert_same_step(eager, model, run, rank)
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_hooks_of_all_parameters_of_a_group_get_the_gradients(rank, world):
+    eager, model, run = layers()
+    calls = []
+    for each in (eager, model):
+        for name, param in each.blocks[0].named_parameters():
+            param.register_hook(lambda gradient: 2 * gradient)
+            param.register_post_accumulate_grad_hook(lambda param, name=name: calls.append(name))
+    for step in range(2):
+        assert_same_step(eager, model, run, rank, step)
+    assert sorted(calls) == sorted(4 * ["bias", "weight"])
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_classes_and_states_with_equal_texts_are_told_apart(rank, world):
+    def make(factor):
+        class Times(Halved):
+            def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+                return outputs[0].to(param_dtype) * factor, ()
+
+        return Times
+
+    for factor in (1.0, 3.0):
+        eager, model, run = layers(make(factor))
+        with torch.no_grad():
+            assert torch.equal(run(rows(rank)), eager(rows(rank)))
+    model.blocks[0].weight._local_tensor.unit = 2.0
+    with pytest.raises(cs.errors.ShardConfigStateError, match=r"blocks.0.weight .*its unit changed"), torch.no_grad():
+        run(rows(rank))
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_model_may_be_converted_and_loaded_after_compilation(rank, world):
+    eager, model, run = layers(Halved)
+    assert_same_step(eager, model, run, rank)
+    for each in (eager, model):
+        each.zero_grad()
+        each.double()
+    losses = [each(rows(rank).double()).square().mean() for each in (eager, run)]
+    assert losses[0].dtype is torch.float64
+    assert torch.equal(*losses)
+    for each in (eager, model):
+        each.float()
+        values = {name: value.detach().clone() for name, value in each.state_dict().items()}
+        each.load_state_dict(values, assign=True)
+    assert_same_step(eager, model, run, rank, 1)
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_plain_parameters_may_replace_subclasses_after_compilation(rank, world):
+    eager, model, run = layers(Halved)
+    assert_same_step(eager, model, run, rank)
+    plain = sharded(Layers(lambda weight: weight), fully_shard)
+    for each in (eager, model):
+        each.zero_grad()
+        each.load_state_dict({name: value.detach().clone() for name, value in plain.state_dict().items()}, assign=True)
+    with pytest.raises(cs.errors.ShardConfigStateError, match=r"at least one was replaced"):
+        run(rows(rank))
+    assert_same_step(eager, model, run, rank)
 
 
 @distributed(world=2, limit_s=LIMIT_S)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import composable_shard as cs
 from _engines import ENGINES, fsdp2, fully_shard, mesh_of
-from _extended import Halved, InTwo, Wrapping
+from _extended import Halved, InTwo, Scaled, Wrapping
 from _pool import distributed
 from _stepping import assert_at_rest, engine_of
 from composable_shard._faults.watch import WATCHER
@@ -382,3 +382,11 @@ def test_compiled_blocks_are_exact(rank, world):
             step(each, rank, number)
         for a, b in zip(eager.parameters(), model.parameters(), strict=True):
             assert torch.equal(a.grad.to_local(), b.grad.to_local())
+
+
+@distributed(world=2)
+def test_frozen_weights_that_consist_of_other_tensors_are_exact(rank, world):
+    models = {side: shard(make(Scaled), engine) for side, engine in ENGINES.items()}
+    for model in models.values():
+        model.blocks[1].requires_grad_(False)
+    train(models, rank)

@@ -133,28 +133,28 @@ def test_a_compiled_step_is_compared_with_its_plan(tmp_path, texts):
         """\
 peak bytes of weights and of gradients in flight: 4,096; planned 5,120
 forward: GwGccwGccwcc; planned GwGcwGcwc
-               bytes  behind   planned behind
-  gather of 0  2,048  nothing  nothing
-  gather of 1  2,048  0        0
-  gather of 2  2,048  1        1
+               bytes  dtype    behind   planned behind
+  gather of 0  2,048  float32  nothing  nothing
+  gather of 1  2,048  float32  0        0
+  gather of 2  2,048  float32  1        1
 backward: GcwGcRcwcwGcRcwcwRw; planned GwGcRwcwGcRwcRww
-                  bytes  behind   planned behind
-  gather of 2     2,048  2        nothing
-  gather of 1     2,048  2, 1     2
-  reduction of 2  2,048  1        1
-  gather of 0     2,048  1, 0     1
-  reduction of 1  2,048  0        0
-  reduction of 0  2,048  nothing  nothing""",
+                  bytes  dtype    behind   planned behind
+  gather of 2     2,048  float32  2        nothing
+  gather of 1     2,048  float32  2, 1     2
+  reduction of 2  2,048  float32  1        1
+  gather of 0     2,048  float32  1, 0     1
+  reduction of 1  2,048  float32  0        0
+  reduction of 0  2,048  float32  nothing  nothing""",
     )
     assert_expected_inline(
         without_backward,
         """\
 peak bytes of weights and of gradients in flight: 4,096; planned 5,120
 forward: GwGccwGccwcc; planned GwGcwGcwc
-               bytes  behind   planned behind
-  gather of 0  2,048  nothing  nothing
-  gather of 1  2,048  0        0
-  gather of 2  2,048  1        1""",
+               bytes  dtype    behind   planned behind
+  gather of 0  2,048  float32  nothing  nothing
+  gather of 1  2,048  float32  0        0
+  gather of 2  2,048  float32  1        1""",
     )
 
 
