@@ -376,26 +376,25 @@ class _Maker:
         self._known: weakref.WeakSet[Extension] = weakref.WeakSet()
         self._form: _Form | None = None
         _makers.add(self)
-        build, reduced = self._build, facts.made
+        build, parallel_of, reduced = self._build, self._parallel, facts.made
 
         class Make(torch.autograd.Function):
             """The port of a parameter and the tensors inside of it -> the unsharded parameter."""
 
             @staticmethod
             def forward(ctx: Any, port: torch.Tensor, *inner: torch.Tensor) -> torch.Tensor:
-                ctx.count = len(inner)
-                ctx.parallel, made = build(inner)
-                return made
+                return build(inner)
 
             @staticmethod
             def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-                local = gradient if ctx.parallel is None else ctx.parallel.local_gradient(gradient, reduced)
-                return (local, *[None] * ctx.count)
+                parallel, count = parallel_of(), len(ctx.needs_input_grad)
+                local = gradient if parallel is None else parallel.local_gradient(gradient, reduced)
+                return (local, *[None] * (count - 1))
 
         def make(port: torch.Tensor, *inner: torch.Tensor) -> Any:
             if torch.is_grad_enabled() and port.requires_grad:
                 return Make.apply(port, *inner)  # type: ignore[no-untyped-call]
-            return build(inner)[1]
+            return build(inner)
 
         def take_apart(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return self._take_apart(parts)
@@ -419,8 +418,11 @@ class _Maker:
         self._form, inner = _Form.of(made)
         return inner
 
-    def _build(self, inner: Sequence[torch.Tensor]) -> tuple[Any, torch.Tensor]:
-        parallel = self._any().param.parallel
+    def _parallel(self) -> Any:
+        return self._any().param.parallel
+
+    def _build(self, inner: Sequence[torch.Tensor]) -> torch.Tensor:
+        parallel = self._parallel()
         viewed = [each if is_traceable_wrapper_subclass(each) else each.view(each.shape) for each in inner]
         made = viewed[0] if self._form is None else self._form.make(viewed)
-        return parallel, made if parallel is None else parallel.around(made)
+        return made if parallel is None else parallel.around(made)

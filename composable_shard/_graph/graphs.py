@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -256,11 +256,9 @@ def _step(node: fx.Node, compute: Kind) -> CourseStep | None:
     """The step of a node in the course of its graph; None if it has none."""
     name = name_of(node)
     if name == GATHER:
-        tensors = [tensor for user in node.users for tensor in _weights_in(user)]
-        return CourseStep(Kind.UNSHARD, module_of(node), 0.0, sum(map(_nbytes, tensors)), _dtypes_of(tensors))
+        return _launch(Kind.UNSHARD, node, map(_weights_in, node.users))
     if takes_gradients(node):
-        tensors = [tensor for given in _nodes_in(node.args[0]) for tensor in _tensors_of(given)]
-        return CourseStep(Kind.REDUCE, module_of(node), 0.0, sum(map(_nbytes, tensors)), _dtypes_of(tensors))
+        return _launch(Kind.REDUCE, node, map(_tensors_of, _nodes_in(node.args[0])))
     if name in WAITS and letter_of(node):
         launch = node
         while launch.args and isinstance(launch.args[0], fx.Node):
@@ -272,6 +270,11 @@ def _step(node: fx.Node, compute: Kind) -> CourseStep | None:
 def _last_read(gather: fx.Node) -> fx.Node:
     """The last node that reads the weights of a gather."""
     return max([gather, *(user for node in weights_of(gather) for user in node.users)])
+
+
+def _launch(kind: Kind, node: fx.Node, communicated: Iterable[Sequence[torch.Tensor]]) -> CourseStep:
+    tensors = [tensor for each in communicated for tensor in each]
+    return CourseStep(kind, module_of(node), 0.0, sum(map(_nbytes, tensors)), _dtypes_of(tensors))
 
 
 def _nodes_in(argument: Any) -> list[fx.Node]:

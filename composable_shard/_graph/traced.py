@@ -46,7 +46,7 @@ from .._torch.ragged import DISPATCHES
 from ..errors import ShardConfigStateError, StaleStateError
 from . import registry
 from .edits import edited, watch_edits
-from .extension import Traced
+from .extension import Parts, Traced
 from .operators import ADDS, KEEP, REDUCE, STEPS, TAKE, Layout
 
 
@@ -87,7 +87,7 @@ def _ports(params: Sequence[ShardedParam], options: Options) -> tuple[int, ...]:
 
 
 def _layout_of(
-    params: Sequence[ShardedParam], info: MeshInfo, options: Options, extended: Mapping[int, Traced]
+    params: Sequence[ShardedParam], info: MeshInfo, options: Options, parts: Sequence[Parts | None]
 ) -> Layout:
     """The layout of the group of these parameters."""
     rows = tuple(param.rows for param in params)
@@ -101,9 +101,9 @@ def _layout_of(
         rank=first_alike([p.shape[p.dim] for p in params], info.shard_size, info.shard_rank, rows),
         replicates=info.replicate_size > 1,
         device=str(info.device) if info.offloads else "",
-        ports=tuple(i for i in _ports(params, options) if i not in extended),
+        ports=tuple(i for i in _ports(params, options) if parts[i] is None),
         options=Options(mp_policy=options.mp_policy),
-        extended=tuple(extended[i].parts if i in extended else None for i in range(len(params))),
+        extended=tuple(parts),
     )
 
 
@@ -182,6 +182,39 @@ def follow_freezing(*_: object) -> None:
         group.follow_freezing()
 
 
+class _Pending:
+    """Gradients of parameters with hooks, which are added to `.grad` at the end of the running backward.
+
+    A graph hands over a gradient for each use of a module, but hooks get the sum.
+
+    Args:
+        add: adds gradients, by index of the parameter, to `.grad` and calls the hooks.
+    """
+
+    def __init__(self, add: Callable[[Mapping[int, torch.Tensor]], None]) -> None:
+        self._add = weakref.WeakMethod(add)
+        self._pieces: dict[int, torch.Tensor] = {}
+        self._backward = -1  # the number of the backward that they belong to
+
+    def begin(self) -> None:
+        """Prepare for gradients of the running backward. Those of a backward that failed are dropped."""
+        running = current_backward()
+        if running != self._backward:
+            self._pieces, self._backward = {}, running
+            queue_backward_callback(self._end)
+
+    def add(self, index: int, piece: torch.Tensor) -> None:
+        """Add a gradient to those of the same parameter."""
+        before = self._pieces.get(index)
+        self._pieces[index] = piece if before is None else before + piece
+
+    def _end(self) -> None:
+        pieces, self._pieces, self._backward = self._pieces, {}, -1
+        add = self._add()
+        if add is not None:
+            add(pieces)
+
+
 class TracedGroup:
     """The state of a group for traced code.
 
@@ -207,13 +240,11 @@ class TracedGroup:
         self._info = info
         self.unprepared = self.refusal = self._replaced = ""
         self._extended: dict[int, Traced] = {}
-        self._plain = list(range(len(params)))  # indices of the others
         self.key, self._ports, self._sets_gradients = self._register()
         self.watched = 0
         self.uses = 0
         self.steps: TracedSteps | None = None
-        self._pending: dict[int, torch.Tensor] = {}  # see `_begin_pending`
-        self._pending_in = -1  # number of the backward that they belong to
+        self._pending = _Pending(self._add)
         self._marks_before: dict[tuple[int, ...], list[float]] = {}  # the last result of `marks_of_unused`, by indices
         self._tag = _tag_of(params, info.device)
         registry.add(self)
@@ -226,7 +257,8 @@ class TracedGroup:
             its parameter.
         """
         params, options = self._params, self._settings.current
-        layout = _layout_of(params, self._info, options, self._extended)
+        parts = [self._extended[i].parts if i in self._extended else None for i in range(len(params))]
+        layout = _layout_of(params, self._info, options, parts)
         ports: list[int | None] = [None] * len(params)
         for place, index in enumerate(layout.ports):
             ports[index] = place
@@ -255,7 +287,6 @@ class TracedGroup:
         _unprepared.pop(self.unprepared, None)
         _extended.discard(self)
         self._extended, self.unprepared, self.refusal = {}, "", ""
-        self._plain = list(range(len(self._params)))
         group = self._of_runtime()
         if group is not None and group.layout.extended:
             self.unprepared = str(next(_numbers))
@@ -274,8 +305,12 @@ class TracedGroup:
             self.refusal = str(error)
         if self._extended:
             _extended.add(self)
-        self._plain = [index for index in range(len(self._params)) if index not in self._extended]
         self.key, self._ports, self._sets_gradients = self._register()
+
+    @property
+    def _plain(self) -> list[int]:
+        """Indices of the parameters that do not define their own all-gather."""
+        return [index for index in range(len(self._params)) if index not in self._extended]
 
     def is_of_engine(self, other: TracedGroup) -> bool:
         """Whether two groups have the same engine."""
@@ -438,16 +473,20 @@ class TracedGroup:
     def _adopt(self) -> None:
         """Adopt parameters that users have assigned. If graphs do not fit them, `before_gather` will refuse to run."""
         group = self._of_runtime()
-        entries = None if group is None else group.entries()
-        if group is None or entries is None or group.phase is not SHARDED:
+        if group is None or not self._adopts(group):
             return
-        entries.follow()
-        if any(param.sharded is not shard for param, shard in zip(self._params, group.shards, strict=True)):
-            group.rebuild()
-            if group.extensions().keys() == self._extended.keys() and all(x.fits() for x in self._extended.values()):
-                return
+        group.rebuild()
+        if group.extensions().keys() != self._extended.keys() or not all(x.fits() for x in self._extended.values()):
             self._replaced = self._replaced or ", ".join(each.name for each in self._extended.values())
             self.reset()
+
+    def _adopts(self, group: ParamGroup) -> bool:
+        """Adopt assigned parameters; returns whether the group does not have them yet."""
+        entries = group.entries()
+        if entries is None or group.phase is not SHARDED:
+            return False
+        entries.follow()
+        return any(param.sharded is not shard for param, shard in zip(self._params, group.shards, strict=True))
 
     def exchange(self) -> Exchange | None:
         """The gathers and reductions of the group; None if the group of the eager runtime was freed."""
@@ -479,13 +518,7 @@ class TracedGroup:
         """Let the stand-ins follow the shards of parameters that define their own all-gather."""
         if not (self._extended or self._replaced):
             return
-        self._adopt()
-        if names := self._replaced:
-            self._adopt_in_engine()
-            raise ShardConfigStateError(
-                f"{names}: at least one was replaced after this graph was compiled; call the model again, and "
-                "torch.compile will compile it again"
-            )
+        self._refuse_replaced()
         for each in self._extended.values():
             each.check_state()
         edited = [each.name for each in self._extended.values() if each.follow_version()]
@@ -494,10 +527,23 @@ class TracedGroup:
                 f"{edited[0]} was changed between a forward and its backward, which gathers it again; change it after "
                 "the backward"
             )
+        self._refuse_unfrozen(with_gradients)
+
+    def _refuse_replaced(self) -> None:
+        self._adopt()
+        if names := self._replaced:
+            for other in registry.owners():  # one error is enough for all groups of the engine
+                if isinstance(other, TracedGroup) and other.is_of_engine(self):
+                    other.adopt_quietly()
+            raise ShardConfigStateError(
+                f"{names}: at least one was replaced after this graph was compiled; call the model again, and "
+                "torch.compile will compile it again"
+            )
+
+    def _refuse_unfrozen(self, with_gradients: bool) -> None:
         thawed = self.follow_freezing()
         if thawed and with_gradients:
-            for other in [other for other in list(_extended) if other.is_of_engine(self)]:
-                other.follow_freezing()
+            follow_freezing()  # one error is enough for all groups
             raise ShardConfigStateError(
                 f"{thawed[0]} requires a gradient now, unlike when this graph was compiled; call the model again, and "
                 "torch.compile will compile it again. A model from composable_shard.compile needs only one call"
@@ -506,12 +552,6 @@ class TracedGroup:
     def follow_freezing(self) -> list[str]:
         """Let the stand-ins require gradients as their parameters do; returns the parameters that do only now."""
         return [each.name for each in self._extended.values() if each.follow_freezing()]
-
-    def _adopt_in_engine(self) -> None:
-        """Adopt parameters in all groups of the engine, because one error is enough for them."""
-        for other in registry.owners():
-            if isinstance(other, TracedGroup) and other.is_of_engine(self):
-                other.adopt_quietly()
 
     def adopt_quietly(self) -> None:
         """Adopt parameters that users have assigned, and let `before_gather` not refuse to run because of them."""
@@ -537,28 +577,14 @@ class TracedGroup:
         """Add a reduced gradient to `.grad`, and call the hooks unless more gradients will follow."""
         if not self._is_wanted(index):
             return
-        self._begin_pending()
+        self._pending.begin()
         self._set_hooks_aside([index])
         if not complete:
             self._params[index].add_without_hooks(piece)
-        elif self._params[index].hooks and index in self._extended and self._pending_in >= 0:
-            before = self._pending.get(index)
-            self._pending[index] = piece if before is None else before + piece
+        elif self._params[index].hooks and index in self._extended:
+            self._pending.add(index, piece)
         else:
             self._add({index: piece})
-
-    def _begin_pending(self) -> None:
-        """At the end of the running backward, add the gradients of parameters with hooks to `.grad`.
-
-        A graph hands over a gradient for each use of a module, but hooks get their sum.
-        """
-        if self._pending_in != (running := current_backward()):  # gradients of a backward that failed are dropped
-            self._pending, self._pending_in = {}, running
-            queue_backward_callback(self._add_pending)  # before `give_hooks_back` is queued
-
-    def _add_pending(self) -> None:
-        pending, self._pending, self._pending_in = self._pending, {}, -1
-        self._add(pending)
 
     def _add(self, pieces: Mapping[int, torch.Tensor]) -> None:
         group = self._of_runtime()
@@ -588,7 +614,7 @@ class TracedGroup:
         if group is None:
             return
         if any_gradient_hooks(group.shards) or (not group.gradients.hooks_taken and group.gradients.may_have_hooks):
-            group.gradients.take_hooks(indices)
+            group.gradients.take_hooks_of(indices)
             queue_backward_callback(group.gradients.give_hooks_back)
 
     def marks_of_unused(self, indices: Sequence[int], marks: torch.Tensor) -> list[float]:

@@ -180,6 +180,10 @@ class Bucket:
         """The unsharded parameters, without autograd history."""
         raise NotImplementedError
 
+    def count_saved(self) -> None:
+        """Count a handle."""
+        self.saved += 1
+
     def whole(self, index: int) -> torch.Tensor:
         """Return an unsharded parameter as the last gather has made it, if outputs of nodes have `OUTPUT_OF`."""
         raise NotImplementedError

@@ -121,17 +121,14 @@ class GroupGradients:
             return False
         return self._on_nodes is None or any(self._on_nodes) or any_gradient_hooks(self._shards)
 
-    def take_hooks(self, indices: Sequence[int] | None = None) -> None:
-        """Remove the users' hooks from autograd, before it can call them with gradients that are not reduced.
+    def take_hooks_of(self, indices: Sequence[int]) -> None:
+        """Like `take_hooks`, but only those of some parameters."""
+        taken = [self._params[index].hooks.take(self._params[index].sharded) for index in indices]
+        self.hooks_taken = self.hooks_taken or any(taken)
 
-        Args:
-            indices: the parameters; None for all. The hooks of the others stay in autograd.
-        """
+    def take_hooks(self) -> None:
+        """Remove the users' hooks from autograd, before it can call them with gradients that are not reduced."""
         seen = HANDLES.of_others()
-        if indices is not None:
-            taken = [self._params[index].hooks.take(self._params[index].sharded) for index in indices]
-            self.hooks_taken = self.hooks_taken or any(taken)
-            return
         self.hooks_taken = any([param.hooks.take(param.sharded) for param in self._params])  # noqa: C419 - of all
         if not self.hooks_taken:
             self._handles_seen = seen

@@ -237,7 +237,7 @@ class _Hooks:
         bucket, index = tensor.__dict__.get(OUTPUT_OF, _OF_NONE)
         if bucket is None or (owner := bucket()) is None:
             return None
-        owner.saved += 1
+        owner.count_saved()
         keeper = self._keepers.get(owner) if self._keepers else None
         if keeper is not None:
             keeper.saved.add((owner, index))

@@ -76,14 +76,19 @@ def _index(key: str, chunk: Any) -> Any:
     return MetadataIndex(key, chunk.offsets)
 
 
+def _with_memory(local: torch.Tensor) -> torch.Tensor:
+    """The tensor inside of a subclass that holds its values; other tensors as they are."""
+    values = inner_values(local)
+    return local if values is None else values[1]
+
+
 def plain(key: str, local: torch.Tensor) -> torch.Tensor:
     """A local tensor, or the tensor inside of it that holds its values, as a plain `torch.Tensor` on the same memory.
 
     Raises:
         ShardConfigValueError: the tensor's memory cannot be written as it is.
     """
-    if (values := inner_values(local)) is not None:
-        _, local = values
+    local = _with_memory(local)
     is_own = type(local) is torch.Tensor
     if not is_own and (is_traceable_wrapper_subclass(local) or not has_memory(local)):
         raise ShardConfigValueError(
