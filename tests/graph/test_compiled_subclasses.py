@@ -244,28 +244,6 @@ def test_a_group_may_mix_subclasses_and_plain_and_frozen_parameters(rank, world)
     assert sides.ours.blocks[0].attention.q.weight.grad is None
 
 
-@distributed(world=2, limit_s=LIMIT_S)
-def test_parameters_may_be_frozen_and_unfrozen_after_compilation(rank, world):
-    sides = Sides(lambda: converted(Scaled))
-
-    def freeze(frozen):
-        for model in (sides.theirs, sides.ours):
-            model.blocks[0].requires_grad_(not frozen)
-
-    sides.train(rank, steps=1)
-    for frozen in (True, False):
-        freeze(frozen)
-        sides.train(rank, steps=2)
-    freeze(True)
-    sides.evaluate(rank)
-    sides.run = torch.compile(sides.ours, backend="aot_eager", fullgraph=True)
-    sides.train(rank, steps=1)
-    freeze(False)
-    with pytest.raises(cs.errors.ShardConfigStateError, match=r"parameter blocks.0.*requires a gradient now"):
-        next_token_loss(sides.run, *token_batch(rank, 0))
-    sides.train(rank, steps=1)
-
-
 class Layers(nn.Module):
     """Two layers; the first one runs twice."""
 
@@ -305,6 +283,39 @@ def assert_same_gradients(eager, model):
         assert (param.grad is None) == (twin.grad is None), name
         # A graph reduces the gradients of each use of a module, and eager steps reduce their sum.
         assert param.grad is None or torch.allclose(local(param.grad), local(twin.grad), rtol=1e-5, atol=1e-7), name
+
+
+def freeze(models, frozen):
+    for model in models:
+        model.zero_grad()
+        model.blocks[0].requires_grad_(not frozen)
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_parameters_may_be_frozen_and_unfrozen_after_compilation(rank, world):
+    eager, model, run = layers()
+    assert_same_step(eager, model, run, rank)
+    for frozen in (True, False):
+        freeze((eager, model), frozen)
+        assert_same_step(eager, model, run, rank)
+        assert (model.blocks[0].weight.grad is None) == frozen
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_with_torch_compile_the_first_call_after_unfreezing_is_an_error(rank, world):
+    eager, model, _ = layers()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    freeze((eager, model), True)
+    assert_same_step(eager, model, run, rank)
+    freeze((eager, model), False)
+    with torch.no_grad():
+        assert torch.equal(run(rows(rank)), eager(rows(rank)))
+    freeze((eager, model), True)
+    assert_same_step(eager, model, run, rank)
+    freeze((eager, model), False)
+    with pytest.raises(cs.errors.ShardConfigStateError, match=r"parameter blocks.0.weight requires a gradient now"):
+        run(rows(rank))
+    assert_same_step(eager, model, run, rank)
 
 
 @distributed(world=2, limit_s=LIMIT_S)
