@@ -239,6 +239,7 @@ class _Facts(NamedTuple):
         wrapper: makes a DTensor of it, if it was one before.
         gathered, tensors: the gathered tensors, and those of the metadata.
         leaves: the leaves of the metadata, with None for tensors.
+        where: which leaves are tensors.
         spec: the structure of the metadata.
         made: the dtype in which the gradient leaves.
     """
@@ -251,6 +252,7 @@ class _Facts(NamedTuple):
     gathered: tuple[_Tensor, ...]
     tensors: tuple[_Tensor, ...]
     leaves: list[Any]
+    where: list[bool]
     spec: pytree.TreeSpec
     made: torch.dtype
 
@@ -259,10 +261,10 @@ class _Facts(NamedTuple):
         rest = self._replace(state={}), others._replace(state={})
         return not _changed(self.state, others.state) and all(map(_are_equal, *rest))
 
-    def metadata(self, tensors: Sequence[torch.Tensor], where: Sequence[bool]) -> Any:
-        """The metadata with these tensors; `where` tells which leaves are tensors."""
+    def metadata(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The metadata with these tensors."""
         given = iter(tensors)
-        filled = [next(given) if here else leaf for here, leaf in zip(where, self.leaves, strict=True)]
+        filled = [next(given) if here else leaf for here, leaf in zip(self.where, self.leaves, strict=True)]
         return pytree.tree_unflatten(filled, self.spec)
 
 
@@ -292,11 +294,12 @@ def _maker_for(extension: Extension, options: Options) -> _Maker:
         gathered=tuple(map(_Tensor.of, outputs)),
         tensors=tuple(map(_Tensor.of, tensors)),
         leaves=[None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
+        where=[isinstance(leaf, torch.Tensor) for leaf in leaves],
         spec=spec,
         made=made.dtype if param.parallel is None else param.sum_dtype(options),
     )
     known = next((maker for maker in list(_makers) if maker.facts.are(facts)), None)
-    return known or _Maker(facts, [isinstance(leaf, torch.Tensor) for leaf in leaves], text, len(_Form.of(made)[1]))
+    return known or _Maker(facts, text, len(_Form.of(made)[1]))
 
 
 def _called_pre(extension: Extension) -> tuple[list[torch.Tensor], Any]:
@@ -357,8 +360,7 @@ class _Maker:
 
     Args:
         facts: what decides about the code.
-        where: which leaves of the metadata are tensors.
-        constants: the text of the other leaves.
+        constants: the text of the leaves of the metadata that are not tensors.
         inner: number of tensors inside of the unsharded parameter.
 
     Attributes:
@@ -366,13 +368,12 @@ class _Maker:
         parts, take_apart, make: see `Traced`.
     """
 
-    def __init__(self, facts: _Facts, where: Sequence[bool], constants: str, inner: int) -> None:
+    def __init__(self, facts: _Facts, constants: str, inner: int) -> None:
         kind = facts.kind
         state = repr(facts.state) if _is_constant(facts.state) else f"number {next(_numbers)}"
         code = f"{kind.__module__}.{kind.__qualname__} {state}"
         self.facts, self.inner = facts, inner
         self.parts = Parts(code, facts.gathered, facts.tensors, constants, facts.made)
-        self._where = where
         self._known: weakref.WeakSet[Extension] = weakref.WeakSet()
         self._form: _Form | None = None
         _makers.add(self)
@@ -414,7 +415,7 @@ class _Maker:
     def _take_apart(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         extension, count = self._any(), len(self.facts.gathered)
         with torch.no_grad():
-            made = _called_post(extension, parts[:count], self.facts.metadata(parts[count:], self._where))
+            made = _called_post(extension, parts[:count], self.facts.metadata(parts[count:]))
         self._form, inner = _Form.of(made)
         return inner
 
