@@ -34,7 +34,7 @@ from composable_shard._engine.actions import Actions
 from composable_shard._group import gradients
 from composable_shard._group.bucket import Gatherer
 from composable_shard._group.exchange import _Gathers
-from composable_shard._group.extension import ExtensionBucket
+from composable_shard._group.extension_bucket import ExtensionBucket
 from composable_shard._group.group import ParamGroup
 from composable_shard._group.reduction import ReduceBucket
 from composable_shard._group.resident import Resident
