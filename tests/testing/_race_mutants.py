@@ -168,9 +168,9 @@ MUTANTS = {
         "extensions",
     ),
     "extensions-sent-early": Mutant(
-        "ExtensionBucket.start",
+        "ExtensionBucket.gather",
         "gathers wait for the tensors that extensions create",
-        within(ExtensionBucket, "start", NO_EVENT),
+        within(ExtensionBucket, "gather", NO_EVENT),
         "extensions",
     ),
     "graphs-gather-early": Mutant(
@@ -332,6 +332,9 @@ PASSED_ON = {
     "Job.occupy": "only stores events",
     "free_queued": "ReduceBucket.start",
     "Slot.__init__": "only stores events",
+    "_Gathering.finish": "_Gathers.finish",
+    "ExtensionGathering.finish": "Waiting.wait",
+    "ExtensionGathering.abandon": "Waiting.wait",
     "Slot.take_events": "Arena.free",
     "Slot.forget_events": "the device is idle when a capture begins or ends; see test_capture_rules.py",
     "BufferPool.drain": "Arena.free",
