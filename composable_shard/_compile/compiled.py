@@ -29,8 +29,9 @@ def compile(  # noqa: A001 - named like the function of torch that it wraps
 ) -> M:
     """`torch.compile` for a sharded model: full-graph by default, with overlap, and with checks of the graphs.
 
-    ``torch.compile(model, fullgraph=True)`` is correct and compiles a full graph, too. This function adds three things,
-    for this model only. ``torch.compile(model, backend="composable_shard", fullgraph=True)`` adds the same.
+    ``torch.compile(model, fullgraph=True)`` is correct and compiles a full graph, too. This function adds four things,
+    for this model only. ``torch.compile(model, backend="composable_shard", fullgraph=True)`` adds
+    the first three.
 
     - ``fullgraph=True`` is the default, so that a graph break is an error that shows the frame.
     - Communication overlaps with compute under Inductor and ``aot_eager``. By default, a gather is launched one group
@@ -40,6 +41,8 @@ def compile(  # noqa: A001 - named like the function of torch that it wraps
     - Graphs are checked for gathered weights that should not be saved for backward. The check also runs under
       ``aot_eager`` and under callables that `torch._dynamo` lists as AOTAutograd backends. With plain `torch.compile`
       it runs under Inductor only.
+    - Parameters with ``fsdp_pre_all_gather`` may be unfrozen between calls. With plain `torch.compile`, the first call
+      afterwards raises an error.
 
     Args:
         model: the model, sharded before or after this call. Its parameters, optimizer and state dict do not change.
@@ -71,6 +74,7 @@ def compile(  # noqa: A001 - named like the function of torch that it wraps
     elif backend == "aot_eager":
         backend = aot_eager()
     compiled: M = torch.compile(model, fullgraph=fullgraph, backend=backend, **torch_compile_kwargs)  # type: ignore[assignment]
+    # Graphs take some parameters through stand-ins. This is the only code that runs before Dynamo looks at those.
     compiled.register_forward_pre_hook(follow_freezing)
     return compiled
 

@@ -43,7 +43,8 @@ _CONSTANTS = (
 def _is_constant(value: object) -> bool:
     """Whether a value is equal wherever its text is equal, and contains no tensor."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return all(_is_constant(getattr(value, field.name)) for field in dataclasses.fields(value))
+        fields = dataclasses.fields(value)
+        return all(field.repr and _is_constant(getattr(value, field.name)) for field in fields)
     if isinstance(value, Mapping):
         return all(map(_is_constant, itertools.chain.from_iterable(value.items())))
     if isinstance(value, (tuple, list, frozenset)):
@@ -92,11 +93,6 @@ class Parts:
         """Number of tensors."""
         return len(self.gathered) + len(self.metadata)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the gathered tensors."""
-        return sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in self.gathered)
-
     def room(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Tensors for the parts; `like` is on the device of the computation."""
         return [each.empty(like) for each in (*self.gathered, *self.metadata)]
@@ -114,8 +110,8 @@ class Parts:
             raise ShardConfigStateError(
                 f"{arriving.name}: {PRE} returned other tensors or metadata than when the graph was compiled: "
                 f"{_text(gathered, metadata, constants)} instead of "
-                f"{_text(self.gathered, self.metadata, self.constants)}; call torch.compiler.reset() and shard the "
-                "model again, or compile its layers one by one with module.compile()"
+                f"{_text(self.gathered, self.metadata, self.constants)}; call the model again, and torch.compile will "
+                "compile it again. If they change in every step, compile the layers one by one with module.compile()"
             )
 
 
@@ -202,17 +198,9 @@ class Traced:
         same = type(local) is facts.kind and self._param.dtype is self.stand_in.dtype
         return same and not _changed(facts.state, _state_of(local))
 
-    def check_state(self) -> None:
-        """Check that the attributes of the shard, which the graph contains as constants, are as they were.
-
-        Raises:
-            ShardConfigStateError: they are not.
-        """
-        if changed := _changed(self._maker.facts.state, _state_of(self._param.local)):
-            raise ShardConfigStateError(
-                f"{self._extension.name}: its {', '.join(sorted(changed))} changed after the graph was compiled, which "
-                f"contains the old value; return such values as metadata of {PRE}, in tensors"
-            )
+    def changed_state(self) -> list[str]:
+        """Names of the shard's attributes that have changed; the graph contains their old values as constants."""
+        return sorted(_changed(self._maker.facts.state, _state_of(self._param.local)))
 
     def follow_freezing(self) -> bool:
         """Set `requires_grad` of the stand-in; returns whether the parameter requires a gradient only now."""
@@ -241,7 +229,7 @@ class _Facts(NamedTuple):
         leaves: the leaves of the metadata, with None for tensors.
         where: which leaves are tensors.
         spec: the structure of the metadata.
-        made: the dtype in which the gradient leaves.
+        grad_dtype: the dtype in which the gradient leaves.
     """
 
     kind: type
@@ -254,9 +242,9 @@ class _Facts(NamedTuple):
     leaves: list[Any]
     where: list[bool]
     spec: pytree.TreeSpec
-    made: torch.dtype
+    grad_dtype: torch.dtype
 
-    def are(self, others: _Facts) -> bool:
+    def match(self, others: _Facts) -> bool:
         """Whether the others are the same: by value, because values with equal texts may differ."""
         rest = self._replace(state={}), others._replace(state={})
         return not _changed(self.state, others.state) and all(map(_are_equal, *rest))
@@ -296,9 +284,9 @@ def _maker_for(extension: Extension, options: Options) -> _Maker:
         leaves=[None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
         where=[isinstance(leaf, torch.Tensor) for leaf in leaves],
         spec=spec,
-        made=made.dtype if param.parallel is None else param.sum_dtype(options),
+        grad_dtype=made.dtype if param.parallel is None else param.sum_dtype(options),
     )
-    known = next((maker for maker in list(_makers) if maker.facts.are(facts)), None)
+    known = next((maker for maker in list(_makers) if maker.facts.match(facts)), None)
     return known or _Maker(facts, text, len(_Form.of(made)[1]))
 
 
@@ -373,11 +361,11 @@ class _Maker:
         state = repr(facts.state) if _is_constant(facts.state) else f"number {next(_numbers)}"
         code = f"{kind.__module__}.{kind.__qualname__} {state}"
         self.facts, self.inner = facts, inner
-        self.parts = Parts(code, facts.gathered, facts.tensors, constants, facts.made)
+        self.parts = Parts(code, facts.gathered, facts.tensors, constants, facts.grad_dtype)
         self._known: weakref.WeakSet[Extension] = weakref.WeakSet()
         self._form: _Form | None = None
         _makers.add(self)
-        build, parallel_of, reduced = self._build, self._parallel, facts.made
+        build, parallel_of, reduced = self._build, self._parallel, facts.grad_dtype
 
         class Make(torch.autograd.Function):
             """The port of a parameter and the tensors inside of it -> the unsharded parameter."""
@@ -408,19 +396,19 @@ class _Maker:
         """Use the methods of a parameter of this kind as long as it is alive."""
         self._known.add(extension)
 
-    def _any(self) -> Extension:
-        """A parameter of this kind; users may have replaced others meanwhile."""
+    def _extension(self) -> Extension:
+        """A parameter of this kind that users have not replaced meanwhile."""
         return next(each for each in self._known if type(each.param.local) is self.facts.kind)
 
     def _take_apart(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        extension, count = self._any(), len(self.facts.gathered)
+        extension, count = self._extension(), len(self.facts.gathered)
         with torch.no_grad():
             made = _called_post(extension, parts[:count], self.facts.metadata(parts[count:]))
         self._form, inner = _Form.of(made)
         return inner
 
     def _parallel(self) -> Any:
-        return self._any().param.parallel
+        return self._extension().param.parallel
 
     def _build(self, inner: Sequence[torch.Tensor]) -> torch.Tensor:
         parallel = self._parallel()

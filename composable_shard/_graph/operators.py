@@ -199,11 +199,13 @@ def _dtypes(names: str) -> list[torch.dtype]:
 # ---- traced code
 
 
-def _gather(layout: Layout, shards: Sequence[torch.Tensor], anchor: torch.Tensor, trains: bool) -> list[torch.Tensor]:
+def _gather(
+    layout: Layout, shards: Sequence[torch.Tensor], anchor: torch.Tensor, with_gradients: bool
+) -> list[torch.Tensor]:
     """All-gather the parameters of a group; an empty tensor follows them in the results (see `Layout.outputs_of`)."""
     ops = torch.ops.composable_shard
     launch = ops.all_gather_into_tensor if layout.world > 1 else ops.copy_weights
-    token = launch(shards, anchor, layout.key, trains)
+    token = launch(shards, anchor, layout.key, with_gradients)
     *arrived, mark = ops.wait_weights(token, shards, anchor, layout.key)
     return [*layout.outputs_of(arrived), mark]
 
@@ -256,12 +258,12 @@ class _Unshard(torch.autograd.Function):
     def forward(
         ctx: Any, how: tuple[str, int, bool, float | None, bool, bool], tag: torch.Tensor | None, *shards: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        key, fate, again, factor, only_sums, trains = how
+        key, fate, again, factor, only_sums, with_gradients = how
         anchor = _anchor(shards, tag)
         stored = {i: shard.dtype for i, shard in enumerate(shards) if shard.requires_grad}
         ctx.use = _Use(_layouts[key], fate, factor, only_sums, stored)
         ctx.set_materialize_grads(False)
-        *outputs, mark = _gather(_layouts[key], shards, anchor, trains)
+        *outputs, mark = _gather(_layouts[key], shards, anchor, with_gradients)
         ctx.save_for_backward(anchor, *((mark,) if again else ()))
         ports = {i: _port(outputs[i], _layouts[key].sum_dtype(i, shards[i].dtype)) for i in _layouts[key].ports}
         members = [*enumerate(outputs[: len(shards)]), *ports.items()]
@@ -345,10 +347,10 @@ _gathers: _Flights[Gather] = _Flights()
 _reductions: _Flights[Reduction] = _Flights()
 
 
-def _launch_gather(shards: list[torch.Tensor], anchor: torch.Tensor, key: str, trains: bool) -> torch.Tensor:
+def _launch_gather(shards: list[torch.Tensor], anchor: torch.Tensor, key: str, with_gradients: bool) -> torch.Tensor:
     known = registry.known(anchor)
     if (owner := known.owner()) is not None:
-        owner.before_gather(trains)
+        owner.before_gather(with_gradients)
     return _gathers.launch(_begin(known, shards, key))
 
 
@@ -359,8 +361,10 @@ def _begin(known: registry.Known, shards: list[torch.Tensor], key: str) -> Gathe
             parts = _layouts[key].extended[arriving.index]
             assert parts is not None
             parts.check(arriving)
-    except BaseException:
+    except BaseException as error:
         gather.abandon()
+        if isinstance(error, ShardConfigStateError) and (owner := known.owner()) is not None:
+            owner.trace_again()  # with the new tensors
         raise
     return gather
 
@@ -502,7 +506,7 @@ _define(
     autograd=_with_gradients,
 )
 for _name in ("all_gather_into_tensor", "copy_weights"):
-    _define(f"{_name}(Tensor[] shards, Tensor anchor, str key, bool trains) -> Tensor", _launch_gather, _token)
+    _define(f"{_name}(Tensor[] shards, Tensor anchor, str key, bool with_gradients) -> Tensor", _launch_gather, _token)
 _define(
     "wait_weights(Tensor token, Tensor[] shards, Tensor anchor, str key) -> Tensor[]",
     _wait_weights,

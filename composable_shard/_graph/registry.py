@@ -27,6 +27,9 @@ class Owner(Protocol):
     def before_gather(self, with_gradients: bool) -> None:
         """Prepare for a graph that is about to gather the group, and was compiled with or without gradients."""
 
+    def trace_again(self) -> None:
+        """Make the next call of the model trace its groups again."""
+
     def keep(self, gradients: Gradients) -> None:
         """Keep the current values of these gradients for a later backward; the graph may reuse their memory."""
 

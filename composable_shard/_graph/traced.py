@@ -182,10 +182,17 @@ def follow_freezing(*_: object) -> None:
         group.follow_freezing()
 
 
+class _Sums(dict[int, torch.Tensor]):
+    """The gradients of one backward, by index of the parameter; a class of its own, so that it can be held weakly."""
+
+    __slots__ = ("__weakref__",)
+
+
 class _Pending:
     """Gradients of parameters with hooks, which are added to `.grad` at the end of the running backward.
 
-    A graph hands over a gradient for each use of a module, but hooks get the sum.
+    A graph hands over a gradient for each use of a module, but hooks get the sum. Backwards may be nested or run in
+    other threads, so each has its own sums. Its callback holds them, and torch drops the callback if the pass fails.
 
     Args:
         add: adds gradients, by index of the parameter, to `.grad` and calls the hooks.
@@ -193,26 +200,24 @@ class _Pending:
 
     def __init__(self, add: Callable[[Mapping[int, torch.Tensor]], None]) -> None:
         self._add = weakref.WeakMethod(add)
-        self._pieces: dict[int, torch.Tensor] = {}
-        self._backward = -1  # the number of the backward that they belong to
+        self._by_backward: weakref.WeakValueDictionary[int, _Sums] = weakref.WeakValueDictionary()
 
     def begin(self) -> None:
-        """Prepare for gradients of the running backward. Those of a backward that failed are dropped."""
+        """Prepare for gradients of the running backward."""
         running = current_backward()
-        if running != self._backward:
-            self._pieces, self._backward = {}, running
-            queue_backward_callback(self._end)
+        if running >= 0 and running not in self._by_backward:
+            sums = self._by_backward[running] = _Sums()
+            queue_backward_callback(partial(self._end, sums))
 
     def add(self, index: int, piece: torch.Tensor) -> None:
         """Add a gradient to those of the same parameter."""
-        before = self._pieces.get(index)
-        self._pieces[index] = piece if before is None else before + piece
+        sums = self._by_backward[current_backward()]
+        sums[index] = sums[index] + piece if index in sums else piece
 
-    def _end(self) -> None:
-        pieces, self._pieces, self._backward = self._pieces, {}, -1
+    def _end(self, sums: _Sums) -> None:
         add = self._add()
         if add is not None:
-            add(pieces)
+            add(sums)
 
 
 class TracedGroup:
@@ -283,7 +288,7 @@ class TracedGroup:
         self.reset()  # users may have set `grad_dtype` meanwhile
 
     def reset(self) -> None:
-        """Forget what was found out about the parameters, because they were converted or replaced."""
+        """Discard the facts about the parameters, because these were converted or replaced."""
         _unprepared.pop(self.unprepared, None)
         _extended.discard(self)
         self._extended, self.unprepared, self.refusal = {}, "", ""
@@ -503,7 +508,8 @@ class TracedGroup:
 
         Raises:
             StaleStateError: in a backward: a parameter that defines its own all-gather was edited since the forward.
-            ShardConfigStateError: such a parameter was unfrozen, so the graph does not compute its gradient.
+            ShardConfigStateError: such a parameter was replaced or unfrozen, or its attributes have changed, so the
+                graph does not fit it any more.
         """
         watch_steps(self)  # not earlier: without graphs that save shards, optimizer steps concern only the engine
         self._follow_shards(with_gradients)
@@ -519,8 +525,7 @@ class TracedGroup:
         if not (self._extended or self._replaced):
             return
         self._refuse_replaced()
-        for each in self._extended.values():
-            each.check_state()
+        self._refuse_changed_state()
         edited = [each.name for each in self._extended.values() if each.follow_version()]
         if edited and current_backward() >= 0:
             raise StaleStateError(
@@ -529,16 +534,34 @@ class TracedGroup:
             )
         self._refuse_unfrozen(with_gradients)
 
+    def _in_engine(self) -> list[TracedGroup]:
+        """All groups of the engine. One error is enough for them."""
+        return [each for each in registry.owners() if isinstance(each, TracedGroup) and each.is_of_engine(self)]
+
+    def trace_again(self) -> None:
+        """Make the next call of the model trace its groups again."""
+        for each in self._in_engine():
+            each.reset()
+
     def _refuse_replaced(self) -> None:
         self._adopt()
         if names := self._replaced:
-            for other in registry.owners():  # one error is enough for all groups of the engine
-                if isinstance(other, TracedGroup) and other.is_of_engine(self):
-                    other.adopt_quietly()
+            for each in self._in_engine():
+                each.adopt_quietly()
             raise ShardConfigStateError(
                 f"{names}: at least one was replaced after this graph was compiled; call the model again, and "
                 "torch.compile will compile it again"
             )
+
+    def _refuse_changed_state(self) -> None:
+        for each in list(self._extended.values()):
+            if changed := each.changed_state():
+                self.trace_again()
+                raise ShardConfigStateError(
+                    f"{each.name}: its {', '.join(changed)} changed after this graph was compiled, which contains the "
+                    "old value; call the model again, and torch.compile will compile it again. To change it in every "
+                    "step, return it as a tensor in the metadata of fsdp_pre_all_gather"
+                )
 
     def _refuse_unfrozen(self, with_gradients: bool) -> None:
         thawed = self.follow_freezing()
@@ -577,7 +600,7 @@ class TracedGroup:
         """Add a reduced gradient to `.grad`, and call the hooks unless more gradients will follow."""
         if not self._is_wanted(index):
             return
-        self._pending.begin()
+        self._pending.begin()  # before `_set_hooks_aside`: callbacks run in order, and the sums need the hooks
         self._set_hooks_aside([index])
         if not complete:
             self._params[index].add_without_hooks(piece)

@@ -185,7 +185,10 @@ class ExtensionBucket(Bucket):
         return self.gather(inputs, outputs)
 
     def gather(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> Job[None]:
-        """Begin to gather tensors of bytes. Both lists were made, and the outputs allocated, on the current stream."""
+        """Begin to gather tensors of bytes.
+
+        The gather waits for the current stream, on which the inputs were computed and the outputs allocated.
+        """
         gatherer = self._gatherer_of(tuple([tensor.numel() for tensor in inputs]))
         return gatherer.start_into(gatherer.copies.into(outputs), inputs, (self._lane.record_current_stream(),))
 

@@ -102,4 +102,4 @@ class ExtensionGathering:
 
     def abandon(self) -> None:
         """Give the gather to the pool, which waits for it and then drops its memory."""
-        self._pool.finish_later(self.finish)
+        self._pool.finish_later(self.finish)  # this method holds the memory until then

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils import _pytree as pytree
 
 import composable_shard as cs
+from _extended import Halved
 from _race_training import decoder
 from composable_shard import PoolPolicy, testing
 from composable_shard._comm.collectives import RankOrdered
@@ -67,49 +67,6 @@ def parallelize(model: Any, mesh: Any) -> None:
 KEEP_CLASS = {
     *("empty_like", "new_zeros", "slice", "copy_", "view", "as_strided", "_to_copy", "split", "clone", "detach"),
 }
-
-
-class Halved(torch.Tensor):
-    """A wrapper tensor that is gathered in bfloat16 and used in float32."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
-
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(cls, lambda each: each.inner, (args, kwargs or {}))
-        out = func(*args, **kwargs)
-        keeps = func.overloadpacket.__name__ in (
-            *(
-                "empty_like",
-                "new_zeros",
-                "slice",
-                "copy_",
-                "view",
-                "as_strided",
-                "_to_copy",
-                "split",
-                "clone",
-                "detach",
-            ),
-        )
-        return pytree.tree_map_only(torch.Tensor, cls, out) if keeps else out
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        return (self.inner.to(torch.bfloat16),), None
-
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        (gathered,) = outputs
-        if out is not None:
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
-                out.copy_(gathered)
-            return None
-        wide = gathered.to(param_dtype)
-        return wide, (wide,)
 
 
 class InDouble(nn.Module):

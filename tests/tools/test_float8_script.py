@@ -135,10 +135,9 @@ def test_ours_trains_in_float8_as_fsdp2_does_and_gathers_weights_in_one_byte(whe
     assert (results[ours]["gathered_bytes"], results[fsdp2]["gathered_bytes"]) == (expected, expected)
 
 
-def test_without_the_wheel_the_queue_names_its_download(wheels, tmp_path):
+def test_without_the_wheel_the_queue_names_its_download(wheels, tmp_path, monkeypatch):
     (wheels / "torchao-0.18.0-py3-none-any.whl").unlink()
-    if not _queue_run.find_missing(FLOAT8.parts):
-        pytest.skip("torchao is installed")
+    monkeypatch.setattr(_queue_run.metadata, "version", lambda name: "0.17.0")  # also where torchao is installed
     with pytest.raises(QueueError, match=r"float8 needs torchao==0\.18\.0.*pip download .* --dest wheels torchao==0"):
         Run(FLOAT8, tmp_path, dry=False, gpu=H100).perform(["tokens4096"])
     assert list(tmp_path.iterdir()) == [wheels]  # no result
