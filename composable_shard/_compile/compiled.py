@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
@@ -18,6 +19,8 @@ from .._torch.core import never_compile
 from ..errors import ShardConfigTypeError
 
 M = TypeVar("M", bound=nn.Module)
+# `dataclass` and `NamedTuple` compile the methods of each class from a string.
+_OWN_FILES = (str(Path(__file__).parents[1]), "<string>")
 
 
 def compile(  # noqa: A001 - named like the function of torch that it wraps
@@ -135,5 +138,7 @@ def _keep(value: object) -> None:
 def _keep_function(function: object) -> None:
     """Keep Dynamo from compiling a function and the functions that its decorators wrap."""
     while isinstance(function, FunctionType):
-        never_compile(function.__code__)
+        # All functions of a decorator share its code: torch wraps the `step` of every optimizer in the same one.
+        if function.__code__.co_filename.startswith(_OWN_FILES):
+            never_compile(function.__code__)
         function = getattr(function, "__wrapped__", None)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 import torch
 from torch import nn
 
 import composable_shard as cs
+import composable_shard._compile.compiled as compiled_module
 from _blocks import Transformer, next_token_loss, token_batch
 from _pool import distributed, more
 from composable_shard._torch.core import GRAPHS_GIVE_NONE
@@ -157,3 +161,19 @@ def test_owners_step_after_a_compiled_backward(rank, world):
             optimizer.step()
             net.zero_grad()
         assert_alike(model, ordinary)
+
+
+@distributed(world=2)
+def test_only_code_of_this_package_is_kept_from_dynamo(rank, world):
+    """torch wraps the `step` of `owned` in code that all optimizers share. Others must compile like before."""
+    sharded(model := Transformer(layers=1))
+    optimizer = cs.optim.owned(torch.optim.Muon, matrices(model))
+    assert type(optimizer).step.hooked
+    with pytest.MonkeyPatch.context() as patch:
+        kept = set()
+        patch.setattr(compiled_module, "never_compile", lambda code: kept.add(code.co_filename))
+        compiled_module.keep_from_dynamo(sys.modules, "composable_shard")
+    assert compiled_module.__file__ in kept
+    assert sys.modules[type(optimizer).__module__].__file__ in kept
+    folder = os.path.dirname(cs.__file__)
+    assert {file for file in kept if not file.startswith(folder)} <= {"<string>"}
