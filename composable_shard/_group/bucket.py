@@ -226,9 +226,18 @@ class Bucket:
         assert self.here is not None
         return self.here.params
 
+    def replace_leaves(self, leaves: Leaves | None) -> Leaves | None:
+        """Set the leaves of this gather, or None after it, and return the previous ones."""
+        previous, self.here = self.here, leaves
+        return previous
+
     def start(self, after: torch.Event | None) -> Job[None]:
         """Begin to gather, ordered after the event `after` (the last change of the sharded parameters)."""
         raise NotImplementedError
+
+    def expire_handles(self) -> None:
+        """Make saved handles stale: backward raises an error if it reads one."""
+        self.generation += 1
 
     def note_shards(self, shards: Sequence[torch.Tensor]) -> None:
         """Note a gather of these shards. If they were written to since the last one, saved handles become stale."""

@@ -179,7 +179,7 @@ class ExtensionBucket(Bucket):
         self.note_shards([param.local for param in self.params])
         with torch.inference_mode(False), torch.no_grad():
             if any([member.ask() for member in self._members]):  # noqa: C419 - all of them
-                self.generation += 1  # handles hold views of the former outputs, which are freed
+                self.expire_handles()  # they hold views of the former outputs, which are freed
         inputs = [bytes_of(tensor) for member in self._members for tensor in member.inputs]
         outputs = [bytes_of(tensor) for member in self._members for tensor in member.outputs]
         return self.gather(inputs, outputs)
@@ -214,13 +214,13 @@ class ExtensionBucket(Bucket):
         by_id = {key: (storage, index) for index, storages in taken for key, storage in storages.items()}
         self._claims = [Outside(storage, self, index) for storage, index in by_id.values()]
         self._pool.register(self._claims)
-        self.here = Leaves([member.leaf for member in self._members if member.leaf is not None])
+        self.replace_leaves(Leaves([member.leaf for member in self._members if member.leaf is not None]))
         super().arrived()
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         # `after` is not needed: torch has allocated the memory on the current stream, which also reads it, and reuses
         # it there. The lane has written it, but the current stream has waited for that.
-        leaves, self.here = self.here, None
+        leaves = self.replace_leaves(None)
         super().lose()  # only marks the parameters as unreadable: the members own the memory
         self.writes.end_reads()
         if leaves is not None:
@@ -233,7 +233,7 @@ class ExtensionBucket(Bucket):
     def lose(self) -> None:
         for member in self._members:
             self._abandoned += member.abandon()
-        self.generation += 1  # handles hold views of the outputs, which the abandoned gather may still use
+        self.expire_handles()  # they hold views of the outputs, which the abandoned gather may still use
         self.release(None)
 
     def forget(self) -> None:

@@ -583,7 +583,7 @@ class ParamGroup:
         Comparing versions is not enough (`Bucket.note_shards`): foreach functions do not increase those of DTensors.
         """
         for bucket in self.buckets:
-            bucket.generation += 1
+            bucket.expire_handles()
 
     def rebuild(self, transports: Transports | None = None) -> None:
         """Make all buckets again, because dtypes, devices or transports have changed; only while sharded."""

@@ -59,6 +59,9 @@ class ModuleEntries:
     def __init__(self, places: Sequence[Place], params: Sequence[ShardedParam]) -> None:
         self.params = params
         self._modules: Mapping[int, weakref.ref[nn.Module]] = {}  # by id of their `_parameters`
+        # The entries that Dynamo sees, and those in whose place traced code sets attributes of the modules.
+        self._traced: Sequence[Place] = ()
+        self._apart: Sequence[tuple[weakref.ref[nn.Module], str, int]] = ()
         self._set_places(places)
         self.are_replaced = False
         self.converted = False
