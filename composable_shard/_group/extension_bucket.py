@@ -103,8 +103,7 @@ class _Extended:
         self.inputs, self._metadata = [], None
         parts = plain_parts(self.leaf)
         # Parts of other classes may refer to memory that is not visible here. Then the outputs are kept.
-        are_plain = all(type(part) in (torch.Tensor, nn.Parameter) for part in parts)
-        if are_plain and self._arriving.storages.keys().isdisjoint(map(storage_id, parts)):
+        if all(map(_is_plain, parts)) and self._arriving.storages.keys().isdisjoint(map(storage_id, parts)):
             self._arriving.free()  # no part of the parameter is in the outputs
             return self._handed_over.storages
         return self._handed_over.storages | self._arriving.storages
@@ -214,7 +213,12 @@ class ExtensionBucket(Bucket):
         by_id = {key: (storage, index) for index, storages in taken for key, storage in storages.items()}
         self._claims = [Outside(storage, self, index) for storage, index in by_id.values()]
         self._pool.register(self._claims)
-        self.replace_leaves(Leaves([member.leaf for member in self._members if member.leaf is not None]))
+        leaves = [member.leaf for member in self._members if member.leaf is not None]
+        # Of the other parts, autograd may have saved some, for example scales. They stay.
+        freed = [
+            part for leaf in leaves for part in plain_parts(leaf) if not _is_plain(part) or storage_id(part) in by_id
+        ]
+        self.replace_leaves(Leaves(leaves, in_memory=freed))
         super().arrived()
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
@@ -239,6 +243,10 @@ class ExtensionBucket(Bucket):
     def forget(self) -> None:
         for member in self._members:
             member.free()
+
+
+def _is_plain(part: torch.Tensor) -> bool:
+    return type(part) in (torch.Tensor, nn.Parameter)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from .._memory.slots import Slot
 from .._plan.layout import BucketLayout
-from .._torch.core import alias, has_memory, plain_parts, plainly, storage_id, storage_uses
+from .._torch.core import alias, has_memory, plainly, storage_id, storage_uses
 from .._torch.distributed import local_part
 from ..errors import ShardConfigStateError
 from .param import ShardedParam
@@ -120,10 +120,6 @@ class Face:
         return any(now - gone[storage] > at_rest for now, at_rest, storage in counts)
 
 
-def _parts_of(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [part for leaf in leaves for part in plain_parts(leaf)]
-
-
 class Leaves:
     """The unsharded parameters in one slot as leaf Parameters: the same objects whenever the parameters are there.
 
@@ -133,11 +129,17 @@ class Leaves:
         face: the face whose memory they share; None if the memory is not the pool's.
     """
 
-    __slots__ = ("_free_counts", "_locals", "_storages", "face", "params", "versions")
+    __slots__ = ("_free_counts", "_in_memory", "_locals", "_storages", "face", "params", "versions")
 
-    def __init__(self, params: list[torch.nn.Parameter], face: Face | None = None) -> None:
+    def __init__(
+        self,
+        params: list[torch.nn.Parameter],
+        face: Face | None = None,
+        in_memory: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         self.params = params
         self.face = face
+        self._in_memory = params if in_memory is None else in_memory  # tensors in the memory that will hold other data
         self._locals = {index: local_part(leaf) for index, leaf in enumerate(params) if face and type(leaf) in _SHOWN}
         self._storages = list(map(storage_id, self._locals.values()))
         self.versions: list[int] = list(map(_version, params))
@@ -172,10 +174,10 @@ class Leaves:
         """Increase the version counters of the leaves, because their memory is about to hold other data.
 
         If autograd has saved a leaf itself instead of a handle, it then raises an error and does not read the memory.
-        For a leaf that consists of other tensors, the memory is theirs. Views of such a leaf share its version, but may
-        have memory of their own, which stays.
+        For a leaf that consists of other tensors, the memory is that of some of these. Views of such a leaf share its
+        version, but may have memory of their own, which stays.
         """
-        torch.autograd.graph.increment_version(self.params if self.face else _parts_of(self.params))
+        torch.autograd.graph.increment_version(self._in_memory)
         self.versions = list(map(_version, self.params))
 
     def note_versions(self, edited: Collection[int] = ()) -> None:
