@@ -9,7 +9,7 @@ belongs to the shard and stays.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -107,6 +107,11 @@ class _Extended:
             self._arriving.free()  # no part of the parameter is in the outputs
             return self._handed_over.storages
         return self._handed_over.storages | self._arriving.storages
+
+    def parts_in(self, storages: Container[int]) -> list[torch.Tensor]:
+        """The tensors inside of the leaf that `free` will empty. Autograd may have saved others, for example scales."""
+        parts = [] if self.leaf is None else plain_parts(self.leaf)
+        return [part for part in parts if not _is_plain(part) or storage_id(part) in storages]
 
     def _leaf(self, made: torch.Tensor) -> nn.Parameter:
         param = self.extension.param
@@ -213,11 +218,8 @@ class ExtensionBucket(Bucket):
         by_id = {key: (storage, index) for index, storages in taken for key, storage in storages.items()}
         self._claims = [Outside(storage, self, index) for storage, index in by_id.values()]
         self._pool.register(self._claims)
+        freed = [part for member in self._members for part in member.parts_in(by_id)]
         leaves = [member.leaf for member in self._members if member.leaf is not None]
-        # Of the other parts, autograd may have saved some, for example scales. They stay.
-        freed = [
-            part for leaf in leaves for part in plain_parts(leaf) if not _is_plain(part) or storage_id(part) in by_id
-        ]
         self.replace_leaves(Leaves(leaves, in_memory=freed))
         super().arrived()
 

@@ -8,6 +8,15 @@ from typing import Any
 import torch
 from _llama import HALF, Llama, Recipe, batch, build, compiled, evaluated, inner, life
 from torch import nn
+from torchao.float8.config import (
+    CastConfig,
+    Float8GemmConfig,
+    Float8LinearConfig,
+    Float8TypeConfig,
+    ScalingGranularity,
+    ScalingType,
+)
+from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
 from torchao.prototype.moe_training.config import Float8TrainingOpConfig, MXFP8TrainingOpConfig
 from torchao.prototype.moe_training.tensor import Float8TrainingWeightWrapperTensor, MXFP8TrainingWeightWrapperTensor
 from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig, NVFP4WeightOnlyConfig
@@ -20,12 +29,20 @@ from _rows import Rows, Run
 # Checkpoints with these classes are loaded with weights_only=True.
 torch.serialization.add_safe_globals(
     [
+        CastConfig,
+        Float8GemmConfig,
+        Float8LinearConfig,
         Float8TrainingOpConfig,
         Float8TrainingWeightWrapperTensor,
+        Float8TypeConfig,
         KernelPreference,
+        LinearMMConfig,
         MXFP8TrainingOpConfig,
         MXFP8TrainingWeightWrapperTensor,
         ScaleCalculationMode,
+        ScaledMMConfig,
+        ScalingGranularity,
+        ScalingType,
     ]
 )
 
