@@ -42,6 +42,7 @@ NO_FIGURES = 3  # exit status of a part that succeeded, but did not write its fi
 # All ranks are on one machine: use loopback, and limit the compiler's processes, which share the cores.
 ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",  # so that the output of a crash shows where Python was
     "NCCL_SOCKET_IFNAME": "lo",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
