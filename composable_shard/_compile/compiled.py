@@ -33,8 +33,8 @@ def compile(  # noqa: A001 - named like the function of torch that it wraps
     """`torch.compile` for a sharded model: full-graph by default, with overlap, and with checks of the graphs.
 
     ``torch.compile(model, fullgraph=True)`` is correct and compiles a full graph, too. This function adds four things,
-    for this model only. ``torch.compile(model, backend="composable_shard", fullgraph=True)`` adds
-    the first three.
+    for this model only. ``torch.compile(model, backend="composable_shard", fullgraph=True)`` adds the first
+    three.
 
     - ``fullgraph=True`` is the default, so that a graph break is an error that shows the frame.
     - Communication overlaps with compute under Inductor and ``aot_eager``. By default, a gather is launched one group
@@ -138,7 +138,7 @@ def _keep(value: object) -> None:
 def _keep_function(function: object) -> None:
     """Keep Dynamo from compiling a function and the functions that its decorators wrap."""
     while isinstance(function, FunctionType):
-        # All functions of a decorator share its code: torch wraps the `step` of every optimizer in the same one.
+        # Not decorators of other packages: the `step` of all optimizers, for example, is wrapped in the same code.
         if function.__code__.co_filename.startswith(_OWN_FILES):
             never_compile(function.__code__)
         function = getattr(function, "__wrapped__", None)

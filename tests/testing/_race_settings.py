@@ -64,11 +64,6 @@ def parallelize(model: Any, mesh: Any) -> None:
         block.attention.heads, block.attention.kv_heads = 2, 1
 
 
-KEEP_CLASS = {
-    *("empty_like", "new_zeros", "slice", "copy_", "view", "as_strided", "_to_copy", "split", "clone", "detach"),
-}
-
-
 class InDouble(nn.Module):
     """A layer that computes in float64, and has inputs and outputs of another dtype."""
 
