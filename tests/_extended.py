@@ -139,6 +139,9 @@ class Whole(torch.Tensor):
     def __tensor_unflatten__(cls, tensors, context, shape, stride):
         return cls(tensors["codes"], tensors["scale"], context)
 
+    def __repr__(self):  # torch 2.11 prints what it traces
+        return f"Whole({tuple(self.shape)})"
+
     def product(self):
         return (self.codes.to(torch.float32) / self.scale).to(self.dtype)
 
@@ -219,6 +222,9 @@ class Ternary(Wrapping):
         @classmethod
         def __tensor_unflatten__(cls, tensors, context, shape, stride):
             return cls(tensors["codes"], tensors["scale"])
+
+        def __repr__(self):
+            return f"Ternary.Whole({tuple(self.shape)})"
 
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -17,8 +17,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import composable_shard as cs
+from _blocks import Transformer, next_token_loss, token_batch
 from _engines import ENGINES, fsdp2, fully_shard, mesh_of
-from _extended import Halved, InTwo, Scaled, Ternary, Wrapping
+from _extended import Halved, InTwo, Scaled, Ternary, Wrapping, precompute_scales
 from _pool import distributed, more
 from _stepping import assert_at_rest, engine_of
 from composable_shard._faults.watch import WATCHER
@@ -371,11 +372,17 @@ def test_mistakes_are_errors(rank, world):
             model.blocks[0].unshard()
 
 
+def quiet_dynamo():
+    """Ignore what Dynamo does to unsharded weights that consist of other tensors."""
+    warnings.filterwarnings("ignore", message=".*autograd.function.Function'> should not be instantiated")
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+
+
 @distributed(world=2)
 @pytest.mark.parametrize("kind", [Halved, Ternary, more(Scaled), more(InTwo)])
 def test_compiled_blocks_are_exact(rank, world, kind):
     """Graphs save inner tensors of unsharded weights: some that the next gather overwrites, and scales that stay."""
-    warnings.filterwarnings("ignore", message=".*autograd.function.Function'> should not be instantiated")  # by Dynamo
+    quiet_dynamo()
     theirs, eager, model = (shard(make(kind), engine) for engine in (fsdp2, fully_shard, fully_shard))
     torch._dynamo.reset()
     for block in model.blocks:
@@ -387,6 +394,41 @@ def test_compiled_blocks_are_exact(rank, world, kind):
         for wanted, *found in zip(theirs.parameters(), eager.parameters(), model.parameters(), strict=True):
             for each in found:
                 assert torch.equal(each.grad.to_local(), wanted.grad.to_local())
+
+
+def decoder(engine):
+    torch.manual_seed(3)
+    model = Transformer()
+    for block in model.blocks:
+        for linear in (each for each in block.modules() if isinstance(each, nn.Linear)):
+            linear.weight = nn.Parameter(Scaled(linear.weight.detach()))
+    return shard(model, engine)
+
+
+@distributed(world=2)
+@pytest.mark.parametrize("ahead", [False, True], ids=["scales-in-gathers", "scales-ahead"])
+def test_compiled_decoder_blocks_with_scales_are_exact(rank, world, ahead):
+    quiet_dynamo()
+    theirs, model = (decoder(engine) for engine in (fsdp2, fully_shard))
+    torch._dynamo.reset()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (theirs, model)]
+    for each in (theirs, model):
+        for block in each.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+    for number in range(3):
+        losses = []
+        for each, optimizer in zip((theirs, model), optimizers, strict=True):
+            if ahead:
+                precompute_scales(each)
+            losses.append(next_token_loss(each, *token_batch(rank, number)))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(*losses)
+        for wanted, found in zip(theirs.parameters(), model.parameters(), strict=True):
+            assert torch.equal(value(found.to_local()), value(wanted.to_local()))
+        with torch.no_grad():
+            assert torch.equal(*(next_token_loss(each, *token_batch(rank, 9)) for each in (theirs, model)))
 
 
 @distributed(world=2)
