@@ -396,20 +396,20 @@ def test_compiled_blocks_are_exact(rank, world, kind):
                 assert torch.equal(each.grad.to_local(), wanted.grad.to_local())
 
 
-def decoder(engine):
+def decoder(kind, engine):
     torch.manual_seed(3)
     model = Transformer()
     for block in model.blocks:
         for linear in (each for each in block.modules() if isinstance(each, nn.Linear)):
-            linear.weight = nn.Parameter(Scaled(linear.weight.detach()))
+            linear.weight = nn.Parameter(kind(linear.weight.detach()))
     return shard(model, engine)
 
 
 @distributed(world=2)
-@pytest.mark.parametrize("ahead", [False, True], ids=["scales-in-gathers", "scales-ahead"])
-def test_compiled_decoder_blocks_with_scales_are_exact(rank, world, ahead):
+@pytest.mark.parametrize(("kind", "ahead"), [(Ternary, False), (Scaled, False), (Scaled, True)])
+def test_compiled_decoder_blocks_with_scales_are_exact(rank, world, kind, ahead):
     quiet_dynamo()
-    theirs, model = (decoder(engine) for engine in (fsdp2, fully_shard))
+    theirs, model = (decoder(kind, engine) for engine in (fsdp2, fully_shard))
     torch._dynamo.reset()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (theirs, model)]
     for each in (theirs, model):
