@@ -20,13 +20,12 @@ from .._plan.text import first_names
 from .._torch import debug
 from .._torch.core import without_dispatch_modes
 from .._torch.distributed import local_part, local_tensor
+from .._torch.fingerprint import fingerprints
 from ..errors import RankMismatchError, ShardConfigValueError
 from .settings import put_sharded_state, sharded_state_of
 
 PERIOD = "COMPOSABLE_SHARD_CHECK_REPLICAS"
 _PERIOD_IN_DEBUG = 10
-_AT_ONCE = 1 << 22  # how many 8-byte numbers are fingerprinted together
-_FACTOR = 0x9E37_79B9_7F4A_7C15 - (1 << 64)  # odd, so that no bit of a number is lost
 _NAMED = 5  # how many differences an error names
 
 
@@ -266,12 +265,4 @@ def _fingerprint(held: Any) -> Any:
     if held.numel() == 1 and not held.dtype.is_complex:
         value = held.item()
         return value if value == value else "nan"
-    data = held.detach().contiguous().view(-1).view(torch.uint8)
-    tail = -data.numel() % 8
-    numbers = torch.nn.functional.pad(data, (0, tail)).view(torch.int64) if tail else data.view(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=held.device)
-    for begin in range(0, numbers.numel(), _AT_ONCE):
-        part = numbers[begin : begin + _AT_ONCE]
-        places = torch.arange(begin, begin + part.numel(), dtype=torch.int64, device=part.device)
-        total += (part * (places * _FACTOR | 1)).sum()
-    return int(total.item())
+    return int.from_bytes(fingerprints([held])[0])
