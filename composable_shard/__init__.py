@@ -28,6 +28,12 @@ from ._module.methods import GradientReductionHandle as GradientReductionHandle
 from ._module.methods import share_comm_ctx as share_comm_ctx
 from ._module.module import FSDPModule as FSDPModule
 from ._module.module import UnshardHandle as UnshardHandle
+from ._module.status import drift as drift
+from ._module.status import empty_pool as empty_pool
+from ._module.status import explain_out_of_memory as explain_out_of_memory
+from ._module.status import make_plan as make_plan
+from ._module.status import stats as stats
+from ._module.status import watch as watch
 from ._plan.costs import Costs as Costs
 from ._plan.plan import ShardPlan as ShardPlan
 from ._plan.record import Record as Record
@@ -46,12 +52,6 @@ from ._policies import PoolPolicy as PoolPolicy
 from ._policies import PrefetchPolicy as PrefetchPolicy
 from ._policies import ReduceScatter as ReduceScatter
 from ._policies import ShardPlacementResult as ShardPlacementResult
-from ._status import drift as drift
-from ._status import empty_pool as empty_pool
-from ._status import explain_out_of_memory as explain_out_of_memory
-from ._status import make_plan as make_plan
-from ._status import stats as stats
-from ._status import watch as watch
 from ._torch.debug import set_debug as set_debug
 from ._torch.ragged import Ragged as Ragged
 from ._wrap import shard_auto as shard_auto
@@ -69,9 +69,10 @@ if _TYPE_CHECKING:
     from . import planner as planner
     from . import report as report
     from . import testing as testing
+    from . import weights as weights
 
 # These are imported when they are used first, so that `import composable_shard` takes less time.
-_IMPORTED_WHEN_USED = {"checkpoint", "optim", "planner", "report", "testing"}
+_IMPORTED_WHEN_USED = {"checkpoint", "optim", "planner", "report", "testing", "weights"}
 
 _keep_from_dynamo(_sys.modules, __name__)
 __all__ = sorted(name for name in globals() if not name.startswith("_") and name != "errors")

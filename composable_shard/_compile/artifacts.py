@@ -19,10 +19,10 @@ from torch import nn
 from .._graph.operators import CODE
 from .._module.build import bound_of
 from .._module.module import FSDPModule
+from .._module.status import make_plan, sharded_states
 from .._plan.group_plan import GroupPlan
 from .._plan.plan import ShardPlan
 from .._plan.text import group_changes
-from .._status import make_plan, sharded_states
 from ..errors import ArtifactMismatchError, ShardConfigStateError, ShardConfigValueError
 
 _BEGIN = b"composable_shard cache artifacts 1\n"

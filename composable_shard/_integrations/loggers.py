@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 from .._group.optimizers import watch_steps
 from .._module.gradients import watch_clipping
 from .._module.state import ShardState
+from .._module.status import figures_of, sharded_states
 from .._plan.plan import ShardPlan
 from .._policies import require_count
-from .._status import figures_of, sharded_states
 from .._torch.distributed import public_all_gather
 from ..errors import ShardConfigTypeError, ShardConfigValueError
 

@@ -19,6 +19,7 @@ from operator import attrgetter
 from types import CellType, CodeType
 from typing import Any, TypeVar
 from unittest import mock
+from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as _Torchs
 from torch.distributed.fsdp._fully_shard._fully_shard import FSDPModule as _TorchsModule
 from torch.distributed.fsdp._fully_shard._fully_shard import fully_shard as _torchs_fully_shard
 from torch.distributed.fsdp._fully_shard._fully_shard import register_fsdp_forward_method as _torchs_register
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -50,7 +52,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import MixedShardingError
-from .ragged import RaggedTensor, is_ragged, own_rows_of, ragged_tensor
+from .ragged import RaggedTensor, is_ragged, ragged_tensor
 
 T = TypeVar("T")
 
@@ -268,13 +270,10 @@ def dtensor_at(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any],
     return dtensor_of(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta))
 
 
-def own_slices(tensor: DTensor) -> tuple[slice, ...]:
-    """The slices of the full tensor that this rank's part of a DTensor covers; no placement may be `Partial`."""
-    if is_ragged(tensor.placements):
-        begin, rows = own_rows_of(tensor.shape[0], tensor.device_mesh, tensor.placements)
-        return (slice(begin, begin + rows), *(slice(0, size) for size in tensor.shape[1:]))
-    sizes, begins = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
+def own_offsets(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Torch's offsets and shape of this rank's part of a DTensor."""
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offsets), tuple(shape)
 
 
 def store_of(group: dist.ProcessGroup) -> c10d.Store:
@@ -349,14 +348,17 @@ def _is_missing(error: RuntimeError) -> bool:
     return "pure virtual function" in str(error)  # pybind11's message
 
 
-def new_twin(group: dist.ProcessGroup, limit: timedelta, number: int, description: str) -> dist.ProcessGroup:
-    """Make a gloo process group with the ranks of an existing group. This waits only for these ranks.
+def new_twin(
+    group: dist.ProcessGroup, limit: timedelta, number: int, description: str, backend: str = "gloo"
+) -> dist.ProcessGroup:
+    """Make a process group with the ranks of an existing group. This waits only for these ranks.
 
     Args:
         group: the existing group. Its ranks must be in ascending order.
         limit: timeout of a collective.
         number: number of this twin of `group`; all ranks make twins in the same order.
         description: description of the group, for tools.
+        backend: name of its backend.
     """
     # Torch's own name counts the groups of a rank, and this count may differ between the ranks.
     name = f"{group.group_name} {description} {number}"
@@ -364,12 +366,47 @@ def new_twin(group: dist.ProcessGroup, limit: timedelta, number: int, descriptio
         made = dist.new_group(
             dist.get_process_group_ranks(group),
             timeout=limit,
-            backend="gloo",
+            backend=backend,
             use_local_synchronization=True,
             group_desc=description,
         )
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+_joined: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def join_group(
+    init_method: str, rank: int, world: int, backend: str | None, limit: timedelta, description: str
+) -> dist.ProcessGroup:
+    """Make a process group that is not the default one, of processes that may have other default process groups.
+
+    Torch has no public function for this. Libraries for reinforcement learning do it in the same way.
+    """
+    functions = dist.distributed_c10d
+    address = urlparse(init_method)
+    store: Any
+    # With torchrun, torch's rendezvous expects that torchrun's own store listens at a tcp address.
+    if address.scheme == "tcp" and address.hostname and address.port:
+        store = c10d.TCPStore(address.hostname, address.port, world, rank == 0, limit)
+    else:
+        store, rank, world = next(rendezvous(init_method, rank, world, timeout=limit))
+    store.set_timeout(limit)
+    name: Any = f"{description} {init_method}"
+    kind, store = dist.Backend(backend or "undefined"), prefixed(name, store)
+    made, _ = functions._new_process_group_helper(
+        world, rank, [], kind, store, name, timeout=limit, group_desc=description
+    )
+    assert isinstance(made, dist.ProcessGroup)
+    functions._world.pg_group_ranks[made] = {each: each for each in range(world)}
+    _joined.add(made)
+    return made
+
+
+def owns_connections(group: dist.ProcessGroup) -> bool:
+    """Whether a process group was made by `join_group`, so that only this library uses its connections."""
+    return group in _joined
 
 
 def leave_to_parent() -> None:
@@ -403,8 +440,11 @@ def leave_to_gloo() -> None:
 
 
 def exists(group: dist.ProcessGroup) -> bool:
-    """Whether a process group still exists, that is, was not destroyed."""
-    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+    """Whether a process group still exists, that is, was not destroyed.
+
+    A process can have groups of `join_group` without a default one, so that is not checked.
+    """
+    return group in dist.distributed_c10d._world.pg_map
 
 
 def all_groups() -> list[dist.ProcessGroup]:

@@ -101,7 +101,7 @@ def async_save(
 
 
 def _has_state_on_disk(layout: FileLayout) -> bool:
-    return any(is_mapped(part.box.local) for part in layout.parts)
+    return any(is_mapped(laid.part.local) for laid in layout.parts)
 
 
 def _written_now(pending: PendingSave, prepared: Prepared) -> Callable[[], SavedFile]:

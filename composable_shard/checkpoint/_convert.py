@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._plan.boxes import batches, whole_box
 from ..errors import CheckpointCorruptError, ShardConfigValueError
-from ._format.boxes import Box
+from ._format.boxes import Part
 from ._format.huggingface import lay_out_parts
 from ._format.manifest import NAME, SAFETENSORS, Manifest, SavedTensor, name_of
 from ._format.reading import Reader
@@ -52,10 +53,6 @@ def understood(path: Path) -> Iterator[None]:
         raise CheckpointCorruptError(f"{path / NAME} cannot be parsed: {type(error).__name__}: {error}") from None
 
 
-def _box(offsets: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Box:
-    return Box(offsets, shape, torch.empty(shape, dtype=dtype, device="meta"))  # memory is allocated in `_content`
-
-
 # ------------------------------------------------------------------------------------------- reading and writing
 
 
@@ -87,51 +84,26 @@ class _Count:
 
 
 def _content(
-    source: Path, manifest: Manifest, header: bytes, boxes: Iterable[tuple[str, Box]], dtype: torch.dtype | None = None
+    source: Path, manifest: Manifest, header: bytes, wanted: Iterable[str], dtype: torch.dtype | None = None
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a file: its header, then boxes of a checkpoint in order, verified as they are read."""
+    """Yield the bytes of a file: its header, then tensors of a checkpoint in order, verified as they are read."""
     yield memoryview(header)
-    for batch in _batches(boxes):
+    saved = {key: manifest.tensors[key] for key in wanted}
+    blocks = (
+        (key, block)
+        for key, each in saved.items()
+        for block in whole_box(each.shape).blocks(_AT_ONCE // each.dtype.itemsize)
+    )
+    for batch in batches(blocks, lambda block: block[1].numel * saved[block[0]].dtype.itemsize, _AT_ONCE):
         reader = Reader(source, manifest)
-        filled = [(key, box._replace(local=torch.empty(box.shape, dtype=box.local.dtype))) for key, box in batch]
-        for key, box in filled:
-            reader.want_box(key, box)
+        filled = [(key, Part(box, torch.empty(box.shape, dtype=saved[key].dtype))) for key, box in batch]
+        for key, part in filled:
+            reader.want_part(key, part)
         reader.check(True)
         reader.copy()
-        for _, box in filled:
-            cast = dtype is not None and box.local.is_floating_point()
-            yield bytes_of(box.local.to(dtype) if cast else box.local)
-
-
-def _batches(boxes: Iterable[tuple[str, Box]]) -> Iterator[list[tuple[str, Box]]]:
-    """Split large boxes and group all boxes into batches of at most `_AT_ONCE` bytes."""
-    batch: list[tuple[str, Box]] = []
-    size = 0
-    for key, whole in boxes:
-        for box in _slices(whole):
-            more = math.prod(box.shape) * box.local.element_size()
-            if batch and size + more > _AT_ONCE:
-                yield batch
-                batch, size = [], 0
-            batch.append((key, box))
-            size += more
-    if batch:
-        yield batch
-
-
-def _slices(box: Box, dim: int = 0) -> Iterator[Box]:
-    """Split a box into consecutive parts of at most `_AT_ONCE` bytes, in the order of its bytes."""
-    size = math.prod(box.shape) * box.local.element_size()
-    if size <= _AT_ONCE:
-        yield box
-        return
-    extent = box.shape[dim]
-    each = max(1, extent * _AT_ONCE // size)
-    for begin in range(0, extent, each):
-        count = min(each, extent - begin)
-        offsets = (*box.offsets[:dim], box.offsets[dim] + begin, *box.offsets[dim + 1 :])
-        part = _box(offsets, (*box.shape[:dim], count, *box.shape[dim + 1 :]), box.local.dtype)
-        yield from _slices(part, dim + 1 if count == 1 else dim)
+        for _, part in filled:
+            cast = dtype is not None and part.local.is_floating_point()
+            yield bytes_of(part.local.to(dtype) if cast else part.local)
 
 
 # --------------------------------------------------------------------------------------------------- weights only
@@ -188,8 +160,8 @@ def export_safetensors(
     files.make_directory(partial)
     with _removed_on_error(partial):
         for part in parts:
-            boxes = [(by_name[each].key, by_name[each].box) for each in part.names if by_name[each].size]
-            content = _content(checkpoint.path, manifest, part.header, boxes, dtype)
+            wanted = [by_name[each].key for each in part.names if by_name[each].size]
+            content = _content(checkpoint.path, manifest, part.header, wanted, dtype)
             write(files.NewFile(partial / part.name), count.over(content), manifest.algorithm)
         if index is not None:
             files.write_file(partial / "model.safetensors.index.json", index)
@@ -211,11 +183,6 @@ class _Weight(NamedTuple):
     def size(self) -> int:
         """Bytes of the exported tensor."""
         return math.prod(self.saved.shape) * self.dtype.itemsize
-
-    @property
-    def box(self) -> Box:
-        """A box that covers the whole tensor."""
-        return _box((0,) * len(self.saved.shape), self.saved.shape, self.saved.dtype)
 
 
 def _weights(manifest: Manifest, name: str | None, dtype: torch.dtype | None) -> list[_Weight]:

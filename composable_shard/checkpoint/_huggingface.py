@@ -26,6 +26,7 @@ from ._exchange import ROOT, Imported, Options, aliases_of, begin, commit, fill,
 from ._format.huggingface import Described, Part, Stored, lay_out_parts, read_stored
 from ._format.manifest import SAFETENSORS, Manifest, SavedTensor, name_of
 from ._format.writing import bytes_of
+from ._full.names import adapter_name
 from ._full.ranks import Together
 from ._full.tensors import Held, Holdings, ranks_of
 from ._full.transfer import Part as Gathered
@@ -175,7 +176,7 @@ def import_safetensors(
     compare("import_safetensors", said)
     stored = ranks.first_alone(lambda: read_stored(where))
     manifest = ranks.together(lambda: _manifest(Holdings(model), stored, rename, adapter))
-    concerns = None if adapter is None else lambda name: _adapter_name(name, adapter) is not None
+    concerns = None if adapter is None else lambda name: adapter_name(name, adapter) is not None
     return fill(ranks, where, manifest, {ROOT: model}, Options(strict, cast, lambda _: _check_sizes(stored), concerns))
 
 
@@ -194,21 +195,8 @@ def _check_renaming(rename: Rename | None, adapter: str | None) -> None:
 def _renaming(rename: Rename | None, adapter: str | None) -> Rename:
     """The function that maps the model's names to those in the files."""
     if adapter is not None:
-        return functools.partial(_adapter_name, adapter=adapter)
+        return functools.partial(adapter_name, adapter=adapter)
     return rename or (lambda key: key)
-
-
-def _adapter_name(key: str, adapter: str) -> str | None:
-    """The name in peft's files of a tensor of the adapter; None for any other tensor."""
-    parts = key.split(".")
-    for at, (part, following) in enumerate(itertools.pairwise(parts)):
-        if following == adapter and (part.startswith("lora_") or part == "modules_to_save"):
-            kept = [*parts[:at], *([] if part == "modules_to_save" else [part]), *parts[at + 2 :]]
-            if part == "lora_magnitude_vector" and kept[-1] == "weight":
-                kept.pop()
-            name = ".".join(kept)
-            return name if name.startswith("base_model.model.") else f"base_model.model.{name}"
-    return None
 
 
 def _chosen(held: Holdings, rename: Rename) -> dict[str, Held]:
@@ -347,7 +335,7 @@ def _manifest(held: Holdings, stored: Stored, rename: Rename | None, adapter: st
 def _by_own_name(held: Holdings, stored: Stored, rename: Rename | None, adapter: str | None) -> dict[str, SavedTensor]:
     adapted = {}
     if adapter is not None:
-        adapted = {_adapter_name(name, adapter): name for name in held.tensors}
+        adapted = {adapter_name(name, adapter): name for name in held.tensors}
     tensors: dict[str, SavedTensor] = {}
     for key, tensor in stored.tensors.items():
         name = key if rename is None else rename(key)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from .._plan.boxes import Box
 from .._torch.distributed import local_part, local_tensor
 from ._collect import Collected
-from ._format.boxes import Box, boxes_of, plain, writes
+from ._format.boxes import Part, parts_of, plain, writes
 from ._format.writing import FileLayout, Laid, lay_out
 from ._ranks import Ranks
 
@@ -24,7 +25,7 @@ class _Kept:
     holders: dict[str, list[int]]
     name: str
     header: bytes
-    places: list[tuple[Any, ...]]
+    places: list[tuple[str, Box, int, int]]
     size: int
 
 
@@ -45,7 +46,7 @@ def layout_of(ranks: Ranks, collected: Collected, holders: dict[str, list[int]])
         return FileLayout(kept.name, kept.header, tuple(_filled(kept, collected)), kept.size)
     layout, again = _new_layout(ranks, collected, holders)
     if again:
-        places = [(part.key, part.box.offsets, part.box.shape, part.begin, part.end) for part in layout.parts]
+        places = [(laid.key, laid.part.box, laid.begin, laid.end) for laid in layout.parts]
         kept = _Kept(kinds, holders, layout.name, layout.header, places, layout.size)
         _last[ranks.rank, ranks.size] = kept
     return layout
@@ -61,23 +62,23 @@ def _kind(key: str, tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _filled(kept: _Kept, collected: Collected) -> Iterator[Laid]:
-    for key, offsets, shape, begin, end in kept.places:
+    for key, box, begin, end in kept.places:
         tensor = collected.tensors[key] if key in collected.tensors else collected.own[key]
         local = local_part(tensor)
-        yield Laid(key, Box(offsets, shape, plain(key, local)), begin, end)
+        yield Laid(key, Part(box, plain(key, local)), begin, end)
 
 
 def _new_layout(ranks: Ranks, collected: Collected, holders: dict[str, list[int]]) -> tuple[FileLayout, bool]:
-    """A new layout, and whether it can be reused: no tensor has several boxes on this rank."""
-    boxes: list[tuple[str, Box]] = []
+    """A new layout, and whether it can be reused: no tensor has several parts on this rank."""
+    laid: list[tuple[str, Part]] = []
     again = True
     turns = {key: turn for turn, key in enumerate(sorted(holders))}  # the same on all ranks, whatever they hold
     for key in sorted(collected.tensors):
         tensor, turn = collected.tensors[key], turns[key]
-        parts = boxes_of(key, tensor)
+        parts = parts_of(key, tensor)
         again = again and len(parts) < 2
         if writes(tensor, turn, ranks.rank, holders[key]):
-            boxes += [(key, box) for box in parts]
+            laid += [(key, part) for part in parts]
     for key, tensor in collected.own.items():
-        boxes += [(key, box) for box in boxes_of(key, tensor)]
-    return lay_out(f"rank-{ranks.rank:05d}.safetensors", boxes), again
+        laid += [(key, part) for part in parts_of(key, tensor)]
+    return lay_out(f"rank-{ranks.rank:05d}.safetensors", laid), again

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from .._comm.rounding import Rounding
-from .._status import sharded_states
+from .._module.status import sharded_states
 from ._state import PerRank
 
 

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from .._plan.boxes import Box
 from ..errors import CheckpointError, CheckpointMismatchError, ShardConfigTypeError, ShardConfigValueError
 from ._collect import Collected, collect
 from ._format import commits
-from ._format.boxes import boxes_of, plain
+from ._format.boxes import parts_of, plain
 from ._format.manifest import Manifest, Piece, SavedFile, SavedTensor, name_of
 from ._format.writing import FileLayout, bytes_of, stream, write
 from ._io import digests, files
@@ -283,19 +284,18 @@ def _agree_on_pieces(ranks: Ranks, taken: _Taken, places: list[dict[str, list[in
         return
 
     def digests_of() -> dict[tuple[Any, ...], str]:
-        boxes = [
-            (key, box) for key in several & taken.places.keys() for box in boxes_of(key, taken.collected.tensors[key])
-        ]
+        tensors = taken.collected.tensors
+        parts = [(key, part) for key in several & taken.places.keys() for part in parts_of(key, tensors[key])]
         return {
-            (key, box.offsets, box.shape): digests.file_checksum(taken.request.algorithm, bytes(bytes_of(box.local)))
-            for key, box in boxes
+            (key, part.box): digests.file_checksum(taken.request.algorithm, bytes(bytes_of(part.local)))
+            for key, part in parts
         }
 
     _, said = ranks.together_and_tell(digests_of, lambda each: each)
     first: dict[tuple[Any, ...], tuple[int, Any, str]] = {}
     for rank, each in enumerate(said):
-        for (key, offsets, shape), digest in each.items():
-            _same(key, digest, f"a piece with the checksum {digest}", rank, first, (key, offsets, shape))
+        for (key, box), digest in each.items():
+            _same(key, digest, f"a piece with the checksum {digest}", rank, first, (key, box))
 
 
 def _same(
@@ -375,14 +375,14 @@ class _Part:
 
 def _merged(request: Request, attempt: commits.Attempt, parts: list[_Part]) -> Manifest:
     manifest = Manifest(request.step, attempt.partial.name.rpartition("-")[2], len(parts), request.algorithm)
-    pieces: dict[str, dict[tuple[Any, Any], Piece]] = {}
+    pieces: dict[str, dict[Box, Piece]] = {}
     for part in parts:
         manifest.files[part.file] = part.saved
         manifest.aliases.update(part.known.aliases)
         for name, value in part.known.values.items():
             manifest.values[name] = _united(manifest.values.get(name), value)
         for key, piece in part.pieces:
-            pieces.setdefault(key, {}).setdefault((piece.offsets, piece.shape), piece)
+            pieces.setdefault(key, {}).setdefault(piece.box, piece)
     for part in parts:
         for key, (dtype, shape) in part.known.tensors.items():
             manifest.tensors.setdefault(key, SavedTensor(dtype, shape, tuple(pieces.get(key, {}).values())))

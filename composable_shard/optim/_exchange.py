@@ -153,7 +153,7 @@ class ToOwners:
             if tensor is not None and route.sends:
                 outgoing[route.owner].append(tensor)
             if route.is_owner:
-                for frm, part in route.senders():
+                for frm, part in route.senders:
                     incoming[frm].append((dtype, part.numel))
         self._exchange = _Exchange(layout, outgoing, incoming, {item.dtype for item in items}, note)
         self.nbytes = self._exchange.nbytes
@@ -165,7 +165,7 @@ class ToOwners:
         wholes: list[torch.Tensor | None] = []
         for route, dtype, _ in self._items:
             wholes.append(torch.empty(route.shape, dtype=dtype, device=self._layout.device) if route.is_owner else None)
-            for frm, part in route.senders() if route.is_owner else ():
+            for frm, part in route.senders if route.is_owner else ():
                 into[frm].append(route.part_of(wholes[-1], part))
         self._exchange.unpack(into)
         return wholes

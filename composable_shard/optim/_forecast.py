@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from ._layout import Box, Layout, Route
+from .._plan.boxes import chunks_of, whole_box
+from ._layout import Layout, Route
 from ._matrices import Blocks, Matrix, Owners, in_buckets, regions_of
 
 
@@ -104,10 +104,8 @@ def _of(matrices: Sequence[Matrix], rank: int) -> list[Matrix]:
 
 def _layout(param: Sharded, world: int) -> Layout:
     """The layout of a parameter, without a process group and as rank 0."""
-    rest = param.shape[1:]
-    begins = [min(param.chunk * rank, param.shape[0]) for rank in range(world + 1)]
-    boxes = [Box((begin, *[0] * len(rest)), (end - begin, *rest)) for begin, end in pairwise(begins)]
-    return Layout(torch.device("meta"), None, 0, tuple(boxes), None, ())
+    boxes = chunks_of(whole_box(param.shape), world, rows=param.chunk or 1)
+    return Layout(torch.device("meta"), None, 0, boxes, None, ())
 
 
 def _parts(matrix: Matrix, rank: int) -> int:

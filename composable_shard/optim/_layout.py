@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,40 +16,15 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from .._comm.agreement import is_shared
 from .._comm.mesh import compute_device
 from .._comm.own_groups import own_group
+from .._comm.shardings import sharding_of
 from .._faults.ledger import Ledger
 from .._faults.watch import ledger_of
-from .._torch.distributed import flattened_mesh, is_native, ranks_of
-from .._torch.ragged import rows_of_chunk
+from .._plan.boxes import Box, chunks_of, whole_box
+from .._plan.transfers import sender
+from .._torch.distributed import flattened_mesh, is_native
 from ..errors import ShardConfigUnsupportedError
 
 Placed = Sequence[Any]  # a placement for each axis of a mesh
-
-
-class Box(NamedTuple):
-    """A rectangular part of a tensor: its begin in each dim, and its shape."""
-
-    begin: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    def common(self, other: Box) -> Box | None:
-        """The intersection with another box; None if it is empty."""
-        begin = tuple(map(max, self.begin, other.begin))
-        ends = [min(*both) for both in zip(self._ends(), other._ends(), strict=True)]
-        shape = tuple(end - start for start, end in zip(begin, ends, strict=True))
-        return Box(begin, shape) if min(shape, default=1) > 0 else None
-
-    def _ends(self) -> tuple[int, ...]:
-        return tuple(start + size for start, size in zip(self.begin, self.shape, strict=True))
-
-    def slices(self, within: Box) -> tuple[slice, ...]:
-        """Slices that select this box in the memory of a box that contains it."""
-        starts = [start - base for start, base in zip(self.begin, within.begin, strict=True)]
-        return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,32 +64,25 @@ class Layout:
 
     def in_chunks(self, shape: tuple[int, ...]) -> Layout:
         """The layout of a tensor of another shape: its first dim is split evenly over all ranks of the group."""
-        chunk = -(-shape[0] // len(self.boxes))
-        begins = [min(chunk * rank, shape[0]) for rank in range(len(self.boxes) + 1)]
-        rest = tuple(shape[1:])
-        boxes = [Box((begin, *[0] * len(rest)), (end - begin, *rest)) for begin, end in pairwise(begins)]
-        return replace(self, boxes=tuple(boxes), mesh=None, placements=())
-
-
-def whole_box(shape: Sequence[int]) -> Box:
-    """A box that covers a full tensor."""
-    return Box((0,) * len(shape), tuple(shape))
+        boxes = chunks_of(whole_box(shape), len(self.boxes))
+        return replace(self, boxes=boxes, mesh=None, placements=())
 
 
 def most_bytes(param: torch.Tensor) -> int:
     """Bytes of the largest shard of a parameter on any rank."""
     if not isinstance(param, DTensor):
         return param.nbytes
-    placed = tuple(param.placements)
-    return _box(tuple(param.shape), param.device_mesh, placed, [0] * len(placed)).numel * param.dtype.itemsize
+    sharding = sharding_of(param.device_mesh, param.placements, param.ndim)
+    first = sharding.regions_at(param.shape, [0] * param.device_mesh.ndim)
+    return sum(region.box.numel for region in first) * param.dtype.itemsize
 
 
 def layout_of(name: str, param: torch.Tensor) -> Layout:
     """The layout of a parameter. A collective over the world if several axes of its mesh shard it.
 
     Raises:
-        ShardConfigUnsupportedError: a placement is neither a sharding nor a replication, or several axes of a mesh
-            without names shard the parameter.
+        ShardConfigUnsupportedError: a placement is neither a sharding nor a replication, several axes of a mesh
+            without names shard the parameter, or a rank holds several separate parts of it.
     """
     if not isinstance(param, DTensor):
         return Layout(param.device, None, 0, (whole_box(param.shape),), None, ())
@@ -129,7 +96,10 @@ def layout_of(name: str, param: torch.Tensor) -> Layout:
             )
     group = _group_of(name, mesh, placements, device)
     rank = 0 if group is None else group.rank()
-    boxes = _boxes(tuple(param.shape), mesh, placements, group)
+    try:
+        boxes = _boxes(tuple(param.shape), mesh, placements, group)
+    except ShardConfigUnsupportedError as error:
+        raise ShardConfigUnsupportedError(f"parameter {name}: {error}") from None
     return Layout(device, group, rank, boxes, mesh, placements, _ledgers(group, device))
 
 
@@ -160,43 +130,22 @@ def _group_of(name: str, mesh: DeviceMesh, placements: Placed, device: torch.dev
 def _boxes(
     shape: tuple[int, ...], mesh: DeviceMesh, placements: Placed, group: dist.ProcessGroup | None
 ) -> tuple[Box, ...]:
-    """The box that each rank of the group holds."""
+    """The box that each rank of the group holds.
+
+    Raises:
+        ShardConfigUnsupportedError: a rank holds several separate parts.
+    """
     if group is None:
         return (whole_box(shape),)
-    members = ranks_of(mesh)
-    places = [members.index(rank) for rank in dist.get_process_group_ranks(group)]
-    return tuple(_box(shape, mesh, placements, _coordinate(place, mesh.shape)) for place in places)
-
-
-def _coordinate(place: int, sizes: Sequence[int]) -> list[int]:
-    """The coordinate of a mesh member, from its index in the flattened mesh."""
-    return [place // math.prod(sizes[axis + 1 :]) % size for axis, size in enumerate(sizes)]
-
-
-def _box(shape: tuple[int, ...], mesh: DeviceMesh, placements: Placed, coordinate: Sequence[int]) -> Box:
-    begin, sizes = [0] * len(shape), [*shape]
-    for axis in _in_order(placements):
-        dim = placements[axis].dim % len(shape)
-        world, rows = mesh.size(axis), getattr(placements[axis], "rows", 1)
-        chunk = rows_of_chunk(sizes[dim], world, rows)
-        start = min(chunk * coordinate[axis], sizes[dim])
-        begin[dim] += start
-        sizes[dim] = min(chunk, sizes[dim] - start)
-    return Box(tuple(begin), tuple(sizes))
-
-
-def _in_order(placements: Placed) -> list[int]:
-    """The sharding axes in the order in which they split the tensor. Axes with a split factor come last."""
-    order: list[int] = []
-    for axis in reversed(range(len(placements))):
-        placed = placements[axis]
-        if isinstance(placed, Replicate):
-            continue
-        if hasattr(placed, "split_factor"):
-            order.append(axis)
-        else:
-            order.insert(0, axis)
-    return order
+    sharding = sharding_of(mesh, placements, len(shape))
+    places = [sharding.ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
+    regions = [sharding.regions_at(shape, sharding.coordinate_of(place)) for place in places]
+    if any(len(each) > 1 for each in regions):
+        raise ShardConfigUnsupportedError(
+            f"is placed as {placements} on {mesh}, so that each rank holds {len(regions[0])} separate parts of it; "
+            "shard fused projections so that each rank holds one"
+        )
+    return tuple(box for [(box, _)] in regions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,14 +195,18 @@ class Route:
         """The ranks that hold a part, and their parts."""
         return [(rank, part) for rank, part in enumerate(self.parts) if part is not None]
 
+    @cached_property
     def senders(self) -> list[tuple[int, Box]]:
-        """One holder for each distinct part: the first rank that holds it."""
-        return [(rank, part) for rank, part in self.holders() if part not in self.parts[:rank]]
+        """One holder for each distinct part."""
+        by_part: dict[Box, list[int]] = {}
+        for rank, part in self.holders():
+            by_part.setdefault(part, []).append(rank)
+        return [(sender(ranks, self.owner), part) for part, ranks in by_part.items()]
 
     @property
     def sends(self) -> bool:
         """Whether this rank is among the senders."""
-        return self.own is not None and self.own not in self.parts[: self.layout.rank]
+        return (self.layout.rank, self.own) in self.senders
 
     def in_shard(self, local: torch.Tensor) -> torch.Tensor | None:
         """This rank's part as a view of its shard of the tensor; None if it has none."""

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .._plan.boxes import Box, whole_box
 from .._torch.distributed import local_tensor, spec_of
 from ..errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
-from ._layout import Box, Layout, Route, layout_of, whole_box
+from ._layout import Layout, Route, layout_of
 from ._state import Sketch
 
 

@@ -10,10 +10,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 from torch.optim import Optimizer
 
+from .._plan.boxes import Box, whole_box
 from .._torch.distributed import dtensor_at, local_part, local_tensor
 from ..errors import ShardConfigValueError
 from ._exchange import Item, ToOwners, ToShards
-from ._layout import Box, Layout, Route, whole_box
+from ._layout import Layout, Route
 from ._matrices import Matrix
 from ._state import Path, Sketch, filled, leaf_at, mapped, sketched, tensors_in
 

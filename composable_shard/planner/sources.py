@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_map_only
 from .. import testing
 from .._api import fully_shard
 from .._module.module import FSDPModule
+from .._module.status import make_plan
 from .._plan.group_plan import GroupPlan
 from .._plan.plan import ShardPlan
 from .._policies import AS_IT_IS, CommPolicy
-from .._status import make_plan
 from .._torch.tracing import Guesses, ProgramMode, seen_as_real
 from .._wrap import repeated_blocks
 from ..errors import ShardConfigTypeError, ShardConfigValueError

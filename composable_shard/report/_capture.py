@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composable_shard._api import last_record
+from composable_shard._module.status import living_roots, make_plan, watch
 from composable_shard._plan.record import Record
-from composable_shard._status import living_roots, make_plan, watch
 from composable_shard.errors import ShardConfigStateError, ShardConfigValueError
 from composable_shard.report._explain import explain
 from composable_shard.report._plan_memory import memory

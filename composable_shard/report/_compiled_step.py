@@ -14,6 +14,7 @@ from torch import nn
 from composable_shard._graph.graphs import GraphReport, Names
 from composable_shard._graph.guard import graphs_compiled
 from composable_shard._module.state import states_below
+from composable_shard._module.status import make_plan
 from composable_shard._plan.costs import Times
 from composable_shard._plan.course import (
     COMPUTE,
@@ -31,7 +32,6 @@ from composable_shard._plan.course import (
 from composable_shard._plan.plan import ShardPlan
 from composable_shard._plan.schedule import NO_GRAD, ROOT_NAME, Kind
 from composable_shard._plan.text import table
-from composable_shard._status import make_plan
 from composable_shard.errors import CompiledGraphWarning, ShardConfigStateError, ShardConfigValueError
 from composable_shard.report._plots import MIB, figure
 

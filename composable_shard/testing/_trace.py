@@ -11,9 +11,9 @@ import torch.nn as nn
 
 from .._api import last_record
 from .._module.state import state_of
+from .._module.status import make_plan
 from .._plan.record import Record
 from .._plan.schedule import ROOT_NAME
-from .._status import make_plan
 from .._torch.core import current_backward, tree_tensors
 from ..errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from ._collectives import Issued

@@ -24,9 +24,11 @@ import composable_shard as cs
 from _blocks import Transformer, next_token_loss, token_batch
 from _engines import ENGINES
 from _extended import Scaled, precompute_scales
-from _pool import POOL, distributed
+from _pool import POOL, distributed, simulated
 from composable_shard import checkpoint
-from composable_shard.checkpoint._format.boxes import Box
+from composable_shard._plan.boxes import Box
+from composable_shard.checkpoint._convert import export_safetensors
+from composable_shard.checkpoint._format.boxes import Part
 from composable_shard.checkpoint._format.reading import Reader
 from composable_shard.checkpoint._io import digests
 from composable_shard.checkpoint._io.digests import BLOCK
@@ -191,6 +193,32 @@ def test_checkpoints_load_on_other_ranks_and_meshes_and_back(tmp_path, how, worl
     POOL.run(f"{JOB}:load_job", world, {"tmp_path": tmp_path, "how": how})
     again = tmp_path / f"{how}-{world}"
     POOL.run(f"{JOB}:load_job", 2, {"tmp_path": again, "how": "fsdp"})
+
+
+@pytest.mark.parametrize("rows", [7, 13, 3])
+@simulated(world=6)
+def test_shards_of_tensor_parallel_weights_that_no_axis_divides_load_elsewhere(rank, world, tmp_path, rows):
+    """Three data-parallel ranks: torch computes other offsets for them than the shards have."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(5, rows), nn.Linear(rows, 4))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.arange(float(param.numel())).view_as(param))
+    wanted = {name: param.clone() for name, param in model.named_parameters()}
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    for layer in model:
+        cs.fully_shard(layer, mesh=mesh["dp"])
+    kept = [param.to_local().clone() for param in model.parameters()]
+    path = checkpoint.save(tmp_path / "saved", {"model": model}, step=0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    checkpoint.load(path, {"model": model})
+    assert all(torch.equal(*pair) for pair in zip(kept, (p.to_local() for p in model.parameters()), strict=True))
+    if rank == 0:
+        export_safetensors(path, tmp_path / "whole")
+        with safe_open(tmp_path / "whole/model.safetensors", "pt") as file:
+            assert all(torch.equal(file.get_tensor(name), value) for name, value in wanted.items())
 
 
 def large_job(rank, world, tmp_path, save):
@@ -501,7 +529,7 @@ def test_a_slice_of_columns_reads_few_extra_bytes(tmp_path):
     found, manifest = open_manifest(tmp_path)
     part = torch.zeros(4, 2**16)
     reader = Reader(found.path, manifest)
-    reader.want_box("wide", Box((0, 2**17), (4, 2**16), part))
+    reader.want_part("wide", Part(Box((0, 2**17), (4, 2**16)), part))
     reader.check(True)
     reader.copy()
     assert torch.equal(part, wide[:, 2**17 : 2**17 + 2**16])

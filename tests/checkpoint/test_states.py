@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 import composable_shard as cs
 from _pool import distributed
 from composable_shard import checkpoint, testing
-from composable_shard.checkpoint._format.boxes import boxes_of
+from composable_shard._torch.distributed import strided_shard
+from composable_shard.checkpoint._format.boxes import parts_of
 
 needs_accelerator = pytest.mark.skipif(
     not torch.accelerator.is_available(), reason="no accelerator: all loaded tensors are on the CPU"
@@ -55,9 +56,36 @@ def test_the_boxes_of_a_tensor_depend_on_the_rank():
         with testing.fake(2, rank):
             mesh = init_device_mesh("cpu", (2,))
             tensors.append(DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)], run_check=False))
-            assert boxes_of("t", tensors[rank])[0].offsets == (2 * rank, 0)
+            assert parts_of("t", tensors[rank])[0].box.offsets == (2 * rank, 0)
     for rank in (0, 1):  # also after the process groups are destroyed
-        assert boxes_of("t", tensors[rank])[0].offsets == (2 * rank, 0)
+        assert parts_of("t", tensors[rank])[0].box.offsets == (2 * rank, 0)
+
+
+@distributed(world=2)
+def test_tensors_in_separate_parts_are_loaded_elsewhere(rank, world, tmp_path):
+    """Transformers splits fused projections so: a rank holds rows of each of them."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(24.0).view(8, 3)
+    local = torch.cat([whole[2 * rank : 2 * rank + 2], whole[4 + 2 * rank : 6 + 2 * rank]])
+    tensor = DTensor.from_local(local.clone(), mesh, [strided_shard(0, 2)], shape=whole.shape, stride=whole.stride())
+    assert [part.box.offsets for part in parts_of("t", tensor)] == [(2 * rank, 0), (4 + 2 * rank, 0)]
+    checkpoint.save(tmp_path, {"t": tensor}, step=0)
+    tensor.to_local().zero_()
+    loaded = {"t": torch.zeros(8, 3)}
+    checkpoint.load(tmp_path, {"t": tensor})
+    checkpoint.load(tmp_path, loaded)
+    assert torch.equal(tensor.to_local(), local)
+    assert torch.equal(loaded["t"], whole)
+
+
+@distributed(world=2)
+def test_local_tensors_of_another_shape_than_their_placements_are_refused(rank, world, tmp_path):
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = DTensor.from_local(torch.zeros(3, 3), mesh, [Shard(0)], shape=(8, 3), stride=(3, 1), run_check=False)
+    with pytest.raises(
+        (cs.errors.ShardConfigValueError, cs.errors.CheckpointError), match=r"\(3, 3\), but .* mean \(4, 3\)"
+    ):
+        checkpoint.save(tmp_path, {"t": tensor}, step=0)
 
 
 @distributed(world=2)

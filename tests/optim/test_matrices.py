@@ -48,6 +48,15 @@ def test_the_boxes_of_a_tensor_match_the_shards_of_its_ranks(rank, world, shape)
         assert len(layout.boxes) == (4 if Replicate() not in placements else 2)
 
 
+@simulated(world=2)
+def test_parameters_in_separate_parts_are_refused(rank, world):
+    """As Transformers splits fused projections: a rank holds rows of each of them."""
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = DTensor.from_local(torch.zeros(4, 3), mesh, [strided_shard(0, 2)], shape=(8, 3), stride=(3, 1))
+    with pytest.raises(cs.errors.ShardConfigUnsupportedError, match=r"parameter fused: .*each rank holds 2 separate"):
+        layout_of("fused", tensor)
+
+
 def owners_of(optimizer):
     """The owner of each matrix, by name."""
     return {matrix.name: matrix.route.owner for bucket in optimizer._buckets for matrix in bucket.matrices}

@@ -2,72 +2,72 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..._comm.shardings import holders_of_own, own_regions
+from ..._plan.boxes import Box, whole_box
+from ..._plan.transfers import sender
 from ..._torch.core import has_memory, inner_values
-from ..._torch.distributed import local_tensor
+from ..._torch.distributed import local_part, local_tensor
 from ...errors import ShardConfigValueError
 from .manifest import DTYPES, name_of
 
 
-class Box(NamedTuple):
-    """A rectangular part of a tensor: its offsets, its shape, and this rank's memory for it."""
+class Part(NamedTuple):
+    """A box of a tensor, and this rank's memory for it."""
 
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
+    box: Box
     local: torch.Tensor
 
 
-def boxes_of(key: str, tensor: torch.Tensor) -> list[Box]:
+def parts_of(key: str, tensor: torch.Tensor) -> list[Part]:
     """The parts of a tensor that this rank holds; the whole tensor if it is not a DTensor. Empty parts are omitted.
 
     Raises:
-        ShardConfigValueError: the tensor's memory cannot be written as it is.
+        ShardConfigValueError: the tensor's memory cannot be written as it is, or its local shape does not match its
+            placements.
     """
-    if not isinstance(tensor, DTensor):
-        whole = plain(key, tensor)
-        return [Box((0,) * whole.dim(), tuple(whole.shape), whole)] if whole.numel() else []
-    if any(placement.is_partial() for placement in tensor.placements):
+    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         raise ShardConfigValueError(
             f"{key} has a Partial placement: its sum over ranks is pending; call redistribute() first"
         )
-    local = plain(key, local_tensor(tensor))
+    local = plain(key, local_part(tensor))
     if not local.numel():
         return []
-    boxes = []
-    chunks = _chunks_of(tensor)
+    if isinstance(tensor, DTensor) and type(local_tensor(tensor)) not in (torch.Tensor, nn.Parameter):
+        return _own_chunks(key, tensor, local)  # a subclass may define its own
+    return _parts_by_placements(key, tensor, local)
+
+
+def _parts_by_placements(key: str, tensor: torch.Tensor, local: torch.Tensor) -> list[Part]:
+    try:
+        regions = own_regions(tensor)
+    except ShardConfigValueError as error:
+        raise ShardConfigValueError(f"{key}: {error}") from None
+    if len(regions) == 1:
+        return [Part(regions[0].box, local)]
+    whole = whole_box(local.shape)
+    return [Part(box, local[Box(at, box.shape).slices(whole)]) for box, at in regions if box.numel]
+
+
+def _own_chunks(key: str, tensor: DTensor, local: torch.Tensor) -> list[Part]:
+    """The parts of a DTensor, by its `__create_chunk_list__`."""
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     if len(chunks) == 1:
-        return [Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes), local)]
-    for chunk in chunks:
-        part = tensor.__get_tensor_shard__(_index(key, chunk))  # type: ignore[no-untyped-call]
-        boxes.append(Box(tuple(chunk.offsets), tuple(chunk.sizes), part.detach()))
-    return boxes
-
-
-# Chunks by mesh, and by placements, shape and this rank's coordinate. Cached, because many tensors have equal ones.
-_known: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[Any, ...], Any]] = weakref.WeakKeyDictionary()
-_MOST_KNOWN = 4096
-
-
-def _chunks_of(tensor: DTensor) -> Any:
-    """The chunks of a DTensor on this rank, from its `__create_chunk_list__`."""
-    if type(local_tensor(tensor)) is not torch.Tensor:  # a subclass may define its own chunks, so do not cache them
-        return tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    mesh = tensor.device_mesh
-    known = _known.setdefault(mesh, {})
-    kind = tensor.placements, tensor.shape, tuple(mesh.get_coordinate() or ())
-    chunks = known.get(kind)
-    if chunks is None:
-        if len(known) >= _MOST_KNOWN:
-            known.clear()
-        chunks = known[kind] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    return chunks
+        return [Part(Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes)), local)]
+    return [
+        Part(
+            Box(tuple(chunk.offsets), tuple(chunk.sizes)),
+            tensor.__get_tensor_shard__(_index(key, chunk)).detach(),  # type: ignore[no-untyped-call]
+        )
+        for chunk in chunks
+    ]
 
 
 def _index(key: str, chunk: Any) -> Any:
@@ -122,13 +122,7 @@ def writes(tensor: torch.Tensor, turn: int, rank: int, holders: list[int]) -> bo
         holders: ranks whose state has the tensor's key.
     """
     if not isinstance(tensor, DTensor):
-        return holders[turn % len(holders)] == rank
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+        return sender(holders, turn) == rank
+    if tensor.device_mesh.get_coordinate() is None:
         return False
-    return all(
-        coordinate[dim] == turn % mesh.size(dim)
-        for dim, placement in enumerate(tensor.placements)
-        if placement.is_replicate()
-    )
+    return sender(holders_of_own(tensor), turn) == dist.get_rank()

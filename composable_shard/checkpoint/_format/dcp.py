@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import io
-import math
 import os
 import pickle
 import re
@@ -22,6 +21,7 @@ from typing import IO, Any, cast
 
 import torch
 
+from ..._plan.boxes import Box, whole_box
 from ...errors import (
     CheckpointCorruptError,
     CheckpointIncompleteError,
@@ -29,8 +29,8 @@ from ...errors import (
     CheckpointUnsafeError,
 )
 from .._io import files
-from .boxes import boxes_of
-from .manifest import Piece, SavedTensor, as_count, fills
+from .boxes import parts_of
+from .manifest import Piece, SavedTensor, as_count
 from .reading import copies_for
 
 METADATA = ".metadata"
@@ -244,10 +244,8 @@ def _tensor(key: str, record: Mapping[str, Any], places: Any, directory: Path, s
     pieces = []
     for chunk in record["chunks"]:
         part = _state(chunk, "ChunkStorageMetadata")
-        offsets, sizes = tuple(map(as_count, part["offsets"])), tuple(map(as_count, part["sizes"]))
-        if not len(offsets) == len(sizes) == len(shape) or any(
-            at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)
-        ):
+        offsets, sizes = box = Box(tuple(map(as_count, part["offsets"])), tuple(map(as_count, part["sizes"])))
+        if not len(offsets) == len(sizes) == len(shape) or not whole_box(shape).contains(box):
             raise ValueError(f"{key} of shape {shape} has a piece of shape {sizes} at {offsets}")
         if 0 in sizes:
             continue
@@ -255,9 +253,9 @@ def _tensor(key: str, record: Mapping[str, Any], places: Any, directory: Path, s
         archive, first = _archive(key, place, dtype, sizes)
         begin = archive.begin + first
         stored.archives[str(place[0]), begin] = archive
-        pieces.append(Piece(offsets, sizes, str(place[0]), begin, begin + math.prod(sizes) * dtype.itemsize))
+        pieces.append(Piece(box, str(place[0]), begin, begin + box.numel * dtype.itemsize))
     saved = SavedTensor(dtype, shape, tuple(pieces))
-    if not fills(saved):
+    if not saved.is_filled():
         raise ValueError(f"{key}: its pieces do not cover it, or overlap")
     return saved
 
@@ -352,8 +350,8 @@ def check(stored: Stored, wanted: Mapping[str, Sequence[tuple[SavedTensor, torch
         (copy.piece.file, copy.piece.begin): key
         for key, pairs in wanted.items()
         for saved, tensor in pairs
-        for box in boxes_of(key, tensor)
-        for copy in copies_for(saved, box)
+        for part in parts_of(key, tensor)
+        for copy in copies_for(saved, part)
     }
     problems, read = [], 0
     buffer = files.buffer(_AT_ONCE)

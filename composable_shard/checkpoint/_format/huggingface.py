@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..._plan.boxes import batches, whole_box
 from ...errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointUnsafeError
 from .._io import files
 from .manifest import NAME as MANIFEST
@@ -188,7 +189,7 @@ def _tensor(key: str, entry: dict[str, Any], file: str, first: int) -> SavedTens
     dtype: torch.dtype = _DTYPES[entry["dtype"]]
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{key} of dtype {entry['dtype']} and shape {shape} cannot have {end - begin} bytes")
-    return SavedTensor(dtype, shape, (Piece((0,) * len(shape), shape, file, first + begin, first + end),))
+    return SavedTensor(dtype, shape, (Piece(whole_box(shape), file, first + begin, first + end),))
 
 
 def _check(first: int, size: int, tensors: Iterable[tuple[str, SavedTensor]]) -> None:
@@ -231,23 +232,18 @@ def lay_out_parts(
     Returns:
         The files, and the index if there are several files.
     """
-    batches: list[list[Described]] = [[]]
-    total = filled = 0
-    for each in described:
-        size = _nbytes(each)
-        if batches[-1] and filled + size > most:
-            batches.append([])
-            filled = 0
-        batches[-1].append(each)
-        filled, total = filled + size, total + size
-    single = len(batches) == 1
+    of_files = [*batches(described, _nbytes, most)] or [[]]
+    single = len(of_files) == 1
     parts = []
-    for number, batch in enumerate(batches, 1):
-        name = f"{stem}.safetensors" if single else f"{stem}-{number:05d}-of-{len(batches):05d}.safetensors"
+    for number, batch in enumerate(of_files, 1):
+        name = f"{stem}.safetensors" if single else f"{stem}-{number:05d}-of-{len(of_files):05d}.safetensors"
         parts.append(_lay_out(name, batch, metadata))
     if single:
         return parts, None
-    index = {"metadata": {"total_size": total}, "weight_map": {key: part.name for part in parts for key in part.names}}
+    index = {
+        "metadata": {"total_size": sum(map(_nbytes, described))},
+        "weight_map": {key: part.name for part in parts for key in part.names},
+    }
     return parts, json.dumps(index, indent=2).encode() + b"\n"
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..._plan.boxes import Box, fill_once, whole_box
 from ...errors import CheckpointCorruptError, CheckpointError, CheckpointUnsafeError
 from .._io.digests import ALGORITHMS, BLOCK, best, file_checksum
 
@@ -57,8 +58,7 @@ def name_of(dtype: torch.dtype) -> str:
 class Piece(NamedTuple):
     """A box of a tensor, and the byte range of a file that stores it in row-major order."""
 
-    offsets: tuple[int, ...]  # where the box begins in the tensor
-    shape: tuple[int, ...]
+    box: Box
     file: str
     begin: int
     end: int
@@ -71,6 +71,10 @@ class SavedTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+
+    def is_filled(self) -> bool:
+        """Whether its pieces cover each element exactly once. All pieces must be inside of it."""
+        return fill_once(self.shape, [piece.box for piece in self.pieces])
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ class Manifest:
                 key: {
                     "dtype": name_of(each.dtype),
                     "shape": each.shape,
-                    "pieces": [[p.file, p.begin, p.end, p.offsets, p.shape] for p in each.pieces],
+                    "pieces": [[p.file, p.begin, p.end, *p.box] for p in each.pieces],
                 }
                 for key, each in self.tensors.items()
             },
@@ -262,7 +266,7 @@ def _tensor(key: str, given: Any, where: str) -> SavedTensor:
         pieces = []
         for file, begin, end, at, shape in given["pieces"]:
             _safe(file, where, f" for {key}")
-            pieces.append(Piece(_counts(at), _counts(shape), file, as_count(begin), as_count(end)))
+            pieces.append(Piece(Box(_counts(at), _counts(shape)), file, as_count(begin), as_count(end)))
         return SavedTensor(DTYPES[given["dtype"]], _counts(given["shape"]), tuple(pieces))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{key}: {_spoken(error)}") from None
@@ -317,7 +321,7 @@ def _check_tensors(manifest: Manifest) -> None:
                 raise ValueError(f"{key}: {piece.file} has no bytes {piece.begin} to {piece.end}")
             if piece.begin < piece.end:
                 used[piece.file].append((piece.begin, piece.end, key))
-        if not fills(tensor):
+        if not tensor.is_filled():
             raise ValueError(f"{key}: its pieces do not cover it, or overlap")
     for name, ranges in used.items():
         for (_, end, key), (begin, _, other) in itertools.pairwise(sorted(ranges)):
@@ -327,36 +331,10 @@ def _check_tensors(manifest: Manifest) -> None:
 
 def _check_piece(key: str, tensor: SavedTensor, piece: Piece) -> None:
     """Check that a piece is inside of its tensor, and has the right number of bytes."""
-    if len(piece.offsets) != len(tensor.shape) or len(piece.shape) != len(tensor.shape):
-        raise ValueError(f"{key} has {len(tensor.shape)} dimensions, but a piece of it has {len(piece.shape)}")
-    if any(at + size > whole for at, size, whole in zip(piece.offsets, piece.shape, tensor.shape, strict=True)):
+    offsets, shape = piece.box
+    if len(offsets) != len(tensor.shape) or len(shape) != len(tensor.shape):
+        raise ValueError(f"{key} has {len(tensor.shape)} dimensions, but a piece of it has {len(shape)}")
+    if not whole_box(tensor.shape).contains(piece.box):
         raise ValueError(f"{key} of shape {tensor.shape} has a piece outside of it")
-    if piece.end - piece.begin != math.prod(piece.shape) * tensor.dtype.itemsize:
-        raise ValueError(f"{key}: a piece of shape {piece.shape} cannot have {piece.end - piece.begin} bytes")
-
-
-def fills(tensor: SavedTensor) -> bool:
-    """Whether the pieces of a tensor cover each element exactly once. All pieces must be inside of the tensor."""
-    filled = sum(math.prod(piece.shape) for piece in tensor.pieces)
-    return filled == math.prod(tensor.shape) and not (len(tensor.pieces) > 1 and _overlap(tensor))
-
-
-def _overlap(tensor: SavedTensor) -> bool:
-    """Whether two pieces share an element. The pieces have as many elements as the tensor, so a gap implies an overlap.
-
-    Pieces are sorted along the dimension with the most distinct offsets. Each piece is compared only with the following
-    pieces that begin before it ends in this dimension.
-    """
-    pieces = [each for each in tensor.pieces if 0 not in each.shape]
-    dim = max(range(len(tensor.shape)), key=lambda dim: len({each.offsets[dim] for each in pieces}))
-    pieces.sort(key=lambda each: each.offsets[dim])
-    for index, piece in enumerate(pieces):
-        for other in itertools.islice(pieces, index + 1, None):
-            if other.offsets[dim] >= piece.offsets[dim] + piece.shape[dim]:
-                break
-            if all(
-                at < begin + size and begin < at + extent
-                for at, extent, begin, size in zip(other.offsets, other.shape, piece.offsets, piece.shape, strict=True)
-            ):
-                return True
-    return False
+    if piece.end - piece.begin != piece.box.numel * tensor.dtype.itemsize:
+        raise ValueError(f"{key}: a piece of shape {shape} cannot have {piece.end - piece.begin} bytes")

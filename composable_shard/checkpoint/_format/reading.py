@@ -12,11 +12,12 @@ from types import TracebackType
 
 import torch
 
+from ..._plan.boxes import Box
 from ..._plan.text import first_names
 from ...errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointUnsafeError
 from .._io import files
 from .._io.digests import BLOCK, digest
-from .boxes import Box, boxes_of
+from .boxes import Part, parts_of
 from .manifest import MOST_BYTES, NAME, Manifest, Piece, SavedTensor
 
 _MOST_OPEN = 128  # files that stay open between check and copy
@@ -30,59 +31,43 @@ class Copy:
     Attributes:
         piece: the saved piece.
         dtype: dtype of the saved piece.
-        source: begin and size of the part in the piece, for each dimension.
+        box: the part, as a box of the tensor.
         destination: memory to fill, of the same shape as the part.
     """
 
     piece: Piece
     dtype: torch.dtype
-    source: tuple[tuple[int, int], ...]
+    box: Box
     destination: torch.Tensor
 
     def bytes(self) -> tuple[int, int]:
         """The byte range in the file, from the part's first to its last byte, including bytes between its rows."""
-        first, last, stride = 0, 0, self.dtype.itemsize
-        for (begin, size), extent in zip(reversed(self.source), reversed(self.piece.shape), strict=True):
-            first += begin * stride
-            last += (begin + size - 1) * stride
-            stride *= extent
-        return self.piece.begin + first, self.piece.begin + last + self.dtype.itemsize
+        first, end = self.box.span(self.piece.box)
+        return self.piece.begin + first * self.dtype.itemsize, self.piece.begin + end * self.dtype.itemsize
+
+    def rows(self, dim: int, begin: int, size: int) -> Copy:
+        """The copy of a part of the part along one dim."""
+        box, destination = self.box.part(dim, begin, size), self.destination.narrow(dim, begin, size)
+        return Copy(self.piece, self.dtype, box, destination)
 
 
-def copies_for(saved: SavedTensor, box: Box) -> Iterator[Copy]:
-    """Yield the copies that fill a box of a tensor."""
+def copies_for(saved: SavedTensor, part: Part) -> Iterator[Copy]:
+    """Yield the copies that fill a part of a tensor."""
     for piece in saved.pieces:
-        if (part := _common(piece, box)) is not None:
-            source, destination = part
-            yield from _apart(Copy(piece, saved.dtype, source, destination))
+        if (box := part.box.common(piece.box)) is not None:
+            destination = part.local if box == part.box else part.local[box.slices(part.box)]
+            yield from _apart(Copy(piece, saved.dtype, box, destination))
 
 
 def _apart(copy: Copy) -> Iterator[Copy]:
     """Split a copy into rows if there are many other bytes between its rows."""
     begin, end = copy.bytes()
-    dim = next((dim for dim, (_, size) in enumerate(copy.source) if size > 1), None)
-    if dim is None or end - begin - copy.destination.numel() * copy.dtype.itemsize < BLOCK:
+    dim = next((dim for dim, size in enumerate(copy.box.shape) if size > 1), None)
+    if dim is None or end - begin - copy.box.numel * copy.dtype.itemsize < BLOCK:
         yield copy
         return
-    first, size = copy.source[dim]
-    for at in range(size):
-        row = (*copy.source[:dim], (first + at, 1), *copy.source[dim + 1 :])
-        yield from _apart(Copy(copy.piece, copy.dtype, row, copy.destination.narrow(dim, at, 1)))
-
-
-def _common(piece: Piece, box: Box) -> tuple[tuple[tuple[int, int], ...], torch.Tensor] | None:
-    source = []
-    destination = box.local
-    for dim, (at, size, begin, extent) in enumerate(
-        zip(piece.offsets, piece.shape, box.offsets, box.shape, strict=True)
-    ):
-        first, end = max(at, begin), min(at + size, begin + extent)
-        if first >= end:
-            return None
-        source.append((first - at, end - first))
-        if (first, end) != (begin, begin + extent):
-            destination = destination.narrow(dim, first - begin, end - first)
-    return tuple(source), destination
+    for at in range(copy.box.shape[dim]):
+        yield from _apart(copy.rows(dim, at, 1))
 
 
 class Reader:
@@ -125,14 +110,14 @@ class Reader:
         """Request tensors by key."""
         for key, tensors in wanted.items():
             for tensor in tensors:
-                for box in boxes_of(key, tensor):
-                    self.want_box(key, box)
+                for part in parts_of(key, tensor):
+                    self.want_part(key, part)
         for copies in self._copies.values():
             copies.sort(key=lambda copy: copy.piece.begin)
 
-    def want_box(self, key: str, box: Box) -> None:
-        """Request a box of a tensor."""
-        for copy in copies_for(self._manifest.tensors[key], box):
+    def want_part(self, key: str, part: Part) -> None:
+        """Request a part of a tensor."""
+        for copy in copies_for(self._manifest.tensors[key], part):
             self._copies.setdefault(copy.piece.file, []).append(copy)
 
     def check(self, digests: bool) -> None:
@@ -197,26 +182,19 @@ class Reader:
 def _is_rows(copy: Copy) -> bool:
     """Whether the part's bytes are contiguous in the file."""
     begin, end = copy.bytes()
-    count = copy.dtype.itemsize
-    for _, size in copy.source:
-        count *= size
-    return end - begin == count
+    return end - begin == copy.box.numel * copy.dtype.itemsize
 
 
 def _in_slices(copy: Copy) -> Iterator[tuple[Copy, int]]:
     """Split a part along its first dimension into slices of about `_AT_ONCE` bytes, with their offsets in the file."""
     begin, end = copy.bytes()
-    rows = copy.source[0][1] if copy.source else 1
+    rows = copy.box.shape[0] if copy.box.shape else 1
     each = max(1, rows * _AT_ONCE // max(end - begin, 1))
     if each >= rows:
         yield copy, begin
         return
-    first = copy.source[0][0]
     for at in range(0, rows, each):
-        size = min(each, rows - at)
-        part = Copy(
-            copy.piece, copy.dtype, ((first + at, size), *copy.source[1:]), copy.destination.narrow(0, at, size)
-        )
+        part = copy.rows(0, at, min(each, rows - at))
         yield part, part.bytes()[0]
 
 
@@ -224,12 +202,12 @@ def _strided(data: torch.Tensor, copy: Copy, first: int) -> torch.Tensor:
     """View the elements of a part in the bytes of its byte range."""
     itemsize = copy.dtype.itemsize
     strides, stride = [], 1
-    for extent in reversed(copy.piece.shape):
+    for extent in reversed(copy.piece.box.shape):
         strides.append(stride)
         stride *= extent
     if first % itemsize or data.data_ptr() % itemsize:
         data = data.clone()
-    return data.view(copy.dtype).as_strided([size for _, size in copy.source], strides[::-1])
+    return data.view(copy.dtype).as_strided(copy.box.shape, strides[::-1])
 
 
 def _read_into(descriptor: int, view: memoryview, at: int, path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from .._io.digests import BLOCK
 from .._io.files import NewFile
 from .._io.writer import write_stream
-from .boxes import Box
+from .boxes import Part
 from .manifest import SAFETENSORS, Piece, SavedFile
 
 _ALIGNED = 64  # bytes; a tensor whose size is a multiple of this begins at a multiple of it
@@ -28,10 +28,10 @@ _SPLIT = 1 << 18  # bytes; larger tensors are copied by several threads
 
 @dataclass(frozen=True)
 class Laid:
-    """A box of a tensor, and its byte range in the file."""
+    """A part of a tensor, and its byte range in the file."""
 
     key: str
-    box: Box
+    part: Part
     begin: int
     end: int
 
@@ -46,43 +46,43 @@ class FileLayout:
     size: int
 
     def pieces(self) -> Iterator[tuple[str, Piece]]:
-        """Yield key and piece of each box in the file."""
-        for part in self.parts:
-            yield part.key, Piece(part.box.offsets, part.box.shape, self.name, part.begin, part.end)
+        """Yield key and piece of each part in the file."""
+        for laid in self.parts:
+            yield laid.key, Piece(laid.part.box, self.name, laid.begin, laid.end)
 
 
-def lay_out(name: str, boxes: Sequence[tuple[str, Box]]) -> FileLayout:
-    """Lay out boxes of tensors in a file.
+def lay_out(name: str, parts: Sequence[tuple[str, Part]]) -> FileLayout:
+    """Lay out parts of tensors in a file.
 
     Args:
         name: name of the file.
-        boxes: keys and boxes. Several boxes may have the same key.
+        parts: keys and parts. Several parts may have the same key.
     """
     entries: dict[str, dict[str, object]] = {}
     offsets: dict[str, dict[str, object]] = {}
     places = []
     at = 0
-    for key, box in sorted(boxes, key=_turn):
-        size = box.local.nbytes
+    for key, part in sorted(parts, key=_turn):
+        size = part.local.nbytes
         entry, number = key, 1
         while entry in entries or entry == "__metadata__":
             entry, number = f"{key}#{number}", number + 1
-        entries[entry] = {**_described(box.local), "data_offsets": [at, at + size]}
-        offsets[entry] = {"saved_offsets": box.offsets}
-        places.append((key, box, at, at + size))
+        entries[entry] = {**_described(part.local), "data_offsets": [at, at + size]}
+        offsets[entry] = {"saved_offsets": part.box.offsets}
+        places.append((key, part, at, at + size))
         at += size
     about = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets, separators=(",", ":"))}
     header = json.dumps({"__metadata__": about, **entries}, separators=(",", ":")).encode()
     header += b" " * (-(len(header) + 8) % _ALIGNED)
     first = 8 + len(header)
-    parts = tuple(Laid(key, box, first + begin, first + end) for key, box, begin, end in places)
-    return FileLayout(name, len(header).to_bytes(8, "little") + header, parts, first + at)
+    laid = tuple(Laid(key, part, first + begin, first + end) for key, part, begin, end in places)
+    return FileLayout(name, len(header).to_bytes(8, "little") + header, laid, first + at)
 
 
-def _turn(keyed: tuple[str, Box]) -> tuple[bool, int]:
-    """Sort key of a box in its file. It keeps tensors aligned.
+def _turn(keyed: tuple[str, Part]) -> tuple[bool, int]:
+    """Sort key of a part in its file. It keeps tensors aligned.
 
-    Boxes that leave the next one aligned come first. Within both groups, larger elements come first, because their
+    Parts that leave the next one aligned come first. Within both groups, larger elements come first, because their
     size is a multiple of the size of smaller elements.
     """
     local = keyed[1].local
@@ -105,7 +105,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def stream(layout: FileLayout) -> Iterator[memoryview]:
     """Yield the bytes of a file in order, with small tensors combined. Each view is valid until the next one."""
     buffer, filled = memoryview(bytearray(min(BLOCK, layout.size))), 0
-    tensors = (bytes_of(part.box.local) for part in layout.parts)
+    tensors = (bytes_of(laid.part.local) for laid in layout.parts)
     for data in itertools.chain([memoryview(layout.header)], tensors):
         if len(data) >= BLOCK:
             yield buffer[:filled]
@@ -136,13 +136,13 @@ def stage(layout: FileLayout, memory: mmap.mmap) -> None:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     begin, devices = whole.data_ptr(), set()
     split = _SPLIT if torch.get_num_threads() > 1 else layout.size
-    for part in layout.parts:
-        local, size = part.box.local, part.end - part.begin
+    for laid in layout.parts:
+        local, size = laid.part.local, laid.end - laid.begin
         dense = local.is_cpu and local.is_contiguous() and not local.is_conj() and not local.is_neg()
         if dense and size <= split:  # takes half the time of `copy_`, which uses all threads for large tensors
-            ctypes.memmove(begin + part.begin, local.data_ptr(), size)
+            ctypes.memmove(begin + laid.begin, local.data_ptr(), size)
         else:
-            whole[part.begin : part.end].view(local.dtype).view(local.shape).copy_(local, non_blocking=True)
+            whole[laid.begin : laid.end].view(local.dtype).view(local.shape).copy_(local, non_blocking=True)
             devices.add(local.device)
     for device in devices:
         if device.type != "cpu":

@@ -13,10 +13,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..._comm.mesh import MeshInfo, compute_device
+from ..._comm.shardings import own_regions
 from ..._group.packed import Carried, carried_by
 from ..._group.param import ShardedParam
 from ..._module.state_dict import states_with_parameters_in
-from ..._torch.distributed import local_part, local_tensor, own_slices
+from ..._plan.boxes import Box, whole_box
+from ..._torch.distributed import local_part, local_tensor
 from ...errors import CheckpointError, CheckpointMismatchError
 from .entries import Entries, Entry, parameters_of
 from .names import load_key, plain_name
@@ -103,7 +105,14 @@ class Held:
             return self.cut.piece(whole, tensor.device_mesh.get_local_rank(self.cut.axis))
         if self.owner is not None:
             return local_tensor(self.owner.param.piece_of(whole, self.owner.info))
-        return whole[own_slices(tensor)]
+        regions = own_regions(tensor)
+        full = whole_box(whole.shape)
+        if len(regions) == 1:
+            return whole[regions[0].box.slices(full)]
+        own = whole.new_empty(local_tensor(tensor).shape)
+        for box, at in regions:
+            own[Box(at, box.shape).slices(whole_box(own.shape))] = whole[box.slices(full)]
+        return own
 
 
 class Holdings:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,14 +18,15 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from ..._comm.collectives import transports_of
 from ..._comm.mesh import compute_device
+from ..._comm.parts import aligned, begins_of, view_of
+from ..._plan.boxes import batches, chunk_of
 from ..._torch.core import storage_id
 from ..._torch.distributed import local_part, local_tensor
-from ..._torch.ragged import Ragged, rows_of_chunk
+from ..._torch.ragged import Ragged
 from .ranks import ModelRanks, along, wire_device
 
 LIMIT = 64 * 2**20  # bytes of a buffer, unless one tensor alone needs more
 CPU_LIMIT = 4 * 2**20  # on CPUs: larger tensors are received in place, and large buffers would fragment the heap
-_ALIGNED = 16  # bytes; each tensor in a buffer begins at a multiple, because views of its dtype need alignment
 
 T = TypeVar("T")
 
@@ -45,23 +45,21 @@ class Cut(NamedTuple):
         return self.mesh.size(self.axis)
 
     def sizes(self, shape: Sequence[int]) -> list[tuple[int, int]]:
-        """Begin and size of each piece along the dim, as in `torch.chunk`, with empty pieces at the end."""
-        whole, most = shape[self.dim], self.most(shape)
-        begins = [min(index * most, whole) for index in range(self.world)]
-        return [(begin, min(most, whole - begin)) for begin in begins]
+        """Begin and size of each piece along the dim."""
+        return [chunk_of(shape[self.dim], self.world, index, self.rows) for index in range(self.world)]
 
     def most(self, shape: Sequence[int]) -> int:
         """Size of the largest piece along the dim."""
-        return rows_of_chunk(shape[self.dim], self.world, self.rows)
+        return chunk_of(shape[self.dim], self.world, 0, self.rows)[1]
 
     def piece(self, whole: torch.Tensor, index: int) -> torch.Tensor:
         """A view of one of the pieces."""
-        return whole.narrow(self.dim, *self.sizes(whole.shape)[index])
+        return whole.narrow(self.dim, *chunk_of(whole.shape[self.dim], self.world, index, self.rows))
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """Bytes of the largest piece in a buffer."""
         numel = math.prod(shape[: self.dim]) * self.most(shape) * math.prod(shape[self.dim + 1 :])
-        return _aligned(numel * dtype.itemsize)
+        return aligned(numel * dtype.itemsize)
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -78,30 +76,6 @@ def cut_of(tensor: torch.Tensor) -> Cut | None:
         return None
     [(axis, placed)] = cuts
     return Cut(tensor.device_mesh, axis, placed.dim % tensor.ndim, getattr(placed, "rows", 1))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED) * _ALIGNED
-
-
-def _view(data: torch.Tensor, begin: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """View a tensor in a buffer of bytes."""
-    return data[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
-
-
-def _batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Group the items, in order, into batches of at most `limit` bytes. A larger item is a batch of its own."""
-    batch: list[T] = []
-    total = 0
-    for item in items:
-        size = nbytes(item)
-        if batch and total + size > limit:
-            yield batch
-            batch, total = [], 0
-        batch.append(item)
-        total += size
-    if batch:
-        yield batch
 
 
 def _by_cut(batch: Iterable[T], cut: Callable[[T], Cut | None]) -> dict[tuple[DeviceMesh, int] | None, list[T]]:
@@ -154,7 +128,7 @@ def gathered(
         device: device of the full tensors. Default: the compute device.
     """
     wanted = ranks.leads or not lead_only
-    for batch in _batches(parts, lambda part: part.nbytes, limit):
+    for batch in batches(parts, lambda part: part.nbytes, limit):
         full: dict[Any, torch.Tensor] = {}
         for mesh_axis, alike in _by_cut(batch, lambda part: part.cut).items():
             if mesh_axis is None:
@@ -210,11 +184,11 @@ def _gather(
 def _packed(parts: list[Part], wire: torch.device) -> tuple[torch.Tensor, list[int]]:
     """The bytes of this rank's pieces in one buffer, and the offset of each piece."""
     sizes = [0 if part.cut is None else part.cut.nbytes(part.tensor.shape, part.sent_as) for part in parts]
-    begins = [0, *accumulate(sizes)]
+    begins = begins_of(sizes)
     own = torch.empty(begins[-1], dtype=torch.uint8, device=wire)
     for part, begin in zip(parts, begins, strict=False):
         local = local_tensor(part.tensor)
-        _view(own, begin, local.shape, part.sent_as).copy_(local)
+        view_of(own, begin, local.shape, part.sent_as).copy_(local)
     return own, begins
 
 
@@ -267,7 +241,7 @@ def _put_together(part: Part, rows: torch.Tensor, begin: int, device: torch.devi
     for index, row in enumerate(rows):
         piece = cut.piece(full, index)
         if piece.numel():
-            piece.copy_(_view(row, begin, piece.shape, part.sent_as))
+            piece.copy_(view_of(row, begin, piece.shape, part.sent_as))
     return full
 
 
@@ -292,7 +266,7 @@ class Expected(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the lead's buffer."""
         if self.cut is None:
-            return _aligned(math.prod(self.shape) * self.dtype.itemsize)
+            return aligned(math.prod(self.shape) * self.dtype.itemsize)
         return self.cut.world * self.cut.nbytes(self.shape, self.dtype)
 
 
@@ -309,7 +283,7 @@ def sent(
         look_up: returns the full tensor of a name. Called only on the lead.
         limit: bytes to send at a time.
     """
-    for batch in _batches(expected, lambda each: each.nbytes, limit):
+    for batch in batches(expected, lambda each: each.nbytes, limit):
         for mesh_axis, alike in _by_cut(batch, lambda each: each.cut).items():
             yield from _broadcast(alike, ranks, look_up) if mesh_axis is None else _scatter(alike, ranks, look_up)
 
@@ -317,9 +291,9 @@ def sent(
 def _broadcast(
     alike: list[Expected], ranks: ModelRanks, look_up: Callable[[Any], torch.Tensor]
 ) -> Iterator[tuple[Any, torch.Tensor]]:
-    begins = [0, *accumulate(each.nbytes for each in alike)]
+    begins = begins_of(each.nbytes for each in alike)
     data = torch.empty(begins[-1], dtype=torch.uint8, device=ranks.wire())
-    views = [_view(data, begin, each.shape, each.dtype) for each, begin in zip(alike, begins, strict=False)]
+    views = [view_of(data, begin, each.shape, each.dtype) for each, begin in zip(alike, begins, strict=False)]
     if ranks.leads:
         for each, view in zip(alike, views, strict=True):
             view.copy_(look_up(each.name))
@@ -334,13 +308,13 @@ def _scatter(
     cuts = [each.cut for each in alike if each.cut is not None]
     mesh, axis = cuts[0].mesh, cuts[0].axis
     wire = ranks.wire(mesh.get_group(axis))
-    begins = [0, *accumulate(cut.nbytes(each.shape, each.dtype) for cut, each in zip(cuts, alike, strict=True))]
+    begins = begins_of(cut.nbytes(each.shape, each.dtype) for cut, each in zip(cuts, alike, strict=True))
     own = torch.empty(begins[-1], dtype=torch.uint8, device=wire)
     rows = torch.empty((mesh.size(axis), begins[-1]) if ranks.leads else (0, 0), dtype=torch.uint8, device=wire)
     for index, row in enumerate(rows):
         for cut, each, begin in zip(cuts, alike, begins, strict=False):
             piece = cut.piece(look_up(each.name), index)
-            _view(row, begin, piece.shape, each.dtype).copy_(piece)
+            view_of(row, begin, piece.shape, each.dtype).copy_(piece)
     if own.numel():
         _pass_on(own, [*rows], mesh, axis, ranks.lead)
     del rows
@@ -348,7 +322,7 @@ def _scatter(
     for cut, each, begin in zip(cuts, alike, begins, strict=False):
         shape = [*each.shape]
         shape[cut.dim] = cut.sizes(each.shape)[coordinate][1]
-        yield each.name, _view(own, begin, shape, each.dtype)
+        yield each.name, view_of(own, begin, shape, each.dtype)
 
 
 def _pass_on(own: torch.Tensor, rows: list[torch.Tensor], mesh: DeviceMesh, axis: int, lead: int) -> None:

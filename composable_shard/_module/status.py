@@ -10,18 +10,18 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ._engine.engine import Engine
-from ._engine.out_of_memory import MemoryUsers, explain
-from ._group.optimizers import note_optimizer
-from ._module.build import declared_plan
-from ._module.module import FSDPModule
-from ._module.state import ShardState, states_below
-from ._plan.course import COMPUTE, WAITS
-from ._plan.drift import drift as drift_of
-from ._plan.plan import ShardPlan
-from ._plan.record import own_seconds
-from ._plan.schedule import Kind
-from .errors import ShardConfigValueError
+from .._engine.engine import Engine
+from .._engine.out_of_memory import MemoryUsers, explain
+from .._group.optimizers import note_optimizer
+from .._plan.course import COMPUTE, WAITS
+from .._plan.drift import drift as drift_of
+from .._plan.plan import ShardPlan
+from .._plan.record import own_seconds
+from .._plan.schedule import Kind
+from ..errors import ShardConfigValueError
+from .build import declared_plan
+from .module import FSDPModule
+from .state import ShardState, states_below
 
 
 def engines_of(model: nn.Module) -> list[Engine]:
