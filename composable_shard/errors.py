@@ -9,6 +9,7 @@
     │   ├── MixedShardingError      a mix of modules of torch's FSDP2 and of this library     (also a ValueError)
     │   ├── PoolBudgetError         a memory budget that is too small for a group             (also a ValueError)
     │   ├── ArtifactMismatchError   compiled code in a file does not fit this model or rank   (also a ValueError)
+    │   ├── LayoutMismatchError     layouts of senders and receivers do not match             (also a ValueError)
     │   └── ...                     variants that are also the type that torch's FSDP2 raises for the same mistake
     ├── RankMismatchError           ranks have different plans, or do different things        (also a RuntimeError)
     ├── PeerLostError               another rank has ended, failed, or cannot be reached      (also a RuntimeError)
@@ -44,6 +45,7 @@ __all__ = [
     "CompiledGraphWarning",
     "ComposableShardError",
     "DeadlockError",
+    "LayoutMismatchError",
     "MixedShardingError",
     "OffloadError",
     "PeerLostError",
@@ -168,6 +170,21 @@ class ArtifactMismatchError(ShardConfigValueError):
             f"path: the compiled code in {path} does not fit this model on this rank. {'; '.join(differences)}"
         )
         self.differences = differences
+
+
+class LayoutMismatchError(ShardConfigValueError):
+    """Weights cannot be sent, because the layouts of senders and receivers do not match.
+
+    Attributes:
+        problems: one statement per mismatch.
+    """
+
+    def __init__(self, problems: tuple[str, ...]) -> None:
+        super().__init__("\n    ".join(["the layouts of senders and receivers do not match:", *problems]))
+        self.problems = problems
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[str, ...]]]:
+        return LayoutMismatchError, (self.problems,)
 
 
 class CheckpointError(ComposableShardError, RuntimeError):

@@ -35,6 +35,7 @@ from .dump import WAITS_LOG, LedgerTail, in_ranges, pointer
 _KINDS: dict[str, type[ComposableShardError]] = {each.__name__: each for each in (PeerLostError, RankMismatchError)}
 _HOST = 0  # the rank that hosts the store, unless a launcher hosts it
 _MOST_NOTES = 1 << 18  # above this number, half of the notes are discarded
+_MOST_NOTES_OF_TRANSFERS = 1 << 12  # they are all different, so none is expected
 _MODEL = re.compile(r"model [\d.]+")
 STEP, HOLD = "step ", "hold "  # prefixes of notes about past actions, and about current values
 IN_HOOK = " in a hook on parameter "  # part of notes about collectives of users' hooks
@@ -202,7 +203,8 @@ class Ledger:
         plans: by digest, the plans that notes name.
     """
 
-    trains = True  # ranks communicate over the group, and need not keep its connections after a fault
+    trains = True  # ranks train over the group: a fault in it is one of all others
+    remedy = "Start the job again from a checkpoint"  # after a rank was lost
     _prefix = "composable_shard/ledger"  # prefix of its keys in the store
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, on_fault: Callable[[Ledger], None]) -> None:
@@ -315,10 +317,16 @@ class Ledger:
             except (dist.DistNetworkError, dist.DistStoreError) as error:
                 if _HOST in self.ranks:
                     raise self.without_store(error) from error
-                # The host, which is not in this group, has ended or failed. These ranks need the store only to compare
-                # their actions. A collective with a lost rank also fails without it.
-                self._compares = False
+                self._stop_comparing(error)
         self._log.append(note)
+
+    def _stop_comparing(self, error: Exception) -> None:
+        """Continue although the store cannot be reached any more.
+
+        Its host, which is not in this group, has ended or failed. These ranks need the store only to compare their
+        actions. A collective with a lost rank also fails without it.
+        """
+        self._compares = False
 
     # ---- actions of other ranks
 
@@ -433,7 +441,7 @@ class Ledger:
     def _absence(self, place: int, note: str, absent: Sequence[int]) -> tuple[type[ComposableShardError], str]:
         """The error type and text for ranks that wait for absent ones."""
         text = (
-            f"{_ranks(absent)} did not reach action {place}, where rank {dist.get_rank()} {_tense(note)}, within "
+            f"{_ranks(absent)} did not reach action {place}, where rank {self.ranks[self.rank]} {_tense(note)}, within "
             f"{self.limit:.0f} s. All ranks must run the same modules: if one rank alone runs a forward, a save or a "
             "full_tensor, the others wait for it. If a rank is only slow, increase "
             "init_process_group(timeout=...)"
@@ -457,11 +465,15 @@ class Ledger:
             note_broken(self.group)
             self._on_fault(self)
 
+    def after_loss(self, advice: str) -> str:
+        """What to do after a rank was lost, for the error message; `advice` is about that rank."""
+        return f"Training cannot continue without that rank: {advice}"
+
     def without_store(self, error: Exception) -> ComposableShardError:
         """The error to raise when the store of the process group cannot be reached any more."""
         self.hear(
             f"{PeerLostError.__name__}|the store of the process group cannot be reached: its host (rank {_HOST}, "
-            f"unless a launcher hosts it) may have ended: {error}. Start the job again from a checkpoint"
+            f"unless a launcher hosts it) may have ended: {error}. {self.remedy}"
         )
         assert self.fault is not None
         return self.fault.error()
@@ -509,9 +521,45 @@ class Meeting(Ledger):
     def _absence(self, place: int, note: str, absent: Sequence[int]) -> tuple[type[ComposableShardError], str]:
         has = "has" if len(absent) == 1 else "have"
         text = (
-            f"{_ranks(absent)} {has} not begun a first forward within {self.limit:.0f} s, while rank {dist.get_rank()} "
-            "waits in its own. All ranks must run the model. If a rank is only slow, for example because it loads "
-            "data, increase init_process_group(timeout=...)"
+            f"{_ranks(absent)} {has} not begun a first forward within {self.limit:.0f} s, while rank "
+            f"{self.ranks[self.rank]} waits in its own. All ranks must run the model. If a rank is only slow, for "
+            "example because it loads data, increase init_process_group(timeout=...)"
+        )
+        return PeerLostError, text
+
+
+class TransferLedger(Ledger):
+    """The ledger of a process group in which weights are sent to ranks that do not train.
+
+    A fault in it concerns the transfer alone: training continues without the receivers. A fault of training also ends
+    the transfer.
+    """
+
+    trains = False
+    remedy = "Training can continue. To send weights again, make a process group of the other ranks"
+    _prefix = "composable_shard/transfer"
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device, lambda ledger: None)
+
+    def after_loss(self, advice: str) -> str:
+        return self.remedy
+
+    def _stop_comparing(self, error: Exception) -> None:
+        """Fail instead: receivers must not switch to a new version without the others."""
+        raise self.without_store(error) from error
+
+    def forget_old(self) -> None:
+        """Discard old notes."""
+        if len(self._log.notes) > _MOST_NOTES_OF_TRANSFERS:
+            self._log.forget(_MOST_NOTES_OF_TRANSFERS // 2)
+            self._asked.clear()
+
+    def _absence(self, place: int, note: str, absent: Sequence[int]) -> tuple[type[ComposableShardError], str]:
+        text = (
+            f"{_ranks(absent)} did not send or receive weights within {self.limit:.0f} s, while rank "
+            f"{self.ranks[self.rank]} {_tense(note)}. All ranks of the process group must call send or receive. If a "
+            f"rank is only slow, make the group with a longer timeout. {self.remedy}"
         )
         return PeerLostError, text
 

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -34,7 +34,7 @@ from .._torch.distributed import another_client, backend_name, exists, leave_to_
 from ..errors import ComposableShardError, PeerLostError, RankMismatchError, ShardConfigValueError
 from .dump import Dump, in_ranges
 from .interrupts import Interrupts
-from .ledger import Ledger, Meeting
+from .ledger import Ledger, Meeting, TransferLedger
 
 _log = logging.getLogger("composable_shard.faults")
 
@@ -93,7 +93,7 @@ class _Ear:
             self.store = another_client(ledger.store)  # a separate connection, because waits on the other one are long
         except RuntimeError as error:
             raise PeerLostError(
-                f"rank {dist.get_rank()}: {error}. Look at the output of rank 0, and restart the job"
+                f"rank {ledger.ranks[ledger.rank]}: {error}. Look at the output of rank 0, and restart the job"
             ) from error
         self.heard = self.missed = 0
         self.asked: set[int] = set()
@@ -221,8 +221,8 @@ class _Ear:
     def _lost(self, own: Ledger, index: int, what: str, advice: str = _OUTPUT) -> None:
         own.poison(
             PeerLostError,
-            f"rank {own.ranks[index]} {what}; rank {own.ranks[own.rank]} waits for it in {_last(own)}. Training cannot "
-            f"continue without that rank: {advice}",
+            f"rank {own.ranks[index]} {what}; rank {own.ranks[own.rank]} waits for it in {_last(own)}. "
+            f"{own.after_loss(advice)}",
             self.store,
         )
 
@@ -253,7 +253,7 @@ class _Ear:
         """
         if is_stuck and own.fault is None:
             self._interrupted(own)
-        if own.fault is not None and own.trains and (WAITING.since or self.queues):
+        if own.fault is not None and not isinstance(own, Meeting) and (WAITING.since or self.queues):
             self._free(own)
 
     def _interrupted(self, own: Ledger) -> None:
@@ -320,7 +320,7 @@ def _last(own: Ledger) -> str:
 
 
 def _without_connection(own: Ledger, error: Exception) -> str:
-    return f"rank {dist.get_rank()} lost a connection in {_last(own)}: {error}"
+    return f"rank {own.ranks[own.rank]} lost a connection in {_last(own)}: {error}"
 
 
 def _known_of(sign: bytes) -> str:
@@ -343,6 +343,7 @@ class _Watcher:
         # alive.
         self._unheard: weakref.WeakSet[Ledger] = weakref.WeakSet()
         self._failed = ""
+        self._failed_in: dict[Ledger, str] = {}  # failed waits of transfers, which do not concern training
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         self._why = _ENDED
@@ -367,6 +368,16 @@ class _Watcher:
     def ledgers(self) -> list[Ledger]:
         """The ledgers of process groups that exist, without meetings."""
         return [ear.ledger for ear in self._ears if ear.ledger.trains and exists(ear.ledger.group)]
+
+    def explain_transfer(self, own: TransferLedger, error: Exception) -> Exception:
+        """The error that explains why a wait for a transfer has failed. It is a fault of this transfer alone."""
+        if not _is_of_network(error):
+            return error
+        self._failed_in[own] = str(error)
+        try:
+            return self._explained([own], error)
+        finally:
+            del self._failed_in[own]
 
     def expect(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Expect a meeting of the ranks of this group: notify them if this process ends before it comes."""
@@ -403,7 +414,7 @@ class _Watcher:
             if not exists(own.group):
                 own.end(_DESTROYED)
                 raise RuntimeError("it was destroyed")
-            ear.look(own, self._failed)
+            ear.look(own, self._failed if own.trains else self._failed_in.get(own, self._failed))
             ear.end_vain_waits(own, is_stuck)
         except Exception as error:
             _log.debug("a look at a process group has failed", exc_info=True)
@@ -447,7 +458,7 @@ class _Watcher:
         finally:
             self._failed = ""
 
-    def _explained(self, ledgers: list[Ledger], error: Exception) -> Exception:
+    def _explained(self, ledgers: Sequence[Ledger], error: Exception) -> Exception:
         """Wait until the thread has found the reason. Otherwise return an error with the last action."""
         end = time.monotonic() + _EXPLAINED_S
         while time.monotonic() < end:

@@ -55,7 +55,7 @@ def test_every_exported_name_belongs_to_this_package_or_torch():
 
 
 def test_subpackages_need_no_separate_import():
-    names = ("checkpoint", "errors", "optim", "planner", "report", "testing")
+    names = ("checkpoint", "errors", "optim", "planner", "report", "testing", "weights")
     code = f"import composable_shard as cs; print(*(getattr(cs, name).__name__ for name in {names}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == [f"composable_shard.{name}" for name in names]
@@ -103,10 +103,10 @@ assert [getattr(of, name) for of, name in names] == before
 def test_namespaces_are_imported_on_first_use():
     code = """
 import sys, composable_shard
-for name in ("checkpoint", "optim", "planner", "report", "testing"):
+for name in ("checkpoint", "optim", "planner", "report", "testing", "weights"):
     assert f"composable_shard.{name}" not in sys.modules
     assert name in dir(composable_shard) and name not in composable_shard.__all__
-for name in ("checkpoint", "optim", "planner", "report", "testing"):
+for name in ("checkpoint", "optim", "planner", "report", "testing", "weights"):
     assert getattr(composable_shard, name) is sys.modules[f"composable_shard.{name}"]
 assert not hasattr(composable_shard, "full_stop")
 """

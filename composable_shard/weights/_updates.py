@@ -1,0 +1,403 @@
+"""Send the weights of a model to ranks of another layout, and switch these to the new version when it is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .._plan.boxes import Box, whole_box
+from .._torch.fingerprint import fingerprints
+from ..checkpoint._full.tensors import Holdings
+from ..errors import RankMismatchError, ShardConfigTypeError, ShardConfigValueError
+from ._adapters import adapters_in, merged
+from ._channel import Channel, Place, Progress, channel_of
+from ._describe import Parts, layout
+from ._layout import LocalTensor, WeightLayout
+from ._moves import Mover
+from ._plan import Plan, plan_transfer
+from ._targets import Into, Target, target_of, tensors_of
+
+MAX_BYTES = 256 << 20
+
+Described = nn.Module | WeightLayout | Mapping[str, LocalTensor]
+
+
+@dataclass(frozen=True)
+class Update:
+    """The result of `send` and of `receive`.
+
+    Attributes:
+        version: version of the weights that all receivers have now.
+        sent, received: bytes of weights that this rank has sent to, and received from, other ranks.
+        skipped: bytes that this rank did not send or receive because they have not changed.
+    """
+
+    version: int
+    sent: int
+    received: int
+    skipped: int
+
+
+# ---- plans
+
+
+def plan_together(
+    group: dist.ProcessGroup | None = None,
+    *,
+    sends: nn.Module | WeightLayout | None = None,
+    receives: Described | None = None,
+    unused: Sequence[str] = (),
+) -> Plan:
+    """Make a plan from what each rank of a process group sends or receives. All of its ranks must call this.
+
+    Of a layout, only the tensors of this rank are used. Its ranks are global ranks, or in a group of `connect` the
+    ranks of that group; if these differ, renumber ``layout(model)`` with its method `on`.
+
+    Args:
+        group: process group of senders and receivers. Default: the default process group.
+        sends: what this rank sends: a model; or ``layout(model, ...)``, for other names or an adapter.
+        receives: what this rank receives: a model, such as one of Transformers with tensor parallelism; its tensors by
+            name; or a layout, such as one of `tensor_parallel`.
+        unused: as in `plan_transfer`.
+
+    Returns:
+        The plan, equal on all ranks.
+
+    Raises:
+        LayoutMismatchError: see `plan_transfer`. Raised on all ranks.
+        ShardConfigValueError: a layout has no tensors of this rank, or ranks describe a tensor differently.
+        ShardConfigTypeError: `sends` is neither a model nor a layout.
+        RankMismatchError: this error of another rank.
+        PeerLostError: another rank is lost, or has failed.
+    """
+    channel = channel_of(group)
+
+    def describe() -> tuple[WeightLayout | None, WeightLayout | None, tuple[str, ...]]:
+        if not isinstance(sends, nn.Module | WeightLayout | None):
+            raise ShardConfigTypeError(f"sends: is a {type(sends).__name__}; pass a model or a layout")
+        return _of_rank(sends, channel.rank), _of_rank(receives, channel.rank), tuple(unused)
+
+    said = channel.together("plan how to send weights", describe)
+    source = WeightLayout.merged(own for own, _, _ in said if own is not None)
+    target = WeightLayout.merged(own for _, own, _ in said if own is not None)
+    plan = plan_transfer(source, target, unused=sorted({each for _, _, some in said for each in some}))
+    _check_all_have_roles(plan, channel)
+    return plan
+
+
+def _of_rank(given: Described | None, rank: int) -> WeightLayout | None:
+    """The layout of one rank's tensors.
+
+    Raises:
+        ShardConfigValueError: it is about other ranks.
+    """
+    if given is None:
+        return None
+    if isinstance(given, nn.Module):
+        here = dist.get_rank() if dist.is_initialized() else 0
+        return layout(given).only(here).on({here: rank})
+    if not isinstance(given, WeightLayout):
+        return WeightLayout(ranks={rank: dict(given)})
+    if rank not in given.ranks:
+        raise ShardConfigValueError(
+            f"the layout is about ranks {sorted(given.ranks)}, but this is rank {rank} of the process group; renumber "
+            f"it with layout.on([{rank}])"
+        )
+    return given.only(rank)
+
+
+# ---- updates
+
+
+def send(
+    model: nn.Module | Mapping[str, torch.Tensor],
+    plan: Plan,
+    group: dist.ProcessGroup | None = None,
+    *,
+    into: Into | None = None,
+    version: int | None = None,
+    skip_unchanged: bool = False,
+    max_bytes_in_flight: int = MAX_BYTES,
+) -> Update:
+    """Send this rank's part of a model to the receivers. All ranks of the group call `send` or `receive`.
+
+    Returns when all receivers have all weights. The weights must not change before that: call it between optimizer
+    steps, in the thread that trains. It reshards the parameters.
+
+    Args:
+        model: the model that the plan was made with, or its local tensors by name.
+        plan: the plan.
+        group: process group of senders and receivers. Default: the default process group.
+        into: on a rank that receives, too: as in `receive`.
+        version: number of this version of the weights, such as the step; the same on all senders, and higher than the
+            last one of this plan. Default: one more than the last version of any receiver.
+        skip_unchanged: omit parts whose bytes are the same as in the last update of this plan. Parts are compared by
+            fingerprints of 128 bits, which takes the time to read this rank's parameters once. The first such update,
+            and the first one into other tensors, sends everything.
+        max_bytes_in_flight: bytes that a rank sends at a time, and bytes that it receives at a time; the same on all
+            ranks. A rank needs at most this much memory for messages.
+
+    Raises:
+        ShardConfigValueError: this rank has another role in the plan, or a version is not higher than the last one.
+        StaleStateError: the model has other tensors, shapes or dtypes than in the plan.
+        RankMismatchError: ranks have different plans or settings, or one of the errors above on another rank. Nothing
+            was sent. Call `send` and `receive` again on all ranks.
+        PeerLostError: another rank is lost, or has failed in between. The receivers keep their old weights, or all have
+            the new ones. Training can continue. Make another process group to send weights.
+    """
+    channel = channel_of(group)
+    progress = channel.progress(plan)
+
+    def prepare(merges: bool) -> _Ready:
+        _check_role(plan, channel, sends=True, receives=into is not None)
+        held = plan.source.ranks[channel.rank]
+        tensors = tensors_of(model, held, "layout(model)")
+        if plan.source.merges and merges:
+            tensors = _with_adapter(model, plan.source.merges, tensors)
+        if version is not None and version <= progress.version:
+            raise ShardConfigValueError(f"version: {version} is not higher than the last one, {progress.version}")
+        target = None if into is None else target_of(into, plan.target.ranks[channel.rank], None)
+        return _Ready(Parts(tensors, held), target, version, skip_unchanged)
+
+    return _move(channel, plan, prepare, max_bytes_in_flight)
+
+
+def receive(
+    plan: Plan,
+    into: Into,
+    group: dist.ProcessGroup | None = None,
+    *,
+    refresh: bool = False,
+    staging: torch.device | str | None = None,
+    before_switch: Callable[[int], None] | None = None,
+    max_bytes_in_flight: int = MAX_BYTES,
+) -> Update:
+    """Receive this rank's part of the weights. All ranks of the group call `send` or `receive`.
+
+    New weights arrive in memory of their own. When all receivers have them all, each receiver copies them into its
+    tensors. If the transfer fails before that, no tensor has changed. Call it in the thread that computes with the
+    tensors, or pass `Versions`.
+
+    Args:
+        plan: as in `send`.
+        into: this rank's tensors by the names in the plan's target layout; a model with these names in its state dict;
+            or `Versions`, which switches to the new tensors without a copy.
+        group: as in `send`.
+        refresh: request parts that senders would skip as unchanged, because other code has written to the tensors
+            since the last update.
+        staging: device on which new weights are kept until all have arrived. Default: that of the tensors.
+        before_switch: called with the new version when all weights have arrived and no tensor has changed yet. Here an
+            engine can finish or stop its running requests. If it raises, no receiver switches.
+        max_bytes_in_flight: as in `send`.
+
+    Raises:
+        ShardConfigValueError: this rank has another role in the plan.
+        StaleStateError: the tensors do not have the shapes or dtypes of the layout.
+        RankMismatchError, PeerLostError: as in `send`.
+    """
+    channel = channel_of(group)
+
+    def prepare(merges: bool) -> _Ready:
+        _check_role(plan, channel, sends=False, receives=True)
+        if refresh:
+            channel.progress(plan).forget_places()
+        return _Ready(None, target_of(into, plan.target.ranks[channel.rank], staging), None, False)
+
+    return _move(channel, plan, prepare, max_bytes_in_flight, before_switch)
+
+
+def _check_role(plan: Plan, channel: Channel, *, sends: bool, receives: bool) -> None:
+    """Check that the plan expects of this rank what it does: otherwise, other ranks would wait for it.
+
+    Raises:
+        ShardConfigValueError: it expects something else.
+    """
+    rank = channel.rank
+    _check_all_have_roles(plan, channel)
+    if sends != (rank in plan.source.ranks) or receives != (rank in plan.target.ranks):
+        raise ShardConfigValueError(
+            f"plan: ranks {sorted(plan.source.ranks)} send and ranks {sorted(plan.target.ranks)} receive, and this is "
+            f"rank {rank}; call send on senders, receive on receivers, and send(..., into=...) on ranks that do both"
+        )
+
+
+def _check_all_have_roles(plan: Plan, channel: Channel) -> None:
+    """Check that the process group has the ranks of the plan, and no others.
+
+    Raises:
+        ShardConfigValueError: it has others.
+    """
+    if plan.ranks != sorted(channel.ranks):
+        raise ShardConfigValueError(
+            f"group: has ranks {sorted(channel.ranks)}, but ranks {plan.ranks} send or receive; pass a process group "
+            "of exactly these ranks"
+        )
+
+
+def _with_adapter(
+    model: nn.Module | Mapping[str, torch.Tensor], adapter: str, tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    if not isinstance(model, nn.Module):
+        raise ShardConfigTypeError(f"model: pass the model itself, so that its adapter {adapter!r} can be merged")
+    return merged(Holdings(model), adapters_in(model, adapter), tensors)
+
+
+class _Ready(NamedTuple):
+    """What a rank has prepared for an update.
+
+    Attributes:
+        parts: the weights that it sends; None if it sends none.
+        target: where it puts new weights; None if it receives none.
+        version: version of the weights, if the user has passed one.
+        skips: whether it omits unchanged parts.
+    """
+
+    parts: Parts | None
+    target: Target | None
+    version: int | None
+    skips: bool
+
+
+class _Said(NamedTuple):
+    """What a rank tells the others before an update.
+
+    Attributes:
+        settings: the plan and the limit, which must be equal on all ranks.
+        sends: whether it sends.
+        version: version of the weights, if it sends and the user has passed one.
+        last: last version that it knows.
+        unchanged: index in the plan of each part that it would not send because it has not changed.
+        is_current: whether its tensors have the version of the last update.
+    """
+
+    settings: str
+    sends: bool
+    version: int | None
+    last: int
+    unchanged: list[int]
+    is_current: bool
+
+
+def _move(
+    channel: Channel,
+    plan: Plan,
+    prepare: Callable[[bool], _Ready],
+    most: int,
+    before_switch: Callable[[int], None] | None = None,
+) -> Update:
+    progress = channel.progress(plan)
+    ready: list[tuple[_Ready, Prints]] = []
+    if plan.source.merges:  # gathers the adapter among the trainers, so all of them must be ready before
+        channel.together("merge an adapter", lambda: prepare(False))
+
+    def say() -> _Said:
+        own = prepare(True)
+        prints, unchanged = _changes(plan, channel.rank, progress, own.parts) if own.skips and own.parts else ({}, [])
+        ready.append((own, prints))
+        return _said(plan, progress, own, unchanged, most)
+
+    said = channel.together(f"send or receive weights, update {channel.updates}", say)
+    version = _version_of(channel, said)
+    [(own, prints)] = ready
+    with channel.failures_told():
+        staged, mover = _moved(channel, plan, own, _unchanged(said), most)
+        if before_switch is not None:
+            before_switch(version)
+        if own.target is not None:
+            own.target.before_switch()
+        channel.agree(f"switch to version {version} of the weights, update {channel.updates}")
+        if own.target is not None:
+            own.target.switch(version, staged)
+        channel.synchronize()
+    progress.switched(version, prints, [] if own.target is None else _places(own.target))
+    channel.count_update()
+    return Update(version, mover.sent, mover.received, mover.skipped)
+
+
+def _said(plan: Plan, progress: Progress, own: _Ready, unchanged: list[int], most: int) -> _Said:
+    is_current = own.target is None or progress.places == _places(own.target)
+    last = max(progress.version, -1 if own.target is None else own.target.version)
+    settings = f"plan {plan.digest}, {most} bytes in flight"
+    return _Said(settings, own.parts is not None, own.version, last, unchanged, is_current)
+
+
+def _unchanged(said: Sequence[_Said]) -> set[int]:
+    """The index in the plan of each part that is not sent. Empty if a receiver's tensors are not the last version."""
+    if not all(each.is_current for each in said):
+        return set()
+    return {index for each in said for index in each.unchanged}
+
+
+def _version_of(channel: Channel, said: Sequence[_Said]) -> int:
+    """The version of an update.
+
+    Raises:
+        RankMismatchError: ranks have different settings, or senders have different versions.
+    """
+    channel.compare([each.settings for each in said])
+    sends = [rank for rank, each in zip(channel.ranks, said, strict=True) if each.sends]
+    given = [each.version for each in said if each.sends]
+    if len({*given}) > 1:
+        raise RankMismatchError(
+            f"version: ranks {sends} send the versions {given}; pass the same version on all of them. Nothing was sent"
+        )
+    return max(each.last for each in said) + 1 if given[0] is None else given[0]
+
+
+def _moved(
+    channel: Channel, plan: Plan, own: _Ready, unchanged: Set[int], most: int
+) -> tuple[dict[str, torch.Tensor], Mover]:
+    """Send this rank's parts, and receive its new tensors in memory of their own."""
+    wanted, staged = _staged(plan, channel.rank, own.target, unchanged)
+    memory = Parts(staged, wanted, plan.source.ties)
+    mover = Mover(channel, channel.progress(plan).course(plan, channel.rank, most), own.parts, memory, unchanged)
+    mover.run()
+    for name, local in wanted.items():
+        for box in local.zeros:
+            staged[name][box.slices(whole_box(local.shape))].zero_()
+    channel.synchronize()  # copies on an accelerator are only queued until here
+    return staged, mover
+
+
+def _staged(
+    plan: Plan, rank: int, target: Target | None, unchanged: Set[int]
+) -> tuple[Mapping[str, LocalTensor], dict[str, torch.Tensor]]:
+    """A receiver's tensors that get new parts, and memory for its new version with all parts that do not arrive."""
+    if target is None:
+        return {}, {}
+    wanted = plan.target.ranks[rank]
+    if unchanged:
+        wanted = plan.with_new_parts(rank, wanted, unchanged)
+    staged = target.staged(wanted)
+    kept = [name for name in staged if unchanged or name not in wanted]
+    if kept:
+        with torch.no_grad():
+            torch._foreach_copy_([staged[name] for name in kept], [target.tensors[name] for name in kept])
+    return wanted, staged
+
+
+Prints = dict[tuple[str, Box], bytes]
+
+
+def _changes(plan: Plan, rank: int, progress: Progress, parts: Parts) -> tuple[Prints, list[int]]:
+    """Fingerprints of the parts that this rank sends, and the index of each part that has not changed."""
+    own = [(index, (each.name, each.box)) for index, each in plan.sent_by(rank)]
+    keys = [*dict.fromkeys(key for _, key in own)]
+    prints = dict(zip(keys, fingerprints([next(parts.of(*key)) for key in keys]), strict=True))
+    return prints, [index for index, key in own if progress.prints.get(key) == prints[key]]
+
+
+def _places(target: Target) -> list[Place]:
+    """The memory of the tensors and their version counters, to notice other tensors and changes by other code."""
+    return [_place(each) for each in target.tensors.values()]
+
+
+def _place(tensor: torch.Tensor) -> Place:
+    storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return storage, int(tensor.storage_offset()), -1 if tensor.is_inference() else tensor._version
