@@ -228,6 +228,19 @@ def checkpoint(results: Results) -> Iterable[Panel]:
     return panels.values()
 
 
+def transfer(results: Results) -> Iterable[Panel]:
+    """Compare the ways to send weights for each dtype of the receivers."""
+    time = Panel("Time of a transfer", "over a plain copy's")
+    received = Panel("Bytes that all ranks receive", "over the minimum")
+    trainer, receiver = Panel("Memory on a trainer", "MB"), Panel("Memory on a receiver", "MB")
+    for r in results:
+        time.add(r["dtype"], r["way"], r["over_plain"])
+        received.add(r["dtype"], r["way"], r["over_minimum"])
+        trainer.add(r["dtype"], r["way"], r["trainer"] / 1e6)
+        receiver.add(r["dtype"], r["way"], r["receiver"] / 1e6)
+    return time, received, trainer, receiver
+
+
 PANELS: dict[str, Callable[[Results], Iterable[Panel | Curves]]] = {
     "overhead": overhead,
     "overlap": overlap,
@@ -237,6 +250,7 @@ PANELS: dict[str, Callable[[Results], Iterable[Panel | Curves]]] = {
     "figures": figures,
     "checkpoint": checkpoint,
     "qlora": qlora,
+    "transfer": transfer,
 }
 
 

@@ -4,7 +4,8 @@
     python bench/run_all.py --device cuda --only step,figures     # some of them, on a GPU
 
 Prints the tables, and writes a JSON file and a chart for each benchmark, `<benchmark>-<device>-torch<version>`. A GPU
-is used if there is one, except with `--device cpu`. overlap.py is simulated and always runs on the CPU.
+is used if there is one, except with `--device cpu`. overlap.py is simulated, and it and transfer.py always run on the
+CPU.
 """
 
 import argparse
@@ -85,6 +86,7 @@ RUNS = {
         "--parameters 50000000 --rounds 3 --parts files,gpt,async,exchange",
         "--parameters 100000 --tensors 6,30 --gpt tiny --rounds 1",
     ),
+    "transfer": Run("transfer.py", "--size 50m --rounds 4", None, "--size tiny --dtypes bfloat16 --rounds 1"),
 }
 
 

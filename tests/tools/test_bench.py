@@ -256,6 +256,18 @@ def test_checkpoints_are_compared_with_dcp_and_plain_files(tmp_path: Path) -> No
 
 
 @pytest.mark.matrix
+def test_weights_get_to_receivers_of_another_layout_in_every_way(tmp_path: Path) -> None:
+    file = tmp_path / "transfer.json"
+    small = ("--size=tiny", "--dtypes=bfloat16", "--rounds=1")
+    assert "bytes / minimum" in bench("transfer.py", *small, f"--json={file}")
+    found = {each["way"]: each for each in read(file)["results"]}
+    assert found["plain"]["over_minimum"] == found["plain"]["over_plain"]["median"] == 1.0
+    assert found["ours"]["over_minimum"] < 1.02  # Python objects that ranks exchange count, too
+    assert found["skip-tenth"]["over_minimum"] < 0.5
+    assert min(found[way]["over_minimum"] for way in ("iter_full_state", "fsdp2")) > 4
+
+
+@pytest.mark.matrix
 def test_fewer_bits_save_more_of_a_step_on_slow_links_than_on_fast_ones(tmp_path: Path) -> None:
     file = tmp_path / "lowbit.json"
     small = ["--gbps=1,100", "--world=4", "--width=64", "--blocks=2"]
