@@ -33,6 +33,7 @@ FOLDERS = (
         "checkpoint/_full",
         "checkpoint/_format",
         "checkpoint/_io",
+        "weights",
         "optim",
         "planner",
         "report",

@@ -368,7 +368,6 @@ def assert_losses_fall(losses):
         "migration",
         "integrations",
         "low_precision",
-        "launching",
         "cuda_graphs",
     ],
 )
@@ -415,12 +414,12 @@ def test_the_examples_about_parallelism_train(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", ["memory", "compiling", "offload"])
-def test_the_examples_of_a_guide_run_under_torchrun(page, tmp_path):
+@pytest.mark.parametrize(("page", "ranks"), [("weights", 4), ("memory", 2), ("compiling", 2), ("offload", 2)])
+def test_the_examples_of_a_guide_run_under_torchrun(page, ranks, tmp_path):
     script = "\n".join(examples(page))
     script = script.replace("cs.compile(model)", 'cs.compile(model, backend="aot_eager")')  # seconds instead of minutes
     (tmp_path / "train.py").write_text(script)
-    output = started(tmp_path, "--nproc-per-node", "2", "train.py")
+    output = started(tmp_path, "--nproc-per-node", str(ranks), "train.py")
     text = (ROOT / "docs" / f"{page}.md").read_text()
     for shown in re.findall(r"^```text\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
         assert shown in output

@@ -332,13 +332,31 @@ def test_the_tutorial_on_cuda_graphs_has_equal_losses_eagerly_and_in_replays():
         assert found[1][1:4] == (4, 19, 5), found[1][4]
 
 
+def updates_on_a_rank(rank, world, arguments):
+    """Run the tutorial on weights for inference on a rank of the worker pool."""
+    tutorial = importlib.import_module("10_weights_to_inference")
+    return tutorial.run(tutorial.parse(arguments), torch.device("cpu"))
+
+
+def test_the_tutorial_on_weights_for_inference_generates_with_each_version():
+    arguments = ["--steps", "6", "--every", "2", "--batch", "2", "--sample", "4"]
+    by_rank = POOL.run(f"{__name__}:updates_on_a_rank", 4, {"arguments": arguments})
+    for updates in by_rank:
+        assert [update.version for update in updates] == [2, 4, 6]
+    for of_a_version in zip(*by_rank, strict=True):
+        sent, received = (
+            sum(update.sent + update.received for update in half) for half in (of_a_version[:2], of_a_version[2:])
+        )
+        assert sent == received > 0
+
+
 # ---------------------------------------------------------------------------------------- the page
 
 
 def test_every_command_on_the_page_is_valid_and_every_picture_is_created_by_a_script():
     page = PAGE.read_text()
     commands = re.findall(r"^\.venv/bin/python tutorials/(\w+)\.py(.*)$", page, re.MULTILINE)
-    assert [name[:2] for name, _ in commands] == ["02", "03", "04", "05", "06", "09"]
+    assert [name[:2] for name, _ in commands] == ["02", "03", "04", "05", "06", "09", "10"]
     for name, arguments in commands:
         assert (TUTORIALS / f"{name}.py").exists()
         parse = getattr(importlib.import_module(name), "parse", None)

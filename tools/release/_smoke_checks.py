@@ -27,6 +27,7 @@ TUTORIALS = {
     "--size tiny --sequence 64 --rank 2 --base-steps 4 --steps 4 --evaluation 16 --out runs/06",
     "07": "07_launch.py --steps 4 --save-every 2",
     "09": "09_cuda_graphs.py --size tiny --steps 3",
+    "10": "10_weights_to_inference.py --steps 4 --every 2 --sample 4",
     "train": "train.py --model tiny --sequence 16 --steps 6 --evaluation 16 --sample 0",
 }
 # Test files that take seconds. `make test` runs all tests in the checkout.
