@@ -288,9 +288,9 @@ def test_receivers_may_hold_inference_tensors_and_unsharded_parameters(rank, wor
     weights.receive(plan, into) if rank else weights.send(values, plan)
     assert rank == 0 or torch.equal(into["x"], values["x"])
     torch.manual_seed(rank)
-    model = nn.Linear(4, 3)
+    model, mesh = nn.Linear(4, 3), DeviceMesh("cpu", [1])
     if rank:
-        cs.fully_shard(model, mesh=DeviceMesh("cpu", [1]))
+        cs.fully_shard(model, mesh=mesh)
         model.unshard()
     plan = weights.plan_together(**roles(rank, model))
     weights.receive(plan, model) if rank else weights.send(model, plan)
