@@ -152,6 +152,13 @@ def nbytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in torch.utils._pytree.tree_leaves(tensors))
 
 
+def buffers_of(plan: Plan, end: str) -> dict[int, torch.Tensor]:
+    """Memory for the bytes of each link of this rank, by the other rank. This rank is the source or the target."""
+    own, other = (0, 1) if end == "source" else (1, 0)
+    links = [(link, size) for link, size in plan.links.items() if link[own] == dist.get_rank()]
+    return {link[other]: torch.ones(size, dtype=torch.uint8) for link, size in links}
+
+
 # ---- the two sides
 
 
@@ -167,13 +174,7 @@ class Trainer:
         self.buffers: dict[int, torch.Tensor]
 
     def prepare(self, plan: Plan) -> None:
-        rank = dist.get_rank()
-        self.plan = plan
-        self.buffers = {
-            target: torch.ones(size, dtype=torch.uint8)
-            for (source, target), size in plan.links.items()
-            if source == rank
-        }
+        self.plan, self.buffers = plan, buffers_of(plan, "source")
 
     def ours(self, limit: int = LIMITS["ours"], versions: bool = False, skip: bool = False, all_: bool = False) -> None:
         weights.send(self.model, self.plan, max_bytes_in_flight=limit, skip_unchanged=skip)
@@ -224,13 +225,7 @@ class Receiver:
         self.buffers: dict[int, torch.Tensor]
 
     def prepare(self, plan: Plan) -> None:
-        rank = dist.get_rank()
-        self.plan = plan
-        self.buffers = {
-            source: torch.zeros(size, dtype=torch.uint8)
-            for (source, target), size in plan.links.items()
-            if target == rank
-        }
+        self.plan, self.buffers = plan, buffers_of(plan, "target")
 
     def ours(self, limit: int = LIMITS["ours"], versions: bool = False, skip: bool = False, all_: bool = False) -> None:
         if versions and self.versions is None:

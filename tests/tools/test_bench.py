@@ -262,7 +262,9 @@ def test_weights_get_to_receivers_of_another_layout_in_every_way(tmp_path: Path)
     assert "bytes / minimum" in bench("transfer.py", *small, f"--json={file}")
     found = {each["way"]: each for each in read(file)["results"]}
     assert found["plain"]["over_minimum"] == found["plain"]["over_plain"]["median"] == 1.0
-    assert found["ours"]["over_minimum"] < 1.02  # Python objects that ranks exchange count, too
+    # The six ranks also exchange objects: 4,110 bytes with this plan. They do not grow with the size of the weights.
+    assert 0 <= found["ours"]["nbytes"] - found["plain"]["nbytes"] < 5000
+    assert found["skip-none"]["nbytes"] < 6000
     assert found["skip-tenth"]["over_minimum"] < 0.5
     assert min(found[way]["over_minimum"] for way in ("iter_full_state", "fsdp2")) > 4
 
