@@ -127,9 +127,11 @@ def main() -> None:
     os.environ["WORLD_SIZE"] = str(TRAINERS)
     sends = rank < TRAINERS
     run = (Trainer if sends else Receiver)(rank, port)
-    run.group = weights.connect(
-        f"tcp://127.0.0.1:{port}", rank, world, backend="gloo", timeout=timedelta(seconds=LIMIT_S)
-    )
+    if sends:
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = (
+            "True"  # as in a job of torchrun, which hosts the store of its ranks
+        )
+    run.group = weights.connect(f"tcp://127.0.0.1:{port}", rank, world, timeout=timedelta(seconds=LIMIT_S))
     run.plan = weights.plan_together(run.group, **{"sends" if sends else "receives": run.model})
     run.update()
     error = None

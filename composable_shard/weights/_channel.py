@@ -128,10 +128,15 @@ class Channel:
             self._explained(lambda: dist.all_gather_object(values, value, group=self._group))
         return values
 
-    def together(self, what: str, prepare: Callable[[], T]) -> list[T]:
+    def together(self, what: str, prepare: Callable[[], T], unless: str = "Nothing was sent") -> list[T]:
         """Prepare something on every rank, and return all results in the order of the ranks.
 
         If this fails on a rank, it fails on all. The channel can still be used then.
+
+        Args:
+            what: what the ranks are about to do.
+            prepare: called on this rank.
+            unless: what is true if it fails; the end of the error on other ranks.
 
         Raises:
             RankMismatchError: `prepare` has failed on another rank, or ranks are about to do different things.
@@ -149,7 +154,7 @@ class Channel:
             raise failure
         for rank, (_, text) in zip(self.ranks, said, strict=True):
             if text:
-                raise RankMismatchError(f"rank {rank} cannot {what.partition(',')[0]}: {text}. Nothing was sent")
+                raise RankMismatchError(f"rank {rank} cannot {what.partition(',')[0]}: {text}. {unless}")
         return [each for each, _ in said if each is not None]
 
     def compare(self, settings: Sequence[str]) -> None:

@@ -84,20 +84,25 @@ class LocalTensor:
 
     def problems(self) -> Iterator[str]:
         """What is wrong with its pieces: parts outside of it, parts without a piece, and parts with several."""
-        try:
-            boxes = [*(piece.local for piece in self.pieces), *self.zeros]
-        except ValueError as error:
-            yield str(error)
+        outside = [*self.outside()]
+        if outside:
+            yield from outside
             return
-        whole = whole_box(self.shape)
-        for box in boxes:
-            if len(box.shape) != len(self.shape) or not whole.contains(box):
-                yield f"{shown(box)} is outside of its shape {self.shape}"
-                return
-        for box in uncovered(whole, boxes):
+        boxes = [*(piece.local for piece in self.pieces), *self.zeros]
+        for box in uncovered(whole_box(self.shape), boxes):
             yield f"no piece fills {shown(box)}"
         for box in overlaps(boxes):
             yield f"several pieces fill {shown(box)}"
+
+    def outside(self) -> Iterator[str]:
+        """Pieces that do not fit into it."""
+        whole = whole_box(self.shape)
+        try:
+            for box in (*(piece.local for piece in self.pieces), *self.zeros):
+                if len(box.shape) != len(self.shape) or not whole.contains(box):
+                    yield f"{shown(box)} is outside of its shape {self.shape}"
+        except ValueError as error:
+            yield str(error)
 
 
 def shown(box: Box) -> str:

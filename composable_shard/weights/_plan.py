@@ -150,7 +150,7 @@ def _not_taken(source: WeightLayout, taken: Set[str], unused: Sequence[str]) -> 
 
 def _transfers(source: WeightLayout, wanted: Wanted, problems: list[str]) -> list[Transfer]:
     """Choose the rank that sends each part. Appends to `problems`."""
-    holders = _holders(source)
+    holders = _holders(source, problems)
     transfers: list[Transfer] = []
     loads = Loads()
     # Large parts first, because the small ones then even out the bytes of the senders.
@@ -204,10 +204,25 @@ def can_be_cast(source: torch.dtype, target: torch.dtype) -> bool:
     return source == target or all(each.is_floating_point and each.itemsize > 1 for each in both)
 
 
-def _holders(source: WeightLayout) -> dict[str, Holders]:
+def _holders(source: WeightLayout, problems: list[str]) -> dict[str, Holders]:
+    """The ranks that hold each part of each tensor. Appends to `problems` what cannot be right in a hand-made layout."""
     held: dict[str, dict[Box, list[int]]] = {}
     for rank, tensors in source.ranks.items():
-        for local in tensors.values():
+        for local_name, local in tensors.items():
+            problems += [f"{local_name} on rank {rank}: {problem}" for problem in local.outside()]
             for piece in local.pieces:
                 held.setdefault(piece.name, {}).setdefault(piece.box, []).append(rank)
-    return {name: Holders(boxes) for name, boxes in held.items()}
+    return {name: Holders(_of_tensor(name, source.tensors.get(name), boxes, problems)) for name, boxes in held.items()}
+
+
+def _of_tensor(
+    name: str, info: TensorInfo | None, held: dict[Box, list[int]], problems: list[str]
+) -> dict[Box, list[int]]:
+    """Those boxes that are parts of their tensor. Appends the others to `problems`."""
+    if info is None:
+        problems.append(f"{name}: senders hold parts of it, but `tensors` of their layout does not have it")
+        return {}
+    whole = whole_box(info.shape)
+    wrong = [box for box in held if len(box.shape) != len(info.shape) or not whole.contains(box)]
+    problems += [f"{name}: rank {held[box][0]} holds {shown(box)}, but it has shape {info.shape}" for box in wrong]
+    return {box: ranks for box, ranks in held.items() if box not in wrong}

@@ -25,6 +25,7 @@ from ._targets import Into, Target, target_of, tensors_of
 
 MAX_BYTES = 256 << 20
 
+BeforeSwitch = Callable[[int], None]
 Described = nn.Module | WeightLayout | Mapping[str, LocalTensor]
 
 
@@ -120,9 +121,12 @@ def send(
     plan: Plan,
     group: dist.ProcessGroup | None = None,
     *,
-    into: Into | None = None,
     version: int | None = None,
     skip_unchanged: bool = False,
+    into: Into | None = None,
+    refresh: bool = False,
+    staging: torch.device | str | None = None,
+    before_switch: BeforeSwitch | None = None,
     max_bytes_in_flight: int = MAX_BYTES,
 ) -> Update:
     """Send this rank's part of a model to the receivers. All ranks of the group call `send` or `receive`.
@@ -134,20 +138,22 @@ def send(
         model: the model that the plan was made with, or its local tensors by name.
         plan: the plan.
         group: process group of senders and receivers. Default: the default process group.
-        into: on a rank that receives, too: as in `receive`.
         version: number of this version of the weights, such as the step; the same on all senders, and higher than the
             last one of this plan. Default: one more than the last version of any receiver.
         skip_unchanged: omit parts whose bytes are the same as in the last update of this plan. Parts are compared by
             fingerprints of 128 bits, which takes the time to read this rank's parameters once. The first such update,
             and the first one into other tensors, sends everything.
+        into, refresh, staging: as in `receive`, on a rank that receives, too.
+        before_switch: as in `receive`.
         max_bytes_in_flight: bytes that a rank sends at a time, and bytes that it receives at a time; the same on all
             ranks. A rank needs at most this much memory for messages.
 
     Raises:
-        ShardConfigValueError: this rank has another role in the plan, or a version is not higher than the last one.
+        ShardConfigValueError: this rank has another role in the plan, a version is not higher than the last one, or
+            `refresh` or `staging` is passed without `into`.
         StaleStateError: the model has other tensors, shapes or dtypes than in the plan.
-        RankMismatchError: ranks have different plans or settings, or one of the errors above on another rank. Nothing
-            was sent. Call `send` and `receive` again on all ranks.
+        RankMismatchError: ranks have different plans or settings, or one of the errors above or of `before_switch` on
+            another rank. No receiver has changed. Call `send` and `receive` again on all ranks.
         PeerLostError: another rank is lost, or has failed in between. The receivers keep their old weights, or all have
             the new ones. Training can continue. Make another process group to send weights.
     """
@@ -162,10 +168,12 @@ def send(
             tensors = _with_adapter(model, plan.source.merges, tensors)
         if version is not None and version <= progress.version:
             raise ShardConfigValueError(f"version: {version} is not higher than the last one, {progress.version}")
-        target = None if into is None else target_of(into, plan.target.ranks[channel.rank], None)
+        if into is None and (refresh or staging is not None):
+            raise ShardConfigValueError("refresh, staging: only receivers have these; pass `into`, too, or neither")
+        target = None if into is None else _target(channel, plan, into, refresh, staging)
         return _Ready(Parts(tensors, held), target, version, skip_unchanged)
 
-    return _move(channel, plan, prepare, max_bytes_in_flight)
+    return _move(channel, plan, prepare, max_bytes_in_flight, before_switch)
 
 
 def receive(
@@ -175,7 +183,7 @@ def receive(
     *,
     refresh: bool = False,
     staging: torch.device | str | None = None,
-    before_switch: Callable[[int], None] | None = None,
+    before_switch: BeforeSwitch | None = None,
     max_bytes_in_flight: int = MAX_BYTES,
 ) -> Update:
     """Receive this rank's part of the weights. All ranks of the group call `send` or `receive`.
@@ -193,7 +201,8 @@ def receive(
             since the last update.
         staging: device on which new weights are kept until all have arrived. Default: that of the tensors.
         before_switch: called with the new version when all weights have arrived and no tensor has changed yet. Here an
-            engine can finish or stop its running requests. If it raises, no receiver switches.
+            engine can finish or stop its running requests. If it raises, no receiver switches, and all ranks can try
+            again.
         max_bytes_in_flight: as in `send`.
 
     Raises:
@@ -205,11 +214,15 @@ def receive(
 
     def prepare(merges: bool) -> _Ready:
         _check_role(plan, channel, sends=False, receives=True)
-        if refresh:
-            channel.progress(plan).forget_places()
-        return _Ready(None, target_of(into, plan.target.ranks[channel.rank], staging), None, False)
+        return _Ready(None, _target(channel, plan, into, refresh, staging), None, False)
 
     return _move(channel, plan, prepare, max_bytes_in_flight, before_switch)
+
+
+def _target(channel: Channel, plan: Plan, into: Into, refresh: bool, staging: torch.device | str | None) -> Target:
+    if refresh:
+        channel.progress(plan).forget_places()
+    return target_of(into, plan.target.ranks[channel.rank], staging)
 
 
 def _check_role(plan: Plan, channel: Channel, *, sends: bool, receives: bool) -> None:
@@ -289,7 +302,7 @@ def _move(
     plan: Plan,
     prepare: Callable[[bool], _Ready],
     most: int,
-    before_switch: Callable[[int], None] | None = None,
+    before_switch: BeforeSwitch | None = None,
 ) -> Update:
     progress = channel.progress(plan)
     ready: list[tuple[_Ready, Prints]] = []
@@ -307,11 +320,17 @@ def _move(
     [(own, prints)] = ready
     with channel.failures_told():
         staged, mover = _moved(channel, plan, own, _unchanged(said), most)
+
+    def stop_work() -> None:
         if before_switch is not None:
             before_switch(version)
         if own.target is not None:
             own.target.before_switch()
-        channel.agree(f"switch to version {version} of the weights, update {channel.updates}")
+
+    what = f"switch to version {version} of the weights, update {channel.updates}"
+    channel.together(f"prepare to {what}", stop_work, "No receiver has changed")
+    with channel.failures_told():
+        channel.agree(what)  # only after that do all ranks know that no rank has failed
         if own.target is not None:
             own.target.switch(version, staged)
         channel.synchronize()

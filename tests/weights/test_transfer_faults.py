@@ -16,7 +16,10 @@ RANKS = Path(__file__).parents[1] / "_weights_ranks.py"
 LIMIT_S = 150.0
 SOON_S = 20.0  # less than the timeout of the process group
 
-LOST = r"rank {who} (has closed its connections|has sent no heartbeat for \d s)"
+LOST = (
+    r"rank {who} (has closed its connections|has sent no heartbeat for \d s)"
+    r"|the store .* cannot be reached: its host \(rank {who}, "  # rank 0 is the host
+)
 CASES = {
     "kill": ("PeerLostError", LOST),
     "kill_in_between": ("PeerLostError", LOST),
@@ -39,6 +42,10 @@ FAILS_WITH = {"fail_in_between": "MemoryError", "change_the_model": "StaleStateE
     [
         ("kill_in_between", 3),
         *(more(*case) for case in [("kill", 3), ("fail_in_between", 2), ("stop_in_between", 2)]),
+        *(
+            more(*case)
+            for case in [("kill_in_between", 0), ("kill", 1), ("fail_in_between", 0), ("stop_in_between", 1)]
+        ),
         more("change_the_model", 1),
         more("pass_another_limit", 2),
         ("kill_in_between", 1),

@@ -250,6 +250,21 @@ def test_all_mismatches_are_listed():
     )
 
 
+def test_senders_that_cannot_hold_what_they_describe_are_listed():
+    source, target = fused()
+    held = dict(source.ranks[1])
+    held["q"] = LocalTensor((1, 6), F32, (Piece("q", Box((2, 0), (1, 6)), (1, 0)),))
+    held["k"] = LocalTensor((1, 6), F32, (Piece("k", Box((2, 0), (1, 6)), (0, 0)),))
+    held["more"] = LocalTensor((2,), F32, (Piece("bias", Box((0,), (2,)), (0,)),))
+    assert problems_of(replace(source, ranks=source.ranks | {1: held}), target) == (
+        "q on rank 1: [1:2, 0:6] is outside of its shape (1, 6)",
+        "k: rank 1 holds [2:3, 0:6], but it has shape (2, 6)",
+        "bias: senders hold parts of it, but `tensors` of their layout does not have it",
+        "q: no sender holds [3:4, 0:6], which rank 4 needs",
+        "k: no sender holds [1:2, 0:6], which rank 4 needs",
+    )
+
+
 def test_floats_of_8_bits_are_not_cast():
     """Their scales would be missing."""
     source, target = fused()

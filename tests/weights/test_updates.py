@@ -327,6 +327,76 @@ def test_nothing_changes_before_a_version_is_complete(rank, world):
     assert all(torch.equal(each, made(0).state_dict()[name]) for name, each in model.state_dict().items())
 
 
+@distributed(world=3)
+def test_ranks_that_train_and_receive_can_stage_refresh_and_call_a_hook(rank, world):
+    mesh = init_device_mesh("cpu", (3,))
+    model, engine = sharded(made(0), mesh), made(1).to(BF16)
+    own = WeightLayout(ranks={rank: weights.layout(engine).only(rank).ranks[rank]})
+    plan = weights.plan_together(sends=model, receives=own)
+    calls = []
+
+    def hook(version):
+        calls.append(version)
+        assert any(not torch.equal(each, before[name]) for name, each in full(model).items())
+        assert all(torch.equal(each, before[name]) for name, each in engine.state_dict().items())
+        if rank == 1 and len(calls) == 2:
+            raise OSError("requests do not end")
+
+    def update(**options):
+        return weights.send(model, plan, into=engine, staging="cpu", before_switch=hook, skip_unchanged=True, **options)
+
+    for version in (3, 5):
+        before = {name: each.clone() for name, each in engine.state_dict().items()}
+        train(model, rank, version)
+        if version == 5:  # no rank switches, and all can try again
+            error = OSError if rank == 1 else cs.errors.RankMismatchError
+            words = "requests do not end" + ("" if rank == 1 else ". No receiver has changed")
+            with pytest.raises(error, match=f"{words}$"):
+                update(version=version)
+            assert all(torch.equal(each, before[name]) for name, each in engine.state_dict().items())
+        result = update(version=version)
+        assert result.version == version
+        assert result.skipped == 0
+        assert all(torch.equal(each.to(BF16), engine.state_dict()[name]) for name, each in full(model).items())
+    assert calls == [3, 5, 5]
+    before = {name: each + 1 for name, each in engine.state_dict().items()}  # for the hook
+    engine.load_state_dict(before)
+    assert update(refresh=True).skipped == 0
+    assert all(torch.equal(each.to(BF16), engine.state_dict()[name]) for name, each in full(model).items())
+    sender = weights.plan_together(**({"receives": own} if rank else {"sends": weights.layout(made(0)).only(0)}))
+    if rank == 0:
+        with pytest.raises(cs.errors.ShardConfigValueError, match="only receivers have these"):
+            weights.send(made(0), sender, refresh=True)
+    else:
+        with pytest.raises(cs.errors.RankMismatchError, match="rank 0 cannot .*only receivers have these"):
+            weights.receive(sender, engine)
+
+
+@distributed(world=3)
+def test_all_receivers_get_everything_if_one_of_them_has_other_values(rank, world):
+    """And in a process group of its own, in which rank 0 is not."""
+    values = {"x": torch.full((4,), 1.0), "y": torch.full((3,), 2.0)}
+    own = WeightLayout(infos(values), {}, {rank: rows_of(values, 1, 0)[0]})
+    plan = weights.plan_together(**{"receives" if rank else "sends": own})
+    into = {name: torch.zeros_like(each) for name, each in values.items()}
+    for number, skips in enumerate([False, True, False, True]):
+        if rank == 0:
+            update = weights.send(values, plan, skip_unchanged=True)
+        else:
+            update = weights.receive(plan, into)
+            assert all(torch.equal(each, values[name]) for name, each in into.items())
+        assert (update.skipped > 0) == skips, number
+        if number == 1 and rank == 2:
+            into["y"].zero_()
+    others = dist.new_group([1, 2])
+    if rank:
+        values = {name: each + 1 for name, each in values.items()}
+        plan = weights.plan_together(others, **{"receives" if rank == 2 else "sends": own})
+        assert plan.links == {(1, 2): 28}
+        weights.receive(plan, into, others) if rank == 2 else weights.send(values, plan, others)
+        assert rank == 1 or all(torch.equal(each, values[name]) for name, each in into.items())
+
+
 def roles(rank, model):
     """Rank 0 sends, and rank 1 receives; both hold the full model."""
     return {"receives" if rank else "sends": model}
