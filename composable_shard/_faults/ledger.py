@@ -205,6 +205,7 @@ class Ledger:
 
     trains = True  # ranks train over the group: a fault in it is one of all others
     remedy = "Start the job again from a checkpoint"  # after a rank was lost
+    first = "its first forward"  # what comes before any action
     _prefix = "composable_shard/ledger"  # prefix of its keys in the store
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, on_fault: Callable[[Ledger], None]) -> None:
@@ -428,9 +429,13 @@ class Ledger:
                 f"ranks {self.ranks[0]} and {self.ranks[other]} do different things: {one} {_tense(said[0])}, and "
                 f"{two} {_tense(said[other])}"
             )
-        where = f" (action {place} of these ranks, forward {self._forwards})"
-        self.poison(RankMismatchError, f"{what}{where}. {_advice(said[0], said[other])}")
+        where = f" (action {place} of these ranks, forward {self._forwards})" if self.trains else ""
+        self.poison(RankMismatchError, f"{what}{where}. {self._advice(said[0], said[other])}")
         self.check()
+
+    def _advice(self, one: str, two: str) -> str:
+        """What to do if two ranks have these notes at one place."""
+        return _advice(one, two)
 
     def _absent(self, place: int, note: str) -> None:
         absent = [rank for at, rank in enumerate(self.ranks) if not self.store.check([f"said/{place}/{at}"])]
@@ -536,7 +541,8 @@ class TransferLedger(Ledger):
     """
 
     trains = False
-    remedy = "Training can continue. To send weights again, make a process group of the other ranks"
+    remedy = "Training can continue. To send weights again, call weights.connect with another port"
+    first = "its first transfer of weights"
     _prefix = "composable_shard/transfer"
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -544,6 +550,9 @@ class TransferLedger(Ledger):
 
     def after_loss(self, advice: str) -> str:
         return self.remedy
+
+    def _advice(self, one: str, two: str) -> str:
+        return f"Call plan_together, send and receive in the same order on all ranks. {self.remedy}"
 
     def _stop_comparing(self, error: Exception) -> None:
         """Fail instead: receivers must not switch to a new version without the others."""

@@ -19,8 +19,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -316,7 +316,7 @@ def _is_of_network(error: Exception) -> bool:
 
 
 def _last(own: Ledger) -> str:
-    return f"action {own.place - 1} ({own.last})" if own.place else "its first forward"
+    return f"action {own.place - 1} ({own.last})" if own.place else own.first
 
 
 def _without_connection(own: Ledger, error: Exception) -> str:
@@ -364,6 +364,15 @@ class _Watcher:
             WAITING.explain_by(self.explain)
             self._thread = threading.Thread(target=self._run, name="composable_shard watcher", daemon=True)
             self._thread.start()
+
+    @contextmanager
+    def watching(self, ledger: Ledger) -> Iterator[None]:
+        """Watch a ledger in this context only."""
+        self.add(ledger)
+        try:
+            yield
+        finally:
+            self._ears = [ear for ear in self._ears if ear.ledger is not ledger]
 
     def ledgers(self) -> list[Ledger]:
         """The ledgers of process groups that exist, without meetings."""

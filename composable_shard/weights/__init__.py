@@ -12,10 +12,11 @@ Each rank receives the slices that it holds, and nothing else. No rank gathers a
 from .._plan.boxes import Box
 from ._builders import tensor_parallel
 from ._channel import connect
-from ._describe import fill, layout, local_slices
+from ._describe import layout
 from ._hub_names import hub_names
 from ._layout import LocalTensor, Piece, TensorInfo, WeightLayout
 from ._plan import Plan, Transfer, plan_transfer
+from ._slices import fill, local_slices
 from ._targets import Versions
 from ._updates import Update, plan_together, receive, send
 

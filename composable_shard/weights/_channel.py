@@ -18,12 +18,18 @@ from .._faults.ledger import TransferLedger
 from .._faults.watch import WATCHER
 from .._plan.boxes import Box
 from .._torch.distributed import backend_name, is_native, join_group, new_twin, owns_connections
-from ..errors import PeerLostError, RankMismatchError, ShardConfigStateError, ShardConfigUnsupportedError
+from ..errors import (
+    PeerLostError,
+    RankMismatchError,
+    ShardConfigStateError,
+    ShardConfigUnsupportedError,
+    ShardConfigValueError,
+)
 from ._course import Course
 from ._plan import Identity, Plan
 
 T = TypeVar("T")
-Place = tuple[StorageWeakRef, int, int]  # a tensor's storage, its offset in it, and the version counter
+Place = tuple[StorageWeakRef, int, object]  # a tensor's storage, its offset in it, and the version counter
 
 _TAG = 0x5E7D  # of all messages; those of a pair of ranks arrive in order
 _DESCRIPTION = "composable_shard weights"
@@ -87,6 +93,9 @@ class Channel:
         limit = group._get_backend(self.device).options._timeout
         own = group
         if not owns_connections(group):
+            first = TransferLedger(group, self.device)
+            with WATCHER.watching(first):  # otherwise, torch would wait for a rank that has failed until a timeout
+                first.issue("send or receive weights for the first time")
             own = new_twin(group, limit, 1, _DESCRIPTION, backend_name(group, self.device))
         self.wire = torch.device("cpu") if backend_name(own, self.device) == "gloo" else self.device
         self._group = own
@@ -259,5 +268,18 @@ def connect(
 
     Returns:
         The process group, for `send`, `receive` and `plan_together`.
+
+    Raises:
+        ShardConfigValueError: `rank` is not a rank.
+        PeerLostError: not all ranks have come within the timeout.
     """
-    return join_group(init_method, rank, world_size, backend, timeout, _DESCRIPTION)
+    if not 0 <= rank < world_size:
+        raise ShardConfigValueError(f"rank: {rank} is not a rank of {world_size} processes; pass 0 to {world_size - 1}")
+    try:
+        return join_group(init_method, rank, world_size, backend, timeout, _DESCRIPTION)
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"connect: {world_size} ranks did not meet at {init_method} within {timeout.total_seconds():.0f} s: "
+            f"{error} Pass the same address and world_size on all ranks, and a different rank on each. If a rank is "
+            "only slow, use a longer timeout"
+        ) from error

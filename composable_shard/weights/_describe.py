@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,15 +11,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._comm.shardings import own_regions, sharding_of
-from .._plan.boxes import Box, Region, local_shape, uncovered, whole_box
+from .._comm.shardings import sharding_of
+from .._plan.boxes import Box, Region, local_shape, whole_box
 from .._torch.distributed import local_part
 from ..checkpoint._format.boxes import plain
 from ..checkpoint._full.names import adapter_name
 from ..checkpoint._full.tensors import Held, Holdings
-from ..errors import LayoutMismatchError, ShardConfigUnsupportedError, ShardConfigValueError
+from ..errors import ShardConfigUnsupportedError, ShardConfigValueError
 from ._adapters import adapters_in, check_not_tied, merged_name
-from ._layout import LocalTensor, Piece, TensorInfo, WeightLayout, shown
+from ._layout import LocalTensor, Piece, TensorInfo, WeightLayout
 
 Rename = Callable[[str], str | None]
 
@@ -49,18 +48,31 @@ def layout(
         ShardConfigValueError: two tensors get the same name, or several of these arguments are given.
     """
     holdings = Holdings(model)
-    names = chosen(holdings, rename, adapter, merge)
     if merge is not None:
         check_not_tied(holdings, adapters_in(model, merge))
+    return replace(described(holdings, chosen(holdings, rename, adapter, merge)), merges=merge or "")
+
+
+def described(holdings: Holdings, names: Mapping[str, str]) -> WeightLayout:
+    """The layout of a model's tensors.
+
+    Args:
+        holdings: all tensors of the model.
+        names: names of those to describe, by their names in the model.
+
+    Raises:
+        ShardConfigUnsupportedError: see `layout`.
+    """
     everyone = holdings.ranks.everyone
-    result = WeightLayout(ranks={rank: {} for rank in everyone}, merges=merge or "")
+    result = WeightLayout(ranks={rank: {} for rank in everyone})
     spread = _Spread()
     firsts = first_names_of(holdings, names)
     for key, name in sorted(names.items(), key=lambda each: each[1]):
         held = holdings.tensors[key]
         if firsts[held.first] == key:
             check_supported(held)
-            result.tensors[name] = TensorInfo(tuple(held.tensor.shape), held.tensor.dtype)
+            is_buffer = not (held.is_param or isinstance(held.tensor, DTensor))
+            result.tensors[name] = TensorInfo(tuple(held.tensor.shape), held.tensor.dtype, is_buffer)
             for rank, regions in spread.of(held, everyone):
                 result.ranks.setdefault(rank, {})[key] = _local(name, held.tensor.dtype, regions)
         else:
@@ -185,120 +197,10 @@ class Parts:
                 yield tensor[piece.within(box).slices(whole_box(tensor.shape))].view(box.shape)
 
 
-@torch.no_grad()
-def fill(
-    tensors: Mapping[str, torch.Tensor],
-    held: Mapping[str, LocalTensor],
-    parts: Iterable[tuple[str, Box, torch.Tensor]],
-) -> None:
-    """Copy parts that `local_slices` has yielded on several ranks into a receiver's tensors.
-
-    Args:
-        tensors: the receiver's tensors by name.
-        held: how they consist of parts of full tensors. Parts that belong to none of them are ignored.
-        parts: name, box and values of each part, in any order. Values are cast to the dtype of the tensor.
-
-    Raises:
-        LayoutMismatchError: a tensor was filled only in part. `problems` lists all gaps.
-    """
-    filled = {name: [*local.zeros] for name, local in held.items()}
-    for name, boxes in filled.items():
-        for box in boxes:
-            tensors[name][box.slices(whole_box(held[name].shape))].zero_()
-    for part_name, box, values in parts:
-        for name, piece in _pieces_of(held, part_name):
-            if (common := piece.box.common(box)) is not None:
-                within = piece.within(common)
-                place = tensors[name][within.slices(whole_box(held[name].shape))]
-                place.view(common.shape).copy_(values[common.slices(box)])
-                filled[name].append(within)
-    if gaps := [*_gaps(held, filled)]:
-        raise LayoutMismatchError(tuple(gaps))
-
-
-def _gaps(held: Mapping[str, LocalTensor], filled: Mapping[str, Sequence[Box]]) -> Iterator[str]:
-    for name, boxes in filled.items():
-        for box in uncovered(whole_box(held[name].shape), boxes):
-            yield f"{name}: no part fills {shown(box)}"
-
-
-def _pieces_of(held: Mapping[str, LocalTensor], name: str) -> Iterator[tuple[str, Piece]]:
-    """Yield the pieces of one full tensor, with the names of the tensors that they are in."""
-    return ((key, piece) for key, local in held.items() for piece in local.pieces if piece.name == name)
-
-
 def local_tensors(holdings: Holdings, keys: list[str]) -> dict[str, torch.Tensor]:
     """This rank's plain local tensors, by name in the model.
 
     Raises:
         ShardConfigValueError: a tensor has no values, or no memory of its own.
     """
-    return {key: plain(key, local_part(holdings.tensors[key].tensor)) for key in keys}
-
-
-def local_slices(
-    model: nn.Module,
-    receivers: WeightLayout | None = None,
-    *,
-    rename: Rename | None = None,
-    adapter: str | None = None,
-    dtype: torch.dtype | None = None,
-) -> Iterator[tuple[str, Box, torch.Tensor]]:
-    """Yield the parts of the model's tensors that this rank holds, without communication.
-
-    This is for engines that fetch weights themselves: from shared memory, by RDMA, or from Ray's object store.
-
-    Args:
-        model: the model.
-        receivers: cut the parts at the borders of this layout, and omit parts that none of its ranks needs. A part that
-            several ranks need is yielded once. Default: the parts as this rank holds them.
-        rename: as in `layout`.
-        adapter: as in `layout`.
-        dtype: dtype of floating-point tensors. Default: that of the receivers; without these, that of the model.
-
-    Yields:
-        Name of the full tensor, the part of it, and its values. Values are views of the parameters, unless they are
-        cast: copy them if they must not change with the next optimizer step.
-    """
-    holdings = Holdings(model)
-    own = layout_of_rank(holdings, rename, adapter)
-    parts = Parts(local_tensors(holdings, [*own]), own)
-    wanted = _needed(receivers, _ties_of(holdings, chosen(holdings, rename, adapter)))
-    for local in own.values():
-        for piece in local.pieces:
-            needs = [(piece.box, local.dtype)] if receivers is None else wanted.get(piece.name, [])
-            for box, its_dtype in needs:
-                common = piece.box.common(box)
-                if common is not None:
-                    part = next(parts.of(piece.name, common))
-                    cast = part.is_floating_point()
-                    yield piece.name, common, part.to(dtype or its_dtype) if cast else part
-
-
-def _ties_of(holdings: Holdings, names: Mapping[str, str]) -> dict[str, str]:
-    firsts = first_names_of(holdings, names)
-    return {name: names[firsts[holdings.tensors[key].first]] for key, name in names.items()}
-
-
-def _needed(receivers: WeightLayout | None, ties: Mapping[str, str]) -> dict[str, list[tuple[Box, torch.dtype]]]:
-    needed: dict[str, dict[tuple[Box, torch.dtype], None]] = {}
-    held = itertools.chain(*(each.values() for each in receivers.ranks.values())) if receivers is not None else ()
-    for local in held:
-        for piece in local.pieces:
-            needed.setdefault(ties.get(piece.name, piece.name), {})[piece.box, local.dtype] = None
-    return {name: list(each) for name, each in needed.items()}
-
-
-def layout_of_rank(holdings: Holdings, rename: Rename | None, adapter: str | None) -> dict[str, LocalTensor]:
-    """How this rank's tensors consist of parts of full tensors; tied ones only once."""
-    held = {}
-    names = chosen(holdings, rename, adapter)
-    firsts = first_names_of(holdings, names)
-    for key, name in names.items():
-        each = holdings.tensors[key]
-        if firsts[each.first] == key:
-            check_supported(each)
-            regions = own_regions(each.tensor)
-            pieces = tuple(Piece(name, box, at) for box, at in regions if box.numel)
-            held[key] = LocalTensor(tuple(each.local.shape), each.tensor.dtype, pieces)
-    return held
+    return {key: plain(key, local_part(holdings.tensors[key].tensor)).detach() for key in keys}

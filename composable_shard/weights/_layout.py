@@ -19,10 +19,17 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A full tensor: its shape and its dtype."""
+    """A full tensor.
+
+    Attributes:
+        shape, dtype: its shape and its dtype.
+        is_buffer: whether it is an unsharded buffer. Its values may differ between ranks (statistics of a batch norm),
+            so that one rank sends it to all receivers.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_buffer: bool = False
 
 
 class Piece(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 
 from .._plan.boxes import Box, whole_box
 from .._plan.transfers import Holders, Loads
-from ..errors import LayoutMismatchError
+from ..errors import LayoutMismatchError, ShardConfigTypeError
 from ._layout import LocalTensor, Piece, TensorInfo, WeightLayout, shown
 
 
@@ -117,7 +117,8 @@ def plan_transfer(source: WeightLayout, target: WeightLayout, *, unused: Sequenc
     """Plan how the ranks of `target` get all their tensors from the ranks of `source`.
 
     Every part is sent once to each rank that needs it, in the dtype of the receiver. If several ranks hold it, the one
-    that sends least is chosen. The plan depends on its arguments alone, so it is equal wherever it is made.
+    that sends least is chosen; for buffers, the first one, because their values may differ. The plan depends on its
+    arguments alone, so it is equal wherever it is made.
 
     Args:
         source: layout of the ranks that send, for example ``layout(model)``.
@@ -126,13 +127,15 @@ def plan_transfer(source: WeightLayout, target: WeightLayout, *, unused: Sequenc
             receiver takes is an error, because it would keep its old value there.
 
     Raises:
+        ShardConfigTypeError: `unused` is a string.
         LayoutMismatchError: the layouts do not match. Its `problems` lists everything that is wrong: names that only
             one of them has, other shapes, dtypes that cannot be cast, and parts that no rank holds or that receivers
             fill twice or not at all.
     """
+    check_patterns(unused)
     problems: list[str] = []
     wanted = _wanted(source, target, problems)
-    problems += _not_taken(source, {name for name, _, _ in wanted}, unused)
+    problems += not_taken(source, {name for name, _, _ in wanted}, unused)
     transfers = _transfers(source, wanted, problems)
     if problems:
         raise LayoutMismatchError(tuple(dict.fromkeys(problems)))
@@ -141,7 +144,17 @@ def plan_transfer(source: WeightLayout, target: WeightLayout, *, unused: Sequenc
     return Plan(source, target, tuple(transfers))
 
 
-def _not_taken(source: WeightLayout, taken: Set[str], unused: Sequence[str]) -> Iterator[str]:
+def check_patterns(unused: object) -> None:
+    """Check that patterns are not one string, whose characters would count as patterns.
+
+    Raises:
+        ShardConfigTypeError: they are.
+    """
+    if isinstance(unused, str):
+        raise ShardConfigTypeError(f"unused: is the string {unused!r}; pass a list of patterns, [{unused!r}]")
+
+
+def not_taken(source: WeightLayout, taken: Set[str], unused: Sequence[str]) -> Iterator[str]:
     """Name the tensors with elements that no receiver takes."""
     for name, info in source.tensors.items():
         if name not in taken and 0 not in info.shape and not any(fnmatchcase(name, pattern) for pattern in unused):
@@ -158,6 +171,7 @@ def _transfers(source: WeightLayout, wanted: Wanted, problems: list[str]) -> lis
         for rank in wanted[name, box, dtype]:
             parts, rest = holders[name].parts(box, rank) if name in holders else ([], [box])
             for part, ranks in parts:
+                ranks = ranks[:1] if source.tensors[name].is_buffer else ranks
                 chosen = loads.choose(ranks, rank, part.numel * dtype.itemsize)
                 transfers.append(Transfer(chosen, rank, name, part, dtype))
             problems += [f"{name}: no sender holds {shown(part)}, which rank {rank} needs" for part in rest]
@@ -175,7 +189,7 @@ def _wanted(source: WeightLayout, target: WeightLayout, problems: list[str]) -> 
             problems += [f"{local_name} on rank {rank}: {problem}" for problem in local.problems()]
             for piece in local.pieces:
                 name = source.ties.get(piece.name, piece.name)
-                problem = _problem(piece, source.tensors.get(name), target.tensors.get(piece.name), local.dtype)
+                problem = problem_with(piece, source.tensors.get(name), target.tensors.get(piece.name), local.dtype)
                 if problem:
                     problems.append(f"{piece.name}: {problem}")
                     continue
@@ -186,7 +200,14 @@ def _wanted(source: WeightLayout, target: WeightLayout, problems: list[str]) -> 
     return wanted
 
 
-def _problem(piece: Piece, sent: TensorInfo | None, expected: TensorInfo | None, dtype: torch.dtype) -> str:
+def problem_with(piece: Piece, sent: TensorInfo | None, expected: TensorInfo | None, dtype: torch.dtype) -> str:
+    """What is wrong with a piece that receivers need; empty if nothing is.
+
+    Args:
+        piece: the piece.
+        sent, expected: its tensor as the layouts of the senders and of the receivers describe it, if they do.
+        dtype: dtype of the receiver.
+    """
     if sent is None:
         return "receivers need it, but the sender has no tensor of this name"
     if expected is not None and expected.shape != sent.shape:
@@ -205,7 +226,7 @@ def can_be_cast(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _holders(source: WeightLayout, problems: list[str]) -> dict[str, Holders]:
-    """The ranks that hold each part of each tensor. Appends to `problems` what cannot be right in a hand-made layout."""
+    """The ranks that hold each part of each tensor. Appends to `problems` what is wrong in a hand-made layout."""
     held: dict[str, dict[Box, list[int]]] = {}
     for rank, tensors in source.ranks.items():
         for local_name, local in tensors.items():

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from .._comm.shardings import own_regions
 from .._module.state_dict import states_with_parameters_in
+from .._plan.boxes import Box
 from .._plan.text import first_names
 from ..checkpoint._full.tensors import Holdings
-from ..errors import StaleStateError
+from ..errors import ShardConfigTypeError, ShardConfigValueError, StaleStateError
 from ._describe import local_tensors
-from ._layout import LocalTensor
+from ._layout import LocalTensor, Piece, WeightLayout, shown
+from ._plan import Plan
 
 
 class InPlace:
     """Tensors that are overwritten when a version is complete.
 
     Args:
-        into: the tensors by name, or a model with these names in its state dict.
-        held: the tensors that the plan expects.
+        into: the model with these tensors; None if there is none.
+        tensors: the tensors by name.
         staging: device of new weights until then. None for that of the tensors.
     """
 
     def __init__(
-        self,
-        into: nn.Module | Mapping[str, torch.Tensor],
-        held: Mapping[str, LocalTensor],
-        staging: torch.device | str | None = None,
+        self, into: nn.Module | None, tensors: dict[str, torch.Tensor], staging: torch.device | str | None = None
     ) -> None:
-        self._staging = staging
-        self._model = into if isinstance(into, nn.Module) else None
-        self.tensors = tensors_of(into, held, "the target layout")
+        self._model, self._staging = into, staging
+        self.tensors = tensors
 
     @property
     def version(self) -> int:
@@ -102,42 +102,114 @@ Into = nn.Module | Mapping[str, torch.Tensor] | Versions
 Target = InPlace | Versions
 
 
-def target_of(into: Into, held: Mapping[str, LocalTensor], staging: torch.device | str | None) -> Target:
+def target_of(into: Into, plan: Plan, rank: int, staging: torch.device | str | None) -> Target:
     """Where a receiver puts new weights.
+
+    Args:
+        into: the tensors.
+        plan: the plan.
+        rank: this rank in it.
+        staging: see `InPlace`.
 
     Raises:
         StaleStateError: the tensors do not match the plan.
+        ShardConfigValueError: they cannot be written to, or `staging` is passed with `Versions`.
+        ShardConfigTypeError: see `tensors_of`.
     """
-    if not isinstance(into, Versions):
-        return InPlace(into, held, staging)
-    check(into.tensors, held, "the target layout")
-    return into
+    if isinstance(into, Versions):
+        if staging is not None:
+            raise ShardConfigValueError("staging: Versions have two sets of tensors on one device; omit it")
+        given: Given = into.tensors
+    else:
+        given = Holdings(into) if isinstance(into, nn.Module) else into
+    tensors = tensors_of(given, plan.target, rank, "the target layout")
+    problems = [*_read_only(tensors, plan.target.ranks[rank], plan.source.ties)]
+    if isinstance(given, Holdings):
+        problems += [_MADE.format(name) for name in tensors if given.tensors[name].is_made]
+    if problems:
+        raise ShardConfigValueError(f"into: {first_names(problems, 5)}")
+    return (
+        into if isinstance(into, Versions) else InPlace(into if isinstance(into, nn.Module) else None, tensors, staging)
+    )
 
 
-def tensors_of(
-    given: nn.Module | Mapping[str, torch.Tensor], held: Mapping[str, LocalTensor], what: str
-) -> dict[str, torch.Tensor]:
+_MADE = (
+    "{}: a hook of the state dict or get_extra_state has made it, so the model would not get the values; receive into "
+    "tensors of your own, and call load_state_dict"
+)
+
+
+def _read_only(
+    tensors: Mapping[str, torch.Tensor], held: Mapping[str, LocalTensor], ties: Mapping[str, str]
+) -> Iterator[str]:
+    """Tensors that cannot have the values of the layout, because elements share memory."""
+    seen: dict[tuple[object, ...], str] = {}
+    for name, tensor in tensors.items():
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            yield f"{name}: several of its elements have one place in memory (strides {tensor.stride()}); clone it"
+        if tensor.numel():
+            other = seen.setdefault((tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()), name)
+            if _parts(held[name], ties) != _parts(held[other], ties):
+                yield f"{name}: has the memory of {other}, but other weights; clone it"
+
+
+def _parts(local: LocalTensor, ties: Mapping[str, str]) -> list[Piece]:
+    return sorted(piece._replace(name=ties.get(piece.name, piece.name)) for piece in local.pieces)
+
+
+Given = Holdings | Mapping[str, torch.Tensor]
+
+
+def tensors_of(given: Given, layout: WeightLayout, rank: int, what: str) -> dict[str, torch.Tensor]:
     """This rank's tensors by name, checked against a layout.
 
     Raises:
         StaleStateError: they do not match it.
+        ShardConfigTypeError: a mapping has a DTensor.
     """
-    if isinstance(given, nn.Module):
-        holdings = Holdings(given)
-        tensors = local_tensors(holdings, [name for name in held if name in holdings.tensors])
+    held = layout.ranks[rank]
+    if isinstance(given, Holdings):
+        own = {name: given.tensors[name].tensor for name in held if name in given.tensors}
+        tensors = local_tensors(given, [*own])
+        problems = [*_misplaced(own, layout, held)]
     else:
-        tensors = {name: given[name] for name in held if name in given}
-    check(tensors, held, what)
+        tensors, problems = {name: given[name] for name in held if name in given}, []
+        for name, tensor in tensors.items():
+            if isinstance(tensor, DTensor):
+                raise ShardConfigTypeError(f"{name}: is a DTensor; pass the model, or the local tensor (to_local())")
+    _check(tensors, held, problems, what)
     return tensors
 
 
-def check(tensors: Mapping[str, torch.Tensor], held: Mapping[str, LocalTensor], what: str) -> None:
+def _misplaced(
+    tensors: Mapping[str, torch.Tensor], layout: WeightLayout, held: Mapping[str, LocalTensor]
+) -> Iterator[str]:
+    """Shards of a model that are other parts of their tensors than in the layout, but may have the same shape."""
+    for name, tensor in tensors.items():
+        pieces = held[name].pieces
+        infos = [layout.tensors.get(each) for each in {piece.name for piece in pieces}]
+        # If it has parts of several tensors, or is itself a part of a larger one, its placements do not say which.
+        if isinstance(tensor, DTensor) and len(infos) == 1 and infos[0] and infos[0].shape == tuple(tensor.shape):
+            own = {(box, at) for box, at in own_regions(tensor) if box.numel}
+            if own != {(piece.box, piece.at) for piece in pieces}:
+                yield (
+                    f"{name} is {_shown(box for box, _ in own)} of the full tensor on this rank, and was "
+                    f"{_shown(piece.box for piece in pieces)} (a layout with other numbers of ranks?)"
+                )
+
+
+def _shown(boxes: Iterable[Box]) -> str:
+    return ", ".join(map(shown, sorted(boxes)))
+
+
+def _check(
+    tensors: Mapping[str, torch.Tensor], held: Mapping[str, LocalTensor], problems: list[str], what: str
+) -> None:
     """Check names, shapes and dtypes of this rank's tensors.
 
     Raises:
-        StaleStateError: they do not match the layout.
+        StaleStateError: they do not match the layout, or there are other problems.
     """
-    problems = []
     for name, local in held.items():
         tensor = tensors.get(name)
         if tensor is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from ._channel import Channel, Place, Progress, channel_of
 from ._describe import Parts, layout
 from ._layout import LocalTensor, WeightLayout
 from ._moves import Mover
-from ._plan import Plan, plan_transfer
+from ._plan import Plan, check_patterns, plan_transfer
 from ._targets import Into, Target, target_of, tensors_of
 
 MAX_BYTES = 256 << 20
@@ -73,7 +74,7 @@ def plan_together(
     Raises:
         LayoutMismatchError: see `plan_transfer`. Raised on all ranks.
         ShardConfigValueError: a layout has no tensors of this rank, or ranks describe a tensor differently.
-        ShardConfigTypeError: `sends` is neither a model nor a layout.
+        ShardConfigTypeError: `sends` is neither a model nor a layout, or `unused` is a string.
         RankMismatchError: this error of another rank.
         PeerLostError: another rank is lost, or has failed.
     """
@@ -82,6 +83,7 @@ def plan_together(
     def describe() -> tuple[WeightLayout | None, WeightLayout | None, tuple[str, ...]]:
         if not isinstance(sends, nn.Module | WeightLayout | None):
             raise ShardConfigTypeError(f"sends: is a {type(sends).__name__}; pass a model or a layout")
+        check_patterns(unused)
         return _of_rank(sends, channel.rank), _of_rank(receives, channel.rank), tuple(unused)
 
     said = channel.together("plan how to send weights", describe)
@@ -160,18 +162,15 @@ def send(
     channel = channel_of(group)
     progress = channel.progress(plan)
 
-    def prepare(merges: bool) -> _Ready:
+    def prepare() -> _Ready:
         _check_role(plan, channel, sends=True, receives=into is not None)
-        held = plan.source.ranks[channel.rank]
-        tensors = tensors_of(model, held, "layout(model)")
-        if plan.source.merges and merges:
-            tensors = _with_adapter(model, plan.source.merges, tensors)
+        values = _values(model, plan, channel.rank)
         if version is not None and version <= progress.version:
             raise ShardConfigValueError(f"version: {version} is not higher than the last one, {progress.version}")
         if into is None and (refresh or staging is not None):
             raise ShardConfigValueError("refresh, staging: only receivers have these; pass `into`, too, or neither")
         target = None if into is None else _target(channel, plan, into, refresh, staging)
-        return _Ready(Parts(tensors, held), target, version, skip_unchanged)
+        return _Ready(values, target, version, skip_unchanged)
 
     return _move(channel, plan, prepare, max_bytes_in_flight, before_switch)
 
@@ -212,7 +211,7 @@ def receive(
     """
     channel = channel_of(group)
 
-    def prepare(merges: bool) -> _Ready:
+    def prepare() -> _Ready:
         _check_role(plan, channel, sends=False, receives=True)
         return _Ready(None, _target(channel, plan, into, refresh, staging), None, False)
 
@@ -222,7 +221,7 @@ def receive(
 def _target(channel: Channel, plan: Plan, into: Into, refresh: bool, staging: torch.device | str | None) -> Target:
     if refresh:
         channel.progress(plan).forget_places()
-    return target_of(into, plan.target.ranks[channel.rank], staging)
+    return target_of(into, plan, channel.rank, staging)
 
 
 def _check_role(plan: Plan, channel: Channel, *, sends: bool, receives: bool) -> None:
@@ -253,25 +252,36 @@ def _check_all_have_roles(plan: Plan, channel: Channel) -> None:
         )
 
 
-def _with_adapter(
-    model: nn.Module | Mapping[str, torch.Tensor], adapter: str, tensors: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    if not isinstance(model, nn.Module):
-        raise ShardConfigTypeError(f"model: pass the model itself, so that its adapter {adapter!r} can be merged")
-    return merged(Holdings(model), adapters_in(model, adapter), tensors)
+def _values(model: nn.Module | Mapping[str, torch.Tensor], plan: Plan, rank: int) -> Values:
+    """The weights that a rank sends.
+
+    Raises:
+        ShardConfigTypeError: a mapping was passed, but an adapter is to be merged.
+    """
+    given = Holdings(model) if isinstance(model, nn.Module) else model
+    tensors = tensors_of(given, plan.source, rank, "layout(model)")
+    if not plan.source.merges:
+        return lambda: tensors
+    if not isinstance(model, nn.Module) or not isinstance(given, Holdings):
+        raise ShardConfigTypeError(f"model: pass the model itself to merge its adapter {plan.source.merges!r}")
+    return partial(merged, given, adapters_in(model, plan.source.merges), tensors)
+
+
+Values = Callable[[], dict[str, torch.Tensor]]
 
 
 class _Ready(NamedTuple):
     """What a rank has prepared for an update.
 
     Attributes:
-        parts: the weights that it sends; None if it sends none.
+        values: function that returns the weights that it sends; None if it sends none. Called once all ranks are ready,
+            because it may gather an adapter.
         target: where it puts new weights; None if it receives none.
         version: version of the weights, if the user has passed one.
         skips: whether it omits unchanged parts.
     """
 
-    parts: Parts | None
+    values: Values | None
     target: Target | None
     version: int | None
     skips: bool
@@ -285,7 +295,7 @@ class _Said(NamedTuple):
         sends: whether it sends.
         version: version of the weights, if it sends and the user has passed one.
         last: last version that it knows.
-        unchanged: index in the plan of each part that it would not send because it has not changed.
+        skips: whether it omits unchanged parts.
         is_current: whether its tensors have the version of the last update.
     """
 
@@ -293,33 +303,31 @@ class _Said(NamedTuple):
     sends: bool
     version: int | None
     last: int
-    unchanged: list[int]
+    skips: bool
     is_current: bool
 
 
 def _move(
     channel: Channel,
     plan: Plan,
-    prepare: Callable[[bool], _Ready],
+    prepare: Callable[[], _Ready],
     most: int,
     before_switch: BeforeSwitch | None = None,
 ) -> Update:
     progress = channel.progress(plan)
-    ready: list[tuple[_Ready, Prints]] = []
-    if plan.source.merges:  # gathers the adapter among the trainers, so all of them must be ready before
-        channel.together("merge an adapter", lambda: prepare(False))
+    ready: list[_Ready] = []
 
     def say() -> _Said:
-        own = prepare(True)
-        prints, unchanged = _changes(plan, channel.rank, progress, own.parts) if own.skips and own.parts else ({}, [])
-        ready.append((own, prints))
-        return _said(plan, progress, own, unchanged, most)
+        ready.append(prepare())
+        return _said(plan, progress, ready[0], most)
 
     said = channel.together(f"send or receive weights, update {channel.updates}", say)
     version = _version_of(channel, said)
-    [(own, prints)] = ready
+    [own] = ready
     with channel.failures_told():
-        staged, mover = _moved(channel, plan, own, _unchanged(said), most)
+        parts = None if own.values is None else Parts(own.values(), plan.source.ranks[channel.rank])
+        prints, unchanged = _changes(channel, plan, said, parts if own.skips else None)
+        staged, mover = _moved(channel, plan, own.target, parts, unchanged, most)
 
     def stop_work() -> None:
         if before_switch is not None:
@@ -334,23 +342,17 @@ def _move(
         if own.target is not None:
             own.target.switch(version, staged)
         channel.synchronize()
-    progress.switched(version, prints, [] if own.target is None else _places(own.target))
+        progress.switched(version, prints, [] if own.target is None else _places(own.target))
+        channel.agree(f"have version {version} of the weights, update {channel.updates}")  # only then may a rank end
     channel.count_update()
     return Update(version, mover.sent, mover.received, mover.skipped)
 
 
-def _said(plan: Plan, progress: Progress, own: _Ready, unchanged: list[int], most: int) -> _Said:
+def _said(plan: Plan, progress: Progress, own: _Ready, most: int) -> _Said:
     is_current = own.target is None or progress.places == _places(own.target)
     last = max(progress.version, -1 if own.target is None else own.target.version)
     settings = f"plan {plan.digest}, {most} bytes in flight"
-    return _Said(settings, own.parts is not None, own.version, last, unchanged, is_current)
-
-
-def _unchanged(said: Sequence[_Said]) -> set[int]:
-    """The index in the plan of each part that is not sent. Empty if a receiver's tensors are not the last version."""
-    if not all(each.is_current for each in said):
-        return set()
-    return {index for each in said for index in each.unchanged}
+    return _Said(settings, own.values is not None, own.version, last, own.skips, is_current)
 
 
 def _version_of(channel: Channel, said: Sequence[_Said]) -> int:
@@ -370,13 +372,16 @@ def _version_of(channel: Channel, said: Sequence[_Said]) -> int:
 
 
 def _moved(
-    channel: Channel, plan: Plan, own: _Ready, unchanged: Set[int], most: int
+    channel: Channel, plan: Plan, target: Target | None, parts: Parts | None, unchanged: Set[int], most: int
 ) -> tuple[dict[str, torch.Tensor], Mover]:
     """Send this rank's parts, and receive its new tensors in memory of their own."""
-    wanted, staged = _staged(plan, channel.rank, own.target, unchanged)
+    wanted, staged = _staged(plan, channel.rank, target, unchanged)
     memory = Parts(staged, wanted, plan.source.ties)
-    mover = Mover(channel, channel.progress(plan).course(plan, channel.rank, most), own.parts, memory, unchanged)
+    mover = Mover(channel, channel.progress(plan).course(plan, channel.rank, most), parts, memory, unchanged)
     mover.run()
+    for each in staged.values():
+        if not each.is_inference():
+            torch.autograd.graph.increment_version(each)  # messages that arrive in a tensor do not count as a change
     for name, local in wanted.items():
         for box in local.zeros:
             staged[name][box.slices(whole_box(local.shape))].zero_()
@@ -404,12 +409,30 @@ def _staged(
 Prints = dict[tuple[str, Box], bytes]
 
 
-def _changes(plan: Plan, rank: int, progress: Progress, parts: Parts) -> tuple[Prints, list[int]]:
-    """Fingerprints of the parts that this rank sends, and the index of each part that has not changed."""
-    own = [(index, (each.name, each.box)) for index, each in plan.sent_by(rank)]
-    keys = [*dict.fromkeys(key for _, key in own)]
-    prints = dict(zip(keys, fingerprints([next(parts.of(*key)) for key in keys]), strict=True))
-    return prints, [index for index, key in own if progress.prints.get(key) == prints[key]]
+def _changes(channel: Channel, plan: Plan, said: Sequence[_Said], parts: Parts | None) -> tuple[Prints, set[int]]:
+    """Find what has not changed. A collective if any rank skips such parts.
+
+    Args:
+        channel: the channel.
+        plan: the plan.
+        said: what the ranks have said.
+        parts: the weights that this rank sends, if it skips unchanged ones.
+
+    Returns:
+        Fingerprints of this rank's parts; and the index in the plan of each part that no rank sends, which is empty if
+        a receiver's tensors are not the last version.
+    """
+    prints: Prints = {}
+    own: list[int] = []
+    if parts is not None:
+        sent = [(index, (each.name, each.box)) for index, each in plan.sent_by(channel.rank)]
+        keys = [*dict.fromkeys(key for _, key in sent)]
+        prints = dict(zip(keys, fingerprints([next(parts.of(*key)) for key in keys]), strict=True))
+        last = channel.progress(plan).prints
+        own = [index for index, key in sent if last.get(key) == prints[key]]
+    if not (any(each.skips for each in said) and all(each.is_current for each in said)):
+        return prints, set()
+    return prints, {index for some in channel.gather(own) for index in some}
 
 
 def _places(target: Target) -> list[Place]:
@@ -419,4 +442,6 @@ def _places(target: Target) -> list[Place]:
 
 def _place(tensor: torch.Tensor) -> Place:
     storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-    return storage, int(tensor.storage_offset()), -1 if tensor.is_inference() else tensor._version
+    # An inference tensor has no version counter, so it counts as changed: no other object is equal to this one.
+    version = object() if tensor.is_inference() else tensor._version
+    return storage, int(tensor.storage_offset()), version

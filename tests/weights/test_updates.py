@@ -15,7 +15,7 @@ from _blocks import Transformer, next_token_loss, token_batch
 from _pool import distributed, more, simulated
 from composable_shard import weights
 from composable_shard._plan.boxes import chunk_of, whole_box
-from composable_shard.weights import Box, LocalTensor, Piece, TensorInfo, WeightLayout, _moves
+from composable_shard.weights import Box, LocalTensor, Piece, TensorInfo, WeightLayout, _moves, _targets
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -278,6 +278,151 @@ def test_versions_keep_tensors_that_a_plan_does_not_have(rank, world):
         assert torch.equal(versions.tensors["z"], torch.ones(2))
 
 
+@pytest.mark.parametrize("kind", ["Versions", "inference tensors"])
+@distributed(world=2)
+def test_two_plans_do_not_skip_what_the_other_has_overwritten(rank, world, kind):
+    """Neither a message that arrives in a tensor nor a write to an inference tensor is counted by torch."""
+    one, two = {"x": torch.full((4,), 1.0)}, {"x": torch.full((4,), 2.0)}
+    own = WeightLayout(infos(one), {}, {rank: rows_of(one, 1, 0)[0]})
+    plans = [weights.plan_together(**{"receives" if rank else "sends": own}) for _ in range(2)]
+    with torch.inference_mode(kind != "Versions"):
+        into = {"x": torch.zeros(4)}
+    into = weights.Versions(into) if kind == "Versions" else into
+    for step, number in enumerate((0, 1, 1, 0)):
+        if number:
+            two["x"].fill_(2.0 + step)
+        if rank == 0:
+            weights.send((one, two)[number], plans[number], skip_unchanged=True)
+        else:
+            weights.receive(plans[number], into)
+            assert torch.equal((into.tensors if kind == "Versions" else into)["x"], (one, two)[number]["x"])
+
+
+@distributed(world=3)
+def test_one_rank_sends_all_buffers(rank, world):
+    """The statistics of a batch norm differ between ranks: those of one rank belong together."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    model = nn.BatchNorm1d(4)
+    for value in (model.running_mean, model.running_var):
+        value.fill_(10 * (rank + 1))
+    if rank < 2:
+        cs.fully_shard(model, mesh=mesh)
+    plan = weights.plan_together(**{"sends" if rank < 2 else "receives": model})
+    weights.send(model, plan) if rank < 2 else weights.receive(plan, model)
+    if rank == 2:
+        assert model.running_mean.unique() == 10
+        assert model.running_var.unique() == 10
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self):
+        return torch.ones(3)
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_receivers_that_would_not_get_the_values_are_refused():
+    def problem(into, given=None, held=None):
+        layout = WeightLayout(infos(given), {}, {0: held or rows_of(given, 1, 0)[0]}) if given else weights.layout(into)
+        plan = weights.plan_transfer(layout, layout)
+        with pytest.raises((cs.errors.ShardConfigValueError, cs.errors.ShardConfigTypeError)) as caught:
+            _targets.target_of(into, plan, 0, None)
+        return str(caught.value)
+
+    assert problem(WithExtraState(2, 2)).startswith("into: _extra_state: a hook of the state dict or get_extra_state")
+    hooked = nn.Linear(2, 2)
+    hooked.register_state_dict_post_hook(lambda module, state, *_: state.update(weight=state["weight"].clone()))
+    assert problem(hooked).startswith("into: weight: a hook of the state dict")
+    x = {"x": torch.zeros(4)}
+    assert "one place in memory (strides (0,))" in problem({"x": torch.zeros(1).expand(4)}, x)
+    assert "y: has the memory of x, but other weights" in problem({"x": x["x"], "y": x["x"]}, {**x, "y": x["x"]})
+    layout = WeightLayout(infos(x), {}, {0: rows_of(x, 1, 0)[0]})
+    plan = weights.plan_transfer(layout, layout)
+    with pytest.raises(cs.errors.ShardConfigValueError, match="staging: Versions"):
+        _targets.target_of(weights.Versions(x), plan, 0, "cpu")
+    assert _targets.target_of(x, plan, 0, "meta").staged(["x"])["x"].is_meta
+    with pytest.raises(cs.errors.ShardConfigTypeError, match=r"unused: is the string 'a\*'; pass a list"):
+        weights.plan_transfer(layout, layout, unused="a*")
+
+
+@distributed(world=3)
+def test_shards_of_a_layout_with_other_numbers_are_refused(rank, world):
+    """Two shards of one shape: without a check, receivers would get them in the wrong order."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    torch.manual_seed(0)
+    model = nn.Linear(2, 4, bias=False)
+    if rank < 2:
+        cs.fully_shard(model, mesh=mesh)
+        renamed = weights.layout(model, rename=lambda name: f"model.{name}")
+        plan = weights.plan_together(sends=renamed.on([1, 0]))
+        with pytest.raises(
+            cs.errors.StaleStateError, match=r"weight is \[\d:\d, 0:2\] of the full tensor on this rank"
+        ):
+            weights.send(model, plan)
+        with pytest.raises(cs.errors.ShardConfigTypeError, match=r"weight: is a DTensor; pass the model"):
+            weights.send(model.state_dict(), plan)
+        plan = weights.plan_together(sends=renamed)
+        weights.send(model, plan)
+        whole = model.weight.full_tensor()
+    else:
+        into = {"model.weight": torch.zeros(4, 2)}
+        held = rows_of(into, 1, 0)[0]
+        plan = weights.plan_together(receives=held)
+        for _ in range(2):
+            with pytest.raises(cs.errors.RankMismatchError, match=r"rank 0 cannot send .*Nothing was sent"):
+                weights.receive(plan, into)
+        weights.receive(weights.plan_together(receives=held), into)
+        whole = into["model.weight"]
+    everyone = [None] * world
+    dist.all_gather_object(everyone, whole)
+    assert all(torch.equal(each, everyone[0]) for each in everyone)
+
+
+@distributed(world=2)
+def test_ranks_that_do_different_things_get_advice_about_weights(rank, world):
+    model = made(rank)
+    group = dist.new_group([0, 1])
+    plan = weights.plan_together(group, **roles(rank, model))
+    words = (
+        "ranks 0 and 1 do different things: rank 0 is about to send or receive weights, update 0, and rank 1 is about "
+        "to plan how to send weights. Call plan_together, send and receive in the same order on all ranks. Training can"
+    )
+    with pytest.raises(cs.errors.RankMismatchError, match=words):
+        weights.plan_together(group, receives=model) if rank else weights.send(model, plan, group)
+    with pytest.raises(
+        cs.errors.PeerLostError, match="weights can no longer be sent in this process group: ranks 0 and"
+    ):
+        weights.receive(plan, model, group) if rank else weights.send(model, plan, group)
+    other = dist.new_group([0, 1])
+    plans = [weights.plan_together(other, **roles(rank, each)) for each in (model, nn.Linear(2, 2))]
+    with pytest.raises(cs.errors.RankMismatchError, match=r"has plan .* pass the same plan .*Nothing was sent"):
+        weights.receive(plans[1], nn.Linear(2, 2), other) if rank else weights.send(model, plans[0], other)
+    weights.receive(plans[0], model, other) if rank else weights.send(model, plans[0], other)
+
+
+@distributed(world=2)
+def test_offloaded_and_mixed_precision_trainers_send_between_forward_and_backward(rank, world):
+    mesh = DeviceMesh("cpu", [0, 1])
+    policies = {"mp_policy": cs.MixedPrecisionPolicy(param_dtype=BF16), "offload_policy": cs.CPUOffloadPolicy()}
+    model, engine = made(0), made(1)
+    for block in model.blocks:
+        cs.fully_shard(block, mesh=mesh, **policies)
+    cs.fully_shard(model, mesh=mesh, **policies)
+    own = WeightLayout(ranks={rank: weights.layout(engine).only(rank).ranks[rank]})
+    plan = weights.plan_together(sends=model, receives=own)
+    grads = []
+    for sends in (False, True):
+        loss = next_token_loss(model, *token_batch(rank, 0))
+        if sends:
+            weights.send(model, plan, into=engine)
+        loss.backward()
+        grads.append([each.grad.full_tensor().clone() for each in model.parameters()])
+        model.zero_grad()
+    assert all(map(torch.equal, *grads))
+    assert all(torch.equal(each, made(0).state_dict()[name]) for name, each in engine.state_dict().items())
+
+
 @distributed(world=2)
 def test_receivers_may_hold_inference_tensors_and_unsharded_parameters(rank, world):
     with torch.inference_mode():
@@ -368,7 +513,7 @@ def test_ranks_that_train_and_receive_can_stage_refresh_and_call_a_hook(rank, wo
         with pytest.raises(cs.errors.ShardConfigValueError, match="only receivers have these"):
             weights.send(made(0), sender, refresh=True)
     else:
-        with pytest.raises(cs.errors.RankMismatchError, match="rank 0 cannot .*only receivers have these"):
+        with pytest.raises(cs.errors.RankMismatchError, match=r"rank 0 cannot .*only receivers have these"):
             weights.receive(sender, engine)
 
 

@@ -61,6 +61,8 @@ class Held:
         is_cast: whether it is cast when all floating-point tensors are cast. Scales that a hook adds to packed bytes
             are not.
         aliases: see `Entry.aliases`.
+        is_made: whether a hook or `get_extra_state` has made it, and it shares no memory with the model: to write to it
+            does not change the model.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Held:
     is_param: bool
     is_cast: bool = True
     aliases: bool = False
+    is_made: bool = False
 
     @property
     def carried(self) -> Carried | None:
@@ -162,7 +165,8 @@ class Holdings:
         name, key, value, first, source, aliases = entry
         if source is not None and source.is_param:
             return replace(self.params[source.names[0]], name=name, key=key, first=first, aliases=aliases)
-        return Held(name, key, value, first, cut_of(value), None, False, is_cast, aliases)
+        is_made = source is None and not aliases
+        return Held(name, key, value, first, cut_of(value), None, False, is_cast, aliases, is_made)
 
     def _are_packed(self) -> bool:
         """Whether some parameters are packed. Hooks may then add their scales to the state dict."""
