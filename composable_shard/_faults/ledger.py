@@ -205,7 +205,6 @@ class Ledger:
 
     trains = True  # ranks train over the group: a fault in it is one of all others
     remedy = "Start the job again from a checkpoint"  # after a rank was lost
-    first = "its first forward"  # what comes before any action
     _prefix = "composable_shard/ledger"  # prefix of its keys in the store
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, on_fault: Callable[[Ledger], None]) -> None:
@@ -542,7 +541,6 @@ class TransferLedger(Ledger):
 
     trains = False
     remedy = "Training can continue. To send weights again, call weights.connect with another port"
-    first = "its first transfer of weights"
     _prefix = "composable_shard/transfer"
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -316,7 +316,8 @@ def _is_of_network(error: Exception) -> bool:
 
 
 def _last(own: Ledger) -> str:
-    return f"action {own.place - 1} ({own.last})" if own.place else own.first
+    first = "its first transfer of weights" if isinstance(own, TransferLedger) else "its first forward"
+    return f"action {own.place - 1} ({own.last})" if own.place else first
 
 
 def _without_connection(own: Ledger, error: Exception) -> str:

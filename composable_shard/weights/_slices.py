@@ -66,19 +66,24 @@ def _needs(source: WeightLayout, target: WeightLayout, dtype: torch.dtype | None
     """
     needs: dict[str, dict[tuple[str, Box, torch.dtype], None]] = {}
     problems: list[str] = []
-    for local in (each for tensors in target.ranks.values() for each in tensors.values()):
-        for piece in local.pieces:
-            name = source.ties.get(piece.name, piece.name)
-            info = source.tensors.get(name)
-            if info is not None:
-                kept = (dtype or local.dtype) if info.dtype.is_floating_point else local.dtype
-                problem = problem_with(piece, info, target.tensors.get(piece.name), kept)
-                problems += [f"{piece.name}: {problem}"] if problem else []
-                needs.setdefault(name, {})[piece.name, piece.box, kept] = None
+    for piece, own in _pieces(target):
+        name = source.ties.get(piece.name, piece.name)
+        info = source.tensors.get(name)
+        if info is not None:
+            kept = dtype if dtype is not None and info.dtype.is_floating_point else own
+            if problem := problem_with(piece, info, target.tensors.get(piece.name), kept):
+                problems.append(f"{piece.name}: {problem}")
+            needs.setdefault(name, {})[piece.name, piece.box, kept] = None
     problems += not_taken(source, needs.keys(), unused)
     if problems:
         raise LayoutMismatchError(tuple(dict.fromkeys(problems)))
     return {name: [*each] for name, each in needs.items()}
+
+
+def _pieces(layout: WeightLayout) -> Iterator[tuple[Piece, torch.dtype]]:
+    for tensors in layout.ranks.values():
+        for local in tensors.values():
+            yield from ((piece, local.dtype) for piece in local.pieces)
 
 
 def _slices(own: Mapping[str, LocalTensor], parts: Parts, needs: Needs) -> Iterator[tuple[str, Box, torch.Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -187,15 +187,19 @@ def _misplaced(
     """Shards of a model that are other parts of their tensors than in the layout, but may have the same shape."""
     for name, tensor in tensors.items():
         pieces = held[name].pieces
-        infos = [layout.tensors.get(each) for each in {piece.name for piece in pieces}]
-        # If it has parts of several tensors, or is itself a part of a larger one, its placements do not say which.
-        if isinstance(tensor, DTensor) and len(infos) == 1 and infos[0] and infos[0].shape == tuple(tensor.shape):
+        if isinstance(tensor, DTensor) and _are_of_one(pieces, tuple(tensor.shape), layout):
             own = {(box, at) for box, at in own_regions(tensor) if box.numel}
             if own != {(piece.box, piece.at) for piece in pieces}:
                 yield (
                     f"{name} is {_shown(box for box, _ in own)} of the full tensor on this rank, and was "
                     f"{_shown(piece.box for piece in pieces)} (a layout with other numbers of ranks?)"
                 )
+
+
+def _are_of_one(pieces: Sequence[Piece], shape: tuple[int, ...], layout: WeightLayout) -> bool:
+    """Whether pieces are parts of one full tensor of this shape. Otherwise, placements do not describe them."""
+    infos = [layout.tensors.get(name) for name in {piece.name for piece in pieces}]
+    return len(infos) == 1 and infos[0] is not None and infos[0].shape == shape
 
 
 def _shown(boxes: Iterable[Box]) -> str:

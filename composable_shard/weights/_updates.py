@@ -422,17 +422,18 @@ def _changes(channel: Channel, plan: Plan, said: Sequence[_Said], parts: Parts |
         Fingerprints of this rank's parts; and the index in the plan of each part that no rank sends, which is empty if
         a receiver's tensors are not the last version.
     """
-    prints: Prints = {}
-    own: list[int] = []
-    if parts is not None:
-        sent = [(index, (each.name, each.box)) for index, each in plan.sent_by(channel.rank)]
-        keys = [*dict.fromkeys(key for _, key in sent)]
-        prints = dict(zip(keys, fingerprints([next(parts.of(*key)) for key in keys]), strict=True))
-        last = channel.progress(plan).prints
-        own = [index for index, key in sent if last.get(key) == prints[key]]
+    prints, own = ({}, []) if parts is None else _own_changes(plan, channel, parts)
     if not (any(each.skips for each in said) and all(each.is_current for each in said)):
         return prints, set()
     return prints, {index for some in channel.gather(own) for index in some}
+
+
+def _own_changes(plan: Plan, channel: Channel, parts: Parts) -> tuple[Prints, list[int]]:
+    sent = [(index, (each.name, each.box)) for index, each in plan.sent_by(channel.rank)]
+    keys = [*dict.fromkeys(key for _, key in sent)]
+    prints = dict(zip(keys, fingerprints([next(parts.of(*key)) for key in keys]), strict=True))
+    last = channel.progress(plan).prints
+    return prints, [index for index, key in sent if last.get(key) == prints[key]]
 
 
 def _places(target: Target) -> list[Place]:
