@@ -6,6 +6,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 
 def rotary(length: int, dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
@@ -118,3 +119,14 @@ def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     """Mean cross entropy of each next token."""
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+TENSOR_PARALLEL = {
+    "attention.q": ColwiseParallel(),
+    "attention.k": ColwiseParallel(),
+    "attention.v": ColwiseParallel(),
+    "attention.o": RowwiseParallel(),
+    "feed_forward.gate": ColwiseParallel(),
+    "feed_forward.up": ColwiseParallel(),
+    "feed_forward.down": RowwiseParallel(),
+}  # of a `TransformerBlock`

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -13,20 +14,41 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from .._plan.boxes import Box, Region, Sharding, Split, local_shape, whole_box
 from .._torch.distributed import local_tensor, own_offsets, ranks_of
-from ..errors import ShardConfigValueError
+from ..errors import ShardConfigUnsupportedError, ShardConfigValueError
 
 # By mesh, placements and number of dims. Cached, because many tensors have equal ones. Equal meshes may share an entry.
 _known: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[Any, int], Sharding]] = weakref.WeakKeyDictionary()
 
 
 def sharding_of(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> Sharding:
-    """How placements shard a tensor of `ndim` dims. No placement may be `Partial`."""
+    """How placements shard a tensor of `ndim` dims. No placement may be `Partial`.
+
+    Raises:
+        ShardConfigUnsupportedError: the ranks of the mesh do not ascend along each dim.
+    """
     known = _known.setdefault(mesh, {})
     kind = tuple(placements), ndim
     if kind not in known:
         splits = tuple(None if isinstance(placed, Replicate) else _split(placed, ndim) for placed in placements)
-        known[kind] = Sharding(tuple(mesh.shape), tuple(ranks_of(mesh)), splits)
+        ranks = ranks_of(mesh)
+        _check_order(np.array(ranks).reshape(tuple(mesh.shape)))
+        known[kind] = Sharding(tuple(mesh.shape), tuple(ranks), splits)
     return known[kind]
+
+
+def _check_order(ranks: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    """Check that the position of a rank in a mesh is its position in the process group of each dim.
+
+    Torch sorts the ranks of process groups. Shards follow the groups, but torch's offsets follow the mesh.
+
+    Raises:
+        ShardConfigUnsupportedError: the positions may differ.
+    """
+    if any((np.diff(ranks, axis=dim) < 0).any() for dim in range(ranks.ndim)):
+        raise ShardConfigUnsupportedError(
+            f"mesh: its ranks {ranks.tolist()} do not ascend along each dim, so it is uncertain which rank holds "
+            "which part of a tensor; make it with ascending ranks, as init_device_mesh does"
+        )
 
 
 def _split(placed: Any, ndim: int) -> Split:

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from _rows import Run
 from composable_shard import weights
 
+VOCABULARY = 97
+
 
 @dataclass
 class Jobs:
@@ -60,6 +62,21 @@ def full_values(model: nn.Module) -> dict[str, torch.Tensor]:
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
         for name, value in model.state_dict().items()
     }
+
+
+def tokens(rank: int) -> torch.Tensor:
+    """Return a batch of tokens, different for each rank."""
+    return torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(rank))
+
+
+@torch.no_grad()
+def outputs(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return logits and greedily generated tokens."""
+    model.eval()
+    prompt = tokens(99)
+    mask = torch.ones_like(prompt)
+    generated = model.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    return {"logits": model(input_ids=prompt).logits, "generated": generated}
 
 
 def check_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], what: str) -> None:

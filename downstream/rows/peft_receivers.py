@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _jobs import Jobs, check_equal, full_values
+from _jobs import VOCABULARY, Jobs, check_equal, full_values, outputs, tokens
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +19,6 @@ rows = Rows(
     "PEFT: receivers of an adapter, alone or merged", environment="adapters", versions=("peft", "transformers", "torch")
 )
 
-VOCABULARY = 97
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 UPDATES = 3
@@ -55,25 +54,11 @@ def trainer(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
-def tokens(rank: int) -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(rank))
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
     model.train()
     model(input_ids=batch, labels=batch).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-@torch.no_grad()
-def outputs(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return logits and greedily generated tokens."""
-    model.eval()
-    prompt = tokens(99)
-    mask = torch.ones_like(prompt)
-    generated = model.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=6, do_sample=False)
-    return {"logits": model(input_ids=prompt).logits, "generated": generated}
 
 
 def receives(run: Run, make: Callable[[], nn.Module], config: dict[str, Any], merge: bool) -> None:

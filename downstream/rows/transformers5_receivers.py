@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _jobs import Jobs, check_equal, folder_of, full_values
+from _jobs import VOCABULARY, Jobs, check_equal, folder_of, full_values, outputs, tokens
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -29,7 +29,7 @@ rows = Rows(
     versions=("transformers", "safetensors", "torch"),
 )
 
-SIZES = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 74, "num_hidden_layers": 2}
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 74, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 64}
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
@@ -54,25 +54,11 @@ def trainer(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
-def tokens(rank: int) -> torch.Tensor:
-    return torch.randint(3, SIZES["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(rank))
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
     batch = tokens(10 * step + rank)
     model(input_ids=batch, labels=batch).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-@torch.no_grad()
-def outputs(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return logits and greedily generated tokens."""
-    model.eval()
-    prompt = tokens(99)
-    mask = torch.ones_like(prompt)
-    generated = model.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=6, do_sample=False)
-    return {"logits": model(input_ids=prompt).logits, "generated": generated}
 
 
 def receives(

@@ -11,9 +11,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 
 import composable_shard as cs
+from _blocks import TENSOR_PARALLEL
 from _extended import Halved
 from _race_training import decoder
 from composable_shard import PoolPolicy, testing
@@ -47,20 +48,9 @@ def freeze(model: Any) -> nn.Module:
     return model
 
 
-PLAN = {
-    "attention.q": ColwiseParallel(),
-    "attention.k": ColwiseParallel(),
-    "attention.v": ColwiseParallel(),
-    "attention.o": RowwiseParallel(),
-    "feed_forward.gate": ColwiseParallel(),
-    "feed_forward.up": ColwiseParallel(),
-    "feed_forward.down": RowwiseParallel(),
-}
-
-
 def parallelize(model: Any, mesh: Any) -> None:
     for block in model.blocks:
-        parallelize_module(block, mesh["tp"], PLAN)
+        parallelize_module(block, mesh["tp"], TENSOR_PARALLEL)
         block.attention.heads, block.attention.kv_heads = 2, 1
 
 

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import composable_shard as cs
-from _blocks import Transformer, next_token_loss, token_batch
+from _blocks import TENSOR_PARALLEL, Transformer, next_token_loss, token_batch
 from _pool import distributed, more, simulated
-from composable_shard import weights
+from composable_shard import checkpoint, weights
 from composable_shard._plan.boxes import chunk_of, whole_box
 from composable_shard.weights import Box, LocalTensor, Piece, TensorInfo, WeightLayout, _moves, _targets
 
@@ -29,17 +29,6 @@ def sharded(model, mesh, fully_shard=cs.fully_shard):
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
-
-
-TENSOR_PARALLEL = {
-    "attention.q": ColwiseParallel(),
-    "attention.k": ColwiseParallel(),
-    "attention.v": ColwiseParallel(),
-    "attention.o": RowwiseParallel(),
-    "feed_forward.gate": ColwiseParallel(),
-    "feed_forward.up": ColwiseParallel(),
-    "feed_forward.down": RowwiseParallel(),
-}
 
 
 def parallel(model, mesh):
@@ -377,6 +366,25 @@ def test_shards_of_a_layout_with_other_numbers_are_refused(rank, world):
     everyone = [None] * world
     dist.all_gather_object(everyone, whole)
     assert all(torch.equal(each, everyone[0]) for each in everyone)
+
+
+@distributed(world=2)
+def test_meshes_with_descending_ranks_are_refused(rank, world):
+    """Torch's process groups sort ranks: rank 0 holds the first rows, but is the second rank of the mesh."""
+    meshes = [DeviceMesh("cpu", ranks) for ranks in ([1, 0], [0, 1])]
+    for mesh in meshes:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 4, bias=False)
+        whole = model.weight.detach().clone()
+        cs.fully_shard(model, mesh=mesh)
+        if mesh is meshes[0]:
+            with pytest.raises(cs.errors.ShardConfigUnsupportedError, match=r"its ranks \[1, 0\] do not ascend"):
+                weights.layout(model)
+            with pytest.raises(cs.errors.ComposableShardError, match=r"its ranks \[1, 0\] do not ascend"):
+                checkpoint.save("unused", {"model": model.state_dict()}, step=1)
+        else:
+            [piece] = weights.layout(model).ranks[rank]["weight"].pieces
+            assert torch.equal(model.weight.to_local(), whole[piece.box.slices(whole_box(whole.shape))])
 
 
 @distributed(world=2)
