@@ -145,7 +145,9 @@ def send(
         skip_unchanged: omit parts whose bytes are the same as in the last update of this plan. Parts are compared by
             fingerprints of 128 bits, which takes the time to read this rank's parameters once. The first such update,
             and the first one into other tensors, sends everything.
-        into, refresh, staging: as in `receive`, on a rank that receives, too.
+        into: as in `receive`, on a rank that receives, too.
+        refresh: as in `receive`; needs `into`.
+        staging: as in `receive`; needs `into`.
         before_switch: as in `receive`.
         max_bytes_in_flight: bytes that a rank sends at a time, and bytes that it receives at a time; the same on all
             ranks. A rank needs at most this much memory for messages.
