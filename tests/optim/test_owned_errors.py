@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial
 
 import composable_shard as cs
@@ -101,6 +102,15 @@ def test_a_partial_parameter_is_refused(rank, world):
     summed = nn.Parameter(dtensor_at(torch.ones(16, 16), param.device_mesh, [Partial()], torch.ones(16, 16)))
     with pytest.raises(ShardConfigUnsupportedError, match="parameter pending: is placed as"):
         cs.optim.owned(MUON, [("pending", summed)])
+
+
+@distributed(world=2)  # a simulated world does not sort the ranks of process groups
+def test_a_mesh_with_descending_ranks_is_refused(rank, world):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, bias=False)
+    cs.fully_shard(model, mesh=DeviceMesh("cpu", [1, 0]))
+    with pytest.raises(ShardConfigUnsupportedError, match=r"its ranks \[1, 0\] do not ascend"):
+        cs.optim.owned(MUON, matrices(model))
 
 
 @pytest.mark.matrix

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import composable_shard as cs
 from _pool import distributed, more
@@ -103,6 +104,24 @@ def test_merged_weights_are_the_bits_of_a_merge_in_the_model(rank, world, dtypes
     found = received(model, alone, adapter="default")
     if rank == 3:
         assert all(torch.equal(found[name], each) for name, each in alone.items())
+
+
+@distributed(world=4)
+def test_an_adapter_is_merged_into_weights_that_are_sharded_in_two_ways(rank, world):
+    torch.manual_seed(0)
+    model = Wrapped(DTYPES[0])
+    net, wanted = model.base_model.model, copy.deepcopy(model).base_model.model
+    wanted.up.merge("default")
+    expected = {"up.weight": wanted.up.base_layer.weight.detach()}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(net.up, mesh["tensor"], {"base_layer": ColwiseParallel()})  # 13 rows: 7 and 6, then in halves
+    cs.fully_shard(net, mesh=mesh["data"])
+    own = weights.layout(model, merge="default")
+    wants = {"receives": whole_on(3, expected)} if rank == 3 else {}
+    plan = weights.plan_together(sends=own, **wants, unused=["up.bias", "down.*", "norm.*"])
+    into = {name: torch.full_like(each, 7.0) for name, each in expected.items()}
+    weights.send(model, plan, into=into if rank == 3 else None)
+    assert rank < 3 or torch.equal(into["up.weight"], expected["up.weight"])
 
 
 def problem_of(model, error, **options):

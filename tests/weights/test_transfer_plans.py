@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from composable_shard._plan.boxes import Box, Sharding, Split, whole_box
 from composable_shard.errors import LayoutMismatchError, ShardConfigValueError
-from composable_shard.weights import LocalTensor, Piece, TensorInfo, WeightLayout, plan_transfer
+from composable_shard.weights import LocalTensor, Piece, TensorInfo, WeightLayout, fill, plan_transfer
 from composable_shard.weights._course import Course
 from composable_shard.weights._describe import Parts
 
@@ -191,6 +191,26 @@ def test_fused_padded_and_untied_tensors_of_an_engine():
     plan = check(source, target)
     assert {each.dtype for each in plan.transfers if each.name == "embed"} == {BF16, F32}
     assert plan.total_bytes == 2 * (4 + 2 + 2 + 5) * 6 + 4 * 5 * 6
+
+
+def test_parts_of_several_ranks_fill_fused_and_padded_tensors():
+    source, target = fused()
+    values = values_of(source)
+    parts = [
+        (key, piece.box, values[name][piece.box.slices(whole_box(values[name].shape))])
+        for tensors in source.ranks.values()
+        for name, local in tensors.items()
+        for piece in local.pieces
+        for key in ((name, "head") if name == "embed" else (name,))
+    ]
+    for rank, held in target.ranks.items():
+        wanted = filled(target, rank, values | {"head": values["embed"]})
+        tensors = {name: torch.full(each.shape, 7.0, dtype=each.dtype) for name, each in held.items()}
+        fill(tensors, held, reversed(parts))
+        assert all(torch.equal(tensors[name], each) for name, each in wanted.items())
+        with pytest.raises(LayoutMismatchError) as caught:
+            fill(tensors, held, [part for part in parts if part[0] != "k"])
+        assert caught.value.problems == ("qkv: no part fills [2:3, 0:6]",)
 
 
 def test_experts_in_a_stack_and_one_by_one():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,8 +16,9 @@ import composable_shard as cs
 from _blocks import TENSOR_PARALLEL, Transformer, next_token_loss, token_batch
 from _pool import distributed, more, simulated
 from composable_shard import checkpoint, weights
+from composable_shard._faults import ledger
 from composable_shard._plan.boxes import chunk_of, whole_box
-from composable_shard.weights import Box, LocalTensor, Piece, TensorInfo, WeightLayout, _moves, _targets
+from composable_shard.weights import Box, LocalTensor, Piece, TensorInfo, WeightLayout, _channel, _moves, _targets
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -407,6 +410,24 @@ def test_ranks_that_do_different_things_get_advice_about_weights(rank, world):
     with pytest.raises(cs.errors.RankMismatchError, match=r"has plan .* pass the same plan .*Nothing was sent"):
         weights.receive(plans[1], nn.Linear(2, 2), other) if rank else weights.send(model, plans[0], other)
     weights.receive(plans[0], model, other) if rank else weights.send(model, plans[0], other)
+
+
+@distributed(world=2)
+def test_many_updates_keep_few_notes_and_mismatches_are_still_noticed(rank, world):
+    model, group = nn.Linear(2, 2), dist.new_group([0, 1])
+    plan = weights.plan_together(group, **roles(rank, model))
+    update = weights.receive if rank else weights.send
+    with patch.object(ledger, "_MOST_NOTES_OF_TRANSFERS", 10):
+        for version in range(25):
+            with torch.no_grad():
+                model.weight.fill_(-1 if rank else version)
+            assert update(*((plan, model) if rank else (model, plan)), group).version == version
+            assert torch.equal(model.weight, torch.full((2, 2), float(version)))
+    tail = _channel.channel_of(group).ledger.tail(100)
+    assert tail.place > 50
+    assert len(tail.notes) <= 14
+    with pytest.raises(cs.errors.RankMismatchError, match="about to send or receive weights, update 25, and rank 1 is"):
+        weights.plan_together(group, receives=model) if rank else weights.send(model, plan, group)
 
 
 @distributed(world=2)
