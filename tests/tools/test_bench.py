@@ -262,8 +262,8 @@ def test_weights_get_to_receivers_of_another_layout_in_every_way(tmp_path: Path)
     assert "bytes / minimum" in bench("transfer.py", *small, f"--json={file}")
     found = {each["way"]: each for each in read(file)["results"]}
     assert found["plain"]["over_minimum"] == found["plain"]["over_plain"]["median"] == 1.0
-    # The six ranks also exchange objects: 4,860 bytes with this plan, and 7,050 with fingerprints. They do not grow with
-    # the size of the weights.
+    # The six ranks also exchange objects: 4,860 bytes with this plan, and 7,050 with fingerprints. They do not grow
+    # with the size of the weights.
     assert 0 <= found["ours"]["nbytes"] - found["plain"]["nbytes"] < 5000
     assert found["skip-none"]["nbytes"] < 8000
     assert found["skip-tenth"]["over_minimum"] < 0.5
