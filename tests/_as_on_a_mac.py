@@ -10,6 +10,7 @@ gloo, C library or file system) are not simulated.
 from __future__ import annotations
 
 import ctypes
+import ctypes.util  # now, because Debian removes its part for a Mac from Python
 import mmap
 import os
 import platform

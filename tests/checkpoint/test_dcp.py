@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -181,12 +182,37 @@ def test_no_code_in_a_checkpoint_is_executed(rank, world, tmp_path):
     with pytest.raises(cs.errors.CheckpointUnsafeError, match=r"\.metadata asks for posix.mkdir"):
         checkpoint.import_dcp(saved, target)
     assert not trap.exists()
-    for module, name in (("torch", "Size.__init__"), ("builtins", "getattr"), ("torch", "load"), ("os", "system")):
+    for module, name in (("torch", "Size.__init__"), ("builtins", "eval"), ("torch", "load"), ("os", "system")):
         (saved / ".metadata").write_bytes(b"\x80\x04\x8c%c%s\x8c%c%s\x93." % (
             len(module), module.encode(), len(name), name.encode()))  # fmt: skip
         with pytest.raises(cs.errors.CheckpointUnsafeError, match="asks for"):
             checkpoint.import_dcp(saved, target)
+    for owner, name in ((Metadata, "__init__"), (torch.Size, "numel"), (_MEM_FORMAT_ENCODING, 3)):
+        (saved / ".metadata").write_bytes(pickle.dumps(ByName(owner, name)))
+        with pytest.raises(cs.errors.CheckpointUnsafeError, match=r"asks for builtins\.getattr of another class"):
+            checkpoint.import_dcp(saved, target)
     assert (target["t"].tolist(), target["v"]) == ([0] * 4, 0)
+
+
+class ByName:
+    """Pickled as `getattr(owner, name)`, as Python 3.11.0 to 3.11.3 pickle members of enumerations."""
+
+    def __init__(self, owner, name):
+        self.about = owner, name
+
+    def __reduce__(self):
+        return getattr, self.about
+
+
+def test_enumerations_may_be_pickled_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: ByName(type(self), self.name).__reduce__()
+    )
+    dcp.save({"t": torch.ones(4)}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert b"getattr" in (tmp_path / "saved" / ".metadata").read_bytes()
+    target = {"t": torch.zeros(4)}
+    checkpoint.import_dcp(tmp_path / "saved", target)
+    assert target["t"].all()
 
 
 def edited(directory, edit):
