@@ -35,6 +35,7 @@ class Row:
             bitwise identical.
         why: the reason for a tolerance.
         sharded: whether the program must call `Run.sharded` with a sharded model.
+        uses_ours: whether the program uses this library with torch's models, too. If both sides fail, this is a defect.
     """
 
     title: str
@@ -44,6 +45,7 @@ class Row:
     tolerance: float = 0.0
     why: str = ""
     sharded: bool = True
+    uses_ours: bool = False
 
     def __post_init__(self) -> None:
         if self.tolerance and not self.why:
@@ -59,11 +61,13 @@ class Rows:
         environment: the name of a file of pinned requirements in environments/, without ``.txt``; "torch" means the
             project's own environment.
         versions: distributions whose versions are printed in the table.
+        uses_ours: as in `Row`, for all rows.
     """
 
     library: str
     environment: str
     versions: tuple[str, ...] = ("torch",)
+    uses_ours: bool = False
     all: list[Row] = field(default_factory=list)
 
     def __call__(self, title: str, **settings: Any) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
@@ -79,7 +83,7 @@ class Rows:
         """Add a row. Use this method instead of the decorator to add rows in a loop."""
         if any(row.title == title for row in self.all):
             raise ValueError(f"{self.library}: two rows have the title {title!r}")
-        self.all.append(Row(title, program, **settings))
+        self.all.append(Row(title, program, **{"uses_ours": self.uses_ours, **settings}))
 
 
 class Run:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -216,7 +216,7 @@ class Engine:
 class Dying(weights.Versions):
     """Ends this process in an update, after all ranks have agreed to it."""
 
-    def staged(self) -> dict[str, torch.Tensor]:
+    def staged(self, new: Collection[str]) -> dict[str, torch.Tensor]:
         os._exit(1)
 
 

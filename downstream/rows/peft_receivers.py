@@ -16,7 +16,10 @@ from _rows import Rows, Run
 from composable_shard import weights
 
 rows = Rows(
-    "PEFT: receivers of an adapter, alone or merged", environment="adapters", versions=("peft", "transformers", "torch")
+    "PEFT: receivers of an adapter, alone or merged",
+    environment="adapters",
+    versions=("peft", "transformers", "torch"),
+    uses_ours=True,
 )
 
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

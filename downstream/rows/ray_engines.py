@@ -14,7 +14,12 @@ from _launchers import TUTORIALS, launched_by
 
 from _rows import OURS, TORCH, Rows, Run
 
-rows = Rows("Ray: actors that train and actors that receive weights", environment="ray", versions=("torch", "ray"))
+rows = Rows(
+    "Ray: actors that train and actors that receive weights",
+    environment="ray",
+    versions=("torch", "ray"),
+    uses_ours=True,
+)
 
 LIMIT_S = 400.0
 HERE = Path(__file__).resolve().parent

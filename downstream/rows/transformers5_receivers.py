@@ -27,6 +27,7 @@ rows = Rows(
     "Transformers: tensor-parallel models that receive weights",
     environment="transformers5",
     versions=("transformers", "safetensors", "torch"),
+    uses_ours=True,
 )
 
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 74, "num_hidden_layers": 2}

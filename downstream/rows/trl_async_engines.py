@@ -22,6 +22,7 @@ rows = Rows(
     "TRL: weights for an inference engine (AsyncGRPO)",
     environment="trl_engines",
     versions=("trl", "transformers", "accelerate", "torch"),
+    uses_ours=True,
 )
 
 ENGINE, UPDATES = 2, 3

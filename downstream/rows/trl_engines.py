@@ -23,6 +23,7 @@ rows = Rows(
     "TRL: weights for an inference engine",
     environment="adapters",
     versions=("trl", "transformers", "accelerate", "peft", "torch"),
+    uses_ours=True,
 )
 
 ENGINE = 2  # ranks of the engine

@@ -22,7 +22,9 @@ from _rows import Rows, Run
 from _worker import free_port
 from composable_shard import weights
 
-rows = Rows("verl: weights for the rollout", environment="verl", versions=("verl", "transformers", "torch"))
+rows = Rows(
+    "verl: weights for the rollout", environment="verl", versions=("verl", "transformers", "torch"), uses_ours=True
+)
 
 ROLLOUT, UPDATES = 2, 3
 Named = Generator[tuple[str, torch.Tensor], None, None]

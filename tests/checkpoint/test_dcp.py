@@ -195,7 +195,7 @@ def test_no_code_in_a_checkpoint_is_executed(rank, world, tmp_path):
 
 
 class ByName:
-    """Pickled as `getattr(owner, name)`, as Python 3.11.0 to 3.11.3 pickle members of enumerations."""
+    """Pickled as `getattr(owner, name)`, as early Python 3.11 (3.11.2) pickles members of enumerations."""
 
     def __init__(self, owner, name):
         self.about = owner, name

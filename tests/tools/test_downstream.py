@@ -104,6 +104,13 @@ def test_verdicts(tmp_path, theirs, ours, word, text):
     assert (verdict.word, verdict.text) == (word, text)
 
 
+def test_a_failure_of_both_sides_is_a_defect_if_both_use_this_library(tmp_path):
+    path = str(_compare.ROOT / "composable_shard")
+    folders = {side: left(tmp_path / side, error=f"A: in {path}/_api.py") for side in ("torch", "ours")}
+    verdict = _compare.judge(row(uses_ours=True), folders)
+    assert (verdict.word, verdict.text) == ("DEFECT", "A: in composable_shard/_api.py")
+
+
 def test_a_tolerance_needs_a_reason_and_the_verdict_contains_it():
     with pytest.raises(ValueError, match="a tolerance needs a reason"):
         row(tolerance=1e-6)

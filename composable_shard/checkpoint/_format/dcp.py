@@ -141,7 +141,7 @@ def _unpickled(data: bytes, where: Path) -> Any:
     memory_format = known["torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"]
 
     def member(kind: Any, name: Any) -> Any:
-        """Replaces `getattr`, by which Python 3.11.0 to 3.11.3 pickle the members of an enumeration."""
+        """Replaces `getattr`, with which early Python 3.11, such as 3.11.2, pickles members of an enumeration."""
         if kind is not memory_format or not isinstance(name, str):
             raise CheckpointUnsafeError(
                 f"{where} asks for builtins.getattr of another class than DCP's enumeration; no code was executed"
