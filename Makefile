@@ -34,7 +34,7 @@ help:
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "torch==$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[cli,plot,checkpoint,dev,docs]" "torch==$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[cli,plot,checkpoint,remote,dev,docs]" "torch==$(TORCH)"
 	rm -f $(VENV)/.ready-torch-*
 	touch $@
 

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fsspec.core import url_to_fs
 from torch import nn
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -34,6 +36,7 @@ from composable_shard.checkpoint._io.digests import best
 COLUMNS = 1024
 AT_ONCE = 1 << 26  # bytes of one plain write or read
 GROUPS = 16
+PART = 16 << 20  # bytes of one request to a store
 MOST_STEPS_S = 4.0  # of compute next to a save, on a slow disk
 WRITER = """
 import os, sys
@@ -140,6 +143,49 @@ class Job:
         dist.barrier()
 
 
+class StoreJob(Job):
+    """A model and its AdamW that are saved to an object store. Plain bytes are put and got in parallel requests."""
+
+    def __init__(self, model: nn.Module, units: list[nn.Module], engine: str, url: str) -> None:
+        super().__init__(model, units, engine, Path())
+        self.url = url
+        self.store, _ = url_to_fs(url)
+        self.data = bytes(self.nbytes)
+
+    def save(self, step: int) -> None:
+        checkpoint.save(f"{self.url}/ours", self.state, step=step, overwrite=True)
+
+    def save_dcp(self, step: int) -> None:
+        dcp.save(self.of_torch(), storage_writer=FsspecWriter(f"{self.url}/dcp-{step}"))
+
+    def save_plain(self, step: int) -> None:
+        self.store.pipe_file(self.object(step), self.data, chunksize=PART)
+
+    def load(self, step: int) -> None:
+        checkpoint.load(f"{self.url}/ours", self.state, step=step)
+
+    def load_dcp(self, step: int) -> None:
+        state = self.of_torch()
+        dcp.load(state, storage_reader=FsspecReader(f"{self.url}/dcp-{step}"))
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def load_plain(self, step: int) -> None:
+        starts = [*range(0, self.nbytes, PART)]
+        ends = [min(at + PART, self.nbytes) for at in starts]
+        parts = self.store.cat_ranges([self.object(step)] * len(starts), starts, ends, on_error="raise")
+        assert sum(map(len, parts)) == self.nbytes
+
+    def object(self, step: int) -> str:
+        return f"{self.url}/plain-{step}-{dist.get_rank()}"
+
+    def remove(self, step: int) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            self.store.invalidate_cache()
+            self.store.rm(self.url, recursive=True)
+        dist.barrier()
+
+
 def slowest(work: Callable[[], object]) -> float:
     """Return the time of `work` on the slowest rank in seconds, including queued GPU work."""
     dist.barrier()
@@ -161,17 +207,19 @@ def iterate_rounds(settings: dict[str, Any]) -> Iterator[int]:
         yield number
 
 
-def saves_and_loads(job: Job, settings: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+def saves_and_loads(
+    job: Job, settings: dict[str, Any], kinds_of_loads: tuple[str, ...] = ("load, warm", "load, cold")
+) -> dict[str, dict[str, list[float]]]:
     """Return the times in seconds by operation and implementation."""
     saves = {"ours": job.save, "dcp": job.save_dcp, "plain": job.save_plain}
     loads = {"ours": job.load, "dcp": job.load_dcp, "plain": job.load_plain}
     seconds: dict[str, dict[str, list[float]]] = {
-        kind: {name: [] for name in saves} for kind in ("save", "load, warm", "load, cold")
+        kind: {name: [] for name in saves} for kind in ("save", *kinds_of_loads)
     }
     for turn in iterate_rounds(settings):
         names = list(saves)[turn % 3 :] + list(saves)[: turn % 3]
         figures = [("save", name, slowest(functools.partial(saves[name], turn))) for name in names]
-        for kind in ("load, warm", "load, cold"):
+        for kind in kinds_of_loads:
             for name in names:
                 if kind == "load, cold":
                     job.forget()
@@ -326,6 +374,14 @@ def main() -> None:
             answers["seconds"].append((f"gpt {settings['gpt']}", tensors, saves_and_loads(job, settings)))
             answers["bytes"][f"gpt {settings['gpt']}"] = job.nbytes
             del job
+        if settings["store"]:
+            url = f"{settings['store']}/{folder.name}"
+            store_job = StoreJob(*layers_of(settings["parameters"], settings["tensors"][0]), "ours", url)
+            answers["seconds"].append(
+                ("layers", settings["tensors"][0], saves_and_loads(store_job, settings, ("load",)))
+            )
+            answers["bytes"]["layers"] = store_job.nbytes
+            del store_job
         of_layers = {"files", "async", "full"} & set(settings["parts"])
         for tensors in settings["tensors"] if of_layers else ():
             job = Job(*layers_of(settings["parameters"], tensors), "ours", folder)

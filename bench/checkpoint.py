@@ -2,6 +2,7 @@
 
     python bench/checkpoint.py                                      # a model of 350M and its AdamW, world 2: 4 GB
     python bench/checkpoint.py --parameters 20000000 --rounds 3     # a smaller model
+    python bench/checkpoint.py --store --parameters 20000000        # to a server with the API of S3 on this machine
 
 The model and its optimizer are sharded by this library. All implementations take turns in the same run. Checksums are
 computed and checked, and saves end after fsync. Parts:
@@ -14,13 +15,20 @@ computed and checked, and saves end after fsync. Parts:
 - `exchange`: DCP's files loaded into models of this library and of torch's FSDP2.
 - `full`: the memory of `full_state_dict`.
 
+With `--store`, only saves and loads to an object store are measured, compared with DCP's fsspec writer and with
+parallel requests that put and get the same bytes. By default, this is moto, a server in Python that is slow itself. It
+runs in another process of this machine.
+
 With fewer GPUs than ranks, all ranks share the first GPU.
 """
 
 import argparse
+import contextlib
 import json
+import os
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,6 +118,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--parts", type=_report.names(PARTS), help=f"{','.join(PARTS)} (default: all; on a GPU all except {HOST_ONLY})"
     )
+    parser.add_argument(
+        "--store", nargs="?", const="local", metavar="URL", help="measure an object store (default: moto on loopback)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: 5)")
     parser.add_argument("--world", type=int, default=2, help="number of ranks (default: 2)")
     parser.add_argument(
@@ -120,10 +131,44 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     options = parser.parse_args(argv)
     on_gpu = options.device == _device.CUDA
+    if options.parts and options.store:
+        parser.error("--parts: cannot be combined with --store")
     options.parts = options.parts or [part for part in PARTS if part != HOST_ONLY or not on_gpu]
+    options.parts = [] if options.store else options.parts
     if on_gpu and HOST_ONLY in options.parts:
         parser.error(f"--parts {HOST_ONLY} measures host memory; use --device cpu")
     return options
+
+
+SERVER = """
+import logging, sys
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+server = make_server("127.0.0.1", 0, DomainDispatcherApplication(create_backend_app), threaded=True)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+@contextlib.contextmanager
+def local_store() -> Iterator[str]:
+    """Run a server with the API of S3 in another process; gives the URL of a bucket."""
+    import fsspec
+
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            os.environ |= {
+                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{int(server.stdout.readline())}",
+                "AWS_ACCESS_KEY_ID": "user",
+                "AWS_SECRET_ACCESS_KEY": "secret",
+                "AWS_DEFAULT_REGION": "us-east-1",
+            }
+            fsspec.filesystem("s3").mkdir("bench")
+            yield "s3://bench"
+        finally:
+            server.kill()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,17 +176,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = {name: value for name, value in vars(options).items() if name != "json"}
     settings["folder"] = str(options.folder) if options.folder else None
     script = Path(__file__).with_name("_checkpoint_worker.py")
-    answer = json.loads(
-        _launch.launch(
-            script,
-            json.dumps(settings),
-            world=options.world,
-            timeout=options.timeout,
-            tuned=False,
-            device=options.device,
-            share=_device.too_few(options.device, options.world),
+    with local_store() if options.store == "local" else contextlib.nullcontext(options.store) as url:
+        settings["store"] = url
+        answer = json.loads(
+            _launch.launch(
+                script,
+                json.dumps(settings),
+                world=options.world,
+                timeout=options.timeout,
+                tuned=False,
+                device=options.device,
+                share=_device.too_few(options.device, options.world),
+            )
         )
-    )
+    settings["store"] = options.store
     results: list[CheckpointResult] = []
     for model, tensors, operations in answer["seconds"]:
         for operation, seconds in operations.items():

@@ -7,16 +7,19 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from .._memory.disk import is_mapped
 from ..errors import CheckpointError
-from ._format.manifest import NAME, SavedFile
+from ._format.commits import run_at
+from ._format.manifest import SavedFile
 from ._format.writing import FileLayout, stage
+from ._io.objects import ObjectPath, is_shared
+from ._io.places import Place
 from ._io.process import WriterProcess
+from ._io.writer import write_memory
 from ._pending import PendingSave, background
 from ._ranks import Ranks
 from ._save import Prepared, Request, finish, prepare, prune, remove, see, write_own
@@ -83,7 +86,7 @@ def async_save(
     beside: StoreRanks | None = None
     thread: threading.Thread | None = None
     try:
-        beside = StoreRanks(process_group, prepared.attempt.partial.name)
+        beside = StoreRanks(process_group, prepared.attempt.identity)
         beside.start()
         write = _written_now(pending, prepared) if _has_state_on_disk(prepared.layout) else None
         write = write or (lambda: _write(pending, prepared, writer))
@@ -93,7 +96,7 @@ def async_save(
         if beside is not None:
             beside.give_up(error)
         if ranks.rank == 0 and thread is None:  # otherwise the thread may commit, or deletes the files itself
-            remove(prepared.attempt)
+            remove(prepared)
         pending._fail(error)
         raise
     background().remember(pending)
@@ -108,7 +111,7 @@ def _written_now(pending: PendingSave, prepared: Prepared) -> Callable[[], Saved
     """Write this rank's file now. Return a function that gives the file or raises the error when all ranks call it."""
     outcome: Future[SavedFile] = Future()
     try:
-        see(prepared.attempt)
+        see(prepared)
         outcome.set_result(write_own(prepared, pending._advance))
     except Exception as error:
         outcome.set_exception(error)
@@ -126,24 +129,26 @@ def _run(pending: PendingSave, ranks: StoreRanks, prepared: Prepared, write: Cal
         pending._succeed(path)
 
 
-def _finish(ranks: StoreRanks, prepared: Prepared, write: Callable[[], SavedFile]) -> Path:
+def _finish(ranks: StoreRanks, prepared: Prepared, write: Callable[[], SavedFile]) -> Place:
     try:
         path = finish(ranks, prepared, write)
     except RankLostError:
-        path = prepared.attempt.final
-        if ranks.rank == 0 or not (path / NAME).is_file():
+        if ranks.rank == 0 or not run_at(prepared.request.directory).is_committed(prepared.attempt):
             raise
-        return path  # rank 0 was lost after the commit
+        return prepared.attempt.final  # rank 0 was lost after the commit
     prune(ranks, prepared.request)
     return path
 
 
 def _write(pending: PendingSave, prepared: Prepared, writer: WriterProcess) -> SavedFile:
-    layout, request = prepared.layout, prepared.request
+    layout, algorithm = prepared.layout, prepared.request.algorithm
+    path = prepared.attempt.partial / layout.name
     try:
-        size, blocks = writer.write(
-            prepared.attempt.partial / layout.name, layout.size, request.algorithm, pending._advance
-        )
+        if isinstance(path, ObjectPath) and not is_shared(path):
+            memory = memoryview(writer.buffer(layout.size))[: layout.size]
+            size, blocks = write_memory(path, memory, algorithm, pending._advance)
+        else:
+            size, blocks = writer.write(path, layout.size, algorithm, pending._advance)
     except OSError as error:
         raise CheckpointError(str(error)) from error
     pending._advance(size)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +22,8 @@ from ._format.huggingface import lay_out_parts
 from ._format.manifest import NAME, SAFETENSORS, Manifest, SavedTensor, name_of
 from ._format.reading import Reader
 from ._format.writing import bytes_of, write
-from ._io import files
+from ._io.places import Place, created, remove_tree, write_file
+from ._places import begin, commit, directory_of
 from ._pruning import open_manifest
 
 Progress = Callable[[int, int], None]  # called with the bytes written so far and the total
@@ -45,7 +44,7 @@ def keys(tree: Any) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def understood(path: Path) -> Iterator[None]:
+def understood(path: Place) -> Iterator[None]:
     """Report an exception that malformed manifest values cause as a CheckpointCorruptError."""
     try:
         yield
@@ -57,12 +56,12 @@ def understood(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _removed_on_error(partial: Path) -> Iterator[None]:
+def _removed_on_error(partial: Place) -> Iterator[None]:
     try:
         yield
     except BaseException:
         with contextlib.suppress(OSError):
-            files.remove_tree(partial)
+            remove_tree(partial)
         raise
 
 
@@ -84,7 +83,7 @@ class _Count:
 
 
 def _content(
-    source: Path, manifest: Manifest, header: bytes, wanted: Iterable[str], dtype: torch.dtype | None = None
+    source: Place, manifest: Manifest, header: bytes, wanted: Iterable[str], dtype: torch.dtype | None = None
 ) -> Iterator[memoryview]:
     """Yield the bytes of a file: its header, then tensors of a checkpoint in order, verified as they are read."""
     yield memoryview(header)
@@ -95,12 +94,12 @@ def _content(
         for block in whole_box(each.shape).blocks(_AT_ONCE // each.dtype.itemsize)
     )
     for batch in batches(blocks, lambda block: block[1].numel * saved[block[0]].dtype.itemsize, _AT_ONCE):
-        reader = Reader(source, manifest)
         filled = [(key, Part(box, torch.empty(box.shape, dtype=saved[key].dtype))) for key, box in batch]
-        for key, part in filled:
-            reader.want_part(key, part)
-        reader.check(True)
-        reader.copy()
+        with Reader(source, manifest) as reader:
+            for key, part in filled:
+                reader.want_part(key, part)
+            reader.check(True)
+            reader.copy()
         for _, part in filled:
             cast = dtype is not None and part.local.is_floating_point()
             yield bytes_of(part.local.to(dtype) if cast else part.local)
@@ -113,7 +112,7 @@ def _content(
 class Exported:
     """Result of an export: directory, file names, number of tensors, and their bytes."""
 
-    path: Path
+    path: Place
     files: tuple[str, ...]
     tensors: int
     bytes: int
@@ -133,7 +132,7 @@ def export_safetensors(
 
     Args:
         directory: directory that was passed to `save`, or one checkpoint in it.
-        out: directory to create. It must not exist, and appears only when all files are on disk.
+        out: directory to create, or a URL. It must not exist, and appears only when all files are on disk.
         name: name of the module in the state. Default: "model", or the only module if there is only one.
         dtype: dtype of floating-point tensors. Default: unchanged.
         shard_bytes: maximum bytes of tensors in one file. A tensor is never split.
@@ -144,10 +143,8 @@ def export_safetensors(
         ShardConfigValueError: `out` exists, there is no such module, or safetensors has no name for a dtype.
         CheckpointError: the checkpoint cannot be read, as in `verify`. Nothing is written then.
     """
-    out = Path(out)
+    target = directory_of(out, "out")
     checkpoint, manifest = open_manifest(directory, step)
-    if os.path.lexists(out):
-        raise ShardConfigValueError(f"out: {out} exists; pass a directory that does not exist")
     with understood(checkpoint.path):
         weights = _weights(manifest, name, dtype)
     ties = {tie: each.name for each in weights for tie in each.ties}  # as `safetensors.torch.save_model` records them
@@ -156,18 +153,16 @@ def export_safetensors(
     by_name = {each.name: each for each in weights}
     total = sum(each.size for each in weights)
     count = _Count(total + sum(len(part.header) for part in parts), progress)
-    partial = out.with_name(f".{out.name}.tmp-{secrets.token_hex(6)}")
-    files.make_directory(partial)
+    partial = begin(target, "out")
     with _removed_on_error(partial):
         for part in parts:
             wanted = [by_name[each].key for each in part.names if by_name[each].size]
             content = _content(checkpoint.path, manifest, part.header, wanted, dtype)
-            write(files.NewFile(partial / part.name), count.over(content), manifest.algorithm)
+            write(created(partial / part.name, part.size), count.over(content), manifest.algorithm)
         if index is not None:
-            files.write_file(partial / "model.safetensors.index.json", index)
-        files.sync_directory(partial)
-        files.rename(partial, out)
-    return Exported(out, tuple(part.name for part in parts), len(weights), total)
+            write_file(partial / "model.safetensors.index.json", index)
+        commit(partial, target)
+    return Exported(target, tuple(part.name for part in parts), len(weights), total)
 
 
 class _Weight(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +16,17 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError, CheckpointMismatchError, ShardConfigValueError
-from ._exchange import ROOT, Imported, Options, aliases_of, begin, commit, fill, unwrapped
+from ._dcp_store import StoreWriter
+from ._exchange import ROOT, Imported, Options, aliases_of, fill, unwrapped
 from ._format.dcp import Stored, check, read_stored
 from ._format.manifest import Manifest, SavedTensor
 from ._format.values import encode
 from ._full.entries import parameters_of
 from ._full.names import plain_name
 from ._full.tensors import Holdings
-from ._io import files
+from ._io.objects import ObjectPath
+from ._io.places import Place, remove_tree
+from ._places import absolute, begin, commit, directory_of
 from ._ranks import Ranks, compare
 from ._state import ModuleContent, Stateful, leaves
 
@@ -46,7 +48,7 @@ def import_dcp(
     The number of ranks and the meshes may differ from those of the save.
 
     Args:
-        path: directory that was passed to `torch.distributed.checkpoint.save`.
+        path: directory or URL that was passed to `torch.distributed.checkpoint.save`.
         state: state to load into, as for `load`, by the names that were saved. Pass
             ``{"model": model, "optimizer": optimizer}`` if the results of `get_state_dict` were saved under these
             names. Pass a model if its state dict itself was saved. Objects with ``state_dict`` and ``load_state_dict``,
@@ -83,17 +85,17 @@ def import_dcp(
 
 def export_dcp(
     path: str | os.PathLike[str], state: Mapping[str, Any], *, process_group: dist.ProcessGroup | None = None
-) -> Path:
+) -> Place:
     """Write a DCP checkpoint, as `torch.distributed.checkpoint.save` does.
 
     This is a collective: all ranks must call it with the same path.
 
     Modules and optimizers are saved in the format of torch's `get_model_state_dict` and `get_optimizer_state_dict`, so
     FSDP2 can load them with `torch.distributed.checkpoint.load` and `set_state_dict`. The directory gets its final name
-    only when all files are on disk.
+    only when all files are on disk. In a store, `.metadata` is written last.
 
     Args:
-        path: directory to create. It must not exist.
+        path: directory to create, or a URL. It must not exist.
         state: modules, their optimizers, and values that DCP can save, by name.
         process_group: process group of the ranks that save. Default: all ranks.
 
@@ -110,7 +112,7 @@ def export_dcp(
     ranks = Ranks(process_group)
     ranks.meet("export a DCP checkpoint")
     directory, said = ranks.together_and_tell(
-        lambda: Path(path), lambda directory: ({"path": os.path.abspath(directory)}, _ranks_of(state))
+        lambda: directory_of(path, "path"), lambda directory: ({"path": absolute(directory)}, _ranks_of(state))
     )
     compare("export_dcp", [about for about, _ in said])
     _check_complete(dict(zip(ranks.everyone, [entries for _, entries in said], strict=True)))
@@ -119,7 +121,10 @@ def export_dcp(
         content = ranks.together(lambda: _state_dicts(state))
         try:
             alone = not (dist.is_available() and dist.is_initialized())
-            save(content, checkpoint_id=partial, process_group=process_group, no_dist=alone)
+            where: dict[str, Any] = {"checkpoint_id": partial}
+            if isinstance(partial, ObjectPath):
+                where = {"storage_writer": StoreWriter(partial)}
+            save(content, **where, process_group=process_group, no_dist=alone)
         except CheckpointException as error:  # raised on all ranks; it is not a subclass of Exception
             failed = "; ".join(f"rank {rank}: {each[0]}" for rank, each in error.failures.items())
             raise CheckpointError(f"{directory} could not be written: {failed}") from error
@@ -127,20 +132,20 @@ def export_dcp(
     except BaseException:
         if ranks.rank == 0:
             with contextlib.suppress(OSError):
-                files.remove_tree(partial)
+                remove_tree(partial)
         raise
     return directory
 
 
 def _agreed(
     ranks: Ranks, path: str | os.PathLike[str], state: Mapping[str, Any] | nn.Module, options: dict[str, bool]
-) -> tuple[Path, set[str] | None]:
+) -> tuple[Place, set[str] | None]:
     """Check that the options of an import are equal on all ranks. Return the path and the entries that any rank loads.
 
     The entries are None if a rank loads all of them. Ranks may load different entries.
     """
     (where, _), said = ranks.together_and_tell(
-        lambda: (Path(path), None if isinstance(state, nn.Module) else tuple(state)),
+        lambda: (directory_of(path, "path"), None if isinstance(state, nn.Module) else tuple(state)),
         lambda asked: (options, asked[1]),
     )
     compare("import_dcp", [about for about, _ in said])

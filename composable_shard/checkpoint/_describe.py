@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ._convert import keys, understood
-from ._format import commits
+from ._format.commits import run_at
 from ._format.manifest import Manifest, SavedTensor, name_of
+from ._places import directory_of
 from ._pruning import open_manifest
 
 
@@ -97,10 +97,10 @@ def describe(directory: str | os.PathLike[str], step: int | None = None) -> Info
     Raises:
         CheckpointError: there is no checkpoint, or its manifest is damaged.
     """
-    directory = Path(directory)
     checkpoint, manifest = open_manifest(directory, step)
-    steps = tuple(each.step for each in commits.committed(directory))
-    newest = commits.newest(directory) if steps else None
+    run = run_at(directory_of(directory))
+    steps = tuple(each.step for each in run.committed())
+    newest = run.newest() if steps else None
     ties: dict[str, list[str]] = {}
     for alias, key in manifest.aliases.items():
         ties.setdefault(key, []).append(alias)
@@ -120,7 +120,7 @@ def describe(directory: str | os.PathLike[str], step: int | None = None) -> Info
         entries=tuple(entries),
         committed=steps,
         latest=None if newest is None else newest.step,
-        partial=tuple(each.name for each in commits.partials(directory)),
+        partial=tuple(each.name for each in run.partials()),
     )
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import ShardConfigValueError
 from ._fitting import fit as fit_state
 from ._format.manifest import Manifest, SavedTensor
 from ._full.tensors import Holdings
-from ._io import files
+from ._io.places import Place, opened, place, read_range
 from ._load import differences, mismatch
 from ._load import fill as fill_target
 from ._ranks import Ranks
@@ -59,7 +55,7 @@ class Options:
     concerns: Callable[[str], bool] | None = None
 
 
-def fill(ranks: Ranks, where: Path, manifest: Manifest, state: Mapping[str, Any], options: Options) -> Imported:
+def fill(ranks: Ranks, where: Place, manifest: Manifest, state: Mapping[str, Any], options: Options) -> Imported:
     """Fill a state. Nothing changes unless everything matches.
 
     Raises:
@@ -89,25 +85,6 @@ def _plainly(text: str) -> str:
     return text.replace(f"{ROOT}.", "")
 
 
-def begin(directory: Path) -> Path:
-    """Make a temporary directory next to `directory`. `commit` renames it to `directory`.
-
-    Raises:
-        ShardConfigValueError: `directory` already exists.
-    """
-    if os.path.lexists(directory):
-        raise ShardConfigValueError(f"path: {directory} exists; pass a path that does not exist")
-    partial = directory.with_name(f".{directory.name}.tmp-{secrets.token_hex(6)}")
-    files.make_directory(partial)
-    return partial
-
-
-def commit(partial: Path, directory: Path) -> None:
-    """Give the directory its final name, when all files are on disk."""
-    files.sync_directory(partial)
-    files.rename(partial, directory)
-
-
 def aliases_of(held: Holdings, tensors: Mapping[str, SavedTensor]) -> dict[str, str]:
     """Map names of tied weights to the name in the files from which they get their values.
 
@@ -132,9 +109,9 @@ def _same(one: SavedTensor, two: SavedTensor) -> bool:
     for first, second in zip(one.pieces, two.pieces, strict=True):
         if first.box != second.box:
             return False
-        with files.opened(Path(first.file)) as left, files.opened(Path(second.file)) as right:
+        with opened(place(first.file)) as left, opened(place(second.file)) as right:
             for at in range(0, first.end - first.begin, _AT_ONCE):
                 count = min(_AT_ONCE, first.end - first.begin - at)
-                if os.pread(left, count, first.begin + at) != os.pread(right, count, second.begin + at):
+                if read_range(left, first.begin + at, count) != read_range(right, second.begin + at, count):
                     return False
     return True

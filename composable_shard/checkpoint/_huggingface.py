@@ -9,7 +9,6 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from ..errors import (
     ShardConfigTypeError,
     ShardConfigValueError,
 )
-from ._exchange import ROOT, Imported, Options, aliases_of, begin, commit, fill, unwrapped
+from ._exchange import ROOT, Imported, Options, aliases_of, fill, unwrapped
 from ._format.huggingface import Described, Part, Stored, lay_out_parts, read_stored
 from ._format.manifest import SAFETENSORS, Manifest, SavedTensor, name_of
 from ._format.writing import bytes_of
@@ -31,7 +30,8 @@ from ._full.ranks import Together
 from ._full.tensors import Held, Holdings, ranks_of
 from ._full.transfer import Part as Gathered
 from ._full.transfer import gathered
-from ._io import files
+from ._io.places import Place, Writing, created, place, remove_tree, size_of, write_file
+from ._places import absolute, begin, commit, directory_of
 from ._ranks import Ranks, compare
 
 Rename = Callable[[str], str | None]
@@ -48,7 +48,7 @@ def export_safetensors(
     rename: Rename | None = None,
     adapter: str | None = None,
     extra_files: Mapping[str, str | bytes] | None = None,
-) -> Path:
+) -> Place:
     """Write a model in Hugging Face's layout: `model.safetensors`, or several files and an index.
 
         texts = {"config.json": config.to_json_string()}
@@ -62,7 +62,7 @@ def export_safetensors(
     only when all files are on disk, so it is either complete or does not exist.
 
     Args:
-        path: directory to create. It must not exist.
+        path: directory to create, or a URL. It must not exist.
         model: sharded or unsharded model. Tied weights are written once, under their first name. Buffers are those of
             rank 0.
         dtype: dtype of floating-point tensors in the files. Default: unchanged. Packed weights always keep their dtype.
@@ -87,17 +87,17 @@ def export_safetensors(
     ranks = Together(ranks_of(model))
     ranks.meet("export weights")
 
-    def prepare() -> tuple[Holdings, Path, dict[str, Held], list[Described], dict[str, str | bytes]]:
+    def prepare() -> tuple[Holdings, Place, dict[str, Held], list[Described], dict[str, str | bytes]]:
         held = Holdings(model)
         held.check_material("export_safetensors")
         _check_arguments(dtype, max_shard_size, rename, adapter)
         chosen = _chosen(held, _renaming(rename, adapter))
-        return held, Path(path), chosen, _described(chosen, dtype), _checked_files(extra_files)
+        return held, directory_of(path, "path"), chosen, _described(chosen, dtype), _checked_files(extra_files)
 
     (held, directory, chosen, described, extra), said = ranks.together_and_tell(
         prepare,
         lambda made: (
-            {"path": os.path.abspath(made[1]), "dtype": dtype, "max_shard_size": max_shard_size, "adapter": adapter},
+            {"path": absolute(made[1]), "dtype": dtype, "max_shard_size": max_shard_size, "adapter": adapter},
             hashlib.sha256(repr(made[3]).encode()).digest(),
         ),
     )
@@ -119,7 +119,7 @@ def export_safetensors(
     except BaseException:
         if writer is not None:
             with contextlib.suppress(OSError):
-                files.remove_tree(partial)
+                remove_tree(partial)
         raise
     return directory
 
@@ -167,9 +167,9 @@ def import_safetensors(
     ranks.meet("import weights")
     model = unwrapped(model)
 
-    def check() -> Path:
+    def check() -> Place:
         _check_renaming(rename, adapter)
-        return Path(path)
+        return directory_of(path, "path")
 
     about = {"strict": strict, "cast": cast, "adapter": adapter}
     where, said = ranks.together_and_tell(check, lambda _: about)
@@ -282,10 +282,10 @@ def _checked_files(extra: Mapping[str, str | bytes] | None) -> dict[str, str | b
 class _Writer:
     """Writes the files of a model. `take` must be called with the tensors in the order of the files."""
 
-    def __init__(self, directory: Path, parts: list[Part]) -> None:
+    def __init__(self, directory: Place, parts: list[Part]) -> None:
         self._directory = directory
         self._places = ((part, name) for part in parts for name in part.names)
-        self._file: files.NewFile | None = None
+        self._file: Writing | None = None
         self._error: Exception | None = None
 
     def take(self, key: str, tensor: torch.Tensor) -> None:
@@ -296,7 +296,7 @@ class _Writer:
             part, name = next(self._places)
             assert name == key
             if self._file is None:
-                self._file = files.NewFile(self._directory / part.name)
+                self._file = created(self._directory / part.name, part.size)
                 self._file.write(memoryview(part.header))
             self._file.write(bytes_of(tensor))
             if key == part.names[-1]:
@@ -305,7 +305,7 @@ class _Writer:
         except Exception as error:
             self._error = error
 
-    def finish(self, extra: Mapping[str, str | bytes], directory: Path) -> None:
+    def finish(self, extra: Mapping[str, str | bytes], directory: Place) -> None:
         """Write the other files after all tensors are written, and give the directory its final name."""
         if self._error is None and (left := next(self._places, None)) is not None:
             self._error = CheckpointError(f"{left[1]} was not gathered")
@@ -314,7 +314,7 @@ class _Writer:
                 self._file.close()
             raise CheckpointError(f"{directory} could not be written: {self._error}") from self._error
         for name, content in extra.items():
-            files.write_file(self._directory / name, content.encode() if isinstance(content, str) else content)
+            write_file(self._directory / name, content.encode() if isinstance(content, str) else content)
         commit(self._directory, directory)
 
 
@@ -352,7 +352,7 @@ def _check_sizes(stored: Stored) -> None:
     """Check that this rank sees files of the same sizes as rank 0."""
     for path, size in stored.sizes.items():
         try:
-            own = files.size_of(Path(path))
+            own = size_of(place(path))
         except OSError as error:
             raise CheckpointCorruptError(f"{path}: {error.strerror}") from None
         if own != size:

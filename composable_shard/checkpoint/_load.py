@@ -7,7 +7,6 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +14,11 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError, CheckpointMismatchError, ShardConfigTypeError
 from ._fitting import fit as fit_state
-from ._format import commits
+from ._format.commits import Committed, manifest_of, run_at
 from ._format.manifest import Manifest
 from ._format.reading import Reader, manifest_bytes
+from ._io.places import Place
+from ._places import directory_of
 from ._ranks import Ranks, compare
 from ._target import Target
 
@@ -37,7 +38,7 @@ class Loaded:
     """
 
     step: int
-    path: Path
+    path: Place
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     bytes_read: int
@@ -68,7 +69,7 @@ def load(
     has read in step 1.
 
     Args:
-        directory: directory that was passed to `save`, or one checkpoint in it.
+        directory: directory or URL that was passed to `save`, or one checkpoint in it.
         state: state to load into, by the names that were saved. Other entries of the checkpoint are ignored, so
             ``{"model": model}`` loads only weights. Modules and tensors are filled in place. For tensors on the meta
             device, memory is allocated, except for non-persistent buffers, which are not saved. Optimizers need not
@@ -127,7 +128,7 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def fill(ranks: Ranks, target: Target, path: Path, manifest: Manifest, verify: bool | None) -> int:
+def fill(ranks: Ranks, target: Target, path: Place, manifest: Manifest, verify: bool | None) -> int:
     """Read the tensors of a target, fill the state, and return the number of bytes read.
 
     If `verify` is None, the caller has already checked the files.
@@ -171,27 +172,26 @@ def _or_in_part(work: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def _checked(directory: str | os.PathLike[str], step: int | None) -> Path:
-    if not isinstance(directory, (str, os.PathLike)):
-        raise ShardConfigTypeError(f"directory: {directory!r} is a {type(directory).__name__}; pass a path")
+def _checked(directory: str | os.PathLike[str], step: int | None) -> Place:
+    path = directory_of(directory)
     if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
         raise ShardConfigTypeError(f"step: {step!r} is a {type(step).__name__}; pass an int")
-    return Path(directory)
+    return path
 
 
-def find_manifest(ranks: Ranks, directory: Path, step: int | None) -> tuple[commits.Committed, Manifest]:
+def find_manifest(ranks: Ranks, directory: Place, step: int | None) -> tuple[Committed, Manifest]:
     """The checkpoint that rank 0 finds, and its manifest."""
 
-    def first() -> tuple[commits.Committed, bytes]:
-        checkpoint = commits.find(directory, step)
+    def first() -> tuple[Committed, bytes]:
+        checkpoint = run_at(directory).find(step)
         return checkpoint, manifest_bytes(checkpoint.path)
 
     checkpoint, data = ranks.first_alone(first)
-    manifest = ranks.together(lambda: commits.manifest_of(checkpoint, data))
+    manifest = ranks.together(lambda: manifest_of(checkpoint, data))
     return checkpoint, manifest
 
 
-def _fit(target: Target, state: Mapping[str, Any], path: Path) -> None:
+def _fit(target: Target, state: Mapping[str, Any], path: Place) -> None:
     fit_state(target, state)
     if target.problems:
         raise mismatch(path, target.problems)
@@ -210,7 +210,7 @@ def differences(said: list[tuple[list[str], list[str]]]) -> tuple[tuple[str, ...
     return tuple(missing), tuple(name for name in said[0][1] if name in known)
 
 
-def mismatch(path: Path, problems: list[str]) -> CheckpointMismatchError:
+def mismatch(path: Place, problems: list[str]) -> CheckpointMismatchError:
     more = f"\n  and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
     listed = "".join(f"\n  {each}" for each in problems[:_MOST_NAMED])
     return CheckpointMismatchError(f"{path} does not match the state to load into:{listed}{more}")

@@ -6,11 +6,11 @@ import multiprocessing.util
 import os
 import sys
 import threading
-from pathlib import Path
 
 import torch.distributed as dist
 
 from ..errors import CheckpointError
+from ._io.places import Place
 from ._io.process import WriterProcess
 
 
@@ -21,7 +21,7 @@ class PendingSave:
         self._step = step
         self._written, self._total = 0, total  # bytes of this rank
         self._ended = threading.Event()
-        self._path: Path | None = None
+        self._path: Place | None = None
         self._error: BaseException | None = None
         self._raised = False  # whether the error was raised in the user's code
 
@@ -43,7 +43,7 @@ class PendingSave:
         """Whether the save has ended, with or without an error."""
         return self._ended.is_set()
 
-    def result(self, timeout: float | None = None) -> Path:
+    def result(self, timeout: float | None = None) -> Place:
         """Wait until the save has ended.
 
         Args:
@@ -73,7 +73,7 @@ class PendingSave:
         """Record the number of bytes written so far."""
         self._written = written
 
-    def _succeed(self, path: Path) -> None:
+    def _succeed(self, path: Place) -> None:
         """Record that the checkpoint is committed."""
         self._path = path
         self._ended.set()

@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..errors import CheckpointCorruptError, CheckpointError, ShardConfigValueError
-from ._format import commits
+from ._format.commits import Committed, manifest_of, run_at
 from ._format.manifest import Manifest
 from ._format.reading import file_problem, manifest_bytes
-from ._io import files
 from ._io.digests import BLOCK
+from ._io.places import Place
+from ._places import directory_of
 
-_STEM = len("step-00000000")
 _BLOCKS_AT_ONCE = 64  # blocks between two calls of `progress`
 
 
 def latest(directory: str | os.PathLike[str]) -> int | None:
     """Return the step of the checkpoint that `load` reads by default, or None if there is no checkpoint.
 
-    This reads only file names and is not a collective. If ranks act on the result, they must see the same file system.
+    This reads only file names and is not a collective. If ranks act on the result, they must see the same directory.
 
     Raises:
         CheckpointUnsafeError, CheckpointCorruptError: the file LATEST was not written by this library, or is damaged.
     """
-    checkpoint = commits.newest(Path(directory))
+    checkpoint = run_at(directory_of(directory)).newest()
     return None if checkpoint is None else checkpoint.step
 
 
-def prune(directory: str | os.PathLike[str], *, keep: int) -> list[Path]:
+def prune(directory: str | os.PathLike[str], *, keep: int) -> list[Place]:
     """Delete all checkpoints except the newest ones, and files that interrupted saves have left.
 
     The latest checkpoint is always kept. Call this on one rank, while no rank saves.
@@ -49,25 +47,13 @@ def prune(directory: str | os.PathLike[str], *, keep: int) -> list[Path]:
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ShardConfigValueError(f"keep: {keep!r} is not a number of checkpoints; pass at least 1")
-    root = Path(directory)
+    root = directory_of(directory)
     try:
-        return _removed(root, keep)
+        return run_at(root).prune(keep)
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{root}: old checkpoints cannot be deleted: {error}") from error
-
-
-def _removed(root: Path, keep: int) -> list[Path]:
-    removed = []
-    for path in (*commits.removable(root, keep), *commits.leftovers(root)):
-        gone = path
-        if not path.name.startswith("."):  # rename it first, so that it is no checkpoint if the deletion is interrupted
-            gone = path.with_name(f".{path.name[:_STEM]}.tmp-{secrets.token_hex(6)}")
-            files.rename(path, gone)
-        files.remove_tree(gone)
-        removed.append(path)
-    return removed
 
 
 @dataclass(frozen=True)
@@ -75,7 +61,7 @@ class Verified:
     """Result of `verify` for an intact checkpoint: its step, its path, and the files and bytes that were read."""
 
     step: int
-    path: Path
+    path: Place
     files: int
     bytes: int
 
@@ -115,7 +101,7 @@ def verify(
     return Verified(manifest.step, checkpoint.path, len(manifest.files), read)
 
 
-def open_manifest(directory: str | os.PathLike[str], step: int | None = None) -> tuple[commits.Committed, Manifest]:
+def open_manifest(directory: str | os.PathLike[str], step: int | None = None) -> tuple[Committed, Manifest]:
     """Find a checkpoint and read its manifest in this process, without the other ranks."""
-    checkpoint = commits.find(Path(directory), step)
-    return checkpoint, commits.manifest_of(checkpoint, manifest_bytes(checkpoint.path))
+    checkpoint = run_at(directory_of(directory)).find(step)
+    return checkpoint, manifest_of(checkpoint, manifest_bytes(checkpoint.path))

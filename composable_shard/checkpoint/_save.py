@@ -6,8 +6,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,13 +17,15 @@ from torch.distributed.tensor import DTensor
 from .._plan.boxes import Box
 from ..errors import CheckpointError, CheckpointMismatchError, ShardConfigTypeError, ShardConfigValueError
 from ._collect import Collected, collect
-from ._format import commits
 from ._format.boxes import parts_of, plain
+from ._format.commits import Attempt, Run, run_at
 from ._format.manifest import Manifest, Piece, SavedFile, SavedTensor, name_of
 from ._format.writing import FileLayout, bytes_of, stream, write
-from ._io import digests, files
+from ._io import digests
+from ._io.places import Place, created
 from ._layouts import layout_of
 from ._pending import background
+from ._places import directory_of
 from ._pruning import prune as prune_directory
 from ._ranks import Ranks, compare
 
@@ -39,7 +40,7 @@ def save(
     keep: int | None = None,
     overwrite: bool = False,
     process_group: dist.ProcessGroup | None = None,
-) -> Path:
+) -> Place:
     """Save a state to a new checkpoint.
 
     This is a collective: all ranks must call it with the same arguments.
@@ -49,7 +50,8 @@ def save(
     is renamed when all files are on disk. Then `LATEST` names it. Until then the previous checkpoint is the latest.
 
     Args:
-        directory: directory of the run's checkpoints. Created if it does not exist. All ranks must see the same one.
+        directory: directory of the run's checkpoints, or a URL such as ``s3://bucket/run``. Created if it does not
+            exist. All ranks must see the same one.
         state: what to save, by name: modules, optimizers, objects with ``state_dict`` and ``load_state_dict``
             (schedulers, data loaders), tensors, DTensors, generators, numbers, strings, and dictionaries and lists of
             these. Wrap values that differ between ranks in `PerRank`. If a module's buffers differ between ranks, those
@@ -62,7 +64,7 @@ def save(
         process_group: process group of the ranks that save. Default: all ranks.
 
     Returns:
-        The path of the checkpoint.
+        The path of the checkpoint. For a URL, `str` of it is the URL of the checkpoint.
 
     Raises:
         ShardConfigTypeError: a value in the state cannot be saved without pickle.
@@ -95,7 +97,7 @@ def prune(ranks: Ranks, request: Request) -> None:
 class Request:
     """The checked arguments of a save."""
 
-    directory: Path
+    directory: Place
     step: int
     overwrite: bool
     algorithm: str
@@ -108,8 +110,7 @@ class Request:
         Raises:
             ShardConfigTypeError, ShardConfigValueError: an argument is invalid.
         """
-        if not isinstance(directory, (str, os.PathLike)):
-            raise ShardConfigTypeError(f"directory: {directory!r} is a {type(directory).__name__}; pass a path")
+        path = directory_of(directory)
         if isinstance(step, bool) or not isinstance(step, int):
             raise ShardConfigTypeError(f"step: {step!r} is a {type(step).__name__}; pass an int")
         if not 0 <= step < 10**18:
@@ -118,7 +119,7 @@ class Request:
             raise ShardConfigValueError(
                 f"keep: {keep!r} is not a number of checkpoints; pass at least 1, or None to keep all"
             )
-        return Request(Path(directory), step, overwrite, digests.best(), keep)
+        return Request(path, step, overwrite, digests.best(), keep)
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Prepared:
     """A save that all ranks have agreed on, with this rank's part of it."""
 
     request: Request
-    attempt: commits.Attempt
+    attempt: Attempt
     layout: FileLayout
     known: Known
 
@@ -160,13 +161,13 @@ def prepare(
     taken, said = ranks.together_and_tell(lambda: _take(ranks, asked(), state), lambda each: (each.about, each.digest))
     request, collected = taken.request, taken.collected
     holders = _agree(ranks, taken, said)
-    attempt: commits.Attempt | None = None
+    run, attempt = run_at(request.directory), None
 
     def lay() -> FileLayout:
         nonlocal attempt
         layout = layout_of(ranks, collected, holders)
         if ranks.rank == 0:
-            attempt = commits.begin(request.directory, request.step, request.overwrite)
+            attempt = run.begin(request.step, request.overwrite)
         if stage is not None:
             stage(layout)
         return layout
@@ -175,19 +176,24 @@ def prepare(
         layout, attempts = ranks.together_and_tell(lay, lambda _: attempt)
     except BaseException:
         if attempt is not None:
-            remove(attempt)
+            _remove(run, attempt)
         raise
     first = attempts[0]
     assert first is not None
+    layout = replace(layout, name=first.named(layout.name))
     kinds = {k: (t.dtype, tuple(t.shape)) for k, t in (*collected.tensors.items(), *collected.own.items())}
     known = Known(kinds, collected.aliases, collected.values, collected.per_rank)
     return Prepared(request, first, layout, known)
 
 
-def remove(attempt: commits.Attempt) -> None:
+def remove(prepared: Prepared) -> None:
     """Delete the files of a failed save. Files that cannot be deleted are left to `prune` and are never loaded."""
+    _remove(run_at(prepared.request.directory), prepared.attempt)
+
+
+def _remove(run: Run, attempt: Attempt) -> None:
     with contextlib.suppress(OSError):
-        files.remove_tree(attempt.partial)
+        run.remove(attempt)
 
 
 @dataclass(frozen=True)
@@ -238,23 +244,19 @@ def _places(collected: Collected) -> dict[str, list[int]]:
 
 
 @contextlib.contextmanager
-def _removed_if_it_fails(ranks: Ranks, attempt: commits.Attempt) -> Iterator[None]:
+def _removed_if_it_fails(ranks: Ranks, prepared: Prepared) -> Iterator[None]:
     """Delete the files of a save if the context raises."""
     try:
         yield
     except BaseException:
         if ranks.rank == 0:
-            remove(attempt)
+            remove(prepared)
         raise
 
 
-def see(attempt: commits.Attempt) -> None:
+def see(prepared: Prepared) -> None:
     """Raise ShardConfigValueError if this rank does not see the directory that rank 0 has made."""
-    if not attempt.partial.is_dir():
-        raise ShardConfigValueError(
-            f"directory: rank 0 has created {attempt.partial}, but this rank does not see it; all ranks must save to "
-            "the same shared file system"
-        )
+    run_at(prepared.request.directory).check_seen(prepared.attempt)
 
 
 def _agree(ranks: Ranks, taken: _Taken, said: list[tuple[dict[str, Any], bytes]]) -> dict[str, list[int]]:
@@ -343,23 +345,24 @@ def _shared(value: Any) -> Any:
 
 def write_own(prepared: Prepared, tell: Callable[[int], None] | None = None) -> SavedFile:
     """Write this rank's file. `tell` is called with the number of bytes written so far."""
-    file = files.NewFile(prepared.attempt.partial / prepared.layout.name)
+    file = created(prepared.attempt.partial / prepared.layout.name, prepared.layout.size)
     return write(file, stream(prepared.layout), prepared.request.algorithm, tell)
 
 
-def finish(ranks: Ranks, prepared: Prepared, written: Callable[[], SavedFile]) -> Path:
+def finish(ranks: Ranks, prepared: Prepared, written: Callable[[], SavedFile]) -> Place:
     """Write every rank's file and commit. If a rank fails, the files of the save are deleted."""
     attempt = prepared.attempt
 
     def write_if_seen() -> SavedFile:
-        see(attempt)
+        see(prepared)
         return written()
 
-    with _removed_if_it_fails(ranks, attempt):
+    with _removed_if_it_fails(ranks, prepared):
         saved = ranks.together(write_if_seen)
         pieces = list(prepared.layout.pieces())
         parts = ranks.gather_on_first(_Part(prepared.layout.name, saved, pieces, prepared.known))
-        ranks.first_alone(lambda: commits.commit(attempt, _merged(prepared.request, attempt, parts)))
+        run = run_at(prepared.request.directory)
+        ranks.first_alone(lambda: run.commit(attempt, _merged(prepared.request, attempt, parts)))
     return attempt.final
 
 
@@ -373,8 +376,8 @@ class _Part:
     known: Known
 
 
-def _merged(request: Request, attempt: commits.Attempt, parts: list[_Part]) -> Manifest:
-    manifest = Manifest(request.step, attempt.partial.name.rpartition("-")[2], len(parts), request.algorithm)
+def _merged(request: Request, attempt: Attempt, parts: list[_Part]) -> Manifest:
+    manifest = Manifest(request.step, attempt.identity, len(parts), request.algorithm)
     pieces: dict[str, dict[Box, Piece]] = {}
     for part in parts:
         manifest.files[part.file] = part.saved

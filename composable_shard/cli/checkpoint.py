@@ -16,6 +16,7 @@ from .._plan.text import count
 from ..checkpoint._convert import export_safetensors
 from ..checkpoint._describe import Info, TensorInfo, describe, grouped
 from ..checkpoint._format.manifest import DTYPES
+from ..checkpoint._places import directory_of
 from ..errors import CheckpointError, ComposableShardError
 from .terminal import add_debug, aligned, in_bytes, printable, progress, say_error, size
 
@@ -49,7 +50,7 @@ def add_command(commands: Any) -> None:
     prune = _add(actions, "prune", _prune, "remove all except the newest checkpoints, and files of interrupted saves")
     prune.add_argument("--keep", metavar="N", type=int, required=True, help="number to keep; the latest is always kept")
     export = _add(actions, "export", _export, "write the weights of a module as safetensors, in Hugging Face's layout")
-    export.add_argument("out", metavar="OUT", type=Path, help="a directory that does not exist yet")
+    export.add_argument("out", metavar="OUT", help="a directory or URL that does not exist yet")
     export.add_argument("--name", help='name of the module in the state (default: "model", or the only one)')
     export.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="dtype of floating-point tensors")
     export.add_argument(
@@ -61,7 +62,7 @@ def _add(
     actions: Any, name: str, action: Callable[[argparse.Namespace], _Answer], text: str
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
-    parser.add_argument("directory", metavar="DIR", type=Path, help="directory of checkpoints, or one of them")
+    parser.add_argument("directory", metavar="DIR", help="directory or URL of checkpoints, or one of them")
     if name != "prune":
         parser.add_argument("--step", type=int, help="step of the checkpoint (default: the latest)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, also for errors")
@@ -72,7 +73,8 @@ def _add(
 
 def _run(action: _Action, parsed: argparse.Namespace, parser: Any) -> int:
     try:
-        if not parsed.directory.is_dir():
+        parsed.directory = directory_of(parsed.directory)
+        if isinstance(parsed.directory, Path) and not parsed.directory.is_dir():
             raise NotADirectoryError(f"{parsed.directory} is not a directory")
         answer, text = action(parsed)
     except (ComposableShardError, OSError) as error:

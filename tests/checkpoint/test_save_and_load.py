@@ -504,7 +504,7 @@ def test_pipeline_stages_need_different_names(rank, world, tmp_path):
 @pytest.mark.parametrize("save", [checkpoint.save, lambda *args, **kw: checkpoint.async_save(*args, **kw).result()])
 def test_values_that_could_not_be_loaded_are_not_saved(tmp_path, monkeypatch, value, what, save):
     checkpoint.save(tmp_path, {"x": 1}, step=0)
-    monkeypatch.setattr("composable_shard.checkpoint._format.commits.MOST_BYTES", 1000)
+    monkeypatch.setattr("composable_shard.checkpoint._format.run.MOST_BYTES", 1000)
     with pytest.raises((cs.errors.ShardConfigValueError, cs.errors.CheckpointError), match=what):
         save(tmp_path, {"x": value}, step=1, keep=1)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000000"]

@@ -32,7 +32,7 @@ TUTORIALS = {
 }
 # Test files that take seconds. `make test` runs all tests in the checkout.
 TESTS = ("tests/tools/test_words.py", "tests/plan/test_layout.py", "tests/planner/test_link_fit.py")
-EXTRAS = "cli,plot,checkpoint"
+EXTRAS = "cli,plot,checkpoint,remote"
 PASSED, FAILED = "passed", "failed"
 
 

@@ -8,7 +8,9 @@ module finds the byte range of each tensor, so that it can be read like a tensor
 from __future__ import annotations
 
 import collections
+import contextlib
 import io
+import itertools
 import os
 import pickle
 import re
@@ -16,7 +18,6 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
@@ -28,7 +29,9 @@ from ...errors import (
     CheckpointMismatchError,
     CheckpointUnsafeError,
 )
-from .._io import files
+from .._io.files import buffer as new_buffer
+from .._io.objects import ObjectPath, OpenObject
+from .._io.places import Place, RangeFile, Reading, opened, place, read_file, read_range, resolved, size_of
 from .boxes import parts_of
 from .manifest import Piece, SavedTensor, as_count
 from .reading import copies_for
@@ -36,6 +39,7 @@ from .reading import copies_for
 METADATA = ".metadata"
 _MOST_METADATA = 1 << 30  # bytes
 _AT_ONCE = 1 << 23
+_END = 1 << 13  # bytes at each end of an archive that hold everything except the tensor, usually
 _FILE_NAME = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp", re.ASCII)
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": (
@@ -79,7 +83,7 @@ class Stored:
     sizes: dict[str, int] = field(default_factory=dict)
 
 
-def read_stored(directory: Path, names: Iterable[str] | None) -> Stored:
+def read_stored(directory: Place, names: Iterable[str] | None) -> Stored:
     """Find the byte ranges of the tensors in a DCP checkpoint, and read all other values.
 
     Args:
@@ -92,9 +96,9 @@ def read_stored(directory: Path, names: Iterable[str] | None) -> Stored:
             the directory.
         CheckpointCorruptError: files are missing, or do not match the metadata.
     """
-    directory = directory.resolve()
+    directory = resolved(directory)
     try:
-        data = files.read_file(directory / METADATA, _MOST_METADATA)
+        data = read_file(directory / METADATA, _MOST_METADATA)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointIncompleteError(
             f"{directory} has no {METADATA}: it is not a DCP checkpoint, or is incomplete"
@@ -127,7 +131,7 @@ class _Record:
         self.__dict__["state"] = state
 
 
-def _unpickled(data: bytes, where: Path) -> Any:
+def _unpickled(data: bytes, where: Place) -> Any:
     known: dict[tuple[str, str], Any] = {
         (module, name): type(name, (_Record,), {}) for module, names in _CLASSES.items() for name in names
     }
@@ -180,24 +184,70 @@ def _state(record: Any, kind: str) -> Any:
 # ---------------------------------------------------------------------------------------------------- content
 
 
-def _understood(pickled: Any, directory: Path, wanted: set[str] | None) -> Stored:
+def _understood(pickled: Any, directory: Place, wanted: set[str] | None) -> Stored:
     metadata = _state(pickled, "Metadata")
     places = {}
     for index, info in metadata["storage_data"].items():
         at, place = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
         offset = at.get("offset")
         places[at["fqn"], None if offset is None else tuple(offset)] = place
-    stored = Stored()
-    for key, record in metadata["state_dict_metadata"].items():
-        path = _path(key, metadata.get("planner_data"))
-        if wanted is not None and path[0] not in wanted and not any(key.startswith(f"{name}.") for name in wanted):
-            continue
-        stored.paths[key] = path
-        if type(record).__name__ == "BytesStorageMetadata":
-            stored.values[key] = _value(key, _place(directory, places[key, None], stored))
-        else:
-            stored.tensors[key] = _tensor(key, _state(record, "TensorStorageMetadata"), places, directory, stored)
+    paths = {key: _path(key, metadata.get("planner_data")) for key in metadata["state_dict_metadata"]}
+    if wanted is not None:
+        paths = {key: path for key, path in paths.items() if _is_wanted(key, path, wanted)}
+    stored = Stored(paths=paths)
+    with _Files(directory, [place for (key, _), place in places.items() if key in paths]) as opened_files:
+        for key in paths:
+            record = metadata["state_dict_metadata"][key]
+            if type(record).__name__ == "BytesStorageMetadata":
+                stored.values[key] = _value(key, _place(opened_files, places[key, None], stored), opened_files)
+            else:
+                tensor = _state(record, "TensorStorageMetadata")
+                stored.tensors[key] = _tensor(key, tensor, places, opened_files, stored)
     return stored
+
+
+def _is_wanted(key: str, path: tuple[str | int, ...], wanted: set[str]) -> bool:
+    return path[0] in wanted or any(key.startswith(f"{name}.") for name in wanted)
+
+
+class _Files:
+    """Files of a checkpoint. From a store, the ends of all archives are downloaded together, because they are small.
+
+    Args:
+        directory: the directory.
+        places: all entries that will be read.
+    """
+
+    def __init__(self, directory: Place, places: Iterable[Mapping[str, Any]]) -> None:
+        self.directory = directory
+        self._downloaded: dict[Place, OpenObject] = {}
+        self._ends: dict[str, list[tuple[int, int]]] = {}
+        if isinstance(directory, ObjectPath):
+            for place in places:
+                name, begin, end = _checked(directory, place)
+                if end - begin <= 2 * _END:
+                    self._ends.setdefault(name, []).append((begin, end))
+                else:
+                    self._ends.setdefault(name, []).extend([(begin, begin + _END), (end - _END, end)])
+
+    def __enter__(self) -> _Files:
+        if isinstance(self.directory, ObjectPath):
+            for name, ends in self._ends.items():
+                self._downloaded[self.directory / name] = file = OpenObject(self.directory / name)
+                file.fetch(ends)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._downloaded.values():
+            file.close()
+
+    def at(self, path: Place) -> contextlib.AbstractContextManager[Reading]:
+        """Open a file."""
+        return contextlib.nullcontext(self._downloaded[path]) if path in self._downloaded else opened(path)
+
+    def size_of(self, path: Place) -> int:
+        """The size of a file in bytes."""
+        return self._downloaded[path].size if path in self._downloaded else size_of(path)
 
 
 def _path(key: str, planner: Any) -> tuple[str | int, ...]:
@@ -207,8 +257,8 @@ def _path(key: str, planner: Any) -> tuple[str | int, ...]:
     return tuple(path)
 
 
-def _place(directory: Path, info: Mapping[str, Any], stored: Stored) -> tuple[Path, int, int]:
-    """Path, begin and length in bytes of an entry."""
+def _checked(directory: Place, info: Mapping[str, Any]) -> tuple[str, int, int]:
+    """File name, begin and end of an entry."""
     name, begin, length = info["relative_path"], as_count(info["offset"]), as_count(info["length"])
     if not isinstance(name, str) or _FILE_NAME.fullmatch(name) is None:
         raise CheckpointUnsafeError(
@@ -218,26 +268,33 @@ def _place(directory: Path, info: Mapping[str, Any], stored: Stored) -> tuple[Pa
         raise CheckpointMismatchError(
             f"{directory / name} is compressed by an extension of DCP, which this library does not support"
         )
-    path = directory / name
-    if str(path) not in stored.sizes:
+    return name, begin, begin + length
+
+
+def _place(files: _Files, info: Mapping[str, Any], stored: Stored) -> tuple[Place, int, int]:
+    """Path, begin and length in bytes of an entry."""
+    name, begin, end = _checked(files.directory, info)
+    length = end - begin
+    path = files.directory / name
+    named = os.fspath(path)
+    if named not in stored.sizes:
         try:
-            stored.sizes[str(path)] = files.size_of(path)
+            stored.sizes[named] = files.size_of(path)
         except FileNotFoundError:
             raise CheckpointCorruptError(f"{path} is missing") from None
         except OSError as error:
             raise CheckpointUnsafeError(f"{path} is {error.strerror}") from None
-    if begin + length > stored.sizes[str(path)]:
+    if begin + length > stored.sizes[named]:
         raise CheckpointCorruptError(
-            f"{path} has {stored.sizes[str(path)]:,} bytes, but at least {begin + length:,} were written"
+            f"{path} has {stored.sizes[named]:,} bytes, but at least {begin + length:,} were written"
         )
     return path, begin, length
 
 
-def _value(key: str, place: tuple[Path, int, int]) -> Any:
+def _value(key: str, place: tuple[Place, int, int], files: _Files) -> Any:
     path, begin, length = place
-    with files.opened(path) as descriptor, os.fdopen(os.dup(descriptor), "rb") as file:
-        file.seek(begin)
-        data = file.read(length)
+    with files.at(path) as file:
+        data = read_range(file, begin, length)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -248,7 +305,7 @@ def _value(key: str, place: tuple[Path, int, int]) -> Any:
         raise CheckpointCorruptError(f"{path}: the value {key} is damaged: {type(error).__name__}: {error}") from None
 
 
-def _tensor(key: str, record: Mapping[str, Any], places: Any, directory: Path, stored: Stored) -> SavedTensor:
+def _tensor(key: str, record: Mapping[str, Any], places: Any, files: _Files, stored: Stored) -> SavedTensor:
     dtype = _state(record["properties"], "TensorProperties")[0]
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{key} has dtype {dtype!r}")
@@ -261,49 +318,24 @@ def _tensor(key: str, record: Mapping[str, Any], places: Any, directory: Path, s
             raise ValueError(f"{key} of shape {shape} has a piece of shape {sizes} at {offsets}")
         if 0 in sizes:
             continue
-        place = _place(directory, places[key, offsets], stored)
-        archive, first = _archive(key, place, dtype, sizes)
+        place = _place(files, places[key, offsets], stored)
+        archive, first = _archive(key, place, dtype, sizes, files)
         begin = archive.begin + first
-        stored.archives[str(place[0]), begin] = archive
-        pieces.append(Piece(box, str(place[0]), begin, begin + box.numel * dtype.itemsize))
+        stored.archives[os.fspath(place[0]), begin] = archive
+        pieces.append(Piece(box, os.fspath(place[0]), begin, begin + box.numel * dtype.itemsize))
     saved = SavedTensor(dtype, shape, tuple(pieces))
     if not saved.is_filled():
         raise ValueError(f"{key}: its pieces do not cover it, or overlap")
     return saved
 
 
-class _View(io.RawIOBase):
-    """A file object for a byte range of a file."""
-
-    def __init__(self, descriptor: int, begin: int, length: int) -> None:
-        self._descriptor, self._begin, self._length, self._at = descriptor, begin, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence])
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        view = view[: max(0, self._length - self._at)]
-        count = files.read_at(self._descriptor, view, self._begin + self._at) if len(view) else 0
-        self._at += count
-        return count
-
-
-def _archive(key: str, place: tuple[Path, int, int], dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Archive, int]:
+def _archive(
+    key: str, place: tuple[Place, int, int], dtype: torch.dtype, shape: tuple[int, ...], files: _Files
+) -> tuple[Archive, int]:
     """Find the byte range of a tensor's storage, and the offset of the tensor in the storage in bytes."""
     path, begin, length = place
-    with files.opened(path) as descriptor:
-        view = _View(descriptor, begin, length)
+    with files.at(path) as file:
+        view = RangeFile(file, begin, length)
         try:
             tensor = torch.load(cast(IO[bytes], view), map_location="meta", weights_only=True)
             data, at = _data_in(view)
@@ -320,7 +352,7 @@ def _archive(key: str, place: tuple[Path, int, int], dtype: torch.dtype, shape: 
     return Archive(begin + at, begin + at + data.file_size, data.CRC), first
 
 
-def _data_in(view: _View) -> tuple[zipfile.ZipInfo, int]:
+def _data_in(view: RangeFile) -> tuple[zipfile.ZipInfo, int]:
     """The archive entry with a tensor's bytes, and the offset of these bytes in the archive."""
     with zipfile.ZipFile(cast(IO[bytes], view)) as archive:
         order = [each for each in archive.namelist() if each.endswith("/byteorder")]
@@ -333,7 +365,7 @@ def _data_in(view: _View) -> tuple[zipfile.ZipInfo, int]:
     return data, data.header_offset + 30 + name + extra
 
 
-def _check_tensor(key: str, path: Path, tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def _check_tensor(key: str, path: Place, tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Check that a tensor matches the metadata, and that its bytes are in row-major order."""
     if type(tensor) is not torch.Tensor or tensor.dtype != dtype or tuple(tensor.shape) != shape:
         raise CheckpointCorruptError(
@@ -366,20 +398,19 @@ def check(stored: Stored, wanted: Mapping[str, Sequence[tuple[SavedTensor, torch
         for copy in copies_for(saved, part)
     }
     problems, read = [], 0
-    buffer = files.buffer(_AT_ONCE)
-    for (file, begin), key in sorted(needed.items()):
-        archive = stored.archives[file, begin]
-        checksum, at = 0, archive.begin
-        with files.opened(Path(file)) as descriptor:
-            while at < archive.end and (count := _read(descriptor, buffer, at, archive.end)):
-                checksum, at = zlib.crc32(buffer[:count], checksum), at + count
-        read += at - archive.begin
-        if (checksum, at) != (archive.checksum, archive.end):
-            problems.append(f"{file} is damaged: {key}, bytes {archive.begin:,} to {archive.end:,}")
+    buffer = new_buffer(_AT_ONCE)
+    for name, pieces in itertools.groupby(sorted(needed.items()), key=lambda item: item[0][0]):
+        archives = [(key, stored.archives[where]) for where, key in pieces]
+        with opened(place(name)) as file:
+            file.fetch((archive.begin, archive.end) for _, archive in archives)
+            for key, archive in archives:
+                checksum, at = 0, archive.begin
+                while at < archive.end and (count := file.read_into(buffer[: archive.end - at], at)):
+                    checksum, at = zlib.crc32(buffer[:count], checksum), at + count
+                read += at - archive.begin
+                if (checksum, at) != (archive.checksum, archive.end):
+                    damaged = f"{key}, bytes {archive.begin:,} to {archive.end:,}"
+                    problems.append(f"{place(name)} is damaged: {damaged}")
     if problems:
         raise CheckpointCorruptError("; ".join(problems[:20]))
     return read
-
-
-def _read(descriptor: int, buffer: memoryview, begin: int, end: int) -> int:
-    return files.read_at(descriptor, buffer[: end - begin], begin)

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..._plan.boxes import batches, whole_box
 from ...errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointUnsafeError
-from .._io import files
+from .._io import objects
+from .._io.objects import ObjectPath
+from .._io.places import Place, opened, read_file, read_range, resolved, size_of
 from .manifest import NAME as MANIFEST
 from .manifest import SAFETENSORS, Piece, SavedTensor, as_count, as_dict
 
 INDEX = ".safetensors.index.json"
+UNFINISHED = ".unfinished"  # an object in a directory of a store that is being written
 STEMS = ("model", "adapter_model")  # stems of the default file names
 _MOST_HEADER = 100_000_000  # bytes; the safetensors library has the same limit
 _MOST_INDEX = 1 << 28
@@ -43,7 +46,7 @@ class Stored:
     sizes: dict[str, int]
 
 
-def read_stored(path: Path) -> Stored:
+def read_stored(path: Place) -> Stored:
     """Find a model's files and read their headers.
 
     Args:
@@ -55,15 +58,12 @@ def read_stored(path: Path) -> Stored:
         CheckpointUnsafeError: the index names a file outside of the directory, or a file is a link that is not a link
             of Hugging Face's cache.
     """
-    if path.is_dir():
-        directory = path.resolve()
-        parts, named = _parts(directory)
+    names = _names_in(path)
+    if names is not None:
+        directory = resolved(path)
+        parts, named = _parts(directory, names)
     else:
-        directory, parts, named = path.parent.resolve(), [path.name], None
-        if not path.exists():
-            raise CheckpointIncompleteError(
-                f"{path} does not exist; pass a directory with safetensors files, or one file"
-            )
+        directory, parts, named = resolved(path.parent), [path.name], None
     tensors, sizes = _read_headers(directory, parts, named)
     absent = [key for key in named or () if key not in tensors]
     if absent:
@@ -72,19 +72,44 @@ def read_stored(path: Path) -> Stored:
     return Stored(tensors, sizes)
 
 
+def _names_in(path: Place) -> list[str] | None:
+    """The names in a directory; None if the path is a file.
+
+    Raises:
+        CheckpointIncompleteError: it does not exist, or is being written.
+    """
+    missing = f"{path} does not exist; pass a directory with safetensors files, or one file"
+    if not isinstance(path, ObjectPath):
+        if path.is_dir():
+            return sorted(os.listdir(path))
+        if not path.exists():
+            raise CheckpointIncompleteError(missing)
+        return None
+    names = sorted(entry.name for entry in objects.entries(path))
+    if UNFINISHED in names:
+        raise CheckpointIncompleteError(
+            f"{path} is incomplete: an export is running or was interrupted; delete it, or export to another URL"
+        )
+    if not names and not objects.exist([path])[0]:
+        raise CheckpointIncompleteError(missing)
+    return names or None
+
+
 def _read_headers(
-    directory: Path, parts: Sequence[str], named: dict[str, str] | None
+    directory: Place, parts: Sequence[str], named: dict[str, str] | None
 ) -> tuple[dict[str, SavedTensor], dict[str, int]]:
     """The tensors of all files, and the size of each file in bytes, by path."""
     tensors: dict[str, SavedTensor] = {}
     sizes: dict[str, int] = {}
     for name in parts:
         own, size, real = _read_header(directory, name)
-        sizes[str(real)] = size
+        sizes[os.fspath(real)] = size
         for key, tensor in own.items():
             if key in tensors or (named is not None and named.get(key) != name):
                 where = (
-                    f"{Path(tensors[key].pieces[0].file).name} has it, too" if key in tensors else "the index does not"
+                    f"{tensors[key].pieces[0].file.rpartition('/')[2]} has it, too"
+                    if key in tensors
+                    else "the index does not"
                 )
                 raise CheckpointCorruptError(
                     f"{directory / name}: contains {key}, but {where}; the directory mixes files of two exports"
@@ -93,21 +118,20 @@ def _read_headers(
     return tensors, sizes
 
 
-def _parts(directory: Path) -> tuple[list[str], dict[str, str] | None]:
+def _parts(directory: Place, names: Sequence[str]) -> tuple[list[str], dict[str, str] | None]:
     """The files of the model in a directory, and the file of each tensor if there is an index."""
     for stem in STEMS:
-        if (directory / f"{stem}{INDEX}").exists():
+        if f"{stem}{INDEX}" in names:
             return _read_index(directory / f"{stem}{INDEX}")
-        if (directory / f"{stem}.safetensors").exists():
+        if f"{stem}.safetensors" in names:
             return [f"{stem}.safetensors"], None
-    return _only_model(directory)
+    return _only_model(directory, names)
 
 
-def _only_model(directory: Path) -> tuple[list[str], dict[str, str] | None]:
+def _only_model(directory: Place, names: Sequence[str]) -> tuple[list[str], dict[str, str] | None]:
     """The files of the only model in a directory without default file names."""
-    if (directory / MANIFEST).exists():
+    if MANIFEST in names:
         raise CheckpointIncompleteError(f"{directory} is a checkpoint of this library; load it with checkpoint.load")
-    names = sorted(each.name for each in directory.iterdir())
     indices = [name for name in names if name.endswith(INDEX)]
     whole = [name for name in names if name.endswith(".safetensors") and not _PART_NAME.fullmatch(name)]
     if len(indices) == 1:
@@ -120,7 +144,7 @@ def _only_model(directory: Path) -> tuple[list[str], dict[str, str] | None]:
     raise CheckpointIncompleteError(f"{directory} has neither model.safetensors nor model{INDEX}{hint}")
 
 
-def _read_index(path: Path) -> tuple[list[str], dict[str, str]]:
+def _read_index(path: Place) -> tuple[list[str], dict[str, str]]:
     data = _bytes_of(_real_file(path.parent, path.name), _MOST_INDEX)
     try:
         named = json.loads(data)["weight_map"]
@@ -134,10 +158,10 @@ def _read_index(path: Path) -> tuple[list[str], dict[str, str]]:
     return list(dict.fromkeys(named.values())), named
 
 
-def _real_file(directory: Path, name: str) -> Path:
+def _real_file(directory: Place, name: str) -> Place:
     """The path of a file without links. Only a link from snapshots/ID to blobs of Hugging Face's cache is followed."""
     path = directory / name
-    if not path.is_symlink():
+    if isinstance(path, ObjectPath) or isinstance(directory, ObjectPath) or not path.is_symlink():
         return path
     real, cache = path.resolve(), directory.parent.parent
     if directory.parent.name != "snapshots" or real.parent != cache / "blobs":
@@ -148,25 +172,25 @@ def _real_file(directory: Path, name: str) -> Path:
     return real
 
 
-def _bytes_of(path: Path, most: int) -> bytes:
+def _bytes_of(path: Place, most: int) -> bytes:
     try:
-        return files.read_file(path, most)
+        return read_file(path, most)
     except FileNotFoundError:
         raise CheckpointCorruptError(f"{path} is missing") from None
     except OSError as error:
         raise CheckpointUnsafeError(f"{path}: {error.strerror}") from None
 
 
-def _read_header(directory: Path, name: str) -> tuple[dict[str, SavedTensor], int, Path]:
+def _read_header(directory: Place, name: str) -> tuple[dict[str, SavedTensor], int, Place]:
     """The tensors of a file, its size in bytes, and its path without links."""
     path = _real_file(directory, name)
     try:
-        size = files.size_of(path)
-        with files.opened(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
-            length = int.from_bytes(file.read(8), "little")
+        size = size_of(path)
+        with opened(path) as file:
+            length = int.from_bytes(read_range(file, 0, 8), "little")
             if size < 8 or length > min(size - 8, _MOST_HEADER):
                 raise CheckpointCorruptError(f"{path} of {size:,} bytes cannot have a header of {length:,} bytes")
-            data = file.read(length)
+            data = read_range(file, 8, length)
     except FileNotFoundError:
         raise CheckpointCorruptError(f"{path} is missing") from None
     except OSError as error:
@@ -174,7 +198,7 @@ def _read_header(directory: Path, name: str) -> tuple[dict[str, SavedTensor], in
     try:
         entries = json.loads(data, object_pairs_hook=as_dict)
         entries.pop("__metadata__", None)
-        tensors = {key: _tensor(key, entry, str(path), 8 + length) for key, entry in entries.items()}
+        tensors = {key: _tensor(key, entry, os.fspath(path), 8 + length) for key, entry in entries.items()}
         _check(8 + length, size, tensors.items())
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{path}: its header cannot be parsed: {type(error).__name__}: {error}") from None
@@ -208,11 +232,12 @@ def _check(first: int, size: int, tensors: Iterable[tuple[str, SavedTensor]]) ->
 
 @dataclass(frozen=True)
 class Part:
-    """A file to write: its name, its header, and the names of its tensors in order."""
+    """A file to write: its name, its header, the names of its tensors in order, and its size in bytes."""
 
     name: str
     header: bytes
     names: tuple[str, ...]
+    size: int
 
 
 Described = tuple[str, torch.dtype, tuple[int, ...]]  # a tensor's name, dtype and shape
@@ -261,4 +286,6 @@ def _lay_out(name: str, batch: Sequence[Described], metadata: dict[str, str]) ->
         entries[key] = {"dtype": SAFETENSORS[dtype], "shape": shape, "data_offsets": [at, at := at + _nbytes(each)]}
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    return Part(name, len(header).to_bytes(8, "little") + header, tuple(key for key, _, _ in ordered))
+    return Part(
+        name, len(header).to_bytes(8, "little") + header, tuple(key for key, _, _ in ordered), 8 + len(header) + at
+    )

@@ -23,7 +23,7 @@ VERSION = 1
 NAME = "manifest.json"
 MOST_BYTES = 1 << 30  # maximum size of a manifest
 _MOST = 1 << 62  # upper bound of a count
-FILE_NAME = re.compile(r"rank-[0-9]{5,9}\.safetensors", re.ASCII)
+FILE_NAME = re.compile(r"rank-[0-9]{5,9}(-[0-9a-f]{1,64})?\.safetensors", re.ASCII)
 
 # Names of dtypes in safetensors. Tensors of other dtypes are stored as bytes.
 SAFETENSORS = {

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -15,8 +13,10 @@ import torch
 from ..._plan.boxes import Box
 from ..._plan.text import first_names
 from ...errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointUnsafeError
-from .._io import files
 from .._io.digests import BLOCK, digest
+from .._io.files import buffer as new_buffer
+from .._io.objects import ObjectPath, OpenObject
+from .._io.places import Place, Reading, opened, read_file
 from .boxes import Part, parts_of
 from .manifest import MOST_BYTES, NAME, Manifest, Piece, SavedTensor
 
@@ -74,20 +74,20 @@ class Reader:
     """Reads the tensors that one rank needs from a checkpoint.
 
     As a context manager, it keeps the checked files open until the copy. So it copies the bytes that it has checked,
-    even if the checkpoint is deleted in between.
+    even if the checkpoint is deleted in between. From a store, it downloads these bytes once, and holds them in memory.
 
     Attributes:
         bytes_checked: bytes read to verify them.
         bytes_copied: bytes read to fill tensors.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Place, manifest: Manifest) -> None:
         self.bytes_checked = 0
         self.bytes_copied = 0
         self._path = path
         self._manifest = manifest
         self._copies: dict[str, list[Copy]] = {}
-        self._open: dict[str, int] = {}
+        self._open: dict[str, Reading] = {}
         self._files: contextlib.ExitStack | None = None
 
     def __enter__(self) -> Reader:
@@ -130,50 +130,68 @@ class Reader:
             CheckpointCorruptError: files are missing or damaged. The message names every such file.
             CheckpointUnsafeError: a file is a link.
         """
+        blocks = {
+            name: _blocks(copy.bytes() for copy in some) if digests else [] for name, some in self._copies.items()
+        }
+        if isinstance(self._path, ObjectPath):
+            self._begin_to_download(self._path, blocks)
         problems = []
-        for name, copies in self._copies.items():
-            ranges = _blocks(copy.bytes() for copy in copies) if digests else []
-            problem, read = self._problem(name, ranges)
+        for name in self._copies:
+            problem, read = self._problem(name, blocks[name])
             self.bytes_checked += read
             problems += [problem] if problem else []
         if problems:
             raise CheckpointCorruptError("; ".join(problems))
 
+    def _begin_to_download(self, path: ObjectPath, blocks: Mapping[str, Sequence[tuple[int, int]]]) -> None:
+        """Begin to download blocks of all files."""
+        if self._files is not None:
+            for name, ranges in blocks.items():
+                self._open[name] = file = OpenObject(path / name)
+                self._files.callback(file.close)
+                file.fetch(_bytes_of(ranges, self._manifest.files[name].size))
+
     def _problem(self, name: str, ranges: Sequence[tuple[int, int]]) -> tuple[str, int]:
         path = self._path / name
+        if name in self._open:
+            try:
+                return _damage(self._open[name], path, self._manifest, ranges)
+            except OSError as error:
+                return _not_opened(path, error), 0
         if self._files is None or len(self._open) >= _MOST_OPEN:
             return file_problem(path, self._manifest, ranges)
         try:
-            descriptor = self._files.enter_context(files.opened(path))
+            file = self._files.enter_context(opened(path))
         except OSError as error:
             return _not_opened(path, error), 0
-        self._open[name] = descriptor
-        return _damage(descriptor, path, self._manifest, ranges)
+        self._open[name] = file
+        return _damage(file, path, self._manifest, ranges)
 
     def copy(self) -> None:
         """Fill the requested tensors."""
         buffer = memoryview(b"")
         for name, copies in self._copies.items():
             with contextlib.ExitStack() as stack:
-                descriptor = self._open.get(name)
-                if descriptor is None:
-                    descriptor = stack.enter_context(files.opened(self._path / name))
+                file = self._open.get(name)
+                if file is None:
+                    file = stack.enter_context(opened(self._path / name))
+                file.fetch(copy.bytes() for copy in copies)
                 for copy in copies:
-                    buffer = self._copy(descriptor, copy, buffer, self._path / name)
+                    buffer = self._copy(file, copy, buffer, self._path / name)
 
-    def _copy(self, descriptor: int, copy: Copy, buffer: memoryview, path: Path) -> memoryview:
+    def _copy(self, file: Reading, copy: Copy, buffer: memoryview, path: Place) -> memoryview:
         begin, end = copy.bytes()
         self.bytes_copied += end - begin
         destination = copy.destination
         if _is_rows(copy) and destination.is_contiguous() and destination.is_cpu and destination.dtype == copy.dtype:
             view = memoryview(destination.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-            _read_into(descriptor, view, begin, path)
+            _read_into(file, view, begin, path)
             return buffer
         for part, first in _in_slices(copy):
             begin, end = part.bytes()
             if len(buffer) < end - begin:
-                buffer = files.buffer(max(end - begin, _AT_ONCE))
-            _read_into(descriptor, buffer[: end - begin], begin, path)
+                buffer = new_buffer(max(end - begin, _AT_ONCE))
+            _read_into(file, buffer[: end - begin], begin, path)
             rows = torch.frombuffer(buffer, dtype=torch.uint8, count=end - begin)
             part.destination.copy_(_strided(rows, part, first))
         return buffer
@@ -210,9 +228,9 @@ def _strided(data: torch.Tensor, copy: Copy, first: int) -> torch.Tensor:
     return data.view(copy.dtype).as_strided(copy.box.shape, strides[::-1])
 
 
-def _read_into(descriptor: int, view: memoryview, at: int, path: Path) -> None:
+def _read_into(file: Reading, view: memoryview, at: int, path: Place) -> None:
     while len(view):
-        count = files.read_into(descriptor, view, at, path)
+        count = file.read_into(view, at)
         if count == 0:
             raise CheckpointCorruptError(f"{path} ended at byte {at:,} during a read")
         view, at = view[count:], at + count
@@ -230,10 +248,15 @@ def _blocks(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
     return blocks
 
 
-def manifest_bytes(path: Path) -> bytes:
+def _bytes_of(blocks: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
+    """The byte ranges of ranges of blocks in a file of `size` bytes."""
+    return ((first * BLOCK, min(last * BLOCK, size)) for first, last in blocks)
+
+
+def manifest_bytes(path: Place) -> bytes:
     """Read the bytes of a checkpoint's manifest."""
     try:
-        return files.read_file(path / NAME, MOST_BYTES)
+        return read_file(path / NAME, MOST_BYTES)
     except FileNotFoundError:
         raise CheckpointIncompleteError(f"{path} has no {NAME}: it is not a checkpoint, or is not committed") from None
     except OSError as error:
@@ -241,7 +264,7 @@ def manifest_bytes(path: Path) -> bytes:
         raise kind(f"{path / NAME} cannot be read: {error.strerror or error}") from None
 
 
-def file_problem(path: Path, manifest: Manifest, ranges: Sequence[tuple[int, int]] | None = None) -> tuple[str, int]:
+def file_problem(path: Place, manifest: Manifest, ranges: Sequence[tuple[int, int]] | None = None) -> tuple[str, int]:
     """Check a file. Returns a description of the problem or "", and the number of bytes read.
 
     Args:
@@ -253,8 +276,8 @@ def file_problem(path: Path, manifest: Manifest, ranges: Sequence[tuple[int, int
         CheckpointUnsafeError: the file is a link, or not a regular file.
     """
     try:
-        with files.opened(path) as descriptor:
-            return _damage(descriptor, path, manifest, ranges)
+        with opened(path) as file:
+            return _damage(file, path, manifest, ranges)
     except OSError as error:
         return _not_opened(path, error), 0
 
@@ -262,7 +285,7 @@ def file_problem(path: Path, manifest: Manifest, ranges: Sequence[tuple[int, int
 _UNSAFE = {errno.ELOOP: "a symbolic link", errno.EINVAL: "not a regular file", errno.ENXIO: "not a regular file"}
 
 
-def _not_opened(path: Path, error: OSError) -> str:
+def _not_opened(path: Place, error: OSError) -> str:
     """Describe why a file cannot be opened."""
     if error.errno in _UNSAFE:
         raise CheckpointUnsafeError(f"{path} is {_UNSAFE[error.errno]}, which no checkpoint contains") from None
@@ -272,22 +295,23 @@ def _not_opened(path: Path, error: OSError) -> str:
 
 
 def _damage(
-    descriptor: int, path: Path, manifest: Manifest, ranges: Sequence[tuple[int, int]] | None
+    file: Reading, path: Place, manifest: Manifest, ranges: Sequence[tuple[int, int]] | None
 ) -> tuple[str, int]:
     """Check an open file. Returns a description of the problem or "", and the number of bytes read."""
     saved = manifest.files[path.name]
-    size = os.fstat(descriptor).st_size
+    size = file.size
     if size != saved.size:
         return f"{path} has {size:,} bytes, but {saved.size:,} were written", 0
     width = len(digest(manifest.algorithm, b""))
-    buffer = files.buffer(min(BLOCK, size))
+    buffer = new_buffer(min(BLOCK, size))
     read = 0
     chosen = [(0, -(-size // BLOCK))] if ranges is None else ranges
+    file.fetch(_bytes_of(chosen, size))
     for block in (block for first, last in chosen for block in range(first, last)):
         begin, end = block * BLOCK, min((block + 1) * BLOCK, size)
         data = buffer[: end - begin]
         try:
-            _read_into(descriptor, data, begin, path)
+            _read_into(file, data, begin, path)
         except OSError as error:
             return f"{path} cannot be read from byte {begin:,}: {error.strerror or error}", read
         read += end - begin

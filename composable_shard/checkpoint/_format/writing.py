@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from .._io.digests import BLOCK
-from .._io.files import NewFile
+from .._io.places import Writing
 from .._io.writer import write_stream
 from .boxes import Part
 from .manifest import SAFETENSORS, Piece, SavedFile
@@ -123,9 +123,9 @@ def stream(layout: FileLayout) -> Iterator[memoryview]:
 
 
 def write(
-    file: NewFile, data: Iterable[memoryview], algorithm: str, tell: Callable[[int], None] | None = None
+    file: Writing, data: Iterable[memoryview], algorithm: str, tell: Callable[[int], None] | None = None
 ) -> SavedFile:
-    """Write a file, flush it to disk, and return its size and digests. `tell` is called with the bytes written."""
+    """Write a file to disk or to a store, and return its size and digests. `tell` is called with the bytes written."""
     return SavedFile(*write_stream(file, data, algorithm, tell))
 
 

@@ -1,4 +1,4 @@
-"""All file operations of checkpoints: create, write, flush, rename, read, delete.
+"""All operations of checkpoints on files: create, write, flush, rename, read, delete.
 
 No operation follows a symbolic link, and no operation overwrites an existing file. If `observe` is set, it is called
 before each operation with the operation's name and path. Tests use it to end the process or to raise disk errors.
@@ -10,7 +10,7 @@ import mmap
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -183,18 +183,38 @@ def opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def read_into(descriptor: int, view: memoryview, at: int, path: Path) -> int:
-    """Read bytes of an open file at an offset, and return their number; 0 at the end of the file."""
-    try:  # without `_doing`, which would take longer than the read of a small tensor
-        if observe is not None:
-            observe("read", path)
-        return read_at(descriptor, view, at)
-    except OSError as error:
-        raise _of(path, error) from None
+class OpenFile:
+    """An open file from which ranges are read.
+
+    Args:
+        descriptor: its descriptor, which the caller closes.
+        path: its path.
+    """
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self._descriptor = descriptor
+        self._path = path
+
+    @property
+    def size(self) -> int:
+        """Its size in bytes."""
+        return os.fstat(self._descriptor).st_size
+
+    def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Do nothing: the page cache reads ahead."""
+
+    def read_into(self, view: memoryview, at: int) -> int:
+        """Read bytes at an offset, and return their number; 0 at the end of the file."""
+        try:  # without `_doing`, which would take longer than the read of a small tensor
+            if observe is not None:
+                observe("read", self._path)
+            return _read_at(self._descriptor, view, at)
+        except OSError as error:
+            raise _of(self._path, error) from None
 
 
 def _copied(descriptor: int, view: memoryview, at: int) -> int:
-    """`read_at` on systems without `preadv`, for example macOS before version 11."""
+    """`_read_at` on systems without `preadv`, for example macOS before version 11."""
     data = os.pread(descriptor, len(view), at)
     view[: len(data)] = data
     return len(data)
@@ -204,8 +224,7 @@ def _direct(descriptor: int, view: memoryview, at: int) -> int:
     return os.preadv(descriptor, [view], at)
 
 
-read_at: Callable[[int, memoryview, int], int] = _direct if hasattr(os, "preadv") else _copied
-"""Read bytes of an open file at an offset into a view, and return their number; 0 at the end of the file."""
+_read_at: Callable[[int, memoryview, int], int] = _direct if hasattr(os, "preadv") else _copied
 
 
 def buffer(size: int) -> memoryview:

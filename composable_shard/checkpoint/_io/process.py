@@ -15,6 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .objects import ObjectPath, described
+from .places import Place
+
 # Imports this folder as a package of its own, because its parent packages import torch.
 _START = (
     "import importlib.util as u, sys; spec = u.spec_from_file_location('checkpoint_io', sys.argv.pop(1)); "
@@ -90,11 +93,11 @@ class WriterProcess:
         """Process id; None if the process was not started."""
         return None if self._process is None else self._process.pid
 
-    def write(self, path: Path, size: int, algorithm: str, tell: Callable[[int], None]) -> tuple[int, bytes]:
+    def write(self, path: Place, size: int, algorithm: str, tell: Callable[[int], None]) -> tuple[int, bytes]:
         """Write the first `size` bytes of the shared memory to a file. They must not change during the call.
 
         Args:
-            path: path of the file. It must not exist.
+            path: path of the file. It must not exist. Its store must be one that other processes can reach.
             size: number of bytes.
             algorithm: algorithm of the digests.
             tell: called from time to time with the number of bytes written so far.
@@ -107,7 +110,8 @@ class WriterProcess:
             ChildProcessError: the process has died.
         """
         assert self._connection is not None
-        job = {"path": str(path), "size": size, "algorithm": algorithm}
+        job: dict[str, Any] = {"size": size, "algorithm": algorithm}
+        job |= {"object": described(path)} if isinstance(path, ObjectPath) else {"path": str(path)}
         with contextlib.suppress(OSError):  # a dead process is detected below
             self._connection.sendall(json.dumps(job).encode() + b"\n")
         begun = b""

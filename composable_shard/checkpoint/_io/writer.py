@@ -18,11 +18,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
+from . import objects
 from .digests import BLOCK, Digester
-from .files import NewFile
+from .places import Place, Writing, created, place
 
 _STEP = 8 << 20  # bytes written at a time
 _TOLD_S = 0.05  # seconds between two progress messages
@@ -30,9 +30,9 @@ _NICE = 10  # added to the niceness, so that the writer takes less CPU time from
 
 
 def write_stream(
-    file: NewFile, data: Iterable[memoryview], algorithm: str, tell: Callable[[int], None] | None = None
+    file: Writing, data: Iterable[memoryview], algorithm: str, tell: Callable[[int], None] | None = None
 ) -> tuple[int, bytes]:
-    """Write a file and flush it to disk.
+    """Write a file, and return when it is on disk or in its store.
 
     Args:
         file: new, empty file.
@@ -71,9 +71,12 @@ def _blocks(data: memoryview, begin: int) -> Iterator[memoryview]:
         at = end
 
 
-def _slices(memory: memoryview) -> Iterator[memoryview]:
-    for at in range(0, len(memory), _STEP):
-        yield memory[at : at + _STEP]
+def write_memory(
+    path: Place, memory: memoryview, algorithm: str, tell: Callable[[int], None] | None = None
+) -> tuple[int, bytes]:
+    """Write a file with these bytes; see `write_stream`."""
+    slices = (memory[at : at + _STEP] for at in range(0, len(memory), _STEP))
+    return write_stream(created(path, len(memory)), slices, algorithm, tell)
 
 
 def _run(job: dict[str, Any], memory: int, send: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -88,7 +91,8 @@ def _run(job: dict[str, Any], memory: int, send: Callable[[dict[str, Any]], None
 
     try:
         mapping = mmap.mmap(memory, job["size"], prot=mmap.PROT_READ)
-        size, blocks = write_stream(NewFile(Path(job["path"])), _slices(memoryview(mapping)), job["algorithm"], tell)
+        path = place(job["path"]) if "path" in job else objects.from_described(job["object"])
+        size, blocks = write_memory(path, memoryview(mapping), job["algorithm"], tell)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {"size": size, "blocks": blocks.hex()}
