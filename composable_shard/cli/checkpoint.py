@@ -73,9 +73,9 @@ def _add(
 
 def _run(action: _Action, parsed: argparse.Namespace, parser: Any) -> int:
     try:
-        parsed.directory = directory_of(parsed.directory)
-        if isinstance(parsed.directory, Path) and not parsed.directory.is_dir():
-            raise NotADirectoryError(f"{parsed.directory} is not a directory")
+        directory = directory_of(parsed.directory)
+        if isinstance(directory, Path) and not directory.is_dir():
+            raise NotADirectoryError(f"{directory} is not a directory")
         answer, text = action(parsed)
     except (ComposableShardError, OSError) as error:
         damaged = isinstance(error, CheckpointError) or not isinstance(error, ComposableShardError | NotADirectoryError)

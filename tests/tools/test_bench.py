@@ -256,6 +256,16 @@ def test_checkpoints_are_compared_with_dcp_and_plain_files(tmp_path: Path) -> No
 
 
 @pytest.mark.matrix
+def test_checkpoints_in_a_store_are_compared_with_dcp_and_plain_requests(tmp_path: Path) -> None:
+    file = tmp_path / "store.json"
+    small = ("--store", "--parameters=2000000", "--tensors=6", "--rounds=1", f"--folder={tmp_path}")
+    assert "plain" in bench("checkpoint.py", *small, f"--json={file}")
+    seen = {(each["operation"], each["who"]): each for each in read(file)["results"]}
+    assert seen.keys() == {(operation, who) for operation in ("save", "load") for who in ("ours", "dcp", "plain")}
+    assert all(each["over"]["plain"]["median"] > 0 for each in seen.values())
+
+
+@pytest.mark.matrix
 def test_weights_get_to_receivers_of_another_layout_in_every_way(tmp_path: Path) -> None:
     file = tmp_path / "transfer.json"
     small = ("--size=tiny", "--dtypes=bfloat16", "--rounds=1")

@@ -186,11 +186,7 @@ def _state(record: Any, kind: str) -> Any:
 
 def _understood(pickled: Any, directory: Place, wanted: set[str] | None) -> Stored:
     metadata = _state(pickled, "Metadata")
-    places = {}
-    for index, info in metadata["storage_data"].items():
-        at, place = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
-        offset = at.get("offset")
-        places[at["fqn"], None if offset is None else tuple(offset)] = place
+    places = _places_in(metadata)
     paths = {key: _path(key, metadata.get("planner_data")) for key in metadata["state_dict_metadata"]}
     if wanted is not None:
         paths = {key: path for key, path in paths.items() if _is_wanted(key, path, wanted)}
@@ -204,6 +200,16 @@ def _understood(pickled: Any, directory: Place, wanted: set[str] | None) -> Stor
                 tensor = _state(record, "TensorStorageMetadata")
                 stored.tensors[key] = _tensor(key, tensor, places, opened_files, stored)
     return stored
+
+
+def _places_in(metadata: Mapping[str, Any]) -> dict[tuple[str, tuple[int, ...] | None], Mapping[str, Any]]:
+    """The place of each value, and of each piece of a tensor, by key and offsets."""
+    places = {}
+    for index, info in metadata["storage_data"].items():
+        at, place = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
+        offset = at.get("offset")
+        places[at["fqn"], None if offset is None else tuple(offset)] = place
+    return places
 
 
 def _is_wanted(key: str, path: tuple[str | int, ...], wanted: set[str]) -> bool:
@@ -390,13 +396,7 @@ def check(stored: Stored, wanted: Mapping[str, Sequence[tuple[SavedTensor, torch
     Raises:
         CheckpointCorruptError: pieces are damaged. The message names them.
     """
-    needed = {
-        (copy.piece.file, copy.piece.begin): key
-        for key, pairs in wanted.items()
-        for saved, tensor in pairs
-        for part in parts_of(key, tensor)
-        for copy in copies_for(saved, part)
-    }
+    needed = _needed(wanted)
     problems, read = [], 0
     buffer = new_buffer(_AT_ONCE)
     for name, pieces in itertools.groupby(sorted(needed.items()), key=lambda item: item[0][0]):
@@ -404,13 +404,30 @@ def check(stored: Stored, wanted: Mapping[str, Sequence[tuple[SavedTensor, torch
         with opened(place(name)) as file:
             file.fetch((archive.begin, archive.end) for _, archive in archives)
             for key, archive in archives:
-                checksum, at = 0, archive.begin
-                while at < archive.end and (count := file.read_into(buffer[: archive.end - at], at)):
-                    checksum, at = zlib.crc32(buffer[:count], checksum), at + count
-                read += at - archive.begin
-                if (checksum, at) != (archive.checksum, archive.end):
+                count, whole = _is_whole(file, archive, buffer)
+                read += count
+                if not whole:
                     damaged = f"{key}, bytes {archive.begin:,} to {archive.end:,}"
                     problems.append(f"{place(name)} is damaged: {damaged}")
     if problems:
         raise CheckpointCorruptError("; ".join(problems[:20]))
     return read
+
+
+def _needed(wanted: Mapping[str, Sequence[tuple[SavedTensor, torch.Tensor]]]) -> dict[tuple[str, int], str]:
+    """The keys of the needed pieces, by file and begin."""
+    return {
+        (copy.piece.file, copy.piece.begin): key
+        for key, pairs in wanted.items()
+        for saved, tensor in pairs
+        for part in parts_of(key, tensor)
+        for copy in copies_for(saved, part)
+    }
+
+
+def _is_whole(file: Reading, archive: Archive, buffer: memoryview) -> tuple[int, bool]:
+    """Read an archive. Returns the number of bytes read, and whether their checksum is right."""
+    checksum, at = 0, archive.begin
+    while at < archive.end and (count := file.read_into(buffer[: archive.end - at], at)):
+        checksum, at = zlib.crc32(buffer[:count], checksum), at + count
+    return at - archive.begin, (checksum, at) == (archive.checksum, archive.end)

@@ -132,10 +132,7 @@ class Run(abc.ABC):
         if self.is_partial():
             raise CheckpointIncompleteError(f"{self.path} is not a checkpoint: its save is running or was interrupted")
         if self.has_manifest(self.path):
-            own = step_of(self.path.name)
-            if None not in (step, own) and step != own:
-                raise CheckpointIncompleteError(f"{self.path} is not a checkpoint of step {step}")
-            return Committed(own or 0, 0, self.path)
+            return self._itself(step)
         checkpoint = self.newest() if step is None else self.last_of(step)
         if checkpoint is not None:
             return checkpoint
@@ -143,6 +140,13 @@ class Run(abc.ABC):
         partial = "; it has an unfinished save, which is not a checkpoint" if self.partials() else ""
         wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise CheckpointIncompleteError(f"{self.path} has {wanted}; committed steps: {steps}{partial}")
+
+    def _itself(self, step: int | None) -> Committed:
+        """`path` as a checkpoint."""
+        own = step_of(self.path.name)
+        if None not in (step, own) and step != own:
+            raise CheckpointIncompleteError(f"{self.path} is not a checkpoint of step {step}")
+        return Committed(own or 0, 0, self.path)
 
     @abc.abstractmethod
     def has_manifest(self, path: Place) -> bool:
