@@ -337,7 +337,8 @@ def test_a_job_that_is_killed_at_the_commit_of_another_one_leaves_files_that_pru
     assert_loads(where, 1)
 
 
-def test_no_error_contains_credentials(s3, where, impatient):
+def test_no_error_contains_credentials(s3, where, impatient, monkeypatch):
+    monkeypatch.setenv(objects.PATIENCE, "0.1")
     checkpoint.save(where, tensors(), step=1)
     text = f"key={_s3.SECRET} is wrong: https://user:{_s3.SECRET}@host/?X-Amz-Signature=0123456789abcdef"
     for status, code in ((403, "AccessDenied"), (500, "InternalError"), (400, "Whatever")):
@@ -527,6 +528,7 @@ def test_commands_take_urls(s3, where, capsys):
     assert threading.active_count() < 100
 
 
+@pytest.mark.matrix
 def test_a_stalled_server_is_not_waited_for_forever(s3, where):
     """s3fs ends a request after 15 s without an answer; it is repeated."""
     checkpoint.save(where, tensors(2), step=1)

@@ -40,15 +40,15 @@ class Bucket(Run):
         saves = [Committed(*number, self.path / name) for name, number in named if number is not None]
         return sorted(saves, key=lambda save: (save.again, save.step))
 
-    def _split(self) -> tuple[list[Committed], list[Committed]]:
-        """The committed and the unfinished saves, lowest number first."""
-        saves = self._named()
+    def _split(self, step: int | None = None) -> tuple[list[Committed], list[Committed]]:
+        """The committed and the unfinished saves of a step, or of all steps, lowest number first."""
+        saves = [save for save in self._named() if step in (None, save.step)]
         whole = _reached(lambda: objects.exist([_path(save.path) / NAME for save in saves]))
         pairs = [*zip(saves, whole, strict=True)]
         return [save for save, is_whole in pairs if is_whole], [save for save, is_whole in pairs if not is_whole]
 
-    def committed(self) -> list[Committed]:
-        return sorted(self._split()[0])
+    def committed(self, step: int | None = None) -> list[Committed]:
+        return sorted(self._split(step)[0])
 
     def newest(self) -> Committed | None:
         """The committed checkpoint with the highest number."""

@@ -40,11 +40,16 @@ class Directory(Run):
 
     path: Path
 
-    def committed(self) -> list[Committed]:
+    def committed(self, step: int | None = None) -> list[Committed]:
         checkpoints = []
         for entry in self._entries():
             named = numbered(entry.name)
-            if named and entry.is_dir(follow_symlinks=False) and (self.path / entry.name / NAME).is_file():
+            if (
+                named
+                and step in (None, named[0])
+                and entry.is_dir(follow_symlinks=False)
+                and (self.path / entry.name / NAME).is_file()
+            ):
                 checkpoints.append(Committed(*named, self.path / entry.name))
         return sorted(checkpoints)
 

@@ -63,8 +63,8 @@ class Run(abc.ABC):
         self.path = path
 
     @abc.abstractmethod
-    def committed(self) -> list[Committed]:
-        """All committed checkpoints, lowest step first; empty if the directory does not exist."""
+    def committed(self, step: int | None = None) -> list[Committed]:
+        """The committed checkpoints of a step, or of all steps, lowest step first. Empty if there is no directory."""
 
     @abc.abstractmethod
     def newest(self) -> Committed | None:
@@ -162,7 +162,7 @@ class Run(abc.ABC):
 
     def last_of(self, step: int) -> Committed | None:
         """The last committed save of a step."""
-        return next((each for each in reversed(self.committed()) if each.step == step), None)
+        return next(reversed(self.committed(step)), None)
 
     def check_free(self, step: int, overwrite: bool) -> list[Committed]:
         """The committed saves of a step, which a new save replaces.
@@ -172,7 +172,7 @@ class Run(abc.ABC):
         """
         if COMMITTED.fullmatch(self.path.name) and self.has_manifest(self.path):
             raise ShardConfigValueError(f"directory: {self.path} is itself a checkpoint; pass its parent directory")
-        same = [each for each in self.committed() if each.step == step]
+        same = self.committed(step)
         latest = self.newest() if same and not overwrite else None
         if latest is not None and step <= latest.step:
             raise ShardConfigValueError(
