@@ -337,7 +337,7 @@ def test_a_job_that_is_killed_at_the_commit_of_another_one_leaves_files_that_pru
     assert_loads(where, 1)
 
 
-def test_no_error_contains_credentials(s3, where, impatient, monkeypatch):
+def test_no_message_contains_credentials(s3, where, impatient, monkeypatch, caplog):
     monkeypatch.setenv(objects.PATIENCE, "0.1")
     checkpoint.save(where, tensors(), step=1)
     text = f"key={_s3.SECRET} is wrong: https://user:{_s3.SECRET}@host/?X-Amz-Signature=0123456789abcdef"
@@ -354,6 +354,8 @@ def test_no_error_contains_credentials(s3, where, impatient, monkeypatch):
             said = "".join(map(str, _chain(caught.value)))
             assert _s3.SECRET not in said
             assert "0123456789abcdef" not in said
+    assert "trying again" in caplog.text
+    assert _s3.SECRET not in caplog.text
 
 
 def _chain(error):
