@@ -158,7 +158,7 @@ def export_safetensors(
         for part in parts:
             wanted = [by_name[each].key for each in part.names if by_name[each].size]
             content = _content(checkpoint.path, manifest, part.header, wanted, dtype)
-            write(created(partial / part.name, part.size), count.over(content), manifest.algorithm)
+            write(created(partial / part.name), count.over(content), manifest.algorithm)
         if index is not None:
             write_file(partial / "model.safetensors.index.json", index)
         commit(partial, target)

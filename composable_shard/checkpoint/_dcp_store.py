@@ -65,10 +65,10 @@ class _Store(FileSystemBase):
         objects.write_file(self._root / os.fspath(new_path), self._kept.pop(os.fspath(path)))
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
-        return objects.exist([self._root / os.fspath(path)])[0]
+        return objects.sizes_of([self._root / os.fspath(path)]) != [None]
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
-        objects.remove([self._root / os.fspath(path)])
+        objects.remove(self._root, [os.fspath(path).removeprefix(f"{self._root.url}/")])
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

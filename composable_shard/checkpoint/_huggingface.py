@@ -296,7 +296,7 @@ class _Writer:
             part, name = next(self._places)
             assert name == key
             if self._file is None:
-                self._file = created(self._directory / part.name, part.size)
+                self._file = created(self._directory / part.name)
                 self._file.write(memoryview(part.header))
             self._file.write(bytes_of(tensor))
             if key == part.names[-1]:
@@ -354,6 +354,8 @@ def _check_sizes(stored: Stored) -> None:
         try:
             own = size_of(place(path))
         except OSError as error:
-            raise CheckpointCorruptError(f"{path}: {error.strerror}") from None
+            raise CheckpointCorruptError(f"{place(path)}: {error.strerror}") from None
         if own != size:
-            raise CheckpointCorruptError(f"{path} has {own:,} bytes on this rank, but had {size:,} bytes on rank 0")
+            raise CheckpointCorruptError(
+                f"{place(path)} has {own:,} bytes on this rank, but had {size:,} bytes on rank 0"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401  must be imported before `_register_atexit` is called
 import multiprocessing.util
 import os
 import sys
@@ -123,6 +124,9 @@ def background() -> Background:
     """The background state of this rank."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if not _backgrounds:
+        # The interpreter stops the threads of executors first. Uploads need some, so wait for the saves before. It
+        # calls these functions in reverse order, and `concurrent.futures.thread` has registered its own at its import.
+        threading._register_atexit(_settle_at_exit, os.getpid())  # type: ignore[attr-defined]
         multiprocessing.util.Finalize(None, _at_exit, (os.getpid(),), exitpriority=100)
     return _backgrounds.setdefault(rank, Background())
 
@@ -139,7 +143,7 @@ def wait() -> None:
         each.settle()
 
 
-def _at_exit(process: int) -> None:
+def _settle_at_exit(process: int) -> None:
     if process != os.getpid():  # a forked child, whose parent waits for the saves
         return
     for each in _backgrounds.values():
@@ -147,4 +151,9 @@ def _at_exit(process: int) -> None:
             each.settle()
         except CheckpointError as error:
             print(f"composable_shard: {error}", file=sys.stderr, flush=True)
+
+
+def _at_exit(process: int) -> None:
+    _settle_at_exit(process)
+    for each in _backgrounds.values() if process == os.getpid() else ():
         each.writer.close()

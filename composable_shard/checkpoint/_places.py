@@ -6,7 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
-from ..errors import ShardConfigTypeError, ShardConfigUnsupportedError, ShardConfigValueError
+from ..errors import CheckpointError, ShardConfigTypeError, ShardConfigUnsupportedError, ShardConfigValueError
 from ._format.huggingface import UNFINISHED
 from ._io import files, objects
 from ._io.objects import ObjectPath
@@ -24,6 +24,7 @@ def directory_of(given: str | os.PathLike[str], name: str = "directory") -> Plac
         ShardConfigTypeError: it is neither.
         ShardConfigValueError: a URL is not supported.
         ShardConfigUnsupportedError: a package for the URL is not installed.
+        CheckpointError: the store cannot be reached.
     """
     if not isinstance(given, (str, os.PathLike)):
         raise ShardConfigTypeError(f"{name}: {given!r} is a {type(given).__name__}; pass a path or a URL")
@@ -33,6 +34,8 @@ def directory_of(given: str | os.PathLike[str], name: str = "directory") -> Plac
         raise ShardConfigUnsupportedError(f"{name}: {error}") from None
     except ValueError as error:
         raise ShardConfigValueError(f"{name}: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{name}: {error}") from None
 
 
 def absolute(path: Place) -> str:
@@ -54,12 +57,7 @@ def begin(directory: Place, name: str = "path") -> Place:
         ShardConfigValueError: `directory` already exists.
     """
     if isinstance(directory, ObjectPath):
-        if objects.sizes(directory):
-            raise ShardConfigValueError(f"{name}: {directory} has files; pass a URL without any")
-        try:
-            objects.create_file(directory / UNFINISHED, secrets.token_bytes(6))
-        except FileExistsError:
-            raise ShardConfigValueError(f"{name}: another job writes to {directory}; pass another URL") from None
+        _begin(directory, name)
         return directory
     if os.path.lexists(directory):
         raise ShardConfigValueError(f"{name}: {directory} exists; pass a path that does not exist")
@@ -68,10 +66,22 @@ def begin(directory: Place, name: str = "path") -> Place:
     return partial
 
 
+def _begin(directory: ObjectPath, name: str) -> None:
+    try:
+        objects.create_file(directory / UNFINISHED, secrets.token_bytes(6))
+    except FileExistsError:
+        raise ShardConfigValueError(
+            f"{name}: an export to {directory} is running, or was interrupted; delete it, or pass another URL"
+        ) from None
+    if len(objects.sizes(directory)) > 1:  # not before: another job may end between the two requests
+        objects.remove(directory, [UNFINISHED])
+        raise ShardConfigValueError(f"{name}: {directory} has files; pass a URL without any")
+
+
 def commit(partial: Place, directory: Place) -> None:
     """Finish a directory when all its files are written."""
     if isinstance(partial, ObjectPath):
-        objects.remove([partial / UNFINISHED])
+        objects.remove(partial, [UNFINISHED])
         return
     assert isinstance(directory, Path)
     files.sync_directory(partial)

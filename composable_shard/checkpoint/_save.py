@@ -345,7 +345,7 @@ def _shared(value: Any) -> Any:
 
 def write_own(prepared: Prepared, tell: Callable[[int], None] | None = None) -> SavedFile:
     """Write this rank's file. `tell` is called with the number of bytes written so far."""
-    file = created(prepared.attempt.partial / prepared.layout.name, prepared.layout.size)
+    file = created(prepared.attempt.partial / prepared.layout.name)
     return write(file, stream(prepared.layout), prepared.request.algorithm, tell)
 
 
@@ -361,8 +361,13 @@ def finish(ranks: Ranks, prepared: Prepared, written: Callable[[], SavedFile]) -
         saved = ranks.together(write_if_seen)
         pieces = list(prepared.layout.pieces())
         parts = ranks.gather_on_first(_Part(prepared.layout.name, saved, pieces, prepared.known))
-        run = run_at(prepared.request.directory)
-        ranks.first_alone(lambda: run.commit(attempt, _merged(prepared.request, attempt, parts)))
+
+    def commit() -> None:
+        with _removed_if_it_fails(ranks, prepared):
+            manifest = _merged(prepared.request, attempt, parts)
+        run_at(prepared.request.directory).commit(attempt, manifest)
+
+    ranks.first_alone(commit)  # afterwards, nothing is deleted: the checkpoint may be committed
     return attempt.final
 
 

@@ -37,14 +37,29 @@ class _Rules:
         self._lock = threading.Lock()
         self._rules: list[dict[str, Any]] = []
         self._seen: list[list[Any]] = []
+        self._active = self._most = 0
 
     def __call__(self, environ: dict[str, Any], start: Any) -> Any:
         method, path, query = environ["REQUEST_METHOD"], environ["PATH_INFO"], environ.get("QUERY_STRING", "")
         if path.startswith("/-/"):
             return self._control(path, environ, start)
+        with self._lock:
+            self._active += 1
+            self._most = max(self._most, self._active)
+        try:
+            return self._answered(method, path, query, environ, start)
+        finally:
+            with self._lock:
+                self._active -= 1
+
+    def _answered(self, method: str, path: str, query: str, environ: dict[str, Any], start: Any) -> Any:
         rule = self._rule(method, f"{path}?{query}")
         what = None if rule is None else rule["what"]
+        if what in ("error", "cut"):
+            with self._lock:
+                self._seen.append([method, path, query, environ.get("HTTP_RANGE", ""), -1])
         if what == "error":
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             body = _ERROR.format(rule.get("code", "InternalError"), rule.get("text", "try again")).encode()
             start(f"{rule.get('status', 500)} Error", [("Content-Length", str(len(body)))])
             return [body]
@@ -81,8 +96,8 @@ class _Rules:
             if path == "/-/fail":
                 self._rules.append(json.loads(data))
             elif path == "/-/reset":
-                self._rules, self._seen = [], []
-            answer = json.dumps(self._seen).encode()
+                self._rules, self._seen, self._most = [], [], 0
+            answer = json.dumps(self._most if path == "/-/most" else self._seen).encode()
         start("200 OK", [("Content-Length", str(len(answer)))])
         return [answer]
 
@@ -146,9 +161,15 @@ def fail(url: str, what: str, *parts: str, method: str = "", times: int = 1, **a
 
 
 def seen(url: str) -> list[list[Any]]:
-    """Method, path, query, range and bytes of the answers to all requests since `reset`."""
+    """Method, path, query, range and bytes of the answers to all requests since `reset`; -1 bytes for errors."""
     answer: list[list[Any]] = _send(url, "seen", {})
     return answer
+
+
+def most(url: str) -> int:
+    """The largest number of requests at a time since `reset`."""
+    number: int = _send(url, "most", {})
+    return number
 
 
 def reset(url: str) -> None:

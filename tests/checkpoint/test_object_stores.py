@@ -21,8 +21,9 @@ from checkpoint import _s3
 from checkpoint.test_save_and_load import content, run, train
 from composable_shard import checkpoint, errors
 from composable_shard.checkpoint._describe import describe
-from composable_shard.checkpoint._io import objects
+from composable_shard.checkpoint._io import objects, requests
 from composable_shard.checkpoint._io.objects import ObjectPath
+from composable_shard.checkpoint._ranks import Ranks
 from composable_shard.cli.main import main
 
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # DCP, without other ranks
@@ -53,8 +54,13 @@ def where(request):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(objects, "_PAUSES", (0.01,))
-    monkeypatch.setenv(objects.PATIENCE, "2")
+    monkeypatch.setattr(requests, "_PAUSES", (0.01,))
+    monkeypatch.setenv(requests.PATIENCE, "2")
+
+
+def unfinished(where):
+    path = ObjectPath(where)
+    return path.requests.uploads(path.key)
 
 
 def tensors(value=1.0):
@@ -176,7 +182,7 @@ def test_saves_are_numbered_and_the_last_one_is_the_latest(s3, where):
 # ---- what fails
 
 
-@pytest.mark.parametrize("what", ["error", "cut", "lost"])
+@pytest.mark.parametrize("what", ["error", "cut", "lost", "busy"])
 @pytest.mark.parametrize(
     ("method", "parts"),
     [("POST", ["uploads"]), ("PUT", ["partNumber=2"]), ("POST", ["uploadId"]), ("PUT", ["manifest.json"])],
@@ -185,7 +191,10 @@ def test_saves_are_numbered_and_the_last_one_is_the_latest(s3, where):
 def test_requests_that_fail_for_a_while_are_repeated(s3, where, impatient, monkeypatch, what, method, parts):
     monkeypatch.setattr(objects, "_PART", 5 << 20)  # the smallest part that S3 accepts
     state = {"t": torch.arange(3 << 20, dtype=torch.float32)}
-    _s3.fail(s3, what, *parts, method=method)
+    if what == "busy":  # s3fs repeats such a request itself, which would send an empty body
+        _s3.fail(s3, "error", *parts, method=method, times=7, status=503, code="SlowDown")
+    else:
+        _s3.fail(s3, what, *parts, method=method)
     checkpoint.save(where, state, step=1)
     other = {"t": torch.zeros(3 << 20)}
     checkpoint.load(where, other)
@@ -298,9 +307,9 @@ def test_a_process_killed_during_an_upload_costs_nothing(s3, where, at, call):
     assert state["t"].eq(loaded.step).all()
     if at != "manifest.json":
         assert loaded.step == 1
-        assert objects.unfinished(ObjectPath(where)), "parts of the upload are in the store"
+        assert unfinished(where), "parts of the upload are in the store"
     checkpoint.prune(where, keep=1)
-    assert objects.unfinished(ObjectPath(where)) == []
+    assert unfinished(where) == []
     assert len(_s3.names(where[5:])) == 2
     checkpoint.load(where, state)
     assert state["t"].eq(loaded.step).all()
@@ -338,7 +347,7 @@ def test_a_job_that_is_killed_at_the_commit_of_another_one_leaves_files_that_pru
 
 
 def test_no_message_contains_credentials(s3, where, impatient, monkeypatch, caplog):
-    monkeypatch.setenv(objects.PATIENCE, "0.1")
+    monkeypatch.setenv(requests.PATIENCE, "0.1")
     checkpoint.save(where, tensors(), step=1)
     text = f"key={_s3.SECRET} is wrong: https://user:{_s3.SECRET}@host/?X-Amz-Signature=0123456789abcdef"
     for status, code in ((403, "AccessDenied"), (500, "InternalError"), (400, "Whatever")):
@@ -415,7 +424,7 @@ def test_exports_and_imports(s3, where, tmp_path):
         lambda: checkpoint.export_dcp(f"{where}/cut", state),
     ):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(objects.PATIENCE, "0")
+            patch.setenv(requests.PATIENCE, "0")
             _s3.fail(s3, "error", "/cut/", ".safetensors", method="PUT", times=10**6)
             _s3.fail(s3, "error", "/cut/", ".distcp", method="PUT", times=10**6)
             with pytest.raises(errors.CheckpointError, match="could not be written"):
@@ -488,9 +497,11 @@ def test_simulated_ranks_share_memory(rank, world):
         ("simplecache::s3://bucket/run", "directory: simplecache::s3://bucket/run: chained URLs"),
         ("s3://user:password@bucket/run?secret=1", "directory: s3://bucket/run: chained URLs and URLs with options"),
         ("none://bucket/run", "directory: Protocol not known: none"),
+        ("s3://", "directory: s3:// names no bucket"),
     ],
 )
-def test_urls_that_are_not_supported_are_refused(given, match):
+def test_urls_that_are_not_supported_are_refused(given, match, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for call in (
         lambda: checkpoint.save(given, {}, step=1),
         lambda: checkpoint.load(given, {}),
@@ -498,6 +509,7 @@ def test_urls_that_are_not_supported_are_refused(given, match):
     ):
         with pytest.raises(errors.ShardConfigValueError, match=match):
             call()
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
@@ -554,6 +566,227 @@ def test_the_writer_process_uses_new_credentials(s3, where, monkeypatch):
 
 @pytest.mark.parametrize("given", ["two minutes", "-1", "nan", "inf"])
 def test_a_time_that_is_not_a_number_of_seconds_is_refused(monkeypatch, given):
-    monkeypatch.setenv(objects.PATIENCE, given)
-    with pytest.raises(errors.CheckpointError, match=rf"{objects.PATIENCE}='{given}' is not a time in seconds"):
+    monkeypatch.setenv(requests.PATIENCE, given)
+    with pytest.raises(errors.CheckpointError, match=rf"{requests.PATIENCE}='{given}' is not a time in seconds"):
         checkpoint.save("memory://refused", tensors(), step=1)
+
+
+# ---- commits that are interrupted
+
+
+def assert_whole(where, *values):
+    """The latest checkpoint is whole, and is one of these."""
+    state = empty()
+    checkpoint.load(where, state)
+    assert state["epoch"] in values
+    assert torch.equal(state["t"], tensors(state["epoch"])["t"])
+    return state["epoch"]
+
+
+def test_a_commit_whose_answer_is_lost_is_kept_if_the_store_is_not_reached_again(s3, where, impatient, monkeypatch):
+    checkpoint.save(where, tensors(1), step=1)
+    monkeypatch.setenv(requests.PATIENCE, "0")
+    _s3.fail(s3, "lost", "manifest.json", method="PUT")
+    _s3.fail(s3, "error", "manifest.json", times=10**6)
+    with pytest.raises(errors.CheckpointError, match=r"manifest\.json"):
+        checkpoint.save(where, tensors(2), step=2)
+    _s3.reset(s3)
+    assert assert_whole(where, 2) == 2
+
+
+def test_a_commit_that_fails_is_prevented(s3, where, impatient, monkeypatch):
+    """Its request may be still on the way when the files are deleted."""
+    checkpoint.save(where, tensors(1), step=1)
+    monkeypatch.setenv(requests.PATIENCE, "0")
+    _s3.fail(s3, "error", "manifest.json", method="PUT")
+    with pytest.raises(errors.CheckpointError, match=r"manifest\.json"):
+        checkpoint.save(where, tensors(2), step=2)
+    left = f"{where[5:]}/step-00000002-000002/manifest.json"
+    assert [name for name in _s3.names(where[5:]) if "000002" in name] == [left.removeprefix(f"{where[5:]}/")]
+    assert _s3.store().cat_file(left) == b""
+    assert assert_whole(where, 1) == 1
+    assert describe(where).partial == ("step-00000002-000002",)
+    checkpoint.save(where, tensors(3), step=2, keep=1)
+    assert assert_whole(where, 3) == 3
+    assert {name.partition("/")[0] for name in _s3.names(where[5:])} == {"step-00000002-000003"}
+
+
+def test_nothing_is_deleted_after_a_commit(s3, where, monkeypatch):
+    checkpoint.save(where, tensors(1), step=1)
+    create, first_alone = objects.create_file, Ranks.first_alone
+
+    def interrupted(path, data):
+        create(path, data)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(objects, "create_file", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(where, tensors(2), step=2)
+    assert assert_whole(where, 2) == 2
+
+    def lost(ranks, work):
+        first_alone(ranks, work)
+        if "commit" in work.__name__:
+            raise errors.CheckpointError("rank 1 has died")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ranks, "first_alone", lost)
+        with pytest.raises(errors.CheckpointError, match="has died"):
+            checkpoint.save(where, tensors(3), step=3)
+    assert assert_whole(where, 3) == 3
+
+
+@pytest.mark.parametrize("answers", [("lost", 412), (501,)], ids=str)
+def test_answers_of_other_servers_to_conditional_writes_are_understood(s3, where, impatient, answers):
+    for each in answers:
+        if each == "lost":
+            _s3.fail(s3, "lost", "manifest.json", method="PUT")
+        else:
+            code = {412: "PreconditionFailed", 501: "NotImplemented"}[each]
+            _s3.fail(s3, "error", "manifest.json", method="PUT", status=each, code=code)
+    checkpoint.save(where, tensors(2), step=1)
+    assert_loads(where, 2)
+
+
+def test_prune_keeps_a_save_that_is_committed_meanwhile(s3, where, monkeypatch):
+    checkpoint.save(where, tensors(1), step=1)
+    checkpoint.save(where, tensors(2), step=2)
+    sizes = objects.sizes
+
+    def earlier(path):  # the listing of a moment before the commit of the second save
+        monkeypatch.setattr(objects, "sizes", sizes)
+        return {name: size for name, size in sizes(path).items() if name != "step-00000002-000002/manifest.json"}
+
+    monkeypatch.setattr(objects, "sizes", earlier)
+    assert checkpoint.prune(where, keep=1) == []
+    assert_loads(where, 2)
+
+
+def test_a_save_that_another_job_prunes_before_its_commit_is_an_error(s3, where, monkeypatch):
+    checkpoint.save(where, tensors(1), step=1)
+    create = objects.create_file
+
+    def pruned(path, data):
+        monkeypatch.setattr(objects, "create_file", create)
+        assert [path.name for path in checkpoint.prune(where, keep=1)] == ["step-00000002-000002"]
+        create(path, data)
+
+    monkeypatch.setattr(objects, "create_file", pruned)
+    with pytest.raises(errors.CheckpointError, match="is missing, so the checkpoint is not committed"):
+        checkpoint.save(where, tensors(2), step=2)
+    assert_loads(where, 1)
+    assert len(_s3.names(where[5:])) == 2
+
+
+def test_the_interpreter_waits_for_a_save(s3, where):
+    """Executors, which uploads and the lookup of a host's name need, end before other threads at an exit."""
+    checkpoint.save(where, {"t": torch.ones(10)}, step=1)
+    _s3.fail(s3, "slow", "partNumber=2", method="PUT", seconds=2.0)
+    job = start(s3.replace("127.0.0.1", "localhost"), 2, f"checkpoint.async_save({where!r}, state, step=2, keep=1)")
+    assert "ended" in job.communicate(timeout=120)[0]
+    assert job.returncode == 0
+    state = {"t": torch.zeros(10 << 20)}
+    assert checkpoint.load(where, state).step == 2
+    assert state["t"].eq(2).all()
+    assert describe(where).committed == (2,)
+
+
+# ---- requests
+
+
+def test_a_request_is_not_repeated_by_several_libraries(s3, where, monkeypatch):
+    checkpoint.save(where, tensors(), step=1)
+    monkeypatch.delenv("AWS_MAX_ATTEMPTS")
+    monkeypatch.setenv(requests.PATIENCE, "0")
+    _s3.store().clear_instance_cache()
+    _s3.fail(s3, "error", "manifest.json", method="GET", times=10**6)
+    with pytest.raises(errors.CheckpointError, match="cannot read bytes"):
+        checkpoint.load(where, empty())
+    _s3.store().clear_instance_cache()
+    assert len([method for method, path, *_ in _s3.seen(s3) if method == "GET" and "manifest" in path]) <= 5
+
+
+@pytest.mark.parametrize(
+    ("url", "match"),
+    [("s3://no bucket/run", "Invalid bucket name"), ("s3://absent/run", "NoSuchBucket")],
+)
+def test_requests_that_cannot_succeed_are_not_repeated(s3, url, match):
+    started = time.monotonic()
+    for call in (lambda: checkpoint.latest(url), lambda: checkpoint.save(url, tensors(), step=1)):
+        with pytest.raises(errors.CheckpointError, match=match):
+            call()
+    assert time.monotonic() - started < 30
+    assert len(_s3.seen(s3)) < 10
+
+
+def test_the_login_of_a_url_is_not_in_messages(s3, caplog):
+    for url in (f"s3://user:{_s3.SECRET}@bucket/run", f"ftp://user:{_s3.SECRET}@127.0.0.1:1/run"):
+        with pytest.raises(errors.CheckpointError) as caught:
+            checkpoint.latest(url)
+        assert _s3.SECRET not in "".join(map(str, _chain(caught.value)))
+    assert _s3.SECRET not in caplog.text
+
+
+def test_parts_are_sent_and_fetched_at_the_same_time_and_get_larger(s3, where, monkeypatch):
+    monkeypatch.setattr(objects, "_PART", 5 << 20)
+    monkeypatch.setattr(objects, "_GROWTH", 2)
+    state = {"t": torch.arange(10 << 20, dtype=torch.float32)}
+    _s3.fail(s3, "slow", "partNumber", method="PUT", times=10, seconds=0.5)
+    checkpoint.save(where, state, step=1)
+    assert _s3.most(s3) >= 3
+    parts = [query for method, _, query, *_ in _s3.seen(s3) if method == "PUT" and "partNumber" in query]
+    assert len(parts) == 5  # of 5, 5, 10 and 10 MiB, and the rest
+    _s3.reset(s3)
+    _s3.fail(s3, "slow", "rank-", method="GET", times=20, seconds=0.5)
+    other = {"t": torch.zeros(10 << 20)}
+    checkpoint.load(where, other)
+    assert torch.equal(state["t"], other["t"])
+    assert _s3.most(s3) >= 3
+
+
+def test_prune_deletes_uploads_of_this_run_only_and_marks_of_directories(s3, where):
+    store = _s3.store()
+    for run_ in (where, f"{where}2"):
+        checkpoint.save(run_, tensors(1), step=1)
+        key = f"{run_[5:]}/step-00000002-000002/rank-00000-abcdef.safetensors".removeprefix("bucket/")
+        store.call_s3("create_multipart_upload", Bucket="bucket", Key=key)
+    store.call_s3("put_object", Bucket="bucket", Key=f"{where[12:]}/step-00000005-000009/")
+    assert len(unfinished("s3://bucket")) >= 2
+    assert [path.name for path in checkpoint.prune(where, keep=1)] == ["step-00000005-000009", "step-00000002-000002"]
+    assert (unfinished(where), len(unfinished(f"{where}2"))) == ([], 1)
+    assert describe(where).partial == ()
+    assert_loads(f"{where}2", 1)
+    checkpoint.prune(f"{where}2", keep=1)
+
+
+def test_a_stream_that_is_not_finished_leaves_no_object():
+    file = objects.NewObject(ObjectPath("memory://streams/one"))
+    file.write(memoryview(bytes(40 << 20)))
+    file.close()
+    assert objects.entries(ObjectPath("memory://streams")) == {}
+
+
+def test_an_error_of_a_stream_is_named(monkeypatch):
+    from fsspec.implementations.memory import MemoryFile
+
+    def failed(self, data):
+        raise ConnectionError("the store is away")
+
+    checkpoint.save("memory://fails", tensors(1), step=1)
+    monkeypatch.setattr(MemoryFile, "write", failed)
+    with pytest.raises(errors.CheckpointError, match=r"ConnectionError: the store is away.*rank-00000"):
+        checkpoint.save("memory://fails", {"t": torch.zeros(10 << 20)}, step=2)
+    monkeypatch.undo()
+    assert_loads("memory://fails", 1)
+
+
+def test_roots_other_spellings_and_runs_that_are_named_like_checkpoints(s3, tmp_path):
+    checkpoint.save("memory://", tensors(1), step=1)
+    assert checkpoint.latest("memory://") == 1
+    assert_loads("memory://", 1)
+    checkpoint.save(f"file://localhost{tmp_path}/run/", tensors(2), step=2)
+    assert_loads(tmp_path / "run", 2)
+    checkpoint.save("S3://bucket/step-00000010//", tensors(3), step=3)
+    assert_loads("s3://bucket/step-00000010", 3)
+    assert checkpoint.latest("s3://bucket/step-00000010/") == 3

@@ -6,15 +6,17 @@ URL/
     manifest.json                           names the files; without it, this is an unfinished save
   step-00000200-000002/                     the second one
 
-Nothing is renamed or replaced. The save with the highest number is the latest one. If two jobs save the same step at
-the same time, their files have different names, and only one of them can write the manifest.
+Nothing is renamed. The save with the highest number is the latest one. If two jobs save the same step at the same
+time, their files have different names, and only one of them can write the manifest. An empty manifest is no commit: it
+prevents one, while the files of the save are deleted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from ...errors import CheckpointError
@@ -22,7 +24,7 @@ from .._io import objects
 from .._io.objects import ObjectPath
 from .._io.places import Place
 from .manifest import MOST_BYTES, NAME, Manifest, read_manifest
-from .run import COMMITTED, Attempt, Committed, Run, numbered, readable
+from .run import COMMITTED, Attempt, Committed, Run, numbered, readable, removable
 
 _T = TypeVar("_T")
 _OF_ATTEMPT = re.compile(r"rank-[0-9]{5,9}-([0-9a-f]+)\.safetensors", re.ASCII)
@@ -33,35 +35,37 @@ class Bucket(Run):
 
     path: ObjectPath
 
-    def _named(self) -> list[Committed]:
-        """All saves, committed or not, lowest number first."""
+    def _named(self, step: int | None = None) -> list[Committed]:
+        """The saves of a step, or of all steps, committed or not, lowest number first."""
         entries = _reached(lambda: objects.entries(self.path))
-        named = ((entry.name, numbered(entry.name)) for entry in entries if entry.is_directory)
+        named = ((name, numbered(name)) for name, is_directory in entries.items() if is_directory)
         saves = [Committed(*number, self.path / name) for name, number in named if number is not None]
-        return sorted(saves, key=lambda save: (save.again, save.step))
-
-    def _split(self, step: int | None = None) -> tuple[list[Committed], list[Committed]]:
-        """The committed and the unfinished saves of a step, or of all steps, lowest number first."""
-        saves = [save for save in self._named() if step in (None, save.step)]
-        whole = _reached(lambda: objects.exist([_path(save.path) / NAME for save in saves]))
-        pairs = [*zip(saves, whole, strict=True)]
-        return [save for save, is_whole in pairs if is_whole], [save for save, is_whole in pairs if not is_whole]
+        return sorted((save for save in saves if step in (None, save.step)), key=_by_number)
 
     def committed(self, step: int | None = None) -> list[Committed]:
         return sorted(self._split(step)[0])
+
+    def partials(self) -> list[Place]:
+        return [save.path for save in self._split()[1]]
+
+    def _split(self, step: int | None = None) -> tuple[list[Committed], list[Committed]]:
+        """The committed and the unfinished saves."""
+        saves = self._named(step)
+        sizes = _reached(lambda: objects.sizes_of(_path(save.path) / NAME for save in saves))
+        pairs = [*zip(saves, sizes, strict=True)]
+        return [save for save, size in pairs if size], [save for save, size in pairs if not size]
 
     def newest(self) -> Committed | None:
         """The committed checkpoint with the highest number."""
         return next((save for save in reversed(self._named()) if self.has_manifest(save.path)), None)
 
     def has_manifest(self, path: Place) -> bool:
-        return _reached(lambda: objects.exist([_path(path) / NAME]))[0]
+        [size] = _reached(lambda: objects.sizes_of([_path(path) / NAME]))
+        return bool(size)
 
     def is_partial(self) -> bool:
-        return COMMITTED.fullmatch(self.path.name) is not None and not self.has_manifest(self.path)
-
-    def partials(self) -> list[Place]:
-        return [save.path for save in self._split()[1]]
+        named = COMMITTED.fullmatch(self.path.name) is not None
+        return named and not self.has_manifest(self.path) and not self._named()
 
     def begin(self, step: int, overwrite: bool) -> Attempt:
         """Choose the next number."""
@@ -72,59 +76,131 @@ class Bucket(Run):
         return Attempt(identity, final, final, f"-{identity}")
 
     def check_seen(self, attempt: Attempt) -> None:
-        """Do nothing: `commit` finds out whether all ranks have written to the same store."""
+        """Do nothing: `commit` checks that the files of all ranks are in the same store."""
 
     def commit(self, attempt: Attempt, manifest: Manifest) -> None:
-        """Check that all files are in the store, and write the manifest."""
+        """Check that all files are in the store, and write the manifest.
+
+        The request for the manifest may succeed although its answer is lost. So nothing is deleted after it was sent,
+        unless an empty manifest, which is no commit, was written first: then the request can no longer succeed.
+        """
         path = _path(attempt.final)
-        data = readable(manifest)
-        sizes = objects.sizes(path)
-        for name, file in manifest.files.items():
-            if sizes.get(name) != file.size:
-                seen = f"has {sizes[name]:,} of {file.size:,} bytes" if name in sizes else "is missing"
-                raise CheckpointError(
-                    f"{path / name} {seen}, so the checkpoint is not committed; all ranks must save to the same store"
-                )
+        try:
+            data = readable(manifest)
+            _check_files(path, manifest)
+        except BaseException:
+            self._remove_quietly(attempt)
+            raise
         try:
             objects.create_file(path / NAME, data)
         except FileExistsError:
+            self._remove_quietly(attempt)
             raise CheckpointError(
-                f"another job has committed {path} at the same time, so this save is not committed; save to another "
-                "directory, or stop one of the jobs"
+                f"another job has committed or pruned {path} at the same time, so this save is not committed; save to "
+                "another directory, or stop one of the jobs"
             ) from None
+        except OSError:
+            if self._given_up(attempt):
+                self._remove_quietly(attempt)
+                raise
+        try:
+            _check_files(path, manifest)
+        except CheckpointError:  # another job has pruned this save before its commit
+            objects.remove(path, [NAME])
+            self._remove_quietly(attempt)
+            raise
+
+    def _given_up(self, attempt: Attempt) -> bool:
+        """Prevent the commit of a save by an empty manifest. Returns False if the save is already committed.
+
+        Raises:
+            OSError: the store cannot be reached. The save may be committed later.
+        """
+        try:
+            objects.create_file(_path(attempt.final) / NAME, b"")
+        except FileExistsError:
+            return not self.is_committed(attempt)
+        return True
+
+    def _remove_quietly(self, attempt: Attempt) -> None:
+        """Delete the files of a save if the store can be reached. Otherwise they are left to `prune`."""
+        with contextlib.suppress(OSError):
+            self.remove(attempt)
 
     def is_committed(self, attempt: Attempt) -> bool:
         path = _path(attempt.final) / NAME
         try:
-            return read_manifest(objects.read_file(path, MOST_BYTES), str(path)).identity == attempt.identity
+            data = objects.read_file(path, MOST_BYTES)
         except FileNotFoundError:
             return False
+        return bool(data) and read_manifest(data, str(path)).identity == attempt.identity
 
     def remove(self, attempt: Attempt) -> None:
         """Delete the files of this save only: another job may save to the same directory."""
         path = _path(attempt.final)
-        objects.remove(path / name for name in objects.sizes(path) if attempt.suffix in name)
+        objects.remove(path, (name for name in objects.sizes(path) if attempt.suffix in name))
 
     def prune(self, keep: int) -> list[Place]:
-        removable = {save.path for save in self.removable(keep)}
-        committed, unfinished = self._split()
+        saves: dict[str, dict[str, int]] = {}
+        for name, size in objects.sizes(self.path).items():
+            directory, _, file = name.partition("/")
+            saves.setdefault(directory, {})[file] = size
+        every = sorted(Committed(*number, self.path / name) for name in saves if (number := numbered(name)))
+        committed = [save for save in every if saves[save.path.name].get(NAME)]
+        old = removable(committed, max(committed, key=_by_number, default=None), keep)
+        removed: list[Place] = [save.path for save in sorted(old, key=_by_number)]
+        for path in removed:
+            objects.write_file(_path(path) / NAME, b"")
+        removed += [save.path for save in every if save not in committed and _claimed(_path(save.path))]
+        for path in removed:
+            _remove_save(_path(path))
+        removed += self._remove_others({save.path for save in committed} - {*removed}, saves)
+        uploads = objects.abort_uploads(self.path, COMMITTED)  # of saves that may have no object yet
+        removed += {self.path / name.partition("/")[0]: None for name in uploads}
+        return [*dict.fromkeys(removed)]
+
+    def _remove_others(self, kept: set[Place], saves: Mapping[str, Mapping[str, int]]) -> list[Place]:
+        """Delete files in checkpoints that another save has left, and return their paths."""
         removed: list[Place] = []
-        for save in committed:
-            path = _path(save.path)
-            if path in removable:
-                objects.remove([path / NAME])  # first, so that it is no checkpoint if this is interrupted
-                objects.remove_objects(path)
-                removed.append(path)
-            else:
-                removed += _left_in(path)
-        for save in unfinished:
-            objects.remove_objects(_path(save.path))
-            removed.append(save.path)
-        for name in objects.abort_uploads(self.path, COMMITTED):  # of saves that may have no object yet
-            path = self.path / name.partition("/")[0]
-            if path not in removed:
-                removed.append(path)
+        for path in sorted(map(_path, kept)):
+            names = [name for name in saves[path.name] if _OF_ATTEMPT.fullmatch(name)]
+            if len({name.rpartition("-")[2] for name in names}) > 1:
+                own = read_manifest(objects.read_file(path / NAME, MOST_BYTES), str(path / NAME)).files
+                left = [name for name in names if name not in own]
+                objects.remove(path, left)
+                removed += [path / name for name in left]
         return removed
+
+
+def _by_number(save: Committed) -> tuple[int, int]:
+    return save.again, save.step
+
+
+def _check_files(path: ObjectPath, manifest: Manifest) -> None:
+    """Raise CheckpointError if a file of a save is not in the store."""
+    sizes = objects.sizes(path)
+    for name, file in manifest.files.items():
+        if sizes.get(name) != file.size:
+            seen = f"has {sizes[name]:,} of {file.size:,} bytes" if name in sizes else "is missing"
+            raise CheckpointError(
+                f"{path / name} {seen}, so the checkpoint is not committed; all ranks must save to the same store, and "
+                "no other job may prune the run"
+            )
+
+
+def _claimed(path: ObjectPath) -> bool:
+    """Prevent the commit of an unfinished save by an empty manifest. Returns False if it was committed meanwhile."""
+    try:
+        objects.create_file(path / NAME, b"")
+    except FileExistsError:
+        return False
+    return True
+
+
+def _remove_save(path: ObjectPath) -> None:
+    """Delete a save, its empty manifest last."""
+    objects.remove(path, (name for name in objects.sizes(path) if name != NAME))
+    objects.remove(path, [NAME])
 
 
 def _reached(request: Callable[[], _T]) -> _T:
@@ -137,17 +213,6 @@ def _reached(request: Callable[[], _T]) -> _T:
         return request()
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from error
-
-
-def _left_in(path: ObjectPath) -> list[ObjectPath]:
-    """Delete files in a checkpoint that another save has left, and return their paths."""
-    identities = {name: named[1] for name in objects.sizes(path) if (named := _OF_ATTEMPT.fullmatch(name))}
-    if len(set(identities.values())) < 2:
-        return []
-    own = read_manifest(objects.read_file(path / NAME, MOST_BYTES), str(path / NAME)).files
-    left = [path / name for name in identities if name not in own]
-    objects.remove(left)
-    return left
 
 
 def _path(place: Place) -> ObjectPath:

@@ -245,7 +245,7 @@ class _Files:
 
     def __exit__(self, *error: object) -> None:
         for file in self._downloaded.values():
-            file.close()
+            file.forget()
 
     def at(self, path: Place) -> contextlib.AbstractContextManager[Reading]:
         """Open a file."""

@@ -26,7 +26,7 @@ from ...errors import (
 from .._io import files
 from .._io.places import Place
 from .manifest import NAME, Manifest
-from .run import COMMITTED, Attempt, Committed, Run, numbered, readable, step_of
+from .run import COMMITTED, Attempt, Committed, Run, numbered, readable, removable, step_of
 
 LATEST = "LATEST"
 _NEW_LATEST = ".LATEST.tmp"  # the new LATEST, before it replaces the old one
@@ -131,6 +131,14 @@ class Directory(Run):
         All operations that need disk space come before the rename. If one fails before LATEST names the directory, the
         rename is undone.
         """
+        try:
+            self._commit(attempt, manifest)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.remove(attempt)  # does nothing if the directory has its final name
+            raise
+
+    def _commit(self, attempt: Attempt, manifest: Manifest) -> None:
         partial, final = _path(attempt.partial), _path(attempt.final)
         files.write_file(partial / NAME, readable(manifest))
         files.sync_directory(partial)
@@ -158,7 +166,7 @@ class Directory(Run):
         unused = self.path / _NEW_LATEST
         removed: list[Place] = []
         for path in [
-            *(each.path for each in self.removable(keep)),
+            *(each.path for each in removable(self.committed(), self.newest(), keep)),
             *self.partials(),
             *([unused] if os.path.lexists(unused) else []),
         ]:

@@ -85,12 +85,12 @@ def _names_in(path: Place) -> list[str] | None:
         if not path.exists():
             raise CheckpointIncompleteError(missing)
         return None
-    names = sorted(entry.name for entry in objects.entries(path))
+    names = sorted(objects.entries(path))
     if UNFINISHED in names:
         raise CheckpointIncompleteError(
             f"{path} is incomplete: an export is running or was interrupted; delete it, or export to another URL"
         )
-    if not names and not objects.exist([path])[0]:
+    if not names and objects.sizes_of([path]) == [None]:
         raise CheckpointIncompleteError(missing)
     return names or None
 

@@ -148,7 +148,7 @@ class Reader:
         if self._files is not None:
             for name, ranges in blocks.items():
                 self._open[name] = file = OpenObject(path / name)
-                self._files.callback(file.close)
+                self._files.callback(file.forget)
                 file.fetch(_bytes_of(ranges, self._manifest.files[name].size))
 
     def _problem(self, name: str, ranges: Sequence[tuple[int, int]]) -> tuple[str, int]:
@@ -178,6 +178,7 @@ class Reader:
                 file.fetch(copy.bytes() for copy in copies)
                 for copy in copies:
                     buffer = self._copy(file, copy, buffer, self._path / name)
+                file.forget()
 
     def _copy(self, file: Reading, copy: Copy, buffer: memoryview, path: Place) -> memoryview:
         begin, end = copy.bytes()

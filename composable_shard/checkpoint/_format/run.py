@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...errors import CheckpointCorruptError, CheckpointError, CheckpointIncompleteError, ShardConfigValueError
@@ -95,10 +95,10 @@ class Run(abc.ABC):
 
     @abc.abstractmethod
     def commit(self, attempt: Attempt, manifest: Manifest) -> None:
-        """Make a checkpoint of the files of a save, which are all written.
+        """Make a checkpoint of the files of a save, which are all written. If it fails, the files are deleted.
 
         Raises:
-            CheckpointError: the manifest could not be loaded again, or a file is missing.
+            CheckpointError: the manifest could not be loaded again, a file is missing, or another job has committed.
         """
 
     @abc.abstractmethod
@@ -107,7 +107,7 @@ class Run(abc.ABC):
 
     @abc.abstractmethod
     def remove(self, attempt: Attempt) -> None:
-        """Delete the files of a save that is not committed.
+        """Delete the files of a save that is not committed, and whose commit has not begun.
 
         Raises:
             OSError: a file could not be deleted.
@@ -181,15 +181,20 @@ class Run(abc.ABC):
             )
         return same
 
-    def removable(self, keep: int) -> Iterator[Committed]:
-        """Checkpoints to delete."""
-        checkpoints = self.committed()
-        latest = self.newest()
-        best = {each.step: each for each in checkpoints}  # the last save of each step
-        kept = {best[step].path for step in sorted(best)[max(len(best) - keep, 0) :]}
-        if latest is not None:
-            kept.add(latest.path)
-        yield from (each for each in checkpoints if each.path not in kept)
+
+def removable(checkpoints: Sequence[Committed], latest: Committed | None, keep: int) -> list[Committed]:
+    """The checkpoints that `prune` deletes.
+
+    Args:
+        checkpoints: all committed checkpoints, lowest step first.
+        latest: the latest checkpoint, which is kept.
+        keep: number of steps to keep.
+    """
+    best = {each.step: each for each in checkpoints}  # the last save of each step
+    kept = {best[step].path for step in sorted(best)[max(len(best) - keep, 0) :]}
+    if latest is not None:
+        kept.add(latest.path)
+    return [each for each in checkpoints if each.path not in kept]
 
 
 def step_of(name: str) -> int | None:

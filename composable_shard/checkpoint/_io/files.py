@@ -203,6 +203,9 @@ class OpenFile:
     def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Do nothing: the page cache reads ahead."""
 
+    def forget(self) -> None:
+        """Do nothing: nothing was downloaded."""
+
     def read_into(self, view: memoryview, at: int) -> int:
         """Read bytes at an offset, and return their number; 0 at the end of the file."""
         try:  # without `_doing`, which would take longer than the read of a small tensor

@@ -10,48 +10,21 @@ import bisect
 import contextlib
 import errno
 import functools
-import io
-import itertools
 import logging
-import math
 import os
-import random
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
+from .requests import Requests, S3Requests, named, requests_of, said, tried, without_login
+
 _log = logging.getLogger("composable_shard.checkpoint")
 
 _PART = 16 << 20  # bytes of one request that uploads or downloads a part of an object
-_MOST_PARTS = 10_000  # S3 accepts no more in one upload
+_GROWTH = 1000  # parts of an upload after which they get twice as large, because S3 accepts at most 10,000
 _AT_ONCE = 8  # requests at a time
-_PAUSES = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between two tries of a request; up to half of each is random
-PATIENCE = "COMPOSABLE_SHARD_STORE_PATIENCE"  # environment variable: seconds after which no request is repeated
-_PATIENCE_S = 120.0  # its default; one try may take half a minute, because libraries such as s3fs repeat requests too
-_SECRET = re.compile(r"(?i)\b(sig|signature|\w*(?:token|secret|password|credential|key)\w*)=[^&\s'\"]+")
-_LOGIN = re.compile(r"(?<=://)[^/@\s]+:[^/@\s]+@")
-_SECRETS = re.compile(r"(?i)key|secret|token|password|credential|connection_string|sas")
-_FINAL = (  # errors that do not pass
-    FileNotFoundError,
-    PermissionError,
-    FileExistsError,
-    IsADirectoryError,
-    NotADirectoryError,
-    NotImplementedError,
-    ImportError,
-    TypeError,
-    ValueError,
-)
-_NUMBERS = {  # fsspec raises some errors without a number
-    FileNotFoundError: errno.ENOENT,
-    PermissionError: errno.EACCES,
-    FileExistsError: errno.EEXIST,
-    IsADirectoryError: errno.EISDIR,
-    NotADirectoryError: errno.ENOTDIR,
-}
 
 _T = TypeVar("_T")
 
@@ -69,8 +42,13 @@ class ObjectPath(os.PathLike[str]):
     """
 
     def __init__(self, url: str, store: Any = None) -> None:
-        self.url = url.rstrip("/")
+        self.url = re.sub(r"(?<![:/])/+$", "", url)
         self.store = _store_of(self.url) if store is None else store
+
+    @property
+    def requests(self) -> Requests:
+        """Single requests to the store."""
+        return requests_of(self.store)
 
     @property
     def key(self) -> str:
@@ -93,13 +71,14 @@ class ObjectPath(os.PathLike[str]):
         return self.parent / name
 
     def __truediv__(self, name: str) -> ObjectPath:
-        return ObjectPath(name if "://" in name else f"{self.url}/{name}", self.store)
+        slash = "" if self.url.endswith("/") else "/"  # it ends with one for the root of a store
+        return ObjectPath(name if "://" in name else f"{self.url}{slash}{name}", self.store)
 
     def __fspath__(self) -> str:
         return self.url
 
     def __str__(self) -> str:
-        return _LOGIN.sub("", self.url)
+        return without_login(self.url)
 
     def __repr__(self) -> str:
         return f"ObjectPath({str(self)!r})"
@@ -122,11 +101,14 @@ def _store_of(url: str) -> Any:
 
     Raises:
         ModuleNotFoundError: fsspec, or its package for this store, is not installed.
-        ValueError: no package has such a store, or the URL has options.
+        ValueError: no package has such a store, or the URL has options or no bucket.
+        OSError: the store cannot be reached.
     """
-    protocol = url.partition("://")[0]
-    if "::" in url or "?" in url:
-        raise ValueError(f"{_LOGIN.sub('', url.partition('?')[0])}: chained URLs and URLs with options are unsupported")
+    protocol, _, name = url.partition("://")
+    if "::" in protocol or "?" in url:
+        raise ValueError(f"{without_login(url.partition('?')[0])}: chained URLs and URLs with options are unsupported")
+    if not name and protocol != "memory":
+        raise ValueError(f"{url} names no bucket")
     try:
         import fsspec.core
     except ModuleNotFoundError:
@@ -134,7 +116,13 @@ def _store_of(url: str) -> Any:
             f"{protocol}:// needs fsspec and its package for this store: pip install 'composable-shard[remote]' s3fs "
             "(gcsfs for gs://, adlfs for abfs://)"
         ) from None
-    return fsspec.core.url_to_fs(url)[0]
+    try:
+        return fsspec.core.url_to_fs(url)[0]
+    except ImportError:
+        raise
+    except Exception as error:
+        text = said(url, None, error).partition(": ")[2]
+        raise (ValueError if isinstance(error, ValueError) else OSError)(text) from None
 
 
 def is_shared(path: ObjectPath) -> bool:
@@ -161,7 +149,7 @@ def from_described(about: dict[str, Any]) -> ObjectPath:
             store.clear_instance_cache()
             store = fsspec.AbstractFileSystem.from_dict(about["store"])
     except Exception as error:  # its text may contain the options
-        raise OSError(errno.EINVAL, f"the writer process cannot use this store: {type(error).__name__}") from None
+        raise OSError(errno.EIO, f"the writer process cannot use this store: {type(error).__name__}") from None
     return ObjectPath(about["url"], store)
 
 
@@ -169,67 +157,7 @@ def from_described(about: dict[str, Any]) -> ObjectPath:
 
 
 def _tried(operation: str, path: ObjectPath, request: Callable[[], _T]) -> _T:
-    """Send a request until it succeeds.
-
-    Raises:
-        OSError: it has failed for a reason that does not pass, or for too long. The error names the object.
-    """
-    begun, patience = time.monotonic(), _patience()
-    for tries in itertools.count(1):
-        try:
-            return request()
-        except _FINAL as error:
-            raise _of(path, error) from None
-        except Exception as error:
-            if "Credentials" in type(error).__name__:  # NoCredentialsError and others of botocore
-                raise OSError(errno.EACCES, _said(path, error), str(path)) from None
-            lasted = time.monotonic() - begun
-            if lasted >= patience:
-                text = f"cannot {operation} for {lasted:.0f} s (tried {tries} times): {_said(path, error)}"
-                raise OSError(errno.EIO, text, str(path)) from None
-            _log.warning("%s: cannot %s, trying again: %s", path, operation, _said(path, error))
-            time.sleep(_PAUSES[min(tries, len(_PAUSES)) - 1] * random.uniform(0.5, 1.0))
-    raise AssertionError("unreachable")
-
-
-def _patience() -> float:
-    """Seconds for which a request is repeated.
-
-    Raises:
-        OSError: the environment variable `PATIENCE` is not a number of seconds.
-    """
-    given = os.environ.get(PATIENCE, "").strip()
-    try:
-        seconds = float(given) if given else _PATIENCE_S
-        if not 0 <= seconds < math.inf:
-            raise ValueError
-    except ValueError:
-        raise OSError(errno.EINVAL, f"the environment variable {PATIENCE}={given!r} is not a time in seconds") from None
-    return seconds
-
-
-def _said(path: ObjectPath, error: Exception) -> str:
-    """The text of an error, without secrets."""
-    text = f"{type(error).__name__}: {error}"
-    for secret in _secrets(path.store):
-        text = text.replace(secret, "***")
-    return _SECRET.sub(r"\1=***", _LOGIN.sub("", text))
-
-
-def _secrets(store: Any) -> set[str]:
-    options = {**vars(store), **getattr(store, "storage_options", {}), **os.environ}
-    names = (name for name, value in options.items() if isinstance(value, str) and len(value) > 5)
-    return {options[name] for name in names if _SECRETS.search(name)}
-
-
-def _of(path: ObjectPath, error: Exception) -> Exception:
-    """The same error with the name of the object."""
-    if isinstance(error, OSError):
-        number = next((n for kind, n in _NUMBERS.items() if isinstance(error, kind)), errno.EIO)
-        return OSError(number, os.strerror(number), str(path))
-    if isinstance(error, NotImplementedError):
-        return NotImplementedError(f"{path}: {_said(path, error)}")
-    return OSError(errno.EINVAL, _said(path, error), str(path))
+    return tried(operation, path.url, path.store, request)
 
 
 @functools.cache
@@ -239,65 +167,35 @@ def _pool(process: int) -> ThreadPoolExecutor:
 
 
 def _together(calls: Iterable[Callable[[], _T]]) -> list[_T]:
-    """Send several requests at a time."""
+    """Send several requests at a time. If one fails, those that wait are not sent."""
     waiting = [_pool(os.getpid()).submit(call) for call in calls]
-    return [each.result() for each in waiting]
+    try:
+        return [each.result() for each in waiting]
+    finally:
+        for each in waiting:
+            each.cancel()
 
 
 # ---- names
 
 
-class Entry(NamedTuple):
-    """A name in a directory, and whether it is one itself."""
-
-    name: str
-    is_directory: bool
-
-
-def entries(path: ObjectPath) -> list[Entry]:
-    """All names in a directory; empty if it does not exist."""
-
-    def listed() -> list[dict[str, Any]]:
-        path.store.invalidate_cache()  # other processes write to the store
-        try:
-            return list(path.store.ls(path.key, detail=True))
-        except FileNotFoundError:
-            return []
-
-    below = path.key.rstrip("/") + "/"
-    answer = ((each["name"].rstrip("/"), each["type"]) for each in _tried("list names", path, listed))
-    return [Entry(name.removeprefix(below), kind == "directory") for name, kind in answer if name.startswith(below)]
+def entries(path: ObjectPath) -> dict[str, bool]:
+    """All names in a directory, and whether they are directories; empty if it does not exist."""
+    return _tried("list names", path, lambda: path.requests.entries(path.key))
 
 
 def sizes(path: ObjectPath) -> dict[str, int]:
     """The sizes of all objects in a directory and below it, by name relative to it."""
+    return _tried("list names", path, lambda: path.requests.sizes(path.key))
 
-    def listed() -> dict[str, dict[str, Any]]:
-        path.store.invalidate_cache()
-        return dict(path.store.find(path.key, detail=True))
 
-    below = path.key.rstrip("/") + "/"
-    answer = _tried("list names", path, listed)
-    return {name.removeprefix(below): each["size"] for name, each in answer.items() if name.startswith(below)}
+def sizes_of(paths: Iterable[ObjectPath]) -> list[int | None]:
+    """The sizes of objects; None for those that do not exist."""
+    return _together(functools.partial(_size, path) for path in paths)
 
 
 def _size(path: ObjectPath) -> int | None:
-    """The size of an object; None if there is no such object."""
-
-    def info() -> int | None:
-        path.store.invalidate_cache()
-        try:
-            about = path.store.info(path.key)
-        except FileNotFoundError:
-            return None
-        return int(about["size"]) if about["type"] == "file" else None
-
-    return _tried("get its size", path, info)
-
-
-def exist(paths: Sequence[ObjectPath]) -> list[bool]:
-    """Whether there are objects of these names."""
-    return [size is not None for size in _together(functools.partial(_size, path) for path in paths)]
+    return _tried("get its size", path, lambda: path.requests.size(path.key))
 
 
 def size_of(path: ObjectPath) -> int:
@@ -315,54 +213,27 @@ def size_of(path: ObjectPath) -> int:
 # ---- deletion
 
 
-def remove(paths: Iterable[ObjectPath]) -> None:
-    """Delete objects. Names that do not exist are ignored."""
+def remove(path: ObjectPath, names: Iterable[str]) -> None:
+    """Delete objects in a directory. Names that do not exist are ignored."""
 
-    def removed(path: ObjectPath) -> None:
+    def removed(name: str) -> None:
+        key = f"{path.key.rstrip('/')}/{name}"  # the name is empty for an object that stands for the directory
         with contextlib.suppress(FileNotFoundError):
-            _tried("delete it", path, lambda: path.store.rm_file(path.key))
+            _tried("delete it", path / name, lambda: path.requests.delete(key))
 
-    _together(functools.partial(removed, path) for path in paths)
-
-
-def remove_objects(path: ObjectPath) -> None:
-    """Delete all objects in a directory."""
-    remove(path / name for name in sizes(path))
+    _together(functools.partial(removed, name) for name in names)
 
 
 def remove_tree(path: ObjectPath) -> None:
     """Delete all objects in a directory, and the parts of unfinished uploads to it."""
-    remove_objects(path)
+    remove(path, sizes(path))
     abort_uploads(path)
-
-
-class Upload(NamedTuple):
-    """An unfinished upload of S3, whose parts occupy space."""
-
-    bucket: str
-    key: str
-    identifier: str
-
-
-def unfinished(path: ObjectPath) -> list[Upload]:
-    """The unfinished uploads to a directory. Only s3fs can list them."""
-    if not hasattr(path.store, "call_s3"):
-        return []
-    bucket, prefix, _ = path.store.split_path(path.key)
-    uploads: list[Upload] = []
-    after: dict[str, str] = {}
-    while True:
-        page = path.store.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/", **after)
-        uploads += [Upload(bucket, each["Key"], each["UploadId"]) for each in page.get("Uploads", ())]
-        if not page.get("IsTruncated"):
-            return uploads
-        after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
 
 def abort_uploads(path: ObjectPath, directories: re.Pattern[str] | None = None) -> list[str]:
     """Delete the parts of unfinished uploads to a directory, and return the names of the objects, relative to it.
 
-    Warns if the store refuses this. Checkpoints are correct nevertheless.
+    Only S3 can list them. Warns if it refuses this. Checkpoints are correct nevertheless.
 
     Args:
         path: the directory.
@@ -370,24 +241,25 @@ def abort_uploads(path: ObjectPath, directories: re.Pattern[str] | None = None) 
     """
     names = []
     try:
-        for upload in unfinished(path):
-            name = f"{upload.bucket}/{upload.key}".removeprefix(path.key.rstrip("/") + "/")
+        for upload in _tried("list uploads", path, lambda: path.requests.uploads(path.key)):
+            name = upload.key.removeprefix(path.key.rstrip("/") + "/")
             if directories is None or directories.fullmatch(name.partition("/")[0]):
-                _abort(path.store, upload)
+                _abort(path, upload.key, upload.identifier)
                 names.append(name)
-    except Exception as error:
+    except (OSError, NotImplementedError) as error:
         _log.warning(
             "%s: cannot delete the parts of interrupted uploads; they occupy space until a rule of the bucket "
             "(AbortIncompleteMultipartUpload) deletes them: %s",
             path,
-            _said(path, error),
+            error,
         )
     return names
 
 
-def _abort(store: Any, upload: Upload) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        store.call_s3("abort_multipart_upload", Bucket=upload.bucket, Key=upload.key, UploadId=upload.identifier)
+def _abort(path: ObjectPath, key: str, identifier: str) -> None:
+    requests = path.requests
+    assert isinstance(requests, S3Requests)
+    _tried("abort an upload", path, lambda: requests.abort(key, identifier))
 
 
 # ---- reading
@@ -436,7 +308,7 @@ class OpenObject:
         view[: len(data)] = data
         return len(data)
 
-    def close(self) -> None:
+    def forget(self) -> None:
         """Forget all downloaded bytes."""
         for part in self._fetched:
             part.data.cancel()
@@ -472,7 +344,7 @@ def _pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 def _get(path: ObjectPath, begin: int, end: int) -> bytes:
     def got() -> bytes:
-        data: bytes = path.store.cat_file(path.key, start=begin, end=end)
+        data = path.requests.get(path.key, begin, end)
         if len(data) != end - begin:
             raise OSError(errno.EIO, f"{len(data):,} of {end - begin:,} bytes have arrived")
         return data
@@ -495,20 +367,9 @@ def read_file(path: ObjectPath, most: int) -> bytes:
 # ---- writing
 
 
-def write_file(path: ObjectPath, data: bytes) -> None:
-    """Write an object."""
-    _tried("write it", path, lambda: _put(path, data))
-
-
-def _put(path: ObjectPath, data: bytes | bytearray, **conditions: str) -> None:
-    store = path.store
-    if hasattr(store, "call_s3"):  # `pipe_file` passes bytes, which block the loop of aiohttp while they are sent
-        bucket, key, _ = store.split_path(path.key)
-        if conditions:
-            conditions = {"IfNoneMatch": "*"}
-        store.call_s3("put_object", Bucket=bucket, Key=key, Body=io.BytesIO(data), **conditions)
-    else:
-        store.pipe_file(path.key, data, **conditions)
+def write_file(path: ObjectPath, data: bytes | bytearray) -> None:
+    """Write an object, or replace it."""
+    _tried("write it", path, lambda: path.requests.put(path.key, data, new=False))
 
 
 def create_file(path: ObjectPath, data: bytes) -> None:
@@ -521,28 +382,23 @@ def create_file(path: ObjectPath, data: bytes) -> None:
     """
     try:
         try:
-            _tried("write it", path, lambda: _put(path, data, mode="create"))
+            _tried("write it", path, lambda: path.requests.put(path.key, data, new=True))
         except NotImplementedError:
             if _size(path) is not None:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
             write_file(path, data)
     except FileExistsError:
-        if read_file(path, 1 << 62) != data:  # otherwise a request has succeeded although its answer was lost
-            raise
+        if size_of(path) != len(data) or read_file(path, len(data)) != data:
+            raise  # otherwise a request has succeeded although its answer was lost
 
 
 class NewObject:
-    """An object that is written once, sequentially. It exists only after `commit`.
+    """An object that is written once, sequentially. It exists only after `commit`, if the store is S3."""
 
-    Args:
-        path: its path.
-        size: its size in bytes, if it is known.
-    """
-
-    def __init__(self, path: ObjectPath, size: int = 0) -> None:
+    def __init__(self, path: ObjectPath) -> None:
         self.path = path
         self.size = 0
-        self._part = max(_PART, -(-size // _MOST_PARTS))
+        self._part = _PART
         self._begun = bytearray()
         self._upload: _Parts | _Stream | None = None
 
@@ -558,19 +414,20 @@ class NewObject:
 
     def _send(self) -> None:
         if self._upload is None:
-            self._upload = (_Parts if hasattr(self.path.store, "call_s3") else _Stream)(self.path)
+            self._upload = (_Parts if self.path.requests.has_parts else _Stream)(self.path)
         data, self._begun = self._begun, bytearray()
-        self._upload.send(data)
+        sent = self._upload.send(data)
+        self._part = _PART << (sent // _GROWTH)
 
     def commit(self) -> None:
         """Wait until all bytes are in the store."""
         try:
             if self._upload is None:
-                write_file(self.path, bytes(self._begun))
+                write_file(self.path, self._begun)
                 return
             if self._begun:
                 self._send()
-            self._upload.finish()
+            self._upload.finish(self.size)
             self._upload = None
         finally:
             self.close()
@@ -587,56 +444,47 @@ class _Parts:
 
     def __init__(self, path: ObjectPath) -> None:
         self._path = path
-        self._bucket, self._key, _ = path.store.split_path(path.key)
+        requests = path.requests
+        assert isinstance(requests, S3Requests)
+        self._requests = requests
         self._free = threading.Semaphore(_AT_ONCE)
-        self._sent: list[Future[str]] = []
+        self._sent: list[Future[dict[str, Any]]] = []
         self._failed = threading.Event()
-        begun = self._call("begin an upload", "create_multipart_upload")
-        self._identifier: str = begun["UploadId"]
+        self._identifier = _tried("begin an upload", path, lambda: requests.begin(path.key))
 
-    def _call(self, operation: str, method: str, data: bytearray | None = None, **options: Any) -> Any:
-        def call() -> Any:
-            body = {} if data is None else {"Body": io.BytesIO(data)}
-            return self._path.store.call_s3(method, Bucket=self._bucket, Key=self._key, **options, **body)
-
-        return _tried(operation, self._path, call)
-
-    def send(self, data: bytearray) -> None:
-        """Send the next part; waits while too many are on the way."""
+    def send(self, data: bytearray) -> int:
+        """Send the next part, and return its number. Waits while too many are on the way."""
         self._free.acquire()
         if self._failed.is_set():
             self._free.release()
-            self._tags()
+            self._answers()
         self._sent.append(_pool(os.getpid()).submit(self._put, len(self._sent) + 1, data))
+        return len(self._sent)
 
-    def _put(self, number: int, data: bytearray) -> str:
+    def _put(self, number: int, data: bytearray) -> dict[str, Any]:
+        def upload() -> dict[str, Any]:
+            return self._requests.upload(self._path.key, self._identifier, number, data)
+
         try:
-            answer = self._call(
-                f"upload part {number}", "upload_part", data, PartNumber=number, UploadId=self._identifier
-            )
+            return _tried(f"upload part {number}", self._path, upload)
         except BaseException:
             self._failed.set()
             raise
         finally:
             self._free.release()
-        tag: str = answer["ETag"]
-        return tag
 
-    def _tags(self) -> list[str]:
+    def _answers(self) -> list[dict[str, Any]]:
         return [each.result() for each in self._sent]
 
-    def finish(self) -> None:
-        """Wait for all parts, and make the object."""
-        parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(self._tags(), 1)]
+    def finish(self, size: int) -> None:
+        """Wait for all parts, and make the object, which then has `size` bytes."""
+        parts = self._answers()
+        path = self._path
         try:
-            self._call(
-                "finish an upload",
-                "complete_multipart_upload",
-                UploadId=self._identifier,
-                MultipartUpload={"Parts": parts},
-            )
+            _tried("finish an upload", path, lambda: self._requests.finish(path.key, self._identifier, parts))
         except FileNotFoundError:  # no such upload: a request has succeeded although its answer was lost
-            size_of(self._path)
+            if size_of(path) != size:
+                raise
 
     def abort(self) -> None:
         """Discard all parts, after those on the way have arrived."""
@@ -645,48 +493,51 @@ class _Parts:
             with contextlib.suppress(Exception):
                 each.exception()
         with contextlib.suppress(OSError):
-            upload = Upload(self._bucket, self._key, self._identifier)
-            _tried("abort an upload", self._path, lambda: _abort(self._path.store, upload))
+            _abort(self._path, self._path.key, self._identifier)
 
 
 class _Stream:
-    """An upload by a file object of fsspec, in another thread."""
+    """An upload by a file object of fsspec, in another thread. The package of the store repeats its requests."""
 
     def __init__(self, path: ObjectPath) -> None:
         self._path = path
-        self._file = path.store.open(path.key, "wb", block_size=_PART)
+        self._file = self._checked(lambda: path.store.open(path.key, "wb", block_size=_PART))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-upload")
         self._sent: Future[Any] | None = None
+        self._number = 0
 
-    def send(self, data: bytearray) -> None:
-        """Send the next bytes; waits for the previous ones."""
+    def send(self, data: bytearray) -> int:
+        """Send the next bytes, and return how often that was done. Waits for the previous ones."""
         self._wait()
         self._sent = self._pool.submit(self._file.write, data)
+        self._number += 1
+        return self._number
 
     def _wait(self) -> None:
         if self._sent is not None:
             sent, self._sent = self._sent, None
             self._checked(sent.result)
 
-    def _checked(self, call: Callable[[], Any]) -> None:
+    def _checked(self, call: Callable[[], _T]) -> _T:
         try:
-            call()
-        except OSError as error:
-            raise _of(self._path, error) from None
+            return call()
         except Exception as error:
-            raise OSError(errno.EIO, _said(self._path, error), str(self._path)) from None
+            raise named(self._path.url, self._path.store, error) from None
 
-    def finish(self) -> None:
-        """Wait for all bytes, and make the object."""
+    def finish(self, size: int) -> None:
+        """Wait for all bytes, and make the object, which then has `size` bytes."""
         self._wait()
         self._checked(self._file.close)
         self._pool.shutdown()
 
     def abort(self) -> None:
-        """Discard all bytes."""
+        """Discard all bytes, and the object if it exists nevertheless."""
         with contextlib.suppress(Exception):
             self._wait()
         self._pool.shutdown()
         with contextlib.suppress(Exception):
             self._file.discard()
-        self._file.closed = True  # otherwise its destructor would make the object
+        with contextlib.suppress(Exception):
+            self._file.closed = True  # otherwise its destructor would make the object
+        with contextlib.suppress(Exception):
+            self._path.requests.delete(self._path.key)

@@ -32,6 +32,9 @@ class Reading(Protocol):
     def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Prepare to read ranges, given in order and without overlaps. Downloads them from a store, into memory."""
 
+    def forget(self) -> None:
+        """Forget the bytes that `fetch` has downloaded."""
+
     def read_into(self, view: memoryview, at: int) -> int:
         """Read bytes at an offset, and return their number; 0 at the end."""
 
@@ -57,6 +60,7 @@ def place(given: str | os.PathLike[str]) -> Place:
     Raises:
         ValueError: it is a URL that is not supported, or whose second slash is missing.
         ModuleNotFoundError: a package for this URL is not installed.
+        OSError: the store cannot be reached.
     """
     if isinstance(given, ObjectPath):
         return given
@@ -66,19 +70,15 @@ def place(given: str | os.PathLike[str]) -> Place:
         if _NORMALIZED.match(text):
             raise ValueError(f"{text} is a URL that pathlib has changed; pass the URL as a str")
         return Path(given)
-    if url[1] in ("file", "local"):
-        return Path(text[url.end() :])
-    return ObjectPath(text)
+    protocol, name = url[1].lower(), text[url.end() :]
+    if protocol in ("file", "local"):
+        return Path(name.removeprefix("localhost") if name.startswith("localhost/") else name)
+    return ObjectPath(f"{protocol}://{name}")
 
 
-def created(path: Place, size: int = 0) -> Writing:
-    """Begin to write a file.
-
-    Args:
-        path: its path.
-        size: its size in bytes, if it is known.
-    """
-    return objects.NewObject(path, size) if isinstance(path, ObjectPath) else files.NewFile(path)
+def created(path: Place) -> Writing:
+    """Begin to write a file."""
+    return objects.NewObject(path) if isinstance(path, ObjectPath) else files.NewFile(path)
 
 
 def write_file(path: Place, data: bytes) -> None:
@@ -98,7 +98,7 @@ def opened(path: Place) -> Iterator[Reading]:
         try:
             yield file
         finally:
-            file.close()
+            file.forget()
     else:
         with files.opened(path) as descriptor:
             yield files.OpenFile(descriptor, path)
@@ -125,11 +125,6 @@ def size_of(path: Place) -> int:
 def resolved(path: Place) -> Place:
     """The path without links and relative parts."""
     return path if isinstance(path, ObjectPath) else path.resolve()
-
-
-def is_file(path: Place) -> bool:
-    """Whether there is such a file."""
-    return objects.exist([path])[0] if isinstance(path, ObjectPath) else path.is_file()
 
 
 def remove_tree(path: Place) -> None:

@@ -76,7 +76,7 @@ def write_memory(
 ) -> tuple[int, bytes]:
     """Write a file with these bytes; see `write_stream`."""
     slices = (memory[at : at + _STEP] for at in range(0, len(memory), _STEP))
-    return write_stream(created(path, len(memory)), slices, algorithm, tell)
+    return write_stream(created(path), slices, algorithm, tell)
 
 
 def _run(job: dict[str, Any], memory: int, send: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
