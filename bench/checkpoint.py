@@ -16,8 +16,8 @@ computed and checked, and saves end after fsync. Parts:
 - `full`: the memory of `full_state_dict`.
 
 With `--store`, only saves and loads to an object store are measured, compared with DCP's fsspec writer and with
-parallel requests that put and get the same bytes. By default, this is moto, a server in Python that is slow itself. It
-runs in another process of this machine.
+parallel requests that put and get the same bytes. By default, this is moto, a server in Python that is slow itself and
+holds all objects in memory. It runs in another process of this machine.
 
 With fewer GPUs than ranks, all ranks share the first GPU.
 """
@@ -141,7 +141,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 SERVER = """
-import logging, sys
+import logging, os
+os.environ["MOTO_S3_DEFAULT_KEY_BUFFER_SIZE"] = str(1 << 40)  # keep all objects in memory, not in temporary files
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 logging.getLogger("werkzeug").setLevel(logging.ERROR)

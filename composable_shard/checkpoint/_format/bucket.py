@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from ...errors import CheckpointError
@@ -141,35 +141,26 @@ class Bucket(Run):
         objects.remove(path, (name for name in objects.sizes(path) if attempt.suffix in name))
 
     def prune(self, keep: int) -> list[Place]:
-        saves: dict[str, dict[str, int]] = {}
-        for name, size in objects.sizes(self.path).items():
-            directory, _, file = name.partition("/")
-            saves.setdefault(directory, {})[file] = size
-        every = sorted(Committed(*number, self.path / name) for name in saves if (number := numbered(name)))
-        committed = [save for save in every if saves[save.path.name].get(NAME)]
+        saves = self._sizes()
+        committed = sorted(save for save, sizes in saves.items() if sizes.get(NAME))
+        unfinished = [save for save in saves if save not in committed]
         old = removable(committed, max(committed, key=_by_number, default=None), keep)
-        removed: list[Place] = [save.path for save in sorted(old, key=_by_number)]
-        for path in removed:
-            objects.write_file(_path(path) / NAME, b"")
-        removed += [save.path for save in every if save not in committed and _claimed(_path(save.path))]
-        for path in removed:
-            _remove_save(_path(path))
-        removed += self._remove_others({save.path for save in committed} - {*removed}, saves)
+        removed = _remove_saves(sorted(old, key=_by_number), unfinished)
+        for save in committed:
+            if save.path not in removed:
+                removed += _remove_others(_path(save.path), saves[save])
         uploads = objects.abort_uploads(self.path, COMMITTED)  # of saves that may have no object yet
         removed += {self.path / name.partition("/")[0]: None for name in uploads}
         return [*dict.fromkeys(removed)]
 
-    def _remove_others(self, kept: set[Place], saves: Mapping[str, Mapping[str, int]]) -> list[Place]:
-        """Delete files in checkpoints that another save has left, and return their paths."""
-        removed: list[Place] = []
-        for path in sorted(map(_path, kept)):
-            names = [name for name in saves[path.name] if _OF_ATTEMPT.fullmatch(name)]
-            if len({name.rpartition("-")[2] for name in names}) > 1:
-                own = read_manifest(objects.read_file(path / NAME, MOST_BYTES), str(path / NAME)).files
-                left = [name for name in names if name not in own]
-                objects.remove(path, left)
-                removed += [path / name for name in left]
-        return removed
+    def _sizes(self) -> dict[Committed, dict[str, int]]:
+        """The sizes of all objects of each save, committed or not, by name."""
+        saves: dict[Committed, dict[str, int]] = {}
+        for name, size in sorted(objects.sizes(self.path).items()):
+            directory, _, file = name.partition("/")
+            if (number := numbered(directory)) is not None:
+                saves.setdefault(Committed(*number, self.path / directory), {})[file] = size
+        return saves
 
 
 def _by_number(save: Committed) -> tuple[int, int]:
@@ -197,10 +188,27 @@ def _claimed(path: ObjectPath) -> bool:
     return True
 
 
-def _remove_save(path: ObjectPath) -> None:
-    """Delete a save, its empty manifest last."""
-    objects.remove(path, (name for name in objects.sizes(path) if name != NAME))
-    objects.remove(path, [NAME])
+def _remove_saves(committed: Iterable[Committed], unfinished: Iterable[Committed]) -> list[Place]:
+    """Delete saves, and return their paths. While its files are deleted, a save has an empty manifest."""
+    paths = [_path(save.path) for save in committed]
+    for path in paths:
+        objects.write_file(path / NAME, b"")
+    paths += [path for path in (_path(save.path) for save in unfinished) if _claimed(path)]
+    for path in paths:
+        objects.remove(path, (name for name in objects.sizes(path) if name != NAME))
+        objects.remove(path, [NAME])
+    return [*paths]
+
+
+def _remove_others(path: ObjectPath, names: Iterable[str]) -> list[Place]:
+    """Delete files in a checkpoint that another save has left, and return their paths."""
+    names = [name for name in names if _OF_ATTEMPT.fullmatch(name)]
+    if len({name.rpartition("-")[2] for name in names}) < 2:
+        return []
+    own = read_manifest(objects.read_file(path / NAME, MOST_BYTES), str(path / NAME)).files
+    left = [name for name in names if name not in own]
+    objects.remove(path, left)
+    return [path / name for name in left]
 
 
 def _reached(request: Callable[[], _T]) -> _T:

@@ -361,16 +361,20 @@ def _of_s3(error: Exception) -> Exception:
         return RefusedError(f"{type(error).__name__}: {error}")  # for example, without credentials
     if isinstance(error, asyncio.TimeoutError):
         return TimeoutError("the store does not answer")
-    answer = getattr(error, "response", None)
-    if answer is None:
-        return error
-    code, status = answer["Error"].get("Code", ""), answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return error if getattr(error, "response", None) is None else _of_answer(error)
+
+
+def _of_answer(error: Any) -> Exception:
+    """The same for an error that the server has answered."""
+    code = error.response["Error"].get("Code", "")
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     if code == "NoSuchBucket":
-        return RefusedError(f"{code}: {answer['Error'].get('BucketName', '')}")
+        return RefusedError(f"{code}: {error.response['Error'].get('BucketName', '')}")
     if status == 501:
         return NotImplementedError(str(error))
     if status in _OF_STATUS:
         return _OF_STATUS[status](str(error))
     if 300 <= status < 500 and status not in (408, 409, 429) and code not in _PASSING:
         return RefusedError(str(error))
-    return error
+    passing: Exception = error
+    return passing
