@@ -24,6 +24,7 @@ def latest(directory: str | os.PathLike[str]) -> int | None:
 
     Raises:
         CheckpointUnsafeError, CheckpointCorruptError: the file LATEST was not written by this library, or is damaged.
+        CheckpointError: the directory or the store cannot be read.
     """
     checkpoint = run_at(directory_of(directory)).newest()
     return None if checkpoint is None else checkpoint.step

@@ -47,7 +47,8 @@ def save(
 
     Every rank writes one safetensors file with the parts of the tensors that it holds. A part that several ranks hold
     is written once. A checkpoint is either complete or does not exist: it is written to a temporary directory, which
-    is renamed when all files are on disk. Then `LATEST` names it. Until then the previous checkpoint is the latest.
+    is renamed when all files are on disk. Then `LATEST` names it. In an object store, its manifest is written when all
+    files are in the store. Until then the previous checkpoint is the latest.
 
     Args:
         directory: directory of the run's checkpoints, or a URL such as ``s3://bucket/run``. Created if it does not

@@ -594,6 +594,13 @@ def test_a_commit_whose_answer_is_lost_is_kept_if_the_store_is_not_reached_again
     assert assert_whole(where, 2) == 2
 
 
+def test_a_commit_whose_answer_is_lost_is_a_success(s3, where, impatient, monkeypatch):
+    monkeypatch.setenv(requests.PATIENCE, "0")
+    _s3.fail(s3, "lost", "manifest.json", method="PUT")
+    assert checkpoint.save(where, tensors(2), step=2).name == "step-00000002-000001"
+    assert_loads(where, 2)
+
+
 def test_a_commit_that_fails_is_prevented(s3, where, impatient, monkeypatch):
     """Its request may be still on the way when the files are deleted."""
     checkpoint.save(where, tensors(1), step=1)
@@ -679,6 +686,32 @@ def test_a_save_that_another_job_prunes_before_its_commit_is_an_error(s3, where,
     assert len(_s3.names(where[5:])) == 2
 
 
+def test_a_prune_that_is_interrupted_leaves_whole_checkpoints(s3, where, monkeypatch):
+    for step in (1, 2, 3):
+        checkpoint.save(where, tensors(step), step=step)
+    delete = requests.S3Requests.delete
+    left = 1
+
+    def interrupted(self, key):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        delete(self, key)
+
+    monkeypatch.setattr(requests.S3Requests, "delete", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.prune(where, keep=1)
+    monkeypatch.undo()
+    assert describe(where).committed == (3,)
+    assert len(describe(where).partial) == 2
+    assert_loads(where, 3)
+    with pytest.raises(errors.CheckpointIncompleteError, match="no checkpoint of step 1; committed steps: 3"):
+        checkpoint.load(where, empty(), step=1)
+    assert len(checkpoint.prune(where, keep=1)) == 2
+    assert len(_s3.names(where[5:])) == 2
+
+
 def test_the_interpreter_waits_for_a_save(s3, where):
     """Executors, which uploads and the lookup of a host's name need, end before other threads at an exit."""
     checkpoint.save(where, {"t": torch.ones(10)}, step=1)
@@ -726,6 +759,14 @@ def test_the_login_of_a_url_is_not_in_messages(s3, caplog):
             checkpoint.latest(url)
         assert _s3.SECRET not in "".join(map(str, _chain(caught.value)))
     assert _s3.SECRET not in caplog.text
+
+
+def test_options_of_a_store_that_may_be_secret_are_not_in_messages():
+    class Store:
+        storage_options = {"secret": "first-one", "client_kwargs": {"aws_session_token": "second-one"}, "anon": "shown"}
+
+    text = requests.said("s3://bucket/run", Store(), ValueError("first-one, second-one, shown, password=third, ok=1"))
+    assert text == "ValueError: ***, ***, shown, password=***, ok=1"
 
 
 def test_parts_are_sent_and_fetched_at_the_same_time_and_get_larger(s3, where, monkeypatch):
