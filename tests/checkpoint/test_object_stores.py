@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -762,11 +763,10 @@ def test_the_login_of_a_url_is_not_in_messages(s3, caplog):
 
 
 def test_options_of_a_store_that_may_be_secret_are_not_in_messages():
-    class Store:
-        storage_options = {"secret": "first-one", "client_kwargs": {"aws_session_token": "second-one"}, "anon": "shown"}
-
-    text = requests.said("s3://bucket/run", Store(), ValueError("first-one, second-one, shown, password=third, ok=1"))
-    assert text == "ValueError: ***, ***, shown, password=***, ok=1"
+    options = {"secret": "first-one", "client_kwargs": {"aws_session_token": "second-one"}, "anon": "shown"}
+    store = types.SimpleNamespace(storage_options=options)
+    text = requests.said("s3://bucket/run", store, ValueError("first-one, second-one, shown, password=third ok=1"))
+    assert text == "ValueError: ***, ***, shown, password=*** ok=1"
 
 
 def test_parts_are_sent_and_fetched_at_the_same_time_and_get_larger(s3, where, monkeypatch):
