@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError, CheckpointMismatchError, ShardConfigTypeError
 from ._fitting import fit as fit_state
-from ._format.commits import Committed, manifest_of, run_at
+from ._format.commits import Committed, find, manifest_of
 from ._format.manifest import Manifest
-from ._format.reading import Reader, manifest_bytes
+from ._format.reading import Reader
 from ._io.places import Place
 from ._places import directory_of
 from ._ranks import Ranks, compare
@@ -182,11 +182,7 @@ def _checked(directory: str | os.PathLike[str], step: int | None) -> Place:
 def find_manifest(ranks: Ranks, directory: Place, step: int | None) -> tuple[Committed, Manifest]:
     """The checkpoint that rank 0 finds, and its manifest."""
 
-    def first() -> tuple[Committed, bytes]:
-        checkpoint = run_at(directory).find(step)
-        return checkpoint, manifest_bytes(checkpoint.path)
-
-    checkpoint, data = ranks.first_alone(first)
+    checkpoint, data = ranks.first_alone(lambda: find(directory, step))
     manifest = ranks.together(lambda: manifest_of(checkpoint, data))
     return checkpoint, manifest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401  must be imported before `_register_atexit` is called
+import contextlib
 import multiprocessing.util
 import os
 import sys
@@ -117,18 +118,26 @@ class Background:
             ) from error
 
 
-_backgrounds: dict[int, Background] = {}  # by rank: a simulated world has several ranks in one process
+# By process, because a forked child has none at first, and by rank: a simulated world has several in one process.
+_backgrounds: dict[tuple[int, int], Background] = {}
 
 
 def background() -> Background:
     """The background state of this rank."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    if not _backgrounds:
+    process = os.getpid()
+    if not _own():
         # The interpreter stops the threads of executors first. Uploads need some, so wait for the saves before. It
         # calls these functions in reverse order, and `concurrent.futures.thread` has registered its own at its import.
-        threading._register_atexit(_settle_at_exit, os.getpid())  # type: ignore[attr-defined]
-        multiprocessing.util.Finalize(None, _at_exit, (os.getpid(),), exitpriority=100)
-    return _backgrounds.setdefault(rank, Background())
+        with contextlib.suppress(RuntimeError):  # the main thread has ended: this is a last save at the exit
+            threading._register_atexit(_settle_at_exit, process)  # type: ignore[attr-defined]
+        multiprocessing.util.Finalize(None, _at_exit, (process,), exitpriority=100)
+    return _backgrounds.setdefault((process, rank), Background())
+
+
+def _own() -> list[Background]:
+    """The states of this process."""
+    return [each for (process, _), each in _backgrounds.items() if process == os.getpid()]
 
 
 def wait() -> None:
@@ -139,14 +148,14 @@ def wait() -> None:
     Raises:
         CheckpointError: the last save failed, and no `result` or later save has raised its error.
     """
-    for each in list(_backgrounds.values()):  # several in a simulated world, or if this process has had other ranks
+    for each in _own():  # several in a simulated world, or if this process has had other ranks
         each.settle()
 
 
 def _settle_at_exit(process: int) -> None:
     if process != os.getpid():  # a forked child, whose parent waits for the saves
         return
-    for each in _backgrounds.values():
+    for each in _own():
         try:
             each.settle()
         except CheckpointError as error:
@@ -155,5 +164,6 @@ def _settle_at_exit(process: int) -> None:
 
 def _at_exit(process: int) -> None:
     _settle_at_exit(process)
-    for each in _backgrounds.values() if process == os.getpid() else ():
-        each.writer.close()
+    if process == os.getpid():
+        for each in _own():
+            each.writer.close()

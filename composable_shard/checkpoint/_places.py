@@ -73,7 +73,12 @@ def _begin(directory: ObjectPath, name: str) -> None:
         raise ShardConfigValueError(
             f"{name}: an export to {directory} is running, or was interrupted; delete it, or pass another URL"
         ) from None
-    if len(objects.sizes(directory)) > 1:  # not before: another job may end between the two requests
+    try:
+        is_used = len(objects.sizes(directory)) > 1  # not before: another job may end between the two requests
+    except OSError:
+        objects.remove(directory, [UNFINISHED])
+        raise
+    if is_used:
         objects.remove(directory, [UNFINISHED])
         raise ShardConfigValueError(f"{name}: {directory} has files; pass a URL without any")
 

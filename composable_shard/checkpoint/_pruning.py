@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import CheckpointCorruptError, CheckpointError, ShardConfigValueError
-from ._format.commits import Committed, manifest_of, run_at
+from ._format.commits import Committed, find, manifest_of, run_at
 from ._format.manifest import Manifest
-from ._format.reading import file_problem, manifest_bytes
+from ._format.reading import file_problem
 from ._io.digests import BLOCK
 from ._io.places import Place
 from ._places import directory_of
@@ -104,5 +104,5 @@ def verify(
 
 def open_manifest(directory: str | os.PathLike[str], step: int | None = None) -> tuple[Committed, Manifest]:
     """Find a checkpoint and read its manifest in this process, without the other ranks."""
-    checkpoint = run_at(directory_of(directory)).find(step)
-    return checkpoint, manifest_of(checkpoint, manifest_bytes(checkpoint.path))
+    checkpoint, data = find(directory_of(directory), step)
+    return checkpoint, manifest_of(checkpoint, data)

@@ -363,12 +363,21 @@ def finish(ranks: Ranks, prepared: Prepared, written: Callable[[], SavedFile]) -
         pieces = list(prepared.layout.pieces())
         parts = ranks.gather_on_first(_Part(prepared.layout.name, saved, pieces, prepared.known))
 
+    begun = False
+
     def commit() -> None:
+        nonlocal begun
+        begun = True
         with _removed_if_it_fails(ranks, prepared):
             manifest = _merged(prepared.request, attempt, parts)
         run_at(prepared.request.directory).commit(attempt, manifest)
 
-    ranks.first_alone(commit)  # afterwards, nothing is deleted: the checkpoint may be committed
+    try:
+        ranks.first_alone(commit)
+    except BaseException:
+        if ranks.rank == 0 and not begun:  # otherwise `Run.commit` has deleted the files, unless they may be committed
+            remove(prepared)
+        raise
     return attempt.final
 
 

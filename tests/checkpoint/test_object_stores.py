@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -62,6 +63,12 @@ def impatient(monkeypatch):
 def unfinished(where):
     path = ObjectPath(where)
     return path.requests.uploads(path.key)
+
+
+def filled(where):
+    """The names of all objects that are not empty: an empty manifest stays for a while and prevents late commits."""
+    store = _s3.store()
+    return [name for name in _s3.names(where[5:]) if store.size(f"{where[5:]}/{name}")]
 
 
 def tensors(value=1.0):
@@ -254,7 +261,7 @@ def test_damaged_missing_and_other_objects_are_named(s3, where):
     with pytest.raises(errors.CheckpointCorruptError, match=f"s3://{name} is missing"):
         checkpoint.load(where, empty())
     _s3.fail(s3, "error", "manifest.json", method="GET", times=10**6, status=403, code="AccessDenied", text="no")
-    with pytest.raises(errors.CheckpointError, match=r"manifest\.json cannot be read: Permission denied"):
+    with pytest.raises(errors.CheckpointError, match=r"manifest\.json cannot be read: .*AccessDenied"):
         checkpoint.load(where, empty())
 
 
@@ -311,7 +318,7 @@ def test_a_process_killed_during_an_upload_costs_nothing(s3, where, at, call):
         assert unfinished(where), "parts of the upload are in the store"
     checkpoint.prune(where, keep=1)
     assert unfinished(where) == []
-    assert len(_s3.names(where[5:])) == 2
+    assert len(filled(where)) == 2
     checkpoint.load(where, state)
     assert state["t"].eq(loaded.step).all()
 
@@ -589,7 +596,7 @@ def test_a_commit_whose_answer_is_lost_is_kept_if_the_store_is_not_reached_again
     monkeypatch.setenv(requests.PATIENCE, "0")
     _s3.fail(s3, "lost", "manifest.json", method="PUT")
     _s3.fail(s3, "error", "manifest.json", times=10**6)
-    with pytest.raises(errors.CheckpointError, match=r"manifest\.json"):
+    with pytest.raises(errors.CheckpointError, match=r"may be committed or not.*manifest\.json"):
         checkpoint.save(where, tensors(2), step=2)
     _s3.reset(s3)
     assert assert_whole(where, 2) == 2
@@ -671,20 +678,77 @@ def test_prune_keeps_a_save_that_is_committed_meanwhile(s3, where, monkeypatch):
     assert_loads(where, 2)
 
 
-def test_a_save_that_another_job_prunes_before_its_commit_is_an_error(s3, where, monkeypatch):
+@pytest.mark.parametrize("later", [False, True])
+def test_a_save_that_another_job_prunes_before_its_commit_is_an_error(s3, where, monkeypatch, later):
+    """Also if this job was stopped for so long that the empty manifest, which prevents the commit, is deleted."""
     checkpoint.save(where, tensors(1), step=1)
     create = objects.create_file
 
     def pruned(path, data):
         monkeypatch.setattr(objects, "create_file", create)
         assert [path.name for path in checkpoint.prune(where, keep=1)] == ["step-00000002-000002"]
+        if later:
+            checkpoint.save(where, tensors(3), step=3)
+            assert [path.name for path in checkpoint.prune(where, keep=2)] == ["step-00000002-000002"]
         create(path, data)
 
     monkeypatch.setattr(objects, "create_file", pruned)
-    with pytest.raises(errors.CheckpointError, match="is missing, so the checkpoint is not committed"):
+    match = "is missing, so the checkpoint is not committed" if later else "another job has committed or pruned"
+    with pytest.raises(errors.CheckpointError, match=match):
         checkpoint.save(where, tensors(2), step=2)
+    assert_loads(where, 3 if later else 1)
+    assert len(filled(where)) == (4 if later else 2)
+    assert describe(where).committed == ((1, 3) if later else (1,))
+
+
+def test_a_commit_that_arrives_after_a_prune_has_no_effect(s3, where, impatient, monkeypatch):
+    checkpoint.save(where, tensors(1), step=1)
+    kept = []
+    create = objects.create_file
+
+    def held(path, data):
+        kept.append((path, data))
+        raise OSError(5, "the answer is lost", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(objects, "create_file", held)
+        with pytest.raises(errors.CheckpointError, match="may be committed or not"):
+            checkpoint.save(where, tensors(2), step=2)
+    path, data = kept[0]
+    assert [each.name for each in checkpoint.prune(where, keep=1)] == ["step-00000002-000002"]
+    assert checkpoint.prune(where, keep=1) == []
+    with pytest.raises(FileExistsError):
+        create(path, data)
     assert_loads(where, 1)
-    assert len(_s3.names(where[5:])) == 2
+    assert checkpoint.save(where, tensors(3), step=2).name == "step-00000002-000003", "no number is used again"
+    assert [each.name for each in checkpoint.prune(where, keep=2)] == ["step-00000002-000002"]
+    assert len(_s3.names(where[5:])) == 4
+
+
+def test_a_checkpoint_that_is_deleted_between_its_choice_and_its_read_is_replaced(s3, where, monkeypatch):
+    from composable_shard.checkpoint._format import commits
+
+    checkpoint.save(where, tensors(1), step=1)
+    read = commits.manifest_bytes
+
+    def later(path):
+        monkeypatch.setattr(commits, "manifest_bytes", read)
+        checkpoint.save(where, tensors(2), step=2, keep=1)
+        return read(path)
+
+    monkeypatch.setattr(commits, "manifest_bytes", later)
+    assert_loads(where, 2)
+
+
+def test_a_copy_with_an_empty_manifest_is_no_checkpoint(s3, where, tmp_path, impatient, monkeypatch):
+    checkpoint.save(where, tensors(1), step=1)
+    monkeypatch.setenv(requests.PATIENCE, "0")
+    _s3.fail(s3, "error", "manifest.json", method="PUT")
+    with pytest.raises(errors.CheckpointError):
+        checkpoint.save(where, tensors(2), step=2)
+    _s3.store().get(where[5:], str(tmp_path / "copy"), recursive=True)
+    assert checkpoint.latest(tmp_path / "copy") == 1
+    assert_loads(tmp_path / "copy", 1)
 
 
 def test_a_prune_that_is_interrupted_leaves_whole_checkpoints(s3, where, monkeypatch):
@@ -704,10 +768,10 @@ def test_a_prune_that_is_interrupted_leaves_whole_checkpoints(s3, where, monkeyp
     with pytest.raises(KeyboardInterrupt):
         checkpoint.prune(where, keep=1)
     monkeypatch.undo()
-    assert describe(where).committed == (3,)
-    assert len(describe(where).partial) == 2
+    assert describe(where).committed == (2, 3)
+    assert describe(where).partial == ("step-00000001-000001",)
     assert_loads(where, 3)
-    with pytest.raises(errors.CheckpointIncompleteError, match="no checkpoint of step 1; committed steps: 3"):
+    with pytest.raises(errors.CheckpointIncompleteError, match="no checkpoint of step 1; committed steps: 2, 3"):
         checkpoint.load(where, empty(), step=1)
     assert len(checkpoint.prune(where, keep=1)) == 2
     assert len(_s3.names(where[5:])) == 2
@@ -739,6 +803,43 @@ def test_a_request_is_not_repeated_by_several_libraries(s3, where, monkeypatch):
         checkpoint.load(where, empty())
     _s3.store().clear_instance_cache()
     assert len([method for method, path, *_ in _s3.seen(s3) if method == "GET" and "manifest" in path]) <= 5
+
+
+def test_a_server_that_is_away_for_a_while_is_waited_for(s3, where, monkeypatch):
+    checkpoint.save(where, tensors(2), step=1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", closed)
+    monkeypatch.setenv(requests.PATIENCE, "1.5")
+    _s3.store().clear_instance_cache()
+    started = time.monotonic()
+    with pytest.raises(errors.CheckpointError, match="EndpointConnectionError"):
+        checkpoint.load(where, empty())
+    assert time.monotonic() - started > 1.5
+    monkeypatch.undo()
+    _s3.store().clear_instance_cache()
+    assert_loads(where, 2)
+
+
+@pytest.mark.parametrize("directory", ["url", "path"])
+@pytest.mark.parametrize("how", ["atexit.register(last)", "threading.Thread(target=last).start()"])
+def test_a_last_save_after_the_end_of_the_main_thread(s3, where, tmp_path, directory, how):
+    where = where if directory == "url" else str(tmp_path / "run")
+    call = f"""
+    import atexit, threading, time
+    def last():
+        time.sleep(1.0)
+        print(said(lambda: checkpoint.save({where!r}, state, step=1)), flush=True)
+    {how}
+    """
+    job = start(s3, 2, textwrap.dedent(call).strip().replace("\n", "\n    "))
+    output = job.communicate(timeout=100)[0]
+    if directory == "path":
+        assert checkpoint.latest(where) == 1
+    else:  # the package of the store needs executors, which have ended
+        assert "the main thread has ended" in output
+        assert checkpoint.latest(where) is None
 
 
 @pytest.mark.parametrize(
@@ -796,7 +897,8 @@ def test_prune_deletes_uploads_of_this_run_only_and_marks_of_directories(s3, whe
     assert len(unfinished("s3://bucket")) >= 2
     assert [path.name for path in checkpoint.prune(where, keep=1)] == ["step-00000005-000009", "step-00000002-000002"]
     assert (unfinished(where), len(unfinished(f"{where}2"))) == ([], 1)
-    assert describe(where).partial == ()
+    assert describe(where).partial == ("step-00000005-000009",)
+    assert filled(where) == [name for name in _s3.names(where[5:]) if "000001-000001" in name]
     assert_loads(f"{where}2", 1)
     checkpoint.prune(f"{where}2", keep=1)
 

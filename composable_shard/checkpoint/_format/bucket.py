@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
 from ...errors import CheckpointError
@@ -81,8 +81,8 @@ class Bucket(Run):
     def commit(self, attempt: Attempt, manifest: Manifest) -> None:
         """Check that all files are in the store, and write the manifest.
 
-        The request for the manifest may succeed although its answer is lost. So nothing is deleted after it was sent,
-        unless an empty manifest, which is no commit, was written first: then the request can no longer succeed.
+        The request for the manifest may succeed although its answer is lost, even later. So nothing is deleted after it
+        was sent, unless an empty manifest prevents that.
         """
         path = _path(attempt.final)
         try:
@@ -99,28 +99,34 @@ class Bucket(Run):
                 f"another job has committed or pruned {path} at the same time, so this save is not committed; save to "
                 "another directory, or stop one of the jobs"
             ) from None
-        except OSError:
-            if self._given_up(attempt):
+        except OSError as error:
+            if self._is_prevented(attempt, error):
                 self._remove_quietly(attempt)
                 raise
+        self._check_again(attempt, manifest)
+
+    def _is_prevented(self, attempt: Attempt, failed: OSError) -> bool:
+        """Prevent a commit whose request has failed. Returns False if it has succeeded nevertheless."""
+        path = _path(attempt.final)
+        try:
+            return _prevented(path) or not self.is_committed(attempt)
+        except OSError as error:
+            raise CheckpointError(
+                f"the store cannot be reached, so {path} may be committed or not; `latest` returns its step if it is: "
+                f"{failed}"
+            ) from error
+
+    def _check_again(self, attempt: Attempt, manifest: Manifest) -> None:
+        """Raise CheckpointError if another job has pruned this save before its commit, and undo the commit."""
+        path = _path(attempt.final)
         try:
             _check_files(path, manifest)
-        except CheckpointError:  # another job has pruned this save before its commit
+        except CheckpointError:
             objects.remove(path, [NAME])
             self._remove_quietly(attempt)
             raise
-
-    def _given_up(self, attempt: Attempt) -> bool:
-        """Prevent the commit of a save by an empty manifest. Returns False if the save is already committed.
-
-        Raises:
-            OSError: the store cannot be reached. The save may be committed later.
-        """
-        try:
-            objects.create_file(_path(attempt.final) / NAME, b"")
-        except FileExistsError:
-            return not self.is_committed(attempt)
-        return True
+        except OSError:  # it is committed
+            return
 
     def _remove_quietly(self, attempt: Attempt) -> None:
         """Delete the files of a save if the store can be reached. Otherwise they are left to `prune`."""
@@ -141,16 +147,26 @@ class Bucket(Run):
         objects.remove(path, (name for name in objects.sizes(path) if attempt.suffix in name))
 
     def prune(self, keep: int) -> list[Place]:
+        """Delete saves and what others have left. The empty manifests of unfinished saves stay until the next time.
+
+        They still prevent a commit whose request arrives late, and keep the number of the save from being used again.
+        """
         saves = self._sizes()
         committed = sorted(save for save, sizes in saves.items() if sizes.get(NAME))
-        unfinished = [save for save in saves if save not in committed]
-        old = removable(committed, max(committed, key=_by_number, default=None), keep)
-        removed = _remove_saves(sorted(old, key=_by_number), unfinished)
-        for save in committed:
-            if save.path not in removed:
-                removed += _remove_others(_path(save.path), saves[save])
+        latest = max(committed, key=_by_number, default=None)
+        removed: list[Place] = []
+        for save in sorted(removable(committed, latest, keep), key=_by_number):
+            objects.write_file(
+                _path(save.path) / NAME, b""
+            )  # first, so that it is no checkpoint if this is interrupted
+            removed.append(_remove_save(save, saves[save]))
+        for save in saves:
+            if save in committed and save.path not in removed:
+                removed += _remove_others(save, saves[save])
+            elif save not in committed:
+                removed += _remove_unfinished(save, saves[save], latest)
         uploads = objects.abort_uploads(self.path, COMMITTED)  # of saves that may have no object yet
-        removed += {self.path / name.partition("/")[0]: None for name in uploads}
+        removed += (self.path / name.partition("/")[0] for name in uploads)
         return [*dict.fromkeys(removed)]
 
     def _sizes(self) -> dict[Committed, dict[str, int]]:
@@ -179,8 +195,8 @@ def _check_files(path: ObjectPath, manifest: Manifest) -> None:
             )
 
 
-def _claimed(path: ObjectPath) -> bool:
-    """Prevent the commit of an unfinished save by an empty manifest. Returns False if it was committed meanwhile."""
+def _prevented(path: ObjectPath) -> bool:
+    """Prevent the commit of a save by an empty manifest. Returns False if it has a manifest."""
     try:
         objects.create_file(path / NAME, b"")
     except FileExistsError:
@@ -188,20 +204,27 @@ def _claimed(path: ObjectPath) -> bool:
     return True
 
 
-def _remove_saves(committed: Iterable[Committed], unfinished: Iterable[Committed]) -> list[Place]:
-    """Delete saves, and return their paths. While its files are deleted, a save has an empty manifest."""
-    paths = [_path(save.path) for save in committed]
-    for path in paths:
-        objects.write_file(path / NAME, b"")
-    paths += [path for path in (_path(save.path) for save in unfinished) if _claimed(path)]
-    for path in paths:
-        objects.remove(path, (name for name in objects.sizes(path) if name != NAME))
-        objects.remove(path, [NAME])
-    return [*paths]
+def _remove_save(save: Committed, names: Iterable[str]) -> Place:
+    """Delete objects of a save, which has an empty manifest. The manifest is deleted last."""
+    objects.remove(_path(save.path), (name for name in names if name != NAME))
+    objects.remove(_path(save.path), [NAME])
+    return save.path
 
 
-def _remove_others(path: ObjectPath, names: Iterable[str]) -> list[Place]:
+def _remove_unfinished(save: Committed, names: Collection[str], latest: Committed | None) -> list[Place]:
+    """Delete the objects of an unfinished save, except its empty manifest; later, also this one."""
+    if {*names} == {NAME}:
+        is_old = latest is not None and _by_number(save) < _by_number(latest)
+        return [_remove_save(save, names)] if is_old else []
+    if not _prevented(_path(save.path)):
+        return []  # it was committed meanwhile
+    objects.remove(_path(save.path), (name for name in names if name != NAME))
+    return [save.path]
+
+
+def _remove_others(save: Committed, names: Iterable[str]) -> list[Place]:
     """Delete files in a checkpoint that another save has left, and return their paths."""
+    path = _path(save.path)
     names = [name for name in names if _OF_ATTEMPT.fullmatch(name)]
     if len({name.rpartition("-")[2] for name in names}) < 2:
         return []

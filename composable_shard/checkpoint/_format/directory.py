@@ -48,7 +48,7 @@ class Directory(Run):
                 named
                 and step in (None, named[0])
                 and entry.is_dir(follow_symlinks=False)
-                and (self.path / entry.name / NAME).is_file()
+                and _is_whole(self.path / entry.name)
             ):
                 checkpoints.append(Committed(*named, self.path / entry.name))
         return sorted(checkpoints)
@@ -98,7 +98,7 @@ class Directory(Run):
         return last
 
     def has_manifest(self, path: Place) -> bool:
-        return (_path(path) / NAME).is_file()
+        return _is_whole(_path(path))
 
     def is_partial(self) -> bool:
         return _PARTIAL.fullmatch(self.path.name) is not None
@@ -157,7 +157,7 @@ class Directory(Run):
             raise
 
     def is_committed(self, attempt: Attempt) -> bool:
-        return (_path(attempt.final) / NAME).is_file()
+        return _is_whole(_path(attempt.final))
 
     def remove(self, attempt: Attempt) -> None:
         files.remove_tree(_path(attempt.partial))
@@ -177,6 +177,12 @@ class Directory(Run):
             files.remove_tree(deleted)
             removed.append(path)
         return removed
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a directory has a manifest. A copy of a run in an object store may have empty ones; see `bucket.py`."""
+    manifest = path / NAME
+    return manifest.is_file() and manifest.stat().st_size > 0
 
 
 def _path(place: Place) -> Path:

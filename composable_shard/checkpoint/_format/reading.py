@@ -257,12 +257,15 @@ def _bytes_of(blocks: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[in
 def manifest_bytes(path: Place) -> bytes:
     """Read the bytes of a checkpoint's manifest."""
     try:
-        return read_file(path / NAME, MOST_BYTES)
+        data = read_file(path / NAME, MOST_BYTES)
     except FileNotFoundError:
-        raise CheckpointIncompleteError(f"{path} has no {NAME}: it is not a checkpoint, or is not committed") from None
+        data = b""
     except OSError as error:
         kind = CheckpointUnsafeError if error.errno in _UNSAFE or error.errno == errno.EFBIG else CheckpointCorruptError
         raise kind(f"{path / NAME} cannot be read: {error.strerror or error}") from None
+    if not data:
+        raise CheckpointIncompleteError(f"{path} has no {NAME}: it is not a checkpoint, or is not committed")
+    return data
 
 
 def file_problem(path: Place, manifest: Manifest, ranges: Sequence[tuple[int, int]] | None = None) -> tuple[str, int]:

@@ -166,9 +166,22 @@ def _pool(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="checkpoint-store")
 
 
+def _begun(call: Callable[[], _T]) -> Future[_T]:
+    """Begin a call in another thread, if the interpreter still starts threads; otherwise call it."""
+    try:
+        return _pool(os.getpid()).submit(call)
+    except RuntimeError:  # the main thread has ended
+        done: Future[_T] = Future()
+        try:
+            done.set_result(call())
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
 def _together(calls: Iterable[Callable[[], _T]]) -> list[_T]:
     """Send several requests at a time. If one fails, those that wait are not sent."""
-    waiting = [_pool(os.getpid()).submit(call) for call in calls]
+    waiting = [_begun(call) for call in calls]
     try:
         return [each.result() for each in waiting]
     finally:
@@ -278,7 +291,7 @@ class OpenObject:
 
     def __init__(self, path: ObjectPath) -> None:
         self.path = path
-        self._size = _pool(os.getpid()).submit(size_of, path)
+        self._size = _begun(functools.partial(size_of, path))
         self._fetched: list[_Fetched] = []  # in the order of the object, without overlaps
 
     @property
@@ -294,7 +307,7 @@ class OpenObject:
         """Begin to download ranges, several requests at a time. They stay in memory until this is closed."""
         wanted = _without(sorted(ranges), [(part.begin, part.end) for part in self._fetched])
         for begin, end in _pieces(wanted):
-            self._fetched.append(_Fetched(begin, end, _pool(os.getpid()).submit(_get, self.path, begin, end)))
+            self._fetched.append(_Fetched(begin, end, _begun(functools.partial(_get, self.path, begin, end))))
         self._fetched.sort(key=_begin_of)
 
     def read_into(self, view: memoryview, at: int) -> int:
@@ -375,7 +388,8 @@ def write_file(path: ObjectPath, data: bytes | bytearray) -> None:
 def create_file(path: ObjectPath, data: bytes) -> None:
     """Write an object, unless it exists.
 
-    Stores without conditional writes replace an object that another process writes at the same time.
+    Does nothing if it exists with the same content, because the answer to an earlier request may have been lost. Stores
+    without conditional writes replace an object that another process writes at the same time.
 
     Raises:
         FileExistsError: it exists, with other content.
@@ -388,8 +402,15 @@ def create_file(path: ObjectPath, data: bytes) -> None:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
             write_file(path, data)
     except FileExistsError:
-        if size_of(path) != len(data) or read_file(path, len(data)) != data:
-            raise  # otherwise a request has succeeded although its answer was lost
+        if not _contains(path, data):
+            raise
+
+
+def _contains(path: ObjectPath, data: bytes) -> bool:
+    try:
+        return size_of(path) == len(data) and read_file(path, len(data)) == data
+    except FileNotFoundError:  # another process has deleted it
+        return False
 
 
 class NewObject:
@@ -458,7 +479,7 @@ class _Parts:
         if self._failed.is_set():
             self._free.release()
             self._answers()
-        self._sent.append(_pool(os.getpid()).submit(self._put, len(self._sent) + 1, data))
+        self._sent.append(_begun(functools.partial(self._put, len(self._sent) + 1, data)))
         return len(self._sent)
 
     def _put(self, number: int, data: bytearray) -> dict[str, Any]:

@@ -24,8 +24,10 @@ _log = logging.getLogger("composable_shard.checkpoint")
 
 PATIENCE = "COMPOSABLE_SHARD_STORE_PATIENCE"  # environment variable: seconds after which no request is repeated
 _PATIENCE_S = 120.0  # its default
-_ONE_TRY_S = 60.0  # a request without an answer gets at least this time
+_ONE_TRY_S = 60.0  # one try gets as much time as all together, but at least this much
 _PAUSES = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between two tries of a request; up to half of each is random
+
+_ENDED = "the main thread has ended, so the package of the store can start no threads; save before that"
 
 _SECRET = re.compile(r"(?i)\b(sig|signature|\w*(?:token|secret|password|credential|key)\w*)=[^&\s'\"]+")
 _LOGIN = re.compile(r"(?<=://)[^/@\s]+:[^/@\s]+@")
@@ -71,6 +73,8 @@ def tried(operation: str, url: str, store: Any, request: Callable[[], _T]) -> _T
         except Exception as error:
             if "Credentials" in type(error).__name__:  # of google.auth, for example
                 raise named(url, store, error) from None
+            if "after shutdown" in str(error) or "interpreter shutdown" in str(error):  # of executors and threads
+                raise named(url, store, RefusedError(_ENDED)) from None
             lasted = time.monotonic() - begun
             if lasted >= patience:
                 text = f"cannot {operation} for {lasted:.0f} s (tried {tries} times): {said(url, store, error)}"
@@ -99,9 +103,9 @@ def named(url: str, store: Any, error: Exception) -> Exception:
     if isinstance(error, NotImplementedError):
         return NotImplementedError(f"{without_login(url)}: {text}")
     number = next((each for kind, each in _NUMBERS.items() if isinstance(error, kind)), None)
-    if number is not None:
+    if number is not None and number != errno.EACCES:  # a refusal has a code that says more
         return OSError(number, os.strerror(number), without_login(url))
-    return OSError(errno.EIO, text, without_login(url))
+    return OSError(number or errno.EIO, text, without_login(url))
 
 
 def without_login(text: str) -> str:
@@ -198,7 +202,7 @@ class Requests:
             FileExistsError: `new` is set, and it exists.
             NotImplementedError: `new` is set, and the store cannot check this.
         """
-        self.store.pipe_file(key, data, mode="create" if new else "overwrite")
+        self.store.pipe_file(key, bytes(data), mode="create" if new else "overwrite")  # Azure takes no bytearray
 
     def delete(self, key: str) -> None:
         """Delete an object."""
@@ -238,7 +242,8 @@ class S3Requests(Requests):
         try:
             return sync(self.store.loop, call, timeout=max(_patience(key), _ONE_TRY_S))
         except Exception as error:
-            raise _of_s3(error) from error
+            translated = _of_s3(error)
+            raise translated from None if translated is error else error
 
     def _listed(self, key: str, **options: Any) -> Iterator[dict[str, Any]]:
         prefix = _prefix(self.store, key)
@@ -348,15 +353,18 @@ _OF_STATUS = {404: FileNotFoundError, 401: PermissionError, 403: PermissionError
 
 def _of_s3(error: Exception) -> Exception:
     """The error that `tried` understands, for an error of botocore."""
-    from botocore.exceptions import (
-        BotoCoreError,
-        HTTPClientError,
-        IncompleteReadError,
-        ResponseStreamingError,
-    )
+    from botocore import exceptions as known
 
-    if isinstance(error, BotoCoreError) and not isinstance(
-        error, (HTTPClientError, IncompleteReadError, ResponseStreamingError)
+    passing = (
+        known.ConnectionError,
+        known.CredentialRetrievalError,
+        known.HTTPClientError,
+        known.IncompleteReadError,
+        known.MetadataRetrievalError,
+        known.ResponseStreamingError,
+    )
+    if isinstance(error, known.BotoCoreError) and (
+        not isinstance(error, passing) or isinstance(error, (known.NoCredentialsError, known.SSLError))
     ):
         return RefusedError(f"{type(error).__name__}: {error}")  # for example, without credentials
     if isinstance(error, asyncio.TimeoutError):
