@@ -102,6 +102,8 @@ def saved_on_three(rank, world, url, where, directory):
     after = content(state)
     train(state, rank, 1)
     assert str(pending.result(60)) == f"{where}/step-00000004-000002"
+    written, total = pending.progress
+    assert written == total > 0
     return {name: tensor.numpy() for name, tensor in after.items() if tensor.dtype != torch.bfloat16}
 
 

@@ -103,7 +103,7 @@ def named(url: str, store: Any, error: Exception) -> Exception:
     if isinstance(error, NotImplementedError):
         return NotImplementedError(f"{without_login(url)}: {text}")
     number = next((each for kind, each in _NUMBERS.items() if isinstance(error, kind)), None)
-    if number is not None and number != errno.EACCES:  # a refusal has a code that says more
+    if number is not None and number != errno.EACCES:  # the text of a refusal has the reason
         return OSError(number, os.strerror(number), without_login(url))
     return OSError(number or errno.EIO, text, without_login(url))
 
