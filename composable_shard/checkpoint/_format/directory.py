@@ -32,6 +32,7 @@ LATEST = "LATEST"
 _NEW_LATEST = ".LATEST.tmp"  # the new LATEST, before it replaces the old one
 _REMEDY = f"pass the step to load, or delete {LATEST} to use the committed checkpoint with the highest step"
 _PARTIAL = re.compile(r"\.step-[0-9]{8,18}\.tmp-[0-9a-f]+", re.ASCII)
+_IN_STORE = re.compile(r"step-[0-9]{8,18}-[0-9]{6,9}", re.ASCII)  # the name of a save in an object store
 _STEM = len("step-00000000")
 
 
@@ -180,9 +181,12 @@ class Directory(Run):
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a directory has a manifest. A copy of a run in an object store may have empty ones; see `bucket.py`."""
+    """Whether a directory is a checkpoint: it has a manifest.
+
+    In a copy of a run in an object store, an empty manifest is none; see `bucket.py`. Elsewhere, it is a damaged one.
+    """
     manifest = path / NAME
-    return manifest.is_file() and manifest.stat().st_size > 0
+    return manifest.is_file() and (_IN_STORE.fullmatch(path.name) is None or manifest.stat().st_size > 0)
 
 
 def _path(place: Place) -> Path:

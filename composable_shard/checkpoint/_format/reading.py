@@ -259,11 +259,11 @@ def manifest_bytes(path: Place) -> bytes:
     try:
         data = read_file(path / NAME, MOST_BYTES)
     except FileNotFoundError:
-        data = b""
+        data = None
     except OSError as error:
         kind = CheckpointUnsafeError if error.errno in _UNSAFE or error.errno == errno.EFBIG else CheckpointCorruptError
         raise kind(f"{path / NAME} cannot be read: {error.strerror or error}") from None
-    if not data:
+    if data is None or (isinstance(path, ObjectPath) and not data):  # in a store, an empty manifest is none
         raise CheckpointIncompleteError(f"{path} has no {NAME}: it is not a checkpoint, or is not committed")
     return data
 
