@@ -35,7 +35,8 @@ class Row:
             bitwise identical.
         why: the reason for a tolerance.
         sharded: whether the program must call `Run.sharded` with a sharded model.
-        uses_ours: whether the program uses this library with torch's models, too. If both sides fail, this is a defect.
+        uses_ours: whether the program uses this library with torch's models, too. If both implementations fail, this is
+            a defect.
     """
 
     title: str

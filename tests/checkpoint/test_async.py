@@ -239,6 +239,30 @@ def test_when_a_rank_is_killed_the_others_raise_and_the_old_checkpoint_is_intact
     assert checkpoint.verify(tmp_path).step == 1
 
 
+FORKS = """
+import os, sys, torch
+from composable_shard import checkpoint
+checkpoint.async_save(sys.argv[1] + "/parent", {"t": torch.zeros(1 << 20)}, step=0).result(60)
+child = os.fork()
+name, value = ("parent", 1.0) if child else ("child", 2.0)
+for step in (1, 2, 3):
+    checkpoint.async_save(f"{sys.argv[1]}/{name}", {"t": torch.full((1 << 20,), value * step)}, step=step)
+checkpoint.wait()
+if not child:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_forked_process_has_its_own_background_saves(tmp_path):
+    subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], timeout=120, check=True)
+    for name, value in (("parent", 1.0), ("child", 2.0)):
+        for step in (1, 2, 3):
+            state = {"t": torch.zeros(1 << 20)}
+            checkpoint.load(tmp_path / name, state, step=step)
+            assert state["t"].eq(value * step).all()
+
+
 ENDS = """
 import os, signal, sys, threading, torch
 from composable_shard import checkpoint

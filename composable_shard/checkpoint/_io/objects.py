@@ -66,10 +66,6 @@ class ObjectPath(os.PathLike[str]):
         """The name without its last part."""
         return ObjectPath(self.url.rpartition("/")[0], self.store)
 
-    def with_name(self, name: str) -> ObjectPath:
-        """The path with another last part."""
-        return self.parent / name
-
     def __truediv__(self, name: str) -> ObjectPath:
         slash = "" if self.url.endswith("/") else "/"  # it ends with one for the root of a store
         return ObjectPath(name if "://" in name else f"{self.url}{slash}{name}", self.store)
