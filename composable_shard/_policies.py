@@ -133,8 +133,10 @@ class CommPolicy:
         gather: format of gathered weights: ``"fp8"`` (e4m3), ``"int8"``, ``"bf16"``, or None for the dtype of compute.
         reduce: format of gradients on the shard axis, or None for the dtype of reduction. Every rank receives the
             quantised pieces of the other ranks and adds them in float32, in rank order.
-        replicas: format of gradients between the replicas of a mesh with two axes (HSDP), or None. Each replica
-            receives the quantised pieces of all others, so it is worthwhile for a few replicas on a slow network.
+        replicas: format of gradients on the outer axis of a mesh with two axes, or None. With HSDP, each replica
+            receives the quantised pieces of all others, so it is worthwhile for a few replicas on a slow network. With
+            `outer_sharding` (HFSDP), every rank receives the pieces that it reduces.
+        refresh: format of weights on the outer axis with `outer_sharding`, or None for the dtype of compute.
         block: number of elements that share a scale. A row is split into equal blocks of at most this size. If that is
             impossible with equal blocks of at least a quarter of this size, the row is one block.
 
@@ -146,9 +148,10 @@ class CommPolicy:
     reduce: str | None = None
     replicas: str | None = None
     block: int = 256
+    refresh: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("gather", "reduce", "replicas"):
+        for name in ("gather", "reduce", "replicas", "refresh"):
             if (form := getattr(self, name)) is not None and form not in FORMS:
                 raise ShardConfigValueError(
                     f"CommPolicy.{name}={form!r}: expected one of {', '.join(map(repr, FORMS))}, or None"
@@ -156,12 +159,12 @@ class CommPolicy:
         require_count("CommPolicy.block", self.block, 8)
 
     def wire(self, kind: str, dtype: torch.dtype) -> Wire | None:
-        """The format of a bucket of `dtype` for ``gather``, ``reduce`` or ``replicas``; None if sent unchanged."""
+        """The format of a bucket for ``gather``, ``reduce``, ``replicas`` or ``refresh``; None if sent unchanged."""
         form = getattr(self, kind)
         return Wire(form, self.block) if form is not None and dtype.is_floating_point else None
 
     def __str__(self) -> str:
-        parts = [f"{name} {form}" for name in ("gather", "reduce", "replicas") if (form := getattr(self, name))]
+        parts = [f"{name} {form}" for name in ("gather", "reduce", "replicas", "refresh") if (form := getattr(self, name))]
         return ", ".join(parts) or "as it is"
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from .costs import Times
 from .plan import ShardPlan
 from .record import Record
-from .schedule import ROOT_NAME
+from .schedule import ROOT_NAME, Kind
 
 _TIME_TOLERANCE = 0.25  # of the planned seconds
 _LEAST_TIME = 0.01  # of the planned compute of a step: smaller differences are ignored
@@ -61,6 +61,9 @@ def _steps(plan: ShardPlan, record: Record) -> list[str]:
     if not record.actions or plan.order != record.order:
         return []
     actions, live = plan.actions(), plan.live_bytes()
+    if not any(action.kind is Kind.REFRESH for action in record.actions):  # a later microbatch refreshes nothing
+        first = sum(action.kind is Kind.REFRESH for action in actions)
+        actions, live = actions[first:], live[first:]
     for number, (planned, done) in enumerate(zip(actions, record.actions, strict=False), 1):
         if planned != done:
             return [f"{_name(done.fqn)}: action {number} was {done}, but {planned} is planned"]

@@ -105,6 +105,9 @@ class GroupPlan:
             the reduction.
         reduces_last: whether the gradients are reduced after the whole backward, because some ranks may have none.
         comm_policy: number of bits in which parameters and gradients are communicated.
+        outer_size: number of ranks of the outer axis over which the shards are split as well (`outer_sharding`); 1 if
+            that axis replicates, or if there is none.
+        outer_route: how the transport of that axis handles large and small parameters; None if it does not shard.
     """
 
     fqn: str
@@ -119,6 +122,8 @@ class GroupPlan:
     frees_queued: bool = False
     reduces_last: bool = False
     comm_policy: CommPolicy = AS_IT_IS
+    outer_size: int = 1
+    outer_route: Route | None = None
 
     @property
     def name(self) -> str:
@@ -246,14 +251,46 @@ class GroupPlan:
     def step(self) -> Step:
         """One use of the group, as the scheduler sees it."""
         small = self.small_size > 0
-        return Step(self.fqn, self.is_root, self.reshard_after_forward, self.trains, small, self.reduces_first)
+        return Step(
+            self.fqn,
+            self.is_root,
+            self.reshard_after_forward,
+            self.trains,
+            small,
+            self.reduces_first,
+            refreshes=self.outer_size > 1,
+        )
 
     @property
     def shard_bytes(self) -> int:
         """Bytes of the stored shards, for a rank without short pieces."""
         shapes, dims = [p.shape for p in self.params], [p.dim for p in self.params]
         layout = bucket_layout(shapes, self.shard_size, dims=dims, rows=[p.rows for p in self.params])
+        if self.outer_size > 1:
+            layout = bucket_layout([at.local_shape(0) for at in layout.params], self.outer_size, dims=dims)
         return sum(at.piece * p.stored.itemsize for at, p in zip(layout.params, self.params, strict=True))
+
+    @functools.cached_property
+    def refresh_layouts(self) -> tuple[tuple[torch.dtype, GatherLayout], ...]:
+        """By dtype, the layout of the refresh: the gather of the node's compute copy over the outer axis.
+
+        For a rank whose node holds no short pieces.
+        """
+        if self.outer_size == 1:
+            return ()
+        refreshes = []
+        for (dtype, shapes, dims, rows), _ in self._gathered:
+            pieces = bucket_layout(shapes, self.shard_size, None, dims, rows).params
+            own = [at.local_shape(0) for at in pieces]
+            wire = self.comm_policy.wire("refresh", dtype)
+            layout = gather_layout(own, self.outer_size, dtype.itemsize, dims, self.outer_route, None, wire)
+            refreshes.append((dtype, layout))
+        return tuple(refreshes)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of the node's compute copy, which a rank holds outside of the pool; 0 without `outer_sharding`."""
+        return sum(layout.places.total * dtype.itemsize for dtype, layout in self.refresh_layouts)
 
     @property
     def trains(self) -> bool:

@@ -41,7 +41,7 @@ from .search import scheduled
 from .simulation import Prediction, Trace, lifetimes, live_bytes, predict, trace
 from .text import around_changes, group_changes, mib, order_changes, other_model, plan_text, schedule_changes
 
-JSON_VERSION = 10
+JSON_VERSION = 11
 UNBOUNDED = PoolPolicy()
 
 Around = tuple[tuple[str, str], ...]  # FQNs of groups, each with its innermost enclosing group

@@ -20,6 +20,7 @@ ROOT_NAME = "(root)"
 class Kind(StrEnum):
     """The type of an action on a group. Records do not contain `FORWARD`, `BACKWARD` and `ENDED`."""
 
+    REFRESH = "REFRESH"  # the gather of the node's compute copy over the outer axis is issued (`outer_sharding`)
     UNSHARD = "UNSHARD"  # the group's all-gather is issued
     WAIT = "WAIT"  # the all-gather has been waited for: the parameters can be read
     RESHARD = "RESHARD"  # the unsharded parameters are freed
@@ -55,6 +56,8 @@ class Step:
         reduces_first: whether backward waits for reductions before it gathers the groups that follow this group.
         around: possible enclosing groups, except the root's. The use is inside one of them only while that one runs.
         turn: if the gradients are reduced after the whole backward, a number that orders such groups, else None.
+        refreshes: whether the shards are split over the outer axis as well, so that a forward begins with a refresh of
+            the node's compute copy.
     """
 
     fqn: str
@@ -65,6 +68,7 @@ class Step:
     reduces_first: bool = False
     around: tuple[str, ...] = ()
     turn: int | None = None
+    refreshes: bool = False
 
 
 # Phases: forward without backward, forward with backward, forward with a backward whose gradients are not reduced yet.
@@ -353,14 +357,21 @@ def timed_step(steps: Sequence[Step], schedule: Schedule, phase: str = TRAIN) ->
     if phase.startswith(NO_SYNC):
         steps = [replace(step, trains=False) for step in steps]
     actions = with_gathers(with_reshards(steps, schedule), schedule.ahead())
-    return tuple(with_reductions(actions, steps, schedule))
+    return (*refreshes(steps), *with_reductions(actions, steps, schedule))
+
+
+def refreshes(steps: Sequence[Step]) -> tuple[Action, ...]:
+    """The refreshes of a step. All are issued when the forward begins: they use no memory of the pool."""
+    fqns = dict.fromkeys(step.fqn for step in forward_order(steps) if step.refreshes)
+    return tuple(Action(Kind.REFRESH, fqn) for fqn in fqns)
 
 
 def _without_backward(steps: Sequence[Step], schedule: Schedule) -> tuple[Action, ...]:
     """A forward without backward. All weights that are still unsharded at its end are resharded."""
     actions = with_gathers(with_reshards(steps, schedule, backward=False), schedule.ahead())
     left = dict.fromkeys(step.fqn for step in steps if step.shrinks or step.fqn in schedule.kept)
-    return (*with_reductions(actions, steps, schedule), *(Action(Kind.RESHARD, fqn) for fqn in left))
+    reduced = with_reductions(actions, steps, schedule)
+    return (*refreshes(steps), *reduced, *(Action(Kind.RESHARD, fqn) for fqn in left))
 
 
 def training_step(steps: Sequence[Step], schedule: Schedule | None = None, phase: str = TRAIN) -> tuple[Action, ...]:
