@@ -63,6 +63,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | CPUOffload | Literal[False] | None = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
+    outer_sharding: Literal["optimizer"] | None = ...,
 ) -> M: ...
 
 
@@ -77,6 +78,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | CPUOffload | Literal[False] | None = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
+    outer_sharding: Literal["optimizer"] | None = ...,
 ) -> Collection[nn.Module]: ...
 
 
@@ -90,6 +92,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | CPUOffload | Literal[False] | None = OffloadPolicy(),  # noqa: B008 - likewise
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    outer_sharding: Literal["optimizer"] | None = None,
 ) -> Any:
     """Shard the parameters of a module, in place.
 
@@ -135,6 +138,11 @@ def fully_shard(
         dp_mesh_dims: a `DataParallelMeshDims`, which names the axes of `mesh` to shard over and to replicate over.
             All parameters must then be DTensors on the whole `mesh`, replicated over these axes. In forward they have
             this placement again. Several axes to shard over count as one axis, and so do several to replicate over.
+        outer_sharding: for a 2D mesh (nodes, ranks of a node). None replicates over its first axis (HSDP).
+            ``"optimizer"`` shards the parameters that the optimizer sees, their gradients and the optimizer state over
+            both axes (HFSDP). Each rank also keeps a copy of its node's piece in `param_dtype`: 1/S of the parameters
+            for S ranks per node. One all-gather over the first axis refreshes it per step. Forward and backward gather
+            within the node, and one reduce-scatter over the first axis replaces the all-reduce.
 
     Returns:
         `module`, whose class is now a subclass of `FSDPModule` and of its original class.
@@ -153,7 +161,7 @@ def fully_shard(
     ignored = parameters_to_ignore(ignored_params)
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise ShardConfigTypeError(f"shard_placement_fn: expected a function, got {type(shard_placement_fn).__name__}")
-    info = _mesh_of(modules, mesh, offload, dp_mesh_dims)
+    info = _mesh_of(modules, mesh, offload, dp_mesh_dims, _checked_outer(outer_sharding))
     placements = Placements(info, offload, shard_placement_fn, precision)
     options = Options(reshard, mp_policy=without_overrides(precision))
     state = _shard(modules, placements, options, {id(p) for p in ignored})
@@ -233,13 +241,24 @@ def _check_module(module: Any) -> None:
     check_unmixed(module)
 
 
-def _mesh_of(modules: list[nn.Module], mesh: DeviceMesh | None, offload: OffloadPolicy, dims: Any) -> MeshInfo:
+def _mesh_of(
+    modules: list[nn.Module], mesh: DeviceMesh | None, offload: OffloadPolicy, dims: Any, outer: bool
+) -> MeshInfo:
     try:
-        return mesh_info(mesh if mesh is not None else default_mesh(), offload, dims)
+        return mesh_info(mesh if mesh is not None else default_mesh(), offload, dims, outer)
     except (ShardConfigTypeError, ShardConfigValueError) as error:
         names = (fqn for each in modules for at in _modules_to_shard(each) for _, _, fqn, _ in _own_params(*at, set()))
         where = f"parameter {first} of {type(modules[0]).__name__}" if (first := next(names, "")) else "module"
         raise type(error)(f"{where}: {error}") from error
+
+
+def _checked_outer(value: Any) -> bool:
+    if value not in (None, "optimizer"):
+        raise ShardConfigValueError(
+            f'outer_sharding={value!r}: expected "optimizer" (shard the optimizer state over the first axis of a 2D '
+            "mesh as well) or None (replicate it)"
+        )
+    return value is not None
 
 
 def _checked_reshard(value: Any) -> bool | int | None:

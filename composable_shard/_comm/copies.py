@@ -254,6 +254,7 @@ class GradientCopies:
 
     Attributes:
         ones: the marks of a rank that has all gradients.
+        numel: elements of a result before its marks.
     """
 
     def __init__(
@@ -267,6 +268,7 @@ class GradientCopies:
     ) -> None:
         self._layout = layout = chunk.result
         self._kept = kept
+        self.numel = layout.numel
         self.ones = torch.ones(layout.world * chunk.marks, dtype=dtype, device=device)
         even = all(at.even and at.piece and at.dim == 0 for at in layout.params)
         fused = [dtype] if even else []
@@ -297,6 +299,11 @@ class GradientCopies:
                 chunk_cat([*gradients, ones], 0, self._layout.world, out=chunks)
                 return
         copy_gradients(chunks, gradients, self._layout)
+
+    def fill_again(self, chunks: torch.Tensor, pieces: Sequence[torch.Tensor], used: torch.Tensor) -> None:
+        """Fill a bucket with the pieces of an earlier reduction, and with their reduced marks."""
+        copy_gradients(chunks, pieces, self._layout)
+        chunks.narrow(1, self._layout.numel, len(used)).copy_(used.expand(self._layout.world, -1))
 
     def marks_on_host(self, out: torch.Tensor) -> torch.Tensor:
         """Copy the marks of a result to the host on the current stream; the host does not wait."""

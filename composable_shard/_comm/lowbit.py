@@ -308,6 +308,24 @@ class LowBitReplicas(_Around):
         return All([handle], partial(_add_up, tensor, received, parts, self._places), held=sent)
 
 
+def between_nodes(
+    transport: Transport, info: MeshInfo, layout: ReduceLayout, rounding: Rounding, name: str
+) -> Transport:
+    """Return the transport of a reduce-scatter over the outer axis: one in fewer bits if the layout has a parcel.
+
+    Args:
+        transport: the transport of that axis.
+        info: the mesh.
+        layout: the layout of that reduce-scatter.
+        rounding: the rounding state of the group.
+        name: the name of the bucket's first parameter.
+    """
+    if layout.parcel is None:
+        return transport
+    pieces = [at.piece for at in layout.result.params]
+    return LowBitReduce(transport, layout, Rounder(rounding, f"{name} between nodes", pieces, info.mesh.get_rank()))
+
+
 def compressed(
     transports: Transports,
     info: MeshInfo,
@@ -333,7 +351,7 @@ def compressed(
     if reduce is not None and layout.parcel is not None:
         reduce = LowBitReduce(reduce, layout, Rounder(rounding, name, *how))
     between = layout.between_replicas(dtype.itemsize, comm.wire("replicas", dtype))
-    if replicate is not None and between is not None:
+    if replicate is not None and between is not None and not info.shards_outer:  # then see `between_nodes`
         rounder = Rounder(rounding, f"{name} between replicas", *how)
         replicate = LowBitReplicas(replicate, info.replicate_size, layout, between, rounder)
     return replace(transports, reduce=reduce, replicate=replicate)

@@ -20,8 +20,15 @@ from .._torch.distributed import (
     launched,
     new_mesh,
     store_of_one_process,
+    strided_shard,
 )
-from ..errors import ShardConfigAssertionError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
+from ..errors import (
+    ShardConfigAssertionError,
+    ShardConfigStateError,
+    ShardConfigTypeError,
+    ShardConfigUnsupportedError,
+    ShardConfigValueError,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +49,9 @@ class FullMesh:
 class MeshInfo:
     """The sharding of a parameter group: a 1D mesh shards; axis 0 of a 2D mesh replicates and axis 1 shards (HSDP).
 
+    With `outer_sharding` (HFSDP), axis 0 shards as well: each rank's piece along axis 1, the *node's piece*, is split
+    over axis 0. The stored parameters, their gradients and the optimizer state are then sharded over all ranks.
+
     Attributes:
         mesh: the data-parallel mesh. It is also the mesh of the sharded DTensors if the parameters were plain tensors.
         device: the device on which this rank computes.
@@ -51,6 +61,8 @@ class MeshInfo:
         home: the device of the shards and their gradients: `device`, or the CPU if they are offloaded.
         pins: whether offloaded shards are in pinned memory, so that copies do not block.
         full: the mesh of all types of parallelism, if `dp_mesh_dims` names the data-parallel axes in it.
+        shards_outer: whether the replicate axis shards as well. False if it has only one rank.
+        outer_rank: this rank's index in the replicate axis; 0 if there is none.
     """
 
     mesh: DeviceMesh
@@ -63,6 +75,8 @@ class MeshInfo:
     home: torch.device
     pins: bool = False
     full: FullMesh | None = None
+    shards_outer: bool = False
+    outer_rank: int = 0
 
     @property
     def offloads(self) -> bool:
@@ -71,7 +85,14 @@ class MeshInfo:
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
         """Return the placements of DTensors that are sharded along `dim`."""
+        if self.shards_outer:  # the inner axis divides first
+            return (Shard(dim) if self.shard_size == 1 else strided_shard(dim, self.shard_size), Shard(dim))
         return (Shard(dim),) if self.mesh.ndim == 1 else (Replicate(), Shard(dim))
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks over which a stored parameter is sharded."""
+        return self.size if self.shards_outer else self.shard_size
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -89,6 +110,8 @@ class MeshInfo:
 
     def __str__(self) -> str:
         shard = f"shard over {self.shard_size}"
+        if self.shards_outer:
+            return f"{shard}, stored over {self.size}"
         return shard if self.replicate_group is None else f"replicate over {self.replicate_size}, {shard}"
 
 
@@ -99,19 +122,23 @@ def compute_device(device_type: str) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-def mesh_info(mesh: DeviceMesh, offload: OffloadPolicy | None = None, dims: Any = None) -> MeshInfo:
+def mesh_info(
+    mesh: DeviceMesh, offload: OffloadPolicy | None = None, dims: Any = None, outer: bool = False
+) -> MeshInfo:
     """Make the `MeshInfo` of a mesh.
 
     Args:
         mesh: 1D or 2D; any number of axes with `dims`.
         offload: the policy that determines where shards are stored.
         dims: `DataParallelMeshDims`, the names of the data-parallel axes.
+        outer: whether the replicate axis shards the stored parameters as well (`outer_sharding`).
 
     Raises:
         ShardConfigTypeError: `mesh` is not a DeviceMesh, or `dims` is not a DataParallelMeshDims.
         ShardConfigValueError: the mesh does not contain this rank, has more than two axes (without `dims`), lacks an
             axis that `dims` names, or is of a device type that this process does not have; or `dims` names no axis, or
-            one axis twice.
+            one axis twice; or `outer` is set and there is no replicate axis.
+        ShardConfigUnsupportedError: `outer` is set and `dims` names several axes to replicate over.
         ShardConfigAssertionError: the axes of a 2D mesh have no names.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -121,7 +148,8 @@ def mesh_info(mesh: DeviceMesh, offload: OffloadPolicy | None = None, dims: Any 
             f"mesh: rank {dist.get_rank()} is not part of {mesh}; call fully_shard only on ranks of the mesh"
         )
     if dims is not None:
-        return _info_of_full(_full_mesh(mesh, dims), offload)
+        info = _info_of_full(_full_mesh(mesh, dims), offload)
+        return _sharding_outer(info) if outer else info
     if mesh.ndim not in (1, 2):
         raise ShardConfigValueError(
             f"mesh: fully_shard expects a 1D or 2D DeviceMesh but got {mesh}, of {mesh.ndim} axes; "
@@ -133,11 +161,31 @@ def mesh_info(mesh: DeviceMesh, offload: OffloadPolicy | None = None, dims: Any 
             "mesh: Please init the 2D mesh for HSDP with mesh_dim_names specified: init_device_mesh(..., "
             f"mesh_dim_names=('replicate', 'shard')); the axes of {mesh} have no names"
         )
-    return _info(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None, offload)
+    info = _info(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None, offload)
+    return _sharding_outer(info) if outer else info
 
 
-def mesh_info_of_torch(given: Any, offload: OffloadPolicy | None) -> MeshInfo:
+def _sharding_outer(info: MeshInfo) -> MeshInfo:
+    """Return the description with a replicate axis that shards the stored parameters as well."""
+    if info.replicate_group is None:
+        raise ShardConfigValueError(
+            f"outer_sharding: needs an outer axis to shard over, but {info.mesh} has none; pass a 2D mesh "
+            "(nodes, ranks of a node), for example init_device_mesh(..., mesh_dim_names=('outer', 'inner'))"
+        )
+    if info.full is not None and len(info.full.replicate) > 1:
+        raise ShardConfigUnsupportedError(
+            "outer_sharding: dp_mesh_dims names several axes to replicate over; name one, which is then the outer axis"
+        )
+    return replace(info, shards_outer=info.replicate_size > 1)
+
+
+def mesh_info_of_torch(given: Any, offload: OffloadPolicy | None, outer: bool = False) -> MeshInfo:
     """Make the `MeshInfo` from torch's own description of a mesh.
+
+    Args:
+        given: an FSDPMeshInfo or HSDPMeshInfo.
+        offload: the policy that determines where shards are stored.
+        outer: as for `mesh_info`, if the mesh has a replicate axis.
 
     Raises:
         ShardConfigTypeError: `given` is not such a description.
@@ -148,14 +196,14 @@ def mesh_info_of_torch(given: Any, offload: OffloadPolicy | None) -> MeshInfo:
     dims = getattr(given, "dp_mesh_dims", None)
     if dims is not None:
         assert given.spmd_mesh is not None
-        return mesh_info(given.spmd_mesh, offload, dims)
+        return mesh_info(given.spmd_mesh, offload, dims, outer and bool(dims.replicate))
     mesh = given.mesh
     if given.shard_mesh_dim != mesh.ndim - 1 or mesh.ndim != (1 if given.replicate_mesh_dim is None else 2):
         raise ShardConfigValueError(
             f"mesh_info: expected an FSDPMeshInfo of a 1D mesh or an HSDPMeshInfo of a 2D mesh (replicate, "
             f"shard), got {given}"
         )
-    return mesh_info(mesh, offload)
+    return mesh_info(mesh, offload, None, outer and mesh.ndim == 2)
 
 
 def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -214,9 +262,19 @@ def _info(
     if keeps_shards_on_host(offload) and device.type not in ("cpu", "meta"):
         home, pins = torch.device("cpu"), bool(getattr(offload, "pin_memory", True))
     shard_size, shard_rank, shard_group = _axis(mesh, shard_axis)
-    replicate_size, _, replicate_group = _axis(mesh, replicate_axis)
+    replicate_size, outer_rank, replicate_group = _axis(mesh, replicate_axis)
     return MeshInfo(
-        mesh, device, shard_size, shard_rank, shard_group, replicate_size, replicate_group, home, pins, full
+        mesh,
+        device,
+        shard_size,
+        shard_rank,
+        shard_group,
+        replicate_size,
+        replicate_group,
+        home,
+        pins,
+        full,
+        outer_rank=outer_rank,
     )
 
 

@@ -75,6 +75,7 @@ class Actions:
         self.installed = Installed(watch_leaf)
         self._runtime = runtime
         self._without_group = list(map(weakref.ref, without_group))
+        self._refreshed = [group for group in groups if group.layout.copies is not None]  # those that are refreshed
         # Groups to prefetch once all reductions in flight have been waited for; None if no prefetch is held back.
         self._held_prefetches: Sequence[ParamGroup] | None = None
         self.staying: set[ParamGroup] = set()
@@ -104,6 +105,31 @@ class Actions:
 
     # ---- issuing
 
+    def begin_refreshes(self) -> None:
+        """At the start of a root forward: refresh the compute copies that it will read (`_group/refresh.py`).
+
+        All refreshes are issued here. They use no memory of the pool, and run concurrently with the gathers and the
+        compute of earlier groups. A group that the schedule does not know is refreshed right before its gather.
+        """
+        if not self._refreshed:
+            return
+        for group in self._refreshed:
+            assert group.layout.copies is not None
+            group.layout.copies.begin_forward(torch.is_grad_enabled())
+        for group in dict.fromkeys([each for each, _ in self.order.forward.forward]):
+            self._refresh_if_needed(group)
+
+    def _refresh_if_needed(self, group: ParamGroup) -> None:
+        if group.needs_refresh:
+            self.recorder.act(Kind.REFRESH, group, group.start_refresh, self.changed)
+
+    def _end_refreshes(self) -> None:
+        """At the end of a backward: note the groups whose gradients wait for a later microbatch."""
+        for group in self._refreshed:
+            assert group.layout.copies is not None
+            options = group.settings.current
+            group.layout.copies.end_backward(not (options.requires_gradient_sync and options.requires_all_reduce))
+
     def parameters_changed(self, at: torch.Event | None = None) -> None:
         """Make the next gather wait for the event `at`; without one, for the work now queued on the current stream."""
         self.changed = at or self._runtime.gather_lane.record_current_stream()
@@ -114,7 +140,10 @@ class Actions:
             # Groups that settings keep unsharded note versions in `start_gather`. This one is kept by the schedule. The
             # next root forward then finds out whether its parameters are outdated.
             group.note_versions()
-        reads_shards = group.phase is not RESIDENT  # resident groups gather from pieces, which no optimizer changes
+        if self._refreshed:
+            self._refresh_if_needed(group)
+        # Resident groups gather from pieces, and others from compute copies, which no optimizer changes.
+        reads_shards = group.phase is not RESIDENT and group.layout.copies is None
         self.recorder.act(UNSHARD, group, group.start_gather, self.changed)
         if reads_shards:
             self.changed = None
@@ -261,6 +290,9 @@ class Actions:
                 failed: edited weights are not gathered again for a comparison.
         """
         keeps = torch.is_grad_enabled()
+        for group in self._refreshed if not keeps else ():
+            assert group.layout.copies is not None
+            group.layout.copies.expire()  # the forward may have read swapped parameters (EMA)
         for group in self.groups:
             if failed and group.is_written():
                 group.forget_writes()
@@ -281,6 +313,8 @@ class Actions:
         """Gather a group and keep it unsharded, as described at `FSDPModule.unshard`."""
         away = group.phase in AWAY
         group.stay.pin()  # before the gather, which notes versions for groups that stay
+        if away and group.layout.copies is not None:
+            group.layout.copies.begin_forward(torch.is_grad_enabled())
         if away:
             self.parameters_changed()  # users call this between steps, after any change that they have made
             self.issue_gather(group)
@@ -323,6 +357,7 @@ class Actions:
         """
         self.staying.clear()
         self.budget.unread.clear()
+        self._end_refreshes()
         for group in self.groups:
             if group.phase is SHARDED or group.running or (group.stay.pinned and not ends_pins):
                 continue

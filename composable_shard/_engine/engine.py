@@ -280,6 +280,7 @@ class Engine:
         elif not waiting:
             self._between_iterations()
         self.review.begin(torch.is_grad_enabled(), waiting, bool(self.capturing.number))
+        self._actions.begin_refreshes()
 
     def _between_iterations(self) -> None:
         # Ranks may differ in which graphs are alive, and so make an arena at different times. They may, because making
@@ -583,7 +584,7 @@ class Engine:
         self._iterations.release()
         self._forget_running()
         for group in self.groups:
-            group.gradients.forget()
+            group.forget_gradients()
         self._recover()
 
     def _forget_running(self) -> None:

@@ -32,11 +32,13 @@ class Notes:
     Attributes:
         gathers, reduces: the ledgers of the process groups over which it gathers, and reduces.
         name: name of the group and its model, for the notes.
+        refreshes: the ledgers of the process group over which it refreshes its compute copy (`outer_sharding`).
     """
 
     gathers: tuple[Ledger, ...] = ()
     reduces: tuple[Ledger, ...] = ()
     name: str = ""
+    refreshes: tuple[Ledger, ...] = ()
 
     def gather(self, how: str) -> str:
         """The note of a gather."""
@@ -45,6 +47,10 @@ class Notes:
     def reduce(self, how: str) -> str:
         """The note of a reduction."""
         return f"reduce {self.name}, {how}"
+
+    def refresh(self, how: str) -> str:
+        """The note of a refresh."""
+        return f"refresh {self.name}, {how}"
 
     def take_back(self, ledgers: Iterable[Ledger]) -> None:
         """Mark the last note in these ledgers as not issued."""
@@ -80,7 +86,8 @@ class Seat:
             self._of_group |= {group: here[0] for group, here in axes if group is not None and here}
             for ledger in dict.fromkeys([*shards, *replicas]):
                 self._fqns.setdefault(ledger, []).append(fqn)
-            self._of[fqn] = Notes(shards, shards + replicas, f"{fqn or 'the root'} of {self._model}")
+            refreshes = replicas if info.shards_outer else ()
+            self._of[fqn] = Notes(shards, shards + replicas, f"{fqn or 'the root'} of {self._model}", refreshes)
         self._credit: weakref.WeakKeyDictionary[Optimizer, dict[Ledger, Credit]] = weakref.WeakKeyDictionary()
         self._plans: dict[Ledger, str] = {}
         self._rolling = Rolling(root)
@@ -98,12 +105,12 @@ class Seat:
                 del ledger.plans[next(iter(ledger.plans))]
             ledger.plans[part.digest[:8]] = part
 
-    def plan(self, actions: Iterable[Action], planned: Mapping[str, tuple[str, str]]) -> None:
+    def plan(self, actions: Iterable[Action], planned: Mapping[str, tuple[str, str, str]]) -> None:
         """Expect the notes of a step: all ranks have agreed on a plan, so its first step needs no questions.
 
         Args:
             actions: the actions of a step, in order.
-            planned: by FQN, the notes of a gather and of a reduction.
+            planned: by FQN, the notes of a gather, of a reduction and of a refresh.
         """
         notes: dict[Ledger, list[str]] = {ledger: [] for ledger in self._fqns}
         for action in actions:
@@ -114,6 +121,9 @@ class Seat:
             elif action.kind is Kind.REDUCE:
                 for ledger in here.reduces:
                     notes[ledger].append(planned[action.fqn][1])
+            elif action.kind is Kind.REFRESH:
+                for ledger in here.refreshes:
+                    notes[ledger].append(planned[action.fqn][2])
         for ledger, expected in notes.items():
             ledger.plan(expected)
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ import torch
 
 from .._group.exchange import Gather, Reduction
 from .._plan import layout as layouts
-from .._plan.layout import ParamLayout, bucket_layout
+from .._plan.layout import bucket_layout
 from .._policies import GradDtype, Options, reduce_dtypes
 from .._torch import compiler
 from .._torch.core import alias, has_side_effect
@@ -67,7 +68,9 @@ class Layout:
         grad_dtypes: the `grad_dtype` of each.
         world: number of shards of each parameter.
         rank: the first rank whose shards have the same shapes as this rank's: such ranks share compiled code.
-        replicates: whether gradients are also averaged over replicas.
+        replicates: whether gradients are also reduced over the outer axis.
+        outer: with `outer_sharding`, the size of the outer axis, and the first rank on it whose shards have the same
+            shapes as this rank's; else (1, 0).
         device: the device on which weights are gathered, if shards are stored on another one; otherwise empty.
         ports: indices of the parameters whose gradients may have the dtype of reduction. For each, the operator
             `unshard` returns a further output without memory. Its value is not used, but backward receives the gradient
@@ -84,6 +87,7 @@ class Layout:
     world: int
     rank: int
     replicates: bool
+    outer: tuple[int, int]
     device: str
     ports: tuple[int, ...]
     options: Options
@@ -99,10 +103,14 @@ class Layout:
         """A digest of everything that determines the graph: the same for equal layouts, in every process."""
         return hashlib.sha256(f"{CODE} {self!r}".encode()).hexdigest()[:16]
 
-    @functools.cached_property
-    def params(self) -> tuple[ParamLayout, ...]:
-        """The offsets that the parameters would have in one bucket."""
-        return bucket_layout(self.shapes, self.world, dims=self.dims, rows=self.rows).params
+    def _shards_of(self, members: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
+        """The offset in elements and the shape of this rank's shard of each of these parameters, in one bucket."""
+        shapes, dims, rows = ([of[index] for index in members] for of in (self.shapes, self.dims, self.rows))
+        pieces, rank = bucket_layout(shapes, self.world, dims=dims, rows=rows).params, self.rank
+        if self.outer[0] > 1:
+            nodes = [at.local_shape(rank) for at in pieces]
+            pieces, rank = bucket_layout(nodes, self.outer[0], dims=dims).params, self.outer[1]
+        return [(at.offset, at.local_shape(rank)) for at in pieces]
 
     def gradients_of(self, of_outputs: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
         """The gradients of the parameters, by index, from those of all outputs of `unshard`, without missing ones."""
@@ -157,22 +165,16 @@ class Layout:
 
         Compilers rely on the resulting alignment.
         """
-        offsets: dict[int, int] = {}
+        shards: dict[int, tuple[int, tuple[int, ...]]] = {}
         reduced = self.reduced(dict(zip(wanted, dtypes, strict=True)))
         for bucket in {*reduced.values()}:
             members = [index for index in wanted if reduced[index] is bucket]
-            shapes, cuts = (
-                [self.shapes[i] for i in members],
-                [[of[i] for i in members] for of in (self.dims, self.rows)],
-            )
-            placed = bucket_layout(shapes, self.world, None, *cuts)
-            offsets.update(zip(members, (param.offset for param in placed.params), strict=True))
+            shards.update(zip(members, self._shards_of(members), strict=True))
         pieces: list[torch.Tensor] = []
         for index, dtype in zip(wanted, dtypes, strict=True):
-            at, kept = self.params[index], self.grad_dtypes[index].kept(dtype, reduced[index])
-            shape, offset = at.local_shape(self.rank), offsets[index]
-            memory = like.new_empty(offset + at.rows_of(self.rank) * at.row, dtype=kept)
-            pieces.append(memory[offset:].view(shape))
+            offset, shape = shards[index]
+            kept = self.grad_dtypes[index].kept(dtype, reduced[index])
+            pieces.append(like.new_empty(offset + math.prod(shape), dtype=kept)[offset:].view(shape))
         return pieces
 
 
@@ -351,11 +353,11 @@ def _launch_gather(shards: list[torch.Tensor], anchor: torch.Tensor, key: str, w
     known = registry.known(anchor)
     if (owner := known.owner()) is not None:
         owner.before_gather(with_gradients)
-    return _gathers.launch(_begin(known, shards, key))
+    return _gathers.launch(_begin(known, shards, key, with_gradients))
 
 
-def _begin(known: registry.Known, shards: list[torch.Tensor], key: str) -> Gather:
-    gather = known.exchange().gather(shards)
+def _begin(known: registry.Known, shards: list[torch.Tensor], key: str, with_gradients: bool = True) -> Gather:
+    gather = known.exchange().gather(shards, with_gradients)
     try:
         for arriving in gather.arriving:
             parts = _layouts[key].extended[arriving.index]

@@ -30,7 +30,7 @@ from .._group.optimizers import watch_steps
 from .._group.param import ShardedParam, reduced_as
 from .._group.phases import SHARDED
 from .._group.reduction import UNUSED_ELSEWHERE
-from .._plan.layout import first_alike
+from .._plan.layout import bucket_layout, first_alike
 from .._policies import Comms, Options, Settings
 from .._torch.capturing import capture_number
 from .._torch.core import (
@@ -100,11 +100,19 @@ def _layout_of(
         world=info.shard_size,
         rank=first_alike([p.shape[p.dim] for p in params], info.shard_size, info.shard_rank, rows),
         replicates=info.replicate_size > 1,
+        outer=_outer_of(params, info) if info.shards_outer else (1, 0),
         device=str(info.device) if info.offloads else "",
         ports=tuple(i for i in _ports(params, options) if parts[i] is None),
         options=Options(mp_policy=options.mp_policy),
         extended=tuple(parts),
     )
+
+
+def _outer_of(params: Sequence[ShardedParam], info: MeshInfo) -> tuple[int, int]:
+    """The size of the outer axis, and the first rank on it whose shards have the same shapes as this rank's."""
+    places = bucket_layout([p.shape for p in params], info.shard_size, dims=[p.dim for p in params]).params
+    sizes = [at.rows_of(info.shard_rank) for at in places]
+    return info.replicate_size, first_alike(sizes, info.replicate_size, info.outer_rank)
 
 
 def _tag_of(params: Sequence[ShardedParam], device: torch.device) -> torch.Tensor | None:
@@ -514,6 +522,8 @@ class TracedGroup:
         watch_steps(self)  # not earlier: without graphs that save shards, optimizer steps concern only the engine
         self._follow_shards(with_gradients)
         group, between_steps = self._of_runtime(), self._between_steps and self._between_steps()
+        if group is not None and group.layout.copies is not None:
+            group.layout.copies.expect(pending=not self._settings.current.requires_gradient_sync)
         if group is None or between_steps is None:
             return
         pool = group.exchange().pool

@@ -25,6 +25,7 @@ from .._torch.distributed import local_part, local_tensor
 from .edits import BitSums, Writes, bit_sums
 from .faces import Faces, Leaves
 from .param import ShardedParam
+from .refresh import NodeCopy
 from .setup import GatherSetup
 
 _version, _shape, _dim, _rows, _sharded = map(attrgetter, ("_version", "shape", "dim", "rows", "sharded"))
@@ -247,6 +248,9 @@ class Bucket:
             self._versions = versions
             self.generation += 1
 
+    def note_gather(self) -> None:
+        """Note that a gather is about to send the shards."""
+
     def is_outdated(self) -> bool:
         """Whether shards were written to since the last gather began, judging by versions."""
         with without_torch_function():
@@ -320,15 +324,21 @@ class GatherBucket(Bucket):
             the landing buffer that small parameters share (None if there is none).
         members: by `Place`, the index of the parameter there.
         nbytes: bytes that the unsharded parameters need in a slot.
+        node_copy: with `outer_sharding`, the copy of the node's pieces, which gathers send; else None.
     """
 
     __slots__ = (
         "_faces", "_gatherer", "_pool", "_reserved", "_self", "_sums", "begins", "copies", "for_landing",
-        "for_weights", "members", "nbytes", "places", "slot",
+        "for_weights", "members", "nbytes", "node_copy", "places", "slot",
     )  # fmt: skip
 
     def __init__(
-        self, params: Sequence[ShardedParam], dtype: torch.dtype, setup: GatherSetup, wire: Wire | None = None
+        self,
+        params: Sequence[ShardedParam],
+        dtype: torch.dtype,
+        setup: GatherSetup,
+        wire: Wire | None = None,
+        refresh_wire: Wire | None = None,
     ) -> None:
         info, transport, pool, lane = setup.info, setup.transport, setup.pool, setup.lane
         shapes, dims = list(map(_shape, params)), list(map(_dim, params))
@@ -339,13 +349,19 @@ class GatherBucket(Bucket):
         self.slot: Slot | None = None
         self._faces = Faces(dtype, layout.places, params)
         pieces = list(map(local_tensor, self._sharded))
+        self.node_copy = None
+        offloads = info.offloads
+        if setup.outer is not None:
+            at, memory, offloads = layout.places.params, pool.memory, False  # the copies are on the device
+            self.node_copy = NodeCopy(at, info, setup.outer, dtype, refresh_wire, pieces, memory, lane)
+            pieces = []  # the node's pieces are sent as they are
         # Shards that the collective cannot send as they are. Offloaded ones are first copied to the device.
-        converted = [i for i, at in enumerate(pieces) if info.offloads or at.dtype != dtype or not at.is_contiguous()]
+        converted = [i for i, at in enumerate(pieces) if offloads or at.dtype != dtype or not at.is_contiguous()]
         like = torch.empty(0, dtype=dtype, device=info.device)
         self.copies = (
-            GatherCopies(layout, info.shard_rank, transport, converted, info.offloads, like, lane.streams)
+            GatherCopies(layout, info.shard_rank, transport, converted, offloads, like, lane.streams)
             if layout.parcel is None
-            else LowBitGather(layout, info.shard_rank, transport, like, info.offloads)
+            else LowBitGather(layout, info.shard_rank, transport, like, offloads)
         )
         self.for_weights = pool.requests(f"weights {self.fqns[0]}", layout.nbytes, refills=_are_packed(params))
         landing = f"landing {self.fqns[0]}"
@@ -408,9 +424,15 @@ class GatherBucket(Bucket):
         return slot
 
     def start(self, after: torch.Event | None) -> Job[None]:
-        slot, shards = self.open(), list(map(local_tensor, self._sharded))
-        self.note_shards(shards)
-        return self._gatherer.start(slot, shards, (after, *slot.free_after))
+        slot = self.open()
+        if self.node_copy is None:
+            shards = list(map(local_tensor, self._sharded))
+            self.note_shards(shards)
+            events: Events = (after,)
+        else:  # its refresh has noted the shards, and was ordered after their last change
+            events, shards = self.node_copy.arrive(), self.node_copy.pieces
+        self.note_gather()
+        return self._gatherer.start(slot, shards, (*events, *slot.free_after))
 
     def arrived(self) -> None:
         self.readable = True
@@ -523,12 +545,18 @@ class LowBitBucket(GatherBucket):
 
     __slots__ = ("_sent",)
 
-    def __init__(self, params: Sequence[ShardedParam], dtype: torch.dtype, setup: GatherSetup, wire: Wire) -> None:
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        dtype: torch.dtype,
+        setup: GatherSetup,
+        wire: Wire,
+        refresh_wire: Wire | None,
+    ) -> None:
         self._sent = -1  # the generation of the shards when they were last rounded
-        super().__init__(params, dtype, setup, wire)
+        super().__init__(params, dtype, setup, wire, refresh_wire)
 
-    def note_shards(self, shards: Sequence[torch.Tensor]) -> None:
-        super().note_shards(shards)
+    def note_gather(self) -> None:
         if self._pool.backward and self._sent == self.generation and isinstance(self.copies, LowBitGather):
             self.copies.send_again()
         self._sent = self.generation

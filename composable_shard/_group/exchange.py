@@ -30,6 +30,7 @@ from .extension_gathers import Arriving, ExtensionGathers
 from .faces import Face, weights_in
 from .param import ShardedParam
 from .reduction import ReduceBucket, Reduced, free_queued, reduce_buckets
+from .refresh import NodeCopies
 from .setup import ReduceSetup
 
 
@@ -65,12 +66,15 @@ class _Gathers:
         self._requests = bucket.for_weights
         self._gatherer = Gatherer(bucket.copies, bucket.dtype, bucket.for_landing, pool, lane)
         self._pool, self._lane = pool, lane
+        self._node_copy = bucket.node_copy
         self._faces: dict[Slot, Face] = {}
 
     def start(self, shards: list[torch.Tensor]) -> _Gathering:
-        """Begin to gather `shards`, the shards of the members."""
+        """Begin to gather `shards`, the shards of the members, or the node's pieces if there is a copy of them."""
         # Code in the graph may have written the shards on the current stream, for example an optimizer.
         pool, after = self._pool, (self._lane.record_current_stream(),)
+        if self._node_copy is not None:
+            after, shards = (*after, *self._node_copy.arrive()), self._node_copy.pieces
         # A slot that loses its memory at release cannot be lent: the graph may read it then. So allocate other memory,
         # which lives as long as the tensors.
         if pool.loses_memory(self._requests[0]):
@@ -177,8 +181,11 @@ class _InFlight(Protocol):
 class Gather:
     """The gathers of all buckets of a group, in flight."""
 
-    def __init__(self, parts: list[_InFlight]) -> None:
+    def __init__(self, parts: list[_InFlight], copies: NodeCopies | None = None) -> None:
         self._parts = parts
+        self._copies = copies if parts else None
+        if self._copies is not None:
+            self._copies.begin_read()
 
     @property
     def arriving(self) -> list[Arriving]:
@@ -198,12 +205,19 @@ class Gather:
         except BaseException:
             self.abandon()
             raise
+        self._end_read()
         return [tensor for index in range(len(tensors)) for tensor in tensors[index]]
 
     def abandon(self) -> None:
         """Abandon all gathers that were not finished."""
+        self._end_read()
         while self._parts:
             self._parts.pop(0).abandon()
+
+    def _end_read(self) -> None:
+        if self._copies is not None:
+            self._copies.end_read()
+            self._copies = None
 
 
 class Reduction:
@@ -266,6 +280,7 @@ class Exchange:
         setup: the meshes, transports, memory and options of its reductions. Of the options, only the dtypes and the
             number of bits in which tensors are sent are used here.
         notes, note: the notes of the group before its collectives, and its note before a gather.
+        copies: with `outer_sharding`, the node's compute copies, which gathers read; else None.
 
     Attributes:
         pool: the pool.
@@ -280,8 +295,10 @@ class Exchange:
         setup: ReduceSetup,
         notes: Notes,
         note: str,
+        copies: NodeCopies | None = None,
     ) -> None:
         self._notes, self._note = notes, note
+        self._copies, self._gather_lane = copies, gather_lane
         self._facts = [
             _Facts(p.fqn, p.shape, p.dim, p.dtype, p.rows, p.grad_dtype, p.sum_dtype(setup.options)) for p in params
         ]
@@ -296,9 +313,16 @@ class Exchange:
         """The first parameter's name, for messages."""
         return self._facts[0].fqn
 
-    def gather(self, shards: Sequence[torch.Tensor]) -> Gather:
-        """Begin to gather shards, in the order of the group's parameters."""
+    def gather(self, shards: Sequence[torch.Tensor], with_gradients: bool = True) -> Gather:
+        """Begin to gather shards.
+
+        Args:
+            shards: the shards, in the order of the group's parameters.
+            with_gradients: whether the graph was compiled with gradients enabled.
+        """
         self.gathers += 1
+        if self._copies is not None:
+            self._copies.refresh_for_graph(shards, with_gradients, self._gather_lane)
         for ledger in self._notes.gathers:
             ledger.issue(self._note)
         started: list[_InFlight] = []
@@ -308,7 +332,7 @@ class Exchange:
         except BaseException:
             Gather(started).abandon()
             raise
-        return Gather(started)
+        return Gather(started, self._copies)
 
     def reduce(self, gradients: Gradients, wanted: Sequence[int], factor: float | None, only_sums: bool) -> Reduction:
         """Begin to average unsharded gradients over the ranks.

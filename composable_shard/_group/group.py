@@ -38,6 +38,7 @@ from .gradients import GroupGradients
 from .packed import Carried
 from .param import ShardedParam, lend_attributes, lent_attributes, run_all
 from .phases import AWAY, GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, ParamPhase, Stay, illegal
+from .refresh import NodeCopies
 from .resident import Resident
 from .setup import GatherSetup, GroupComm, ReduceSetup, Runtime, frees_queued
 
@@ -58,7 +59,8 @@ class GroupLayout:
         packed: the state that its packed parameters carry, by index (see `packed.py`).
         gather_bytes: bytes that a gather leases, without buckets that define their own all-gather.
         weight_bytes: the part of `gather_bytes` that stays leased after the gather, for the unsharded parameters.
-        note: the note of a gather in the ledgers.
+        note, refresh_note: the notes of a gather and of a refresh in the ledgers.
+        copies: with `outer_sharding`, the node's compute copies of all buckets; else None.
     """
 
     members: Sequence[Sequence[int]]
@@ -68,6 +70,8 @@ class GroupLayout:
     gather_bytes: int
     weight_bytes: int
     note: str
+    refresh_note: str
+    copies: NodeCopies | None
 
 
 class Entries(Protocol):
@@ -164,7 +168,9 @@ class ParamGroup:
             packed={index: p.carried for index, p in enumerate(self.params) if p.carried is not None},
             gather_bytes=sum(bucket.gather_bytes for bucket in buckets),
             weight_bytes=sum(b.for_weights[0].nbytes for b in buckets if isinstance(b, GatherBucket)),
-            note=self._gather_note(),
+            note=self._comm.notes.gather(self._summary()),
+            refresh_note=self._comm.notes.refresh(self._summary()),
+            copies=self._node_copies(buckets, list(by_kind.values())),
         )
         return buckets, layout
 
@@ -179,11 +185,21 @@ class ParamGroup:
 
     def _bucket(self, params: list[ShardedParam], extended: bool, packed: bool, dtype: torch.dtype) -> Bucket:
         options, comm, run = self.options, self._comm, self._runtime
-        setup = GatherSetup(weakref.ref(self), comm.info, comm.transports.gather, run.pool, run.gather_lane)
+        outer = comm.transports.replicate if comm.info.shards_outer else None
+        setup = GatherSetup(weakref.ref(self), comm.info, comm.transports.gather, outer, run.pool, run.gather_lane)
         if extended:
             return ExtensionBucket(params, dtype, setup, options.mp_policy)
-        wire = None if packed else options.comm_policy.wire("gather", dtype)
-        return GatherBucket(params, dtype, setup) if wire is None else LowBitBucket(params, dtype, setup, wire)
+        wire, refresh = (None if packed else options.comm_policy.wire(kind, dtype) for kind in ("gather", "refresh"))
+        if wire is None:
+            return GatherBucket(params, dtype, setup, None, refresh)
+        return LowBitBucket(params, dtype, setup, wire, refresh)
+
+    def _node_copies(self, buckets: Sequence[Bucket], members: Sequence[Sequence[int]]) -> NodeCopies | None:
+        if not self._comm.info.shards_outer:
+            return None
+        copies = [bucket.node_copy for bucket in buckets if isinstance(bucket, GatherBucket) and bucket.node_copy]
+        notes = self._comm.notes
+        return NodeCopies(copies, members, notes, notes.refresh(self._summary()))
 
     def _reduce_setup(self) -> ReduceSetup:
         comm, run = self._comm, self._runtime
@@ -192,10 +208,11 @@ class ParamGroup:
             comm.info, comm.transports, self.options, run.pool, run.reduce_lane, frees, slots, comm.rounding
         )
 
-    def _gather_note(self) -> str:
+    def _summary(self) -> str:
+        """Describe the parameters for the note of a gather or of a refresh."""
         dtypes = [p.compute_dtype(self.options) for p in self.params]
         nbytes = sum(math.prod(p.shape) * dtype.itemsize for p, dtype in zip(self.params, dtypes, strict=True))
-        return self._comm.notes.gather(summary(nbytes, dtypes))
+        return summary(nbytes, dtypes)
 
     def _in_slots(self) -> list[GatherBucket]:
         """The buckets that gather into slots of the pool."""
@@ -317,6 +334,22 @@ class ParamGroup:
             raise illegal(self.name, self.phase, new)
         self.phase = new
 
+    @property
+    def needs_refresh(self) -> bool:
+        """Whether a gather must refresh the node's compute copies first (`refresh.py`)."""
+        copies = self.layout.copies
+        if copies is None or self.phase is not SHARDED:
+            return False
+        return copies.state.due or not (self._runtime.pool.backward or not self.is_outdated())
+
+    def start_refresh(self, after: torch.Event | None) -> None:
+        """Issue the gather of the node's compute copies over the outer axis, ordered after the event `after`."""
+        assert self.layout.copies is not None
+        shards = [param.local for param in self.params]
+        for bucket, members in zip(self.buckets, self.layout.members, strict=True):
+            bucket.note_shards([shards[index] for index in members])
+        self.layout.copies.refresh(shards, after or self._runtime.gather_lane.record_current_stream())
+
     def start_gather(self, after: torch.Event | None) -> None:
         """Issue the all-gather, ordered after the event `after` (the last change of the sharded parameters)."""
         if self.phase not in AWAY:
@@ -383,6 +416,8 @@ class ParamGroup:
         """Let no stream wait for a gather in flight: a capture has begun or ended since, and the device was idle."""
         for _, job in self._gathers:
             job.forget_event()
+        if self.layout.copies is not None:
+            self.layout.copies.forget_events()
 
     def is_outdated(self) -> bool:
         """Whether sharded parameters were written to since the last gather was issued, judging by versions."""
@@ -577,6 +612,12 @@ class ParamGroup:
         """Return for each parameter whether it has a gradient."""
         return tuple([shard.grad is not None for shard in self.shards])
 
+    def forget_gradients(self) -> None:
+        """Drop all accumulated gradients."""
+        self.gradients.forget()
+        if self.layout.copies is not None:
+            self.layout.copies.end_backward(pending=False)
+
     def before_change(self) -> None:
         """Note that an optimizer or a load is about to change the sharded parameters, so saved handles become stale.
 
@@ -584,6 +625,8 @@ class ParamGroup:
         """
         for bucket in self.buckets:
             bucket.expire_handles()
+        if self.layout.copies is not None:
+            self.layout.copies.change()
 
     def rebuild(self, transports: Transports | None = None) -> None:
         """Make all buckets again, because dtypes, devices or transports have changed; only while sharded."""
@@ -622,7 +665,9 @@ class ParamGroup:
         if self._exchange is None:
             members = dict(zip(self.buckets, self.layout.members, strict=True))
             lane, notes = self._runtime.gather_lane, self._comm.notes
-            self._exchange = Exchange(self.params, members, lane, self._reduce_setup(), notes, self.layout.note)
+            self._exchange = Exchange(
+                self.params, members, lane, self._reduce_setup(), notes, self.layout.note, self.layout.copies
+            )
         return self._exchange
 
     def __repr__(self) -> str:

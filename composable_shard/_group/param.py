@@ -38,6 +38,9 @@ def _cut(whole: torch.Tensor, info: MeshInfo, dim: int, rows: int = 1) -> torch.
     pins = info.pins and device.type == "cpu"
     if not hasattr(whole, "fsdp_pre_all_gather"):
         piece = own_rows(whole, layout, info.shard_rank)
+        if info.shards_outer:  # the node's piece is split over the outer axis
+            outer = bucket_layout([tuple(piece.shape)], info.replicate_size, dims=[dim]).params[0]
+            piece = own_rows(piece, outer, info.outer_rank)
         return torch.empty(piece.shape, dtype=piece.dtype, device=device, pin_memory=pins).copy_(piece)
     # Use only the operations that torch's FSDP2 uses here, because a subclass may support no others.
     own = layout.rows_of(info.shard_rank)

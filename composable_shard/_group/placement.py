@@ -113,9 +113,10 @@ class Parallel:
         if self.full is not None:
             return self._placed_in_full(self.full, info, dim)
         own = info.placements(dim)
-        return concatenated_mesh([info.mesh, self.mesh]), (*own[:-1], self._cut(dim, 0), *self.placements)
+        outer = (self._cut(dim, 0, info.shard_size),) if info.shards_outer else own[:-1]
+        return concatenated_mesh([info.mesh, self.mesh]), (*outer, self._cut(dim, 0), *self.placements)
 
-    def _cut(self, dim: int, first: int) -> Placement:
+    def _cut(self, dim: int, first: int, factor: int = 1) -> Placement:
         """Return the placement of our axis along `dim`: a strided one if other axes have sharded that dim before.
 
         As with FSDP2, a dim is divided by the axes of the other parallelism first, and then by ours.
@@ -124,8 +125,8 @@ class Parallel:
             dim: the dim.
             first: number of the first mesh axis to look at for the other parallelism: 0, or on a full mesh, the one
                 after our axis. (Of the axes before ours, DTensor knows that they divide first.)
+            factor: number of pieces into which a later axis of ours has divided the dim before.
         """
-        factor = 1
         for axis, placement in enumerate(self.placements):
             if axis >= first and isinstance(placement, Shard) and placement.dim % len(self.shape) == dim:
                 factor *= self.mesh.size(axis)
@@ -136,6 +137,9 @@ class Parallel:
         placements = list(self.placements)
         for axis in full.shard:
             placements[axis] = self._cut(dim, axis + 1)
+        if info.shards_outer:
+            (axis,) = full.replicate
+            placements[axis] = self._cut(dim, axis + 1, info.shard_size if full.shard and full.shard[0] > axis else 1)
         if len(full.shard) < 2:
             return full.mesh, tuple(placements)
         names, first = full.mesh.mesh_dim_names, full.shard[0]
@@ -145,7 +149,7 @@ class Parallel:
         for axis, placement in enumerate(placements):
             if axis == first:
                 meshes.append(info.mesh)
-                combined += [Replicate()] * (info.mesh.ndim - 1) + [placement]
+                combined += [placements[axis] for axis in full.replicate[: info.mesh.ndim - 1]] + [placement]
             elif axis not in full.shard and axis not in full.replicate:
                 meshes.append(full.mesh[names[axis]])
                 combined.append(placement)
@@ -311,6 +315,8 @@ class Placements:
         if isinstance(wanted, ShardPlacementResult):
             info, wanted = self._info_of(name, wanted.mesh_info), wanted.placement
         _check_can_shard(name, param, info)
+        if info.shards_outer:
+            _check_can_split_again(name, param, wanted)
         parallel = _parallel_of(name, param, info)
         if isinstance(wanted, Ragged):
             _check_ragged(name, param, parallel, wanted)
@@ -323,7 +329,7 @@ class Placements:
 
     def _info_of(self, name: str, given: Any) -> MeshInfo:
         try:
-            info = mesh_info_of_torch(given, self._offload)
+            info = mesh_info_of_torch(given, self._offload, self.info.shards_outer)
         except (ShardConfigTypeError, ShardConfigValueError) as error:
             raise type(error)(f"parameter {name}: {error}") from error
         key = _identity(info)
@@ -378,6 +384,24 @@ def _check_can_shard(name: str, param: nn.Parameter, info: MeshInfo) -> None:
         )
 
 
+def _check_can_split_again(name: str, param: nn.Parameter, wanted: Any) -> None:
+    """Refuse a parameter that cannot be sharded over the outer axis as well.
+
+    Raises:
+        ShardConfigUnsupportedError: it is placed by `Ragged`, or of a class that defines its own all-gather.
+    """
+    if isinstance(wanted, Ragged):
+        raise ShardConfigUnsupportedError(
+            f"outer_sharding: parameter {name} is placed by {wanted}, which one axis shards; return Shard(0) or None, "
+            "or leave out outer_sharding"
+        )
+    if hasattr(param, "fsdp_pre_all_gather"):
+        raise ShardConfigUnsupportedError(
+            f"outer_sharding: parameter {name} is a {type(param.data).__name__} with fsdp_pre_all_gather, which "
+            "gathers over one axis; leave out outer_sharding, or use set_comm_policy for gathers in fewer bits"
+        )
+
+
 def _check_ragged(name: str, param: nn.Parameter, parallel: Parallel | None, wanted: Ragged) -> None:
     """Refuse a parameter that cannot be sharded at multiples of `wanted.rows` rows.
 
@@ -418,9 +442,9 @@ def _dim_of(name: str, param: nn.Parameter, placement: Any, info: MeshInfo) -> i
             f"shard_placement_fn: returned {placement} for parameter {name}. Shard dim {dim} is invalid for "
             f"{param.ndim}D tensor: {param.shape}; return a dim that the parameter has"
         )
-    if dim > 0 and shape[dim] % info.shard_size:
+    if dim > 0 and shape[dim] % info.shards:
         raise ShardConfigUnsupportedError(
             f"parameter {name}: FSDP does not support uneven sharding on dim {dim}: {torch.Size(shape)} (world size: "
-            f"{info.shard_size}); choose dim 0, or a dim that divides evenly"
+            f"{info.shards}); choose dim 0, or a dim that divides evenly"
         )
     return dim

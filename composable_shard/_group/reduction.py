@@ -10,23 +10,24 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
-from .._comm.collectives import Transports
+from .._comm.collectives import All, Transport, Transports
 from .._comm.copies import GradientCopies, Parts
-from .._comm.lanes import Events, Job, Steps, WhenDone
-from .._comm.lowbit import compressed
+from .._comm.lanes import Awaitable, Events, Job, Steps, WhenDone
+from .._comm.lowbit import between_nodes, compressed
 from .._comm.mesh import MeshInfo
 from .._memory.pool import BufferPool
 from .._memory.slots import Slot
-from .._plan.layout import reduce_layout
+from .._plan.layout import ReduceLayout, reduce_layout
 from .._policies import AllReduceHook, Comms, GradDtype, Options, division, reduce_dtypes
 from .._torch.core import has_memory, plainly
 from ..errors import ShardConfigStateError
 from .accumulation import Partial
+from .refresh import node_shapes
 from .setup import ReduceSetup
 
 _AS_IT_IS = contextlib.nullcontext()
@@ -134,6 +135,62 @@ def _divisor(factor: float) -> torch.Tensor | None:
     return torch.tensor(factor, dtype=torch.float64) if factor != 1 else None
 
 
+class _OuterReduce:
+    """The reduce-scatter over the outer axis, of the node's pieces that the inner axis has reduced (`outer_sharding`).
+
+    Its buffers are allocated when it begins, outside of the pool: the pool's memory of the inner reduction is free by
+    then, and gathers may use it while this one runs.
+
+    Args:
+        node: the layout of the inner reduction.
+        dtype: the dtype of the reduction.
+        kept: for each parameter, the dtype of `.grad`.
+        setup: the mesh, transports and options.
+        transport: communicates over the outer axis.
+        name: the name of the first parameter.
+
+    Attributes:
+        copies: copies gradients into its bucket, and splits the result into this rank's pieces.
+        transport: as given, or one in fewer bits.
+        numel: length of a rank's chunk in elements, with the marks.
+    """
+
+    def __init__(
+        self,
+        node: ReduceLayout,
+        dtype: torch.dtype,
+        kept: Sequence[torch.dtype],
+        setup: ReduceSetup,
+        transport: Transport,
+        name: str,
+    ) -> None:
+        info, comm = setup.info, setup.options.comm_policy
+        params = node.result.params
+        shapes, dims = node_shapes(params, info.shard_rank), [at.dim for at in params]
+        wire = comm.wire("replicas", dtype)
+        self._layout = layout = reduce_layout(
+            shapes, info.replicate_size, dtype.itemsize, dims, transport.route, (), None, wire
+        )
+        self.transport = between_nodes(transport, info, layout, setup.rounding, name)
+        self._world, self.numel, self._scratch = info.replicate_size, layout.numel, layout.scratch
+        self.copies = GradientCopies(layout, dtype, kept, info.outer_rank, info.device, setup.lane.streams)
+
+    def start(self, out: torch.Tensor, pieces: Sequence[torch.Tensor], used: torch.Tensor, mean: bool) -> Awaitable:
+        """Begin to reduce the node's pieces into `out`, (`numel`,).
+
+        Args:
+            out: the result.
+            pieces: the node's pieces.
+            used: their marks.
+            mean: whether to average if the transport can.
+        """
+        bucket = out.new_empty(self._world * self.numel)
+        self.copies.fill_again(bucket.view(self._world, -1), pieces, used)
+        scratch = out.new_empty(self._scratch) if self._scratch else None
+        handle = self.transport.reduce_scatter(out, bucket, scratch, mean and self.transport.averages)
+        return All([handle], held=(bucket, scratch))
+
+
 class ReduceBucket:
     """Gradients of one group that are reduced in one dtype.
 
@@ -168,11 +225,15 @@ class ReduceBucket:
         self._layout = layout = reduce_layout(
             shapes, info.shard_size, dtype.itemsize, dims, route, setup.slots, rows, wire
         )
+        of_grads = [param.grad_dtype.kept(param.dtype, dtype) for param in params]
+        self._outer = None
+        if info.shards_outer and transports.replicate is not None:
+            self._outer = _OuterReduce(layout, dtype, of_grads, setup, transports.replicate, params[0].fqn)
+            transports = replace(transports, replicate=self._outer.transport)
         transports = compressed(transports, info, layout, options.comm_policy, dtype, setup.rounding, params[0].fqn)
         self._shard, self._replicate = transports.reduce, transports.replicate
         self._mean, self._divide_before, self._divide_after = _division(dtype, info, transports, options)
         self._has_all = indices == list(range(len(indices)))
-        of_grads = [param.grad_dtype.kept(param.dtype, dtype) for param in params]
         self._copies = GradientCopies(layout, dtype, of_grads, info.shard_rank, info.device, lane.streams)
         self._others = {*of_grads} - {dtype}
         self._hook = _on_stream(options.comms)
@@ -252,11 +313,14 @@ class ReduceBucket:
             result, arguments = Reduced(self._copies, out, self._divide_after), self._scattered(out, slots)
             job = self._lane.launch(self._shard.reduce_scatter, arguments, after, result, when_done)
             return job, job
+        node = out
+        if self._outer is not None and whole:  # like `out` in `start`, allocated on the stream that will read it
+            out = out.new_empty(self._outer.numel)
         others = {dtype: torch.empty_like(out, dtype=dtype) for dtype in self._others}
-        held, steps = (out, others, partial), self._steps(partial, whole, out, others, asks)
+        held, steps = (node, out, others, partial), self._steps(partial, whole, node, out, others, asks)
         if whole and self._is_apart:
-            return self._start_apart(out, slots, after, steps, held, when_done)
-        job = self._lane.start(self._after_scatter(out, slots, steps), after, held, when_done)
+            return self._start_apart(node, slots, after, steps, held, when_done)
+        job = self._lane.start(self._after_scatter(node, slots, steps), after, held, when_done)
         return job, job
 
     def _start_apart(
@@ -294,28 +358,41 @@ class ReduceBucket:
         self,
         partial: Partial | None,
         whole: bool,
+        node: torch.Tensor,
         out: torch.Tensor,
         others: dict[torch.dtype, torch.Tensor],
         asks: bool,
     ) -> Steps[Reduced]:
-        """Run the steps after the reduce-scatter."""
+        """Run the steps after the reduce-scatter.
+
+        Args:
+            partial, whole, asks: as for `start`.
+            node: the result of the reduce-scatter.
+            out: the result of all steps: `node` itself, except with an outer axis that shards as well.
+            others: copies of `out` in other dtypes.
+        """
         if partial:
-            self._add(partial, out)
+            self._add(partial, node)
         if not whole:
-            return Reduced(self._copies, out)
-        if self._replicate is not None:
+            return Reduced(self._copies, node)
+        if self._outer is not None:
+            pieces, used = self._copies.cut(node, {})
+            yield self._outer.start(out, pieces, used, self._mean)
+        elif self._replicate is not None:
             yield self._replicate.all_reduce(out, self._mean and self._replicate.averages)
         if self._divide_after is not None:
             torch.div(out, self._divide_after, out=out)
         if self._hook is not None:
-            self._hook(out[: self._layout.result.numel])
+            copies = self._copies if self._outer is None else self._outer.copies
+            self._hook(out[: copies.numel])
         return self._result(out, others, asks)
 
     def _result(self, out: torch.Tensor, others: dict[torch.dtype, torch.Tensor], asks: bool) -> Reduced:
         """Make the result for `.grad`: in its dtypes, and offloaded if the parameters are."""
         converted = {dtype: self._at_home(other.copy_(out)) for dtype, other in others.items()}
-        marks = self._copies.marks_on_host(out) if asks else None
-        done = Reduced(self._copies, self._at_home(out), others=converted, marks=marks)
+        copies = self._copies if self._outer is None else self._outer.copies
+        marks = copies.marks_on_host(out) if asks else None
+        done = Reduced(copies, self._at_home(out), others=converted, marks=marks)
         if others:
             done.parts()  # split now, so that `out` can be freed if no piece has its dtype
         return done

@@ -63,12 +63,14 @@ class GatherSetup:
         group: returns the group; None if it was freed.
         info: the mesh over which the parameters are sharded.
         transport: gathers them; None if there is only one rank.
+        outer: gathers the node's compute copy over the outer axis, if that axis shards as well; else None.
         pool, lane: the memory and the lane of the gathers.
     """
 
     group: Callable[[], Any]
     info: MeshInfo
     transport: Transport | None
+    outer: Transport | None
     pool: BufferPool
     lane: Lane
 

@@ -245,6 +245,8 @@ def _describe(fqn: str, asked: Declaration, is_root: bool, transports: Transport
         reduces_last=options.reduce_unused,
         comm_policy=options.comm_policy,
         small_size=0 if options.few_ranks == 0 or any(map(is_extended, asked.params)) else options.few_ranks,
+        outer_size=asked.info.replicate_size if asked.info.shards_outer else 1,
+        outer_route=transports.replicate.route if asked.info.shards_outer and transports.replicate else None,
     )
 
 
@@ -372,7 +374,7 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
     for state, installed in unsharded.items():
         engine.unshard(groups[state], wait=installed)
     if agrees:
-        planned = {group.fqn: (group.layout.note, group.gradients.planned_note()) for group in groups.values()}
+        planned = {g.fqn: (g.layout.note, g.gradients.planned_note(), g.layout.refresh_note) for g in groups.values()}
         seat.plan(plan.actions(), planned)
     tree.bind(engine, groups)
     _roots[engine] = weakref.ref(root)

@@ -1,0 +1,267 @@
+"""The node's compute copy of a group's parameters, and its refresh over the outer axis (`outer_sharding`).
+
+With `outer_sharding`, a stored parameter is sharded over all ranks of a 2D mesh. The ranks with the same index on the
+inner axis together hold one *node's piece* of it. Each of them keeps a copy of that piece in the compute dtype. Gathers
+over the inner axis read the copy, in forward and in backward. A *refresh*, one all-gather over the outer axis, makes the
+copy from the stored parameters.
+
+When a copy is refreshed depends only on calls that all ranks make, and on versions of parameters:
+
+- An eager root forward refreshes all copies that it will read, except while gradients of an earlier microbatch wait for
+  their reduction (`pending`). It does not only refresh after an optimizer step, because other code changes parameters
+  too, for example with foreach functions, which do not increase versions.
+- A compiled graph does not know where a root forward begins. It refreshes at each gather of a forward, unless gradients
+  are pending or the copy was refreshed and not read yet.
+- Without gradients, parameters are often swapped (EMA). So such a forward always refreshes, and so does the next gather
+  after it, even that of a backward.
+- A gather of a forward refreshes if the version of a parameter has changed. In a backward it does not: the copy has the
+  values with which the forward has computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .._comm.collectives import Transport
+from .._comm.copies import GatherCopies, Wholes, regions_in
+from .._comm.lanes import Events, Job, Lane, Steps
+from .._comm.lowbit import LowBitGather
+from .._comm.mesh import MeshInfo
+from .._faults.seat import Notes
+from .._memory.device import DeviceMemory
+from .._plan.layout import GatherLayout, ParamLayout, gather_layout
+from .._policies import Wire
+from .._torch.core import current_backward, plainly
+
+
+def node_shapes(params: Sequence[ParamLayout], rank: int) -> list[tuple[int, ...]]:
+    """Return the shapes of the node's pieces, given the layouts over the inner axis and this rank's index in it."""
+    return [at.local_shape(rank) for at in params]
+
+
+class NodeCopy:
+    """The node's copy of one bucket's pieces, on the compute device, outside of the pool.
+
+    Args:
+        params: the layouts of the bucket's parameters over the inner axis.
+        info: the mesh.
+        transport: communicates over the outer axis.
+        dtype: the dtype of compute.
+        wire: the format in which a refresh sends parameters; None for `dtype`.
+        stored: the stored shards.
+        memory: allocates the copy.
+        lane: the lane of the gathers that read the copy. Refreshes run on its second lane, concurrently.
+
+    Attributes:
+        pieces: the node's pieces, as views of the copy; empty before the first refresh.
+        nbytes: bytes of the copy.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ParamLayout],
+        info: MeshInfo,
+        transport: Transport,
+        dtype: torch.dtype,
+        wire: Wire | None,
+        stored: Sequence[torch.Tensor],
+        memory: DeviceMemory,
+        lane: Lane,
+    ) -> None:
+        shapes, dims = node_shapes(params, info.shard_rank), [at.dim for at in params]
+        layout = gather_layout(shapes, info.replicate_size, dtype.itemsize, dims, transport.route, None, wire)
+        like = torch.empty(0, dtype=dtype, device=info.device)
+        self._copies = _copies_of(layout, info, transport, stored, like, lane.streams)
+        self._layout, self._rank = layout, info.outer_rank
+        self._dtype, self._like, self._memory, self._lane = dtype, like, memory, lane
+        self.nbytes = layout.places.total * dtype.itemsize
+        self.pieces: list[torch.Tensor] = []
+        self._wholes: Wholes | None = None
+        self._job: Job[None] | None = None
+
+    def refresh(self, shards: Sequence[torch.Tensor], after: Events) -> None:
+        """Begin to gather the stored shards over the outer axis, after these events."""
+        if self._wholes is None:
+            self._make()
+        if self._job is not None:  # an earlier refresh that no gather has read
+            self._job.finish()
+        self._job = None
+        if self.nbytes:  # else this node has no rows of any parameter, and neither have the others
+            self._job = self._lane.second().start(self._steps(shards), after, shards)
+
+    def _make(self) -> None:
+        places = self._layout.places
+        with plainly():
+            flat = self._memory.allocate(self.nbytes).view(self._dtype)
+            regions = regions_in(flat, places, places.begins)
+            self._wholes = self._copies.into(regions)
+            self.pieces = [
+                region[: at.numel].view(at.shape) for region, at in zip(regions, places.params, strict=True)
+            ]
+
+    def _steps(self, shards: Sequence[torch.Tensor]) -> Steps[None]:
+        assert self._wholes is not None
+        landing = None
+        if self._layout.landing is not None:
+            # Allocated on the lane's stream, which reuses the memory for the next refresh without waiting.
+            buffer = self._like.new_empty(self._layout.landing_bytes, dtype=torch.uint8)
+            landing = self._copies.landing(buffer if self._layout.parcel is not None else buffer.view(self._dtype))
+        yield from self._copies.steps(self._wholes, landing, list(shards))
+
+    def arrive(self) -> Events:
+        """Return the events after which the pieces can be read. On a CPU, the host waits here.
+
+        Gathers are queued on one lane, so only the first one after a refresh waits for an event.
+        """
+        job, self._job = self._job, None
+        if job is None:
+            return ()
+        if self._lane.streams:
+            return job.end_events()
+        try:
+            job.finish()
+        except BaseException as error:
+            if not isinstance(error, Exception):  # after an interrupt, the collective may still write to the copy
+                self._wholes, self.pieces = None, []
+            raise
+        return ()
+
+    def forget_event(self) -> None:
+        """Let no gather wait for a refresh in flight: a capture has begun or ended since, and the device was idle."""
+        if self._job is not None:
+            self._job.forget_event()
+
+
+def _copies_of(
+    layout: GatherLayout,
+    info: MeshInfo,
+    transport: Transport,
+    stored: Sequence[torch.Tensor],
+    like: torch.Tensor,
+    streams: bool,
+) -> GatherCopies:
+    if layout.parcel is not None:
+        return LowBitGather(layout, info.outer_rank, transport, like, info.offloads)
+    converted = [
+        i for i, at in enumerate(stored) if info.offloads or at.dtype != like.dtype or not at.is_contiguous()
+    ]
+    return GatherCopies(layout, info.outer_rank, transport, converted, info.offloads, like, streams)
+
+
+class CopyState(NamedTuple):
+    """The facts that decide about the next refresh of a group.
+
+    Attributes:
+        due: whether the next gather refreshes, even in a backward.
+        pending: whether gradients of an earlier microbatch wait for their reduction.
+        read: whether a gather of a graph has read the copy since the last refresh.
+    """
+
+    due: bool = True
+    pending: bool = False
+    read: bool = False
+
+
+class NodeCopies:
+    """The node's copies of all buckets of a group, and the decision when to refresh them.
+
+    Args:
+        copies: the copy of each bucket.
+        members: for each bucket, the indices of its parameters in the group.
+        notes, note: the notes of the group before its collectives, and its note before a refresh.
+
+    Attributes:
+        state: decides about the next refresh.
+        nbytes: bytes of the copies.
+    """
+
+    def __init__(
+        self, copies: Sequence[NodeCopy], members: Sequence[Sequence[int]], notes: Notes, note: str
+    ) -> None:
+        self._copies, self._members = copies, members
+        self._notes, self._note = notes, note
+        self.state = CopyState()
+        self.nbytes = sum(copy.nbytes for copy in copies)
+        self._accumulates = False  # whether the backward of the running forward of a graph leaves gradients pending
+        self._reading = 0  # number of gathers of graphs in flight, which read the copies
+
+    def begin_forward(self, grad: bool) -> None:
+        """Decide whether a root forward refreshes.
+
+        Args:
+            grad: whether it runs in grad mode.
+        """
+        if not (grad and self.state.pending):
+            self.expire()
+
+    def expire(self) -> None:
+        """Make the next gather refresh."""
+        self.state = self.state._replace(due=True)
+
+    def change(self) -> None:
+        """Note that the stored parameters are about to change, for example by an optimizer step."""
+        self.state = CopyState()
+
+    def end_backward(self, pending: bool) -> None:
+        """Note the end of a backward.
+
+        Args:
+            pending: whether its gradients wait for a later reduction.
+        """
+        self.state = self.state._replace(pending=pending)
+
+    def refresh(self, shards: Sequence[torch.Tensor], after: torch.Event | None) -> None:
+        """Begin to refresh all copies from the stored shards of the group, after the event `after`."""
+        for ledger in self._notes.refreshes:
+            ledger.issue(self._note)
+        try:
+            for copy, members in zip(self._copies, self._members, strict=True):
+                copy.refresh([shards[index] for index in members], (after,))
+        except BaseException:
+            self._notes.take_back(self._notes.refreshes)
+            raise
+        self.state = self.state._replace(due=False, read=False)
+
+    def refresh_for_graph(self, shards: Sequence[torch.Tensor], with_gradients: bool, lane: Lane) -> None:
+        """Before a graph gathers: refresh if that is due.
+
+        Args:
+            shards: the stored shards of the group.
+            with_gradients: whether the graph was compiled with gradients enabled.
+            lane: the lane of gathers.
+        """
+        state, forward = self.state, current_backward() < 0
+        again = forward and (not with_gradients or (state.read and not state.pending))
+        # While another gather reads the copies, the same forward uses the group twice.
+        if (state.due or again) and not self._reading:
+            self.refresh(shards, lane.record_current_stream())
+        if forward:
+            self.state = CopyState(not with_gradients, with_gradients and self._accumulates, True)
+
+    def expect(self, pending: bool) -> None:
+        """Before a graph gathers: note whether the gradients of this forward will wait for a later reduction."""
+        self._accumulates = pending
+
+    def begin_read(self) -> None:
+        """Note a gather of a graph, which reads the copies until `end_read`."""
+        self._reading += 1
+
+    def end_read(self) -> None:
+        """End a gather of a graph."""
+        self._reading -= 1
+
+    def forget_events(self) -> None:
+        """Let no gather wait for refreshes in flight: a capture has begun or ended since, and the device was idle."""
+        for copy in self._copies:
+            copy.forget_event()
+
+    def key(self, is_outdated: bool) -> Hashable:
+        """Return a value that is equal if the next forward refreshes alike.
+
+        Args:
+            is_outdated: whether the stored parameters were written to since the last refresh.
+        """
+        return self.state._replace(due=self.state.due or is_outdated)
