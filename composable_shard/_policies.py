@@ -164,7 +164,9 @@ class CommPolicy:
         return Wire(form, self.block) if form is not None and dtype.is_floating_point else None
 
     def __str__(self) -> str:
-        parts = [f"{name} {form}" for name in ("gather", "reduce", "replicas", "refresh") if (form := getattr(self, name))]
+        parts = [
+            f"{name} {form}" for name in ("gather", "reduce", "replicas", "refresh") if (form := getattr(self, name))
+        ]
         return ", ".join(parts) or "as it is"
 
 

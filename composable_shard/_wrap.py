@@ -16,7 +16,7 @@ from ._module.module import FSDPModule
 from ._policies import AS_IT_IS, CommPolicy
 from .errors import ShardConfigTypeError, ShardConfigValueError
 
-Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "hsdp"]
+Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
 _KEEPS_AFTER_FORWARD = ("ddp", "zero1", "zero2")
 _KEEPS_AFTER_BACKWARD = ("ddp", "zero1")
 
@@ -40,8 +40,8 @@ def shard_by_class(
         strategy: ``none`` shards nothing. ``ddp`` replicates parameters and averages gradients by all-reduce.
             ``zero1`` keeps unsharded parameters from their first use to the optimizer's step, ``zero2`` until the
             end of backward, ``zero3`` frees them after each use. ``hsdp`` is ``zero3`` within each of `replicas`
-            groups of ranks.
-        replicas: for ``hsdp``: number of replicas, a divisor of the world size; with 1 it is ``zero3``.
+            groups of ranks. ``hfsdp`` is ``hsdp`` with the optimizer state sharded over all ranks (`outer_sharding`).
+        replicas: for ``hsdp`` and ``hfsdp``: number of replicas, a divisor of the world size; with 1 it is ``zero3``.
         mesh: the mesh to use instead of the one that the strategy makes.
         root: whether to shard the model itself, too, so that parameters outside of these modules are sharded.
         comm_policy: formats in which weights and gradients are communicated; see `set_comm_policy`.
@@ -149,7 +149,7 @@ def _strategy_mesh(strategy: Strategy, replicas: int) -> DeviceMesh | None:
     if strategy == "ddp":
         ensure_process_group()
         return replicated_mesh(dist.get_world_size())
-    return replicated_mesh(replicas) if strategy == "hsdp" else None
+    return replicated_mesh(replicas) if strategy in ("hsdp", "hfsdp") else None
 
 
 def _shard(
@@ -183,6 +183,8 @@ def _options_for_all(strategy: Strategy, options: dict[str, Any]) -> dict[str, A
     """The arguments of every call of `fully_shard`: those of the strategy, overridden by the user's."""
     if strategy in _KEEPS_AFTER_FORWARD:
         options = {"reshard_after_forward": False, **options}
+    if strategy == "hfsdp":
+        options = {"outer_sharding": "optimizer", **options}
     if "ignored_params" in options:  # the first call would exhaust a generator
         options = {**options, "ignored_params": parameters_to_ignore(options["ignored_params"])}
     return options

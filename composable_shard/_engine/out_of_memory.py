@@ -93,6 +93,7 @@ class _Held:
                 [gradient for group in groups for gradient in group.gradients.waiting()]
             ),
             "optimizer state": _bytes_by_device(state_of_optimizers(shards)),
+            _COPIES: _bytes_by_device([copy for group in groups for copy in _copies(group)]),
         }
         self.pool = sum(part.pool.held_bytes for part in parts)
         self.allocator = _allocator_of(self.device)
@@ -110,6 +111,13 @@ class _Held:
         return max(0, self.allocator.allocated - known), max(0, self.allocator.peak - known)
 
 
+_COPIES = "compute copies (outer_sharding)"
+
+
+def _copies(group: ParamGroup) -> list[torch.Tensor]:
+    return [] if group.layout.copies is None else group.layout.copies.tensors()
+
+
 def _bytes_by_device(tensors: Iterable[torch.Tensor]) -> Counter[str]:
     counted: Counter[str] = Counter()
     for tensor in tensors:
@@ -123,7 +131,7 @@ def _lines(parts: Sequence[MemoryUsers]) -> Iterator[str]:
     rank = f"rank {dist.get_rank()}, " if dist.is_initialized() else ""
     yield f"{_TITLE} {rank}{held.device}:"
     for name, kind in held.kinds.items():
-        if kind or name != "gradients that wait for their reduction":
+        if kind or name not in ("gradients that wait for their reduction", _COPIES):
             yield f"  {name}: {_amount(kind, held.device.type)}"
     live, peak = (sum(getattr(part.pool, name) for part in parts) for name in ("live_bytes", "peak_bytes"))
     yield (

@@ -105,7 +105,8 @@ class Layout:
 
     def _shards_of(self, members: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
         """The offset in elements and the shape of this rank's shard of each of these parameters, in one bucket."""
-        shapes, dims, rows = ([of[index] for index in members] for of in (self.shapes, self.dims, self.rows))
+        shapes = [self.shapes[index] for index in members]
+        dims, rows = ([of[index] for index in members] for of in (self.dims, self.rows))
         pieces, rank = bucket_layout(shapes, self.world, dims=dims, rows=rows).params, self.rank
         if self.outer[0] > 1:
             nodes = [at.local_shape(rank) for at in pieces]

@@ -20,6 +20,7 @@ from .._group.accumulation import Held
 from .._group.faces import LEAF_OF
 from .._group.group import ParamGroup
 from .._group.optimizers import DecidesSteps, known_optimizers
+from .._group.refresh import CopyState
 from .._policies import Options
 from .._torch import debug
 from .._torch.core import address_of, addresses_in, autocast_state, version_of, without_torch_function
@@ -55,6 +56,7 @@ class HostState(NamedTuple):
         training: whether each module is in training mode.
         held: the accumulated gradients of each group.
         options: the options of each group.
+        copies: what decides about the next refresh of each group with `outer_sharding`; None for the others.
         ends: `is_last_backward` and `ends_by_hand` of each engine.
     """
 
@@ -63,6 +65,7 @@ class HostState(NamedTuple):
     training: list[bool]
     held: list[Held]
     options: list[Options]
+    copies: list[CopyState | None]
     ends: list[tuple[bool, bool]]
 
 
@@ -157,6 +160,7 @@ class Host:
         - for each parameter, whether it requires a gradient, and whether it has one, to which the step adds
         - the settings of each model
         - which gradients are accumulated, and so the position among microbatches
+        - whether compute copies are refreshed (`outer_sharding`)
         - whether optimizers step in backward
         - debug mode, in which each capture is refused
         """
@@ -167,10 +171,11 @@ class Host:
         groups = self._groups()
         settings = tuple([self._number_of(group.options) for group in groups])
         held = tuple([group.gradients.held_now().key() for group in groups])
+        copies = tuple([group.copies_key() for group in groups])
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), debug.debugging
         deciding = [each for each in known_optimizers() if isinstance(each, DecidesSteps)]
         steps = tuple([each.decision() for each in deciding if _trains_some(each, sight.params)])
-        return modes, autocast_state(), training, grads, ends, settings, held, steps
+        return modes, autocast_state(), training, grads, ends, settings, held, copies, steps
 
     def are_voided(self) -> bool:
         """Whether accumulated gradients may have been set to zero, which only an eager step can tell."""
@@ -197,7 +202,8 @@ class Host:
         groups, engines = self._groups(), [engine for engine, _ in self.engines]
         held, options = [group.gradients.held_now() for group in groups], [group.options for group in groups]
         ends = [(engine.is_last_backward, engine.ends_by_hand) for engine in engines]
-        return HostState(grads, requires_grad, training, held, options, ends)
+        copies = [None if group.layout.copies is None else group.layout.copies.state for group in groups]
+        return HostState(grads, requires_grad, training, held, options, copies, ends)
 
     def copy_into(self, state: HostState, sight: Sight) -> None:
         """Copy each gradient into the one of `state`, which a graph reads, if it is another tensor."""
@@ -225,6 +231,9 @@ class Host:
             group.settings.take(options)
             if not (held.is_empty and held_now.is_empty):
                 group.gradients.resume(held)
+        for group, copied in zip(self._groups(), state.copies, strict=True):
+            if group.layout.copies is not None and copied is not None:
+                group.layout.copies.resume(copied)
 
     def dicts(self, sight: Sight) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
         """Each dict of buffers, and of settings and state of optimizers, with a copy, to restore after a failure."""

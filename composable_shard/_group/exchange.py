@@ -72,9 +72,10 @@ class _Gathers:
     def start(self, shards: list[torch.Tensor]) -> _Gathering:
         """Begin to gather `shards`, the shards of the members, or the node's pieces if there is a copy of them."""
         # Code in the graph may have written the shards on the current stream, for example an optimizer.
-        pool, after = self._pool, (self._lane.record_current_stream(),)
+        pool, after = self._pool, [self._lane.record_current_stream()]
         if self._node_copy is not None:
-            after, shards = (*after, *self._node_copy.arrive()), self._node_copy.pieces
+            after += self._node_copy.arrive()
+            shards = self._node_copy.pieces
         # A slot that loses its memory at release cannot be lent: the graph may read it then. So allocate other memory,
         # which lives as long as the tensors.
         if pool.loses_memory(self._requests[0]):

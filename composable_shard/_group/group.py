@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter, methodcaller
 from typing import Protocol
@@ -341,6 +341,11 @@ class ParamGroup:
         if copies is None or self.phase is not SHARDED:
             return False
         return copies.state.due or not (self._runtime.pool.backward or not self.is_outdated())
+
+    def copies_key(self) -> Hashable:
+        """Return a value that is equal if the next forward refreshes its compute copies alike; None without copies."""
+        copies = self.layout.copies
+        return None if copies is None else copies.state._replace(due=copies.state.due or self.is_outdated())
 
     def start_refresh(self, after: torch.Event | None) -> None:
         """Issue the gather of the node's compute copies over the outer axis, ordered after the event `after`."""

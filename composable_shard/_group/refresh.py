@@ -2,8 +2,8 @@
 
 With `outer_sharding`, a stored parameter is sharded over all ranks of a 2D mesh. The ranks with the same index on the
 inner axis together hold one *node's piece* of it. Each of them keeps a copy of that piece in the compute dtype. Gathers
-over the inner axis read the copy, in forward and in backward. A *refresh*, one all-gather over the outer axis, makes the
-copy from the stored parameters.
+over the inner axis read the copy, in forward and in backward. A *refresh*, one all-gather over the outer axis, makes
+the copy from the stored parameters.
 
 When a copy is refreshed depends only on calls that all ranks make, and on versions of parameters:
 
@@ -20,7 +20,7 @@ When a copy is refreshed depends only on calls that all ranks make, and on versi
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,6 +57,7 @@ class NodeCopy:
 
     Attributes:
         pieces: the node's pieces, as views of the copy; empty before the first refresh.
+        memory: the memory of the copy, (`nbytes`,) in uint8; None before the first refresh.
         nbytes: bytes of the copy.
     """
 
@@ -76,9 +77,10 @@ class NodeCopy:
         like = torch.empty(0, dtype=dtype, device=info.device)
         self._copies = _copies_of(layout, info, transport, stored, like, lane.streams)
         self._layout, self._rank = layout, info.outer_rank
-        self._dtype, self._like, self._memory, self._lane = dtype, like, memory, lane
+        self._dtype, self._like, self._allocator, self._lane = dtype, like, memory, lane
         self.nbytes = layout.places.total * dtype.itemsize
         self.pieces: list[torch.Tensor] = []
+        self.memory: torch.Tensor | None = None
         self._wholes: Wholes | None = None
         self._job: Job[None] | None = None
 
@@ -95,12 +97,11 @@ class NodeCopy:
     def _make(self) -> None:
         places = self._layout.places
         with plainly():
-            flat = self._memory.allocate(self.nbytes).view(self._dtype)
+            self.memory = self._allocator.allocate(self.nbytes)
+            flat = self.memory.view(self._dtype)
             regions = regions_in(flat, places, places.begins)
             self._wholes = self._copies.into(regions)
-            self.pieces = [
-                region[: at.numel].view(at.shape) for region, at in zip(regions, places.params, strict=True)
-            ]
+            self.pieces = [region[: at.numel].view(at.shape) for region, at in zip(regions, places.params, strict=True)]
 
     def _steps(self, shards: Sequence[torch.Tensor]) -> Steps[None]:
         assert self._wholes is not None
@@ -125,7 +126,7 @@ class NodeCopy:
             job.finish()
         except BaseException as error:
             if not isinstance(error, Exception):  # after an interrupt, the collective may still write to the copy
-                self._wholes, self.pieces = None, []
+                self._wholes, self.memory, self.pieces = None, None, []
             raise
         return ()
 
@@ -145,9 +146,7 @@ def _copies_of(
 ) -> GatherCopies:
     if layout.parcel is not None:
         return LowBitGather(layout, info.outer_rank, transport, like, info.offloads)
-    converted = [
-        i for i, at in enumerate(stored) if info.offloads or at.dtype != like.dtype or not at.is_contiguous()
-    ]
+    converted = [i for i, at in enumerate(stored) if info.offloads or at.dtype != like.dtype or not at.is_contiguous()]
     return GatherCopies(layout, info.outer_rank, transport, converted, info.offloads, like, streams)
 
 
@@ -178,15 +177,17 @@ class NodeCopies:
         nbytes: bytes of the copies.
     """
 
-    def __init__(
-        self, copies: Sequence[NodeCopy], members: Sequence[Sequence[int]], notes: Notes, note: str
-    ) -> None:
+    def __init__(self, copies: Sequence[NodeCopy], members: Sequence[Sequence[int]], notes: Notes, note: str) -> None:
         self._copies, self._members = copies, members
         self._notes, self._note = notes, note
         self.state = CopyState()
         self.nbytes = sum(copy.nbytes for copy in copies)
         self._accumulates = False  # whether the backward of the running forward of a graph leaves gradients pending
         self._reading = 0  # number of gathers of graphs in flight, which read the copies
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the memory of the copies that exist; a copy is made at its first refresh."""
+        return [copy.memory for copy in self._copies if copy.memory is not None]
 
     def begin_forward(self, grad: bool) -> None:
         """Decide whether a root forward refreshes.
@@ -258,10 +259,6 @@ class NodeCopies:
         for copy in self._copies:
             copy.forget_event()
 
-    def key(self, is_outdated: bool) -> Hashable:
-        """Return a value that is equal if the next forward refreshes alike.
-
-        Args:
-            is_outdated: whether the stored parameters were written to since the last refresh.
-        """
-        return self.state._replace(due=self.state.due or is_outdated)
+    def resume(self, state: CopyState) -> None:
+        """Set the state: that after a captured step, which was replayed."""
+        self.state = state

@@ -167,6 +167,8 @@ def stats(model: nn.Module) -> dict[str, float]:
         `PrefetchPolicy.auto`, in times (when steps are measured again).
         ``graphs/captures``, ``graphs/replays``, ``graphs/eager_steps``: what the functions of `make_graphed_step` have
         done, if there are any. Replays change no other figure.
+        ``copies/bytes``, ``step/refreshes``: with `outer_sharding`, bytes of the compute copies, and how many groups
+        refreshed theirs in the last iteration.
         ``step/unshards``, ``step/reductions``: number of gathers and reductions in the last iteration.
         ``step/exposed_ms``, ``step/compute_ms``, ``step/communication_share``: for the last iteration, while `watch` is
         on: exposed communication; compute; exposed communication divided by the sum of both.
@@ -196,6 +198,9 @@ def figures_of(engines: Sequence[Engine]) -> dict[str, float]:
         actions = () if record is None else record.actions
         add("step/unshards", sum(action.kind is Kind.UNSHARD for action in actions))
         add("step/reductions", sum(action.kind is Kind.REDUCE for action in actions))
+        if copies := [group.layout.copies for group in engine.groups if group.layout.copies is not None]:
+            add("copies/bytes", sum(tensor.nbytes for each in copies for tensor in each.tensors()))
+            add("step/refreshes", sum(action.kind is Kind.REFRESH for action in actions))
         if record is not None and record.spans:
             own = own_seconds(record.spans)
             for name, kinds in (("exposed_ms", WAITS), ("compute_ms", COMPUTE)):
