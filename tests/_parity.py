@@ -65,6 +65,8 @@ class Case:
     """One training to compare.
 
     per_use: the reference computes gradients per use of a group, for models that use a group more than once.
+    outer: whether ours shards over the replicas' axis as well (`outer_sharding`). Shards then differ from FSDP2's, so
+        full tensors are compared with it.
     ends_sharded: False if a step ends with a forward, which may leave parameters unsharded.
     mesh: (replicas, shards), for the order of sums in the reference.
     fsdp2: False if FSDP2 does not support the case; `why` has the reason.
@@ -83,6 +85,7 @@ class Case:
     clip: float | None = None
     steps: int = NORMAL_STEPS
     per_use: bool = False
+    outer: bool = False
     ends_sharded: bool = True
     mesh: tuple[int, int] | None = None
     reference: bool = True
@@ -203,7 +206,7 @@ class ShardedRun:
             if isinstance(param, DTensor) and grad is not None:
                 assert isinstance(grad, DTensor), f"the gradient of {name} is a {type(grad).__name__}"
                 assert grad.placements == param.placements, f"the gradient of {name} is {grad.placements}"
-        takes_whole = self._ends_whole and self.step == self.case.steps - 1
+        takes_whole = self.case.outer or (self._ends_whole and self.step == self.case.steps - 1)
         take = whole if takes_whole else own_part
         shot = Snapshot(loss, self.records)
         if self.case.clip is not None:

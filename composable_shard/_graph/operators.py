@@ -7,10 +7,10 @@ stay visible in the graph. A launch returns a token, and the wait for that token
     reduce_scatter_tensor(gradients) -> token   wait_gradients(token) -> this rank's shards of the averages
 
 On a mesh with replicas, `all_reduce` takes the token of a reduce-scatter and returns that of the all-reduce that
-follows. Launches and waits are functional: no result shares memory with an argument. The wait of a gather also takes
-the shards, so the compiler keeps these alive. At run time the operators do the same as eager steps, with the
-transports, the copies and the pool of the group (`Exchange`). They find the group by the memory of one of its shards,
-the `anchor`.
+follows, or of the second reduce-scatter with `outer_sharding`. Launches and waits are functional: no result shares
+memory with an argument. The wait of a gather also takes the shards, so the compiler keeps these alive. At run time the
+operators do the same as eager steps, with the transports, the copies and the pool of the group (`Exchange`). They find
+the group by the memory of one of its shards, the `anchor`.
 
 An operator takes no Python objects. While it is traced, it gets the facts about its group from a frozen `Layout`, which
 it finds by a digest of everything that determines the graph. So equal groups share compiled code, on all ranks if their

@@ -37,6 +37,7 @@ from composable_shard._group.exchange import _Gathers
 from composable_shard._group.extension_bucket import ExtensionBucket
 from composable_shard._group.group import ParamGroup
 from composable_shard._group.reduction import ReduceBucket
+from composable_shard._group.refresh import NodeCopies, NodeCopy
 from composable_shard._group.resident import Resident
 from composable_shard._memory.device import DeviceMemory
 from composable_shard._memory.pool import BufferPool
@@ -172,6 +173,24 @@ MUTANTS = {
         "gathers wait for the tensors that extensions create",
         within(ExtensionBucket, "gather", NO_EVENT),
         "extensions",
+    ),
+    "refreshes-ignore-optimizer": Mutant(
+        "ParamGroup.start_refresh",
+        "refreshes of compute copies wait for the optimizer",
+        instead(NodeCopies, "refresh", lambda real, copies, shards, after: real(copies, shards, None)),
+        "outer-sharding",
+    ),
+    "gathers-ignore-refreshes": Mutant(
+        "NodeCopy.arrive",
+        "gathers wait for the refresh of the copies that they read",
+        instead(NodeCopy, "arrive", lambda real, copy: (real(copy), ())[1]),
+        "outer-sharding",
+    ),
+    "graphs-refresh-early": Mutant(
+        "NodeCopies.refresh_for_graph",
+        "refreshes of graphs wait for the optimizer",
+        within(NodeCopies, "refresh_for_graph", NO_EVENT),
+        "outer-sharding-graph",
     ),
     "graphs-gather-early": Mutant(
         "_Gathers.start", "gathers of graphs wait for their shards", within(_Gathers, "start", NO_EVENT), "graph"
@@ -318,6 +337,7 @@ COVERED = {
 
 # Functions that only pass events on to another function (its name), or that do not wait on a stream (the reason).
 PASSED_ON = {
+    "NodeCopy.refresh": "refreshes are queued on one lane; only a CPU must wait for the last one",
     "Job._advance": "Waiting.wait",
     "Slot.take_back": "BufferPool.take_back",
     "Launched._advance": "Waiting.wait",

@@ -57,6 +57,7 @@ from _race_training import HALF, MIXED, Scenario, decoder
 from composable_shard import CommPolicy, PrefetchPolicy
 
 REPLICAS = {"replicate": 2, "shard": 2}
+OUTER = {"outer_sharding": "optimizer"}
 UNEVEN = functools.partial(decoder, dim=18, heads=3, kv_heads=1)
 
 SCENARIOS = {
@@ -123,6 +124,22 @@ SCENARIOS = {
     "by-hand": Scenario(step=unshard_by_hand),
     "replicas": Scenario(mesh=REPLICAS),
     "replicas-mixed": Scenario({"mp_policy": MIXED}, mesh=REPLICAS, step=accumulate_pieces),
+    "outer-sharding": Scenario(OUTER, mesh=REPLICAS, steps=3),
+    "outer-sharding-mixed": Scenario({**OUTER, "mp_policy": MIXED}, mesh=REPLICAS, step=accumulate_pieces),
+    "outer-sharding-accumulate": Scenario(OUTER, mesh=REPLICAS, make=UNEVEN, step=accumulate),
+    "outer-sharding-evaluate": Scenario(
+        {**OUTER, "mp_policy": MIXED}, mesh=REPLICAS, transport="packed", step=evaluate_too
+    ),
+    "outer-sharding-low-bits": Scenario(
+        OUTER,
+        mesh=REPLICAS,
+        prepare=setting("set_comm_policy", CommPolicy("bf16", "fp8", "int8", block=8, refresh="bf16")),
+    ),
+    "outer-sharding-few-ranks": Scenario({**OUTER, "reshard_after_forward": 1}, mesh=REPLICAS),
+    "outer-sharding-two-streams": Scenario(OUTER, mesh=REPLICAS, step=reduce_on_two_streams),
+    "outer-sharding-optimizer": Scenario(OUTER, mesh=REPLICAS, step=optimizer_on_another_stream),
+    "outer-sharding-graph": Scenario(OUTER, mesh=REPLICAS, step=as_a_graph, steps=3),
+    "outer-sharding-failing": Scenario(OUTER, mesh=REPLICAS, step=fail_first),
     "uneven": Scenario(make=UNEVEN),
     "uneven-packed": Scenario(make=UNEVEN, transport="packed"),
     "frozen": Scenario(make=lambda: freeze(decoder())),

@@ -10,6 +10,7 @@ from _race_training import perform
 IN_SHORT = (  # run by `make test`; `make matrix` runs the others
     *("default", "packed", "mixed", "accumulate", "checkpoint", "checkpoint-reentrant", "few-ranks", "failing"),
     *("dropped-in-backward", "branches", "replicas", "replicas-mixed", "uneven", "tensor-parallel", "offload"),
+    *("outer-sharding", "outer-sharding-mixed", "outer-sharding-evaluate"),
     *("steps-on-host", "extensions-and-optimizer", "failing-communication", "two-streams"),
 )
 
