@@ -42,13 +42,16 @@ def _by_process_group(served: Iterable[tuple[str, dist.ProcessGroup | None, torc
     return [(group, device, frozenset(fqns)) for group, (device, fqns) in by_group.items()]
 
 
-def groups_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
+def groups_of(meshes: Sequence[tuple[str, MeshInfo]]) -> Among:
     """List the process groups that shard parameter groups, given by FQN: each once, if it has several ranks.
 
     Process groups of replicas are left out, because each replica may run its own forward or use its own transports (see
-    `replicas_of`). Process groups whose other ranks are simulated in this process are left out, too.
+    `replicas_of`). With `outer_sharding`, forwards refresh over the outer axis, so its process group is listed, too.
+    Process groups whose other ranks are simulated in this process are left out.
     """
-    among = _by_process_group((fqn, info.shard_group, info.device) for fqn, info in meshes)
+    served = [(fqn, info.shard_group, info.device) for fqn, info in meshes]
+    served += [(fqn, info.replicate_group, info.device) for fqn, info in meshes if info.shards_outer]
+    among = _by_process_group(served)
     return [each for each in among if backend_name(each[0], each[1]) not in _ALONE]
 
 
@@ -58,7 +61,8 @@ def replicas_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
     Such replicas never take part in a gather. They agree before their first reduction, because nothing that they do
     before it involves another rank.
     """
-    unsharded = [(fqn, info.replicate_group, info.device) for fqn, info in meshes if info.shard_size == 1]
+    alone = [(fqn, info) for fqn, info in meshes if info.shard_size == 1 and not info.shards_outer]
+    unsharded = [(fqn, info.replicate_group, info.device) for fqn, info in alone]
     return real(_by_process_group(unsharded))
 
 

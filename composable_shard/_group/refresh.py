@@ -96,8 +96,8 @@ class NodeCopy:
 
     def _make(self) -> None:
         places = self._layout.places
+        self.memory = self._allocator.allocate(self.nbytes)
         with plainly():
-            self.memory = self._allocator.allocate(self.nbytes)
             flat = self.memory.view(self._dtype)
             regions = regions_in(flat, places, places.begins)
             self._wholes = self._copies.into(regions)
