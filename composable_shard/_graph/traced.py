@@ -523,7 +523,7 @@ class TracedGroup:
         self._follow_shards(with_gradients)
         group, between_steps = self._of_runtime(), self._between_steps and self._between_steps()
         if group is not None and group.layout.copies is not None:
-            group.layout.copies.expect(pending=not self._settings.current.requires_gradient_sync)
+            group.before_graph(pending=not self._settings.current.requires_gradient_sync)
         if group is None or between_steps is None:
             return
         pool = group.exchange().pool

@@ -232,8 +232,8 @@ class Host:
             if not (held.is_empty and held_now.is_empty):
                 group.gradients.resume(held)
         for group, copied in zip(self._groups(), state.copies, strict=True):
-            if group.layout.copies is not None and copied is not None:
-                group.layout.copies.resume(copied)
+            if copied is not None:
+                group.resume_copies(copied)
 
     def dicts(self, sight: Sight) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
         """Each dict of buffers, and of settings and state of optimizers, with a copy, to restore after a failure."""

@@ -27,6 +27,7 @@ from .._memory.slots import Request
 from .._plan.schedule import ROOT_NAME
 from .._policies import Options, Settings
 from .._torch import debug
+from .._torch.core import current_backward
 from .._torch.distributed import local_tensor
 from ..errors import PhaseError
 from .bucket import Bucket, GatherBucket, LowBitBucket, Saved
@@ -38,7 +39,7 @@ from .gradients import GroupGradients
 from .packed import Carried
 from .param import ShardedParam, lend_attributes, lent_attributes, run_all
 from .phases import AWAY, GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, ParamPhase, Stay, illegal
-from .refresh import NodeCopies
+from .refresh import CopyState, NodeCopies
 from .resident import Resident
 from .setup import GatherSetup, GroupComm, ReduceSetup, Runtime, frees_queued
 
@@ -345,15 +346,38 @@ class ParamGroup:
     def copies_key(self) -> Hashable:
         """Return a value that is equal if the next forward refreshes its compute copies alike; None without copies."""
         copies = self.layout.copies
-        return None if copies is None else copies.state._replace(due=copies.state.due or self.is_outdated())
+        return None if copies is None else copies.key(self.is_outdated())
 
     def start_refresh(self, after: torch.Event | None) -> None:
         """Issue the gather of the node's compute copies over the outer axis, ordered after the event `after`."""
         assert self.layout.copies is not None
+        shards = self._note_refresh()
+        self.layout.copies.refresh(shards, after or self._runtime.gather_lane.record_current_stream())
+
+    def _note_refresh(self) -> list[torch.Tensor]:
+        """Note the versions of the shards, which a refresh reads, and return them."""
         shards = [param.local for param in self.params]
         for bucket, members in zip(self.buckets, self.layout.members, strict=True):
             bucket.note_shards([shards[index] for index in members])
-        self.layout.copies.refresh(shards, after or self._runtime.gather_lane.record_current_stream())
+        return shards
+
+    def before_graph(self, pending: bool) -> None:
+        """Before a graph gathers: decide whether its compute copies are outdated.
+
+        Args:
+            pending: whether the gradients of this forward will wait for a later reduction.
+        """
+        assert self.layout.copies is not None
+        self.layout.copies.expect(pending)
+        if current_backward() < 0 and self.is_outdated():
+            self.layout.copies.expire()
+            self._note_refresh()
+
+    def resume_copies(self, state: CopyState) -> None:
+        """Set the state of its compute copies to that after a captured step, which was replayed."""
+        assert self.layout.copies is not None
+        self.layout.copies.resume(state)
+        self._note_refresh()  # if they were outdated before the replay, it has refreshed them (`copies_key`)
 
     def start_gather(self, after: torch.Event | None) -> None:
         """Issue the all-gather, ordered after the event `after` (the last change of the sharded parameters)."""
@@ -362,6 +386,8 @@ class ParamGroup:
         for ledger in self._comm.notes.gathers:
             ledger.issue(self.layout.note)
         self._gathers = []
+        if self.layout.copies is not None:
+            self.layout.copies.note_read()
         try:
             if self.phase is RESIDENT:
                 for bucket, resident in zip(self.buckets, self.residents, strict=True):

@@ -20,7 +20,7 @@ When a copy is refreshed depends only on calls that all ranks make, and on versi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -156,7 +156,7 @@ class CopyState(NamedTuple):
     Attributes:
         due: whether the next gather refreshes, even in a backward.
         pending: whether gradients of an earlier microbatch wait for their reduction.
-        read: whether a gather of a graph has read the copy since the last refresh.
+        read: whether a gather has read the copies since the last refresh.
     """
 
     due: bool = True
@@ -258,6 +258,20 @@ class NodeCopies:
         """Let no gather wait for refreshes in flight: a capture has begun or ended since, and the device was idle."""
         for copy in self._copies:
             copy.forget_event()
+
+    def note_read(self) -> None:
+        """Note that a gather reads the copies."""
+        if not self.state.read:
+            self.state = self.state._replace(read=True)
+
+    def key(self, is_outdated: bool) -> Hashable:
+        """Return a value that is equal if the next forward, eager or compiled, refreshes alike.
+
+        Args:
+            is_outdated: whether the stored parameters were written to since the last refresh.
+        """
+        due = self.state.due or is_outdated
+        return due or not self.state.pending, due or (self.state.read and not self.state.pending)
 
     def resume(self, state: CopyState) -> None:
         """Set the state: that after a captured step, which was replayed."""

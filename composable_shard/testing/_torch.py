@@ -173,6 +173,47 @@ class _ThreadsWorld(threading.local):
             setattr(self, name, type(value)() if isinstance(value, dict | list) else value)
 
 
+class _PerThread:
+    """A cached function with a separate cache for each thread.
+
+    How torch redistributes an uneven DTensor depends on the rank, and its caches do not contain the rank.
+
+    Args:
+        function: the function, without a cache.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.cache_clear()
+
+    def __call__(self, *args: Any) -> Any:
+        cached = getattr(self._local, "cached", None)
+        if cached is None:
+            cached = self._local.cached = functools.cache(self._function)
+        return cached(*args)
+
+    def cache_clear(self) -> None:
+        """Empty the caches of all threads."""
+        self._local = threading.local()
+
+
+@contextlib.contextmanager
+def _redistribution_per_thread() -> Iterator[None]:
+    """Cache separately for each thread how torch redistributes DTensors."""
+    uncached: dict[str, Any] = {
+        "_gen_transform_infos": _redistribute._gen_transform_infos_non_cached,
+        "get_redistribute_planner": _redistribute.DTensorRedistributePlanner,
+    }
+    before = {name: getattr(_redistribute, name) for name in uncached}
+    for name, function in uncached.items():
+        setattr(_redistribute, name, _PerThread(function))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(_redistribute, name, function)
+
+
 @contextlib.contextmanager
 def world_per_thread() -> Iterator[None]:
     """Give each thread its own default process group. This process must not have one."""
@@ -186,7 +227,8 @@ def world_per_thread() -> Iterator[None]:
     module._world = _ThreadsWorld(fresh)  # type: ignore[assignment]
     c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     try:
-        yield
+        with _redistribution_per_thread():
+            yield
     finally:
         c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
         module._world = torch_world

@@ -106,6 +106,27 @@ def test_microbatches_are_exact_and_only_the_first_refreshes(rank, world, way):
 
 
 @distributed(world=4, limit_s=LIMIT_S)
+def test_a_change_between_microbatches_is_seen(rank, world):
+    eager, model = make_twins(even(2), shard_blocks, mesh=mesh_of(2, 2), **OUTER)
+    torch._dynamo.reset()
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    shards = [list(each.parameters()) for each in (eager, model)]
+    for step in range(3):
+        for micro in range(2):
+            for each in (eager, model):
+                each.set_requires_gradient_sync(micro == 1)
+            losses = [loss_of(each, rank, 2 * step + micro) for each in (eager, run)]
+            assert torch.equal(*losses)
+            for loss in losses:
+                loss.backward()
+            with torch.no_grad():
+                for param in [param for each in shards for param in each]:
+                    param.mul_(1.5)
+        same_gradients(eager, model, f"in step {step}")
+        update(eager, model)
+
+
+@distributed(world=4, limit_s=LIMIT_S)
 def test_changes_by_foreach_functions_and_swapped_weights_are_seen(rank, world):
     eager, model = make_twins(even(2), shard_blocks, mesh=mesh_of(2, 2), **OUTER)
     torch._dynamo.reset()

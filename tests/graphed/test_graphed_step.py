@@ -12,6 +12,7 @@ from torch.optim import adam
 
 import composable_shard as cs
 from _blocks import Transformer, next_token_loss, token_batch
+from _engines import mesh_of
 from _pool import distributed
 from _replaying import captures_on_cpu
 from composable_shard.errors import (
@@ -717,3 +718,45 @@ def test_compiled_models_are_captured(rank, world):
             pair.update()
         assert pair.call.replays == 3
         pair.ends(5)
+
+
+def outer_sharded():
+    """Optimizer state over both axes of a mesh."""
+    return decoder(mesh=mesh_of(2, 2), outer_sharding="optimizer")
+
+
+@distributed(world=4)
+def test_steps_with_outer_sharding_have_graphs_for_first_and_later_microbatches(rank, world):
+    pair = Pair(rank, outer_sharded)
+    with captures_on_cpu():
+        for number in range(24):
+            for model in pair.models:
+                model.set_requires_gradient_sync(number % 3 == 2)
+            pair.step(number)
+            if number % 3 == 2:
+                pair.update()
+            if number == 14:  # no version increases, and a replay must see it
+                with torch.no_grad():
+                    for model in pair.models:
+                        torch._foreach_mul_(list(model.parameters()), 1.5)
+        assert pair.call.captures == 3
+        assert pair.call.replays >= 10
+        pair.ends(24)
+
+
+@distributed(world=4)
+def test_an_evaluation_or_a_forward_between_replays_changes_no_result_with_outer_sharding(rank, world):
+    pair = Pair(rank, outer_sharded)
+    with captures_on_cpu():
+        for number in range(10):
+            pair.step(number)
+            pair.update()
+            tokens = token_batch(rank, number)[0]
+            losses = []
+            for model in pair.models:
+                with torch.set_grad_enabled(number % 2 == 0):
+                    losses.append(next_token_loss(model, tokens))
+            assert torch.equal(*losses)
+        assert pair.call.captures == 1
+        assert pair.call.replays >= 6
+        pair.ends(10)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from ..._comm.collectives import transports_of
+from ..._comm.collectives import MOVED, transports_of
 from ..._comm.mesh import compute_device
 from ..._comm.parts import aligned, begins_of, view_of
 from ..._plan.boxes import batches, chunk_of
@@ -147,12 +147,24 @@ def _whole(part: Part, device: torch.device, wanted: bool) -> torch.Tensor | Non
     """Gather one tensor that is not split by exactly one axis. None if it is not wanted on this rank."""
     tensor = part.tensor.detach()
     with torch.no_grad():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole = _full(tensor) if isinstance(tensor, DTensor) else tensor
         if not wanted:
             return None
         own = local_part(tensor)
         made = whole.to(device, part.dtype)
         return made.clone() if storage_id(made) == storage_id(own) else made
+
+
+def _full(tensor: DTensor) -> torch.Tensor:
+    """Gather a DTensor; as bytes if its dtype is one that not every backend sends."""
+    if tensor.dtype in MOVED:
+        return tensor.full_tensor()
+    local = local_tensor(tensor).unsqueeze(-1).contiguous().view(torch.uint8)
+    shape = torch.Size((*tensor.shape, tensor.dtype.itemsize))
+    stride = torch.empty(shape, device="meta").stride()
+    mesh, placements = tensor.device_mesh, tensor.placements
+    sent = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return sent.full_tensor().contiguous().view(tensor.dtype).squeeze(-1)
 
 
 def _gather(
