@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -11,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import composable_shard as cs
 from _blocks import Transformer, next_token_loss, token_batch
 from _pool import distributed, more, simulated
+from composable_shard._torch.distributed import local_part
 from optim._single import (
     Net,
     Shampoo,
@@ -99,6 +103,34 @@ def test_each_replica_steps_separately(rank, world, state):
     model, optimizer, plain, single = muon_pair(rank, lambda model: sharded(model, mesh=mesh), state=state)
     check_steps(model, optimizer, single, plain, rank)
     cs.check_replicas(model, optimizer)
+
+
+@pytest.mark.parametrize("state", ["owner", "shards"])
+@distributed(world=4)
+def test_each_matrix_is_stepped_once_if_the_outer_axis_shards_as_well(rank, world, state):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    shard = functools.partial(sharded, mesh=mesh, outer_sharding="optimizer")
+    model, optimizer, plain, single = muon_pair(rank, shard, state=state)
+    check_steps(model, optimizer, single, plain, rank)
+    held = sum(
+        local_part(value).numel()
+        for kept in optimizer.state.values()
+        for value in kept.values()
+        if isinstance(value, torch.Tensor)
+    )
+    counts = [None] * world
+    dist.all_gather_object(counts, held)
+    assert sum(counts) <= 1.1 * sum(param.numel() for _, param in matrices(plain))
+
+
+@pytest.mark.matrix
+@simulated(world=6)
+def test_uneven_and_empty_shards_over_both_axes_are_assembled(rank, world):
+    mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("outer", "inner"))
+    model, optimizer, plain, single = muon_pair(
+        rank, functools.partial(sharded, mesh=mesh, outer_sharding="optimizer")
+    )
+    check_steps(model, optimizer, single, plain, rank)
 
 
 @pytest.mark.matrix
