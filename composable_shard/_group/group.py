@@ -29,7 +29,7 @@ from .._policies import Options, Settings
 from .._torch import debug
 from .._torch.core import current_backward
 from .._torch.distributed import local_tensor
-from ..errors import PhaseError
+from ..errors import PhaseError, ShardConfigUnsupportedError
 from .bucket import Bucket, GatherBucket, LowBitBucket, Saved
 from .edits import changed, lost_edit
 from .exchange import Exchange
@@ -188,6 +188,11 @@ class ParamGroup:
         options, comm, run = self.options, self._comm, self._runtime
         outer = comm.transports.replicate if comm.info.shards_outer else None
         setup = GatherSetup(weakref.ref(self), comm.info, comm.transports.gather, outer, run.pool, run.gather_lane)
+        if extended and comm.info.shards_outer:  # set on the sharded parameter, or by a replaced one
+            raise ShardConfigUnsupportedError(
+                f"parameter {params[0].fqn}: defines fsdp_pre_all_gather, which gathers over one axis; with "
+                "outer_sharding, remove it, or leave out outer_sharding"
+            )
         if extended:
             return ExtensionBucket(params, dtype, setup, options.mp_policy)
         wire, refresh = (None if packed else options.comm_policy.wire(kind, dtype) for kind in ("gather", "refresh"))

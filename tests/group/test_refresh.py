@@ -111,7 +111,7 @@ def test_weights_that_were_swapped_for_an_evaluation_do_not_stay(rank, world):
 @pytest.mark.parametrize("setter", ["set_requires_gradient_sync", "set_requires_all_reduce"])
 @distributed(world=4)
 def test_later_microbatches_refresh_nothing(rank, world, setter):
-    model, plain = sharded()
+    model, _ = sharded()
     seen = []
     for step in range(6):
         getattr(model, setter)(step % 3 == 2)
@@ -199,6 +199,10 @@ def test_what_does_not_combine_is_an_error(rank, world):
     with pytest.raises(ShardConfigUnsupportedError, match="with fsdp_pre_all_gather"):
         fully_shard(linear, mesh=two, **OUTER)
     del linear.weight.fsdp_pre_all_gather
+    late = fully_shard(nn.Linear(4, 4), mesh=two, **OUTER)
+    late.weight._local_tensor.fsdp_pre_all_gather = lambda *args: None
+    with pytest.raises(ShardConfigUnsupportedError, match="parameter weight: defines fsdp_pre_all_gather"):
+        late(torch.ones(1, 4))
     with pytest.raises(ShardConfigUnsupportedError, match=r"uneven sharding on dim 1.*world size: 2"):
         fully_shard(nn.Linear(3, 4), mesh=two, shard_placement_fn=lambda param: Shard(param.ndim - 1), **OUTER)
     assert type(linear) is nn.Linear

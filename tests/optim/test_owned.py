@@ -127,9 +127,7 @@ def test_each_matrix_is_stepped_once_if_the_outer_axis_shards_as_well(rank, worl
 @simulated(world=6)
 def test_uneven_and_empty_shards_over_both_axes_are_assembled(rank, world):
     mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("outer", "inner"))
-    model, optimizer, plain, single = muon_pair(
-        rank, functools.partial(sharded, mesh=mesh, outer_sharding="optimizer")
-    )
+    model, optimizer, plain, single = muon_pair(rank, functools.partial(sharded, mesh=mesh, outer_sharding="optimizer"))
     check_steps(model, optimizer, single, plain, rank)
 
 

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import composable_shard as cs
@@ -17,7 +17,7 @@ from _engines import ENGINES, fully_shard, mesh_of, named_mesh
 from _models import Stack, TiedText, shard_blocks, shard_nested, tokens
 from _parity import Case, check_parity
 from _pool import distributed, more
-from composable_shard import CommPolicy, MixedPrecisionPolicy, PoolPolicy, PrefetchPolicy
+from composable_shard import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, PoolPolicy, PrefetchPolicy
 
 OUTER = {"outer_sharding": "optimizer"}
 GROUPINGS = {"blocks": shard_blocks, "nested": shard_nested}
@@ -91,7 +91,9 @@ def test_gradients_that_were_reduced_within_the_node_match_hsdp(rank, world):
 
 @distributed(world=4)
 def test_clipping_uses_the_norm_over_both_axes(rank, world):
-    check_parity(case_of((2, 2), clip=0.05, atol_reference=1e-6, why="the norm is summed in another order"), rank, world)
+    check_parity(
+        case_of((2, 2), clip=0.05, atol_reference=1e-6, why="the norm is summed in another order"), rank, world
+    )
 
 
 @distributed(world=4)
@@ -292,10 +294,43 @@ def test_tensor_parallelism_inside_matches_the_unsharded_model(rank, world):
         same(model, plain, 1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["hfsdp"])
 @distributed(world=4)
-def test_the_strategy_shards_over_all_ranks(rank, world, strategy):
+def test_the_strategy_shards_over_all_ranks(rank, world):
     model, plain = pair(Transformer)
-    cs.shard_auto(model, strategy=strategy, replicas=2)
+    cs.shard_auto(model, strategy="hfsdp", replicas=2)
     same_training(model, plain, rank, world)
     assert sum(p.to_local().numel() for p in model.parameters()) < sum(p.numel() for p in plain.parameters()) / 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "dims"),
+    [
+        ((2, 2), ("outer", "inner"), DataParallelMeshDims(shard="inner", replicate="outer")),
+        ((2, 2), ("inner", "outer"), DataParallelMeshDims(shard="inner", replicate="outer")),
+        ((2, 1, 2), ("outer", "inner", "tp"), DataParallelMeshDims(shard="inner", replicate="outer")),
+        ((2, 1, 2), ("outer", "one", "two"), DataParallelMeshDims(shard=("one", "two"), replicate="outer")),
+    ],
+    ids=["two axes", "inner axis first", "tensor-parallel", "two inner axes"],
+)
+@distributed(world=4)
+def test_dp_mesh_dims_name_the_axes(rank, world, shape, names, dims):
+    mesh = named_mesh(shape, names)
+    model, plain = pair(functools.partial(nn.Linear, 6, 7))  # uneven
+    for name, param in list(model.named_parameters()):
+        placements = [Shard(0) if axis == "tp" else Replicate() for axis in names]
+        whole = nn.Parameter(distribute_tensor(param.detach(), mesh, placements))
+        setattr(model, name, whole)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims, **OUTER)
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), other)
+        assert param.to_local().numel() < other.numel() / 2
+    node = mesh.get_local_rank("outer")
+    inner = dims.shard if isinstance(dims.shard, str) else dims.shard[-1]
+    number = 2 * node + (mesh.get_local_rank(inner) if "tp" not in names else 0)
+    inputs = [torch.randn(3, 6, generator=torch.Generator().manual_seed(each)) for each in range(4)]
+    used = [0, 2] if "tp" in names else range(4)
+    x = DTensor.from_local(inputs[number], mesh, [Replicate()] * mesh.ndim, run_check=False)
+    out = model(x)
+    out.redistribute(placements=[Replicate()] * mesh.ndim).to_local().square().sum().backward()
+    (sum(plain(inputs[each]).square().sum() for each in used) / len(used)).backward()
+    same(model, plain, 1e-4, grads=True)

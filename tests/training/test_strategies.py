@@ -13,7 +13,7 @@ from _models import Block, Stack, vectors
 from _parity import Case, check_parity, plain_step
 from _pool import distributed, more
 
-SHARDED = ["ddp", "zero1", "zero2", "zero3", "hsdp"]
+SHARDED = ["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
 KEEP = ("ddp", "zero1")  # parameters stay unsharded after backward, until the optimizer steps
 
 
@@ -53,13 +53,13 @@ def test_every_strategy_works_on_one_rank(rank, world, strategy):
     check_parity(strategy_case(strategy), rank, world)
 
 
-ORDERS = {"zero1": None, "zero2": None, "zero3": None, "hsdp": (2, 2)}
+ORDERS = {"zero1": None, "zero2": None, "zero3": None, "hsdp": (2, 2), "hfsdp": (2, 2)}
 
 
 @pytest.mark.parametrize("strategy", ORDERS)
 @distributed(world=4)
 def test_strategies_match_the_reference_on_four_ranks(rank, world, strategy):
-    replicas = {"replicas": 2} if strategy == "hsdp" else {}
+    replicas = {"replicas": 2} if strategy in ("hsdp", "hfsdp") else {}
     check_parity(strategy_case(strategy, replicas, mesh=ORDERS[strategy]), rank, world)
 
 
