@@ -200,7 +200,8 @@ def test_what_does_not_combine_is_an_error(rank, world):
         fully_shard(linear, mesh=two, **OUTER)
     del linear.weight.fsdp_pre_all_gather
     late = fully_shard(nn.Linear(4, 4), mesh=two, **OUTER)
-    late.weight._local_tensor.fsdp_pre_all_gather = lambda *args: None
+    for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+        setattr(late.weight._local_tensor, name, lambda *args: None)
     with pytest.raises(ShardConfigUnsupportedError, match="parameter weight: defines fsdp_pre_all_gather"):
         late(torch.ones(1, 4))
     with pytest.raises(ShardConfigUnsupportedError, match=r"uneven sharding on dim 1.*world size: 2"):

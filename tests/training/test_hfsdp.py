@@ -16,7 +16,7 @@ from _blocks import Transformer, next_token_loss, token_batch
 from _engines import ENGINES, fully_shard, mesh_of, named_mesh
 from _models import Stack, TiedText, shard_blocks, shard_nested, tokens
 from _parity import Case, check_parity
-from _pool import distributed, more
+from _pool import distributed, more, simulated
 from composable_shard import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, PoolPolicy, PrefetchPolicy
 
 OUTER = {"outer_sharding": "optimizer"}
@@ -334,3 +334,16 @@ def test_dp_mesh_dims_name_the_axes(rank, world, shape, names, dims):
     out.redistribute(placements=[Replicate()] * mesh.ndim).to_local().square().sum().backward()
     (sum(plain(inputs[each]).square().sum() for each in used) / len(used)).backward()
     same(model, plain, 1e-4, grads=True)
+
+
+@simulated(world=4)
+def test_uneven_parameters_are_gathered_in_full_on_ranks_that_are_threads(rank, world):
+    for rows in (1, 3, 5, 7, 8):
+        torch.manual_seed(rows)
+        plain = nn.Linear(3, rows)
+        model = fully_shard(copy.deepcopy(plain), mesh=mesh_of(2, 2), **OUTER)
+        model(torch.ones(2, 3)).sum().backward()
+        plain(torch.ones(2, 3)).sum().backward()
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(param.full_tensor(), other)
+            assert torch.equal(param.grad.full_tensor(), other.grad)
