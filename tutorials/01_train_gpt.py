@@ -58,7 +58,7 @@ from _logbook import METRICS, Logbook, Moment, OneStep, draw
 from _ranks import launch, on_rank, start_ranks
 from _resume import Checkpoints, Position, set_aside
 
-OURS = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+OURS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
 STRATEGIES = ("none", *OURS, "fsdp2")
 PEAK_RATE = {"adamw": 2.5e-3, "sgd": 0.2}  # at width 192
 LONG = {"minutes": 4.5, "evaluation": 512, "sample": 400}  # options that --long sets
@@ -75,7 +75,7 @@ class Options:
     steps: int | None = None  # a fixed number of steps instead of a time
     batch: int = 2  # windows per rank and microbatch
     accumulate: int = 1  # microbatches per step
-    replicas: int = 1  # only for hsdp: copies of the sharded model
+    replicas: int = 1  # for hsdp and hfsdp: ranks of the outer mesh axis
     evaluation: int = 96  # held-out windows at the end; a quarter of them during training
     sample: int = 200  # bytes to generate at the end
     precision: str = "auto"  # dtype of matrix products: auto, float32 or bfloat16
@@ -361,7 +361,7 @@ def parse(arguments: list[str] | None = None) -> Options:
     )
     add = parser.add_argument
     add("--strategy", choices=STRATEGIES, default=defaults.strategy, help="sharding strategy")
-    add("--replicas", type=int, default=defaults.replicas, help="hsdp: copies of the sharded model")
+    add("--replicas", type=int, default=defaults.replicas, help="hsdp, hfsdp: ranks of the outer mesh axis")
     add("--size", choices=SIZES, default=defaults.size, help="model size")
     add("--optimizer", choices=PEAK_RATE, default=defaults.optimizer)
     add("--minutes", type=float, default=defaults.minutes, help="duration of the training")

@@ -223,7 +223,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--devices", type=int, default=8, help="number of devices for the large model")
     add("--machine", default="l40s", help="type of the devices, or a file written by measure-links")
     add("--strategy", help="strategy for the adapters; by default the recommended one")
-    add("--replicas", type=int, default=1, help="replicas, with --strategy hsdp")
+    add("--replicas", type=int, default=1, help="replicas, with --strategy hsdp or hfsdp")
     add("--checkpointing", default="none", help="with --strategy: none, selective or full")
     add("--batch", type=int, default=2, help="sequences per rank")
     add("--sequence", type=int, default=128, help="bytes per sequence")

@@ -52,7 +52,7 @@ from _text import SUFFIXES, Text, Tokenizer, read_text, texts_of, tokenizer_in
 from composable_shard import checkpoint
 from composable_shard.planner import KNOWN, checkpoint_modules, repeated_blocks
 
-STRATEGIES = ("none", "ddp", "zero1", "zero2", "zero3", "hsdp", "auto")
+STRATEGIES = ("none", "ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp", "auto")
 CHECKPOINTING = ("none", "selective", "full")
 PRECISIONS = {  # dtype of parameters and optimizer state, and the mixed precision policy
     "float32": (torch.float32, cs.MixedPrecisionPolicy()),
@@ -307,7 +307,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--suffixes", default=SUFFIXES, help="suffixes of the text files")
     add("--sequence", type=int, default=256, help="tokens per sequence")
     add("--strategy", choices=STRATEGIES, default="zero3", help="sharding strategy; auto: ask cs.planner.advise")
-    add("--replicas", type=int, default=1, help="hsdp: copies of the sharded model")
+    add("--replicas", type=int, default=1, help="hsdp, hfsdp: ranks of the outer mesh axis")
     add("--machine", help=f"for auto: {', '.join(KNOWN)}, or a file of `composable-shard measure-links --json`")
     add("--precision", choices=PRECISIONS, default="float32")
     add("--checkpointing", choices=CHECKPOINTING, default="none", help="activation checkpointing")

@@ -105,8 +105,10 @@ class ParamFacade(View):
     @property
     def padded_sharded_param_size(self) -> torch.Size:
         """The shape of the shard on the rank with the most rows."""
-        shape, dim = list(self._orig_size), self._param.dim
-        shape[dim] = -(-shape[dim] // self._group._info.shard_size)
+        shape, dim, info = list(self._orig_size), self._param.dim, self._group._info
+        shape[dim] = -(-shape[dim] // info.shard_size)
+        if info.shards_outer:
+            shape[dim] = -(-shape[dim] // info.replicate_size)
         return torch.Size(shape)
 
     @property

@@ -44,6 +44,8 @@ def plan_text(
     title = f"plan: {count(len(groups), 'group')}, {count(params, 'parameter')}, {joined(g.mesh for g in groups)}"
     lines = [title, *table(_rows(groups, schedule, predicted))]
     lines.append(f"peak of unsharded parameters and communication in a training step: {mib(predicted.peak)}")
+    if copies := sum(group.copy_bytes for group in groups):
+        lines.append(f"compute copies: {mib(copies)}, refreshed over {max(group.outer_size for group in groups)} ranks")
     lines += [] if schedule is None else _memory_lines(predicted)
     if predicted.exposed is not None and predicted.seconds is not None:
         lines.append(f"exposed: {1e3 * predicted.exposed:.3f} of {1e3 * predicted.seconds:.3f} ms per step")
