@@ -113,6 +113,8 @@ def _course_of(timed: Iterable[Action], nbytes: Mapping[str, tuple[int, int]]) -
     course: list[CourseStep] = []
     running: CourseStep | None = None
     for action in timed:
+        if action.kind is Kind.REFRESH:  # all refreshes are issued before the first launch, on another link
+            continue
         if running is not None and action.kind in (*COMPUTE, Kind.ENDED, *_GIVE_UP):
             course.append(running)
             running = None

@@ -10,6 +10,11 @@ This models a machine whose host blocks while compute waits. With streams, the h
 the same order. A gather then begins when the previous use of its memory has ended, so `issue_i` is the end of the last
 use of that memory. Compute packs the gradients of a reduction, so it waits for the memory of the reduction.
 
+There are two links. Refreshes, and the part of a reduction over the outer axis of a mesh, use the outer link, in the
+order in which they are queued. Both links run at the same time. A gather starts only after the refresh of its group has
+ended, and delays all gathers behind it. The outer part of a reduction is queued when the inner part ends, and compute
+waits for both.
+
 The time of a step beyond its compute is *exposed communication*: the sum of ``c_i - c_{i-1} - F_{i-1}``, and the waits
 at the end. Issuing takes no time. All compute of the root counts at its beginning, in forward and in backward.
 """
@@ -103,7 +108,7 @@ class Timeline:
 
 
 class _Clock:
-    """The clocks of compute and of the link, advanced action by action.
+    """The clocks of compute and of the links, advanced action by action.
 
     Args:
         times: seconds per use of each group.
@@ -114,13 +119,14 @@ class _Clock:
     def __init__(self, times: Mapping[str, Times], arena: Arena | None = None) -> None:
         self.times = times
         self.memory = None if arena is None else _Memory(arena)
-        self.now = self.link_free = self.compute = 0.0
+        self.now = self.link_free = self.outer_free = self.compute = 0.0
         self.running: Action | None = None  # the forward or backward that has begun
         self.left = 0.0  # seconds of its remaining compute
         self.halved = False
         self.resident: set[str] = set()
         self.shrunk: set[str] = set()
         self.arrives: dict[tuple[Kind, str], deque[float]] = {}
+        self.refreshed: dict[str, float] = {}  # when the refresh of a group ends
         self.begins: list[float] = []
         self.gathers: list[float] = []
         self.waits: dict[Action, float] = {}
@@ -134,6 +140,8 @@ class _Clock:
                 self.begin(action)
             case Kind.ENDED:
                 self.finish()
+            case Kind.REFRESH:
+                self.refreshed[action.fqn] = self.send_outside(action, self.now, self.times[action.fqn].refresh)
             case Kind.UNSHARD:
                 self.gather(action.fqn)
             case Kind.WAIT:
@@ -177,11 +185,21 @@ class _Clock:
             if what is Kind.REDUCE:
                 self.wait_until(max(free_at for free_at, _ in parts), Action(what, fqn))
                 parts = [(self.now, 1.0)]
+        if what is Kind.UNSHARD:
+            self.link_free = max(self.link_free, self.refreshed.get(fqn, 0.0))
         for free_at, share in parts:
             self.link_free = max(free_at, self.link_free) + share * seconds
         if self.memory is not None:
             self.memory.used(self.link_free)
-        self.arrives.setdefault((what, fqn), deque()).append(self.link_free)
+        ends = self.link_free
+        if what is Kind.REDUCE and (outer := self.times[fqn].outer_reduce):
+            ends = self.send_outside(Action(what, fqn), ends, outer)
+        self.arrives.setdefault((what, fqn), deque()).append(ends)
+
+    def send_outside(self, action: Action, issued: float, seconds: float) -> float:
+        """Queue a collective on the outer link. Return the time at which it ends."""
+        self.outer_free = max(issued, self.outer_free) + seconds
+        return self.outer_free
 
     def wait(self, what: Kind, fqn: str, on: Action) -> None:
         arrived = self.arrives[what, fqn].popleft()
@@ -262,16 +280,25 @@ class _Memory:
             self._free_at[at] = time
 
 
+_Span = tuple[Kind, str, float, float]  # kind, group, begin and end in seconds
+
+
 class _NotingClock(_Clock):
-    """A clock that records spans of compute, of the link, and of waits."""
+    """A clock that records spans of compute, of the links, and of waits."""
 
     def __init__(self, times: Mapping[str, Times], arena: Arena | None = None) -> None:
         super().__init__(times, arena)
-        self.spans: list[tuple[Kind, str, float, float]] = []
+        self.spans: list[_Span] = []
+        self.outer: list[_Span] = []
 
     def send(self, what: Kind, fqn: str, seconds: float) -> None:
         super().send(what, fqn, seconds)
         self.spans.append((what, fqn, self.link_free - seconds, self.link_free))
+
+    def send_outside(self, action: Action, issued: float, seconds: float) -> float:
+        ends = super().send_outside(action, issued, seconds)
+        self.outer.append((action.kind, action.fqn, ends - seconds, ends))
+        return ends
 
     def wait_until(self, time: float, on: Action) -> None:
         begin = self.now
@@ -312,28 +339,42 @@ def simulate(actions: Sequence[Action], times: Mapping[str, Times], arena: Arena
 
 
 class Trace(NamedTuple):
-    """The times of a step. Spans of `UNSHARD` and `REDUCE` are on the link. Spans of `WAIT` and `REDUCED` are waits."""
+    """The times of a step.
+
+    Spans of `UNSHARD` and `REDUCE` are on the inner link. Spans of `WAIT` and `REDUCED` are waits.
+    """
 
     done: tuple[float, ...]  # time in seconds at which each action (except `MARKS`) ended, in order
-    spans: tuple[tuple[Kind, str, float, float], ...]  # kind, group, begin and end in seconds
+    spans: tuple[_Span, ...]
+    outer: tuple[_Span, ...]  # spans on the outer link: `REFRESH`, and the second part of `REDUCE`
 
 
 def trace(actions: Sequence[Action], times: Mapping[str, Times], arena: Arena | None = None) -> Trace:
     """`simulate` with spans of compute, link and waits. Slower."""
     clock = _NotingClock(times, arena)
     done = [clock.now for action in _played(actions, clock) if action.kind not in MARKS]
-    return Trace(tuple(done), tuple(clock.spans))
+    return Trace(tuple(done), tuple(clock.spans), tuple(clock.outer))
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTimes:
-    """Seconds of a group in a step: gathers, compute, reductions, and exposed communication."""
+    """Seconds of a group in a step.
+
+    Attributes:
+        fqn: the group.
+        gather: its gathers.
+        compute: its forwards and backwards.
+        reduce: its reductions, without their part on the outer link.
+        exposed: exposed communication.
+        outer: its refresh, and its reductions on the outer link.
+    """
 
     fqn: str
     gather: float
     compute: float
     reduce: float
     exposed: float
+    outer: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,5 +433,7 @@ def predict(
     groups = []
     for fqn, time in times.items():
         computed = often[Kind.FORWARD, fqn] * time.forward + often[Kind.BACKWARD, fqn] * time.backward
-        groups.append(GroupTimes(fqn, gathers[fqn], computed, often[Kind.REDUCE, fqn] * time.reduce, exposed[fqn]))
+        reductions = often[Kind.REDUCE, fqn]
+        outer = often[Kind.REFRESH, fqn] * time.refresh + reductions * time.outer_reduce
+        groups.append(GroupTimes(fqn, gathers[fqn], computed, reductions * time.reduce, exposed[fqn], outer))
     return replace(memory, groups=tuple(groups), seconds=timeline.seconds, exposed=timeline.exposed)

@@ -47,6 +47,8 @@ def plan_text(
     lines += [] if schedule is None else _memory_lines(predicted)
     if predicted.exposed is not None and predicted.seconds is not None:
         lines.append(f"exposed: {1e3 * predicted.exposed:.3f} of {1e3 * predicted.seconds:.3f} ms per step")
+    if outer := sum(each.outer for each in predicted.groups or ()):
+        lines.append(f"on the outer link: {1e3 * outer:.3f} ms per step")
     lines += [f"order in {phase}: {_listed(order)}" for phase, order in phases if order]
     return "\n".join(lines if schedule is None else [*lines, why, *_schedule_lines(schedule)])
 

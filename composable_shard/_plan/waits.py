@@ -5,6 +5,7 @@ In other cases the cause of the wait for a gather is one of these:
 
 - The link was busy and could not run the gather earlier.
 - The gather was issued too late, because of the policy, the budget, or memory that was still in use.
+- The gather had to wait for the refresh of the node's compute copy, from which it reads.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Cause(StrEnum):
     LATENCY = "latency"  # as for LINK, and most of the collective's duration does not depend on its bytes
     POLICY = "policy"  # the gather is issued too late, because of the prefetch policy
     BUDGET = "budget"  # the gather is issued too late, because it would not fit into the budget earlier
+    REFRESH = "refresh"  # the refresh of the node's compute copy ends only then
     MEMORY = "memory"  # the memory for the collective is in use until then
     LAST = "last"  # nothing computes after the reduction
     IN_FLIGHT = "in flight"  # the next reduction is issued only after this one has ended
@@ -46,7 +48,7 @@ class Wait:
         backward: whether the wait is in or after backward; otherwise it is in forward.
         cause: the cause of the wait.
         waited: seconds of exposed communication.
-        takes: duration in seconds without contention on the link.
+        takes: duration in seconds without contention on the links.
         fixed: the part of `takes`, in seconds, beyond the time of its bytes at the rate of the plan's large
             collectives; 0 for a large collective.
         hidden: seconds of compute between issue and wait.
@@ -102,6 +104,8 @@ class _Reader:
         self.turn_index = next((at for at, each in enumerate(self.timed) if each.kind is Kind.BACKWARD), -1)
         self.link = [span for span in step.spans if span[0] in LAUNCHES]
         self.compute = [span for span in step.spans if span[0] in COMPUTE]
+        self.times = plan.times() or {}
+        self.refreshed = {fqn: end for kind, fqn, _, end in step.outer if kind is Kind.REFRESH}
         self.began = {(kind, fqn, end): begin for kind, fqn, begin, end in step.spans if kind in WAITS}
         self.done = _times_of(self.timed, step)
         self.turn = _end_of_forward(self.compute, self.done[: max(0, self.turn_index)])
@@ -131,6 +135,7 @@ class _Reader:
     def _wait(self, at: int, flight: _Flight, waited: float, number: int) -> Wait:
         kind, fqn = flight.action.kind, flight.action.fqn
         needed, takes = self.done[at] - waited, flight.end - flight.begin
+        outer = self.times[fqn].outer_reduce if kind is Kind.REDUCE else 0.0
         nbytes, (rate, large) = _moved(self.plan, kind, fqn), self.rates[kind]
         queued = flight.begin - flight.issued
         start = self.turn if self._backward(at) else 0.0
@@ -141,7 +146,7 @@ class _Reader:
             self._backward(at),
             Cause.LINK,
             waited,
-            takes,
+            takes + outer,
             max(0.0, takes - nbytes * rate) if nbytes <= large else 0.0,
             _overlap(self.compute, min(flight.issued, flight.begin), needed),
             queued if queued > _NOISE else 0.0,
@@ -153,6 +158,8 @@ class _Reader:
         if kind is Kind.REDUCE:
             is_over = not _overlap(self.compute, self.done[at], self.compute[-1][-1] if self.compute else 0.0)
             return replace(wait, cause=_of_reduction(wait, following, is_over))
+        if abs(flight.begin - self.refreshed.get(fqn, -1.0)) < _NOISE:
+            return replace(wait, cause=Cause.REFRESH, behind=Action(Kind.REFRESH, fqn))
         return replace(wait, cause=self._of_gather(wait, flight, needed, number))
 
     def _following(self, at: int) -> Action | None:

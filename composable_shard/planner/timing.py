@@ -203,13 +203,13 @@ def on_links(plan: ShardPlan, machine: Machine) -> ShardPlan:
         gather[group.fqn] = sum(sent(link, moved.ranks, nbytes) for nbytes in moved.gather)
         reduce[group.fqn] = sum(sent(link, moved.ranks, nbytes) for nbytes in moved.reduce)
     whole = ring(machine, max((group.shard_size for group in plan.groups), default=1), 1)
-    compute = {name: dict(getattr(plan.costs, name)) for name in ("forward", "backward")}
     costs = Costs.of(
         latency=whole.latency,
         bandwidth=whole.bandwidth,
+        forward=dict(plan.costs.forward),
+        backward=dict(plan.costs.backward),
         gather=gather,
         reduce=reduce,
         streams=machine.streams,
-        **compute,
     )
     return plan.with_policies(costs=costs)
