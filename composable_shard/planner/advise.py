@@ -280,7 +280,8 @@ class Planner:
         pool = None if plan is None else pool_of(plan, strategy.name in STAYS)
         rounding = 0 if plan is None else sum(group.rounding_bytes for group in plan.groups)
         stepping = stepping_of(self._optimizer, shown_groups(base, plan), strategy, machine)
-        held = held_bytes(strategy, pool, shards, stepping.state, self._cast(base, plan), rounding)
+        copies = 0 if plan is None else sum(group.copy_bytes for group in plan.groups)
+        held = held_bytes(strategy, pool, shards, stepping.state, self._cast(base, plan), rounding, copies)
         by_group = {fqn: 0 if strategy.offload else trained for fqn, (_, trained) in shards.items()}
         gradients = Gradients(by_group, stepping.at_once)
         memory = memory_of(profile, held, pool, gradients, reducing(plan, strategy, machine), stepping.buffer_bytes)

@@ -135,6 +135,8 @@ def rehearse_source(
         checkpoint_modules(blocks, strategy.checkpointing)
         if strategy.name != "none":
             settings: Any = {"strategy": strategy.name, "replicas": layout.replicas, "mp_policy": precision.policy}
+            if strategy.few:
+                settings["reshard_after_forward"] = strategy.few
             shard_auto(model, mesh=mesh, comm_policy=comm, offload_policy=_policy(strategy), **settings)
         optimizers = _optimizers(model, optimizer)
         if strategy.disk or strategy.state:

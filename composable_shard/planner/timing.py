@@ -112,25 +112,34 @@ def time_of(
 
 
 def costs_of(plan: ShardPlan, strategy: Strategy, computed: Mapping[tuple[str, str], float], machine: Machine) -> Costs:
-    """The costs for the simulation of a plan."""
+    """The costs for the simulation of a plan.
+
+    Reductions over the outer axis run on a link of their own if that axis leaves the nodes, the shard axis does not,
+    and streams wait for communication. Otherwise, they occupy the link of the shard axis. Refreshes always have their
+    own link.
+    """
     layout = strategy.layout
-    shards = ring(machine, layout.shard, layout.tensor)
-    replicas = ring(machine, layout.replicas, layout.tensor * layout.shard)
+    shards, outer = ring(machine, layout.shard, layout.tensor), outer_ring(machine, layout)
+    among_few = ring(machine, strategy.few or 1, layout.tensor)
+    two_links = machine.streams and has_two_links(machine, layout)
     forward, backward = ({group.fqn: 0.0 for group in plan.groups} for _ in range(2))
     for (direction, fqn), seconds in computed.items():
         (forward if direction == FORWARD else backward)[fqn] += seconds
-    gather, reduce = {}, {}
+    gather, reduce, small_gather, refresh, outer_reduce = ({group.fqn: 0.0 for group in plan.groups} for _ in range(5))
     for group in plan.groups:
-        whole = replicated_bytes(group)
-        gather[group.fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in group.moved.gather)
-        reduce[group.fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in group.moved.reduce)
-        reduce[group.fqn] += sent(replicas, layout.replicas, between_replicas(group, layout))
-        gather[group.fqn] += rounding_seconds(group, group.comm_policy.gather, ROUNDED, machine)
-        gather[group.fqn] += cast_bytes(group) / machine.memory_bandwidth
-        reduce[group.fqn] += rounding_seconds(group, group.comm_policy.reduce, ADDED, machine)
+        fqn, moved = group.fqn, group.moved
+        gather[fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in moved.gather)
+        reduce[fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in moved.reduce)
+        (outer_reduce if two_links else reduce)[fqn] += outer_reduce_seconds(group, strategy, outer)
+        small_gather[fqn] = sum(sent(among_few, moved.few, nbytes) for nbytes in moved.small_gather)
+        refresh[fqn] = sum(sent(outer, moved.outer, nbytes) for nbytes in moved.refresh)
+        refresh[fqn] += rounding_seconds(group, group.comm_policy.refresh, ROUNDED, machine) / layout.shard
+        gather[fqn] += rounding_seconds(group, group.comm_policy.gather, ROUNDED, machine)
+        gather[fqn] += cast_bytes(group) / machine.memory_bandwidth
+        reduce[fqn] += rounding_seconds(group, group.comm_policy.reduce, ADDED, machine)
         if strategy.offload:  # shards are copied from the host, and gradients to it
-            gather[group.fqn] += group.shard_bytes / machine.host_link.bandwidth
-            reduce[group.fqn] += whole / layout.shard / machine.host_link.bandwidth
+            gather[fqn] += group.shard_bytes / machine.host_link.bandwidth
+            reduce[fqn] += replicated_bytes(group) / layout.shard / machine.host_link.bandwidth
     return Costs.of(
         latency=shards.latency,
         bandwidth=shards.bandwidth,
@@ -139,7 +148,31 @@ def costs_of(plan: ShardPlan, strategy: Strategy, computed: Mapping[tuple[str, s
         gather=gather,
         reduce=reduce,
         streams=machine.streams,
+        outer_latency=outer.latency,
+        outer_bandwidth=outer.bandwidth,
+        small_gather=small_gather,
+        refresh=refresh,
+        outer_reduce=outer_reduce,
     )
+
+
+def outer_ring(machine: Machine, layout: Layout) -> Link:
+    """The effective link of the outer axis: of replicas, or of the ranks that split a node's shards."""
+    return ring(machine, layout.replicas, layout.tensor * layout.shard)
+
+
+def has_two_links(machine: Machine, layout: Layout) -> bool:
+    """Whether the shard axis stays in a node and the outer axis leaves it."""
+    inner = layout.tensor * layout.shard
+    return inner <= machine.devices_per_node < inner * layout.replicas
+
+
+def outer_reduce_seconds(group: GroupPlan, strategy: Strategy, link: Link) -> float:
+    """Seconds of the part of a reduction over the outer axis: an all-reduce, or a reduce-scatter if it splits."""
+    replicas = strategy.layout.replicas
+    if not strategy.splits_outside:
+        return sent(link, replicas, between_replicas(group, strategy.layout))
+    return sum(sent(link, replicas, nbytes) for nbytes in group.moved.outer_reduce)
 
 
 def rounding_seconds(group: GroupPlan, form: str | None, accesses: int, machine: Machine) -> float:
@@ -197,11 +230,15 @@ def on_links(plan: ShardPlan, machine: Machine) -> ShardPlan:
     Ranks of a group count as consecutive ranks. Reductions over replicas are ignored.
     """
     assert plan.costs is not None
-    gather, reduce = {}, {}
+    gather, reduce, small_gather, refresh, outer_reduce = ({group.fqn: 0.0 for group in plan.groups} for _ in range(5))
     for group in plan.groups:
         link, moved = ring(machine, group.shard_size, 1), group.moved
         gather[group.fqn] = sum(sent(link, moved.ranks, nbytes) for nbytes in moved.gather)
         reduce[group.fqn] = sum(sent(link, moved.ranks, nbytes) for nbytes in moved.reduce)
+        among_few, outer = ring(machine, moved.few, 1), ring(machine, moved.outer, group.shard_size)
+        small_gather[group.fqn] = sum(sent(among_few, moved.few, nbytes) for nbytes in moved.small_gather)
+        refresh[group.fqn] = sum(sent(outer, moved.outer, nbytes) for nbytes in moved.refresh)
+        outer_reduce[group.fqn] = sum(sent(outer, moved.outer, nbytes) for nbytes in moved.outer_reduce)
     whole = ring(machine, max((group.shard_size for group in plan.groups), default=1), 1)
     costs = Costs.of(
         latency=whole.latency,
@@ -211,5 +248,8 @@ def on_links(plan: ShardPlan, machine: Machine) -> ShardPlan:
         gather=gather,
         reduce=reduce,
         streams=machine.streams,
+        small_gather=small_gather,
+        refresh=refresh,
+        outer_reduce=outer_reduce,
     )
     return plan.with_policies(costs=costs)
