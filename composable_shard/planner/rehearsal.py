@@ -124,6 +124,11 @@ def rehearse_source(
     check_linear(precision.linear, layout.tensor, source.adapters, comm)
     if strategy.offloads and not is_possible(optimizer, strategy):
         raise ShardConfigValueError(f"{strategy}: cannot be planned with {optimizer!r}")
+    if strategy.few:
+        raise ShardConfigValueError(
+            f"{strategy}: resharding to a few ranks cannot be rehearsed, because its process groups are made from "
+            "values of tensors; `advise` predicts it"
+        )
 
     def program(watch: _Watch) -> None:
         model, step = source.made()
@@ -135,8 +140,6 @@ def rehearse_source(
         checkpoint_modules(blocks, strategy.checkpointing)
         if strategy.name != "none":
             settings: Any = {"strategy": strategy.name, "replicas": layout.replicas, "mp_policy": precision.policy}
-            if strategy.few:
-                settings["reshard_after_forward"] = strategy.few
             shard_auto(model, mesh=mesh, comm_policy=comm, offload_policy=_policy(strategy), **settings)
         optimizers = _optimizers(model, optimizer)
         if strategy.disk or strategy.state:
