@@ -72,9 +72,10 @@ class Times:
     Attributes:
         forward, backward: compute of one use.
         gather, reduce: collectives over the shard axis. They are on the inner link.
-        small_gather: the gather among a few ranks, on the inner link.
+        small_gather: the gather among a few ranks.
         refresh: the refresh of the node's compute copy, on the outer link.
         outer_reduce: the part of a reduction that follows `reduce`, on the outer link.
+        apart: whether `small_gather` is on a link of its own, not on the inner link.
     """
 
     forward: float
@@ -84,12 +85,13 @@ class Times:
     small_gather: float = 0.0
     refresh: float = 0.0
     outer_reduce: float = 0.0
+    apart: bool = False
 
 
 Seconds = tuple[tuple[str, float], ...]
 
 _COMPUTE = ("forward", "backward")
-_COLLECTIVES = ("gather", "reduce", "small_gather", "refresh", "outer_reduce")  # in the order of the fields of `Times`
+_COLLECTIVES = ("gather", "reduce", "small_gather", "refresh", "outer_reduce")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +101,9 @@ class Costs:
     All ranks must have the same costs. Measured costs are those of the slowest rank. Use `of` to create costs.
 
     There are two links. Gathers and reductions over the shard axis use the inner link. Collectives over the outer axis
-    of a mesh with two axes use the outer link: the refresh of compute copies, and the second part of reductions. Both
-    links run at the same time.
+    of a mesh with two axes use the outer link: the refresh of compute copies, and the second part of reductions. If the
+    ranks of the shard axis are on several nodes, gathers among the few ranks of a node use a third link. All links run
+    at the same time.
 
     Attributes:
         latency: seconds of an empty collective on the inner link.
@@ -111,9 +114,10 @@ class Costs:
         streams: whether streams wait for communication, as on a GPU. Otherwise the host waits.
         outer_latency, outer_bandwidth: those of the outer link. Without a bandwidth, collectives over the outer axis
             take no time, except for the groups in `refresh` and `outer_reduce`.
-        small_gather, refresh, outer_reduce: seconds of the gather among a few ranks, of the refresh, and of the
-            reduction over the outer axis, for groups that do not follow the formula, by FQN, sorted. A reduction over
-            replicas (HSDP) has no formula.
+        small_gather: seconds of the gather among a few ranks, for groups whose gather has a link of its own, by FQN,
+            sorted.
+        refresh, outer_reduce: seconds of the refresh, and of the reduction over the outer axis, for groups that do not
+            follow the formula, by FQN, sorted. A reduction over replicas (HSDP) has no formula.
 
     Raises:
         ShardConfigValueError: a number is negative or not finite, or a bandwidth is 0.
@@ -196,8 +200,9 @@ class Costs:
                 "refresh": self._sent_outside(sent.refresh, sent.outer),
                 "outer_reduce": self._sent_outside(sent.outer_reduce, sent.outer),
             }
-            collectives = (known[name].get(fqn, formula[name]) for name in _COLLECTIVES)
-            times[fqn] = Times(known["forward"][fqn], known["backward"][fqn], *collectives)
+            seconds = {name: known[name].get(fqn, formula[name]) for name in _COLLECTIVES}
+            apart = fqn in known["small_gather"]
+            times[fqn] = Times(known["forward"][fqn], known["backward"][fqn], **seconds, apart=apart)
         return times
 
     def _sent(self, collectives: tuple[int, ...], ranks: int) -> float:

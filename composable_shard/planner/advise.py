@@ -381,8 +381,8 @@ def _nodes(chosen: Estimate, estimates: list[Estimate]) -> str:
     if not strategy.splits_outside:
         return ""
     text = (
-        f" {strategy.name} gathers within a node, from compute copies of {_gib(chosen.memory.most.copies)} per device, which one "
-        "refresh per step updates between nodes."
+        f" {strategy.name} gathers within a node, from compute copies of {_gib(chosen.memory.most.copies)} per device, "
+        "which one refresh per step updates between nodes."
     )
     everywhere = replace(layout, shard=layout.shard * layout.replicas, replicas=1)
     replicated, gathered = (

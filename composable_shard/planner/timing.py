@@ -115,23 +115,21 @@ def costs_of(plan: ShardPlan, strategy: Strategy, computed: Mapping[tuple[str, s
     """The costs for the simulation of a plan.
 
     Reductions over the outer axis run on a link of their own if that axis leaves the nodes, the shard axis does not,
-    and streams wait for communication. Otherwise, they occupy the link of the shard axis. Refreshes always have their
-    own link.
+    and streams wait for communication. Otherwise, they occupy the link of the shard axis. Refreshes always have a link
+    of their own.
     """
     layout = strategy.layout
     shards, outer = ring(machine, layout.shard, layout.tensor), outer_ring(machine, layout)
-    among_few = ring(machine, strategy.few or 1, layout.tensor)
     two_links = machine.streams and has_two_links(machine, layout)
     forward, backward = ({group.fqn: 0.0 for group in plan.groups} for _ in range(2))
     for (direction, fqn), seconds in computed.items():
         (forward if direction == FORWARD else backward)[fqn] += seconds
-    gather, reduce, small_gather, refresh, outer_reduce = ({group.fqn: 0.0 for group in plan.groups} for _ in range(5))
+    gather, reduce, refresh, outer_reduce = ({group.fqn: 0.0 for group in plan.groups} for _ in range(4))
     for group in plan.groups:
         fqn, moved = group.fqn, group.moved
         gather[fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in moved.gather)
         reduce[fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in moved.reduce)
         (outer_reduce if two_links else reduce)[fqn] += outer_reduce_seconds(group, strategy, outer)
-        small_gather[fqn] = sum(sent(among_few, moved.few, nbytes) for nbytes in moved.small_gather)
         refresh[fqn] = sum(sent(outer, moved.outer, nbytes) for nbytes in moved.refresh)
         refresh[fqn] += rounding_seconds(group, group.comm_policy.refresh, ROUNDED, machine) / layout.shard
         gather[fqn] += rounding_seconds(group, group.comm_policy.gather, ROUNDED, machine)
@@ -150,10 +148,27 @@ def costs_of(plan: ShardPlan, strategy: Strategy, computed: Mapping[tuple[str, s
         streams=machine.streams,
         outer_latency=outer.latency,
         outer_bandwidth=outer.bandwidth,
-        small_gather=small_gather,
+        small_gather=few_seconds(plan, machine, layout.tensor),
         refresh=refresh,
         outer_reduce=outer_reduce,
     )
+
+
+def few_seconds(plan: ShardPlan, machine: Machine, tensor: int = 1) -> dict[str, float]:
+    """Seconds of gathers among a few ranks that are in one node while other gathers leave it, by FQN.
+
+    Args:
+        plan: the plan.
+        machine: the machine.
+        tensor: number of ranks of tensor parallelism. The few ranks are this number of ranks apart.
+    """
+    seconds = {}
+    for group in plan.groups:
+        few = group.small_size
+        if few and tensor * few <= machine.devices_per_node < tensor * group.shard_size:
+            link = ring(machine, few, tensor)
+            seconds[group.fqn] = sum(sent(link, few, nbytes) for nbytes in group.moved.small_gather)
+    return seconds
 
 
 def outer_ring(machine: Machine, layout: Layout) -> Link:
@@ -230,13 +245,12 @@ def on_links(plan: ShardPlan, machine: Machine) -> ShardPlan:
     Ranks of a group count as consecutive ranks. Reductions over replicas are ignored.
     """
     assert plan.costs is not None
-    gather, reduce, small_gather, refresh, outer_reduce = ({group.fqn: 0.0 for group in plan.groups} for _ in range(5))
+    gather, reduce, refresh, outer_reduce = ({group.fqn: 0.0 for group in plan.groups} for _ in range(4))
     for group in plan.groups:
         link, moved = ring(machine, group.shard_size, 1), group.moved
         gather[group.fqn] = sum(sent(link, moved.ranks, nbytes) for nbytes in moved.gather)
         reduce[group.fqn] = sum(sent(link, moved.ranks, nbytes) for nbytes in moved.reduce)
-        among_few, outer = ring(machine, moved.few, 1), ring(machine, moved.outer, group.shard_size)
-        small_gather[group.fqn] = sum(sent(among_few, moved.few, nbytes) for nbytes in moved.small_gather)
+        outer = ring(machine, moved.outer, group.shard_size)
         refresh[group.fqn] = sum(sent(outer, moved.outer, nbytes) for nbytes in moved.refresh)
         outer_reduce[group.fqn] = sum(sent(outer, moved.outer, nbytes) for nbytes in moved.outer_reduce)
     whole = ring(machine, max((group.shard_size for group in plan.groups), default=1), 1)
@@ -248,7 +262,7 @@ def on_links(plan: ShardPlan, machine: Machine) -> ShardPlan:
         gather=gather,
         reduce=reduce,
         streams=machine.streams,
-        small_gather=small_gather,
+        small_gather=few_seconds(plan, machine),
         refresh=refresh,
         outer_reduce=outer_reduce,
     )

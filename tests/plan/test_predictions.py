@@ -183,7 +183,7 @@ def test_a_plan_predicts_gathers_among_the_ranks_of_a_node():
         bandwidth=1e8,
         small_gather={fqn: times.small_gather for fqn, times in in_node.items()},
     )
-    # The plan has one link for both kinds of gathers. They do not overlap here, so this makes no difference.
+    # Gathers of the node do not wait for reductions, which are on the link between nodes.
     assert replace(plan, costs=costs).predicted().exposed == pytest.approx(exposed)
 
 
