@@ -152,11 +152,8 @@ class _Clock:
                 self.begin(action)
             case Kind.ENDED:
                 self.finish()
-            case Kind.REFRESH:
-                seconds = self.times[action.fqn].refresh
-                self.refreshed[action.fqn] = self.occupy(_Link.OUTER, action, [(self.now, 1.0)], seconds)
-            case Kind.UNSHARD:
-                self.gather(action.fqn)
+            case Kind.UNSHARD | Kind.REFRESH:
+                self.gather(action)
             case Kind.WAIT:
                 self.arrive(action.fqn)
             case Kind.RESHARD | Kind.SHRINK:
@@ -166,8 +163,11 @@ class _Clock:
             case Kind.REDUCED:
                 self.settle(action)
 
-    def gather(self, fqn: str) -> None:
-        times, small = self.times[fqn], fqn in self.shrunk
+    def gather(self, action: Action) -> None:
+        fqn, times, small = action.fqn, self.times[action.fqn], action.fqn in self.shrunk
+        if action.kind is Kind.REFRESH:
+            self.refreshed[fqn] = self.occupy(_Link.OUTER, action, [(self.now, 1.0)], times.refresh)
+            return
         seconds = times.small_gather if small else times.gather
         self.gathers.append(seconds)
         self.send(Kind.UNSHARD, fqn, seconds, _Link.APART if small and times.apart else _Link.INNER)

@@ -104,8 +104,7 @@ class _Reader:
         self.turn_index = next((at for at, each in enumerate(self.timed) if each.kind is Kind.BACKWARD), -1)
         self.link = [span for span in step.spans if span[0] in LAUNCHES]
         self.compute = [span for span in step.spans if span[0] in COMPUTE]
-        self.times = plan.times() or {}
-        self.refreshed = {fqn: end for kind, fqn, _, end in step.outer if kind is Kind.REFRESH}
+        self.refreshed, self.outer_reductions = _on_outer_link(step)
         self.began = {(kind, fqn, end): begin for kind, fqn, begin, end in step.spans if kind in WAITS}
         self.done = _times_of(self.timed, step)
         self.turn = _end_of_forward(self.compute, self.done[: max(0, self.turn_index)])
@@ -135,7 +134,6 @@ class _Reader:
     def _wait(self, at: int, flight: _Flight, waited: float, number: int) -> Wait:
         kind, fqn = flight.action.kind, flight.action.fqn
         needed, takes = self.done[at] - waited, flight.end - flight.begin
-        outer = self.times[fqn].outer_reduce if kind is Kind.REDUCE else 0.0
         nbytes, (rate, large) = _moved(self.plan, kind, fqn), self.rates[kind]
         queued = flight.begin - flight.issued
         start = self.turn if self._backward(at) else 0.0
@@ -146,7 +144,7 @@ class _Reader:
             self._backward(at),
             Cause.LINK,
             waited,
-            takes + outer,
+            takes,
             max(0.0, takes - nbytes * rate) if nbytes <= large else 0.0,
             _overlap(self.compute, min(flight.issued, flight.begin), needed),
             queued if queued > _NOISE else 0.0,
@@ -157,16 +155,21 @@ class _Reader:
         )
         if kind is Kind.REDUCE:
             is_over = not _overlap(self.compute, self.done[at], self.compute[-1][-1] if self.compute else 0.0)
-            return replace(wait, cause=_of_reduction(wait, following, is_over))
-        if abs(flight.begin - self.refreshed.get(fqn, -1.0)) < _NOISE:
-            return replace(wait, cause=Cause.REFRESH, behind=Action(Kind.REFRESH, fqn))
-        return replace(wait, cause=self._of_gather(wait, flight, needed, number))
+            takes += self.outer_reductions.get(fqn, 0.0)
+            return replace(wait, cause=_of_reduction(wait, following, is_over), takes=takes)
+        return self._of_gather(wait, flight, needed, number)
 
     def _following(self, at: int) -> Action | None:
         """The first action after index `at` that is not a wait."""
         return next((each for each in self.timed[at + 1 :] if each.kind not in WAITS), None)
 
-    def _of_gather(self, wait: Wait, flight: _Flight, needed: float, number: int) -> Cause:
+    def _of_gather(self, wait: Wait, flight: _Flight, needed: float, number: int) -> Wait:
+        """Add the cause of a wait for a gather."""
+        if abs(flight.begin - self.refreshed.get(wait.fqn, -1.0)) < _NOISE:
+            return replace(wait, cause=Cause.REFRESH, behind=Action(Kind.REFRESH, wait.fqn))
+        return replace(wait, cause=self._cause_of_gather(wait, flight, needed, number))
+
+    def _cause_of_gather(self, wait: Wait, flight: _Flight, needed: float, number: int) -> Cause:
         start = self.turn if wait.backward else 0.0
         if not _overlap(self.compute, start, needed):
             return Cause.TURN if wait.backward else Cause.FIRST
@@ -190,6 +193,12 @@ _NOISE = 1e-12  # seconds; rounding errors of differences of sums
 _WAIT_FOR = {Kind.REDUCE: Kind.REDUCED}  # how a trace names waits for the memory of a reduction
 _ENDS = {Kind.WAIT: Kind.UNSHARD, Kind.REDUCED: Kind.REDUCE}
 _Spans = Sequence[tuple[Kind, str, float, float]]
+
+
+def _on_outer_link(step: Trace) -> tuple[dict[str, float], dict[str, float]]:
+    """By group, the time at which its refresh ends, and the seconds of its reduction on the outer link."""
+    refreshed = {fqn: end for kind, fqn, _, end in step.outer if kind is Kind.REFRESH}
+    return refreshed, {fqn: end - begin for kind, fqn, begin, end in step.outer if kind is Kind.REDUCE}
 
 
 def _times_of(timed: Sequence[Action], step: Trace) -> list[float]:

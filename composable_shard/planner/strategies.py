@@ -247,19 +247,20 @@ def reducing(plan: ShardPlan | None, strategy: Strategy, machine: Machine) -> Re
     the shard axis and the bucket of the reduction over the outer axis are allocated.
     """
     groups = plan.groups if plan is not None else ()
+    nbytes = {each.fqn: _outside_pool(each, strategy, machine) for each in groups}
+    passing = {each.fqn: passing_bytes(each, strategy.layout.replicas, machine.streams) for each in groups}
+    return Reducing(defaultdict(int, nbytes), defaultdict(int, passing), MAX_REDUCTIONS)
+
+
+def _outside_pool(group: GroupPlan, strategy: Strategy, machine: Machine) -> int:
+    """Bytes that a group's reduction allocates outside the pool until it finishes."""
     replicas = strategy.layout.replicas
     if strategy.splits_outside:
-        split = {each.fqn: _split_bytes(each) for each in groups}
-        passing = {each.fqn: passing_bytes(each, replicas, machine.streams) for each in groups}
-        return Reducing(defaultdict(int, split), defaultdict(int, passing), MAX_REDUCTIONS)
-    adds = machine.backend == "gloo" and replicas > 1
-    nbytes = {
-        each.fqn: replica_buffers(each, replicas)
-        or (replicated_bytes(each) // strategy.layout.shard if adds and each.replica_bytes is None else 0)
-        for each in groups
-    }
-    passing = {each.fqn: passing_bytes(each, replicas, machine.streams) for each in groups}
-    return Reducing(defaultdict(int, nbytes), defaultdict(int, passing), MAX_REDUCTIONS)
+        return _split_bytes(group)
+    if nbytes := replica_buffers(group, replicas):
+        return nbytes
+    adds = machine.backend == "gloo" and replicas > 1 and group.replica_bytes is None
+    return replicated_bytes(group) // strategy.layout.shard if adds else 0
 
 
 def _split_bytes(group: GroupPlan) -> int:

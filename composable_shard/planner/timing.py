@@ -121,22 +121,16 @@ def costs_of(plan: ShardPlan, strategy: Strategy, computed: Mapping[tuple[str, s
     layout = strategy.layout
     shards, outer = ring(machine, layout.shard, layout.tensor), outer_ring(machine, layout)
     two_links = machine.streams and has_two_links(machine, layout)
-    forward, backward = ({group.fqn: 0.0 for group in plan.groups} for _ in range(2))
-    for (direction, fqn), seconds in computed.items():
-        (forward if direction == FORWARD else backward)[fqn] += seconds
+    forward, backward = _by_direction(plan, computed)
     gather, reduce, refresh, outer_reduce = ({group.fqn: 0.0 for group in plan.groups} for _ in range(4))
     for group in plan.groups:
-        fqn, moved = group.fqn, group.moved
-        gather[fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in moved.gather)
-        reduce[fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in moved.reduce)
+        fqn = group.fqn
+        reduce[fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in group.moved.reduce)
         (outer_reduce if two_links else reduce)[fqn] += outer_reduce_seconds(group, strategy, outer)
-        refresh[fqn] = sum(sent(outer, moved.outer, nbytes) for nbytes in moved.refresh)
-        refresh[fqn] += rounding_seconds(group, group.comm_policy.refresh, ROUNDED, machine) / layout.shard
-        gather[fqn] += rounding_seconds(group, group.comm_policy.gather, ROUNDED, machine)
-        gather[fqn] += cast_bytes(group) / machine.memory_bandwidth
         reduce[fqn] += rounding_seconds(group, group.comm_policy.reduce, ADDED, machine)
-        if strategy.offload:  # shards are copied from the host, and gradients to it
-            gather[fqn] += group.shard_bytes / machine.host_link.bandwidth
+        gather[fqn] = gather_seconds(group, strategy, machine)
+        refresh[fqn] = refresh_seconds(group, outer, machine)
+        if strategy.offload:  # gradients are copied to the host
             reduce[fqn] += replicated_bytes(group) / layout.shard / machine.host_link.bandwidth
     return Costs.of(
         latency=shards.latency,
@@ -152,6 +146,32 @@ def costs_of(plan: ShardPlan, strategy: Strategy, computed: Mapping[tuple[str, s
         refresh=refresh,
         outer_reduce=outer_reduce,
     )
+
+
+def _by_direction(
+    plan: ShardPlan, computed: Mapping[tuple[str, str], float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of the forward and of the backward of each group, by FQN."""
+    forward, backward = ({group.fqn: 0.0 for group in plan.groups} for _ in range(2))
+    for (direction, fqn), seconds in computed.items():
+        (forward if direction == FORWARD else backward)[fqn] += seconds
+    return forward, backward
+
+
+def gather_seconds(group: GroupPlan, strategy: Strategy, machine: Machine) -> float:
+    """Seconds of a gather over the shard axis, with its casts, and its copies from the host."""
+    layout = strategy.layout
+    link = ring(machine, layout.shard, layout.tensor)
+    seconds = sum(sent(link, layout.shard, nbytes) for nbytes in group.moved.gather)
+    seconds += rounding_seconds(group, group.comm_policy.gather, ROUNDED, machine)
+    seconds += cast_bytes(group) / machine.memory_bandwidth
+    return seconds + group.shard_bytes / machine.host_link.bandwidth if strategy.offload else seconds
+
+
+def refresh_seconds(group: GroupPlan, link: Link, machine: Machine) -> float:
+    """Seconds of a refresh over the link of the outer axis."""
+    seconds = sum(sent(link, group.outer_size, nbytes) for nbytes in group.moved.refresh)
+    return seconds + rounding_seconds(group, group.comm_policy.refresh, ROUNDED, machine) / group.shard_size
 
 
 def few_seconds(plan: ShardPlan, machine: Machine, tensor: int = 1) -> dict[str, float]:
@@ -251,7 +271,7 @@ def on_links(plan: ShardPlan, machine: Machine) -> ShardPlan:
         gather[group.fqn] = sum(sent(link, moved.ranks, nbytes) for nbytes in moved.gather)
         reduce[group.fqn] = sum(sent(link, moved.ranks, nbytes) for nbytes in moved.reduce)
         outer = ring(machine, moved.outer, group.shard_size)
-        refresh[group.fqn] = sum(sent(outer, moved.outer, nbytes) for nbytes in moved.refresh)
+        refresh[group.fqn] = refresh_seconds(group, outer, machine)
         outer_reduce[group.fqn] = sum(sent(outer, moved.outer, nbytes) for nbytes in moved.outer_reduce)
     whole = ring(machine, max((group.shard_size for group in plan.groups), default=1), 1)
     costs = Costs.of(
