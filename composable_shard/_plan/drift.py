@@ -9,7 +9,7 @@ from typing import Protocol
 from .costs import Times
 from .plan import ShardPlan
 from .record import Record
-from .schedule import ROOT_NAME, Kind
+from .schedule import ROOT_NAME, Action, Kind
 
 _TIME_TOLERANCE = 0.25  # of the planned seconds
 _LEAST_TIME = 0.01  # of the planned compute of a step: smaller differences are ignored
@@ -61,10 +61,7 @@ def _steps(plan: ShardPlan, record: Record) -> list[str]:
     """The first action that differs. If all actions agree, the first action after which the live bytes differ."""
     if not record.actions or plan.order != record.order:
         return []
-    actions, live = plan.actions(), plan.live_bytes()
-    if not any(action.kind is Kind.REFRESH for action in record.actions):  # a later microbatch refreshes nothing
-        first = sum(action.kind is Kind.REFRESH for action in actions)
-        actions, live = actions[first:], live[first:]
+    actions, live = _planned(plan, record)
     for number, (planned, done) in enumerate(zip(actions, record.actions, strict=False), 1):
         if planned != done:
             return [f"{_name(done.fqn)}: action {number} was {done}, but {planned} is planned"]
@@ -78,6 +75,15 @@ def _steps(plan: ShardPlan, record: Record) -> list[str]:
             where = _name(action.fqn)
             return [f"{where}: {seen_bytes} bytes were live after {action}, but {planned_bytes} are planned"]
     return []
+
+
+def _planned(plan: ShardPlan, record: Record) -> tuple[tuple[Action, ...], tuple[int, ...]]:
+    """The planned actions, and the live bytes after each. Without refreshes, if a later microbatch is recorded."""
+    actions, live = plan.actions(), plan.live_bytes()
+    if any(action.kind is Kind.REFRESH for action in record.actions):
+        return actions, live
+    first = sum(action.kind is Kind.REFRESH for action in actions)
+    return actions[first:], live[first:]
 
 
 def time_drift(plan: ShardPlan, times: Mapping[str, Times]) -> list[str]:
