@@ -105,7 +105,7 @@ def time_drift(plan: ShardPlan, times: Mapping[str, Times]) -> list[str]:
 
 def _measurable(times: Times) -> Times:
     """The times as a record measures them: a reduction as a whole, and no refresh, for which nothing waits itself."""
-    return replace(times, reduce=times.reduce + times.outer_reduce, refresh=0.0, outer_reduce=0.0)
+    return replace(times, reduce=times.reduce + times.outer_reduce, refresh=0.0, outer_reduce=0.0, apart=False)
 
 
 def _name(fqn: str) -> str:

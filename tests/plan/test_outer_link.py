@@ -9,6 +9,7 @@ import pytest
 import composable_shard as cs
 from _plans import block_plan, costs_of, group_plan
 from composable_shard._plan.costs import Costs, Times
+from composable_shard._plan.drift import time_drift
 from composable_shard._plan.layout import Route
 from composable_shard._plan.schedule import Action, Kind, Step, one_ahead, timed_step
 from composable_shard._plan.simulation import simulate, trace
@@ -136,3 +137,15 @@ def test_costs_of_both_links_survive_json():
     plan = outer_plan()
     plan = plan.with_policies(costs=costs_of(plan, outer_bandwidth=2e8, outer_reduce={"": 1.0}))
     assert cs.ShardPlan.from_json(plan.to_json()) == plan
+
+
+def test_a_measured_reduction_is_compared_with_both_parts_of_the_planned_one():
+    plan = outer_plan()
+    plan = plan.with_policies(costs=costs_of(plan, outer_bandwidth=2e8, small_gather={"": 0.0}))
+    measured = {
+        fqn: replace(times, reduce=times.reduce + times.outer_reduce, outer_reduce=0.0, refresh=0.0, apart=False)
+        for fqn, times in plan.times().items()
+    }
+    assert time_drift(plan, measured) == []
+    slower = {fqn: replace(times, reduce=2 * times.reduce) for fqn, times in measured.items()}
+    assert "blocks.2: its reduce took" in "".join(time_drift(plan, slower))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 
 import pytest
 
 import composable_shard as cs
 from composable_shard._policies import AS_IT_IS
+from composable_shard.cli.bits import add_bits, bits_of
 from composable_shard.planner import KNOWN, Layout, Link, Shape, Strategy, advise, text
 from composable_shard.planner.advise import Planner
 from composable_shard.planner.precision import PRECISIONS
@@ -85,6 +87,13 @@ def test_gradients_in_fewer_bits_take_memory_while_they_are_added():
     assert passing_bytes(block, NODES, True) > passing_bytes(exact, NODES, True) == 0
     assert sum(block.moved.refresh) < 0.6 * sum(exact.moved.refresh)
     assert sum(block.moved.outer_reduce) < 0.3 * sum(exact.moved.outer_reduce)
+
+
+def test_commands_accept_a_format_of_refreshes():
+    parser = argparse.ArgumentParser()
+    add_bits(parser)
+    assert bits_of(parser.parse_args(["--refresh=int8"])) == cs.CommPolicy(refresh="int8")
+    assert bits_of(parser.parse_args([])) == AS_IT_IS
 
 
 def test_the_outer_axis_has_a_link_of_its_own_if_it_leaves_the_node():
