@@ -156,4 +156,12 @@ def costs_of(plan: ShardPlan, seconds: Seconds, streams: bool) -> Costs:
     moved = sum(sum(g.moved.gather) * (g.shard_size - 1) / g.shard_size for g in groups)
     taken = sum(parts["gather"].values())
     bandwidth = moved / taken if moved and taken else 1e9
-    return Costs.of(latency=0.0, bandwidth=bandwidth, streams=streams, **parts)
+    return Costs.of(
+        latency=0.0,
+        bandwidth=bandwidth,
+        forward=parts["forward"],
+        backward=parts["backward"],
+        gather=parts["gather"],
+        reduce=parts["reduce"],
+        streams=streams,
+    )

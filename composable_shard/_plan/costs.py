@@ -51,6 +51,8 @@ class Moved(NamedTuple):
         few: number of ranks to which the weights are resharded between forward and backward; 1 if they are not.
         gather, reduce: bytes of each collective.
         small_gather: bytes of each gather among the few ranks.
+        outer: number of ranks of the outer axis over which the shards are split as well; 1 if they are not.
+        refresh, outer_reduce: bytes of each collective over the outer axis.
     """
 
     ranks: int
@@ -58,20 +60,38 @@ class Moved(NamedTuple):
     reduce: tuple[int, ...]
     few: int = 1
     small_gather: tuple[int, ...] = ()
+    outer: int = 1
+    refresh: tuple[int, ...] = ()
+    outer_reduce: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of a group's compute, and of each of its collectives without contention."""
+    """Seconds of a group's compute, and of each of its collectives without contention.
+
+    Attributes:
+        forward, backward: compute of one use.
+        gather, reduce: collectives over the shard axis. They are on the inner link.
+        small_gather: the gather among a few ranks.
+        refresh: the refresh of the node's compute copy, on the outer link.
+        outer_reduce: the part of a reduction that follows `reduce`, on the outer link.
+        apart: whether `small_gather` is on a link of its own, not on the inner link.
+    """
 
     forward: float
     backward: float
     gather: float
     reduce: float
     small_gather: float = 0.0
+    refresh: float = 0.0
+    outer_reduce: float = 0.0
+    apart: bool = False
 
 
 Seconds = tuple[tuple[str, float], ...]
+
+_COMPUTE = ("forward", "backward")
+_COLLECTIVES = ("gather", "reduce", "small_gather", "refresh", "outer_reduce")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +100,27 @@ class Costs:
 
     All ranks must have the same costs. Measured costs are those of the slowest rank. Use `of` to create costs.
 
+    There are two links. Gathers and reductions over the shard axis use the inner link. Collectives over the outer axis
+    of a mesh with two axes use the outer link: the refresh of compute copies, and the second part of reductions. If the
+    ranks of the shard axis are on several nodes, gathers among the few ranks of a node use a third link. All links run
+    at the same time.
+
     Attributes:
-        latency: seconds of an empty collective.
-        bandwidth: bytes per second of a rank's link.
+        latency: seconds of an empty collective on the inner link.
+        bandwidth: bytes per second of a rank's inner link.
         forward, backward: seconds of compute per step of each group, summed over its uses, by FQN, sorted.
         gather, reduce: seconds of the gather and of the reduction for groups that do not follow the formula, by FQN,
             sorted.
         streams: whether streams wait for communication, as on a GPU. Otherwise the host waits.
+        outer_latency, outer_bandwidth: those of the outer link. Without a bandwidth, collectives over the outer axis
+            take no time, except for the groups in `refresh` and `outer_reduce`.
+        small_gather: seconds of the gather among a few ranks, for groups whose gather has a link of its own, by FQN,
+            sorted.
+        refresh, outer_reduce: seconds of the refresh, and of the reduction over the outer axis, for groups that do not
+            follow the formula, by FQN, sorted. A reduction over replicas (HSDP) has no formula.
 
     Raises:
-        ShardConfigValueError: a number is negative or not finite, or the bandwidth is 0.
+        ShardConfigValueError: a number is negative or not finite, or a bandwidth is 0.
     """
 
     latency: float
@@ -99,13 +130,19 @@ class Costs:
     gather: Seconds = ()
     reduce: Seconds = ()
     streams: bool = False
+    outer_latency: float = 0.0
+    outer_bandwidth: float | None = None
+    small_gather: Seconds = ()
+    refresh: Seconds = ()
+    outer_reduce: Seconds = ()
 
     def __post_init__(self) -> None:
-        _require_seconds("latency", self.latency)
-        _require_seconds("bandwidth", self.bandwidth)
-        if self.bandwidth == 0:
-            raise ShardConfigValueError("Costs.bandwidth=0: expected bytes per second above 0")
-        for name in ("forward", "backward", "gather", "reduce"):
+        for name in ("latency", "outer_latency"):
+            _require_seconds(name, getattr(self, name))
+        _require_bandwidth("bandwidth", self.bandwidth)
+        if self.outer_bandwidth is not None:
+            _require_bandwidth("outer_bandwidth", self.outer_bandwidth)
+        for name in _COMPUTE + _COLLECTIVES:
             for fqn, seconds in getattr(self, name):
                 _require_seconds(f"{name}[{fqn!r}]", seconds)
 
@@ -120,6 +157,11 @@ class Costs:
         gather: Mapping[str, float] | None = None,
         reduce: Mapping[str, float] | None = None,
         streams: bool = False,
+        outer_latency: float = 0.0,
+        outer_bandwidth: float | None = None,
+        small_gather: Mapping[str, float] | None = None,
+        refresh: Mapping[str, float] | None = None,
+        outer_reduce: Mapping[str, float] | None = None,
     ) -> Costs:
         """Create costs from mappings by FQN. Arguments and errors are those of the class."""
 
@@ -127,7 +169,8 @@ class Costs:
             return tuple(sorted((each or {}).items()))
 
         parts = by_fqn(forward), by_fqn(backward), by_fqn(gather), by_fqn(reduce)
-        return cls(latency, bandwidth, *parts, streams)
+        outer = by_fqn(small_gather), by_fqn(refresh), by_fqn(outer_reduce)
+        return cls(latency, bandwidth, *parts, streams, outer_latency, outer_bandwidth, *outer)
 
     def scaled(self, by: Mapping[str, float]) -> Costs:
         """Copy the costs, with the compute of each group multiplied by its factor in `by` (by FQN, default 1)."""
@@ -144,24 +187,42 @@ class Costs:
         Raises:
             ShardConfigValueError: the compute time of a group is unknown.
         """
-        known = {name: dict(getattr(self, name)) for name in ("forward", "backward", "gather", "reduce")}
+        known = {name: dict(getattr(self, name)) for name in _COMPUTE + _COLLECTIVES}
         times = {}
         for fqn, sent in moved.items():
-            for name in ("forward", "backward"):
+            for name in _COMPUTE:
                 if fqn not in known[name]:
                     raise ShardConfigValueError(f"Costs.{name}: has no seconds for group {fqn or ROOT_NAME}")
-            times[fqn] = Times(
-                known["forward"][fqn],
-                known["backward"][fqn],
-                known["gather"].get(fqn, self._sent(sent.gather, sent.ranks)),
-                known["reduce"].get(fqn, self._sent(sent.reduce, sent.ranks)),
-                self._sent(sent.small_gather, sent.few),
-            )
+            formula = {
+                "gather": self._sent(sent.gather, sent.ranks),
+                "reduce": self._sent(sent.reduce, sent.ranks),
+                "small_gather": self._sent(sent.small_gather, sent.few),
+                "refresh": self._sent_outside(sent.refresh, sent.outer),
+                "outer_reduce": self._sent_outside(sent.outer_reduce, sent.outer),
+            }
+            seconds = {name: known[name].get(fqn, formula[name]) for name in _COLLECTIVES}
+            apart = fqn in known["small_gather"]
+            times[fqn] = Times(known["forward"][fqn], known["backward"][fqn], **seconds, apart=apart)
         return times
 
     def _sent(self, collectives: tuple[int, ...], ranks: int) -> float:
-        sent = [nbytes for nbytes in collectives if nbytes] if ranks > 1 else []
-        return len(sent) * self.latency + (ranks - 1) / ranks * sum(sent) / self.bandwidth
+        return _seconds(collectives, ranks, self.latency, self.bandwidth)
+
+    def _sent_outside(self, collectives: tuple[int, ...], ranks: int) -> float:
+        if self.outer_bandwidth is None:
+            return 0.0
+        return _seconds(collectives, ranks, self.outer_latency, self.outer_bandwidth)
+
+
+def _seconds(collectives: tuple[int, ...], ranks: int, latency: float, bandwidth: float) -> float:
+    sent = [nbytes for nbytes in collectives if nbytes] if ranks > 1 else []
+    return len(sent) * latency + (ranks - 1) / ranks * sum(sent) / bandwidth
+
+
+def _require_bandwidth(field: str, value: float) -> None:
+    _require_seconds(field, value)
+    if value == 0:
+        raise ShardConfigValueError(f"Costs.{field}=0: expected bytes per second above 0")
 
 
 def _require_seconds(field: str, value: float) -> None:

@@ -105,6 +105,7 @@ def courses_of(
         timed: the plan's actions with the beginnings and ends of forwards and backwards, see `timed_step`.
         nbytes: the bytes of each group's weights and of its reduction, by FQN.
     """
+    timed = [action for action in timed if action.kind is not Kind.REFRESH]  # issued before all others, on another link
     turn = next((at for at, action in enumerate(timed) if action.kind is Kind.BACKWARD), len(timed))
     return _course_of(timed[:turn], nbytes), _course_of(timed[turn:], nbytes)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from .costs import Times
 from .plan import ShardPlan
 from .record import Record
-from .schedule import ROOT_NAME, Kind
+from .schedule import ROOT_NAME, Action, Kind
 
 _TIME_TOLERANCE = 0.25  # of the planned seconds
 _LEAST_TIME = 0.01  # of the planned compute of a step: smaller differences are ignored
@@ -60,10 +61,7 @@ def _steps(plan: ShardPlan, record: Record) -> list[str]:
     """The first action that differs. If all actions agree, the first action after which the live bytes differ."""
     if not record.actions or plan.order != record.order:
         return []
-    actions, live = plan.actions(), plan.live_bytes()
-    if not any(action.kind is Kind.REFRESH for action in record.actions):  # a later microbatch refreshes nothing
-        first = sum(action.kind is Kind.REFRESH for action in actions)
-        actions, live = actions[first:], live[first:]
+    actions, live = _planned(plan, record)
     for number, (planned, done) in enumerate(zip(actions, record.actions, strict=False), 1):
         if planned != done:
             return [f"{_name(done.fqn)}: action {number} was {done}, but {planned} is planned"]
@@ -79,6 +77,15 @@ def _steps(plan: ShardPlan, record: Record) -> list[str]:
     return []
 
 
+def _planned(plan: ShardPlan, record: Record) -> tuple[tuple[Action, ...], tuple[int, ...]]:
+    """The planned actions, and the live bytes after each. Without refreshes, if a later microbatch is recorded."""
+    actions, live = plan.actions(), plan.live_bytes()
+    if any(action.kind is Kind.REFRESH for action in record.actions):
+        return actions, live
+    first = sum(action.kind is Kind.REFRESH for action in actions)
+    return actions[first:], live[first:]
+
+
 def time_drift(plan: ShardPlan, times: Mapping[str, Times]) -> list[str]:
     """Describe groups whose times differ from the planned times.
 
@@ -89,11 +96,16 @@ def time_drift(plan: ShardPlan, times: Mapping[str, Times]) -> list[str]:
     statements = []
     for fqn in [each for each in planned if each in times]:
         for name in Times.__dataclass_fields__:
-            expected, measured = getattr(planned[fqn], name), getattr(times[fqn], name)
+            expected, measured = getattr(_measurable(planned[fqn]), name), getattr(_measurable(times[fqn]), name)
             if abs(measured - expected) > max(_TIME_TOLERANCE * expected, least):
                 words = f"took {1e3 * measured:.3f} ms, but {1e3 * expected:.3f} ms are planned"
                 statements.append(f"{_name(fqn)}: its {name.replace('_', ' ')} {words}")
     return statements
+
+
+def _measurable(times: Times) -> Times:
+    """The times as a record measures them: a reduction as a whole, and no refresh, for which nothing waits itself."""
+    return replace(times, reduce=times.reduce + times.outer_reduce, refresh=0.0, outer_reduce=0.0, apart=False)
 
 
 def _name(fqn: str) -> str:

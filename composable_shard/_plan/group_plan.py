@@ -220,7 +220,9 @@ class GroupPlan:
         gather = tuple(layout.moved(of.dtype.itemsize) for layout, (of, _) in layouts) if self.route else ()
         reduce = tuple(layout.moved for _, layout in self._reduce_layouts)
         few = tuple(layout.total * dtype.itemsize for dtype, layout in self._resident_layouts())
-        return Moved(self.shard_size, gather, reduce, self.small_size or 1, few)
+        refresh = tuple(layout.moved(dtype.itemsize) for dtype, layout in self.refresh_layouts)
+        outer = tuple(layout.moved for _, layout in self.outer_reduce_layouts)
+        return Moved(self.shard_size, gather, reduce, self.small_size or 1, few, self.outer_size, refresh, outer)
 
     @property
     def replica_bytes(self) -> int | None:
@@ -286,6 +288,23 @@ class GroupPlan:
             layout = gather_layout(own, self.outer_size, dtype.itemsize, dims, self.outer_route, None, wire)
             refreshes.append((dtype, layout))
         return tuple(refreshes)
+
+    @property
+    def outer_reduce_layouts(self) -> tuple[tuple[torch.dtype, ReduceLayout], ...]:
+        """By dtype, the layout of the reduction over the outer axis, which follows the one over the shard axis.
+
+        For a rank whose node holds no short pieces. Empty without `outer_sharding`.
+        """
+        if self.outer_size == 1:
+            return ()
+        reductions = []
+        for dtype, shapes, dims, rows in self._reduced:
+            pieces = bucket_layout(shapes, self.shard_size, None, dims, rows).params
+            own = [at.local_shape(0) for at in pieces]
+            wire = self.comm_policy.wire("replicas", dtype)
+            layout = reduce_layout(own, self.outer_size, dtype.itemsize, dims, self.outer_route, (), None, wire)
+            reductions.append((dtype, layout))
+        return tuple(reductions)
 
     @property
     def copy_bytes(self) -> int:

@@ -10,6 +10,13 @@ This models a machine whose host blocks while compute waits. With streams, the h
 the same order. A gather then begins when the previous use of its memory has ended, so `issue_i` is the end of the last
 use of that memory. Compute packs the gradients of a reduction, so it waits for the memory of the reduction.
 
+There may be other links, which run at the same time:
+
+- The outer link runs refreshes, and the part of a reduction over the outer axis of a mesh. A gather starts only after
+  the refresh of its group has ended, and delays all gathers behind it. The outer part of a reduction is queued when the
+  inner part ends, and compute waits for both.
+- If the shard axis is on several nodes, gathers among the ranks of a node have a link of their own (`Times.apart`).
+
 The time of a step beyond its compute is *exposed communication*: the sum of ``c_i - c_{i-1} - F_{i-1}``, and the waits
 at the end. Issuing takes no time. All compute of the root counts at its beginning, in forward and in backward.
 """
@@ -19,6 +26,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import NamedTuple
 
 from .arena import Arena, Lifetime, followers, peak_bytes
@@ -102,8 +110,16 @@ class Timeline:
         return sum(self.waits.values())
 
 
+class _Link(StrEnum):
+    """A link between ranks. Each runs its collectives in the order in which they are queued."""
+
+    INNER = "inner"  # of the shard axis
+    OUTER = "outer"  # of the outer axis
+    APART = "apart"  # of the few ranks of a node, if the shard axis is on several nodes (`Times.apart`)
+
+
 class _Clock:
-    """The clocks of compute and of the link, advanced action by action.
+    """The clocks of compute and of the links, advanced action by action.
 
     Args:
         times: seconds per use of each group.
@@ -114,13 +130,15 @@ class _Clock:
     def __init__(self, times: Mapping[str, Times], arena: Arena | None = None) -> None:
         self.times = times
         self.memory = None if arena is None else _Memory(arena)
-        self.now = self.link_free = self.compute = 0.0
+        self.now = self.compute = 0.0
+        self.free = dict.fromkeys(_Link, 0.0)  # when each link has run all collectives that were queued on it
         self.running: Action | None = None  # the forward or backward that has begun
         self.left = 0.0  # seconds of its remaining compute
         self.halved = False
         self.resident: set[str] = set()
         self.shrunk: set[str] = set()
         self.arrives: dict[tuple[Kind, str], deque[float]] = {}
+        self.refreshed: dict[str, float] = {}  # when the refresh of a group ends
         self.begins: list[float] = []
         self.gathers: list[float] = []
         self.waits: dict[Action, float] = {}
@@ -134,8 +152,8 @@ class _Clock:
                 self.begin(action)
             case Kind.ENDED:
                 self.finish()
-            case Kind.UNSHARD:
-                self.gather(action.fqn)
+            case Kind.UNSHARD | Kind.REFRESH:
+                self.gather(action)
             case Kind.WAIT:
                 self.arrive(action.fqn)
             case Kind.RESHARD | Kind.SHRINK:
@@ -145,10 +163,14 @@ class _Clock:
             case Kind.REDUCED:
                 self.settle(action)
 
-    def gather(self, fqn: str) -> None:
-        seconds = self.times[fqn].small_gather if fqn in self.shrunk else self.times[fqn].gather
+    def gather(self, action: Action) -> None:
+        fqn, times, small = action.fqn, self.times[action.fqn], action.fqn in self.shrunk
+        if action.kind is Kind.REFRESH:
+            self.refreshed[fqn] = self.occupy(_Link.OUTER, action, [(self.now, 1.0)], times.refresh)
+            return
+        seconds = times.small_gather if small else times.gather
         self.gathers.append(seconds)
-        self.send(Kind.UNSHARD, fqn, seconds)
+        self.send(Kind.UNSHARD, fqn, seconds, _Link.APART if small and times.apart else _Link.INNER)
 
     def arrive(self, fqn: str) -> None:
         assert self.running is not None
@@ -170,18 +192,35 @@ class _Clock:
             self.halved = True
         self.wait(Kind.REDUCE, action.fqn, action)
 
-    def send(self, what: Kind, fqn: str, seconds: float) -> None:
+    def send(self, what: Kind, fqn: str, seconds: float, link: _Link = _Link.INNER) -> None:
         parts = [(self.now, 1.0)]
+        action = Action(what, fqn)
         if self.memory is not None:
             parts = self.memory.parts()
             if what is Kind.REDUCE:
-                self.wait_until(max(free_at for free_at, _ in parts), Action(what, fqn))
+                self.wait_until(max(free_at for free_at, _ in parts), action)
                 parts = [(self.now, 1.0)]
-        for free_at, share in parts:
-            self.link_free = max(free_at, self.link_free) + share * seconds
+        if what is Kind.UNSHARD and fqn in self.refreshed:
+            parts = [(max(free_at, self.refreshed[fqn]), share) for free_at, share in parts]
+        ends = self.occupy(link, action, parts, seconds)
         if self.memory is not None:
-            self.memory.used(self.link_free)
-        self.arrives.setdefault((what, fqn), deque()).append(self.link_free)
+            self.memory.used(ends)
+        if what is Kind.REDUCE and (outer := self.times[fqn].outer_reduce):
+            ends = self.occupy(_Link.OUTER, action, [(ends, 1.0)], outer)
+        self.arrives.setdefault((what, fqn), deque()).append(ends)
+
+    def occupy(self, link: _Link, action: Action, parts: Sequence[tuple[float, float]], seconds: float) -> float:
+        """Queue the collectives of an action on a link. Return the time at which the last one ends.
+
+        Args:
+            link: the link.
+            action: the action.
+            parts: for each collective, the time at which it may start, and its share of the seconds.
+            seconds: seconds of all collectives.
+        """
+        for free_at, share in parts:
+            self.free[link] = max(free_at, self.free[link]) + share * seconds
+        return self.free[link]
 
     def wait(self, what: Kind, fqn: str, on: Action) -> None:
         arrived = self.arrives[what, fqn].popleft()
@@ -262,16 +301,22 @@ class _Memory:
             self._free_at[at] = time
 
 
+_Span = tuple[Kind, str, float, float]  # kind, group, begin and end in seconds
+
+
 class _NotingClock(_Clock):
-    """A clock that records spans of compute, of the link, and of waits."""
+    """A clock that records spans of compute, of the links, and of waits."""
 
     def __init__(self, times: Mapping[str, Times], arena: Arena | None = None) -> None:
         super().__init__(times, arena)
-        self.spans: list[tuple[Kind, str, float, float]] = []
+        self.spans: list[_Span] = []
+        self.outer: list[_Span] = []
 
-    def send(self, what: Kind, fqn: str, seconds: float) -> None:
-        super().send(what, fqn, seconds)
-        self.spans.append((what, fqn, self.link_free - seconds, self.link_free))
+    def occupy(self, link: _Link, action: Action, parts: Sequence[tuple[float, float]], seconds: float) -> float:
+        ends = super().occupy(link, action, parts, seconds)
+        spans = self.outer if link is _Link.OUTER else self.spans
+        spans.append((action.kind, action.fqn, ends - seconds, ends))
+        return ends
 
     def wait_until(self, time: float, on: Action) -> None:
         begin = self.now
@@ -312,28 +357,43 @@ def simulate(actions: Sequence[Action], times: Mapping[str, Times], arena: Arena
 
 
 class Trace(NamedTuple):
-    """The times of a step. Spans of `UNSHARD` and `REDUCE` are on the link. Spans of `WAIT` and `REDUCED` are waits."""
+    """The times of a step.
+
+    Spans of `UNSHARD` and `REDUCE` are on the inner link, or on that of a few ranks. Spans of `WAIT` and `REDUCED` are
+    waits.
+    """
 
     done: tuple[float, ...]  # time in seconds at which each action (except `MARKS`) ended, in order
-    spans: tuple[tuple[Kind, str, float, float], ...]  # kind, group, begin and end in seconds
+    spans: tuple[_Span, ...]
+    outer: tuple[_Span, ...]  # spans on the outer link: `REFRESH`, and the second part of `REDUCE`
 
 
 def trace(actions: Sequence[Action], times: Mapping[str, Times], arena: Arena | None = None) -> Trace:
     """`simulate` with spans of compute, link and waits. Slower."""
     clock = _NotingClock(times, arena)
     done = [clock.now for action in _played(actions, clock) if action.kind not in MARKS]
-    return Trace(tuple(done), tuple(clock.spans))
+    return Trace(tuple(done), tuple(clock.spans), tuple(clock.outer))
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTimes:
-    """Seconds of a group in a step: gathers, compute, reductions, and exposed communication."""
+    """Seconds of a group in a step.
+
+    Attributes:
+        fqn: the group.
+        gather: its gathers.
+        compute: its forwards and backwards.
+        reduce: its reductions, without their part on the outer link.
+        exposed: exposed communication.
+        outer: its refresh, and its reductions on the outer link.
+    """
 
     fqn: str
     gather: float
     compute: float
     reduce: float
     exposed: float
+    outer: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,5 +452,7 @@ def predict(
     groups = []
     for fqn, time in times.items():
         computed = often[Kind.FORWARD, fqn] * time.forward + often[Kind.BACKWARD, fqn] * time.backward
-        groups.append(GroupTimes(fqn, gathers[fqn], computed, often[Kind.REDUCE, fqn] * time.reduce, exposed[fqn]))
+        reductions = often[Kind.REDUCE, fqn]
+        outer = often[Kind.REFRESH, fqn] * time.refresh + reductions * time.outer_reduce
+        groups.append(GroupTimes(fqn, gathers[fqn], computed, reductions * time.reduce, exposed[fqn], outer))
     return replace(memory, groups=tuple(groups), seconds=timeline.seconds, exposed=timeline.exposed)

@@ -47,10 +47,17 @@ def plan_text(
     if copies := sum(group.copy_bytes for group in groups):
         lines.append(f"compute copies: {mib(copies)}, refreshed over {max(group.outer_size for group in groups)} ranks")
     lines += [] if schedule is None else _memory_lines(predicted)
-    if predicted.exposed is not None and predicted.seconds is not None:
-        lines.append(f"exposed: {1e3 * predicted.exposed:.3f} of {1e3 * predicted.seconds:.3f} ms per step")
+    lines += _time_lines(predicted)
     lines += [f"order in {phase}: {_listed(order)}" for phase, order in phases if order]
     return "\n".join(lines if schedule is None else [*lines, why, *_schedule_lines(schedule)])
+
+
+def _time_lines(predicted: Prediction) -> list[str]:
+    if predicted.exposed is None or predicted.seconds is None:
+        return []
+    outer = sum(each.outer for each in predicted.groups or ())
+    lines = [f"exposed: {1e3 * predicted.exposed:.3f} of {1e3 * predicted.seconds:.3f} ms per step"]
+    return [*lines, f"on the outer link: {1e3 * outer:.3f} ms per step"] if outer else lines
 
 
 def _memory_lines(predicted: Prediction) -> list[str]:

@@ -5,6 +5,7 @@ In other cases the cause of the wait for a gather is one of these:
 
 - The link was busy and could not run the gather earlier.
 - The gather was issued too late, because of the policy, the budget, or memory that was still in use.
+- The gather had to wait for the refresh of the node's compute copy, from which it reads.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Cause(StrEnum):
     LATENCY = "latency"  # as for LINK, and most of the collective's duration does not depend on its bytes
     POLICY = "policy"  # the gather is issued too late, because of the prefetch policy
     BUDGET = "budget"  # the gather is issued too late, because it would not fit into the budget earlier
+    REFRESH = "refresh"  # the refresh of the node's compute copy ends only then
     MEMORY = "memory"  # the memory for the collective is in use until then
     LAST = "last"  # nothing computes after the reduction
     IN_FLIGHT = "in flight"  # the next reduction is issued only after this one has ended
@@ -46,7 +48,7 @@ class Wait:
         backward: whether the wait is in or after backward; otherwise it is in forward.
         cause: the cause of the wait.
         waited: seconds of exposed communication.
-        takes: duration in seconds without contention on the link.
+        takes: duration in seconds without contention on the links.
         fixed: the part of `takes`, in seconds, beyond the time of its bytes at the rate of the plan's large
             collectives; 0 for a large collective.
         hidden: seconds of compute between issue and wait.
@@ -102,6 +104,7 @@ class _Reader:
         self.turn_index = next((at for at, each in enumerate(self.timed) if each.kind is Kind.BACKWARD), -1)
         self.link = [span for span in step.spans if span[0] in LAUNCHES]
         self.compute = [span for span in step.spans if span[0] in COMPUTE]
+        self.refreshed, self.outer_reductions = _on_outer_link(step)
         self.began = {(kind, fqn, end): begin for kind, fqn, begin, end in step.spans if kind in WAITS}
         self.done = _times_of(self.timed, step)
         self.turn = _end_of_forward(self.compute, self.done[: max(0, self.turn_index)])
@@ -152,14 +155,21 @@ class _Reader:
         )
         if kind is Kind.REDUCE:
             is_over = not _overlap(self.compute, self.done[at], self.compute[-1][-1] if self.compute else 0.0)
-            return replace(wait, cause=_of_reduction(wait, following, is_over))
-        return replace(wait, cause=self._of_gather(wait, flight, needed, number))
+            takes += self.outer_reductions.get(fqn, 0.0)
+            return replace(wait, cause=_of_reduction(wait, following, is_over), takes=takes)
+        return self._of_gather(wait, flight, needed, number)
 
     def _following(self, at: int) -> Action | None:
         """The first action after index `at` that is not a wait."""
         return next((each for each in self.timed[at + 1 :] if each.kind not in WAITS), None)
 
-    def _of_gather(self, wait: Wait, flight: _Flight, needed: float, number: int) -> Cause:
+    def _of_gather(self, wait: Wait, flight: _Flight, needed: float, number: int) -> Wait:
+        """Add the cause of a wait for a gather."""
+        if abs(flight.begin - self.refreshed.get(wait.fqn, -1.0)) < _NOISE:
+            return replace(wait, cause=Cause.REFRESH, behind=Action(Kind.REFRESH, wait.fqn))
+        return replace(wait, cause=self._cause_of_gather(wait, flight, needed, number))
+
+    def _cause_of_gather(self, wait: Wait, flight: _Flight, needed: float, number: int) -> Cause:
         start = self.turn if wait.backward else 0.0
         if not _overlap(self.compute, start, needed):
             return Cause.TURN if wait.backward else Cause.FIRST
@@ -183,6 +193,12 @@ _NOISE = 1e-12  # seconds; rounding errors of differences of sums
 _WAIT_FOR = {Kind.REDUCE: Kind.REDUCED}  # how a trace names waits for the memory of a reduction
 _ENDS = {Kind.WAIT: Kind.UNSHARD, Kind.REDUCED: Kind.REDUCE}
 _Spans = Sequence[tuple[Kind, str, float, float]]
+
+
+def _on_outer_link(step: Trace) -> tuple[dict[str, float], dict[str, float]]:
+    """By group, the time at which its refresh ends, and the seconds of its reduction on the outer link."""
+    refreshed = {fqn: end for kind, fqn, _, end in step.outer if kind is Kind.REFRESH}
+    return refreshed, {fqn: end - begin for kind, fqn, begin, end in step.outer if kind is Kind.REDUCE}
 
 
 def _times_of(timed: Sequence[Action], step: Trace) -> list[float]:

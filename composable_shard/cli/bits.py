@@ -16,7 +16,12 @@ def add_bits(parser: Any) -> None:
     add = parser.add_argument
     add("--gather", choices=_FORMS, help="format in which weights are sent (default: their dtype)")
     add("--reduce", choices=_FORMS, help="format in which gradients are sent between shards")
-    add("--between-replicas", choices=_FORMS, help="format in which gradients are sent between replicas (hsdp)")
+    add(
+        "--between-replicas",
+        choices=_FORMS,
+        help="format in which gradients are sent over the outer axis (hsdp, hfsdp)",
+    )
+    add("--refresh", choices=_FORMS, help="format in which weights are sent over the outer axis (hfsdp)")
     add(
         "--linear-format",
         metavar="NAME",
@@ -35,4 +40,4 @@ def bits_of(parsed: argparse.Namespace) -> CommPolicy:
     """
     from .._policies import CommPolicy
 
-    return CommPolicy(parsed.gather, parsed.reduce, parsed.between_replicas, parsed.block)
+    return CommPolicy(parsed.gather, parsed.reduce, parsed.between_replicas, parsed.block, parsed.refresh)

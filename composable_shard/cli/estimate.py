@@ -37,7 +37,7 @@ examples:
 
 exit codes: 0 done, and it fits into --memory; 1 it does not fit; 2 the arguments are wrong, or the script failed.
 """
-STRATEGIES = ("none", "ddp", "zero1", "zero2", "zero3", "hsdp")
+STRATEGIES = ("none", "ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
 OFFLOADS: dict[str, dict[str, Any]] = {
     "none": {},
     "all": {"offload": True},  # shards, gradients and optimizer state on the host
@@ -69,7 +69,7 @@ def add_command(commands: Any) -> None:
     models = parser.add_argument_group("options of models")
     add = models.add_argument
     add("--strategy", choices=STRATEGIES, default="zero3", help="sharding strategy (default: zero3)")
-    add("--replicas", type=int, default=2, metavar="N", help="number of replicas of hsdp (default: 2)")
+    add("--replicas", type=int, default=2, metavar="N", help="replicas of hsdp, or nodes of hfsdp (default: 2)")
     add(
         "--checkpointing",
         choices=("none", "selective", "full"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -280,7 +280,8 @@ class Planner:
         pool = None if plan is None else pool_of(plan, strategy.name in STAYS)
         rounding = 0 if plan is None else sum(group.rounding_bytes for group in plan.groups)
         stepping = stepping_of(self._optimizer, shown_groups(base, plan), strategy, machine)
-        held = held_bytes(strategy, pool, shards, stepping.state, self._cast(base, plan), rounding)
+        copies = 0 if plan is None else sum(group.copy_bytes for group in plan.groups)
+        held = held_bytes(strategy, pool, shards, stepping.state, self._cast(base, plan), rounding, copies)
         by_group = {fqn: 0 if strategy.offload else trained for fqn, (_, trained) in shards.items()}
         gradients = Gradients(by_group, stepping.at_once)
         memory = memory_of(profile, held, pool, gradients, reducing(plan, strategy, machine), stepping.buffer_bytes)
@@ -348,9 +349,10 @@ def _recommended(estimates: list[Estimate], devices: int, machine: Machine) -> t
 
 
 def _complexity(strategy: Strategy) -> tuple[int, bool, int, int]:
-    replicated = _REPLICATED.index(strategy.name) if strategy.name in _REPLICATED else len(_REPLICATED)
+    sharding = _REPLICATED.index(strategy.name) if strategy.name in _REPLICATED else len(_REPLICATED)
+    sharding += strategy.splits_outside or strategy.few > 0
     checkpoints = CHECKPOINTING.index(strategy.checkpointing)
-    return 2 * strategy.offload + strategy.disk + strategy.state, strategy.layout.tensor > 1, replicated, checkpoints
+    return 2 * strategy.offload + strategy.disk + strategy.state, strategy.layout.tensor > 1, sharding, checkpoints
 
 
 def _reason(chosen: Estimate, fitting: list[Estimate], estimates: list[Estimate], devices: int) -> str:
@@ -370,7 +372,30 @@ def _reason(chosen: Estimate, fitting: list[Estimate], estimates: list[Estimate]
         best = others[0]
         ratio = chosen.tokens_per_second / best.tokens_per_second
         text += f" The best alternative, {best.strategy}, reaches {1 / ratio:.0%} of this throughput."
-    return text + _exchange(chosen.exchanged)
+    return text + _nodes(chosen, estimates) + _exchange(chosen.exchanged)
+
+
+def _nodes(chosen: Estimate, estimates: list[Estimate]) -> str:
+    """Compare ``hfsdp`` with the strategies that replicate over nodes, or gather between nodes."""
+    strategy, layout = chosen.strategy, chosen.strategy.layout
+    if not strategy.splits_outside:
+        return ""
+    text = (
+        f" {strategy.name} gathers within a node, from compute copies of {_gib(chosen.memory.most.copies)} per device, "
+        "which one refresh per step updates between nodes."
+    )
+    everywhere = replace(layout, shard=layout.shard * layout.replicas, replicas=1)
+    replicated, gathered = (
+        next((each for each in estimates if each.strategy == other), None)
+        for other in (replace(strategy, name="hsdp"), replace(strategy, name="zero3", layout=everywhere))
+    )
+    if replicated is not None:
+        fits = "" if replicated.fits else ", which does not fit"
+        text += f" {replicated.strategy} keeps a whole optimizer state in each node and needs "
+        text += f"{_gib(replicated.needed)} per device{fits}."
+    if gathered is not None:
+        text += f" {gathered.strategy} gathers between nodes, which exposes {gathered.exposed_share:.0%} of its step."
+    return text
 
 
 def _offload(chosen: Estimate, fitting: list[Estimate], machine: Machine) -> str:

@@ -32,6 +32,7 @@ class Bytes:
         activations: tensors that autograd has saved, and temporary tensors of operators.
         unsharded: unsharded parameters.
         communication: other buffers of gathers and reductions.
+        copies: the node's compute copies, which ``hfsdp`` keeps between steps.
     """
 
     parameters: int = 0
@@ -40,6 +41,7 @@ class Bytes:
     activations: int = 0
     unsharded: int = 0
     communication: int = 0
+    copies: int = 0
 
     @property
     def total(self) -> int:

@@ -13,7 +13,7 @@ from .memory import Bytes
 from .text import shown
 
 _SCALES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0)
-_COLORS = ("#30638e", "#7aa6c2", "#e3b23c", "#d1495b", "#66a182", "#9aa0a6")
+_COLORS = ("#30638e", "#7aa6c2", "#e3b23c", "#d1495b", "#66a182", "#9aa0a6", "#8f6bb3")
 _LINES = 6
 
 
@@ -61,7 +61,7 @@ def _memory(axes: Any, advice: Advice, estimates: Sequence[Estimate]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("GiB per device, maximum of each category (dashed: device memory)")
     axes.tick_params(axis="y", labelsize=8)
-    axes.legend(fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=6)
+    axes.legend(fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=7)
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -124,6 +124,11 @@ def rehearse_source(
     check_linear(precision.linear, layout.tensor, source.adapters, comm)
     if strategy.offloads and not is_possible(optimizer, strategy):
         raise ShardConfigValueError(f"{strategy}: cannot be planned with {optimizer!r}")
+    if strategy.few:
+        raise ShardConfigValueError(
+            f"{strategy}: resharding to a few ranks cannot be rehearsed, because its process groups are made from "
+            "values of tensors; `advise` predicts it"
+        )
 
     def program(watch: _Watch) -> None:
         model, step = source.made()

@@ -25,17 +25,25 @@ def passing_bytes(group: GroupPlan, replicas: int, streams: bool) -> int:
 
     Args:
         group: a group of the plan.
-        replicas: number of ranks with the same shards.
+        replicas: number of ranks of the outer axis.
         streams: whether it runs on an accelerator, which rounds a whole turn at a time.
     """
     most = 0
-    for each in group.reductions:
-        parcel, ranks = each.layout.parcel, group.shard_size
-        for sent, to, others in ((parcel, ranks, ranks), (each.between, 1, replicas)):
-            for form, numbers in _turns(each.layout, sent):
-                most = max(most, _DRAWN * to * numbers + _AT_WORK[form] * _at_once(to * numbers, streams))
-                most = max(most, _ADDED * others * numbers + _DECODED[form] * _at_once(others * numbers, streams))
+    for layout, sent, to, others in _exchanges(group, replicas):
+        for form, numbers in _turns(layout, sent):
+            most = max(most, _DRAWN * to * numbers + _AT_WORK[form] * _at_once(to * numbers, streams))
+            most = max(most, _ADDED * others * numbers + _DECODED[form] * _at_once(others * numbers, streams))
     return most
+
+
+def _exchanges(group: GroupPlan, replicas: int) -> Iterator[tuple[ReduceLayout, Parcel | None, int, int]]:
+    """The exchanges of the group's reductions: what a rank sends, to how many ranks, and from how many it receives."""
+    for each in group.reductions:
+        yield each.layout, each.layout.parcel, group.shard_size, group.shard_size
+        if group.outer_size == 1:
+            yield each.layout, each.between, 1, replicas
+    for _, layout in group.outer_reduce_layouts:
+        yield layout, layout.parcel, group.outer_size, group.outer_size
 
 
 def _at_once(numbers: int, streams: bool) -> int:

@@ -37,6 +37,8 @@ def check_optimizer(optimizer: str, tensor: tuple[int, ...] = (1,)) -> None:
 
 def is_possible(optimizer: str, strategy: Strategy) -> bool:
     """Whether an optimizer can be planned with a strategy. Only AdamW's state can be stored apart from the shards."""
+    if optimizer == OWNED and strategy.splits_outside:
+        return False
     return optimizer == ADAMW or not (strategy.disk or strategy.state or (strategy.offload and optimizer == OWNED))
 
 
@@ -61,10 +63,12 @@ class Stepping:
 
 def stepping_of(optimizer: str, groups: tuple[GroupPlan, ...], strategy: Strategy, machine: Machine) -> Stepping:
     """Predict memory and time of an optimizer for the parameters of groups that are sharded by a strategy."""
-    trained = {p.fqn: p for group in groups for p in group.params if p.trains}
     world = max([group.shard_size for group in groups], default=1)
     taken = dict(_matrices(groups)) if optimizer == OWNED else {}
-    others = sum(_layout_of(p, world).piece * p.stored.itemsize for name, p in trained.items() if name not in taken)
+    others = sum(
+        replace(group, params=tuple(p for p in group.params if p.trains and p.fqn not in taken)).shard_bytes
+        for group in groups
+    )
     seconds = _adam_seconds(others, strategy, machine)
     if not taken:
         return Stepping(MOMENTS * others, optimizer == IN_BACKWARD, 0, 0, seconds)

@@ -21,6 +21,7 @@ from .rounding import passing_bytes, replica_buffers
 
 _KEEPS_AFTER_FORWARD = ("ddp", "zero1", "zero2")
 STAYS = ("ddp", "zero1")  # parameters stay unsharded until the optimizer step
+HFSDP = "hfsdp"
 MOMENTS = 2  # moments of Adam, each as large as the parameters
 DISK_MEMORY = 1 << 30  # bytes that a `DiskOffloadPolicy` may use for the part of the state that is in memory
 
@@ -30,7 +31,8 @@ class Layout:
     """The layout of ranks: tensor parallelism innermost, then shards, then replicas.
 
     Attributes:
-        tensor, shard, replicas: number of ranks along each dimension.
+        tensor, shard, replicas: number of ranks along each dimension. With ``hfsdp``, `replicas` is the outer axis,
+            which splits the shards once more.
     """
 
     tensor: int = 1
@@ -50,6 +52,8 @@ class Strategy:
         offload: whether parameters, gradients and optimizer state are in host memory.
         disk: whether the optimizer state is in files instead.
         state: whether only the optimizer state is in host memory.
+        few: with ``zero3``, the number of consecutive ranks to which weights are resharded after forward, so that
+            backward gathers among these; 0 if they are resharded to all ranks.
     """
 
     name: str
@@ -58,6 +62,12 @@ class Strategy:
     offload: bool = False
     disk: bool = False
     state: bool = False
+    few: int = 0
+
+    @property
+    def splits_outside(self) -> bool:
+        """Whether stored parameters, gradients and optimizer state are split over the outer axis as well."""
+        return self.name == HFSDP and self.layout.replicas > 1
 
     @property
     def offloads(self) -> bool:
@@ -66,8 +76,9 @@ class Strategy:
 
     def __str__(self) -> str:
         parts = [self.name]
-        if self.name == "hsdp":
-            parts = [f"hsdp {self.layout.replicas}x{self.layout.shard}"]
+        if self.name in ("hsdp", HFSDP):
+            parts = [f"{self.name} {self.layout.replicas}x{self.layout.shard}"]
+        parts += [f"few {self.few}"] if self.few else []
         parts += [f"tp {self.layout.tensor}"] if self.layout.tensor > 1 else []
         parts += [f"{self.checkpointing} checkpointing"] if self.checkpointing != "none" else []
         parts += [f"offload{' to disk' if self.disk else ''}"] if self.offload else []
@@ -79,22 +90,23 @@ def strategy_named(name: str, devices: int, checkpointing: Checkpointing = "none
     """Return the strategy with a name for a number of devices.
 
     Args:
-        name: ``none``, ``ddp``, ``zero1``, ``zero2``, ``zero3`` or ``hsdp``.
+        name: ``none``, ``ddp``, ``zero1``, ``zero2``, ``zero3``, ``hsdp`` or ``hfsdp``.
         devices: number of devices. ``none`` uses one.
         checkpointing: activation checkpointing of its blocks.
-        replicas: number of replicas of ``hsdp``.
+        replicas: number of replicas of ``hsdp``, or of ranks of the outer axis of ``hfsdp``.
 
     Raises:
         ShardConfigValueError: the devices cannot be divided in this way.
     """
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise ShardConfigValueError(f"devices: {devices!r} is not a number above 0")
-    if name == "hsdp" and (replicas < 1 or devices % replicas):
+    if name in ("hsdp", HFSDP) and (replicas < 1 or devices % replicas):
         raise ShardConfigValueError(f"replicas: {devices} devices cannot be divided evenly into {replicas} replicas")
     layouts = {
         "none": Layout(),
         "ddp": Layout(replicas=devices),
-        "hsdp": Layout(shard=devices // max(1, replicas), replicas=replicas),
+        "hsdp": (between := Layout(shard=devices // max(1, replicas), replicas=replicas)),
+        HFSDP: between,
     }
     return Strategy(name, layouts.get(name, Layout(shard=devices)), checkpointing)
 
@@ -113,27 +125,32 @@ def strategies(
     for ranks in tensor:
         if devices % ranks or ranks > per_node:
             continue
-        for name, layout in _layouts(devices // ranks, ranks):
+        for basic in _basic(devices // ranks, ranks, per_node // ranks):
             for checkpointing in CHECKPOINTING:
-                yield Strategy(name, layout, checkpointing)
-                if name in ("zero3", "hsdp"):
-                    yield Strategy(name, layout, checkpointing, state=True)
-                    yield Strategy(name, layout, checkpointing, offload=True)
+                strategy = replace(basic, checkpointing=checkpointing)
+                yield strategy
+                if basic.name in ("zero3", "hsdp") and not basic.few:
+                    yield replace(strategy, state=True)
+                    yield replace(strategy, offload=True)
                     if host_memory is not None:
-                        yield Strategy(name, layout, checkpointing, offload=True, disk=True)
+                        yield replace(strategy, offload=True, disk=True)
 
 
-def _layouts(ranks: int, tensor: int) -> Iterator[tuple[str, Layout]]:
+def _basic(ranks: int, tensor: int, in_node: int) -> Iterator[Strategy]:
+    """The strategies for a number of ranks, of which `in_node` share a fast link, without checkpointing and offload."""
     if ranks == 1:
-        yield "none", Layout(tensor)
-        yield "zero3", Layout(tensor)
+        yield Strategy("none", Layout(tensor))
+        yield Strategy("zero3", Layout(tensor))
         return
-    yield "ddp", Layout(tensor, 1, ranks)
+    yield Strategy("ddp", Layout(tensor, 1, ranks))
     for name in ("zero1", "zero2", "zero3"):
-        yield name, Layout(tensor, ranks)
+        yield Strategy(name, Layout(tensor, ranks))
     for shard in range(2, ranks):
         if ranks % shard == 0:
-            yield "hsdp", Layout(tensor, shard, ranks // shard)
+            yield Strategy("hsdp", Layout(tensor, shard, ranks // shard))
+    if 1 < in_node < ranks and ranks % in_node == 0:  # several whole nodes
+        yield Strategy("zero3", Layout(tensor, ranks), few=in_node)
+        yield Strategy(HFSDP, Layout(tensor, in_node, ranks // in_node))
 
 
 def plan_of(base: ShardPlan, strategy: Strategy, machine: Machine) -> ShardPlan | None:
@@ -146,11 +163,17 @@ def plan_of(base: ShardPlan, strategy: Strategy, machine: Machine) -> ShardPlan 
 
 def _group(group: GroupPlan, strategy: Strategy, machine: Machine) -> GroupPlan:
     shard = strategy.layout.shard
+    # A number of ranks applies to the root as well. Without one, the root is not resharded.
+    reshards = strategy.name not in _KEEPS_AFTER_FORWARD and (strategy.few > 0 or not group.is_root)
+    splits = strategy.splits_outside
     return replace(
         group,
         shard_size=shard,
-        reshard_after_forward=strategy.name not in _KEEPS_AFTER_FORWARD and not group.is_root,
+        reshard_after_forward=reshards,
         route=_route(group, machine) if shard > 1 else None,
+        small_size=strategy.few if reshards else 0,
+        outer_size=strategy.layout.replicas if splits else 1,
+        outer_route=_route(group, machine) if splits else None,
         reduces_first=not machine.streams and strategy.layout.replicas == 1,
         frees_queued=machine.streams,
     )
@@ -180,6 +203,7 @@ def held_bytes(
     state: int,
     cast: int = 0,
     rounding: int = 0,
+    copies: int = 0,
 ) -> Bytes:
     """The bytes of a device that are always allocated.
 
@@ -190,6 +214,7 @@ def held_bytes(
         state: bytes of optimizer state.
         cast: bytes of unsharded parameters in the compute dtype, if there is no plan.
         rounding: bytes that low-precision communication keeps.
+        copies: bytes of the node's compute copies.
     """
     parameters = sum(stored for stored, _ in shards.values())
     unsharded, communication = (pool.unsharded, pool.communication + rounding) if pool is not None else (cast, 0)
@@ -197,7 +222,7 @@ def held_bytes(
         parameters = 0
     if strategy.offloads:
         state = 0
-    return Bytes(parameters, state, unsharded=unsharded, communication=communication)
+    return Bytes(parameters, state, unsharded=unsharded, communication=communication, copies=copies)
 
 
 def off_device(strategy: Strategy, shards: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
@@ -218,22 +243,34 @@ def reducing(plan: ShardPlan | None, strategy: Strategy, machine: Machine) -> Re
     """Memory that reductions allocate outside the pool.
 
     Over replicas, gloo needs scratch memory as large as the reduced gradients. In low precision, the scratch memory
-    contains the sent and received values instead.
+    contains the sent and received values instead. If the outer axis splits gradients, the result of the reduction over
+    the shard axis and the bucket of the reduction over the outer axis are allocated.
     """
     groups = plan.groups if plan is not None else ()
-    replicas = strategy.layout.replicas
-    adds = machine.backend == "gloo" and replicas > 1
-    nbytes = {
-        each.fqn: replica_buffers(each, replicas)
-        or (replicated_bytes(each) // strategy.layout.shard if adds and each.replica_bytes is None else 0)
-        for each in groups
-    }
-    passing = {each.fqn: passing_bytes(each, replicas, machine.streams) for each in groups}
+    nbytes = {each.fqn: _outside_pool(each, strategy, machine) for each in groups}
+    passing = {each.fqn: passing_bytes(each, strategy.layout.replicas, machine.streams) for each in groups}
     return Reducing(defaultdict(int, nbytes), defaultdict(int, passing), MAX_REDUCTIONS)
 
 
+def _outside_pool(group: GroupPlan, strategy: Strategy, machine: Machine) -> int:
+    """Bytes that a group's reduction allocates outside the pool until it finishes."""
+    replicas = strategy.layout.replicas
+    if strategy.splits_outside:
+        return _split_bytes(group)
+    if nbytes := replica_buffers(group, replicas):
+        return nbytes
+    adds = machine.backend == "gloo" and replicas > 1 and group.replica_bytes is None
+    return replicated_bytes(group) // strategy.layout.shard if adds else 0
+
+
+def _split_bytes(group: GroupPlan) -> int:
+    """Bytes of a reduction that also runs over the outer axis, outside the pool."""
+    outer = sum(layout.nbytes + layout.scratch * dtype.itemsize for dtype, layout in group.outer_reduce_layouts)
+    return replicated_bytes(group) // group.shard_size + outer
+
+
 def moved_bytes(plan: ShardPlan | None, strategy: Strategy) -> int:
-    """Bytes that a rank sends in a step to other shards and replicas."""
+    """Bytes that a rank sends in a step to other shards and replicas, and over the outer axis."""
     if plan is None:
         return 0
     shard, replicas = strategy.layout.shard, strategy.layout.replicas
@@ -242,8 +279,15 @@ def moved_bytes(plan: ShardPlan | None, strategy: Strategy) -> int:
     for group in plan.groups:
         parts = gathers[group.fqn] * sum(group.moved.gather) + sum(group.moved.reduce)
         moved += parts * (shard - 1) / shard
-        moved += (replicas - 1) / replicas * between_replicas(group, strategy.layout)
+        moved += (replicas - 1) / replicas * over_outer_axis(group, strategy)
     return int(moved)
+
+
+def over_outer_axis(group: GroupPlan, strategy: Strategy) -> float:
+    """Bytes that a group moves between replicas or, if these are split, in its refresh and in its reduction."""
+    if strategy.splits_outside:
+        return sum(group.moved.refresh) + sum(group.moved.outer_reduce)
+    return between_replicas(group, strategy.layout)
 
 
 def between_replicas(group: GroupPlan, layout: Layout) -> float:

@@ -10,7 +10,7 @@ from .._plan.text import table
 from .._policies import AS_IT_IS, CommPolicy
 from .advise import Advice, Estimate
 from .stepping import ADAMW, IN_BACKWARD, OWNED
-from .strategies import DISK_MEMORY, Strategy
+from .strategies import DISK_MEMORY, HFSDP, Strategy
 
 HEAD = (
     "strategy", "fits", "memory", "params", "optimizer", "grads", "activ.", "unsharded", "step", "tokens/s", "exposed",
@@ -37,7 +37,13 @@ def shown(advice: Advice, most: int | None) -> list[Estimate]:
 
 def _row(estimate: Estimate) -> list[str]:
     most = estimate.memory.most
-    kinds = (most.parameters, most.optimizer, most.gradients, most.activations, most.unsharded + most.communication)
+    kinds = (
+        most.parameters + most.copies,
+        most.optimizer,
+        most.gradients,
+        most.activations,
+        most.unsharded + most.communication,
+    )
     return [
         str(estimate.strategy),
         _fits(estimate),
@@ -188,7 +194,8 @@ _OPTIMIZERS = {
 
 def _sharding(strategy: Strategy, policy: str, comm: CommPolicy) -> list[str]:
     arguments = [f'strategy="{strategy.name}"']
-    arguments += [f"replicas={strategy.layout.replicas}"] if strategy.name == "hsdp" else []
+    arguments += [f"replicas={strategy.layout.replicas}"] if strategy.name in ("hsdp", HFSDP) else []
+    arguments += [f"reshard_after_forward={strategy.few}"] if strategy.few else []
     before: list[str] = []
     if strategy.layout.tensor > 1:
         dims = strategy.layout.replicas, strategy.layout.shard, strategy.layout.tensor

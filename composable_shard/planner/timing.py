@@ -112,25 +112,26 @@ def time_of(
 
 
 def costs_of(plan: ShardPlan, strategy: Strategy, computed: Mapping[tuple[str, str], float], machine: Machine) -> Costs:
-    """The costs for the simulation of a plan."""
+    """The costs for the simulation of a plan.
+
+    Reductions over the outer axis run on a link of their own if that axis leaves the nodes, the shard axis does not,
+    and streams wait for communication. Otherwise, they occupy the link of the shard axis. Refreshes always have a link
+    of their own.
+    """
     layout = strategy.layout
-    shards = ring(machine, layout.shard, layout.tensor)
-    replicas = ring(machine, layout.replicas, layout.tensor * layout.shard)
-    forward, backward = ({group.fqn: 0.0 for group in plan.groups} for _ in range(2))
-    for (direction, fqn), seconds in computed.items():
-        (forward if direction == FORWARD else backward)[fqn] += seconds
-    gather, reduce = {}, {}
+    shards, outer = ring(machine, layout.shard, layout.tensor), outer_ring(machine, layout)
+    two_links = machine.streams and has_two_links(machine, layout)
+    forward, backward = _by_direction(plan, computed)
+    gather, reduce, refresh, outer_reduce = ({group.fqn: 0.0 for group in plan.groups} for _ in range(4))
     for group in plan.groups:
-        whole = replicated_bytes(group)
-        gather[group.fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in group.moved.gather)
-        reduce[group.fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in group.moved.reduce)
-        reduce[group.fqn] += sent(replicas, layout.replicas, between_replicas(group, layout))
-        gather[group.fqn] += rounding_seconds(group, group.comm_policy.gather, ROUNDED, machine)
-        gather[group.fqn] += cast_bytes(group) / machine.memory_bandwidth
-        reduce[group.fqn] += rounding_seconds(group, group.comm_policy.reduce, ADDED, machine)
-        if strategy.offload:  # shards are copied from the host, and gradients to it
-            gather[group.fqn] += group.shard_bytes / machine.host_link.bandwidth
-            reduce[group.fqn] += whole / layout.shard / machine.host_link.bandwidth
+        fqn = group.fqn
+        reduce[fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in group.moved.reduce)
+        (outer_reduce if two_links else reduce)[fqn] += outer_reduce_seconds(group, strategy, outer)
+        reduce[fqn] += rounding_seconds(group, group.comm_policy.reduce, ADDED, machine)
+        gather[fqn] = gather_seconds(group, strategy, machine)
+        refresh[fqn] = refresh_seconds(group, outer, machine)
+        if strategy.offload:  # gradients are copied to the host
+            reduce[fqn] += replicated_bytes(group) / layout.shard / machine.host_link.bandwidth
     return Costs.of(
         latency=shards.latency,
         bandwidth=shards.bandwidth,
@@ -139,7 +140,74 @@ def costs_of(plan: ShardPlan, strategy: Strategy, computed: Mapping[tuple[str, s
         gather=gather,
         reduce=reduce,
         streams=machine.streams,
+        outer_latency=outer.latency,
+        outer_bandwidth=outer.bandwidth,
+        small_gather=few_seconds(plan, machine, layout.tensor),
+        refresh=refresh,
+        outer_reduce=outer_reduce,
     )
+
+
+def _by_direction(
+    plan: ShardPlan, computed: Mapping[tuple[str, str], float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of the forward and of the backward of each group, by FQN."""
+    forward, backward = ({group.fqn: 0.0 for group in plan.groups} for _ in range(2))
+    for (direction, fqn), seconds in computed.items():
+        (forward if direction == FORWARD else backward)[fqn] += seconds
+    return forward, backward
+
+
+def gather_seconds(group: GroupPlan, strategy: Strategy, machine: Machine) -> float:
+    """Seconds of a gather over the shard axis, with its casts, and its copies from the host."""
+    layout = strategy.layout
+    link = ring(machine, layout.shard, layout.tensor)
+    seconds = sum(sent(link, layout.shard, nbytes) for nbytes in group.moved.gather)
+    seconds += rounding_seconds(group, group.comm_policy.gather, ROUNDED, machine)
+    seconds += cast_bytes(group) / machine.memory_bandwidth
+    return seconds + group.shard_bytes / machine.host_link.bandwidth if strategy.offload else seconds
+
+
+def refresh_seconds(group: GroupPlan, link: Link, machine: Machine) -> float:
+    """Seconds of a refresh over the link of the outer axis."""
+    seconds = sum(sent(link, group.outer_size, nbytes) for nbytes in group.moved.refresh)
+    return seconds + rounding_seconds(group, group.comm_policy.refresh, ROUNDED, machine) / group.shard_size
+
+
+def few_seconds(plan: ShardPlan, machine: Machine, tensor: int = 1) -> dict[str, float]:
+    """Seconds of gathers among a few ranks that are in one node while other gathers leave it, by FQN.
+
+    Args:
+        plan: the plan.
+        machine: the machine.
+        tensor: number of ranks of tensor parallelism. The few ranks are this number of ranks apart.
+    """
+    seconds = {}
+    for group in plan.groups:
+        few = group.small_size
+        if few and tensor * few <= machine.devices_per_node < tensor * group.shard_size:
+            link = ring(machine, few, tensor)
+            seconds[group.fqn] = sum(sent(link, few, nbytes) for nbytes in group.moved.small_gather)
+    return seconds
+
+
+def outer_ring(machine: Machine, layout: Layout) -> Link:
+    """The effective link of the outer axis: of replicas, or of the ranks that split a node's shards."""
+    return ring(machine, layout.replicas, layout.tensor * layout.shard)
+
+
+def has_two_links(machine: Machine, layout: Layout) -> bool:
+    """Whether the shard axis stays in a node and the outer axis leaves it."""
+    inner = layout.tensor * layout.shard
+    return inner <= machine.devices_per_node < inner * layout.replicas
+
+
+def outer_reduce_seconds(group: GroupPlan, strategy: Strategy, link: Link) -> float:
+    """Seconds of the part of a reduction over the outer axis: an all-reduce, or a reduce-scatter if it splits."""
+    replicas = strategy.layout.replicas
+    if not strategy.splits_outside:
+        return sent(link, replicas, between_replicas(group, strategy.layout))
+    return sum(sent(link, replicas, nbytes) for nbytes in group.moved.outer_reduce)
 
 
 def rounding_seconds(group: GroupPlan, form: str | None, accesses: int, machine: Machine) -> float:
@@ -197,19 +265,25 @@ def on_links(plan: ShardPlan, machine: Machine) -> ShardPlan:
     Ranks of a group count as consecutive ranks. Reductions over replicas are ignored.
     """
     assert plan.costs is not None
-    gather, reduce = {}, {}
+    gather, reduce, refresh, outer_reduce = ({group.fqn: 0.0 for group in plan.groups} for _ in range(4))
     for group in plan.groups:
         link, moved = ring(machine, group.shard_size, 1), group.moved
         gather[group.fqn] = sum(sent(link, moved.ranks, nbytes) for nbytes in moved.gather)
         reduce[group.fqn] = sum(sent(link, moved.ranks, nbytes) for nbytes in moved.reduce)
+        outer = ring(machine, moved.outer, group.shard_size)
+        refresh[group.fqn] = refresh_seconds(group, outer, machine)
+        outer_reduce[group.fqn] = sum(sent(outer, moved.outer, nbytes) for nbytes in moved.outer_reduce)
     whole = ring(machine, max((group.shard_size for group in plan.groups), default=1), 1)
-    compute = {name: dict(getattr(plan.costs, name)) for name in ("forward", "backward")}
     costs = Costs.of(
         latency=whole.latency,
         bandwidth=whole.bandwidth,
+        forward=dict(plan.costs.forward),
+        backward=dict(plan.costs.backward),
         gather=gather,
         reduce=reduce,
         streams=machine.streams,
-        **compute,
+        small_gather=few_seconds(plan, machine),
+        refresh=refresh,
+        outer_reduce=outer_reduce,
     )
     return plan.with_policies(costs=costs)

@@ -211,6 +211,13 @@ def _memory(wait: Wait, plan: ShardPlan) -> str:
     )
 
 
+def _refresh(wait: Wait, plan: ShardPlan) -> str:
+    return (
+        f"it reads the node's compute copy, whose refresh over the outer axis ends {ms(wait.queued)} ms after its "
+        f"issue. It takes {ms(wait.takes)} ms itself. The bandwidth of the outer link is the limit"
+    )
+
+
 def _last(wait: Wait, plan: ShardPlan) -> str:
     queued = _queued(wait, ", after it has waited {}")
     return f"no compute follows it, so the rest of it is exposed; it takes {ms(wait.takes)} ms{queued}"
@@ -251,6 +258,7 @@ _WORDS = {
     Cause.LINK: _link,
     Cause.POLICY: _policy,
     Cause.BUDGET: _budget,
+    Cause.REFRESH: _refresh,
     Cause.MEMORY: _memory,
     Cause.LAST: _last,
     Cause.IN_FLIGHT: _in_flight,

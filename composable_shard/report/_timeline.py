@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _ENDS = {Kind.UNSHARD: Kind.WAIT, Kind.REDUCE: Kind.REDUCED}  # the issue of a collective, and the wait that ends it
 _SENT = {Kind.UNSHARD: "gathers", Kind.REDUCE: "reductions"}
-_WORDS = {**_SENT, Kind.WAIT: "wait for a gather", Kind.REDUCED: "wait for a reduction"}
+_WORDS = {**_SENT, Kind.REFRESH: "refreshes", Kind.WAIT: "wait for a gather", Kind.REDUCED: "wait for a reduction"}
 
 
 class _Slice(NamedTuple):
@@ -76,8 +76,9 @@ def _predicted(plan: ShardPlan) -> Iterator[_Side]:
     compute = [each for each in slices if each.kind in COMPUTE]
     sent = {name: [each for each in slices if each.kind is kind] for kind, name in _SENT.items()}
     waits = [each for each in slices if each.kind in WAITS]
+    outer = {"outer link": [_Slice(*span) for span in step.outer]} if step.outer else {}
     memory = list(zip(step.done, plan.live_bytes(), strict=True))
-    yield _Side("predicted", {"compute": compute, **sent, "waits": waits}, memory)
+    yield _Side("predicted", {"compute": compute, **sent, **outer, "waits": waits}, memory)
 
 
 def _measured(record: Record) -> _Side:

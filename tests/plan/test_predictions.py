@@ -67,9 +67,9 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def built(prefetch, budget=None, reductions=2, reshard=True):
+def built(prefetch, budget=None, reductions=2, reshard=True, mesh=None):
     torch.manual_seed(0)
-    model, mesh = Model(), init_device_mesh("cpu", (8,))
+    model, mesh = Model(), init_device_mesh("cpu", (8,)) if mesh is None else mesh
     for block in model.blocks:
         cs.fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     cs.fully_shard(model, mesh=mesh)
@@ -141,6 +141,50 @@ def test_a_plan_predicts_gathers_among_a_few_ranks(clock):
         plan, record = cs.make_plan(model), cs.last_record(model)
         assert (record.actions, record.live_bytes) == (plan.actions(), plan.live_bytes())
         assert foreseen(plan, clock) == pytest.approx(exposed, rel=1e-9)
+
+
+NODES = {"ranks_per_node": 2, "inter_latency_s": 3e-5}
+
+
+def costs_on(plan, **kwargs):
+    forward = {group.fqn: BUSY_S if group.fqn else 0.0 for group in plan.groups}
+    backward = {fqn: 2 * busy_s for fqn, busy_s in forward.items()}
+    return cs.Costs.of(forward=forward, backward=backward, streams=True, **kwargs)
+
+
+@pytest.mark.parametrize("bandwidth", [5e7, 3e8])
+def test_a_plan_predicts_reductions_over_replicas_on_the_link_between_nodes(bandwidth):
+    with net(clock="streams", inter_bandwidth_Bps=bandwidth, **NODES) as sim:
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("replicate", "shard"))
+        model = built(P.depth(1), mesh=mesh)
+        exposed = train(model, sim)
+        plan = cs.make_plan(model)
+        between = {
+            group.fqn: sum(each.layout.numel * each.dtype.itemsize for each in group.reductions)
+            for group in plan.groups
+        }
+    outer = {fqn: 2 * (NODES["inter_latency_s"] + 3 / 4 * nbytes / bandwidth) for fqn, nbytes in between.items()}
+    assert replace(plan, costs=costs_on(plan, **LINK, outer_reduce=outer)).predicted().exposed == pytest.approx(exposed)
+    times = replace(plan, costs=costs_on(plan, **LINK)).times()
+    on_one_link = {fqn: times[fqn].reduce + seconds for fqn, seconds in outer.items()}
+    more = replace(plan, costs=costs_on(plan, **LINK, reduce=on_one_link)).predicted().exposed
+    assert more > 1.1 * exposed
+
+
+def test_a_plan_predicts_gathers_among_the_ranks_of_a_node():
+    with net(clock="streams", inter_bandwidth_Bps=1e8, **NODES) as sim:
+        model = built(P.depth(2), reshard=2)
+        exposed = train(model, sim, 3)
+        plan = cs.make_plan(model)
+    in_node = replace(plan, costs=costs_on(plan, **LINK)).times()
+    costs = costs_on(
+        plan,
+        latency=NODES["inter_latency_s"],
+        bandwidth=1e8,
+        small_gather={fqn: times.small_gather for fqn, times in in_node.items()},
+    )
+    # Gathers of the node do not wait for reductions, which are on the link between nodes.
+    assert replace(plan, costs=costs).predicted().exposed == pytest.approx(exposed)
 
 
 def test_a_plan_keeps_the_memory_of_reductions_that_get_a_process_group_of_their_own():

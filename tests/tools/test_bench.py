@@ -349,6 +349,17 @@ def test_the_profile_shows_functions_of_the_package() -> None:
     assert "composable_shard/_" in shown
 
 
+def test_strategies_over_nodes_are_predicted_and_checked_on_a_simulated_network(tmp_path: Path) -> None:
+    file = tmp_path / "hfsdp.json"
+    shown = bench("hfsdp.py", "--worlds=16", "--sequences=256", "--strategies=hfsdp,zero3,few", f"--json={file}")
+    assert "Predicted, not measured" in shown
+    rows = {(row["part"], row["strategy"]): row for row in read(file)["results"]}
+    assert {strategy for part, strategy in rows if part == "predicted"} == {"hfsdp", "zero3", "few"}
+    for strategy in ("zero3", "few"):
+        row = rows["network", strategy]
+        assert row["predicted_s"] == pytest.approx(row["simulated_s"])
+
+
 @pytest.mark.matrix
 def test_overlap_compares_exposed_communication_with_a_simulation(tmp_path: Path) -> None:
     file = tmp_path / "overlap.json"
