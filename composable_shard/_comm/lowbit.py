@@ -108,6 +108,29 @@ class LowBitGather(GatherCopies):
         return make(flat.shape, dtype=_widest(dtypes), device=flat.device)
 
 
+def gather_copies(
+    layout: GatherLayout,
+    rank: int,
+    transport: Transport | None,
+    pieces: Sequence[Tensor],
+    offloads: bool,
+    like: Tensor,
+    streams: bool,
+) -> GatherCopies:
+    """Make the copies and the collective of a gather: in fewer bits if the layout has a parcel.
+
+    Args:
+        layout, rank, transport, like, streams: as for `GatherCopies`.
+        pieces: the tensors that this rank sends. Those of another dtype, and those that are not contiguous, are copied
+            before they are sent.
+        offloads: whether the pieces are on the CPU, and are copied to the device first.
+    """
+    if layout.parcel is not None:
+        return LowBitGather(layout, rank, transport, like, offloads)
+    converted = [i for i, at in enumerate(pieces) if offloads or at.dtype != like.dtype or not at.is_contiguous()]
+    return GatherCopies(layout, rank, transport, converted, offloads, like, streams)
+
+
 def _by_row(piece: Tensor, dim: int) -> Tensor:
     return piece.movedim(dim, 0) if dim else piece
 

@@ -123,6 +123,12 @@ class Actions:
         if group.needs_refresh:
             self.recorder.act(Kind.REFRESH, group, group.start_refresh, self.changed)
 
+    def expire_copies(self) -> None:
+        """After a forward without gradients, which may have read swapped parameters (EMA): trust no compute copy."""
+        for group in self._refreshed:
+            assert group.layout.copies is not None
+            group.layout.copies.expire()
+
     def _end_refreshes(self) -> None:
         """At the end of a backward: note the groups whose gradients wait for a later microbatch."""
         for group in self._refreshed:
@@ -290,9 +296,6 @@ class Actions:
                 failed: edited weights are not gathered again for a comparison.
         """
         keeps = torch.is_grad_enabled()
-        for group in self._refreshed if not keeps else ():
-            assert group.layout.copies is not None
-            group.layout.copies.expire()  # the forward may have read swapped parameters (EMA)
         for group in self.groups:
             if failed and group.is_written():
                 group.forget_writes()

@@ -309,6 +309,7 @@ class Engine:
         if not self._iterations.was_interrupted:
             self._actions.end_root_forward(failed)
         if not torch.is_grad_enabled():
+            self._actions.expire_copies()
             self.capturing.end()
         if learn_order:
             self.review.end(bool(self.capturing.number))

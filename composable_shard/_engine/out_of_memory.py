@@ -93,7 +93,7 @@ class _Held:
                 [gradient for group in groups for gradient in group.gradients.waiting()]
             ),
             "optimizer state": _bytes_by_device(state_of_optimizers(shards)),
-            _COPIES: _bytes_by_device([copy for group in groups for copy in _copies(group)]),
+            _COPIES: _bytes_by_device(_copies(groups)),
         }
         self.pool = sum(part.pool.held_bytes for part in parts)
         self.allocator = _allocator_of(self.device)
@@ -114,8 +114,9 @@ class _Held:
 _COPIES = "compute copies (outer_sharding)"
 
 
-def _copies(group: ParamGroup) -> list[torch.Tensor]:
-    return [] if group.layout.copies is None else group.layout.copies.tensors()
+def _copies(groups: Sequence[ParamGroup]) -> list[torch.Tensor]:
+    made = [group.layout.copies for group in groups if group.layout.copies is not None]
+    return [tensor for copies in made for tensor in copies.tensors()]
 
 
 def _bytes_by_device(tensors: Iterable[torch.Tensor]) -> Counter[str]:

@@ -100,7 +100,7 @@ def _layout_of(
         world=info.shard_size,
         rank=first_alike([p.shape[p.dim] for p in params], info.shard_size, info.shard_rank, rows),
         replicates=info.replicate_size > 1,
-        outer=_outer_of(params, info) if info.shards_outer else (1, 0),
+        outer=_outer_of(params, info),
         device=str(info.device) if info.offloads else "",
         ports=tuple(i for i in _ports(params, options) if parts[i] is None),
         options=Options(mp_policy=options.mp_policy),
@@ -109,7 +109,12 @@ def _layout_of(
 
 
 def _outer_of(params: Sequence[ShardedParam], info: MeshInfo) -> tuple[int, int]:
-    """The size of the outer axis, and the first rank on it whose shards have the same shapes as this rank's."""
+    """The size of the outer axis, and the first rank on it whose shards have the same shapes as this rank's.
+
+    (1, 0) if that axis does not shard.
+    """
+    if not info.shards_outer:
+        return 1, 0
     places = bucket_layout([p.shape for p in params], info.shard_size, dims=[p.dim for p in params]).params
     sizes = [at.rows_of(info.shard_rank) for at in places]
     return info.replicate_size, first_alike(sizes, info.replicate_size, info.outer_rank)

@@ -170,12 +170,11 @@ class Host:
         ends = tuple([(engine.is_last_backward, engine.ends_by_hand) for engine, _ in self.engines])
         groups = self._groups()
         settings = tuple([self._number_of(group.options) for group in groups])
-        held = tuple([group.gradients.held_now().key() for group in groups])
-        copies = tuple([group.copies_key() for group in groups])
+        held = tuple([(group.gradients.held_now().key(), group.copies_key()) for group in groups])
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), debug.debugging
         deciding = [each for each in known_optimizers() if isinstance(each, DecidesSteps)]
         steps = tuple([each.decision() for each in deciding if _trains_some(each, sight.params)])
-        return modes, autocast_state(), training, grads, ends, settings, held, copies, steps
+        return modes, autocast_state(), training, grads, ends, settings, held, steps
 
     def are_voided(self) -> bool:
         """Whether accumulated gradients may have been set to zero, which only an eager step can tell."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from .._comm.copies import GatherCopies, Landing, Wholes, regions_in
 from .._comm.lanes import Events, Job, Lane
-from .._comm.lowbit import LowBitGather
+from .._comm.lowbit import LowBitGather, gather_copies
 from .._memory.pool import BufferPool
 from .._memory.slots import Place, Request, Slot
 from .._plan.layout import gather_layout
@@ -349,20 +349,15 @@ class GatherBucket(Bucket):
         self.slot: Slot | None = None
         self._faces = Faces(dtype, layout.places, params)
         pieces = list(map(local_tensor, self._sharded))
-        self.node_copy = None
-        offloads = info.offloads
-        if setup.outer is not None:
-            at, memory, offloads = layout.places.params, pool.memory, False  # the copies are on the device
-            self.node_copy = NodeCopy(at, info, setup.outer, dtype, refresh_wire, pieces, memory, lane)
-            pieces = []  # the node's pieces are sent as they are
-        # Shards that the collective cannot send as they are. Offloaded ones are first copied to the device.
-        converted = [i for i, at in enumerate(pieces) if offloads or at.dtype != dtype or not at.is_contiguous()]
-        like = torch.empty(0, dtype=dtype, device=info.device)
-        self.copies = (
-            GatherCopies(layout, info.shard_rank, transport, converted, offloads, like, lane.streams)
-            if layout.parcel is None
-            else LowBitGather(layout, info.shard_rank, transport, like, offloads)
+        self.node_copy = (
+            None
+            if setup.outer is None
+            else NodeCopy(layout.places.params, info, setup.outer, dtype, refresh_wire, pieces, pool.memory, lane)
         )
+        like = torch.empty(0, dtype=dtype, device=info.device)
+        # The node's pieces are sent as they are.
+        sent, offloads = (pieces, info.offloads) if self.node_copy is None else ([], False)
+        self.copies = gather_copies(layout, info.shard_rank, transport, sent, offloads, like, lane.streams)
         self.for_weights = pool.requests(f"weights {self.fqns[0]}", layout.nbytes, refills=_are_packed(params))
         landing = f"landing {self.fqns[0]}"
         self.for_landing = None if layout.landing is None else pool.requests(landing, layout.landing_bytes)

@@ -137,23 +137,30 @@ class Parallel:
         placements = list(self.placements)
         for axis in full.shard:
             placements[axis] = self._cut(dim, axis + 1)
-        if info.shards_outer:
-            (axis,) = full.replicate
-            placements[axis] = self._cut(dim, axis + 1, info.shard_size if full.shard and full.shard[0] > axis else 1)
+        self._split_outer(placements, full, info, dim)
         if len(full.shard) < 2:
             return full.mesh, tuple(placements)
         names, first = full.mesh.mesh_dim_names, full.shard[0]
+        own = [placements[axis] for axis in full.replicate[:1]] + [placements[first]]
         assert names is not None
         meshes: list[DeviceMesh] = []
         combined: list[Placement] = []
         for axis, placement in enumerate(placements):
             if axis == first:
                 meshes.append(info.mesh)
-                combined += [placements[axis] for axis in full.replicate[: info.mesh.ndim - 1]] + [placement]
+                combined += [*own[:-1], placement]
             elif axis not in full.shard and axis not in full.replicate:
                 meshes.append(full.mesh[names[axis]])
                 combined.append(placement)
         return meshes[0] if len(meshes) == 1 else concatenated_mesh(meshes), tuple(combined)
+
+    def _split_outer(self, placements: list[Placement], full: FullMesh, info: MeshInfo, dim: int) -> None:
+        """Set the placement of the outer axis of a full mesh, if it shards as well (`outer_sharding`)."""
+        if not info.shards_outer:
+            return
+        (outer,) = full.replicate  # checked by `mesh_info`
+        inner_follows = max(full.shard, default=0) > outer  # DTensor knows that earlier axes divide first
+        placements[outer] = self._cut(dim, outer + 1, info.shard_size if inner_follows else 1)
 
 
 @functools.lru_cache(maxsize=256)  # one wrapper for all parameters placed alike, so equal layers share compiled code

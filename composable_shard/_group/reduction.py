@@ -135,6 +135,26 @@ def _divisor(factor: float) -> torch.Tensor | None:
     return torch.tensor(factor, dtype=torch.float64) if factor != 1 else None
 
 
+class _AllReduce:
+    """The all-reduce over replicas, in place, of a chunk that the shard axis has reduced.
+
+    Args:
+        transport: communicates over the replicas.
+        copies: splits the result into this rank's pieces.
+    """
+
+    def __init__(self, transport: Transport, copies: GradientCopies) -> None:
+        self.transport, self.copies = transport, copies
+
+    def room(self, node: torch.Tensor) -> torch.Tensor:
+        """Return the memory of the result."""
+        return node
+
+    def start(self, out: torch.Tensor, _node: torch.Tensor, mean: bool) -> Awaitable:
+        """Begin to sum `out` over the replicas, or to average it if asked and if the transport can."""
+        return self.transport.all_reduce(out, mean and self.transport.averages)
+
+
 class _OuterReduce:
     """The reduce-scatter over the outer axis, of the node's pieces that the inner axis has reduced (`outer_sharding`).
 
@@ -148,11 +168,11 @@ class _OuterReduce:
         setup: the mesh, transports and options.
         transport: communicates over the outer axis.
         name: the name of the first parameter.
+        inner: splits the result of the inner reduction.
 
     Attributes:
         copies: copies gradients into its bucket, and splits the result into this rank's pieces.
         transport: as given, or one in fewer bits.
-        numel: length of a rank's chunk in elements, with the marks.
     """
 
     def __init__(
@@ -163,6 +183,7 @@ class _OuterReduce:
         setup: ReduceSetup,
         transport: Transport,
         name: str,
+        inner: GradientCopies,
     ) -> None:
         info, comm = setup.info, setup.options.comm_policy
         params = node.result.params
@@ -172,21 +193,26 @@ class _OuterReduce:
             shapes, info.replicate_size, dtype.itemsize, dims, transport.route, (), None, wire
         )
         self.transport = between_nodes(transport, info, layout, setup.rounding, name)
-        self._world, self.numel, self._scratch = info.replicate_size, layout.numel, layout.scratch
+        self._inner = inner
         self.copies = GradientCopies(layout, dtype, kept, info.outer_rank, info.device, setup.lane.streams)
 
-    def start(self, out: torch.Tensor, pieces: Sequence[torch.Tensor], used: torch.Tensor, mean: bool) -> Awaitable:
-        """Begin to reduce the node's pieces into `out`, (`numel`,).
+    def room(self, node: torch.Tensor) -> torch.Tensor:
+        """Allocate the memory of the result."""
+        return node.new_empty(self._layout.numel)
+
+    def start(self, out: torch.Tensor, node: torch.Tensor, mean: bool) -> Awaitable:
+        """Begin to reduce the result of the inner reduction.
 
         Args:
-            out: the result.
-            pieces: the node's pieces.
-            used: their marks.
+            out: the result (`room`).
+            node: the result of the inner reduction.
             mean: whether to average if the transport can.
         """
-        bucket = out.new_empty(self._world * self.numel)
-        self.copies.fill_again(bucket.view(self._world, -1), pieces, used)
-        scratch = out.new_empty(self._scratch) if self._scratch else None
+        pieces, used = self._inner.cut(node, {})
+        world = self._layout.result.world
+        bucket = out.new_empty(world * self._layout.numel)
+        self.copies.fill_again(bucket.view(world, -1), pieces, used)
+        scratch = out.new_empty(self._layout.scratch) if self._layout.scratch else None
         handle = self.transport.reduce_scatter(out, bucket, scratch, mean and self.transport.averages)
         return All([handle], held=(bucket, scratch))
 
@@ -225,27 +251,28 @@ class ReduceBucket:
         self._layout = layout = reduce_layout(
             shapes, info.shard_size, dtype.itemsize, dims, route, setup.slots, rows, wire
         )
-        of_grads = [param.grad_dtype.kept(param.dtype, dtype) for param in params]
-        self._outer = None
-        if info.shards_outer and transports.replicate is not None:
-            self._outer = _OuterReduce(layout, dtype, of_grads, setup, transports.replicate, params[0].fqn)
-            transports = replace(transports, replicate=self._outer.transport)
         transports = compressed(transports, info, layout, options.comm_policy, dtype, setup.rounding, params[0].fqn)
-        self._shard, self._replicate = transports.reduce, transports.replicate
-        self._mean, self._divide_before, self._divide_after = _division(dtype, info, transports, options)
         self._has_all = indices == list(range(len(indices)))
+        of_grads = [param.grad_dtype.kept(param.dtype, dtype) for param in params]
         self._copies = GradientCopies(layout, dtype, of_grads, info.shard_rank, info.device, lane.streams)
+        self._shard = transports.reduce
+        self._second: _AllReduce | _OuterReduce | None = None
+        if transports.replicate is not None:
+            what = layout, dtype, of_grads, setup, transports.replicate, params[0].fqn, self._copies
+            self._second = _OuterReduce(*what) if info.shards_outer else _AllReduce(transports.replicate, self._copies)
+            transports = replace(transports, replicate=self._second.transport)
+        self._mean, self._divide_before, self._divide_after = _division(dtype, info, transports, options)
         self._others = {*of_grads} - {dtype}
         self._hook = _on_stream(options.comms)
         # If the reduce-scatter is the only collective (`scatters`), and nothing follows it on the lane (`kept`), it is
         # launched without the machinery for several steps. A division after it needs no step on a CPU, which divides
         # when it splits the result. On an accelerator it is a step, which runs on the lane's stream, concurrently with
         # compute.
-        scatters = self._shard is not None and self._replicate is None and self._hook is None
+        scatters = self._shard is not None and self._second is None and self._hook is None
         kept = not self._others and not info.offloads and (self._divide_after is None or not lane.streams)
         self._is_launched = scatters and kept
         # The all-reduce over replicas runs concurrently with the reduce-scatters that follow this one.
-        self._is_apart = lane.streams and self._shard is not None and self._replicate is not None
+        self._is_apart = lane.streams and self._shard is not None and self._second is not None
         whole = layout.nbytes if self._shard is not None else 0
         wanted = (("reduction", whole), ("scratch", layout.scratch * dtype.itemsize))
         self.requests = [pool.request(f"{purpose} {params[0].fqn}", nbytes) for purpose, nbytes in wanted if nbytes]
@@ -313,9 +340,8 @@ class ReduceBucket:
             result, arguments = Reduced(self._copies, out, self._divide_after), self._scattered(out, slots)
             job = self._lane.launch(self._shard.reduce_scatter, arguments, after, result, when_done)
             return job, job
-        node = out
-        if self._outer is not None and whole:  # like `out` in `start`, allocated on the stream that will read it
-            out = out.new_empty(self._outer.numel)
+        # The result is allocated here, like `out` in `start`: on the stream that will read it.
+        node, out = out, self._room(out, whole)
         others = {dtype: torch.empty_like(out, dtype=dtype) for dtype in self._others}
         held, steps = (node, out, others, partial), self._steps(partial, whole, node, out, others, asks)
         if whole and self._is_apart:
@@ -375,27 +401,32 @@ class ReduceBucket:
             self._add(partial, node)
         if not whole:
             return Reduced(self._copies, node)
-        if self._outer is not None:
-            pieces, used = self._copies.cut(node, {})
-            yield self._outer.start(out, pieces, used, self._mean)
-        elif self._replicate is not None:
-            yield self._replicate.all_reduce(out, self._mean and self._replicate.averages)
+        if self._second is not None:
+            yield self._second.start(out, node, self._mean)
         if self._divide_after is not None:
             torch.div(out, self._divide_after, out=out)
         if self._hook is not None:
-            copies = self._copies if self._outer is None else self._outer.copies
-            self._hook(out[: copies.numel])
+            self._hook(out[: self._result_copies.numel])
         return self._result(out, others, asks)
 
     def _result(self, out: torch.Tensor, others: dict[torch.dtype, torch.Tensor], asks: bool) -> Reduced:
         """Make the result for `.grad`: in its dtypes, and offloaded if the parameters are."""
         converted = {dtype: self._at_home(other.copy_(out)) for dtype, other in others.items()}
-        copies = self._copies if self._outer is None else self._outer.copies
+        copies = self._result_copies
         marks = copies.marks_on_host(out) if asks else None
         done = Reduced(copies, self._at_home(out), others=converted, marks=marks)
         if others:
             done.parts()  # split now, so that `out` can be freed if no piece has its dtype
         return done
+
+    def _room(self, node: torch.Tensor, whole: bool) -> torch.Tensor:
+        """Return the memory of the result of all steps, or with `whole=False` of the reduce-scatter, which is given."""
+        return node if self._second is None or not whole else self._second.room(node)
+
+    @property
+    def _result_copies(self) -> GradientCopies:
+        """Splits the result of all steps into this rank's pieces."""
+        return self._copies if self._second is None else self._second.copies
 
     def _scatter(self, out: torch.Tensor, slots: list[Slot]) -> Steps[None]:
         if self._shard is not None:

@@ -26,13 +26,13 @@ from typing import NamedTuple
 import torch
 
 from .._comm.collectives import Transport
-from .._comm.copies import GatherCopies, Wholes, regions_in
+from .._comm.copies import Wholes, regions_in
 from .._comm.lanes import Events, Job, Lane, Steps
-from .._comm.lowbit import LowBitGather
+from .._comm.lowbit import gather_copies
 from .._comm.mesh import MeshInfo
 from .._faults.seat import Notes
 from .._memory.device import DeviceMemory
-from .._plan.layout import GatherLayout, ParamLayout, gather_layout
+from .._plan.layout import ParamLayout, gather_layout
 from .._policies import Wire
 from .._torch.core import current_backward, plainly
 
@@ -75,7 +75,7 @@ class NodeCopy:
         shapes, dims = node_shapes(params, info.shard_rank), [at.dim for at in params]
         layout = gather_layout(shapes, info.replicate_size, dtype.itemsize, dims, transport.route, None, wire)
         like = torch.empty(0, dtype=dtype, device=info.device)
-        self._copies = _copies_of(layout, info, transport, stored, like, lane.streams)
+        self._copies = gather_copies(layout, info.outer_rank, transport, stored, info.offloads, like, lane.streams)
         self._layout, self._rank = layout, info.outer_rank
         self._dtype, self._like, self._allocator, self._lane = dtype, like, memory, lane
         self.nbytes = layout.places.total * dtype.itemsize
@@ -134,20 +134,6 @@ class NodeCopy:
         """Let no gather wait for a refresh in flight: a capture has begun or ended since, and the device was idle."""
         if self._job is not None:
             self._job.forget_event()
-
-
-def _copies_of(
-    layout: GatherLayout,
-    info: MeshInfo,
-    transport: Transport,
-    stored: Sequence[torch.Tensor],
-    like: torch.Tensor,
-    streams: bool,
-) -> GatherCopies:
-    if layout.parcel is not None:
-        return LowBitGather(layout, info.outer_rank, transport, like, info.offloads)
-    converted = [i for i, at in enumerate(stored) if info.offloads or at.dtype != like.dtype or not at.is_contiguous()]
-    return GatherCopies(layout, info.outer_rank, transport, converted, info.offloads, like, streams)
 
 
 class CopyState(NamedTuple):

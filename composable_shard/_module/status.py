@@ -17,7 +17,7 @@ from .._plan.course import COMPUTE, WAITS
 from .._plan.drift import drift as drift_of
 from .._plan.plan import ShardPlan
 from .._plan.record import own_seconds
-from .._plan.schedule import Kind
+from .._plan.schedule import Action, Kind
 from ..errors import ShardConfigValueError
 from .build import declared_plan
 from .module import FSDPModule
@@ -176,6 +176,15 @@ def stats(model: nn.Module) -> dict[str, float]:
     return figures_of(engines_of(model))
 
 
+def _refreshes(engine: Engine, actions: Sequence[Action]) -> dict[str, int]:
+    """The figures about compute copies; empty without `outer_sharding`."""
+    copies = [group.layout.copies for group in engine.groups if group.layout.copies is not None]
+    if not copies:
+        return {}
+    nbytes = sum(tensor.nbytes for each in copies for tensor in each.tensors())
+    return {"copies/bytes": nbytes, "step/refreshes": sum(action.kind is Kind.REFRESH for action in actions)}
+
+
 def figures_of(engines: Sequence[Engine]) -> dict[str, float]:
     """The figures of `stats`."""
     figures: dict[str, float] = {}
@@ -198,9 +207,8 @@ def figures_of(engines: Sequence[Engine]) -> dict[str, float]:
         actions = () if record is None else record.actions
         add("step/unshards", sum(action.kind is Kind.UNSHARD for action in actions))
         add("step/reductions", sum(action.kind is Kind.REDUCE for action in actions))
-        if copies := [group.layout.copies for group in engine.groups if group.layout.copies is not None]:
-            add("copies/bytes", sum(tensor.nbytes for each in copies for tensor in each.tensors()))
-            add("step/refreshes", sum(action.kind is Kind.REFRESH for action in actions))
+        for name, value in _refreshes(engine, actions).items():
+            add(name, value)
         if record is not None and record.spans:
             own = own_seconds(record.spans)
             for name, kinds in (("exposed_ms", WAITS), ("compute_ms", COMPUTE)):

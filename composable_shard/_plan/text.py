@@ -44,8 +44,7 @@ def plan_text(
     title = f"plan: {count(len(groups), 'group')}, {count(params, 'parameter')}, {joined(g.mesh for g in groups)}"
     lines = [title, *table(_rows(groups, schedule, predicted))]
     lines.append(f"peak of unsharded parameters and communication in a training step: {mib(predicted.peak)}")
-    if copies := sum(group.copy_bytes for group in groups):
-        lines.append(f"compute copies: {mib(copies)}, refreshed over {max(group.outer_size for group in groups)} ranks")
+    lines += _copies_lines(groups)
     lines += [] if schedule is None else _memory_lines(predicted)
     lines += _time_lines(predicted)
     lines += [f"order in {phase}: {_listed(order)}" for phase, order in phases if order]
@@ -58,6 +57,11 @@ def _time_lines(predicted: Prediction) -> list[str]:
     outer = sum(each.outer for each in predicted.groups or ())
     lines = [f"exposed: {1e3 * predicted.exposed:.3f} of {1e3 * predicted.seconds:.3f} ms per step"]
     return [*lines, f"on the outer link: {1e3 * outer:.3f} ms per step"] if outer else lines
+
+
+def _copies_lines(groups: Sequence[GroupPlan]) -> list[str]:
+    copies, ranks = sum(group.copy_bytes for group in groups), max((group.outer_size for group in groups), default=1)
+    return [f"compute copies: {mib(copies)}, refreshed over {ranks} ranks"] if copies else []
 
 
 def _memory_lines(predicted: Prediction) -> list[str]:
