@@ -44,7 +44,6 @@ MACHINE = dataclasses.replace(
 )
 MODEL, PRECISION = NAMED["llama3-70b"], PRECISIONS["bfloat16-mixed"]
 STRATEGIES = ("hsdp", "hfsdp", "zero3", "few")
-ON_NETWORK = ("hsdp", "zero3", "few")
 BLOCKS, WIDTH, HIDDEN = 8, 256, 1024  # of the model on the simulated network
 STEPS = 4
 
@@ -146,6 +145,8 @@ def sharded(strategy: Strategy, forward_s: float, backward_s: float) -> nn.Modul
         settings["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
     if strategy.few:
         settings["reshard_after_forward"] = strategy.few
+    if strategy.name == "hfsdp":
+        settings["outer_sharding"] = "optimizer"
     cs.shard_by_class(model, {Block}, strategy=strategy.name, root=False, **settings)  # type: ignore[arg-type]
     cs.fully_shard(model, **settings)
     return model
@@ -262,7 +263,7 @@ def main() -> int:
     if "predicted" in options.parts:
         rows += predicted(options.worlds, options.sequences, options.strategies)
     if "network" in options.parts:
-        rows += network(options.worlds, options.sequences, [name for name in options.strategies if name in ON_NETWORK])
+        rows += network(options.worlds, options.sequences, options.strategies)
     print_tables(rows)
     _report.save(options, "hfsdp", rows)
     return 0

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import checkpoint, testing
+from .._group.refresh import NodeCopies
 from .._memory.elsewhere import Rehearsed, rehearsing
 from .._memory.offload import offload_optimizer
 from .._memory.slots import Slot
@@ -287,15 +288,20 @@ class _Watch:
         gradients = counter.bytes_at_peak([each.grad for each in stored if each.grad is not None])
         states = tree_tensors([list(each.state.values()) for each in self._optimizers])
         kept, moments = counter.bytes_at_peak(shards), counter.bytes_at_peak(states)
-        pool = counter.bytes_at_peak(_unsharded())
-        rest = counter.peak - kept - moments - gradients - pool
-        self._peak = Bytes(kept, moments, gradients, rest, pool)
+        pool, copies = counter.bytes_at_peak(_unsharded()), counter.bytes_at_peak(_copies())
+        rest = counter.peak - kept - moments - gradients - pool - copies
+        self._peak = Bytes(kept, moments, gradients, rest, pool, copies=copies)
 
 
 def _unsharded() -> list[torch.Tensor]:
     """The slots of all pools, and the weights that are gathered in float8, which are not in a pool."""
     slots = [each.typed(torch.uint8) for each in gc.get_objects() if type(each) is Slot]
     return slots + [each.content for each in gc.get_objects() if type(each) is Float8Weight and each.is_gathered]
+
+
+def _copies() -> list[torch.Tensor]:
+    """The compute copies of all nodes (`outer_sharding`)."""
+    return [tensor for each in gc.get_objects() if type(each) is NodeCopies for tensor in each.tensors()]
 
 
 def _parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:

@@ -250,6 +250,7 @@ STRATEGIES = [
     Strategy("zero2", Layout(1, 64), "selective"),
     Strategy("zero1", Layout(1, 8), "full"),
     Strategy("hsdp", Layout(1, 16, 4)),
+    Strategy("hfsdp", Layout(1, 8, 8)),
     Strategy("ddp", Layout(1, 1, 8), "selective"),
     Strategy("zero3", Layout(1, 512), "full"),
     Strategy("zero2", Layout(1, 512), "full"),  # its first step needs the most memory
@@ -262,11 +263,13 @@ def compare(strategy, precision, source=None, sequences=4):
     counted = rehearse_source(source, strategy, PRECISIONS[precision], sequences).peak
     assert estimated.parameters == counted.parameters
     assert abs(estimated.optimizer - counted.optimizer) < 1000  # the step counts of the optimizer
+    assert estimated.copies == counted.copies
     assert abs(estimated.total - counted.total) <= 0.05 * counted.total
 
 
-def test_predicted_memory_matches_rehearsed_steps():
-    compare(STRATEGIES[0], "bfloat16-mixed", source_of(replace(MIDDLE, layers=2)))
+@pytest.mark.parametrize("strategy", [STRATEGIES[0], Strategy("hfsdp", Layout(1, 4, 2))], ids=str)
+def test_predicted_memory_matches_rehearsed_steps(strategy):
+    compare(strategy, "bfloat16-mixed", source_of(replace(MIDDLE, layers=2)))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
