@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import composable_shard as cs
 from _blocks import Transformer, next_token_loss, token_batch
@@ -50,6 +52,24 @@ def state_of(optimizer):
         index: {key: whole(value).clone() for key, value in held.items()}
         for index, held in optimizer.state_dict()["state"].items()
     }
+
+
+@distributed(world=4)
+def test_steps_with_outer_sharding_are_bitwise_identical_to_ordinary_steps(rank, world):
+    """The optimizer changes stored parameters while the backward still reads the compute copies."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    ordinary, model = models(functools.partial(sharded, mesh=mesh, outer_sharding="optimizer"))
+    optimizers = [KINDS["adamw"](list(ordinary.parameters())), cs.optim.in_backward(model, KINDS["adamw"])]
+    for step in range(4):
+        for net, optimizer in zip((ordinary, model), optimizers, strict=True):
+            for micro in range(2):
+                net.set_requires_gradient_sync(micro == 1 or step == 0)
+                loss_of(net, rank, 2 * step + micro).backward() if micro or step else None
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_alike(model, ordinary)
+        with torch.no_grad():
+            assert torch.equal(*(loss_of(net, rank, step) for net in (ordinary, model)))
 
 
 @pytest.mark.parametrize("kind", ["adamw", more("sgd")])
