@@ -7,7 +7,7 @@ reductions. Every action goes through `Recorder.act`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from .._comm.copies import Gradients
 from .._group.edits import changed, lost_edit
 from .._group.group import Entries, ParamGroup
 from .._group.phases import AWAY, GATHERING, RESIDENT, SHARDED, UNSHARDED
+from .._group.refresh import NodeCopies
 from .._group.setup import Runtime
 from .._plan.schedule import Kind
 from .._torch.core import current_backward, set_grad_enabled
@@ -113,28 +114,57 @@ class Actions:
         """
         if not self._refreshed:
             return
+        if any([group.lost_pending for group in self._refreshed]):  # noqa: C419 - `zero_grad` is for all groups
+            self.end_pending()
+        for group, copies in self._copies():
+            # The backward of a group that stays unsharded needs the values that it was gathered from.
+            if group.phase is SHARDED:
+                copies.begin_forward(torch.is_grad_enabled())
+        # In the order of the modules, because the nodes may have seen other orders of their forwards.
+        scheduled = {group for group, _ in self.order.forward.forward}
         for group in self._refreshed:
-            assert group.layout.copies is not None
-            group.layout.copies.begin_forward(torch.is_grad_enabled())
-        for group in dict.fromkeys([each for each, _ in self.order.forward.forward]):
-            self._refresh_if_needed(group)
+            if group in scheduled and group.needs_refresh:
+                self._refresh(group, self.changed)
 
-    def _refresh_if_needed(self, group: ParamGroup) -> None:
-        if group.needs_refresh:
-            self.recorder.act(Kind.REFRESH, group, group.start_refresh, self.changed)
+    def _refresh(self, group: ParamGroup, after: torch.Event | None) -> None:
+        """Refresh the compute copies of a group, after this event; if None, after all work on the current stream."""
+        self.recorder.act(Kind.REFRESH, group, group.start_refresh, after)
 
-    def expire_copies(self) -> None:
-        """After a forward without gradients, which may have read swapped parameters (EMA): trust no compute copy."""
+    def _copies(self) -> Iterator[tuple[ParamGroup, NodeCopies]]:
         for group in self._refreshed:
-            assert group.layout.copies is not None
-            group.layout.copies.expire()
+            if (copies := group.layout.copies) is not None:
+                yield group, copies
 
-    def _end_refreshes(self) -> None:
+    def end_pending(self) -> None:
+        """Note that no gradients of earlier microbatches wait any more: they were dropped."""
+        for _, copies in self._copies():
+            copies.end_backward(pending=False)
+
+    def forget_copies(self) -> None:
+        """After a failure or an interrupt: trust no compute copy."""
+        for _, copies in self._copies():
+            copies.change()
+
+    def end_refreshes(self, interrupted: bool) -> None:
+        """At the end of a root forward: wait for refreshes that it has not read, before code changes the parameters.
+
+        A forward without gradients may have read swapped parameters (EMA), so its copies are not trusted any more.
+
+        Args:
+            interrupted: whether an interrupt (Ctrl-C) ended the forward. Then nothing is waited for.
+        """
+        for _, copies in self._copies():
+            if not interrupted:
+                copies.settle()
+            if interrupted or not torch.is_grad_enabled():
+                copies.expire()
+
+    def _note_pending(self) -> None:
         """At the end of a backward: note the groups whose gradients wait for a later microbatch."""
-        for group in self._refreshed:
-            assert group.layout.copies is not None
+        for group, copies in self._copies():
             options = group.settings.current
-            group.layout.copies.end_backward(not (options.requires_gradient_sync and options.requires_all_reduce))
+            waits = not (options.requires_gradient_sync and options.requires_all_reduce)
+            copies.end_backward(pending=waits and group.trains)
 
     def parameters_changed(self, at: torch.Event | None = None) -> None:
         """Make the next gather wait for the event `at`; without one, for the work now queued on the current stream."""
@@ -146,8 +176,8 @@ class Actions:
             # Groups that settings keep unsharded note versions in `start_gather`. This one is kept by the schedule. The
             # next root forward then finds out whether its parameters are outdated.
             group.note_versions()
-        if self._refreshed:
-            self._refresh_if_needed(group)
+        if self._refreshed and group.needs_refresh:
+            self._refresh(group, None)
         # Resident groups gather from pieces, and others from compute copies, which no optimizer changes.
         reads_shards = group.phase is not RESIDENT and group.layout.copies is None
         self.recorder.act(UNSHARD, group, group.start_gather, self.changed)
@@ -316,11 +346,14 @@ class Actions:
         """Gather a group and keep it unsharded, as described at `FSDPModule.unshard`."""
         away = group.phase in AWAY
         group.stay.pin()  # before the gather, which notes versions for groups that stay
-        if away and group.layout.copies is not None:
-            group.layout.copies.begin_forward(torch.is_grad_enabled())
         if away:
+            copies = group.layout.copies
+            if copies is not None:
+                copies.expire()
             self.parameters_changed()  # users call this between steps, after any change that they have made
             self.issue_gather(group)
+            if copies is not None:
+                copies.expire()  # users may swap parameters around the call
         # A group that is unsharded already may have its shards installed, for example after a backward that kept it. No
         # handle has to be waited for, so its unsharded parameters are installed now, unless its forward is using them.
         if wait or (group.phase is UNSHARDED and not group.running):
@@ -360,7 +393,7 @@ class Actions:
         """
         self.staying.clear()
         self.budget.unread.clear()
-        self._end_refreshes()
+        self._note_pending()
         for group in self.groups:
             if group.phase is SHARDED or group.running or (group.stay.pinned and not ends_pins):
                 continue

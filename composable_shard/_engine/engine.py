@@ -306,10 +306,10 @@ class Engine:
     @apart_from_checkpoints
     def _end_forward(self, learn_order: bool, failed: bool) -> None:
         self._end_abandoned(failed)  # for example, of a group with several modules that have not all run
+        self._actions.end_refreshes(self._iterations.was_interrupted)
         if not self._iterations.was_interrupted:
             self._actions.end_root_forward(failed)
         if not torch.is_grad_enabled():
-            self._actions.expire_copies()
             self.capturing.end()
         if learn_order:
             self.review.end(bool(self.capturing.number))
@@ -617,6 +617,7 @@ class Engine:
     def _recover(self) -> None:
         """Clean up after a failed backward or an interrupted forward."""
         self._gradients.discard()
+        self._actions.forget_copies()
         self._forget_pass()
         self._iterations.end()
         self.uses.forget()

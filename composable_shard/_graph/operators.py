@@ -352,13 +352,16 @@ _reductions: _Flights[Reduction] = _Flights()
 
 def _launch_gather(shards: list[torch.Tensor], anchor: torch.Tensor, key: str, with_gradients: bool) -> torch.Tensor:
     known = registry.known(anchor)
+    pends = False
     if (owner := known.owner()) is not None:
-        owner.before_gather(with_gradients)
-    return _gathers.launch(_begin(known, shards, key, with_gradients))
+        pends = owner.before_gather(with_gradients)
+    return _gathers.launch(_begin(known, shards, key, with_gradients, pends))
 
 
-def _begin(known: registry.Known, shards: list[torch.Tensor], key: str, with_gradients: bool = True) -> Gather:
-    gather = known.exchange().gather(shards, with_gradients)
+def _begin(
+    known: registry.Known, shards: list[torch.Tensor], key: str, with_gradients: bool = True, pends: bool = False
+) -> Gather:
+    gather = known.exchange().gather(shards, with_gradients, pends)
     try:
         for arriving in gather.arriving:
             parts = _layouts[key].extended[arriving.index]

@@ -24,8 +24,12 @@ class Owner(Protocol):
     def exchange(self) -> Exchange | None:
         """Its gathers and reductions; None if the group of the eager runtime was freed."""
 
-    def before_gather(self, with_gradients: bool) -> None:
-        """Prepare for a graph that is about to gather the group, and was compiled with or without gradients."""
+    def before_gather(self, with_gradients: bool) -> bool:
+        """Prepare for a graph that is about to gather the group, and was compiled with or without gradients.
+
+        Returns:
+            whether the gradients of a forward that runs now will wait for a later reduction.
+        """
 
     def trace_again(self) -> None:
         """Make the next call of the model trace its groups again."""

@@ -511,13 +511,16 @@ class TracedGroup:
         group = self._of_runtime()
         return None if group is None else group.exchange()
 
-    def before_gather(self, with_gradients: bool) -> None:
+    def before_gather(self, with_gradients: bool) -> bool:
         """Prepare for a graph that is about to gather the group.
 
         Let the engine arrange its memory if an arena is due or a capture began.
 
         Args:
             with_gradients: whether the graph was compiled with gradients enabled.
+
+        Returns:
+            whether the gradients of a forward that runs now will wait for a later reduction.
 
         Raises:
             StaleStateError: in a backward: a parameter that defines its own all-gather was edited since the forward.
@@ -527,13 +530,15 @@ class TracedGroup:
         watch_steps(self)  # not earlier: without graphs that save shards, optimizer steps concern only the engine
         self._follow_shards(with_gradients)
         group, between_steps = self._of_runtime(), self._between_steps and self._between_steps()
-        if group is not None and group.layout.copies is not None:
-            group.before_graph(pending=not self._settings.current.requires_gradient_sync)
+        pends = not self._settings.current.requires_gradient_sync
         if group is None or between_steps is None:
-            return
+            return pends
+        if group.layout.copies is not None:
+            group.before_graph()
         pool = group.exchange().pool
         if pool.wants_arena or pool.memory.capture != capture_number(pool.memory.device):
             between_steps()
+        return pends
 
     def _follow_shards(self, with_gradients: bool) -> None:
         """Let the stand-ins follow the shards of parameters that define their own all-gather."""
@@ -605,6 +610,8 @@ class TracedGroup:
         if group is not None:
             self._set_hooks_aside([index for index, gradient in enumerate(gradients) if gradient is not None])
             group.gradients.accumulate(gradients, overwritten=True)
+            if group.layout.copies is not None:
+                group.layout.copies.keep()
 
     def take(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """Return the sums of these gradients and the kept ones, which are no longer kept."""

@@ -548,13 +548,16 @@ class LowBitBucket(GatherBucket):
         wire: Wire,
         refresh_wire: Wire | None,
     ) -> None:
-        self._sent = -1  # the generation of the shards when they were last rounded
+        self._sent: tuple[int, int] | None = (
+            None  # when last rounded: the generation of the shards, and their refreshes
+        )
         super().__init__(params, dtype, setup, wire, refresh_wire)
 
     def note_gather(self) -> None:
-        if self._pool.backward and self._sent == self.generation and isinstance(self.copies, LowBitGather):
+        now = self.generation, 0 if self.node_copy is None else self.node_copy.refreshes
+        if self._pool.backward and self._sent == now and isinstance(self.copies, LowBitGather):
             self.copies.send_again()
-        self._sent = self.generation
+        self._sent = now
 
 
 def _are_packed(params: Sequence[ShardedParam]) -> bool:

@@ -314,16 +314,17 @@ class Exchange:
         """The first parameter's name, for messages."""
         return self._facts[0].fqn
 
-    def gather(self, shards: Sequence[torch.Tensor], with_gradients: bool = True) -> Gather:
+    def gather(self, shards: Sequence[torch.Tensor], with_gradients: bool = True, pends: bool = False) -> Gather:
         """Begin to gather shards.
 
         Args:
             shards: the shards, in the order of the group's parameters.
             with_gradients: whether the graph was compiled with gradients enabled.
+            pends: whether the gradients of a forward that runs now will wait for a later reduction.
         """
         self.gathers += 1
         if self._copies is not None:
-            self._copies.refresh_for_graph(shards, with_gradients, self._gather_lane)
+            self._copies.refresh_for_graph(shards, with_gradients, self._gather_lane, pends)
         for ledger in self._notes.gathers:
             ledger.issue(self._note)
         started: list[_InFlight] = []

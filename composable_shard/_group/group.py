@@ -205,7 +205,7 @@ class ParamGroup:
             return None
         copies = [bucket.node_copy for bucket in buckets if isinstance(bucket, GatherBucket) and bucket.node_copy]
         notes = self._comm.notes
-        return NodeCopies(copies, members, notes, notes.refresh(self._summary()))
+        return NodeCopies(copies, members, notes, notes.refresh(self._summary()), self._runtime.microbatches)
 
     def _reduce_setup(self) -> ReduceSetup:
         comm, run = self._comm, self._runtime
@@ -346,7 +346,13 @@ class ParamGroup:
         copies = self.layout.copies
         if copies is None or self.phase is not SHARDED:
             return False
-        return copies.state.due or not (self._runtime.pool.backward or not self.is_outdated())
+        return copies.state.due or (not self._runtime.pool.backward and self.is_outdated())
+
+    @property
+    def lost_pending(self) -> bool:
+        """Whether gradients of an earlier microbatch were pending, and `.grad` has changed since: by `zero_grad`."""
+        copies = self.layout.copies
+        return copies is not None and copies.pending and self.gradients.held_now().is_voided
 
     def copies_key(self) -> Hashable:
         """Return a value that is equal if the next forward refreshes its compute copies alike; None without copies."""
@@ -366,15 +372,14 @@ class ParamGroup:
             bucket.note_shards([shards[index] for index in members])
         return shards
 
-    def before_graph(self, pending: bool) -> None:
-        """Before a graph gathers: decide whether its compute copies are outdated.
-
-        Args:
-            pending: whether the gradients of this forward will wait for a later reduction.
-        """
+    def before_graph(self) -> None:
+        """Before a graph gathers: decide whether its compute copies are outdated."""
         assert self.layout.copies is not None
-        self.layout.copies.expect(pending)
-        if current_backward() < 0 and self.is_outdated():
+        if current_backward() >= 0:
+            return
+        if self.lost_pending:
+            self.layout.copies.end_backward(pending=False)
+        if self.is_outdated():
             self.layout.copies.expire()
             self._note_refresh()
 

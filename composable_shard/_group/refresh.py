@@ -5,17 +5,22 @@ inner axis together hold one *node's piece* of it. Each of them keeps a copy of 
 over the inner axis read the copy, in forward and in backward. A *refresh*, one all-gather over the outer axis, makes
 the copy from the stored parameters.
 
-When a copy is refreshed depends only on calls that all ranks make, and on versions of parameters:
+A refresh is a collective, so the decision depends on what all ranks do alike: their calls, and the versions of
+parameters and of `.grad`. Ranks of all nodes must run the same forwards and change the same parameters.
 
 - An eager root forward refreshes all copies that it will read, except while gradients of an earlier microbatch wait for
-  their reduction (`pending`). It does not only refresh after an optimizer step, because other code changes parameters
-  too, for example with foreach functions, which do not increase versions.
+  their reduction (`pending`). It refreshes even if no optimizer has stepped, because other code changes parameters too,
+  for example with foreach functions, which do not increase versions.
 - A compiled graph does not know where a root forward begins. It refreshes at each gather of a forward, unless gradients
   are pending or the copy was refreshed and not read yet.
-- Without gradients, parameters are often swapped (EMA). So such a forward always refreshes, and so does the next gather
-  after it, even that of a backward.
+- Without gradients, and after `unshard()`, parameters are often swapped (EMA). So such a forward always refreshes, and
+  so does the next gather after it, even that of a backward.
 - A gather of a forward refreshes if the version of a parameter has changed. In a backward it does not: the copy has the
   values with which the forward has computed.
+
+One change is not noticed: by a foreach function or through `.data`, between two forwards in grad mode that both wait
+for their backward. The backward of the first one then reads the values of the second one. Without sharding, autograd
+refuses such a change, except through `.data`.
 """
 
 from __future__ import annotations
@@ -59,6 +64,7 @@ class NodeCopy:
         pieces: the node's pieces, as views of the copy; empty before the first refresh.
         memory: the memory of the copy, (`nbytes`,) in uint8; None before the first refresh.
         nbytes: bytes of the copy.
+        refreshes: number of refreshes so far.
     """
 
     def __init__(
@@ -83,14 +89,15 @@ class NodeCopy:
         self.memory: torch.Tensor | None = None
         self._wholes: Wholes | None = None
         self._job: Job[None] | None = None
+        self.refreshes = 0
 
     def refresh(self, shards: Sequence[torch.Tensor], after: Events) -> None:
         """Begin to gather the stored shards over the outer axis, after these events."""
         if self._wholes is None:
             self._make()
-        if self._job is not None:  # an earlier refresh that no gather has read
-            self._job.finish()
-        self._job = None
+            after = (*after, *self._allocator.current_events())  # earlier work may still use the new memory
+        self.settle()
+        self.refreshes += 1
         if self.nbytes:  # else this node has no rows of any parameter, and neither have the others
             self._job = self._lane.second().start(self._steps(shards), after, shards)
 
@@ -130,6 +137,12 @@ class NodeCopy:
             raise
         return ()
 
+    def settle(self) -> None:
+        """Wait for a refresh that no gather has read: code may change the shards next, or another one may begin."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.finish()
+
     def forget_event(self) -> None:
         """Let no gather wait for a refresh in flight: a capture has begun or ended since, and the device was idle."""
         if self._job is not None:
@@ -150,6 +163,28 @@ class CopyState(NamedTuple):
     read: bool = False
 
 
+def _again(state: CopyState, with_gradients: bool) -> bool:
+    """Whether a gather in the forward of a graph refreshes even if that is not due."""
+    return not with_gradients or (state.read and not state.pending)
+
+
+class Microbatches:
+    """Counts, for all groups of an engine, the gradients that graphs have left pending.
+
+    Ranks may use different parameters, but each of them leaves the gradients of some group pending in such a backward.
+
+    Attributes:
+        kept: the number so far.
+    """
+
+    def __init__(self) -> None:
+        self.kept = 0
+
+    def note(self) -> None:
+        """Note that the backward of a graph leaves gradients of a group pending."""
+        self.kept += 1
+
+
 class NodeCopies:
     """The node's copies of all buckets of a group, and the decision when to refresh them.
 
@@ -157,19 +192,38 @@ class NodeCopies:
         copies: the copy of each bucket.
         members: for each bucket, the indices of its parameters in the group.
         notes, note: the notes of the group before its collectives, and its note before a refresh.
+        microbatches: the count of the group's engine.
 
     Attributes:
-        state: decides about the next refresh.
         nbytes: bytes of the copies.
     """
 
-    def __init__(self, copies: Sequence[NodeCopy], members: Sequence[Sequence[int]], notes: Notes, note: str) -> None:
+    def __init__(
+        self,
+        copies: Sequence[NodeCopy],
+        members: Sequence[Sequence[int]],
+        notes: Notes,
+        note: str,
+        microbatches: Microbatches,
+    ) -> None:
         self._copies, self._members = copies, members
         self._notes, self._note = notes, note
-        self.state = CopyState()
+        self._state = CopyState()
         self.nbytes = sum(copy.nbytes for copy in copies)
-        self._accumulates = False  # whether the backward of the running forward of a graph leaves gradients pending
+        self._microbatches = microbatches
+        # After a forward of a graph without gradient sync: the count then. Once it has increased, a backward has run.
+        self._kept_before: int | None = None
         self._reading = 0  # number of gathers of graphs in flight, which read the copies
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients of an earlier microbatch wait for their reduction."""
+        return self._state.pending or (self._kept_before is not None and self._microbatches.kept > self._kept_before)
+
+    @property
+    def state(self) -> CopyState:
+        """The facts that decide about the next refresh."""
+        return self._state._replace(pending=self.pending)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the memory of the copies that exist; a copy is made at its first refresh."""
@@ -181,16 +235,16 @@ class NodeCopies:
         Args:
             grad: whether it runs in grad mode.
         """
-        if not (grad and self.state.pending):
+        if not (grad and self.pending):
             self.expire()
 
     def expire(self) -> None:
         """Make the next gather refresh."""
-        self.state = self.state._replace(due=True)
+        self._state = self._state._replace(due=True)
 
     def change(self) -> None:
         """Note that the stored parameters are about to change, for example by an optimizer step."""
-        self.state = CopyState()
+        self.resume(CopyState())
 
     def end_backward(self, pending: bool) -> None:
         """Note the end of a backward.
@@ -198,7 +252,16 @@ class NodeCopies:
         Args:
             pending: whether its gradients wait for a later reduction.
         """
-        self.state = self.state._replace(pending=pending)
+        self.resume(self._state._replace(pending=pending))
+
+    def keep(self) -> None:
+        """Note that the backward of a graph leaves the gradients of the group pending."""
+        self._microbatches.note()
+
+    def settle(self) -> None:
+        """Wait for refreshes that no gather has read, before code changes the stored parameters."""
+        for copy in self._copies:
+            copy.settle()
 
     def refresh(self, shards: Sequence[torch.Tensor], after: torch.Event | None) -> None:
         """Begin to refresh all copies from the stored shards of the group, after the event `after`."""
@@ -210,27 +273,25 @@ class NodeCopies:
         except BaseException:
             self._notes.take_back(self._notes.refreshes)
             raise
-        self.state = self.state._replace(due=False, read=False)
+        self._state = self._state._replace(due=False, read=False)
 
-    def refresh_for_graph(self, shards: Sequence[torch.Tensor], with_gradients: bool, lane: Lane) -> None:
+    def refresh_for_graph(self, shards: Sequence[torch.Tensor], with_gradients: bool, lane: Lane, pends: bool) -> None:
         """Before a graph gathers: refresh if that is due.
 
         Args:
             shards: the stored shards of the group.
             with_gradients: whether the graph was compiled with gradients enabled.
             lane: the lane of gathers.
+            pends: whether the gradients of a forward that runs now will wait for a later reduction.
         """
         state, forward = self.state, current_backward() < 0
-        again = forward and (not with_gradients or (state.read and not state.pending))
         # While another gather reads the copies, the same forward uses the group twice.
-        if (state.due or again) and not self._reading:
+        if not self._reading and (state.due or (forward and _again(state, with_gradients))):
             self.refresh(shards, lane.record_current_stream())
         if forward:
-            self.state = CopyState(not with_gradients, with_gradients and self._accumulates, True)
-
-    def expect(self, pending: bool) -> None:
-        """Before a graph gathers: note whether the gradients of this forward will wait for a later reduction."""
-        self._accumulates = pending
+            still_pending = state.pending and (pends or not with_gradients)
+            self.resume(CopyState(not with_gradients, still_pending, True))
+            self._kept_before = self._microbatches.kept if pends and with_gradients else None
 
     def begin_read(self) -> None:
         """Note a gather of a graph, which reads the copies until `end_read`."""
@@ -247,18 +308,22 @@ class NodeCopies:
 
     def note_read(self) -> None:
         """Note that a gather reads the copies."""
-        if not self.state.read:
-            self.state = self.state._replace(read=True)
+        if not self._state.read:
+            self._state = self._state._replace(read=True)
 
     def key(self, is_outdated: bool) -> Hashable:
-        """Return a value that is equal if the next forward, eager or compiled, refreshes alike.
+        """Return a value that is equal if the next forward refreshes alike.
 
         Args:
             is_outdated: whether the stored parameters were written to since the last refresh.
+
+        Returns:
+            whether an eager forward refreshes, and whether a compiled one does.
         """
-        due = self.state.due or is_outdated
-        return due or not self.state.pending, due or (self.state.read and not self.state.pending)
+        state = self.state
+        due = state.due or is_outdated
+        return due or not state.pending, due or (state.read and not state.pending)
 
     def resume(self, state: CopyState) -> None:
-        """Set the state: that after a captured step, which was replayed."""
-        self.state = state
+        """Set the state, for example to that after a captured step, which was replayed."""
+        self._state, self._kept_before = state, None

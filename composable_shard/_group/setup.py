@@ -13,16 +13,25 @@ from .._comm.rounding import Rounding
 from .._faults.seat import NOTHING_NOTED, Notes
 from .._memory.pool import BufferPool
 from .._policies import Options
+from .refresh import Microbatches
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """What all groups of one engine share: the pool, the lanes, and whether all are sharded over the same ranks."""
+    """What all groups of one engine share.
+
+    Attributes:
+        pool: the memory.
+        gather_lane, reduce_lane: the lanes of gathers and of reductions.
+        has_one_mesh: whether all groups are sharded over the same ranks.
+        microbatches: counts the gradients that graphs have left pending.
+    """
 
     pool: BufferPool
     gather_lane: Lane
     reduce_lane: Lane
     has_one_mesh: bool
+    microbatches: Microbatches = field(default_factory=Microbatches)
 
 
 def frees_queued(streams: bool, has_one_mesh: bool, options: Options) -> bool:
