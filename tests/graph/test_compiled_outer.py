@@ -177,3 +177,37 @@ def test_blocks_that_are_compiled_one_by_one_refresh_once_per_step(rank, world):
         assert counts[0] == 4
         same_gradients(eager, model, f"in step {step}")
         update(eager, model)
+
+
+@pytest.mark.parametrize("between", ["eager forward", "eager evaluation", "no backward", "zero_grad"])
+@distributed(world=4, limit_s=LIMIT_S)
+def test_a_change_by_foreach_functions_is_seen_by_the_next_graph(rank, world, between):
+    if not GRAPHS_GIVE_NONE:
+        refused(rank, world)
+        return
+    eager, model = make_twins(even(2), shard_blocks, mesh=mesh_of(2, 2), **OUTER)
+    torch._dynamo.reset()
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    loss_of(run, rank, 0).backward()
+    update(model)
+    for param, twin in zip(eager.parameters(), model.parameters(), strict=True):
+        param.to_local().data.copy_(twin.to_local())
+    if between == "eager forward":
+        loss_of(model, rank, 1)
+    elif between == "eager evaluation":
+        with torch.no_grad():
+            loss_of(model, rank, 1)
+    else:
+        model.set_requires_gradient_sync(False)
+        loss = loss_of(run, rank, 1)
+        if between == "zero_grad":
+            loss.backward()
+            model.zero_grad()
+        model.set_requires_gradient_sync(True)
+    for each in (eager, model):
+        each.reshard()
+        with torch.no_grad():
+            torch._foreach_mul_(list(each.parameters()), 1.5)
+    with torch.no_grad():
+        expected = loss_of(eager, rank, 2)
+    assert torch.equal(loss_of(run, rank, 2), expected)

@@ -760,3 +760,27 @@ def test_an_evaluation_or_a_forward_between_replays_changes_no_result_with_outer
         assert pair.call.captures == 1
         assert pair.call.replays >= 6
         pair.ends(10)
+
+
+@distributed(world=4)
+def test_an_evaluation_between_microbatches_makes_later_ones_refresh_with_outer_sharding(rank, world):
+    """Of swapped weights, without a change of any version."""
+    pair = Pair(rank, outer_sharded)
+    with captures_on_cpu():
+        for number in range(24):
+            for model in pair.models:
+                model.set_requires_gradient_sync(number % 2 == 1)
+            pair.step(number)
+            if number % 2:
+                pair.update()
+            elif number > 11:
+                tokens, losses = token_batch(rank, number)[0], []
+                for model in pair.models:
+                    shards = list(model.parameters())
+                    with torch.no_grad():
+                        torch._foreach_mul_(shards, 2.0)
+                        losses.append(next_token_loss(model, tokens))
+                        torch._foreach_mul_(shards, 0.5)
+                assert torch.equal(*losses)
+        assert pair.call.captures >= 3  # later microbatches with and without a refresh
+        pair.ends(24)

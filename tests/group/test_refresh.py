@@ -14,7 +14,7 @@ from _engines import fully_shard, mesh_of
 from _pool import distributed
 from composable_shard import MixedPrecisionPolicy, Ragged, ShardPlacementResult
 from composable_shard._plan.schedule import Kind
-from composable_shard.errors import ShardConfigUnsupportedError, ShardConfigValueError
+from composable_shard.errors import RankMismatchError, ShardConfigUnsupportedError, ShardConfigValueError
 
 OUTER = {"outer_sharding": "optimizer"}
 
@@ -166,22 +166,188 @@ def test_parameters_that_are_loaded_or_unsharded_by_hand_are_new(rank, world):
     same_output(model, plain, x_of(rank))
 
 
+def same_gradients(model, plain, losses):
+    """Compare with the mean of the losses of all ranks, given by a function of the rank."""
+    (sum(losses(each) for each in range(4)) / 4).backward()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(param.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("clears", [False, True])
 @distributed(world=4)
-def test_a_failed_backward_leaves_nothing_pending(rank, world):
+def test_after_a_failed_backward_parameters_are_new(rank, world, clears):
+    """It discards the gradients of an earlier microbatch, so none are pending."""
     model, plain = sharded()
     model.set_requires_gradient_sync(False)
     model(x_of(rank)).sum().backward()
+    handle = model[1].register_forward_hook(
+        lambda module, args, out: out.register_hook(lambda gradient: 1 / 0) and None
+    )
     out = model(x_of(rank))
-    out.register_hook(lambda gradient: 1 / 0)
+    handle.remove()
     with pytest.raises(ZeroDivisionError):
         out.sum().backward()
     model.set_requires_gradient_sync(True)
+    if clears:
+        model.zero_grad()
     foreach_add(model, 0.5)
     add(plain, 0.5)
-    model.zero_grad()
-    model(x_of(rank)).sum().backward()
-    model.zero_grad()
     same_output(model, plain, x_of(rank))
+
+
+@pytest.mark.parametrize("setter", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+@pytest.mark.parametrize("to_none", [True, False])
+@distributed(world=4)
+def test_a_dropped_microbatch_is_not_pending(rank, world, setter, to_none):
+    """For example after an overflow: `zero_grad`, and the parameters of a snapshot."""
+    model, plain = sharded(dim=6)  # some shards of other layers would have no rows
+    getattr(model, setter)(False)
+    model(x_of(rank, dim=6)).sum().backward()
+    model.zero_grad(set_to_none=to_none)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.to_local().data.add_(0.5)
+    add(plain, 0.5)
+    same_output(model, plain, x_of(rank, dim=6))
+
+
+@pytest.mark.parametrize("place", ["waiting", "pending", "evaluated"])
+@distributed(world=4)
+def test_weights_that_were_swapped_while_unsharded_by_hand_do_not_stay(rank, world, place):
+    model, plain = sharded()
+    losses = []
+    if place == "pending":
+        model.set_requires_gradient_sync(False)
+        model(x_of(rank)).square().sum().backward()
+        model.set_requires_gradient_sync(True)
+        losses.append(0)
+    else:
+        loss = model(x_of(rank, 1)).square().sum()
+    foreach_add(model, 1.0)
+    with torch.set_grad_enabled(place != "evaluated"):
+        model[1].unshard()
+        assert torch.allclose(model[1].weight, plain[1].weight + 1.0)
+        model[1].reshard()
+    foreach_add(model, -1.0)
+    if place == "pending":
+        loss = model(x_of(rank, 1)).square().sum()
+    loss.backward()
+    same_gradients(model, plain, lambda each: sum(plain(x_of(each, step)).square().sum() for step in [*losses, 1]))
+
+
+@distributed(world=4)
+def test_an_interrupted_evaluation_with_swapped_weights_does_not_stay(rank, world):
+    model, plain = sharded()
+    loss = model(x_of(rank)).square().sum()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = model[2].register_forward_pre_hook(interrupt)
+    foreach_add(model, 1.0)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        model(x_of(rank))
+    handle.remove()
+    foreach_add(model, -1.0)
+    loss.backward()
+    same_gradients(model, plain, lambda each: plain(x_of(each)).square().sum())
+
+
+@distributed(world=4)
+def test_a_frozen_teacher_that_follows_by_foreach_functions_is_new_in_each_microbatch(rank, world):
+    model, plain = sharded()
+    for each in (model, plain):
+        each[0].requires_grad_(False)
+    teacher = list(model[0].parameters())
+    model.set_requires_gradient_sync(False)
+    for step in range(3):
+        same_output(model, plain, x_of(rank, step))
+        model(x_of(rank, step)).sum().backward()
+        with torch.no_grad():
+            torch._foreach_mul_(teacher, 1.5)
+            for param in plain[0].parameters():
+                param.mul_(1.5)
+
+
+@distributed(world=4)
+def test_backward_rounds_the_values_of_its_forward_after_an_evaluation(rank, world):
+    """With parameters that are sent in fewer bits."""
+    results = []
+    for evaluates in (False, True):
+        model, _ = sharded(dim=16)
+        model.set_comm_policy(cs.CommPolicy(gather="int8"))
+        loss = model(x_of(rank, dim=16)).square().sum()
+        if evaluates:
+            with torch.no_grad():
+                torch._foreach_mul_(list(model.parameters()), 2.0)
+                model(x_of(rank, dim=16))
+                torch._foreach_mul_(list(model.parameters()), 0.5)
+        loss.backward()
+        results.append([param.grad.full_tensor() for param in model.parameters()])
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one, two)
+
+
+class Choice(nn.Module):
+    """Each rank uses some of the layers."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, x, chosen):
+        for index in chosen:
+            x = self.layers[index](x)
+        return x
+
+
+@pytest.mark.parametrize("dim", [8, 3])
+@pytest.mark.parametrize("setter", ["", "set_requires_gradient_sync", "set_requires_all_reduce"])
+@distributed(world=4)
+def test_a_parameter_has_a_gradient_if_any_rank_of_any_node_uses_it(rank, world, dim, setter):
+    torch.manual_seed(2)
+    plain = Choice(dim)
+    model = fully_shard(copy.deepcopy(plain), mesh=mesh_of(2, 2), **OUTER)  # one group
+    used = {0: (0, 1), 1: (0,), 2: (0,), 3: (0, 2)}
+    for micro in range(2 if setter else 1):
+        if setter:
+            getattr(model, setter)(micro == 1)
+        model(x_of(rank, micro, dim), used[rank]).sum().backward()
+    steps = range(2 if setter else 1)
+    (sum(plain(x_of(each, step, dim), used[each]).sum() for each in used for step in steps) / world).backward()
+    for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None) == ("layers.3" in name), name
+        if other.grad is not None:
+            assert torch.allclose(param.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-5), name
+
+
+@distributed(world=4)
+def test_an_all_reduce_hook_gets_the_gradients_of_this_rank(rank, world):
+    model, plain = sharded(layers=2, dim=6)
+    seen = []
+
+    def double(reduced):
+        seen.append(reduced.numel())
+        reduced.mul_(2.0)
+
+    for layer in model:
+        layer.set_all_reduce_hook(double)
+    model(x_of(rank, dim=6)).square().sum().backward()
+    (sum(plain(x_of(each, dim=6)).square().sum() for each in range(world)) / world).backward()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(param.grad.full_tensor(), 2.0 * other.grad, rtol=1e-4, atol=1e-5)
+    # Of three rows of a node, each rank's chunk has two; that of the bias, too.
+    assert seen == [2 * 6 + 2] * 2
+
+
+@distributed(world=4)
+def test_nodes_with_different_models_get_an_error_before_they_communicate(rank, world):
+    torch.manual_seed(0)
+    node = rank // 2
+    model = nn.Sequential(nn.Linear(4, 4 + 4 * node), nn.Linear(4 + 4 * node, 4))
+    fully_shard(model, mesh=mesh_of(2, 2), **OUTER)
+    with pytest.raises(RankMismatchError, match="different plans"):
+        model(torch.ones(1, 4))
 
 
 @distributed(world=2)

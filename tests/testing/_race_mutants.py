@@ -337,7 +337,9 @@ COVERED = {
 
 # Functions that only pass events on to another function (its name), or that do not wait on a stream (the reason).
 PASSED_ON = {
-    "NodeCopy.refresh": "refreshes are queued on one lane; only a CPU must wait for the last one",
+    "NodeCopy.refresh": "shown by tests/group/test_refresh_races.py",
+    "NodeCopy.settle": "shown by tests/group/test_refresh_races.py",
+    "Actions.begin_refreshes": "ParamGroup.start_refresh",
     "Job._advance": "Waiting.wait",
     "Slot.take_back": "BufferPool.take_back",
     "Launched._advance": "Waiting.wait",
