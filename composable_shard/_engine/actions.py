@@ -128,7 +128,9 @@ class Actions:
 
     def _refresh(self, group: ParamGroup, after: torch.Event | None) -> None:
         """Refresh the compute copies of a group, after this event; if None, after all work on the current stream."""
-        self.recorder.act(Kind.REFRESH, group, group.start_refresh, after)
+        watch = self.recorder.watch
+        work = group.refresh_and_wait if watch is not None and watch.serial else group.start_refresh
+        self.recorder.act(Kind.REFRESH, group, work, after)
 
     def _copies(self) -> Iterator[tuple[ParamGroup, NodeCopies]]:
         for group in self._refreshed:

@@ -25,6 +25,7 @@ _PARTS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
     ("backward", (Kind.BACKWARD,)),
     ("gather", (Kind.UNSHARD, Kind.WAIT)),
     ("reduce", (Kind.REDUCE, Kind.REDUCED)),
+    ("refresh", (Kind.REFRESH,)),
 )
 Seconds = dict[tuple[str, str], float]  # by part (see `_PARTS`) and FQN of a group
 
@@ -163,5 +164,6 @@ def costs_of(plan: ShardPlan, seconds: Seconds, streams: bool) -> Costs:
         backward=parts["backward"],
         gather=parts["gather"],
         reduce=parts["reduce"],
+        refresh={fqn: took for fqn, took in parts["refresh"].items() if plan.group(fqn).outer_size > 1},
         streams=streams,
     )

@@ -365,6 +365,12 @@ class ParamGroup:
         shards = self._note_refresh()
         self.layout.copies.refresh(shards, after or self._runtime.gather_lane.record_current_stream())
 
+    def refresh_and_wait(self, after: torch.Event | None) -> None:
+        """Like `start_refresh`, and wait: for a stopwatch that times each collective separately."""
+        assert self.layout.copies is not None
+        self.start_refresh(after)
+        self.layout.copies.settle()
+
     def _note_refresh(self) -> list[torch.Tensor]:
         """Note the versions of the shards, which a refresh reads, and return them."""
         shards = [param.local for param in self.params]

@@ -197,7 +197,8 @@ _Spans = Sequence[tuple[Kind, str, float, float]]
 
 def _on_outer_link(step: Trace) -> tuple[dict[str, float], dict[str, float]]:
     """By group, the time at which its refresh ends, and the seconds of its reduction on the outer link."""
-    refreshed = {fqn: end for kind, fqn, _, end in step.outer if kind is Kind.REFRESH}
+    ended = [(fqn, begin, end) for kind, fqn, begin, end in step.outer if kind is Kind.REFRESH]
+    refreshed = {fqn: end for fqn, begin, end in ended if end - begin > _NOISE}
     return refreshed, {fqn: end - begin for kind, fqn, begin, end in step.outer if kind is Kind.REDUCE}
 
 

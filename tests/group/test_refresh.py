@@ -288,6 +288,39 @@ def test_backward_rounds_the_values_of_its_forward_after_an_evaluation(rank, wor
         assert torch.equal(one, two)
 
 
+@distributed(world=4)
+def test_a_group_that_an_optimizer_steps_between_microbatches_of_others_is_new(rank, world):
+    torch.manual_seed(4)
+    plain = Choice(8)
+    model = copy.deepcopy(plain)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh_of(2, 2), **OUTER)
+    fully_shard(model, mesh=mesh_of(2, 2), **OUTER)
+    same_output(lambda x: model(x, (0, 1)), lambda x: plain(x, (0, 1)), x_of(rank))
+    model.set_requires_gradient_sync(False)
+    model(x_of(rank), (0,)).sum().backward()
+    for each in (model, plain):
+        for param in each.layers[1].parameters():
+            param.grad = torch.ones_like(param)
+        torch.optim.SGD(each.layers[1].parameters(), lr=0.5, foreach=True).step()
+    same_output(lambda x: model(x, (0, 1)), lambda x: plain(x, (0, 1)), x_of(rank))
+
+
+@distributed(world=4)
+def test_groups_that_stay_unsharded_after_backward_refresh_nothing(rank, world):
+    model, plain = sharded()
+    model.set_reshard_after_backward(False)
+    for step in range(3):
+        model(x_of(rank, step)).sum().backward()
+        if step:
+            assert refreshes(model) == 0
+    foreach_add(model, 0.5)
+    add(plain, 0.5)
+    for layer in model:
+        layer.reshard()
+    same_output(model, plain, x_of(rank))
+
+
 class Choice(nn.Module):
     """Each rank uses some of the layers."""
 

@@ -102,7 +102,7 @@ def test_new_copies_wait_for_earlier_uses_of_their_memory():
     real = NodeCopy.refresh
 
     def refresh(*args):
-        with mock.patch.object(DeviceMemory, "current_events", lambda memory: ()):
+        with mock.patch.object(DeviceMemory, "current_events", return_value=()):
             real(*args)
 
     with mock.patch.object(NodeCopy, "refresh", refresh):
@@ -111,5 +111,5 @@ def test_new_copies_wait_for_earlier_uses_of_their_memory():
 
 @pytest.mark.filterwarnings("ignore:rank 0. a root forward deviated")
 def test_writes_to_shards_wait_for_refreshes_that_no_gather_has_read():
-    with mock.patch.object(NodeCopy, "settle", lambda copy: None):
+    with mock.patch.object(NodeCopy, "settle", return_value=None):
         assert "all_gather reads" in races_of(unread)
