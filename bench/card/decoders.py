@@ -214,6 +214,7 @@ def adapt(model: Any, base: str) -> None:
                 setattr(part, name, Adapted(layer, base))
 
 
+OUTER = {"outer_sharding": "optimizer"}
 CASES = {
     "plain": Case(),
     "packed": Case(transport="packed"),
@@ -221,6 +222,10 @@ CASES = {
     "bf16 packed": Case({"mp_policy": HALF}, transport="packed", tolerance=2e-2),
     "zero2": Case({"reshard_after_forward": False}),
     "hsdp": Case(mesh=(WORLD, 1)),
+    "hfsdp": Case(OUTER, mesh=(WORLD, 1), torch_has_it=False),
+    "hfsdp bf16 no sync": Case(
+        {**OUTER, "mp_policy": HALF}, mesh=(WORLD, 1), passes=3, no_sync=True, tolerance=2e-2, torch_has_it=False
+    ),
     "dropout checkpoint": Case(dropout=0.1, recompute=True),
     "no sync": Case(passes=3, no_sync=True),
     "accumulate": Case({"mp_policy": HALF}, passes=3, tolerance=2e-2),

@@ -135,6 +135,7 @@ CASES = {
     **{name: decoders.CASES[name] for name in ("plain", "packed", "bf16", "no sync", "zero2")},
     "hsdp 2x1": Case(mesh=(2, 1)),
     "hsdp 1x2": Case(mesh=(1, 2)),
+    "hfsdp 2x1": Case(decoders.OUTER, mesh=(2, 1)),
     "few ranks": Case({"reshard_after_forward": 2}, mesh=(4,)),
     "checkpoint": Case(recompute=True),
     "frozen unused": Case(freeze=("q.weight", "k.weight"), unused=True),

@@ -82,8 +82,8 @@ class NodeCopy:
         layout = gather_layout(shapes, info.replicate_size, dtype.itemsize, dims, transport.route, None, wire)
         like = torch.empty(0, dtype=dtype, device=info.device)
         self._copies = gather_copies(layout, info.outer_rank, transport, stored, info.offloads, like, lane.streams)
-        self._layout, self._rank = layout, info.outer_rank
-        self._dtype, self._like, self._allocator, self._lane = dtype, like, memory, lane
+        self._layout, self._dtype, self._like = layout, dtype, like
+        self._allocator, self._lane = memory, lane
         self.nbytes = layout.places.total * dtype.itemsize
         self.pieces: list[torch.Tensor] = []
         self.memory: torch.Tensor | None = None
