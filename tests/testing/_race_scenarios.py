@@ -136,6 +136,7 @@ SCENARIOS = {
         prepare=setting("set_comm_policy", CommPolicy("bf16", "fp8", "int8", block=8, refresh="bf16")),
     ),
     "outer-sharding-few-ranks": Scenario({**OUTER, "reshard_after_forward": 1}, mesh=REPLICAS),
+    "outer-sharding-offload": Scenario(OUTER, mesh=REPLICAS, prepare=shards_on_host, around=offloading),
     "outer-sharding-two-streams": Scenario(OUTER, mesh=REPLICAS, step=reduce_on_two_streams),
     "outer-sharding-optimizer": Scenario(OUTER, mesh=REPLICAS, step=optimizer_on_another_stream),
     "outer-sharding-graph": Scenario(OUTER, mesh=REPLICAS, step=as_a_graph, steps=3),
