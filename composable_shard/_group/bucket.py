@@ -548,9 +548,8 @@ class LowBitBucket(GatherBucket):
         wire: Wire,
         refresh_wire: Wire | None,
     ) -> None:
-        self._sent: tuple[int, int] | None = (
-            None  # when last rounded: the generation of the shards, and their refreshes
-        )
+        # The generation of the shards and their refreshes, when they were last rounded.
+        self._sent: tuple[int, int] | None = None
         super().__init__(params, dtype, setup, wire, refresh_wire)
 
     def note_gather(self) -> None:
