@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from _models import Stack, TiedText, shard_blocks, shard_nested, tokens
 from _parity import Case, check_parity
 from _pool import distributed, more, simulated
 from composable_shard import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, PoolPolicy, PrefetchPolicy
+from composable_shard._comm.mesh import MeshInfo
 
 OUTER = {"outer_sharding": "optimizer"}
 GROUPINGS = {"blocks": shard_blocks, "nested": shard_nested}
@@ -347,3 +349,16 @@ def test_uneven_parameters_are_gathered_in_full_on_ranks_that_are_threads(rank, 
         for param, other in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(param.full_tensor(), other)
             assert torch.equal(param.grad.full_tensor(), other.grad)
+
+
+def test_offloaded_shards_are_refreshed_from_the_host():
+    """The CPU is both the device and the host: shards are copied before they are sent, and gradients after."""
+
+    @simulated(world=4)
+    def train(rank, world):
+        model, plain = pair(Transformer)
+        shard_all(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        same_training(model, plain, rank, world)
+
+    with mock.patch.object(MeshInfo, "offloads", property(lambda info: True)):
+        train()
