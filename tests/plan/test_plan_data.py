@@ -306,7 +306,7 @@ def test_records_can_be_read_from_their_json():
         ("{}", "record: has no version"),
         ('{"version": 9, "record": {}}', "version 9.*reads version 1. Re-create the record"),
         (block_plan().to_json(), "record: missing; the JSON contains plan. Pass a record file"),
-        (Record((Action(Kind.WAIT, ""),), (), ()).to_json().replace("WAIT", "WEIGHT"), "kind: expected one of UNSHARD"),
+        (Record((Action(Kind.WAIT, ""),), (), ()).to_json().replace("WAIT", "WEIGHT"), "kind: expected one of REFRESH"),
         (Record((), (), ()).to_json().replace("times", "time"), "unknown fields: time"),
     ],
 )

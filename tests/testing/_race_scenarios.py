@@ -135,7 +135,7 @@ SCENARIOS = {
         mesh=REPLICAS,
         prepare=setting("set_comm_policy", CommPolicy("bf16", "fp8", "int8", block=8, refresh="bf16")),
     ),
-    "outer-sharding-few-ranks": Scenario({**OUTER, "reshard_after_forward": 1}, mesh=REPLICAS),
+    "outer-sharding-few-ranks": Scenario({**OUTER, "reshard_after_forward": 2}, mesh={"replicate": 2, "shard": 4}),
     "outer-sharding-offload": Scenario(OUTER, mesh=REPLICAS, prepare=shards_on_host, around=offloading),
     "outer-sharding-two-streams": Scenario(OUTER, mesh=REPLICAS, step=reduce_on_two_streams),
     "outer-sharding-optimizer": Scenario(OUTER, mesh=REPLICAS, step=optimizer_on_another_stream),
