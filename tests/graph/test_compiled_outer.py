@@ -188,7 +188,9 @@ def test_a_change_by_foreach_functions_is_seen_by_the_next_graph(rank, world, be
     eager, model = make_twins(even(2), shard_blocks, mesh=mesh_of(2, 2), **OUTER)
     torch._dynamo.reset()
     run = torch.compile(model, fullgraph=True, backend="aot_eager")
-    loss_of(run, rank, 0).backward()
+    for micro in range(2):  # so that all graphs are compiled
+        model.set_requires_gradient_sync(micro == 1)
+        loss_of(run, rank, micro).backward()
     update(model)
     for param, twin in zip(eager.parameters(), model.parameters(), strict=True):
         param.to_local().data.copy_(twin.to_local())
