@@ -86,7 +86,6 @@ RUNS = {
         "--parameters 50000000 --rounds 3 --parts files,gpt,async,exchange",
         "--parameters 100000 --tensors 6,30 --gpt tiny --rounds 1",
     ),
-    "hfsdp": Run("hfsdp.py", "", None, "--parts network --worlds 16 --sequences 1024"),
     "transfer": Run("transfer.py", "--size 50m --rounds 4", None, "--size tiny --dtypes bfloat16 --rounds 1"),
 }
 
