@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import composable_shard as cs
 from _engines import fully_shard, mesh_of
 from _pool import distributed
 from composable_shard import MixedPrecisionPolicy, Ragged, ShardPlacementResult
+from composable_shard._faults.ledger import Ledger
 from composable_shard._plan.schedule import Kind
 from composable_shard.errors import RankMismatchError, ShardConfigUnsupportedError, ShardConfigValueError
 
@@ -371,6 +373,22 @@ def test_an_all_reduce_hook_gets_the_gradients_of_this_rank(rank, world):
         assert torch.allclose(param.grad.full_tensor(), 2.0 * other.grad, rtol=1e-4, atol=1e-5)
     # Of three rows of a node, each rank's chunk has two; that of the bias, too.
     assert seen == [2 * 6 + 2] * 2
+
+
+@distributed(world=4)
+def test_ranks_compare_refreshes_before_they_are_issued(rank, world):
+    notes, real = [], Ledger.issue
+
+    def issue(ledger, note):
+        notes.append(note)
+        real(ledger, note)
+
+    model, _ = sharded()
+    with mock.patch.object(Ledger, "issue", issue):
+        model(x_of(rank)).sum().backward()
+    refreshed = [note for note in notes if note.startswith("refresh")]
+    assert [note.split(" of ")[0] for note in refreshed] == ["refresh 0", "refresh 1", "refresh 2"]
+    assert "288 bytes of float32" in refreshed[0]
 
 
 @distributed(world=4)
