@@ -535,7 +535,8 @@ class LowBitBucket(GatherBucket):
     """Parameters that are gathered in fewer bits than they are computed with.
 
     In backward, this rank sends the bytes of the forward again, so that both see the same weights. Each forward rounds
-    again, because hand-written optimizers may change shards without increasing their versions.
+    again, because hand-written optimizers may change shards without increasing their versions. So does a backward if a
+    forward without gradients ran in between, because evaluations may swap weights in the same way.
     """
 
     __slots__ = ("_sent",)
@@ -548,7 +549,7 @@ class LowBitBucket(GatherBucket):
         wire: Wire,
         refresh_wire: Wire | None,
     ) -> None:
-        # The generation of the shards and their refreshes, when they were last rounded.
+        # The generation of the shards and their refreshes, when they were last rounded; None if for no backward.
         self._sent: tuple[int, int] | None = None
         super().__init__(params, dtype, setup, wire, refresh_wire)
 
@@ -556,7 +557,7 @@ class LowBitBucket(GatherBucket):
         now = self.generation, 0 if self.node_copy is None else self.node_copy.refreshes
         if self._pool.backward and self._sent == now and isinstance(self.copies, LowBitGather):
             self.copies.send_again()
-        self._sent = now
+        self._sent = now if self._pool.backward or torch.is_grad_enabled() else None
 
 
 def _are_packed(params: Sequence[ShardedParam]) -> bool:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 import composable_shard as cs
 from _blocks import next_token_loss, token_batch
 from _compiling import even, graphs_of, three_steps
+from _engines import mesh_of
 from _gpt import build_gpt
 from _low_bits import (
     BLOCK,
@@ -256,6 +257,24 @@ def test_backward_sends_the_numbers_that_forward_has_rounded(rank, world):
         loss.backward()
         barrier()
     assert len(calls) == forward > 0
+
+
+@distributed(world=4)
+@pytest.mark.parametrize(("gather", "mesh"), [("int8", (4,)), more("fp8", (4,)), ("int8", (2, 2)), more("fp8", (2, 2))])
+def test_an_evaluation_with_swapped_weights_does_not_change_the_next_backward(rank, world, gather, mesh):
+    model = sharded(CommPolicy(gather=gather, block=BLOCK), mesh=mesh_of(*mesh), reshard_after_forward=True)
+    results = []
+    for evaluates in (False, True):
+        model.zero_grad()
+        loss = next_token_loss(model, *token_batch(rank, 0))
+        if evaluates:
+            with torch.no_grad():
+                torch._foreach_mul_(list(model.parameters()), 2.0)  # does not increase versions
+                next_token_loss(model, *token_batch(rank, 0))
+                torch._foreach_mul_(list(model.parameters()), 0.5)
+        loss.backward()
+        results.append([param.grad.full_tensor() for param in model.parameters()])
+    assert all(map(torch.equal, *results))
 
 
 TEXT = torch.frombuffer(bytearray(Path(inspect.__file__).read_bytes()), dtype=torch.uint8)
