@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from sys import getrefcount
 from typing import NamedTuple
 
 import torch
 
-from .._torch.core import is_of_cuda_graph
+from .._torch.core import is_of_cuda_graph, owns_memory
 from .marks import GradientMarks
 from .param import ShardedParam
 
@@ -212,16 +213,20 @@ class AccumulatedGradients:
             self._owned.discard(index)
 
     def _sums(self, new: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return the sums of these gradients and the accumulated ones; sums made here are added to in place."""
-        own, others = _parted(new, self._owned.__contains__)
+        """Return the sums of these gradients and the accumulated ones, in place if no other code holds the latter."""
+        own, others = _parted(new, lambda index: index in self._owned or _is_held_here_only(self.whole, index))
         if own:
             torch._foreach_add_(_of(self.whole, own), _of(new, own))
-        # Not in place: the accumulated one is still the tensor that autograd passed, and other code may hold it.
+        # Not in place: the accumulated one is the tensor that autograd passed, and hooks may keep it, for example.
         alike, unlike = _parted(others, lambda index: new[index].dtype is self.whole[index].dtype)
         made = list(torch._foreach_add(_of(self.whole, alike), _of(new, alike))) if alike else []
         # The sum has the dtype of the first. The other one is not converted before, so the sum is rounded only once.
         made += [self.whole[index].clone().add_(new[index]) for index in unlike]
         return dict(zip((*own, *alike, *unlike), (*_of(self.whole, own), *made), strict=True))
+
+
+def _is_held_here_only(tensors: Mapping[int, torch.Tensor], index: int) -> bool:
+    return getrefcount(tensors[index]) <= 2 and owns_memory(tensors[index])  # of the mapping and the argument
 
 
 def _of(tensors: Mapping[int, torch.Tensor], indices: Iterable[int]) -> list[torch.Tensor]:

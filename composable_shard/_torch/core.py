@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 from operator import attrgetter
+from sys import getrefcount
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
 import torch
@@ -268,6 +269,35 @@ def addresses_in(tensor: torch.Tensor) -> int | tuple[int, ...]:
 
 # Number of tensors and other objects that share a storage, given by its id; some tensor must keep it alive.
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+# Number of references to a tensor in C++, with the one of its Python object.
+tensor_uses: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
+
+
+def owns_memory(tensor: torch.Tensor) -> bool:
+    """Whether a dense tensor's memory is used by this tensor object only, not by views of it or by torch.
+
+    References to the object itself are not counted. If the tensor is a view, as gradients of linear layers are, nothing
+    else may use its base.
+    """
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.is_contiguous()
+        and not tensor.requires_grad
+        and tensor_uses(tensor) == 1  # C++ code, such as a graph, has no reference
+        and _holders(tensor) == _holders_alone(tensor._base is not None)
+    )
+
+
+def _holders(tensor: torch.Tensor) -> tuple[int, ...]:
+    base = tensor._base
+    uses = storage_uses(storage_id(tensor))
+    return (uses,) if base is None else (uses, tensor_uses(base), getrefcount(base))
+
+
+@functools.cache
+def _holders_alone(is_view: bool) -> tuple[int, ...]:
+    """Return `_holders` of a tensor that owns its memory. The counts depend on the versions of Python and torch."""
+    return _holders(torch.empty(1).view(1) if is_view else torch.empty(1))
 
 
 # A context in which `__torch_function__` of tensor subclasses is not called.

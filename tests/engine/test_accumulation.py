@@ -17,6 +17,7 @@ from _models import Stack, shard_blocks, shard_nested, vectors
 from _parity import Case, check_parity, plain_step
 from _pool import distributed, more, simulated
 from _sides import assert_alike, backward, both, models_of, optimizers_of
+from _stepping import engine_of
 
 
 def sync_off_then_on(run):
@@ -263,6 +264,53 @@ def test_first_gradients_are_set_in_batches_and_later_ones_are_added_immediately
     assert all(all(gradients) for gradients in there[1:])
     assert seen[1][7].to_local().tolist() == [4.0, 4.0]
     assert torch.equal(seen[2][2].to_local(), model[2].bias.grad.to_local())
+
+
+class Keeping(torch.autograd.Function):
+    """Returns its input. Backward keeps the gradient, or a view of it, in a list."""
+
+    @staticmethod
+    def forward(ctx, weight, kept, as_view):
+        ctx.kept, ctx.as_view = kept, as_view
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.kept.append(grad.view(-1) if ctx.as_view else grad)
+        return grad, None, None
+
+
+class KeepsGradients(torch.nn.Module):
+    def __init__(self, keep):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(6, 4))
+        self.keep, self.kept = keep, []
+
+    def forward(self, x):
+        weight = self.weight if self.keep is None else Keeping.apply(self.weight, self.kept, self.keep == "view")
+        return torch.nn.functional.linear(x, weight)
+
+
+@pytest.mark.parametrize("keep", [None, "tensor", "view"])
+@simulated(world=2)
+def test_sums_are_added_in_place_unless_other_code_keeps_the_gradient(rank, world, keep):
+    torch.manual_seed(0)
+    model = fully_shard(KeepsGradients(keep))
+    model.set_requires_gradient_sync(False)
+    inputs = [torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * micro + rank)) for micro in range(3)]
+    addresses, copies = [], []
+    for x in inputs:
+        model(x).sum().backward()
+        (total,) = engine_of(model).groups[0].gradients.waiting()
+        addresses.append(total.data_ptr())
+        values = total.clone()
+        del total  # or it would count as kept
+        copies.extend(grad.clone() for grad in model.kept[len(copies) :])
+        assert all(map(torch.equal, model.kept, copies))
+    assert (addresses[1] == addresses[0]) is (keep is None)
+    assert addresses[2] == addresses[1]
+    expected = sum(torch.ones(3, 6).T @ x for x in inputs)
+    torch.testing.assert_close(values, expected)
 
 
 @pytest.mark.parametrize("kept", ["unsharded", "pieces"])
