@@ -149,12 +149,15 @@ def live(settings: dict[str, Any]) -> dict[str, Any]:
             model.zero_grad(set_to_none=True)
             if step == WARM_STEPS:
                 _kinds.note(_kinds.BEGINS)
-            Checkpointed.backward = False
-            _kinds.note(_kinds.MOMENT + "forward, root")
-            loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-            Checkpointed.backward = True
-            _kinds.note(_kinds.MOMENT + "backward, root")
-            loss.backward()
+            for micro in range(settings["microbatches"]):
+                if settings["microbatches"] > 1:
+                    model.set_requires_gradient_sync(micro == settings["microbatches"] - 1)
+                Checkpointed.backward = False
+                _kinds.note(_kinds.MOMENT + "forward, root")
+                loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+                Checkpointed.backward = True
+                _kinds.note(_kinds.MOMENT + "backward, root")
+                loss.backward()
         _kinds.note(_kinds.ENDS)
         _kinds.note(_kinds.OWN_GRADIENTS, addresses([p.grad for p in model.parameters()]))
     runtime, total, apart = _kinds.peaks(_kinds.read(watched))

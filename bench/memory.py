@@ -97,7 +97,7 @@ def launched(options: argparse.Namespace, world: int, **settings: Any) -> dict[s
     Raises:
         _launch.WorkerError: a rank failed or reached the time limit.
     """
-    kept = ("batch", "context", "steps", "device")
+    kept = ("batch", "context", "steps", "device", "microbatches")
     common = {key: getattr(options, key) for key in kept} | {"backend": "none", "dtype": "float32"}
     text = _launch.launch(
         WORKER,
@@ -165,7 +165,7 @@ def show_live(results: list[LiveResult], options: argparse.Namespace) -> None:
             )
             for r in results
         ],
-        f"activation checkpointing, {options.batch} x {options.context} tokens, float32",
+        f"activation checkpointing, {options.microbatches} x {options.batch} x {options.context} tokens, float32",
     )
     others = (_kinds.OWN, _kinds.OWN_GRADIENTS, _kinds.REST)
     _report.table(
@@ -313,6 +313,12 @@ def parse() -> argparse.Namespace:
     )
     add("--context", type=int, default=32, help="live: tokens per sequence (default: %(default)s)")
     add("--batch", type=int, default=1, help="sequences per rank (default: %(default)s)")
+    add(
+        "--microbatches",
+        type=int,
+        default=1,
+        help="live, on a CPU: microbatches per step, of which only the last one reduces gradients (default: 1)",
+    )
     add("--resident-sizes", type=sizes, default="150m", help="resident: model sizes (default: %(default)s)")
     add(
         "--resident-engines",

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .._group.group import ParamGroup
+from .._group.lazy_zeros import LazyZeros
 from .._group.optimizers import state_of_optimizers
 from .._memory.pool import BufferPool
 from .._plan.fitting import least_step
@@ -123,7 +124,8 @@ def _bytes_by_device(tensors: Iterable[torch.Tensor]) -> Counter[str]:
     counted: Counter[str] = Counter()
     for tensor in tensors:
         local = local_part(tensor)
-        counted[local.device.type] += local.nbytes
+        if not (isinstance(local, LazyZeros) and local.content is None):
+            counted[local.device.type] += local.nbytes
     return counted
 
 

@@ -89,7 +89,11 @@ class AccumulatedGradients:
         return [*self.whole.values(), *(piece for piece, _ in self.pieces.values())]
 
     def held_now(self) -> Held:
-        """Return the accumulated gradients and pieces now, to hold them again after a replay."""
+        """Return the accumulated gradients and pieces now, to hold them again after a replay.
+
+        A `.grad` that was made here, and that code has used, becomes a usual tensor, whose memory a graph can read.
+        """
+        self._marks.settle()
         return Held(dict(self.whole), dict(self.pieces), set(self.wanted), set(self._owned), self._marks.marked())
 
     def resume(self, held: Held) -> None:
@@ -197,8 +201,12 @@ class AccumulatedGradients:
         self._marks.put(self._held())
 
     def unmake(self, indices: Iterable[int]) -> None:
-        """Remove `.grad` of these parameters where it was made only to carry a mark (`marks.py`) and is unchanged."""
-        self._marks.unmake(index for index in indices if index not in self.whole and index not in self.pieces)
+        """Remove `.grad` of these parameters where it was made only to notice `zero_grad`, and no code has used it."""
+        self._marks.unmake(indices)
+
+    def unmake_unheld(self, indices: Iterable[int]) -> None:
+        """Like `unmake`, of parameters without accumulated gradients."""
+        self.unmake(index for index in indices if index not in self.whole and index not in self.pieces)
 
     def _held(self) -> Iterable[int]:
         return dict.fromkeys((*self.whole, *self.pieces))

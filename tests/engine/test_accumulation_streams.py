@@ -10,14 +10,14 @@ from _blocks import Transformer, next_token_loss, token_batch
 from composable_shard import testing
 
 
-def trained(clock, give_up):
-    """Gradients after two steps of three microbatches each; `give_up` discards some of the gradients."""
+def trained(clock, give_up, steps=2):
+    """Gradients added up over steps of three microbatches each; `give_up` discards some of the gradients."""
     with testing.fabric(2, latency_s=1e-5, bandwidth_Bps=1e9, clock=clock):
         torch.manual_seed(0)
         model = Transformer(layers=2)
         for each in (*model.blocks, model):
             cs.fully_shard(each)
-        for step in range(2):
+        for step in range(steps):
             for at in range(3):
                 model.set_requires_gradient_sync(at == 2)
                 next_token_loss(model, *token_batch(step, at)).backward()
@@ -58,11 +58,17 @@ def test_discarded_gradients_between_microbatches_are_the_same_with_streams(give
     assert any(same) == (give_up in (nothing, some_to_zero))
 
 
-def test_an_undetectable_change_of_gradients_is_an_error():
-    def fused(model):
-        torch.optim.AdamW(model.parameters(), foreach=True).zero_grad(set_to_none=False)
+def by_foreach(model):
+    torch.optim.AdamW(model.parameters(), foreach=True).zero_grad(set_to_none=False)
 
+
+def test_an_undetectable_change_of_reduced_gradients_is_an_error():
     with pytest.raises(RuntimeError, match=r"leaves no trace on an accelerator.*set_to_none=True"):
-        trained("streams", fused)
-    found, expected = trained("virtual", fused), trained("virtual", to_zero)
+        trained("streams", by_foreach)
+    found, expected = trained("virtual", by_foreach), trained("virtual", to_zero)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_foreach_function_that_clears_gradients_which_are_only_accumulated_is_detected():
+    found, expected = trained("streams", by_foreach, steps=1), trained("virtual", to_zero, steps=1)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
