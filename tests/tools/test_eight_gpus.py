@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_float8_script import STAND_IN
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench" / "eight_gpus.sh"
@@ -23,11 +24,12 @@ def environment(**variables):
     return {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", **variables}
 
 
-def run_script(folder, *arguments, limit_s):
+def run_script(folder, *arguments, limit_s, **variables):
     """Run the script in a folder, which gets its files."""
     command = ["bash", str(SCRIPT), *arguments]
+    variables = environment(**variables)
     return subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=limit_s, check=False
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=limit_s, check=False
     )
 
 
@@ -47,14 +49,17 @@ def assert_equal_losses(mode):
 
 
 def test_a_mode_that_fails_is_reported_and_the_others_keep_their_figures(tmp_path):
-    done = run_script(tmp_path, *TINY, "--modes=eager,one-graph", "--backend=none_such", limit_s=200)
+    done = run_script(tmp_path, *TINY, "--modes=eager,float8,one-graph", "--backend=none_such", limit_s=200)
     assert done.returncode == 1, done.stderr
     document, modes = read_modes(tmp_path)
-    assert list(modes) == ["eager", "one-graph"]
+    assert list(modes) == ["eager", "float8", "one-graph"]
     assert_equal_losses(modes["eager"])
     assert modes["eager"]["ratio"]["median"] > 0
     assert modes["eager"]["jobs"][0]["parameters"] == 139_584
-    assert modes["one-graph"]["ratio"] is None
+    assert modes["float8"]["ours"] is modes["one-graph"]["ours"] is None
+    if document["about"]["torchao"] is None:
+        assert modes["float8"]["jobs"] == []
+        assert "float8: torchao is not installed: pip install torchao" in done.stdout
     [failed] = modes["one-graph"]["jobs"]
     assert failed["error"].startswith("rank ")
     assert "InvalidBackend" in failed["error"]
@@ -91,19 +96,25 @@ def test_an_unsuitable_python_is_an_error(tmp_path, python, message):
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(500)
 def test_ours_has_the_losses_of_fsdp2_in_every_mode(tmp_path):
-    done = run_script(tmp_path, *TINY, "--backend=aot_eager", "--skip-unsupported", limit_s=380)
+    site = tmp_path / "site"  # with a stand-in for torchao
+    for file, text in {
+        "torchao/__init__.py": "",
+        "torchao/float8.py": STAND_IN,
+        "torchao-0.18.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: torchao\nVersion: 0.18.0\n",
+    }.items():
+        (site / file).parent.mkdir(parents=True, exist_ok=True)
+        (site / file).write_text(text)
+    done = run_script(tmp_path, *TINY, "--backend=aot_eager", limit_s=480, PYTHONPATH=str(site))
     assert done.returncode == 0, done.stdout + done.stderr
     document, modes = read_modes(tmp_path)
+    assert document["about"]["torchao"] == "0.18.0"
     assert list(modes) == ["eager", "compiled", "float8", "graphs", "one-graph"]
-    for name, mode in modes.items():
-        if mode["unsupported"]:
-            assert (name, document["about"]["torchao"]) == ("float8", None)
-            assert "float8: torchao is not installed: pip install torchao" in done.stdout
-        elif name != "one-graph":
-            assert_equal_losses(mode)
+    for name in ("eager", "compiled", "float8", "graphs"):
+        assert_equal_losses(modes[name])
     assert (modes["one-graph"]["reference"], modes["one-graph"]["loss_difference"]) == ("compiled", 0)
+    assert modes["float8"]["jobs"][0]["losses"] != modes["compiled"]["jobs"][0]["losses"]
 
 
 def find_ranks(folder):
