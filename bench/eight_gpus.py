@@ -8,9 +8,9 @@
 By default it trains Llama 3.1 8B with 2 sequences of 8,192 random tokens per GPU: parameters, gradients and AdamW
 states in float32, compute in bfloat16, reductions in float32. Each block and the root are sharded, all blocks except
 the last one reshard after forward, and blocks use selective activation checkpointing (attention and every second
-matrix product are saved). This is the configuration of torchtitan's rows of December 2024, without gradient clipping.
-Nothing is downloaded. A run is expected to take 60 to 90 minutes on eight H100. This is an estimate: the script has not
-been run on eight GPUs yet.
+matrix product are saved). This is the configuration of torchtitan's rows of December 2024, except that gradients are
+not clipped and AdamW is fused. Nothing is downloaded. A run is expected to take 60 to 90 minutes on eight H100. This is
+an estimate: the script has not been run on eight GPUs yet.
 
 A mode is measured with both libraries:
 
@@ -188,7 +188,7 @@ def evaluate_mode(
         range_of([one.reserved / other.reserved for one, other in pairs if other.reserved]),
         difference,
         largest_difference(list(itertools.pairwise(others.values()))),
-        published and (published.tokens_per_second, published.memory),
+        (published.tokens_per_second, published.memory) if published else None,
         unsupported,
         problems,
         [f"{mode}, FSDP2, round {job.round}: {job.error}" for job in failed if job.engine == FSDP2],
