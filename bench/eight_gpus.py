@@ -319,7 +319,7 @@ def describe(result: ModeResult) -> tuple[str, ...]:
     return (
         result.mode,
         f"{result.ours.median:,.0f}" if result.ours else missing,
-        f"{result.fsdp2.median:,.0f}{of_other_mode}" if result.fsdp2 else "-",
+        f"{result.fsdp2.median:,.0f}{of_other_mode}" if result.fsdp2 else "failed" if result.notes else "-",
         result.ratio.shown(3) if result.ratio else "-",
         show_gib(result.ours_reserved.median if result.ours_reserved else 0),
         show_gib(result.fsdp2_reserved.median if result.fsdp2_reserved else 0),
