@@ -10,9 +10,12 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,7 +30,7 @@ SHARED_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
 class WorkerError(RuntimeError):
-    """A rank failed, or the ranks did not end in time."""
+    """A rank failed, or the ranks did not end in time. If a rank reported its error, the message contains it."""
 
 
 def launch(
@@ -40,6 +43,7 @@ def launch(
     device: str = _device.CPU,
     echo: bool = False,
     share: bool = False,
+    log: BinaryIO | None = None,
 ) -> str:
     """Run `script argument` on `world` ranks and return the result of rank 0. All processes have ended then.
 
@@ -53,6 +57,7 @@ def launch(
         echo: run one process that plays all ranks.
         share: let all ranks use the first GPU. NCCL rejects two ranks on one GPU of a host, so each rank sets another
             host ID, and NCCL uses sockets. All collectives are real, but slow.
+        log: file for all output of the ranks.
 
     Raises:
         WorkerError: a rank failed, or the time limit was reached, before rank 0 wrote its result.
@@ -74,13 +79,17 @@ def launch(
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(1 if echo else world):
-                of_rank = {"RANK": str(rank)} | ({**SHARED_GPU, "NCCL_HOSTID": f"rank{rank}"} if share else {})
-                ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=env | of_rank))
+                # torch chooses the GPU of a device mesh by LOCAL_RANK, which can be left over from another launcher.
+                of_rank = {"RANK": str(rank), "LOCAL_RANK": "0" if share else str(rank)}
+                of_rank |= {**SHARED_GPU, "NCCL_HOSTID": f"rank{rank}"} if share else {}
+                ranks.append(
+                    subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=env | of_rank)
+                )
             try:
-                _wait(ranks, time.monotonic() + timeout, timeout)
+                _wait(ranks, time.monotonic() + timeout, timeout, f"in {log.name}" if log else "above")
             except WorkerError as error:  # closing NCCL communicators can hang or fail
                 if not Path(folder, "result").exists():
-                    raise
+                    raise WorkerError(_first_error(Path(folder)) or str(error)) from None
                 print(f"{script.name}: {error}; rank 0 had written its result", file=sys.stderr)
         finally:
             for process in ranks:
@@ -90,12 +99,18 @@ def launch(
         return Path(folder, "result").read_text()
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float, timeout: float) -> None:
+def _first_error(folder: Path) -> str | None:
+    """Return the error that a rank reported first; None if there is none."""
+    files = sorted(folder.glob("error.*"), key=lambda file: file.stat().st_mtime_ns)
+    return f"rank {files[0].suffix[1:]}: {files[0].read_text()}" if files else None
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float, timeout: float, output: str) -> None:
     while True:
         codes = [process.poll() for process in ranks]
         for rank, code in enumerate(codes):
             if code:
-                raise WorkerError(f"rank {rank} ended with exit status {code}; see its error above")
+                raise WorkerError(f"rank {rank} ended with exit status {code}; see its error {output}")
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > deadline:
@@ -145,6 +160,21 @@ def everyone(mine: torch.Tensor) -> torch.Tensor:
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(found, mine)
     return torch.stack(found).cpu()
+
+
+@contextmanager
+def report_errors() -> Iterator[None]:
+    """Report an exception to `launch`, and end the process without closing process groups, which can hang."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        unfinished = Path(os.environ["BENCH_FOLDER"], f"part.{os.environ['RANK']}")
+        unfinished.write_text(f"{type(error).__name__}: {error}")
+        unfinished.rename(unfinished.with_stem("error"))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def answer(text: str) -> None:

@@ -112,11 +112,21 @@ def save(options: argparse.Namespace, name: str, results: Sequence[Any], device:
         write_json(options.json, name, settings, results, device)
 
 
-def write_json(path: Path, name: str, settings: dict[str, Any], results: Sequence[Any], device: str = "cpu") -> None:
-    """Write the figures of a benchmark on `device` to a JSON file. Dataclasses become objects."""
+def write_json(
+    path: Path,
+    name: str,
+    settings: dict[str, Any],
+    results: Sequence[Any],
+    device: str = "cpu",
+    machine: dict[str, Any] | None = None,
+) -> None:
+    """Write the figures of a benchmark on `device` to a JSON file. Dataclasses become objects.
+
+    `machine` replaces the result of `about`, which uses memory of the first GPU.
+    """
     document = {
         "benchmark": name,
-        "about": about(device),
+        "about": machine or about(device),
         "settings": settings,
         "results": [r if isinstance(r, dict) else asdict(r) for r in results],
     }

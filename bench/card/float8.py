@@ -30,26 +30,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import _device
 import _report
 import llama_steps
 from _echo import EchoGroup
+from _llama_model import TORCHAO, find_float8_obstacle
 from _players import Player
 from llama_steps import FLOAT8, FSDP2, MIB, Memory, Turn, name_reference, split_name
 
-TORCHAO = "torchao"
 SUFFIX = f"-{FLOAT8}"
 ENGINES = (
     "fsdp2-blocks,ours-blocks,ours-whole,fsdp2-blocks-float8,fsdp2-again-blocks-float8,ours-blocks-float8,"
     "ours-whole-float8"
 )
 BATCHES = 2
-CAPABILITY = (8, 9)  # the first NVIDIA GPUs that multiply float8
 
 
 @dataclass(frozen=True)
@@ -273,9 +270,7 @@ def check_machine(options: argparse.Namespace) -> str | None:
             f"engines with {SUFFIX} need {TORCHAO}, which is not installed. Without network, unpack its wheel into a "
             "folder of PYTHONPATH, as the GPU queue does with the folder .wheels"
         )
-    if options.device == _device.CUDA and torch.cuda.get_device_capability() < CAPABILITY:
-        return f"{torch.cuda.get_device_name()} cannot multiply float8, which needs compute capability 8.9"
-    return None
+    return find_float8_obstacle(options.device)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -45,7 +45,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -56,7 +56,8 @@ import _echo
 import _engines
 import _gpu_trace
 import _report
-from _blocks import Transformer, TransformerBlock
+from _blocks import TransformerBlock
+from _llama_model import MIXED, SIZES, compute_scales, convert_to_float8, make_decoder
 from _players import Player
 
 OURS, FSDP2, UNSHARDED = "ours", "fsdp2", "unsharded"
@@ -67,28 +68,9 @@ SUFFIXES = {
     FSDP2: {AGAIN, BLOCKS, FLOAT8, OFFLOAD},
     UNSHARDED: {BLOCKS},
 }
-MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WARM_STEPS = 3
 TRACES = 3  # number of traces per engine and sequence length
 MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Size:
-    """Dimensions of a decoder."""
-
-    vocabulary: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    hidden: int
-
-
-SIZES = {
-    "8b-4-layers": Size(128256, 4096, 4, 32, 8, 14336),
-    "tiny": Size(512, 64, 2, 4, 2, 128),
-}
 
 
 @dataclass(frozen=True)
@@ -171,20 +153,6 @@ def name_reference(engine: str, base: str) -> str:
     return "-".join([base, *kept])
 
 
-def convert_to_float8(model: nn.Module, emulate: bool) -> None:
-    """Convert the linear layers of a model to torchao's float8, with weights that are gathered in float8.
-
-    The head stays as it is, as torchao recommends.
-    """
-    from torchao.float8 import (  # type: ignore[import-not-found, unused-ignore]
-        Float8LinearConfig,
-        convert_to_float8_training,
-    )
-
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=emulate)
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda _layer, name: name != "head")
-
-
 class Trainer:
     """One engine's model and optimizer. A `Player` runs it in its own process."""
 
@@ -205,18 +173,9 @@ class Trainer:
         self._free_cache()
 
     def _build(self, base: str, suffixes: set[str], settings: dict[str, Any]) -> nn.Module:
-        size = self._size
         torch.manual_seed(0)  # all engines start from the same weights
         with self._device:
-            model: Any = Transformer(
-                size.vocabulary,
-                size.width,
-                size.layers,
-                size.heads,
-                size.kv_heads,
-                size.hidden,
-                max(settings["tokens"]),
-            )
+            model: Any = make_decoder(self._size, max(settings["tokens"]))
         if FLOAT8 in suffixes:
             convert_to_float8(model, emulate=self._device.type == _device.CPU)
         if BLOCKS in suffixes:
@@ -301,9 +260,7 @@ class Trainer:
         """Update the weights. In float8, also compute the scales of the next gathers."""
         self.optimizer.step()
         if self._in_float8:
-            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
-            precompute_float8_dynamic_scale_for_fsdp(self.model)
+            compute_scales(self.model)
         self.optimizer.zero_grad()
 
     def _run(self, tokens: int, steps: int) -> Turn:
