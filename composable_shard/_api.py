@@ -114,7 +114,7 @@ def fully_shard(
     Args:
         module: a module with a forward, or modules that share one group: a list, a tuple or the values of a dict.
         mesh: 1D: shard over it. 2D with named axes: replicate over the first, shard over the second (HSDP). By
-            default, all ranks of the default process group. If there is none, it is initialised (with a world size of
+            default, all ranks of the default process group. If there is none, it is initialized (with a world size of
             1 if no launcher has set the environment variables).
         reshard_after_forward: True frees the unsharded parameters after forward and gathers them again in backward
             (ZeRO-3). False keeps them until backward has ended (ZeRO-2). None means False for the root and True
@@ -139,17 +139,18 @@ def fully_shard(
             All parameters must then be DTensors on the whole `mesh`, replicated over these axes. In forward they have
             this placement again. Several axes to shard over count as one axis, and so do several to replicate over.
         outer_sharding: for a 2D mesh (nodes, ranks of a node). None replicates over its first axis (HSDP).
-            ``"optimizer"`` shards the parameters that the optimizer sees, their gradients and the optimizer state over
-            both axes (HFSDP). Each rank also keeps a copy of its node's piece in `param_dtype`: 1/S of the parameters
-            for S ranks per node. One all-gather over the first axis refreshes it per step. Forward and backward gather
-            within the node, and one reduce-scatter over the first axis replaces the all-reduce.
+            ``"optimizer"`` shards the stored parameters, their gradients and the optimizer state over both axes
+            (HFSDP). Each rank also keeps a compute copy of 1/S of the parameters in `param_dtype`, for S ranks per
+            node. Once per step, an all-gather over the first axis refreshes the copy. Forward and backward gather
+            within the node, and a reduce-scatter over the first axis replaces the all-reduce.
 
     Returns:
         `module`, whose class is now a subclass of `FSDPModule` and of its original class.
 
     Raises:
         ShardConfigTypeError: an argument has a wrong type (also a TypeError).
-        ShardConfigValueError: a module or a parameter cannot be sharded (also a ValueError).
+        ShardConfigValueError: a module or a parameter cannot be sharded as requested (also a ValueError), for example
+            with `outer_sharding` on a mesh without a first axis, or together with `Ragged`.
         MixedShardingError: torch's own `fully_shard` has sharded `module` or a module inside of it (also a ValueError).
     """
     modules = _outermost(module)
@@ -299,7 +300,7 @@ def _no_parameters(params: Any, wrong: Any) -> ShardConfigTypeError:
 
 
 def _mesh_between_uses(reshard: bool | int | None, info: MeshInfo) -> tuple[bool | int | None, MeshInfo | None]:
-    """Normalise `reshard_after_forward`; for a number of ranks, return the mesh of that many ranks as well."""
+    """Normalize `reshard_after_forward`; for a number of ranks, return the mesh of that many ranks as well."""
     if reshard is None or isinstance(reshard, bool):
         return reshard, None
     if reshard < 1 or info.shard_size % reshard:

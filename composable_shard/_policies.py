@@ -117,26 +117,28 @@ FORMS = ("bf16", "fp8", "int8")
 
 @dataclass(frozen=True, slots=True)
 class CommPolicy:
-    """Formats in which weights and gradients are communicated. By default, the dtypes of the mixed-precision policy.
+    """Formats in which parameters and gradients are communicated. Default: the dtypes of the mixed-precision policy.
 
-    Tensors are quantised in blocks, each with a scale of 4 bytes. A row is one index of the dim along which a tensor is
-    sharded. Blocks never cross the end of a row, so the values do not depend on the number of ranks. Tensors that would
-    not become smaller are sent unchanged: norms and biases, whose rows are single numbers, and integers.
+    With ``"fp8"`` and ``"int8"``, tensors are quantized in blocks, each with a scale of 4 bytes. A row is one index of
+    the dim along which a tensor is sharded. Blocks never cross the end of a row, so the values do not depend on the
+    number of ranks. Tensors that would not become smaller are sent unchanged. In 8-bit formats these are norms and
+    biases, whose rows are single numbers. Integers and complex numbers are always sent unchanged.
 
-    Weights are rounded to nearest, so all ranks compute with the same weights. Gradients are rounded stochastically,
+    Parameters are rounded to nearest, so all ranks compute with the same values. Gradients are rounded stochastically,
     with random numbers that depend on the number of the reduction, the parameters and the rank.
 
-    The dtype of compute is still `param_dtype` of the mixed-precision policy. Sharded parameters, optimizer states and
-    checkpoints keep full precision.
+    The dtype of compute is still `param_dtype` of the mixed-precision policy. Sharded parameters, optimizer state and
+    checkpoints keep their dtypes.
 
     Attributes:
-        gather: format of gathered weights: ``"fp8"`` (e4m3), ``"int8"``, ``"bf16"``, or None for the dtype of compute.
+        gather: format of parameters on the shard axis: ``"fp8"`` (e4m3), ``"int8"``, ``"bf16"``, or None for the dtype
+            of compute.
         reduce: format of gradients on the shard axis, or None for the dtype of reduction. Every rank receives the
-            quantised pieces of the other ranks and adds them in float32, in rank order.
-        replicas: format of gradients on the outer axis of a mesh with two axes, or None. With HSDP, each replica
-            receives the quantised pieces of all others, so it is worthwhile for a few replicas on a slow network. With
-            `outer_sharding` (HFSDP), every rank receives the pieces that it reduces.
-        refresh: format of weights on the outer axis with `outer_sharding`, or None for the dtype of compute.
+            rounded pieces of the other ranks and adds them in float32, in rank order.
+        replicas: format of gradients on the outer axis of a 2D mesh, or None for the dtype of reduction. With HSDP,
+            each replica receives the rounded pieces of all others, so use it for few replicas on a slow network. With
+            `outer_sharding` (HFSDP), every rank receives only the pieces that it reduces.
+        refresh: format of parameters on the outer axis with `outer_sharding`, or None for the dtype of compute.
         block: number of elements that share a scale. A row is split into equal blocks of at most this size. If that is
             impossible with equal blocks of at least a quarter of this size, the row is one block.
 
@@ -333,7 +335,7 @@ def overrides_of(policy: MixedPrecisionPolicy) -> Callable[[torch.nn.Parameter],
 
 @dataclass(frozen=True, slots=True)
 class PrefetchPolicy:
-    """How far ahead groups are gathered. Created by `depth`, `bytes` or `auto`. Explicit prefetch lists override it.
+    """How far ahead groups are gathered. Create it by `depth`, `bytes` or `auto`. Explicit prefetch lists override it.
 
     Attributes:
         kind: ``"depth"``, ``"bytes"`` or ``"auto"``.
@@ -354,7 +356,7 @@ class PrefetchPolicy:
 
     @classmethod
     def depth(cls, groups: int = 1) -> PrefetchPolicy:
-        """Gather `groups` groups ahead. 1 is the behaviour of torch's FSDP2; 0 gathers each group when it begins.
+        """Gather `groups` groups ahead. The default of 1 is similar to FSDP2. 0 gathers each group when it begins.
 
         If the parameters of one module are on several meshes, its groups begin together and count as one.
 
@@ -394,9 +396,9 @@ class PoolPolicy:
         budget: the largest number of bytes that may be leased at the same time on a rank: unsharded parameters, landing
             buffers and reductions. None means no limit. The budget is a hard limit for planned training steps and for
             passes without gradients or gradient sync, with the exceptions that docs/memory.md lists. To stay within the
-            budget, the planner drops in this order: 1. prefetching, 2. reductions in flight, 3. weights kept for the
-            next backward of their group, 4. weights kept after forward. If the step still does not fit, it raises a
-            `PoolBudgetError`.
+            budget, the planner drops in this order: 1. prefetching, 2. reductions in flight, 3. parameters that are
+            kept for the next backward of their group, 4. parameters that are kept after forward. If the step still does
+            not fit, a `PoolBudgetError` is raised.
         keep_idle: whether the pool keeps unused memory. This matters most between forward and backward, where the loss
             is computed and memory use often peaks. None keeps it on a CPU, because memory that was returned to the
             system is mapped again page by page, and returns it on an accelerator, whose caching allocator is fast.

@@ -38,17 +38,18 @@ def shard_by_class(
         model: the model, changed in place.
         classes: classes of modules, for example ``{Block}``. Each module of these classes becomes one group.
         strategy: ``none`` shards nothing. ``ddp`` replicates parameters and averages gradients by all-reduce.
-            ``zero1`` keeps unsharded parameters from their first use to the optimizer's step, ``zero2`` until the
-            end of backward, ``zero3`` frees them after each use. ``hsdp`` is ``zero3`` within each of `replicas`
-            groups of ranks. ``hfsdp`` is ``hsdp`` with the optimizer state sharded over all ranks (`outer_sharding`).
+            ``zero1`` keeps unsharded parameters from their first use to the optimizer step, ``zero2`` until the end of
+            backward, ``zero3`` frees them after each use. ``hsdp`` is ``zero3`` within each of `replicas` groups of
+            ranks. ``hfsdp`` is ``hsdp`` with stored parameters, gradients and optimizer state sharded over all ranks
+            (`outer_sharding`).
         replicas: for ``hsdp`` and ``hfsdp``: number of replicas, a divisor of the world size; with 1 it is ``zero3``.
         mesh: the mesh to use instead of the one that the strategy makes.
         root: whether to shard the model itself, too, so that parameters outside of these modules are sharded.
-        comm_policy: formats in which weights and gradients are communicated; see `set_comm_policy`.
+        comm_policy: formats in which parameters and gradients are communicated; see `set_comm_policy`.
         options: further arguments of `fully_shard`.
 
     Returns:
-        the sharded modules, children before parents.
+        the sharded modules, children before parents; empty with ``none``.
 
     Raises:
         ShardConfigTypeError: `classes` are not module classes.

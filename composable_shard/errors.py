@@ -83,7 +83,7 @@ class ShardConfigTypeError(ShardConfigError, TypeError):
 
 
 class ShardConfigStateError(ShardConfigError, RuntimeError):
-    """A call at the wrong time, or a model that is not ready to run, as its first forward detects."""
+    """A call at the wrong time, or a model that is not ready to run."""
 
 
 class ShardConfigAttributeError(ShardConfigError, AttributeError):
@@ -126,10 +126,12 @@ class PeerLostError(ComposableShardError, RuntimeError):
 
 
 class PoolBudgetError(ShardConfigValueError):
-    """A memory budget is too small for a group. Raised when the plan is made, before anything runs.
+    """A memory budget is too small for a group, or `DiskOffloadPolicy.memory` for the state of a parameter.
+
+    For a group it is raised when a schedule is made: before the first forward, or when the order of modules is known.
 
     Attributes:
-        fqn: FQN of the group that needs most memory.
+        fqn: FQN of the group, or of the parameter.
         least: the smallest budget that works, in bytes.
     """
 
@@ -140,10 +142,10 @@ class PoolBudgetError(ShardConfigValueError):
 
 
 class StaleStateError(ComposableShardError, RuntimeError):
-    """Weights were changed where the change would be lost, or before backward was done with the old values.
+    """Parameters were changed where the change would be lost, or before backward was done with the old values.
 
-    Either unsharded weights were modified in place, or backward needs weights that an optimizer, a load or other code
-    has changed since their forward.
+    Either unsharded parameters were modified in place, or backward needs parameters that an optimizer, a load or other
+    code has changed since their forward. `weights.send` and `receive` raise it if tensors no longer match the plan.
     """
 
 
@@ -240,7 +242,7 @@ class PhaseError(ComposableShardError, AssertionError):
 
 
 class CompiledGraphWarning(UserWarning):
-    """`torch.compile` has broken a sharded model's graph, or saves gathered weights that it should gather again.
+    """A graph of a sharded model breaks, saves parameters that it should gather again, or exposes communication.
 
-    Results are still correct, but the step takes more memory or time than it should.
+    Results are correct, but the step takes more memory or time than it should.
     """

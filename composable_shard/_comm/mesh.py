@@ -300,7 +300,7 @@ def default_device_type() -> str:
 
 
 def ensure_process_group() -> None:
-    """Initialise the default process group if needed: from the launcher's environment, or with a world size of one.
+    """Initialize the default process group if needed: from the launcher's environment, or with a world size of one.
 
     Raises:
         ShardConfigStateError: this build of torch has no `torch.distributed`.
@@ -317,7 +317,7 @@ def ensure_process_group() -> None:
 
 
 def default_mesh() -> DeviceMesh:
-    """Make a 1D mesh over the default process group (initialised if needed), on the accelerator if there is one.
+    """Make a 1D mesh over the default process group (initialized if needed), on the accelerator if there is one.
 
     As in torch's FSDP2, the axis has no name. So the mesh equals the unnamed mesh that a user makes over all ranks.
     Also, PEFT treats parameters on an axis with a name other than ``fsdp`` as tensor-parallel.
@@ -350,7 +350,7 @@ def small_mesh(info: MeshInfo, size: int) -> MeshInfo:
     """
     world = dist.group.WORLD
     assert world is not None
-    made = _FEW.setdefault(world, {})  # keyed by world: after a new initialisation, meshes of the old one compare equal
+    made = _FEW.setdefault(world, {})  # keyed by world: after a new initialization, meshes of the old one compare equal
     key = size, info.mesh.device_type, str(info.mesh.mesh.tolist())
     if key not in made:
         made[key] = _few_ranks(info.mesh, size)

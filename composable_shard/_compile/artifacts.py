@@ -65,7 +65,7 @@ def save_cache_artifacts(model: nn.Module, path: str | os.PathLike[str]) -> int:
 def load_cache_artifacts(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Fill the compile caches of this process from a file of `save_cache_artifacts`, if it was made for this model.
 
-    Call it after the model is sharded and materialised and all policies are set, and before the model is compiled. The
+    Call it after the model is sharded and materialized and all policies are set, and before the model is compiled. The
     first step then traces the model and takes the compiled code from the caches. The file contains pickled code, so
     only load files that you trust.
 

@@ -253,7 +253,7 @@ class Witness:
 
     def __init__(self) -> None:
         with plainly(), torch.enable_grad():
-            # On the CPU. For a leaf on an accelerator, autograd would synchronise streams before it adds the gradient.
+            # On the CPU. For a leaf on an accelerator, autograd would synchronize streams before it adds the gradient.
             self.leaf = torch.zeros((), requires_grad=True)
             self._node = get_gradient_edge(self.leaf).node
         self._adds_all = -1  # number of the last pass known to add the gradients of all leaves

@@ -63,34 +63,41 @@ def make_graphed_step(
             optimizer.step()
             optimizer.zero_grad()
 
-    The first calls run eagerly, until the plan of each model has settled and a call with the same key has run. The next
-    call with this key is captured and replayed, and so are later ones. The key contains all facts that decide what the
-    host does: the shapes, dtypes and structure of the arguments, and the values of those that are not tensors; which
-    parameters have a `.grad`; settings of the models, such as gradient sync, and accumulated gradients, so that the
-    first, the middle and the last microbatch have graphs of their own; training mode; autocast. Everything else
-    that Python decides is decided once, at the capture. Graphs are captured again if parameters or buffers have moved,
-    for example in a load with ``assign=True``, if the plan has changed, and if settings or state of an optimizer in the
-    step were replaced.
+    Calls run eagerly until the plan of each model has settled. Then the first call with a key runs eagerly, the second
+    one is captured and replayed, and later ones are replayed. The key contains everything that decides which work the
+    host issues:
 
-    A replay computes the same as an eager step, and draws new random numbers. Before it, the arguments are copied into
-    the graph's own buffers. After it, each parameter has the `.grad` that the captured step set, in the same memory, so
-    copy gradients that you keep. Settings and training mode are as after an eager step. Tensors of the result are
-    copied, and its numbers are those of the capture. A replay runs no Python code of the step: no hooks, and no actions
-    that `last_record`, `watch` or `stats` would show. All ranks must replay the same graph at the same time, which the
-    ledger of actions checks.
+    - the shapes, dtypes and structure of the arguments, and the values of those that are not tensors
+    - which parameters require a gradient, and which have a `.grad`
+    - settings of the models, such as gradient sync, and accumulated gradients: the first, the second, the middle and
+      the last microbatches have separate graphs
+    - training mode, grad mode and autocast
+    - the result of `key`
+
+    Python decides everything else once, at the capture. The graphs are captured again if parameters or buffers have
+    moved, for example in a load with ``assign=True``, if the plan has changed, or if settings or state of an optimizer
+    in the step were replaced. If these settings change three times in a row before a graph is replayed, calls with this
+    key run eagerly.
+
+    A replay gives the same results as an eager step, and draws new random numbers. Before it, the arguments are copied
+    into the graph's own buffers. After it, each parameter has the `.grad` that the captured step set, in the same
+    memory, so copy gradients that you keep. Settings and training mode are as after an eager step. Tensors of the
+    result are copied. Numbers in it are those of the capture. A replay runs no Python code of the step: no hooks, and
+    no actions that `last_record`, `watch` or `stats` would show. All ranks must replay the same graph at the same time.
+    The comparison of ranks checks this.
 
     The step may include the optimizer if its learning rate is a tensor and it was created with ``capturable=True``.
     Without CUDA, all calls run eagerly.
 
     Args:
-        step: takes and returns tensors, numbers and text in any containers. Tensors that it takes must be on the device
-            of the models, and must not require gradients. A result does not require one, either: the step runs backward
-            itself.
-        max_graphs: the most graphs to keep, at least 1. Calls with other keys run eagerly, with one warning.
-        modules: modules without sharded ones that the step trains or runs, which are then observed as well. (Modules in
-            sharded models, and parameters that an optimizer has stepped before the capture, always are.)
-        key: returns another part of the key: a hashable value of further facts that decide what the step does, such as
-            ``lambda: config.use_auxiliary_loss``.
+        step: takes and returns tensors, numbers and text, also in tuples, lists and dicts. The arguments must be on the
+            device of the models, and must not require gradients. Results do not require gradients: call backward in the
+            step.
+        max_graphs: the maximum number of graphs, at least 1. Calls with further keys run eagerly, with one warning.
+        modules: modules that contain no sharded module and that the step runs or trains. (Modules in sharded models,
+            and parameters that an optimizer has stepped before the capture, need not be passed.)
+        key: returns a hashable value, which becomes part of the key. Use it for anything else that changes what the
+            step runs, for example ``lambda: config.use_auxiliary_loss``.
 
     Returns:
         the function to call instead of `step`.
@@ -135,10 +142,11 @@ class _Captured:
 
 
 class GraphedStep(Generic[P, R]):
-    """Result of `make_graphed_step`: call it like the step. `repr` shows what it has done, and why calls ran eagerly.
+    """Result of `make_graphed_step`. Call it like the step. `repr` shows captures, replays, and why calls ran eagerly.
 
     Attributes:
-        captures, replays: number of captures, and of replays, of which each capture is followed by one.
+        captures: number of captures.
+        replays: number of replays. Each capture is followed by one.
         eager_reasons: number of eager calls by reason.
     """
 
@@ -172,11 +180,12 @@ class GraphedStep(Generic[P, R]):
         """Run, capture or replay the step.
 
         Raises:
-            ShardConfigTypeError: an argument or a result is neither a tensor, nor a number, text or another constant.
-            ShardConfigValueError: a tensor requires a gradient, or is on another device; or the step ran no sharded
+            ShardConfigTypeError: an argument or a result is neither a tensor, nor a number, text or another constant;
+                or the result of `key` is not hashable.
+            ShardConfigValueError: an argument requires a gradient, or is on another device; or the step ran no sharded
                 model.
             ShardConfigStateError: the step cannot be captured, or another thread runs a model of the step.
-            RankMismatchError: another rank does something else than to replay the same graph.
+            RankMismatchError: another rank does not replay the same graph.
         """
         if not self._host.engines:
             return self._observe("the first call finds the models", args, kwargs)

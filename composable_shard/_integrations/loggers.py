@@ -1,6 +1,6 @@
 """`log_to`: log figures of each step to TensorBoard, Weights & Biases, Lightning, a JSON Lines file, or a function.
 
-None of these packages is imported: a logger is recognised by its methods.
+None of these packages is imported: a logger is recognized by its methods.
 """
 
 from __future__ import annotations

@@ -60,11 +60,14 @@ def clip_grad_norm_(
     - Parameters that differ between ranks outside of the mesh (for example experts) must be DTensors on that axis
       before they are sharded. Otherwise the norm does not include the parameters of the other ranks.
 
+    The arguments are those of torch's function.
+
     Returns:
-        the norm before clipping: a DTensor if all gradients are on one mesh, like torch's, else a tensor.
+        the norm before clipping, 0-dim: a DTensor if all gradients are on one mesh, like torch's, else a tensor.
 
     Raises:
         ShardConfigValueError: `max_norm` is negative or NaN, which would invert the gradients or set them to NaN.
+        RuntimeError: `error_if_nonfinite` is True, and the norm is NaN or infinite.
     """
     if isinstance(max_norm, (int, float)) and not max_norm >= 0:
         raise ShardConfigValueError(f"max_norm: expected a number that is not negative, got {max_norm!r}")
@@ -123,7 +126,7 @@ def average_by_tokens(
             losses[-1].backward()
         step_loss = sum(losses).detach()  # the mean over all tokens of the step
 
-    This takes one all-reduce of two numbers over each axis of the mesh, without a host synchronisation.
+    This issues one all-reduce of two numbers over each axis of the mesh. The host does not wait for the device.
     ``torch.compile(fullgraph=True)`` can trace it if `group` is None or a process group.
 
     Args:

@@ -143,7 +143,7 @@ class Methods(TorchFSDPModule):
         _set(self, False, divide_factor=None if plain is None else number)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The old name of `set_gradient_divide_factor`."""
+        """Old name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -345,7 +345,7 @@ class Methods(TorchFSDPModule):
             _change_comms(state, all_gather=gather)
 
     def set_comm_policy(self, policy: CommPolicy, recurse: bool = True) -> None:
-        """Set the formats in which weights and gradients are communicated.
+        """Set the formats in which parameters and gradients are communicated.
 
         Call it before the first forward, with the same policy on all ranks.
 
@@ -353,7 +353,7 @@ class Methods(TorchFSDPModule):
             ShardConfigTypeError: `policy` is not a CommPolicy.
             ShardConfigStateError: the model has run, or has been unsharded.
             ShardConfigValueError: a parameter defines its own all-gather, or custom communication is set, which does
-                not support quantised bytes.
+                not support quantized bytes.
         """
         _check_kind("policy", CommPolicy, policy)
         states = _states(self, recurse)

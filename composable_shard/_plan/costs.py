@@ -96,7 +96,9 @@ _COLLECTIVES = ("gather", "reduce", "small_gather", "refresh", "outer_reduce")
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Measured or assumed times: a collective takes ``latency + (ranks - 1) / ranks * bytes / bandwidth`` seconds.
+    """Measured or assumed times. A collective takes ``latency + (ranks - 1) / ranks * bytes / bandwidth`` seconds.
+
+    This is the time of a ring all-gather or reduce-scatter, and `bytes` are those of the full tensors.
 
     All ranks must have the same costs. Measured costs are those of the slowest rank. Use `of` to create costs.
 

@@ -277,7 +277,7 @@ def own_offsets(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def store_of(group: dist.ProcessGroup) -> c10d.Store:
-    """The store through which the ranks of a process group have initialised it."""
+    """The store through which the ranks of a process group have initialized it."""
     return dist.distributed_c10d._get_process_group_store(group)
 
 

@@ -65,8 +65,8 @@ def load(
     2. Call `load_state_dict` of the user's objects. If one of these raises, the objects get their previous state again.
     3. Fill modules, optimizers, tensors and values.
 
-    If `load` raises, the state is therefore unchanged, with one exception: a disk fails in step 3 to read bytes that it
-    has read in step 1.
+    If `load` raises an error, the state is therefore unchanged, except if step 3 fails, for example because a disk
+    cannot read bytes that it has read in step 1. The message then contains "only partly filled".
 
     Args:
         directory: directory or URL that was passed to `save`, or one checkpoint in it.
@@ -84,10 +84,12 @@ def load(
         The step, the path, the missing and unexpected names, and the bytes read.
 
     Raises:
+        ShardConfigTypeError, ShardConfigValueError: an argument is invalid, or a package for the URL is missing.
         CheckpointIncompleteError: there is no such checkpoint.
         CheckpointMismatchError: names, shapes, dtypes or the number of ranks do not match. The message lists them.
         CheckpointCorruptError: files are missing or damaged. The message names them.
         CheckpointUnsafeError: a file is a link, or a name points outside of the directory.
+        CheckpointError: a file or the store cannot be read.
         RankMismatchError: a rank does something else, for example continues to train. Raised on all ranks.
     """
     ranks = Ranks(process_group)

@@ -20,7 +20,7 @@ _BLOCKS_AT_ONCE = 64  # blocks between two calls of `progress`
 def latest(directory: str | os.PathLike[str]) -> int | None:
     """Return the step of the checkpoint that `load` reads by default, or None if there is no checkpoint.
 
-    This reads only file names and is not a collective. If ranks act on the result, they must see the same directory.
+    This reads no tensors and is not a collective. If ranks act on the result, they must see the same directory.
 
     Raises:
         CheckpointUnsafeError, CheckpointCorruptError: the file LATEST was not written by this library, or is damaged.
@@ -36,8 +36,8 @@ def prune(directory: str | os.PathLike[str], *, keep: int) -> list[Place]:
     The latest checkpoint is always kept. Call this on one rank, while no rank saves.
 
     Args:
-        directory: directory that was passed to `save`.
-        keep: number of steps to keep, at least 1.
+        directory: directory or URL that was passed to `save`.
+        keep: number of checkpoints to keep, at least 1: those with the highest steps.
 
     Returns:
         The deleted paths.
@@ -75,7 +75,7 @@ def verify(
     This is not a collective: call it on one rank, or in a process without a process group.
 
     Args:
-        directory: directory that was passed to `save`, or one checkpoint in it.
+        directory: directory or URL that was passed to `save`, or one checkpoint in it.
         step: step of the checkpoint. Default: the latest.
         progress: called with the bytes read so far and the total bytes.
 

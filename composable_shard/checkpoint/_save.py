@@ -47,17 +47,18 @@ def save(
 
     Every rank writes one safetensors file with the parts of the tensors that it holds. A part that several ranks hold
     is written once. A checkpoint is either complete or does not exist: it is written to a temporary directory, which
-    is renamed when all files are on disk. Then `LATEST` names it. In an object store, its manifest is written when all
-    files are in the store. Until then the previous checkpoint is the latest.
+    is renamed when all files are on disk. Then `LATEST` names it. In an object store, the manifest is written last,
+    when all other files are in the store. Until then the previous checkpoint is the latest.
 
     Args:
         directory: directory of the run's checkpoints, or a URL such as ``s3://bucket/run``. Created if it does not
             exist. All ranks must see the same one.
         state: what to save, by name: modules, optimizers, objects with ``state_dict`` and ``load_state_dict``
-            (schedulers, data loaders), tensors, DTensors, generators, numbers, strings, and dictionaries and lists of
-            these. Wrap values that differ between ranks in `PerRank`. If a module's buffers differ between ranks, those
-            of one rank are saved. Parameters and optimizer state are stored by fully qualified name, those of tied
-            parameters once. The modules of an optimizer must be in the state, too.
+            (schedulers, data loaders), tensors, DTensors, generators, numbers, strings, bytes, dtypes, NumPy arrays,
+            and lists, tuples, sets and dicts of these. Wrap values that differ between ranks in `PerRank`. If a
+            module's buffers differ between ranks, those of one rank are saved. Parameters and optimizer state are
+            stored by fully qualified name (FQN), those of tied parameters once. The modules of an optimizer must be in
+            the state, too.
         step: training step, at least 0. It is part of the checkpoint's name.
         keep: after the save, delete all checkpoints except the `keep` newest ones, and files that interrupted saves
             have left. Default: delete nothing.
@@ -68,8 +69,9 @@ def save(
         The path of the checkpoint. For a URL, `str` of it is the URL of the checkpoint.
 
     Raises:
-        ShardConfigTypeError: a value in the state cannot be saved without pickle.
-        ShardConfigValueError: an argument is invalid, or there is a checkpoint of this step.
+        ShardConfigTypeError: an argument has a wrong type, or a value in the state cannot be saved without pickle.
+        ShardConfigValueError: an argument is invalid, a package for the URL is missing, a tensor cannot be stored, or
+            there is a checkpoint of this step.
         CheckpointMismatchError: ranks save different steps, names or values.
         CheckpointError: a file could not be written. The message gives the rank and the reason. Earlier checkpoints are
             unchanged.

@@ -18,7 +18,7 @@ _LINES = 6
 
 
 def draw(advice: Advice, path: str | Path, most: int = 12) -> None:
-    """Draw an advice.
+    """Draw the memory of each strategy, and the step time of the best layouts over the bandwidth of the link.
 
     Args:
         advice: the advice.

@@ -210,7 +210,7 @@ class _Kernel:
     """A kernel of a compiled block: all operators between two matrix products, attentions or collectives.
 
     It reads each tensor from before it once, and writes only results that are used after it. Compilers may recompute
-    results instead of saving them for backward, or split kernels. This is not modelled.
+    results instead of saving them for backward, or split kernels. This is not modeled.
 
     Attributes:
         results: bytes of live tensors that it has made, by the key of their storage.

@@ -1,4 +1,4 @@
-"""`fabric`: a world in one process, in which collectives have a modelled duration."""
+"""`fabric`: a world in one process, in which collectives have a modeled duration."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Fabric:
     - a broadcast from another rank leaves the tensor as it is
     - a scatter from another rank and a received message give zeros, because their data is unknown
 
-    *Not modelled*: the host's time to launch, other traffic, congestion, protocols and algorithms that depend on the
+    *Not modeled*: the host's time to launch, other traffic, congestion, protocols and algorithms that depend on the
     size, cores and memory bandwidth that communication takes from compute, stragglers. Tensors must be on the CPU.
 
     Attributes:
@@ -115,7 +115,7 @@ class Fabric:
 class LinkOfAlikeRanks:
     """Implements the collectives of a group of a fabric (see `Medium`) with one link and identical ranks.
 
-    The data is copied at the call, while the clock is stopped. The handle is done at the modelled time.
+    The data is copied at the call, while the clock is stopped. The handle is done at the modeled time.
     """
 
     backend = BACKEND
@@ -184,7 +184,7 @@ def fabric(
     inter_bandwidth_Bps: float | None = None,  # noqa: N803
     clock: str = "real",
 ) -> _GeneratorContextManager[Fabric]:
-    """Make this process one rank of a simulated network, in which collectives have a modelled duration.
+    """Make this process one rank of a simulated network, in which collectives have a modeled duration.
 
     Use it to try a schedule on a laptop: it shows which communication overlaps with compute and which is exposed.
     `fabric` is a context manager and a decorator, and gives a `Fabric`. It initializes `torch.distributed`. At the end,
@@ -208,7 +208,7 @@ def fabric(
 
     *Clocks.*
 
-    - `"real"`: a wait sleeps until the modelled time, so communication overlaps with real compute. The clock is stopped
+    - `"real"`: a wait sleeps until the modeled time, so communication overlaps with real compute. The clock is stopped
       while the fabric copies data and when a sleep ends late; `Fabric.aside_s` is the sum of these times.
     - `"virtual"`: only waits and declared compute (`Fabric.compute`, `Busy`) advance the clock. It is exact, and a run
       takes no time.
@@ -216,7 +216,7 @@ def fabric(
       times, a wait delays the current stream, and the host takes no time. torch's FSDP2 overlaps on the CPU only with
       this clock; this library's engine overlaps with all three.
 
-    See `Fabric` for the data of the other ranks and for what is not modelled.
+    See `Fabric` for the data of the other ranks and for what is not modeled.
 
     Args:
         world_size: number of ranks.

@@ -255,23 +255,23 @@ def connect(
 ) -> dist.ProcessGroup:
     """Make a process group of trainers and inference engines that are separate jobs.
 
-    Unlike `init_process_group`, it does not become the default process group. So a trainer can keep its own one.
+    It does not become the default process group, so each job keeps its own.
 
     Args:
-        init_method: address at which the processes meet, such as ``tcp://host:29600``. Rank 0 listens there, so the
-            others need it; use another port for each group.
+        init_method: address at which the processes connect, such as ``tcp://host:29600``. Rank 0 listens there, on the
+            host that the address names. Use another port for each group.
         rank: rank of this process, from 0 to `world_size` - 1. Number the trainers first, in the order of their ranks:
             then the ranks in ``layout(model)`` are those of this group.
         world_size: number of trainers and receivers.
-        backend: backend, such as "gloo" or "nccl". Default: gloo for tensors on the CPU, and the usual one for others.
-        timeout: how long ranks wait for each other.
+        backend: backend, such as "gloo" or "nccl". Default: gloo for tensors on the CPU, torch's default for others.
+        timeout: maximum time for which ranks wait for each other.
 
     Returns:
         The process group, for `send`, `receive` and `plan_together`.
 
     Raises:
-        ShardConfigValueError: `rank` is not a rank.
-        PeerLostError: not all ranks have come within the timeout.
+        ShardConfigValueError: `rank` is not between 0 and `world_size` - 1.
+        PeerLostError: not all ranks have connected within the timeout.
     """
     if not 0 <= rank < world_size:
         raise ShardConfigValueError(f"rank: {rank} is not a rank of {world_size} processes; pass 0 to {world_size - 1}")

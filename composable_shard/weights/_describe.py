@@ -41,11 +41,12 @@ def layout(
             adapters. `send` then gathers the matrices of the adapter, and needs memory for the merged shards.
 
     Returns:
-        Its ranks are those of the default process group.
+        The layout. Its ranks are those of the default process group.
 
     Raises:
         ShardConfigUnsupportedError: a parameter is quantized, or has a Partial placement.
-        ShardConfigValueError: two tensors get the same name, or several of these arguments are given.
+        ShardConfigValueError: two tensors get the same name, the model has no such adapter, or several of `rename`,
+            `adapter` and `merge` are given.
     """
     holdings = Holdings(model)
     if merge is not None:

@@ -24,7 +24,7 @@ class TensorInfo:
     Attributes:
         shape, dtype: its shape and its dtype.
         is_buffer: whether it is an unsharded buffer. Its values may differ between ranks (statistics of a batch norm),
-            so that one rank sends it to all receivers.
+            so one rank sends it to all receivers.
     """
 
     shape: tuple[int, ...]
@@ -38,8 +38,8 @@ class Piece(NamedTuple):
     Attributes:
         name: name of the full tensor.
         box: the part of it.
-        at: offset in the rank's tensor. It may have more or fewer leading dims than the box, of size 1: an expert in a
-            stack of experts, for example.
+        at: offset of the part in the rank's tensor. The number of leading dims of size 1 may differ from that of
+            `box`, for example for an expert in a stack of experts.
     """
 
     name: str

@@ -47,7 +47,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Plan:
-    """How weights get from the ranks of one layout to the ranks of another one.
+    """Which rank sends which part of which tensor to which rank. `str` gives the total bytes and links.
 
     Attributes:
         source, target: the two layouts.
@@ -89,7 +89,7 @@ class Plan:
         return ((index, each) for index, each in enumerate(self.transfers) if each.source == rank)
 
     def with_new_parts(self, rank: int, held: Mapping[str, LocalTensor], unchanged: Set[int]) -> dict[str, LocalTensor]:
-        """Those of a receiver's tensors that get a part, if parts with these indices are not sent."""
+        """The tensors of a receiver that get a new part, if parts with these indices are not sent."""
         new = {each.name for index, each in enumerate(self.transfers) if each.target == rank and index not in unchanged}
         ties = self.source.ties
         return {

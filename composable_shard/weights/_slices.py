@@ -24,9 +24,9 @@ def local_slices(
     dtype: torch.dtype | None = None,
     unused: Sequence[str] = (),
 ) -> Iterator[tuple[str, Box, torch.Tensor]]:
-    """The parts of the model's tensors that this rank holds, without communication.
+    """Yield the parts of the model's tensors that this rank holds, without communication.
 
-    This is for engines that fetch weights themselves: from shared memory, by RDMA, or from Ray's object store.
+    Use it for engines that fetch weights themselves: from shared memory, by RDMA, or from Ray's object store.
 
     Args:
         model: the model.
@@ -105,7 +105,7 @@ def fill(
 
     Args:
         tensors: the receiver's tensors by name.
-        held: how they consist of parts of full tensors. Parts that belong to none of them are ignored.
+        held: their parts, by the same names. Parts that belong to none of them are ignored.
         parts: name, box and values of each part, in any order. Values are cast to the dtype of the tensor.
 
     Raises:

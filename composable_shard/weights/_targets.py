@@ -59,11 +59,12 @@ class InPlace:
 class Versions:
     """Two sets of tensors, of which one is current. A switch to the other one is a single assignment.
 
-    So code in another thread that reads `current` sees either all old weights or all new ones. The tensors that it got
+    Code in another thread that reads `current` therefore gets either all old weights or all new ones. These tensors
     keep their values until the second update after that begins.
 
     Args:
-        tensors: the tensors, by the names in the target layout. They are used for every other version.
+        tensors: the tensors, by the names in the target layout. They hold every other version. The first update
+            allocates the other set.
 
     Attributes:
         current: version and tensors of the current weights. The version is -1 before the first update.

@@ -56,10 +56,10 @@ def plan_together(
     receives: Described | None = None,
     unused: Sequence[str] = (),
 ) -> Plan:
-    """Make a plan from what each rank of a process group sends or receives. All of its ranks must call this.
+    """Make a plan from what each rank of a process group sends or receives. A collective: all its ranks must call this.
 
     Of a layout, only the tensors of this rank are used. Its ranks are global ranks, or in a group of `connect` the
-    ranks of that group; if these differ, renumber ``layout(model)`` with its method `on`.
+    ranks of that group. If ``layout(model)`` has other ranks, renumber them with its method `on`.
 
     Args:
         group: process group of senders and receivers. Default: the default process group.
@@ -75,7 +75,7 @@ def plan_together(
         LayoutMismatchError: see `plan_transfer`. Raised on all ranks.
         ShardConfigValueError: a layout has no tensors of this rank, or ranks describe a tensor differently.
         ShardConfigTypeError: `sends` is neither a model nor a layout, or `unused` is a string.
-        RankMismatchError: this error of another rank.
+        RankMismatchError: another rank has raised one of these errors.
         PeerLostError: another rank is lost, or has failed.
     """
     channel = channel_of(group)
@@ -134,7 +134,7 @@ def send(
     """Send this rank's part of a model to the receivers. All ranks of the group call `send` or `receive`.
 
     Returns when all receivers have all weights. The weights must not change before that: call it between optimizer
-    steps, in the thread that trains. It reshards the parameters.
+    steps, in the thread that trains. It reshards the parameters of the model.
 
     Args:
         model: the model that the plan was made with, or its local tensors by name.
@@ -149,17 +149,19 @@ def send(
         refresh: as in `receive`; needs `into`.
         staging: as in `receive`; needs `into`.
         before_switch: as in `receive`.
-        max_bytes_in_flight: bytes that a rank sends at a time, and bytes that it receives at a time; the same on all
+        max_bytes_in_flight: maximum bytes that a rank sends at a time, and that it receives at a time; the same on all
             ranks. A rank needs at most this much memory for messages.
 
     Raises:
         ShardConfigValueError: this rank has another role in the plan, a version is not higher than the last one, or
             `refresh` or `staging` is passed without `into`.
         StaleStateError: the model has other tensors, shapes or dtypes than in the plan.
-        RankMismatchError: ranks have different plans or settings, or one of the errors above or of `before_switch` on
-            another rank. No receiver has changed. Call `send` and `receive` again on all ranks.
-        PeerLostError: another rank is lost, or has failed in between. The receivers keep their old weights, or all have
-            the new ones. Training can continue. Make another process group to send weights.
+        RankMismatchError: ranks have different plans or settings, or another rank has raised one of the errors above or
+            an error in `before_switch`. If the message ends with "Nothing was sent" or "No receiver has changed", call
+            `send` and `receive` again on all ranks.
+        PeerLostError: another rank is lost, or has failed during the transfer. Either all receivers have the new
+            weights or none, unless a rank was killed while they switched. Training can continue. To send weights again,
+            make another process group.
     """
     channel = channel_of(group)
     progress = channel.progress(plan)
@@ -189,7 +191,7 @@ def receive(
 ) -> Update:
     """Receive this rank's part of the weights. All ranks of the group call `send` or `receive`.
 
-    New weights arrive in memory of their own. When all receivers have them all, each receiver copies them into its
+    New weights are received in separate memory. When all receivers have all of them, each receiver copies them into its
     tensors. If the transfer fails before that, no tensor has changed. Call it in the thread that computes with the
     tensors, or pass `Versions`.
 
@@ -207,7 +209,9 @@ def receive(
         max_bytes_in_flight: as in `send`.
 
     Raises:
-        ShardConfigValueError: this rank has another role in the plan.
+        ShardConfigValueError: this rank has another role in the plan, a tensor cannot be written to, or `staging` is
+            passed with `Versions`.
+        ShardConfigTypeError: `into` is a mapping with a DTensor.
         StaleStateError: the tensors do not have the shapes or dtypes of the layout.
         RankMismatchError, PeerLostError: as in `send`.
     """

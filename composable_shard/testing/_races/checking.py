@@ -111,7 +111,7 @@ def races(world: int = 4, *, mesh: Axes | None = None, check: bool = True) -> It
     block has the streams of an accelerator:
 
     - the compute stream
-    - two streams for each sharded model
+    - two streams for each sharded model, and two more for the outer axis of a 2D mesh
     - a stream for each process group, like NCCL's
     - streams that the program creates by `torch.Stream`, `torch.cuda.Stream` or `torch.cpu.Stream`
 
