@@ -184,12 +184,11 @@ class GradientMarks:
 
     def settle(self) -> None:
         """Make a `.grad` that was made here a usual tensor if code has used its values."""
-        for index in list(self._made):
+        for index in self._made:
             lazy = self._lazy(index)
             if lazy is not None and lazy.content is not None:
                 was_same, param = self._is_same(index), self._params[index]
                 param.set_gradient(dtensor_like(param.sharded, lazy.content))
-                self._made.discard(index)
                 if was_same:
                     self._note([index])
 

@@ -271,6 +271,7 @@ def test_the_first_accumulated_gradient_is_not_written_to(rank, world):
 def test_accumulated_gradients_are_dropped_when_grad_is_cleared(rank, world, how):
     module, group = make_group(world)
     group.gradients.accumulate(gradients(group))
+    assert not group.gradients.held_now().is_voided
     for param in module.parameters():
         assert isinstance(param.grad, DTensor)
         if how == "none":
@@ -281,6 +282,7 @@ def test_accumulated_gradients_are_dropped_when_grad_is_cleared(rank, world, how
             torch._foreach_zero_([param.grad])
         else:
             param.grad = torch.zeros_like(param)
+    assert group.gradients.held_now().is_voided
     total = group.gradients.take(gradients(group))
     assert all(bool((gradient == 1).all()) for gradient in total)
 
