@@ -214,8 +214,8 @@ def median_s(nbytes, rounds=5):
     return slower.item()
 
 
-def test_the_docstring_lists_what_is_not_modelled():
-    assert re.search(r"\*Not modelled\*: the host's time", Fabric.__doc__)
+def test_the_docstring_lists_what_is_not_modeled():
+    assert re.search(r"\*Not modeled\*: the host's time", Fabric.__doc__)
 
 
 def replicas_of_two_nodes(clock):

@@ -60,6 +60,7 @@ def distinct(parts):
     return [part for part in parts if part in by_run.values()]
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", [entry.name for entry in QUEUE])
 def test_every_entry_has_a_dry_run_on_a_cpu_whose_results_are_not_stored(name, tmp_path):
